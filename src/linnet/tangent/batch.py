@@ -1,0 +1,174 @@
+"""Batches of any structure: one tensor, a tuple for ``model(*x)`` or a dict for ``model(**x)``.
+
+The first axis of every tensor whose length equals the batch size is the example axis; other
+tensors (a mask shared by all examples, a scalar) belong to every example and are passed on as
+they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from linnet.errors import DataError, InputError
+
+Inputs = Any  # Tensor | Sequence[Any] | Mapping[str, Any]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
+    """Apply ``function`` to every tensor in ``x``, keeping its structure."""
+    if isinstance(x, Tensor):
+        return function(x)
+    if isinstance(x, Mapping):
+        return {key: map_tensors(function, value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return tuple(map_tensors(function, value) for value in x)
+    return x
+
+
+def tensors_in(x: Inputs) -> list[Tensor]:
+    """Every tensor in ``x``, in order."""
+    found: list[Tensor] = []
+    map_tensors(lambda t: (found.append(t), t)[1], x)
+    return found
+
+
+def batch_size(x: Inputs) -> int:
+    """The number of examples in ``x``.
+
+    Args:
+        x: A tensor (N, ...), or a tuple or dict that holds at least one.
+
+    Returns:
+        N, the length of the first axis of the first tensor that has one.
+
+    Raises:
+        InputError: If no tensor with an axis is found.
+
+    Example:
+        >>> batch_size({"ids": torch.zeros(4, 7), "mask": torch.ones(4, 7)})
+        4
+    """
+    for tensor in tensors_in(x):
+        if tensor.ndim > 0:
+            return tensor.shape[0]
+    raise InputError(
+        f"x is {type(x).__name__} without a tensor that has an example axis",
+        expected="a tensor (N, ...), a tuple of tensors or a dict of tensors",
+    )
+
+
+def take(x: Inputs, index: slice | Tensor | Sequence[int]) -> Inputs:
+    """The examples of ``x`` at ``index``; tensors without the example axis stay whole."""
+    n = batch_size(x)
+    rows = torch.as_tensor(index) if not isinstance(index, slice | Tensor) else index
+    return map_tensors(lambda t: t[rows] if t.ndim > 0 and t.shape[0] == n else t, x)
+
+
+def concatenate(parts: Sequence[Inputs]) -> Inputs:
+    """Join batches of the same structure along the example axis."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        return {key: concatenate([part[key] for part in parts]) for key in first}
+    if isinstance(first, list | tuple):
+        return tuple(concatenate([part[i] for part in parts]) for i in range(len(first)))
+    return first
+
+
+def split(x: Inputs, size: int) -> Iterator[Inputs]:
+    """Consecutive batches of at most ``size`` examples; the last may be smaller."""
+    n = batch_size(x)
+    for start in range(0, n, size):
+        yield x if size >= n else take(x, slice(start, min(start + size, n)))
+
+
+def gather_data(data: Any, device: torch.device | None = None) -> tuple[Inputs, Tensor]:
+    """The whole of ``data`` as one (x, y) pair in memory.
+
+    Args:
+        data: An (x, y) pair, a ``Dataset`` of such pairs or a ``DataLoader`` over one. A
+            ``DataLoader`` is read once, in its own order.
+        device: Where the result should live; by default where the data are.
+
+    Returns:
+        The inputs (N, ...) and the targets (N, ...).
+
+    Raises:
+        DataError: If the data are empty, or x and y differ in length.
+        InputError: If ``data`` is none of the kinds above.
+    """
+    x, y = _as_pair(data)
+    y = torch.as_tensor(y)
+    if batch_size(x) == 0:
+        raise DataError("data is empty: it holds 0 examples", expected="at least one example")
+    if y.ndim == 0 or y.shape[0] != batch_size(x):
+        raise DataError(
+            f"data has {batch_size(x)} inputs but targets of shape {tuple(y.shape)}",
+            expected="one target for each input",
+            remedy="check that x and y come from the same split",
+        )
+    check_finite(x, "x")
+    check_finite(y, "y")
+    if device is not None:
+        x, y = map_tensors(lambda t: t.to(device), x), y.to(device)
+    return x, y
+
+
+def _as_pair(data: Any) -> tuple[Inputs, Any]:
+    """(x, y) from any supported kind of data."""
+    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+        return data.tensors[0], data.tensors[1]
+    if isinstance(data, DataLoader):
+        batches = [_two(batch, "a batch of the DataLoader") for batch in data]
+    elif isinstance(data, Dataset) or (hasattr(data, "__getitem__") and not isinstance(data, list | tuple)):
+        samples = [_two(data[i], f"sample {i} of the data set") for i in range(len(data))]  # type: ignore[arg-type]
+        batches = [
+            (map_tensors(lambda t: t[None], _tensorize(x)), torch.as_tensor(y)[None]) for x, y in samples
+        ]
+    else:
+        pair = _two(data, "data")
+        return _tensorize(pair[0]), pair[1]
+    if not batches:
+        raise DataError("data is empty: it yields no example", expected="at least one example")
+    return concatenate([b[0] for b in batches]), torch.cat([torch.as_tensor(b[1]) for b in batches])
+
+
+def _two(item: Any, name: str) -> tuple[Any, Any]:
+    """``item`` as a pair, or an error that names it."""
+    if isinstance(item, list | tuple) and len(item) == 2:
+        return item[0], item[1]
+    raise InputError(
+        f"{name} is {type(item).__name__}" + (f" of length {len(item)}" if hasattr(item, "__len__") else ""),
+        expected="an (x, y) pair, a Dataset or a DataLoader of such pairs",
+    )
+
+
+def _tensorize(x: Any) -> Inputs:
+    """Arrays and numbers turned into tensors, structure kept."""
+    if isinstance(x, Mapping):
+        return {key: _tensorize(value) for key, value in x.items()}
+    if isinstance(x, list | tuple) and any(isinstance(value, Tensor | Mapping | list | tuple) for value in x):
+        return tuple(_tensorize(value) for value in x)
+    return torch.as_tensor(x)
+
+
+def check_finite(x: Inputs, name: str) -> None:
+    """Raise ``DataError`` naming the first example in which a float tensor is not finite."""
+    for tensor in tensors_in(x):
+        if not tensor.is_floating_point() or torch.isfinite(tensor).all():
+            continue
+        bad = ~torch.isfinite(
+            tensor.reshape(tensor.shape[0], -1) if tensor.ndim else tensor.reshape(1, 1)
+        ).all(1)
+        first = int(bad.nonzero()[0])
+        raise DataError(
+            f"{name} holds NaN or infinite values in {int(bad.sum())} example(s), first at index {first}",
+            expected="finite numbers",
+            remedy="drop or repair these examples",
+        )

@@ -1,0 +1,247 @@
+"""What is kept of a captured batch to form kernels: per-example gradients, or their factors.
+
+For weight sharing over S positions the kernel of a layer between N and M examples costs
+
+    (i)  with gradients formed      (N + M)·K·c·d·S + N·M·K²·c·d
+    (ii) with positions contracted  N·M·S·(S·d + S·K·c + K²·c)
+
+multiplications, and (i) holds (N + M)·K·c·d numbers where (ii) holds (N + M)·S·(d + K·c). The
+cheaper is taken for each parameter by counting. Without sharing (S = 1) way (ii) is the product
+(A₁A₂ᵀ + 1) ∘ (G₁G₂ᵀ) with the 1 for a bias; an embedding has A₁A₂ᵀ = [id₁ = id₂].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linnet.tangent.capture import Captured, Outputs, is_outer
+from linnet.tangent.rules import Factors, Use, factors
+
+SMALL_PRODUCT_PENALTY = 3.0  # batched small products reach about a third of the rate of one large one
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The factors of one weight, and of a bias that shares its use.
+
+    Args:
+        factors: a (N, R, S, d) and g (K, N, R, S, c).
+        bias: Whether a bias rides along: its gradient is the same with a = 1.
+        weight: Whether the weight itself is tracked.
+    """
+
+    factors: Factors
+    bias: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.factors.a.nbytes + self.factors.g.nbytes
+
+
+@dataclass(frozen=True)
+class Features:
+    """A captured batch, ready for kernels.
+
+    Args:
+        n: Number of examples.
+        k: Number of cotangents.
+        rows: Gradients (N, K, Q) of all parameters that are formed, side by side.
+        layers: Factors of the others, by parameter name.
+        outputs: f₀(x), (N, C).
+    """
+
+    n: int
+    k: int
+    rows: Tensor
+    layers: dict[str, Layer]
+    outputs: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.rows.nbytes + sum(layer.nbytes for layer in self.layers.values())
+
+    def part(self, start: int, stop: int) -> Features:
+        """The features of some of the examples, without a copy."""
+        layers = {
+            name: Layer(
+                Factors(old.factors.a[start:stop], old.factors.g[:, start:stop], old.factors.transposed),
+                old.bias,
+            )
+            for name, old in self.layers.items()
+        }
+        stop = min(stop, self.n)
+        return Features(stop - start, self.k, self.rows[start:stop], layers, self.outputs[start:stop])
+
+    def room_for(self, n: int) -> Features:
+        """Empty features of the same kind for n examples."""
+        layers = {}
+        for name, old in self.layers.items():
+            a, g = old.factors.a, old.factors.g
+            factors_ = Factors(
+                a.new_empty(n, *a.shape[1:]), g.new_empty(g.shape[0], n, *g.shape[2:]), old.factors.transposed
+            )
+            layers[name] = Layer(factors_, old.bias)
+        rows, outputs = self.rows, self.outputs
+        return Features(
+            n, self.k, rows.new_empty(n, *rows.shape[1:]), layers, outputs.new_empty(n, *outputs.shape[1:])
+        )
+
+    def put(self, start: int, block: Features) -> None:
+        """Copy a block of examples to its place."""
+        here = self.part(start, start + block.n)
+        here.rows.copy_(block.rows)
+        here.outputs.copy_(block.outputs)
+        for name, layer in here.layers.items():
+            layer.factors.a.copy_(block.layers[name].factors.a)
+            layer.factors.g.copy_(block.layers[name].factors.g)
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """Which parameters keep factors (the others are formed), and which biases ride along.
+
+    Args:
+        factored: Weights whose positions are contracted.
+        riding: Bias name to the weight whose use it shares.
+    """
+
+    factored: frozenset[str]
+    riding: dict[str, str]
+
+
+def choose(captured: Captured, names: Sequence[str], pairs: tuple[int, int], outputs: Outputs) -> Treatment:
+    """Decide for each parameter between gradients and factors, by counting multiplications.
+
+    Args:
+        captured: One captured batch.
+        names: The tracked parameters.
+        pairs: Total numbers of examples N, M on the two sides of the kernel.
+        outputs: Which kernel is wanted.
+
+    Returns:
+        The treatment, to be used for every batch of this kernel.
+    """
+    uses = captured.by_parameter()
+    factored = {
+        name
+        for name in names
+        if _can_factor(uses.get(name, []), captured.n) and _pays(uses[name], captured.n, pairs, outputs)
+    }
+    riding = {}
+    for name in names:
+        weight = _weight_of_bias(name, uses, factored)
+        if weight is not None:
+            riding[name] = weight
+    return Treatment(frozenset(factored), riding)
+
+
+def _can_factor(uses: list[Use], n: int) -> bool:
+    """Whether all uses have the outer-product form in one orientation."""
+    if not uses or not all(is_outer(use) and use.direct for use in uses):
+        return False
+    return len({(use.kind == "embedding", bool(use.options.get("transposed"))) for use in uses}) == 1
+
+
+def _pays(uses: list[Use], n: int, pairs: tuple[int, int], outputs: Outputs) -> bool:
+    """Whether contracting positions is cheaper than forming gradients."""
+    examples, other = pairs
+    both, product = examples + other, examples * other
+    s = d = c = r = 0
+    for use in uses:
+        s_u, d_u, c_u, r = _sizes(use, n)
+        s, d, c = s + s_u, d_u, c_u
+    assert uses[0].g is not None
+    k = uses[0].g.shape[0]
+    square = k * k if outputs == "full" else k
+    width = 1 if uses[0].kind == "embedding" else d
+    formed_features = uses[0].target.shape[0] * c if uses[0].kind == "embedding" else c * d
+    form = both * k * c * d * s * r + product * square * formed_features * r
+    contract = product * s * r * (s * width + s * k * c + (square * c if s > 1 else 0))
+    if s > 1:
+        contract *= SMALL_PRODUCT_PENALTY
+    return contract < form
+
+
+def _sizes(use: Use, n: int) -> tuple[int, int, int, int]:
+    """Positions s, input features d, output features c and groups r of one use."""
+    target = use.target.shape
+    if use.kind == "conv":
+        groups = use.options["groups"]
+        s = use.shape[0] // n * use.shape[2:].numel()
+        return s, target[1:].numel(), target[0] // groups, groups
+    c = use.shape[-2] if use.options.get("left") else use.shape[-1]
+    return use.shape.numel() // (c * n), target.numel() // c, c, 1
+
+
+def _weight_of_bias(name: str, uses: dict[str, list[Use]], factored: set[str]) -> str | None:
+    """The factored weight that has all its uses in common with this bias, if any."""
+    own = uses.get(name, [])
+    if not own or not all(use.kind == "shift" and use.direct and use.options["sign"] == 1 for use in own):
+        return None
+    edges = [(use.edge.node, use.edge.output_nr) for use in own]
+    for weight in sorted(factored):
+        if uses[weight][0].kind == "embedding":
+            continue
+        c = _sizes(uses[weight][0], 1)[2] * _sizes(uses[weight][0], 1)[3]
+        same = [(use.edge.node, use.edge.output_nr) for use in uses[weight]] == edges
+        if (
+            same
+            and own[0].target.numel() == c
+            and own[0].target.ndim == 1
+            and not uses[weight][0].options.get("left")
+        ):
+            return weight
+    return None
+
+
+def reduce(captured: Captured, names: Sequence[str], treatment: Treatment) -> Features:
+    """Keep of a captured batch what its kernels need.
+
+    Args:
+        captured: The batch.
+        names: The tracked parameters, in order.
+        treatment: From ``choose``.
+
+    Returns:
+        Rows and factors.
+    """
+    formed = [name for name in names if name not in treatment.factored and name not in treatment.riding]
+    uses = captured.by_parameter()
+    biased = set(treatment.riding.values())
+    layers = {
+        name: Layer(_joined(uses[name], captured.n), name in biased)
+        for name in names
+        if name in treatment.factored
+    }
+    widths = [captured.leaves[name].numel() for name in formed]
+    k = _cotangents(captured)
+    rows = captured.outputs.new_empty(captured.n, k, sum(widths))
+    start = 0
+    for name, width in zip(formed, widths, strict=True):
+        rows[:, :, start : start + width] = captured.rows(name).flatten(2)
+        start += width
+    return Features(captured.n, k, rows, layers, captured.outputs)
+
+
+def _cotangents(captured: Captured) -> int:
+    """K, from whatever holds gradients."""
+    for use in captured.uses:
+        assert use.g is not None
+        return use.g.shape[0]
+    return next(iter(captured.exact.values())).shape[1]
+
+
+def _joined(uses: list[Use], n: int) -> Factors:
+    """All uses of one parameter as one: their positions side by side, so all pairs of uses count."""
+    parts = [factors(use, n) for use in uses]
+    if len(parts) == 1:
+        return Factors(parts[0].a.contiguous(), parts[0].g.contiguous(), parts[0].transposed)
+    a = torch.cat([part.a for part in parts], 2)
+    g = torch.cat([part.g for part in parts], 3)
+    return Factors(a, g, parts[0].transposed)

@@ -1,0 +1,170 @@
+"""Directional derivatives that work: forward mode where torch has it, double backward where not.
+
+Some kernels of torch have no forward-mode formula (fused attention, the fast path of
+``nn.MultiheadAttention``, the mkldnn LSTM) or reject the transforms of ``torch.func``
+(checkpointing). ``differentiable_kernels`` switches the known ones to paths that have it and
+restores the user's settings on exit; what still fails is differentiated twice in reverse mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from linnet.errors import ModelError
+
+Params = dict[str, Tensor]
+Function = Callable[[Params], Tensor]
+JvpPath = Literal["forward", "double-backward"]
+
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+
+
+@contextlib.contextmanager
+def differentiable_kernels(recurrent: bool) -> Iterator[None]:
+    """Kernels with derivatives of every order, for the duration of the block.
+
+    Args:
+        recurrent: Whether the network has recurrent layers; only then is mkldnn switched off,
+            because that would slow every convolution.
+
+    Yields:
+        Nothing.
+    """
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if recurrent:
+                stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+def has_recurrence(model: nn.Module) -> bool:
+    """Whether any module of the network is recurrent."""
+    return any(isinstance(module, _RECURRENT) for module in model.modules())
+
+
+def jvp_forward(function: Function, at: Params, direction: Params) -> tuple[Tensor, Tensor]:
+    """f(θ) and J v by one dual-number pass."""
+    value, tangent = torch.func.jvp(function, (at,), (direction,))
+    return value, tangent
+
+
+def jvp_double_backward(function: Function, at: Params, direction: Params) -> tuple[Tensor, Tensor]:
+    """f(θ) and J v as the derivative of u ↦ Jᵀu along v: two reverse passes."""
+    with torch.enable_grad():
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in at.items()}
+        value = function(leaves)
+        u = torch.zeros_like(value, requires_grad=True)  # the value does not matter: Jᵀu is linear in u
+        inputs = list(leaves.values())
+        pulled = torch.autograd.grad(value, inputs, u, create_graph=True, allow_unused=True)
+        used = [(g, direction[name]) for (name, g) in zip(leaves, pulled, strict=True) if g is not None]
+        if not used:
+            return value.detach(), torch.zeros_like(value)
+        # J v = ∂/∂u ⟨Jᵀu, v⟩
+        (tangent,) = torch.autograd.grad(
+            [g for g, _ in used], u, [v for _, v in used], create_graph=_tracked(direction)
+        )
+    return value.detach(), tangent
+
+
+def _tracked(direction: Params) -> bool:
+    """Whether the result must itself be differentiable in the direction."""
+    return torch.is_grad_enabled() and any(v.requires_grad for v in direction.values())
+
+
+def probe_jvp(function: Function, at: Params) -> tuple[JvpPath, str]:
+    """Find out which path gives J v for this network, and prove it right.
+
+    The value is compared with ⟨Jᵀu, v⟩ from reverse mode, so a formula that is silently wrong
+    is not accepted.
+
+    Args:
+        function: Maps parameters to outputs on a probe batch.
+        at: The point of linearization.
+
+    Returns:
+        The path, and a sentence that explains it (empty for plain forward mode).
+
+    Raises:
+        ModelError: If no path works.
+    """
+    direction = _random_like(at)
+    reference = _reverse_reference(function, at, direction)
+    causes = []
+    for path, jvp in (("forward", jvp_forward), ("double-backward", jvp_double_backward)):
+        try:
+            _, tangent = jvp(function, at, direction)
+            agrees = reference is None or _agrees(tangent, *reference)
+            # Training differentiates J v in v: it must work as well.
+            _differentiable_in_direction(jvp, function, at, direction)
+        except (RuntimeError, NotImplementedError) as error:
+            causes.append(f"{path}: {_first_line(error)}")
+            continue
+        if agrees:
+            return path, "" if not causes else f"forward mode is missing ({causes[0]}); using {path}"  # type: ignore[return-value]
+        causes.append(f"{path}: disagrees with reverse mode")
+    raise ModelError(
+        "no directional derivative of this network can be formed (" + "; ".join(causes) + ")",
+        expected="operations that torch can differentiate twice, or in forward mode",
+        remedy="restrict params= to the layers after the operation, or replace the operation",
+    )
+
+
+def _random_like(at: Params) -> Params:
+    """A fixed random direction; the global generator is not touched."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        n: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t)
+        * (t.detach().abs().mean() + 1e-3)
+        for n, t in at.items()
+    }
+
+
+def _reverse_reference(function: Function, at: Params, direction: Params) -> tuple[Tensor, float] | None:
+    """A cotangent u and ⟨Jᵀu, v⟩, from one reverse pass."""
+    with torch.enable_grad():
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in at.items()}
+        value = function(leaves)
+        generator = torch.Generator().manual_seed(1)
+        u = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
+        if not value.requires_grad:
+            return None
+        grads = torch.autograd.grad(value, list(leaves.values()), u, allow_unused=True)
+    pairs = zip(grads, direction.values(), strict=True)
+    return u, float(sum((g.double() * v.double()).sum() for g, v in pairs if g is not None))
+
+
+def _agrees(tangent: Tensor, u: Tensor, reference: float) -> bool:
+    """⟨u, J v⟩ = ⟨Jᵀu, v⟩ up to rounding."""
+    terms = u.double() * tangent.double()
+    tolerance = 1e-3 if tangent.dtype in (torch.float32, torch.float64) else 5e-2
+    return bool(abs(float(terms.sum()) - reference) <= tolerance * (float(terms.abs().sum()) + 1e-12))
+
+
+def _differentiable_in_direction(
+    jvp: Callable[[Function, Params, Params], tuple[Tensor, Tensor]],
+    function: Function,
+    at: Params,
+    direction: Params,
+) -> None:
+    """Run one backward pass through J v, as training does."""
+    with torch.enable_grad():
+        leaves = {n: v.detach().requires_grad_() for n, v in direction.items()}
+        _, tangent = jvp(function, at, leaves)
+        if tangent.requires_grad:
+            torch.autograd.grad(tangent.sum(), list(leaves.values()), allow_unused=True)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]

@@ -1,0 +1,173 @@
+"""A network as a pure function f(θ, x) of some of its parameters, everything else frozen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.errors import ModelError
+from linnet.linalg.space import ParameterSpace
+from linnet.tangent.batch import Inputs, batch_size, tensors_in
+from linnet.tangent.forward_mode import Params, differentiable_kernels, has_recurrence
+from linnet.tangent.hashing import hash_tensors
+from linnet.tangent.selection import Selector, select_parameters
+
+OutputAdapter = str | Callable[[Any], Tensor] | None
+
+
+class Functional:
+    """f(θ, x) of the selected parameters θ, in evaluation mode, on a private copy of the network.
+
+    The copy makes sure that the user's model leaves every call as it came: mode, gradients,
+    buffers, hooks and random state; and that later training of it does not move θ₀.
+
+    Args:
+        model: Any network.
+        params: Which parameters vary; see ``select_parameters``.
+        output: How to turn the network's result into a tensor (N, ...): a callable, the key or
+            attribute to take, or ``None`` (a tensor as it is, else ``.logits``).
+
+    Attributes:
+        model: The frozen copy, in evaluation mode, without gradients.
+        names: Selected parameter names, in the order of ``named_parameters()``.
+        space: Their ``ParameterSpace``.
+
+    Raises:
+        ModelError: If the network cannot be copied or has weights that are not finite.
+    """
+
+    def __init__(self, model: nn.Module, params: Selector = None, output: OutputAdapter = None) -> None:
+        self.names = select_parameters(model, params)
+        self.model = _frozen_copy(model)
+        self.output = output
+        self.recurrent = has_recurrence(model)
+        self.cache: dict[Any, Any] = {}
+        theta = self.theta
+        _check_weights(self.model)
+        self.space = ParameterSpace.of(theta)
+
+    @property
+    def theta(self) -> Params:
+        """θ₀: the selected parameters of the frozen copy."""
+        every = dict(self.model.named_parameters())
+        return {name: every[name].detach() for name in self.names}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return next(iter(self.theta.values())).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the parameters."""
+        return next(iter(self.theta.values())).dtype
+
+    def __call__(self, params: Params, x: Inputs) -> Tensor:
+        """f(θ, x), shape (N, ...); a network with outputs (N,) gives (N, 1)."""
+        args, kwargs = _arguments(x)
+        with differentiable_kernels(self.recurrent):
+            result = torch.func.functional_call(self.model, params, args, kwargs)
+        return _adapt(result, self.output)
+
+    def flat(self, params: Params, x: Inputs) -> Tensor:
+        """f(θ, x) with all output axes joined, shape (N, C)."""
+        value = self(params, x)
+        return value.reshape(value.shape[0], -1)
+
+    def fingerprint(self) -> str:
+        """A hash of the network's weights, buffers and selected names; equal for equal linearizations."""
+        state = self.model.state_dict()
+        return hash_tensors([state[key] for key in sorted(state) if isinstance(state[key], Tensor)])[:32]
+
+    def check_runs(self, x: Inputs) -> Tensor:
+        """f₀(x) without gradients, or an error that says why the network cannot take ``x``."""
+        try:
+            with torch.no_grad():
+                value = self(self.theta, x)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+            kinds = ", ".join(
+                f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)} on {t.device}" for t in tensors_in(x)
+            )
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ModelError(
+                f"model ({type(self.model).__name__}) cannot run on x ({kinds or type(x).__name__}): {first}",
+                expected=f"inputs of the network's own shape and type, on {self.device} (weights are {self.dtype})",
+                remedy="check x's shape, dtype (x.float() for images) and device",
+            ) from error
+        if value.shape[0] != batch_size(x):
+            raise ModelError(
+                f"model returns outputs of shape {tuple(value.shape)} for {batch_size(x)} examples",
+                expected="the example axis first",
+                remedy="pass output= to pick and arrange the outputs",
+            )
+        if not torch.isfinite(value).all():
+            raise ModelError(
+                "model returns NaN or infinite outputs on x",
+                expected="finite outputs",
+                remedy="check the weights and the scale of x",
+            )
+        return value
+
+
+def _frozen_copy(model: nn.Module) -> nn.Module:
+    """A copy in evaluation mode, without gradients; the original is not touched."""
+    grads = [(p, p.grad) for p in model.parameters()]
+    try:
+        for p, _ in grads:
+            p.grad = None
+        clone = copy.deepcopy(model)
+    except (RuntimeError, TypeError) as error:
+        raise ModelError(
+            f"model ({type(model).__name__}) cannot be copied: {error}",
+            expected="a network that copy.deepcopy can copy",
+            remedy="remove tensors with a gradient history and open handles from the module's attributes",
+        ) from error
+    finally:
+        for p, grad in grads:
+            p.grad = grad
+    return clone.eval().requires_grad_(False)
+
+
+def _check_weights(model: nn.Module) -> None:
+    """Raise if any parameter or buffer is not finite, naming the first."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ModelError(
+                f"weights: {name} of shape {tuple(tensor.shape)} holds NaN or infinite values",
+                expected="finite weights",
+                remedy="load an intact checkpoint",
+            )
+
+
+def _arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How x is handed to the network."""
+    if isinstance(x, Mapping):
+        return (), dict(x)
+    if isinstance(x, list | tuple):
+        return tuple(x), {}
+    return (x,), {}
+
+
+def _adapt(result: Any, output: OutputAdapter) -> Tensor:
+    """The network's result as a tensor (N, ...)."""
+    if callable(output):
+        result = output(result)
+    elif isinstance(output, str):
+        result = result[output] if isinstance(result, Mapping) else getattr(result, output)
+    elif not isinstance(result, Tensor):
+        result = (
+            result["logits"]
+            if isinstance(result, Mapping) and "logits" in result
+            else getattr(result, "logits", result)
+        )
+    if not isinstance(result, Tensor):
+        raise ModelError(
+            f"model returns {type(result).__name__}, not a tensor",
+            expected="a tensor (N, C), or an object with .logits",
+            remedy="pass output=, for example output=lambda r: r[0]",
+        )
+    return result[:, None] if result.ndim == 1 else result

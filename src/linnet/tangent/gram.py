@@ -1,0 +1,316 @@
+"""The Gram matrix of the tangent kernel, tile by tile under a memory budget.
+
+A large block of features stays in memory while small ones stream past it, so a kernel whose
+features do not fit costs a few more passes over the data instead of more memory. With one data
+set only tiles on one side of the diagonal are computed and the result is symmetric to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+from linnet.memory import Plan, format_bytes, parse_bytes, require
+from linnet.progress import track
+from linnet.tangent.batch import Inputs, batch_size, check_finite, take, tensors_in
+from linnet.tangent.capture import Outputs, capture, capture_bytes
+from linnet.tangent.features import Features, Treatment, choose, reduce
+from linnet.tangent.functional import Functional
+from linnet.tangent.hashing import hash_tensors
+from linnet.tangent.store import GramFile
+from linnet.tangent.tile import kernel_tile, tile_bytes
+
+OUTPUTS = ("full", "trace", "diagonal", "sum")
+CAPTURE = 64  # examples differentiated at once, memory permitting
+PRODUCT = 2048  # rows (examples × outputs) on each side of one matrix product
+
+
+@dataclass(frozen=True)
+class GramPlan:
+    """How a Gram matrix will be computed.
+
+    Args:
+        memory: Predicted bytes, item by item.
+        treatment: Which parameters keep factors.
+        capture: Examples differentiated at once.
+        hold: Examples whose features stay in memory.
+        product: Examples on each side of a matrix product.
+        shape: Shape of the result.
+        dtype: Type of the result.
+    """
+
+    memory: Plan
+    treatment: Treatment
+    capture: int
+    hold: int
+    product: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class GramTask:
+    """What is asked for.
+
+    Args:
+        function: The network.
+        x1: Examples of the rows.
+        x2: Examples of the columns, or ``None`` for the same.
+        outputs: Which kernel.
+        accumulate: Type in which sums are kept, or ``None``.
+    """
+
+    function: Functional
+    x1: Inputs
+    x2: Inputs | None
+    outputs: Outputs
+    accumulate: torch.dtype | None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """N and M."""
+        n = batch_size(self.x1)
+        return n, n if self.x2 is None else batch_size(self.x2)
+
+
+def gram(
+    function: Functional,
+    x1: Inputs,
+    x2: Inputs | None = None,
+    *,
+    outputs: Outputs = "full",
+    memory: str | int | None = None,
+    file: str | Path | None = None,
+    accumulate: str | None = None,
+    progress: bool | None = None,
+) -> Tensor:
+    """K(x1, x2) of the tangent kernel.
+
+    Args:
+        function: The network and its tracked parameters.
+        x1: N examples.
+        x2: M examples; by default those of ``x1``, and the result is exactly symmetric.
+        outputs: ``"full"`` for (N, C, M, C), ``"trace"`` for Σ_c of its diagonal blocks (N, M),
+            ``"diagonal"`` for (N, M, C), ``"sum"`` for the kernel of the summed outputs (N, M).
+        memory: Budget such as ``"4GB"``; by default half of what is available.
+        file: A ``.npy`` file that holds the result. An interrupted run resumes from it.
+        accumulate: ``"float64"`` keeps sums over parameters in double precision.
+        progress: Show progress; by default only when it takes over two seconds.
+
+    Returns:
+        The kernel; memory-mapped if ``file`` is given.
+
+    Raises:
+        InputError: If an argument has a value that is not listed here.
+        MemoryBudgetError: If not even the smallest tiles fit.
+    """
+    task = GramTask(function, x1, x2, outputs, _accumulation(accumulate))
+    _check(task)
+    plan = plan_gram(task, memory, to_disk=file is not None)
+    require(plan.memory, ["keep it on disk with file='kernel.npy'", 'take outputs="trace"', "raise memory="])
+    store = GramFile(file, plan.shape, plan.dtype, _identity(task, plan)) if file is not None else None
+    result = (
+        torch.empty(plan.shape, dtype=plan.dtype, device=function.device) if store is None else store.array
+    )
+    steps = _steps(task, plan)
+    for step in track(steps, f"kernel of {task.sizes[0]} × {task.sizes[1]} examples", len(steps), progress):
+        if store is None or not store.is_done(step):
+            _run(step, task, plan, result)
+            if store is not None:
+                store.mark_done(step)
+    return result if store is None else store.finish()
+
+
+def plan_gram(task: GramTask, memory: str | int | None = None, to_disk: bool = False) -> GramPlan:
+    """Choose block sizes and predict the bytes.
+
+    Args:
+        task: What is asked for.
+        memory: The budget.
+        to_disk: Whether the result lives in a file.
+
+    Returns:
+        The plan; ``plan.memory.peak`` over its budget means that nothing smaller is possible.
+    """
+    budget = parse_bytes(memory, task.function.device)
+    n, m = task.sizes
+    captured = capture(task.function, take(task.x1, slice(0, min(n, 3))), task.outputs)
+    treatment = choose(captured, task.function.names, (n, m), task.outputs)
+    features = reduce(captured, task.function.names, treatment)
+    k = features.k
+    dtype = task.accumulate or torch.promote_types(captured.outputs.dtype, torch.float32)
+    shape = _shape(n, m, captured.outputs.shape[1], task.outputs)
+    result = 0 if to_disk else torch.Size(shape).numel() * dtype.itemsize
+    held = -(-features.nbytes // features.n)
+    transient = capture_bytes(task.function, task.x1, k) + 2 * held
+    product = max(1, PRODUCT // k)
+    left = budget - result
+    block = max(1, min(CAPTURE, n if task.x2 is None else max(n, m), int(0.3 * left) // max(transient, 1)))
+    while product > 8 and tile_bytes(features, task.outputs, product, product, dtype.itemsize) > 0.2 * left:
+        product //= 2
+    product = min(product, max(n, m))
+    working = block * transient
+    tile = tile_bytes(features, task.outputs, min(product, n), min(product, m), dtype.itemsize)
+    streams = 0 if task.x2 is None and n * held + working + tile <= left else block * held
+    hold = min(n, max(1, (left - working - tile - streams) // max(held, 1)))
+    items = (
+        ("kernel", result),
+        ("features kept", hold * held + streams),
+        ("derivatives of one block", working),
+        ("tile", tile),
+    )
+    name = f"kernel ({task.outputs}) of {n} × {m} examples"
+    return GramPlan(Plan(name, budget, items), treatment, block, hold, product, shape, dtype)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One stationary block of rows, and the range of columns that stream past it.
+
+    Args:
+        rows: First and last + 1 example of the block that stays.
+        columns: First and last + 1 example that streams, ``None`` for the block itself.
+    """
+
+    rows: tuple[int, int]
+    columns: tuple[int, int] | None
+
+    @property
+    def key(self) -> str:
+        """A name for the record of finished steps."""
+        return f"{self.rows}-{self.columns}"
+
+
+def _steps(task: GramTask, plan: GramPlan) -> list[Step]:
+    """The work in order; one step holds its rows and streams all columns that are left."""
+    n, m = task.sizes
+    steps = []
+    for rows in _ranges(0, n, plan.hold):
+        if task.x2 is not None:
+            steps.append(Step(rows, (0, m)))
+            continue
+        steps.append(Step(rows, None))
+        if rows[1] < n:
+            steps.append(Step(rows, (rows[1], n)))
+    return steps
+
+
+def _ranges(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+    """[start, stop) in pieces of at most ``size``."""
+    return [(i, min(i + size, stop)) for i in range(start, stop, size)]
+
+
+def _run(step: Step, task: GramTask, plan: GramPlan, result: Tensor) -> None:
+    """Compute the tiles of one step."""
+    held = _hold(task, plan, step.rows)
+    if step.columns is None:
+        _symmetric_tiles(held, step.rows[0], task, plan, result)
+        return
+    source = task.x1 if task.x2 is None else task.x2
+    for start, features in _stream(task, plan, source, step.columns):
+        for left in _ranges(0, held.n, plan.product):
+            tile = kernel_tile(held.part(*left), features, task.outputs, task.accumulate)
+            _write(result, tile, step.rows[0] + left[0], start, mirror=task.x2 is None)
+
+
+def _hold(task: GramTask, plan: GramPlan, rows: tuple[int, int]) -> Features:
+    """Features of a range of x1, side by side."""
+    held: Features | None = None
+    for start, features in _stream(task, plan, task.x1, rows):
+        if held is None:
+            held = features if features.n == rows[1] - rows[0] else features.room_for(rows[1] - rows[0])
+        if held is not features:
+            held.put(start - rows[0], features)
+    assert held is not None
+    return held
+
+
+def _stream(
+    task: GramTask, plan: GramPlan, x: Inputs, wanted: tuple[int, int]
+) -> Iterator[tuple[int, Features]]:
+    """Features of small blocks, with the index of their first example."""
+    for start, stop in _ranges(*wanted, plan.capture):
+        block = x if (start, stop) == (0, batch_size(x)) else take(x, slice(start, stop))
+        captured = capture(task.function, block, task.outputs)
+        features = reduce(captured, task.function.names, plan.treatment)
+        del captured
+        yield start, features
+
+
+def _symmetric_tiles(held: Features, offset: int, task: GramTask, plan: GramPlan, result: Tensor) -> None:
+    """Tiles of a block with itself: on and to the right of the diagonal, then mirrored."""
+    ranges = _ranges(0, held.n, plan.product)
+    for i, left in enumerate(ranges):
+        for right in ranges[i:]:
+            tile = kernel_tile(held.part(*left), held.part(*right), task.outputs, task.accumulate)
+            if left == right:
+                tile = (tile + _transposed(tile)) / 2
+            _write(result, tile, offset + left[0], offset + right[0], mirror=left != right)
+
+
+def _transposed(tile: Tensor) -> Tensor:
+    """K(x2, x1) from K(x1, x2)."""
+    return tile.permute(2, 3, 0, 1) if tile.ndim == 4 else tile.transpose(0, 1)
+
+
+def _write(result: Tensor, tile: Tensor, row: int, column: int, mirror: bool) -> None:
+    """Put a tile in its place, and its transpose across the diagonal."""
+    axis = 2 if result.ndim == 4 else 1
+    n, m = tile.shape[0], tile.shape[axis]
+    result.narrow(0, row, n).narrow(axis, column, m).copy_(tile)
+    if mirror:
+        result.narrow(0, column, m).narrow(axis, row, n).copy_(_transposed(tile))
+
+
+def _shape(n: int, m: int, c: int, outputs: Outputs) -> tuple[int, ...]:
+    """Shape of the result."""
+    if outputs == "full":
+        return n, c, m, c
+    return (n, m, c) if outputs == "diagonal" else (n, m)
+
+
+def _accumulation(accumulate: str | None) -> torch.dtype | None:
+    """The type named by ``accumulate``."""
+    known = {None: None, "float32": None, "float64": torch.float64}
+    if accumulate not in known:
+        raise InputError(f"accumulate={accumulate!r}", expected='"float32" or "float64"')
+    return known[accumulate]
+
+
+def _check(task: GramTask) -> None:
+    """Raise on values that cannot work."""
+    if task.outputs not in OUTPUTS:
+        raise InputError(f"outputs={task.outputs!r}", expected=", ".join(map(repr, OUTPUTS)))
+    for name, x in (("x1", task.x1), ("x2", task.x2)):
+        if x is None:
+            continue
+        if batch_size(x) == 0:
+            raise InputError(f"{name} is empty", expected="at least one example")
+        check_finite(x, name)
+        task.function.check_runs(take(x, slice(0, 1)))
+
+
+def _identity(task: GramTask, plan: GramPlan) -> dict[str, object]:
+    """What a file must have been started with to be resumed."""
+    return {
+        "outputs": task.outputs,
+        "hold": plan.hold,
+        "capture": plan.capture,
+        "product": plan.product,
+        "weights": task.function.fingerprint(),
+        "x1": hash_tensors(tensors_in(task.x1)),
+        "x2": None if task.x2 is None else hash_tensors(tensors_in(task.x2)),
+    }
+
+
+def describe_plan(plan: GramPlan) -> str:
+    """The plan in words, for the preflight."""
+    return (
+        f"{plan.memory}\n  blocks of {plan.capture} examples, {plan.hold} kept, products of {plan.product} × {plan.product};"
+        f" features {format_bytes(dict(plan.memory.items)['features kept'])}"
+    )

@@ -1,0 +1,236 @@
+"""The Jacobian J of the outputs in the parameters: products, rows, and an operator over a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+from linnet.linalg.operator import LinearOperator
+from linnet.linalg.space import Vector
+from linnet.memory import Plan, parse_bytes, require
+from linnet.tangent.batch import Inputs, batch_size, split, take
+from linnet.tangent.capture import batched_grad, capture, capture_bytes
+from linnet.tangent.forward_mode import (
+    JvpPath,
+    Params,
+    differentiable_kernels,
+    jvp_double_backward,
+    jvp_forward,
+    probe_jvp,
+)
+from linnet.tangent.functional import Functional
+
+
+def jvp_path(function: Functional, x: Inputs) -> tuple[JvpPath, str]:
+    """Which directional derivative works for this network; probed once, then remembered.
+
+    Args:
+        function: The network.
+        x: A batch; two of its examples are used.
+
+    Returns:
+        The path, and why it was chosen if it is not plain forward mode.
+    """
+    if "jvp" not in function.cache:
+        probe = take(x, slice(0, min(2, batch_size(x))))
+        function.check_runs(probe)
+        with differentiable_kernels(function.recurrent):
+            function.cache["jvp"] = probe_jvp(lambda p: function(p, probe), function.theta)
+    found: tuple[JvpPath, str] = function.cache["jvp"]
+    return found
+
+
+def jvp(function: Functional, x: Inputs, direction: Params) -> tuple[Tensor, Tensor]:
+    """f₀(x) and J(x) v in the outputs' own shape (N, ...); differentiable in v.
+
+    Args:
+        function: The network.
+        x: A batch of N examples.
+        direction: v, by parameter name.
+
+    Returns:
+        The outputs and the directional derivative.
+    """
+    path, _ = jvp_path(function, x)
+    product = jvp_forward if path == "forward" else jvp_double_backward
+    with differentiable_kernels(function.recurrent):
+        return product(lambda p: function(p, x), function.theta, direction)
+
+
+def jvp_columns(function: Functional, x: Inputs, v: Vector) -> Tensor:
+    """J(x) v for one vector or K columns.
+
+    Args:
+        function: The network.
+        x: A batch of N examples.
+        v: Params, (P,) or (P, K).
+
+    Returns:
+        (N, C), or (N, C, K).
+    """
+    params = function.space.to_params(v)
+    first = next(iter(params))
+    if params[first].ndim == function.theta[first].ndim:
+        return _flat(jvp(function, x, params)[1])
+    columns = range(params[first].shape[-1])
+    return torch.stack(
+        [_flat(jvp(function, x, {n: t[..., k] for n, t in params.items()})[1]) for k in columns], -1
+    )
+
+
+def vjp_columns(function: Functional, x: Inputs, u: Tensor) -> Tensor:
+    """Jᵀu for one cotangent or K columns, flat.
+
+    Args:
+        function: The network.
+        x: A batch of N examples.
+        u: (N, C) or (N, C, K).
+
+    Returns:
+        (P,) or (P, K).
+
+    Raises:
+        InputError: If u does not have the shape of the outputs.
+    """
+    leaves = {name: t.detach().requires_grad_() for name, t in function.theta.items()}
+    with torch.enable_grad():
+        value = function.flat(leaves, x)
+    if u.shape[:2] != value.shape or u.ndim > 3:
+        raise InputError(
+            f"u has shape {tuple(u.shape)}", expected=f"{tuple(value.shape)} or {(*value.shape, 'K')}"
+        )
+    columns = u[None] if u.ndim == 2 else u.movedim(2, 0)
+    if not value.requires_grad:
+        return u.new_zeros(function.space.dim, *u.shape[2:])
+    grads = batched_grad(value, list(leaves.values()), columns)
+    parts = [
+        leaf.new_zeros(columns.shape[0], leaf.numel()) if g is None else g.reshape(columns.shape[0], -1)
+        for g, leaf in zip(grads, leaves.values(), strict=True)
+    ]
+    flat = torch.cat(parts, 1)
+    return flat[0] if u.ndim == 2 else flat.T
+
+
+def jacobian(function: Functional, x: Inputs, memory: str | int | None = None) -> Tensor:
+    """J(x), (N, C, P), in the order of ``named_parameters()``.
+
+    Args:
+        function: The network.
+        x: A batch of N examples.
+        memory: Budget; by default half of what is available.
+
+    Returns:
+        The Jacobian.
+
+    Raises:
+        MemoryBudgetError: If it would not fit.
+    """
+    n, c = batch_size(x), function.check_runs(take(x, slice(0, 1))).numel()
+    p = function.space.dim
+    budget = parse_bytes(memory, function.device)
+    size = n * c * p * function.dtype.itemsize
+    per_example = capture_bytes(function, x, c) + 2 * size // n
+    block = max(1, min(n, 64, (budget - size) // max(per_example, 1)))
+    plan = Plan(
+        f"Jacobian of {n} examples × {c} outputs × {p} parameters",
+        budget,
+        (("Jacobian", size), ("derivatives of one block", block * per_example)),
+    )
+    require(
+        plan, ["use lin.jvp and lin.vjp, which never form it", "use lin.kernel, or fewer examples at once"]
+    )
+    out = torch.empty(n, c, p, dtype=function.dtype, device=function.device)
+    start = 0
+    for part in split(x, block):
+        captured = capture(function, part)
+        for name, place in function.space.slices.items():
+            out[start : start + captured.n, :, place] = captured.rows(name).flatten(2)
+        start += captured.n
+    return out
+
+
+def _flat(value: Tensor) -> Tensor:
+    """Output axes joined, (N, C)."""
+    return value.reshape(value.shape[0], -1)
+
+
+class JacobianOperator(LinearOperator):
+    """J over a data set, (N·C) × P: one JVP a pass, one VJP for the transpose.
+
+    Args:
+        function: The network.
+        x: N examples.
+        outputs: C, the number of outputs of an example.
+        block: Examples differentiated at once.
+    """
+
+    def __init__(self, function: Functional, x: Inputs, outputs: int, block: int = 128) -> None:
+        self.function, self.x, self.outputs, self.block = function, x, outputs, block
+        self.shape = (batch_size(x) * outputs, function.space.dim)
+        self.dtype, self.device, self.space = function.dtype, function.device, function.space
+
+    def mm(self, v: Tensor) -> Tensor:
+        """J v: (P, K) to (N·C, K)."""
+        parts = [jvp_columns(self.function, part, v) for part in split(self.x, self.block)]
+        return torch.cat(parts).flatten(0, 1)
+
+    @property
+    def T(self) -> LinearOperator:
+        """Jᵀ."""
+        return _Transposed(self)
+
+
+class _Transposed(LinearOperator):
+    """Jᵀ over a data set."""
+
+    def __init__(self, forward: JacobianOperator) -> None:
+        self.forward = forward
+        self.shape = (forward.shape[1], forward.shape[0])
+        self.dtype, self.device, self.space = forward.dtype, forward.device, None
+
+    def mm(self, v: Tensor) -> Tensor:
+        """Jᵀ u: (N·C, K) to (P, K)."""
+        u = v.reshape(-1, self.forward.outputs, v.shape[1])
+        total = v.new_zeros(self.shape[0], v.shape[1])
+        start = 0
+        for part in split(self.forward.x, self.forward.block):
+            n = batch_size(part)
+            total += vjp_columns(self.forward.function, part, u[start : start + n])
+            start += n
+        return total
+
+    @property
+    def T(self) -> LinearOperator:
+        """J."""
+        return self.forward
+
+
+class NormalOperator(LinearOperator):
+    """JᵀJ over a data set, P × P: one JVP and one VJP a batch, in one pass over the data.
+
+    Args:
+        jacobian: J.
+        on_pass: Called after every pass over the data (progress, counting).
+    """
+
+    def __init__(self, jacobian: JacobianOperator, on_pass: Callable[[], None] | None = None) -> None:
+        self.jacobian, self.on_pass = jacobian, on_pass
+        self.shape = (jacobian.shape[1], jacobian.shape[1])
+        self.dtype, self.device, self.space = jacobian.dtype, jacobian.device, jacobian.space
+
+    def mm(self, v: Tensor) -> Tensor:
+        """JᵀJ v: (P, K) to (P, K)."""
+        total = torch.zeros_like(v)
+        for part in split(self.jacobian.x, self.jacobian.block):
+            total += vjp_columns(self.jacobian.function, part, jvp_columns(self.jacobian.function, part, v))
+        if self.on_pass is not None:
+            self.on_pass()
+        return total
+
+    @property
+    def T(self) -> LinearOperator:
+        """Itself."""
+        return self

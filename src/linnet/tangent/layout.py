@@ -1,0 +1,73 @@
+"""Where the examples are inside a tensor of activations.
+
+Networks move and merge the example axis: sequence-first layers have it second, a flattened
+(N·S, d) has it outermost of a merged axis, attention projections (S·N, d) innermost. A layout
+says which axis holds the examples and on which side of the merge they are; it is found by
+experiment (``find_layout``), never by guessing from shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Size, Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The example axis of a tensor, possibly merged with others.
+
+    Args:
+        axis: Which axis holds the examples.
+        outer: Whether the examples are the outer part of that axis: (N·m) rather than (m·N).
+    """
+
+    axis: int = 0
+    outer: bool = True
+
+    def examples_first(self, t: Tensor, n: int, skip: int = 0) -> Tensor:
+        """Move the examples to axis ``skip`` and what was merged with them to the next.
+
+        Args:
+            t: Tensor with ``skip`` leading axes before those that ``axis`` counts.
+            n: Number of examples.
+            skip: Number of leading axes to leave alone.
+
+        Returns:
+            The tensor with axes (*leading, N, m, *rest).
+        """
+        axis = self.axis + skip
+        merged = t.shape[axis] // n
+        parts = (n, merged) if self.outer else (merged, n)
+        t = t.reshape(*t.shape[:axis], *parts, *t.shape[axis + 1 :])
+        example, other = (axis, axis + 1) if self.outer else (axis + 1, axis)
+        return t.movedim((example, other), (skip, skip + 1))
+
+
+def find_layout(per_example: Tensor, candidates: Iterable[int], n: int) -> Layout | None:
+    """The layout under which the gradient of each example's output stays with that example.
+
+    Args:
+        per_example: Gradients (n, *shape): row i is the gradient of the outputs of example i alone.
+        candidates: Axes of ``shape`` that may hold the examples.
+        n: Number of examples.
+
+    Returns:
+        The layout, or ``None`` if no candidate separates the examples.
+    """
+    shape = per_example.shape[1:]
+    possible = [Layout(axis, outer) for axis in candidates for outer in (True, False) if fits(shape, axis, n)]
+    return next((layout for layout in possible if _separates(per_example, layout, n)), None)
+
+
+def fits(shape: Size, axis: int, n: int) -> bool:
+    """Whether n examples can be on that axis."""
+    return axis < len(shape) and shape[axis] > 0 and shape[axis] % n == 0
+
+
+def _separates(per_example: Tensor, layout: Layout, n: int) -> bool:
+    """Whether gradients vanish outside each example's own part."""
+    blocks = layout.examples_first(per_example, n, skip=1).reshape(n, n, -1)  # (cause, place, rest)
+    sizes = blocks.abs().amax(2)
+    return bool((sizes - sizes.diag().diag() == 0).all())

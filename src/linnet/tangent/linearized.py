@@ -1,0 +1,264 @@
+"""``Linearized``: a network to first order in its weights, as a module.
+
+    lin(x) = f₀(x) + J(x) δ                    (Achille et al., CVPR 2021, eq. 1; Maddox et al. 2021, eq. 1)
+
+δ is the only trainable tensor and starts at exactly zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from linnet.errors import InputError
+from linnet.linalg.space import ParameterSpace, Vector
+from linnet.tangent.batch import Inputs
+from linnet.tangent.capture import Outputs
+from linnet.tangent.forward_mode import Params
+from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.gram import gram
+from linnet.tangent.jacobian import jacobian, jvp, jvp_columns, vjp_columns
+from linnet.tangent.selection import Selector
+
+
+class Linearized(nn.Module):
+    """A network linearized in its weights; a module that any optimizer can train.
+
+    The network is copied and frozen in evaluation mode: BatchNorm uses its running statistics,
+    dropout is off, and the user's own module is never touched. Use it inside
+    ``DistributedDataParallel`` or under ``torch.compile`` like any module. Its ``state_dict`` holds
+    δ only.
+
+    Args:
+        function: The network as a function of the tracked parameters; ``linearize`` makes it.
+
+    Attributes:
+        function: The same.
+
+    Example:
+        >>> lin = linearize(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+        >>> x = torch.ones(5, 3)
+        >>> torch.equal(lin(x), lin.base(x)), lin.kernel(x, outputs="trace").shape
+        (True, torch.Size([5, 5]))
+    """
+
+    def __init__(self, function: Functional) -> None:
+        super().__init__()
+        object.__setattr__(self, "function", function)
+        self._modules["delta"] = _tree({name: torch.zeros_like(t) for name, t in function.theta.items()})
+
+    function: Functional
+
+    @property
+    def delta(self) -> Params:
+        """δ = θ − θ₀ by parameter name: the trainable parameters themselves, not copies."""
+        named = dict(cast(nn.Module, self._modules["delta"]).named_parameters())
+        return {name: named[name] for name in self.function.names}
+
+    @property
+    def theta0(self) -> Params:
+        """θ₀, the point of linearization, by parameter name."""
+        return self.function.theta
+
+    @property
+    def model(self) -> nn.Module:
+        """The frozen copy of the network at θ₀."""
+        return self.function.model
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """Names of the tracked parameters, in the order of ``named_parameters()``."""
+        return list(self.function.names)
+
+    @property
+    def space(self) -> ParameterSpace:
+        """The space that δ lives in."""
+        return self.function.space
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """f₀(x) + J(x) δ.
+
+        Args:
+            *args: One batch x, as a tensor, tuple or dict; or the network's own positional arguments.
+            **kwargs: The network's own keyword arguments.
+
+        Returns:
+            Outputs (N, ...), in the network's shape; (N, 1) where the network gives (N,).
+        """
+        value, tangent = jvp(self.function, _one(args, kwargs), self.delta)
+        return value + tangent
+
+    @torch.no_grad()
+    def base(self, x: Inputs) -> Tensor:
+        """f₀(x).
+
+        Args:
+            x: A batch of N examples.
+
+        Returns:
+            Outputs of the network at θ₀, (N, C).
+        """
+        return self.function.flat(self.theta0, x)
+
+    @torch.no_grad()
+    def jvp(self, x: Inputs, v: Vector) -> Tensor:
+        """J(x) v.
+
+        Args:
+            x: A batch of N examples.
+            v: Params, or flat (P,) or (P, K).
+
+        Returns:
+            (N, C), or (N, C, K) for K columns.
+
+        Raises:
+            InputError: If v does not fit the parameters.
+        """
+        return jvp_columns(self.function, x, _moved(v, self.function))
+
+    def vjp(self, x: Inputs, u: Tensor, like: str = "params") -> Vector:
+        """J(x)ᵀ u.
+
+        Args:
+            x: A batch of N examples.
+            u: Cotangents (N, C), or (N, C, K).
+            like: ``"params"`` for a dict by name, ``"flat"`` for (P,) or (P, K).
+
+        Returns:
+            A vector in parameter space, of the kind asked for.
+
+        Raises:
+            InputError: If u does not have the shape of the outputs, or ``like`` is neither.
+        """
+        if like not in ("params", "flat"):
+            raise InputError(f"like={like!r}", expected='"params" or "flat"')
+        flat = vjp_columns(self.function, x, u)
+        return flat if like == "flat" else self.space.to_params(flat)
+
+    def jacobian(self, x: Inputs, memory: str | int | None = None) -> Tensor:
+        """J(x), for batches small enough to hold it.
+
+        Args:
+            x: A batch of N examples.
+            memory: Budget such as ``"2GB"``; by default half of what is available.
+
+        Returns:
+            (N, C, P), parameters in the order of ``parameter_names``.
+
+        Raises:
+            MemoryBudgetError: If it would not fit; ``jvp``, ``vjp`` and ``kernel`` never form it.
+        """
+        return jacobian(self.function, x, memory)
+
+    def kernel(
+        self, x1: Inputs, x2: Inputs | None = None, outputs: Outputs = "full", memory: str | int | None = None
+    ) -> Tensor:
+        """The empirical tangent kernel J(x₁) J(x₂)ᵀ.
+
+        Args:
+            x1: N examples.
+            x2: M examples; by default ``x1``, and the result is exactly symmetric.
+            outputs: ``"full"``, ``"trace"``, ``"diagonal"`` or ``"sum"``.
+            memory: Budget; by default half of what is available.
+
+        Returns:
+            (N, C, M, C) for full, (N, M, C) for diagonal, (N, M) for trace and sum.
+
+        Raises:
+            InputError: If ``outputs`` is something else.
+            MemoryBudgetError: If not even the smallest tiles fit.
+        """
+        return gram(self.function, x1, x2, outputs=outputs, memory=memory)
+
+    @torch.no_grad()
+    def relinearize(self) -> None:
+        """θ₀ ← θ₀ + δ and δ ← 0, in place."""
+        every = dict(self.model.named_parameters())
+        for name, delta in self.delta.items():
+            every[name].add_(delta)
+            delta.zero_()
+        self.function.cache.clear()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linearized:
+        """Move the frozen network along with δ."""
+        super()._apply(fn, recurse)
+        self.model._apply(fn)
+        self.function.cache.clear()
+        return self
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows."""
+        return f"{type(self.model).__name__}, {len(self.parameter_names)} parameters tracked, P = {self.space.dim}"
+
+
+def linearize(model: nn.Module, params: Selector = None, output: OutputAdapter = None) -> Linearized:
+    """A network to first order in its weights around where they are now.
+
+    Args:
+        model: Any network that takes a tensor, a tuple ``model(*x)`` or a dict ``model(**x)``.
+        params: Which parameters vary: ``None`` (all that require a gradient), ``"all"``,
+            ``"last-layer"``, ``"bias"``, ``"lora"``, a regular expression, a list of names, a
+            module of the network, or a predicate ``(name, parameter) -> bool``.
+        output: How to turn the network's result into a tensor: a callable, the key or attribute
+            to take, or ``None`` (tensors as they are, otherwise ``.logits``).
+
+    Returns:
+        The module lin with lin(x) = f₀(x) + J(x) δ, δ = 0.
+
+    Raises:
+        InputError: If ``model`` is no module, or ``params`` selects nothing.
+        ModelError: If the network cannot be copied, or its weights are not finite.
+
+    Source:
+        Achille, Golatkar, Ravichandran, Polito, Soatto, CVPR 2021, eq. (1).
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        >>> lin = linearize(net, params="last-layer")
+        >>> lin.parameter_names
+        ['2.weight', '2.bias']
+    """
+    if isinstance(model, Linearized):
+        raise InputError(
+            "model is already linearized",
+            expected="a network",
+            remedy="use it as it is, or call model.relinearize()",
+        )
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is {type(model).__name__}", expected="a torch.nn.Module")
+    return Linearized(Functional(model, params, output))
+
+
+def _one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    """One batch from the ways a module may be called."""
+    if kwargs:
+        if args:
+            raise InputError(
+                "positional and keyword inputs are mixed", expected="one batch x, or keywords alone"
+            )
+        return kwargs
+    return args[0] if len(args) == 1 else args
+
+
+def _moved(v: Vector, function: Functional) -> Vector:
+    """v on the device and in the type of the parameters."""
+    if isinstance(v, Tensor):
+        return v.to(device=function.device, dtype=function.dtype)
+    return {name: t.to(device=function.device, dtype=function.dtype) for name, t in v.items()}
+
+
+def _tree(values: Params) -> nn.Module:
+    """Parameters in nested modules, so that ``state_dict`` shows the network's own names."""
+    root = nn.Module()
+    for path, value in values.items():
+        *folders, leaf = path.split(".")
+        place = root
+        for folder in folders:
+            if folder not in place._modules:
+                place.add_module(folder, nn.Module())
+            place = cast(nn.Module, place._modules[folder])
+        place.register_parameter(leaf, nn.Parameter(value))
+    return root

@@ -1,0 +1,246 @@
+"""One rule per kind of use: what a parameter's gradient is, example by example.
+
+A *use* is one operation of the forward pass that reads a parameter. With a the input of the
+use and g the gradient of the outputs at its result, the gradient of example n is
+
+    linear, convolution    Σ_s g_ns a_nsᵀ        (s runs over the positions that share the weight)
+    embedding              Σ_s e(id_ns) g_nsᵀ    (e: unit vectors; never formed for the kernel)
+    scale (norms, x * w)   Σ_s g_ns ∘ a_ns
+    shift (biases, x + b)  Σ_s g_ns
+
+Index letters: n example, k cotangent (K of them), s position, c output and d input features,
+r group of a grouped convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Size, Tensor
+
+from linnet.tangent.layout import Layout
+
+EDGE = Any  # torch.autograd.graph.GradientEdge
+
+
+@dataclass(eq=False)
+class Use:
+    """One use of a tracked parameter.
+
+    Args:
+        kind: ``"linear"``, ``"conv"``, ``"embedding"``, ``"scale"`` or ``"shift"``.
+        target: The tensor that the operation read: the parameter, or one computed from it.
+        sources: Names of the parameters behind ``target``.
+        direct: Whether ``target`` is the parameter itself (or its transpose, see ``options``).
+        shape: Shape of the operation's result.
+        edge: Where autograd delivers the gradient at the result.
+        a: Input of the use, in the operation's own shape; ``None`` for a shift.
+        options: What the operation was told: transposed, stride, groups, ...
+        layout: Where the examples are in the result (and in ``a``).
+        g: Gradients at the result, (K, *shape).
+    """
+
+    kind: str
+    target: Tensor
+    sources: tuple[str, ...]
+    direct: bool
+    shape: Size
+    edge: EDGE
+    a: Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    layout: Layout = Layout()
+    g: Tensor | None = None
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What must repeat from batch to batch for a plan to hold."""
+        return (self.kind, self.sources, self.direct, len(self.shape), tuple(self.target.shape))
+
+    @property
+    def spread(self) -> Size:
+        """Shape of the target as it is broadcast against the result: (c, 1, ...) for one number a channel."""
+        return (
+            Size([*self.target.shape, *[1] * (len(self.shape) - 2)])
+            if self.options.get("channel")
+            else self.target.shape
+        )
+
+    def oriented(self, t: Tensor) -> Tensor:
+        """``t`` with the features last, which W @ x leaves second to last."""
+        return t.mT if self.options.get("left") else t
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The outer-product form of one parameter's gradients, Σ_s g_ns a_nsᵀ.
+
+    Args:
+        a: (N, R, S, d), or integer ids (N, 1, S) for an embedding.
+        g: (K, N, R, S, c).
+        transposed: Whether the parameter is stored (d, c) rather than (c, d).
+    """
+
+    a: Tensor
+    g: Tensor
+    transposed: bool = False
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether ``a`` holds ids instead of vectors."""
+        return not self.a.is_floating_point()
+
+
+OUTER = ("linear", "conv", "embedding")
+
+
+def example_axes(use: Use) -> Sequence[int]:
+    """Axes of the use's result that can hold the examples."""
+    if use.kind == "conv":
+        return range(1)
+    if use.kind in ("linear", "embedding"):
+        return range(len(use.shape) - 1)
+    # a broadcast operand leaves those axes free on which it is absent or has length one
+    return [i for i in range(len(use.shape)) if _broadcast_axis(use.shape, use.spread, i)]
+
+
+def _broadcast_axis(shape: Size, target: Size, axis: int) -> bool:
+    """Whether ``target`` is repeated along that axis of ``shape``."""
+    own = axis - (len(shape) - len(target))
+    return own < 0 or target[own] == 1
+
+
+def factors(use: Use, n: int) -> Factors:
+    """The outer-product form of a linear, convolution or embedding use.
+
+    Args:
+        use: A use with its gradients ``g``.
+        n: Number of examples.
+
+    Returns:
+        a and g with examples, groups and positions apart.
+    """
+    assert use.a is not None and use.g is not None
+    if use.kind == "conv":
+        return _convolution_factors(use, n)
+    a, g = use.oriented(use.a), use.oriented(use.g)
+    g = use.layout.examples_first(g, n, skip=1).flatten(2, -2)  # (K, N, S, c)
+    if use.kind == "embedding":
+        ids = use.layout.examples_first(a, n).reshape(n, 1, -1)
+        keep = ids != use.options.get("padding_idx", -1)
+        return Factors(ids, (g * keep[:, 0, :, None])[:, :, None], transposed=True)
+    a = use.layout.examples_first(a, n).flatten(1, -2)  # (N, S, d)
+    return Factors(a[:, None], g[:, :, None], bool(use.options.get("transposed")))
+
+
+def _convolution_factors(use: Use, n: int) -> Factors:
+    """Positions are output pixels; the input vector of a pixel is its receptive field."""
+    assert use.a is not None and use.g is not None
+    groups, channels = use.options["groups"], use.shape[1]
+    a = patches(use.a, use.target.shape[2:], use.options)  # (B, R, S, d)
+    a = a.unflatten(0, (n, -1)).transpose(1, 2).flatten(2, 3) if a.shape[0] != n else a
+    g = use.g.flatten(3)  # (K, B, R·c, S)
+    g = g.unflatten(2, (groups, channels // groups)).mT  # (K, B, R, S, c)
+    g = g.unflatten(1, (n, -1)).transpose(2, 3).flatten(3, 4) if g.shape[1] != n else g
+    return Factors(a, g)
+
+
+def patches(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:
+    """Receptive fields of a 1-, 2- or 3-dimensional convolution, shape (B, R, S, d)."""
+    groups = options["groups"]
+    x = (
+        F.pad(x, [p for pair in reversed(options["padding"]) for p in pair])
+        if any(map(any, options["padding"]))
+        else x
+    )
+    for axis, (size, stride, dilation) in enumerate(
+        zip(kernel, options["stride"], options["dilation"], strict=True), start=2
+    ):
+        x = x.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
+    spatial = range(2, 2 + len(kernel))
+    fields = range(2 + len(kernel), 2 + 2 * len(kernel))
+    x = x.unflatten(1, (groups, -1)).permute(0, 1, *(i + 1 for i in spatial), 2, *(i + 1 for i in fields))
+    return x.flatten(2, 1 + len(kernel)).flatten(3)  # (B, R, S, d)
+
+
+def outer_rows(f: Factors, shape: Size) -> Tensor:
+    """Σ_s g_ns a_nsᵀ for every example and cotangent, shape (N, K, *shape).
+
+    Args:
+        f: The factors.
+        shape: Shape of the parameter.
+
+    Returns:
+        The gradient of each example, in the parameter's own shape.
+    """
+    if f.is_embedding:
+        return _embedding_rows(f, shape)
+    k, n, groups, s, c = f.g.shape
+    # one product for each example and group: (K·c × S)(S × d)
+    g = f.g.permute(1, 2, 0, 4, 3).reshape(n * groups, k * c, s)
+    rows = torch.bmm(g, f.a.reshape(n * groups, s, -1)).view(n, groups, k, c, -1)
+    rows = rows.mT if f.transposed else rows
+    return rows.transpose(1, 2).reshape(n, k, *shape)
+
+
+def _embedding_rows(f: Factors, shape: Size) -> Tensor:
+    """Gradients of an embedding table, scattered to the rows that were looked up."""
+    k, n, _, s, c = f.g.shape
+    rows = f.g.new_zeros(n, k, *shape)
+    index = f.a.reshape(n, 1, s, 1).expand(n, k, s, c)
+    return rows.scatter_add_(2, index, f.g[:, :, 0].transpose(0, 1))
+
+
+def broadcast_rows(use: Use, n: int) -> Tensor:
+    """Gradients of a scale or shift, summed over what was broadcast; shape (N, K, *target)."""
+    assert use.g is not None
+    shape, target = use.shape, use.spread
+    g = use.g if use.a is None else use.g * use.a
+    g = g if use.options.get("sign", 1) == 1 else -g
+    # examples to the front; the rest of a merged axis keeps the place of the example axis
+    g = use.layout.examples_first(g, n, skip=1)  # (K, N, m, *rest)
+    g = g.movedim(2, 2 + use.layout.axis)
+    over = [i + 2 for i in range(len(shape)) if _broadcast_axis(shape, target, i)]
+    g = g.sum(over, keepdim=True) if over else g
+    return g.transpose(0, 1).reshape(n, g.shape[0], *use.target.shape)
+
+
+def use_rows(use: Use, n: int) -> Tensor:
+    """Per-example gradients of the use's target, (N, K, *target)."""
+    if use.kind in OUTER:
+        f = factors(use, n)
+        shape = use.target.shape
+        return outer_rows(f, shape)
+    return broadcast_rows(use, n)
+
+
+def pull_back(rows: Tensor, target: Tensor, source: Tensor) -> Tensor:
+    """Per-example gradients of ``source`` from those of ``target``, which was computed from it.
+
+    Args:
+        rows: (N, K, *target).
+        target: A tensor with a history that leads to ``source``.
+        source: A parameter.
+
+    Returns:
+        (N, K, *source).
+    """
+    if target is source:
+        return rows
+    n, k = rows.shape[:2]
+    cotangents = rows.reshape(n * k, *target.shape).to(target.dtype)
+    (pulled,) = torch.autograd.grad(
+        target, [source], cotangents, is_grads_batched=True, retain_graph=True, allow_unused=True
+    )
+    if pulled is None:
+        return rows.new_zeros(n, k, *source.shape)
+    return pulled.view(n, k, *source.shape)
+
+
+def numel(shape: Size) -> int:
+    """Number of entries of a tensor of that shape."""
+    return prod(shape)

@@ -1,0 +1,115 @@
+"""Which parameters take part in the linearization: ``params=`` by keyword, name, regex, module or predicate."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from linnet.errors import InputError, ModelError
+
+Selector = str | Sequence[str] | nn.Module | Callable[[str, nn.Parameter], bool] | None
+
+
+def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
+    """Names of the selected floating-point parameters, in the order of ``named_parameters()``.
+
+    Args:
+        model: The network.
+        params: ``None`` (every parameter that requires a gradient; all of them if none does),
+            ``"all"``, ``"last-layer"``, ``"bias"``, ``"lora"``, a regular expression that is
+            searched in the names, a list of exact names, a module inside the network, or a
+            predicate ``(name, parameter) -> bool``.
+
+    Returns:
+        The names, tied parameters once.
+
+    Raises:
+        InputError: If nothing is selected, or a name or module is not in the network.
+        ModelError: If the network has no floating-point parameter.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> select_parameters(net, "last-layer")
+        ['2.weight', '2.bias']
+        >>> select_parameters(net, r"^0\\.")
+        ['0.weight', '0.bias']
+    """
+    named = {n: p for n, p in model.named_parameters() if p.is_floating_point()}
+    if not named:
+        raise ModelError(
+            f"model ({type(model).__name__}) has no floating-point parameter",
+            expected="a network with weights to linearize in",
+        )
+    chosen = _chosen(model, named, params)
+    if not chosen:
+        raise InputError(
+            f"params={params!r} selects none of the {len(named)} parameters",
+            expected="at least one parameter",
+            remedy=f"the names are: {_some(list(named))}",
+        )
+    return [name for name in named if name in chosen]
+
+
+def _chosen(model: nn.Module, named: dict[str, nn.Parameter], params: Selector) -> set[str]:
+    """The selected names as a set."""
+    if params is None:
+        return {n for n, p in named.items() if p.requires_grad} or set(named)
+    if isinstance(params, str):
+        return _by_keyword(model, named, params)
+    if isinstance(params, nn.Module):
+        inside = {id(p) for p in params.parameters()}
+        return {n for n, p in named.items() if id(p) in inside}
+    if callable(params):
+        return {n for n, p in named.items() if params(n, p)}
+    return _by_name(model, named, params)
+
+
+def _by_keyword(model: nn.Module, named: dict[str, nn.Parameter], word: str) -> set[str]:
+    """A keyword, or else a regular expression."""
+    word_ = word.replace("_", "-")
+    if word_ == "all":
+        return set(named)
+    if word_ in ("bias", "biases"):
+        return {n for n in named if n.split(".")[-1].endswith("bias")}
+    if word_ == "lora":
+        return {n for n in named if "lora" in n.lower()}
+    if word_ == "last-layer":
+        return _last_layer(model, named)
+    try:
+        pattern = re.compile(word)
+    except re.error as error:
+        raise InputError(
+            f"params={word!r} is no regular expression: {error}", expected="a keyword or a regex"
+        ) from error
+    return {n for n in named if pattern.search(n)}
+
+
+def _last_layer(model: nn.Module, named: dict[str, nn.Parameter]) -> set[str]:
+    """Parameters of the module that owns the last parameter with two or more axes, and that module's bias."""
+    matrices = [n for n, p in named.items() if p.ndim >= 2]
+    if not matrices:
+        return set()
+    owner = matrices[-1].rpartition(".")[0]
+    return {n for n in named if n.rpartition(".")[0] == owner}
+
+
+def _by_name(model: nn.Module, named: dict[str, nn.Parameter], names: Sequence[str]) -> set[str]:
+    """Exact names; the second name of a tied parameter stands for its first."""
+    first = {id(p): n for n, p in named.items()}
+    every: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    missing = [n for n in names if n not in every or id(every[n]) not in first]
+    if missing:
+        raise InputError(
+            f"params names {_some(missing)}, not among the floating-point parameters",
+            expected=f"names such as {_some(list(named))}",
+        )
+    return {first[id(every[n])] for n in names}
+
+
+def _some(names: Sequence[str], limit: int = 8) -> str:
+    """The first few names, and how many more there are."""
+    more = len(names) - limit
+    return ", ".join(map(repr, names[:limit])) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,92 @@
+"""A Gram matrix on disk that survives an interruption.
+
+The matrix grows in ``NAME.partial`` beside a record of finished steps; when the last step is done
+it is renamed to ``NAME``. A run with the same weights, data and settings continues the record, any
+other starts anew.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+from linnet.files import read_json, write_json
+
+
+class _Keyed(Protocol):
+    @property
+    def key(self) -> str:
+        """A name for the record."""
+
+
+class GramFile:
+    """The matrix and the record of finished steps.
+
+    Args:
+        file: The ``.npy`` file to end with.
+        shape: Shape of the matrix.
+        dtype: Its type.
+        identity: What the steps depend on; a partial file with another identity is discarded.
+
+    Raises:
+        InputError: If the name does not end in ``.npy`` or the folder does not exist.
+    """
+
+    def __init__(
+        self, file: str | Path, shape: tuple[int, ...], dtype: torch.dtype, identity: dict[str, Any]
+    ) -> None:
+        self.path = Path(file)
+        if self.path.suffix != ".npy":
+            raise InputError(f"file={str(file)!r}", expected="a name that ends in .npy")
+        if not self.path.parent.is_dir():
+            raise InputError(
+                f"file={str(file)!r}: its folder does not exist",
+                expected="an existing folder",
+                remedy=f"create {self.path.parent}",
+            )
+        self.partial = self.path.with_suffix(".npy.partial")
+        self.record = self.path.with_suffix(".npy.steps.json")
+        self.identity = {**identity, "shape": list(shape), "dtype": str(dtype)}
+        self.done = self._resume()
+        mode: Any = "r+" if self.done else "w+"
+        kind = torch.empty(0, dtype=dtype).numpy().dtype
+        self.map = np.lib.format.open_memmap(self.partial, mode=mode, dtype=kind, shape=shape)
+        self.array = torch.from_numpy(self.map)
+
+    def _resume(self) -> set[str]:
+        """Steps finished by an earlier run of the same task."""
+        if not (self.partial.exists() and self.record.exists()):
+            return set()
+        try:
+            record = read_json(self.record)
+        except ValueError:
+            return set()
+        same = isinstance(record, dict) and record.get("identity") == self.identity
+        return set(record["done"]) if same else set()
+
+    def is_done(self, step: _Keyed) -> bool:
+        """Whether an earlier run finished this step."""
+        return step.key in self.done
+
+    def mark_done(self, step: _Keyed) -> None:
+        """Flush the matrix, then record the step: never the other way round."""
+        self.map.flush()
+        self.done.add(step.key)
+        write_json(self.record, {"identity": self.identity, "done": sorted(self.done)})
+
+    def finish(self) -> Tensor:
+        """Rename the matrix to its final name and map it anew.
+
+        Returns:
+            The matrix, backed by the file.
+        """
+        self.map.flush()
+        os.replace(self.partial, self.path)
+        self.record.unlink(missing_ok=True)
+        return torch.from_numpy(np.lib.format.open_memmap(self.path, mode="r+"))

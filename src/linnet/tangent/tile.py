@@ -1,0 +1,135 @@
+"""One tile of the tangent kernel, from the features of two batches.
+
+Index letters: n, m examples; k, l outputs; s, t positions; r groups; c, d features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from linnet.tangent.capture import Outputs
+from linnet.tangent.features import Features, Layer
+
+CHUNK = 4096  # columns summed in the rows' own precision before they are added in float64
+
+
+def kernel_tile(
+    left: Features, right: Features, outputs: Outputs, accumulate: torch.dtype | None = None
+) -> Tensor:
+    """K between two batches.
+
+    Args:
+        left: Features of N examples.
+        right: Features of M examples.
+        outputs: ``"full"``, ``"trace"``, ``"diagonal"`` or ``"sum"``.
+        accumulate: Type in which sums are kept; by default that of the features.
+
+    Returns:
+        (N, K, M, K) for ``"full"``, (N, M, K) for ``"diagonal"``, (N, M) otherwise.
+    """
+    total = _rows_tile(left.rows, right.rows, outputs, accumulate)
+    for name, layer in left.layers.items():
+        total += _layer_tile(layer, right.layers[name], outputs)
+    return total
+
+
+def _rows_tile(left: Tensor, right: Tensor, outputs: Outputs, accumulate: torch.dtype | None) -> Tensor:
+    """Products of gradients that were formed: (N, K, Q) and (M, K, Q)."""
+    n, k, q = left.shape
+    m = right.shape[0]
+    if outputs == "diagonal":
+        product = _product(left.transpose(0, 1), right.transpose(0, 1), accumulate)  # (K, N, M)
+        return product.permute(1, 2, 0).contiguous()
+    if outputs == "trace":  # Σ_k J₁[n,k]·J₂[m,k]: outputs join the sum
+        return _product(left.reshape(n, k * q), right.reshape(m, k * q), accumulate)
+    full = _product(left.reshape(n * k, q), right.reshape(m * k, q), accumulate)
+    return full.view(n, m) if outputs == "sum" else full.view(n, k, m, k)
+
+
+def _product(left: Tensor, right: Tensor, accumulate: torch.dtype | None) -> Tensor:
+    """left rightᵀ; if asked, in chunks of columns that are added in a wider type."""
+    if accumulate is None or accumulate == left.dtype:
+        return left @ right.mT
+    total = torch.zeros(*left.shape[:-1], right.shape[-2], dtype=accumulate, device=left.device)
+    for start in range(0, left.shape[-1], CHUNK):
+        total += left[..., start : start + CHUNK] @ right[..., start : start + CHUNK].mT
+    return total
+
+
+def _layer_tile(left: Layer, right: Layer, outputs: Outputs) -> Tensor:
+    """Products of gradients that stay factored."""
+    if left.factors.g.shape[3] == 1 and right.factors.g.shape[3] == 1:
+        return _unshared_tile(left, right, outputs)
+    return _shared_tile(left, right, outputs)
+
+
+def _input_gram(left: Layer, right: Layer) -> Tensor:
+    """a_ns·a_mt (+ 1 for a bias), (R, N·S, M·T)."""
+    a1, a2 = left.factors.a, right.factors.a  # (N, R, S, d)
+    if left.factors.is_embedding:
+        gram = (a1.flatten()[:, None] == a2.flatten()).to(left.factors.g.dtype)[None]
+    else:
+        gram = _by_group(a1) @ _by_group(a2).mT
+    return gram + 1 if left.bias else gram
+
+
+def _by_group(a: Tensor) -> Tensor:
+    """(N, R, S, d) as (R, N·S, d)."""
+    return a.transpose(0, 1).flatten(1, 2)
+
+
+def _unshared_tile(left: Layer, right: Layer, outputs: Outputs) -> Tensor:
+    """S = 1: K = (A₁A₂ᵀ + 1) ∘ (G₁G₂ᵀ), summed over groups."""
+    a = _input_gram(left, right)  # (R, N, M)
+    g1, g2 = left.factors.g[:, :, :, 0], right.factors.g[:, :, :, 0]  # (K, N, R, c)
+    if outputs == "diagonal":
+        g = torch.einsum("knrc,kmrc->rnmk", g1, g2)
+        return (a[..., None] * g).sum(0)
+    if outputs == "trace":
+        return (a * torch.einsum("knrc,kmrc->rnm", g1, g2)).sum(0)
+    n, k, m = g1.shape[1], g1.shape[0], g2.shape[1]
+    flat1, flat2 = (g.permute(2, 1, 0, 3).flatten(1, 2) for g in (g1, g2))  # (R, N·K, c)
+    g = (flat1 @ flat2.mT).view(-1, n, k, m, k)
+    full = (g * a[:, :, None, :, None]).sum(0) if g.shape[0] > 1 else g[0] * a[0, :, None, :, None]
+    return full[:, 0, :, 0] if outputs == "sum" else full
+
+
+def _shared_tile(left: Layer, right: Layer, outputs: Outputs) -> Tensor:
+    """S > 1: X = Σ_t (a_ns·a_mt) g_mt first, then Σ_sc g_nsc X, one group at a time."""
+    gram = _input_gram(left, right)
+    total: Tensor | None = None
+    for r in range(gram.shape[0]):
+        part = _contract_positions(gram[r], left.factors.g[:, :, r], right.factors.g[:, :, r], outputs)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def _contract_positions(gram: Tensor, g1: Tensor, g2: Tensor, outputs: Outputs) -> Tensor:
+    """Σ_st gram[ns,mt] g1[k,n,s,c] g2[l,m,t,c] for one group."""
+    k, n, s, c = g1.shape
+    _, m, t, _ = g2.shape
+    gram = gram.view(n * s, m, t).transpose(0, 1)  # (M, N·S, T)
+    weighted = gram @ g2.permute(1, 2, 0, 3).reshape(m, t, k * c)  # X: (M, N·S, K·c)
+    weighted = weighted.view(m, n, s, k, c)
+    if outputs == "trace":
+        return torch.einsum("knsc,mnskc->nm", g1, weighted)
+    if outputs == "diagonal":
+        return torch.einsum("knsc,mnskc->nmk", g1, weighted)
+    # one product for each n: (K × S·c)(S·c × M·K)
+    second = weighted.permute(1, 2, 4, 0, 3).reshape(n, s * c, m * k)
+    full = torch.bmm(g1.transpose(0, 1).reshape(n, k, s * c), second).view(n, k, m, k)
+    return full[:, 0, :, 0] if outputs == "sum" else full
+
+
+def tile_bytes(features: Features, outputs: Outputs, n: int, m: int, item: int) -> int:
+    """Bytes of the temporaries of one tile between n and m examples."""
+    k = features.k
+    result = n * m * (k * k if outputs == "full" else k if outputs == "diagonal" else 1) * item
+    largest = 0
+    for layer in features.layers.values():
+        _, _, groups, s, c = layer.factors.g.shape
+        gram = groups * n * s * m * s
+        largest = max(largest, gram if s == 1 else gram + 2 * n * s * m * k * c)
+    return 2 * result + largest * item

@@ -1,0 +1,222 @@
+"""One forward pass that notes every use of a tracked parameter.
+
+Uses are caught where torch functions are called, not where modules are defined: custom modules,
+tied weights and plain arithmetic are seen like ``nn.Linear``. Three marks travel with tensors:
+*data* (depends on the inputs), *from* (computed from tracked parameters alone, such as ``w.t()``
+or a normalized weight) and *transpose of*. A call that mixes data with a tracked tensor is a use.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from linnet.tangent.batch import Inputs, batch_size, map_tensors
+from linnet.tangent.forward_mode import Params
+from linnet.tangent.functional import Functional
+from linnet.tangent.operations import REPEATING, describe
+from linnet.tangent.rules import Use
+
+
+@dataclass(eq=False)
+class Trace:
+    """What one forward pass left behind.
+
+    Args:
+        n: Number of examples.
+        outputs: f₀(x), (N, C), with its autograd history.
+        leaves: The tracked parameters as leaves of that history.
+        uses: Every understood use, in order.
+        unhandled: Parameters with a use that no rule covers, and the operations that did it.
+    """
+
+    n: int
+    outputs: Tensor
+    leaves: Params
+    uses: list[Use]
+    unhandled: dict[str, set[str]]
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What must repeat for a plan made on one batch to hold on another."""
+        return (*(use.signature for use in self.uses), tuple(sorted(self.unhandled)))
+
+
+def trace(function: Functional, x: Inputs) -> Trace:
+    """Run the network once on ``x`` and note every use of its tracked parameters.
+
+    Args:
+        function: The network and the parameters to track.
+        x: A batch.
+
+    Returns:
+        The outputs with their history, and the uses.
+    """
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in function.theta.items()}
+    for name, leaf in leaves.items():
+        leaf._linnet_from = (name,)  # type: ignore[attr-defined]
+        leaf._linnet_leaf = leaf  # type: ignore[attr-defined]
+    recorder = _Recorder(batch_size(x))
+    with torch.enable_grad(), recorder:
+        outputs = function.flat(leaves, map_tensors(_as_data, x))
+    return Trace(recorder.n, outputs, leaves, recorder.uses, recorder.unhandled)
+
+
+def _as_data(t: Tensor) -> Tensor:
+    """A marked alias; the user's tensor is left without the mark."""
+    alias = t.detach()
+    alias._linnet_data = True  # type: ignore[attr-defined]
+    return alias
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes uses while the network runs."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = n
+        self.uses: list[Use] = []
+        self.unhandled: dict[str, set[str]] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        kinds: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:  # a composite: look inside
+                return _attention_body(*args, **kwargs)
+        result = func(*args, **kwargs)
+        produced = _tensors((result,))
+        if produced:
+            self._note(func, args, kwargs, produced)
+        return result
+
+    def _note(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], produced: list[Tensor]
+    ) -> None:
+        """Mark the results, and record a use where data meet a tracked tensor."""
+        operands = _tensors((*args, *kwargs.values()))
+        tracked = [t for t in operands if hasattr(t, "_linnet_from") and t.requires_grad]
+        has_data = any(hasattr(t, "_linnet_data") for t in operands)
+        name = _name(func)
+        if tracked and not has_data and not self._repeats_for_examples(name, tracked, produced):
+            self._mark_derived(tracked, produced)
+            return
+        if tracked:
+            self._record(name, args, kwargs, tracked, produced)
+        if tracked or has_data:
+            for t in produced:
+                t._linnet_data = True  # type: ignore[attr-defined]
+
+    def _repeats_for_examples(self, name: str, tracked: list[Tensor], produced: list[Tensor]) -> bool:
+        """Whether a parameter is spread over the examples here (a class token, a query)."""
+        if name not in REPEATING:
+            return False
+        source, result = tracked[0], produced[0]
+        grows = result.ndim > source.ndim or (source.ndim > 0 and source.shape[0] == 1)
+        return result.ndim > 0 and result.shape[0] == self.n and grows
+
+    def _mark_derived(self, tracked: list[Tensor], produced: list[Tensor]) -> None:
+        """Results that depend on parameters alone remember which."""
+        names = tuple(dict.fromkeys(n for t in tracked for n in t._linnet_from))  # type: ignore[attr-defined]
+        for t in produced:
+            if hasattr(t, "_linnet_leaf") or not t.requires_grad:
+                continue
+            t._linnet_from = names  # type: ignore[attr-defined]
+            leaf = getattr(tracked[0], "_linnet_leaf", None)
+            if leaf is not None and _is_transpose(t, leaf):
+                t._linnet_transpose_of = leaf  # type: ignore[attr-defined]
+
+    def _record(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tracked: list[Tensor],
+        produced: list[Tensor],
+    ) -> None:
+        """Turn the call into uses, or list its parameters as unhandled."""
+        result = produced[0]
+        found = describe(name, args, kwargs, result, self.n)
+        if found is None or len(produced) != 1 or not result.requires_grad:
+            for t in tracked:
+                for source in t._linnet_from:  # type: ignore[attr-defined]
+                    self.unhandled.setdefault(source, set()).add(name)
+            return
+        edge = get_gradient_edge(result)
+        for kind, operand, a, options in found:
+            leaf = getattr(operand, "_linnet_transpose_of", None)
+            if leaf is not None and kind == "linear":
+                operand, options = leaf, {**options, "transposed": not options.get("transposed", False)}
+            direct = hasattr(operand, "_linnet_leaf")
+            a = None if a is None else a.detach()
+            self.uses.append(
+                Use(kind, operand, operand._linnet_from, direct, result.shape, edge, a, options)  # type: ignore[attr-defined]
+            )
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """The plain name of a torch function; a property goes by its own name."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return str(getattr(getattr(func, "__self__", None), "__name__", ""))
+    return name.strip("_")
+
+
+def _tensors(items: Iterable[Any]) -> list[Tensor]:
+    """The tensors among the items, lists and tuples searched."""
+    found: list[Tensor] = []
+    for item in items:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, list | tuple):
+            found.extend(_tensors(item))
+    return found
+
+
+def _is_transpose(view: Tensor, leaf: Tensor) -> bool:
+    """Whether ``view`` is ``leaf.t()`` under whatever name it was taken."""
+    return (
+        view.ndim == leaf.ndim == 2
+        and view.data_ptr() == leaf.data_ptr()
+        and view.shape == leaf.shape[::-1]
+        and view.stride() == leaf.stride()[::-1]
+        and view.dtype == leaf.dtype
+    )
+
+
+def _without_override_check(composite: Callable[..., Any]) -> Callable[..., Any]:
+    """The same Python function, but its own call is not intercepted; the calls inside it are."""
+    assert isinstance(composite, types.FunctionType)
+    scope = {**composite.__globals__, "has_torch_function": lambda *_: False}
+    return (
+        types.FunctionType(
+            composite.__code__, scope, composite.__name__, composite.__defaults__, composite.__closure__
+        )
+        if composite.__kwdefaults__ is None
+        else _with_keyword_defaults(composite, scope)
+    )
+
+
+def _with_keyword_defaults(composite: types.FunctionType, scope: dict[str, Any]) -> Callable[..., Any]:
+    """As above for a function with keyword-only defaults."""
+    clone = types.FunctionType(
+        composite.__code__, scope, composite.__name__, composite.__defaults__, composite.__closure__
+    )
+    clone.__kwdefaults__ = composite.__kwdefaults__
+    return clone
+
+
+_attention_body = _without_override_check(F.multi_head_attention_forward)
