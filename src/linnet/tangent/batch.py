@@ -32,9 +32,10 @@ def map_tensors(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
 
 def tensors_in(x: Inputs) -> list[Tensor]:
     """Every tensor in ``x``, in order."""
-    found: list[Tensor] = []
-    map_tensors(lambda t: (found.append(t), t)[1], x)
-    return found
+    if isinstance(x, Tensor):
+        return [x]
+    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
+    return [tensor for part in parts for tensor in tensors_in(part)]
 
 
 def batch_size(x: Inputs) -> int:

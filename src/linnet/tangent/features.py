@@ -78,6 +78,16 @@ class Features:
         stop = min(stop, self.n)
         return Features(stop - start, self.k, self.rows[start:stop], layers, self.outputs[start:stop])
 
+    def hollow(self) -> Features:
+        """The same shapes without the numbers."""
+        layers = {
+            name: Layer(
+                Factors(old.factors.a.to("meta"), old.factors.g.to("meta"), old.factors.transposed), old.bias
+            )
+            for name, old in self.layers.items()
+        }
+        return Features(self.n, self.k, self.rows.to("meta"), layers, self.outputs.to("meta"))
+
     def room_for(self, n: int) -> Features:
         """Empty features of the same kind for n examples."""
         layers = {}
@@ -163,9 +173,7 @@ def _pays(uses: list[Use], n: int, pairs: tuple[int, int], outputs: Outputs) -> 
     formed_features = uses[0].target.shape[0] * c if uses[0].kind == "embedding" else c * d
     form = both * k * c * d * s * r + product * square * formed_features * r
     contract = product * s * r * (s * width + s * k * c + (square * c if s > 1 else 0))
-    if s > 1:
-        contract *= SMALL_PRODUCT_PENALTY
-    return contract < form
+    return contract * (SMALL_PRODUCT_PENALTY if s > 1 else 1.0) < form
 
 
 def _sizes(use: Use, n: int) -> tuple[int, int, int, int]:

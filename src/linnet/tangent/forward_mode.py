@@ -56,8 +56,8 @@ def has_recurrence(model: nn.Module) -> bool:
 
 def jvp_forward(function: Function, at: Params, direction: Params) -> tuple[Tensor, Tensor]:
     """f(θ) and J v by one dual-number pass."""
-    value, tangent = torch.func.jvp(function, (at,), (direction,))
-    return value, tangent
+    pair: tuple[Tensor, Tensor] = torch.func.jvp(function, (at,), (direction,))  # type: ignore[assignment]
+    return pair
 
 
 def jvp_double_backward(function: Function, at: Params, direction: Params) -> tuple[Tensor, Tensor]:

@@ -95,7 +95,7 @@ class Functional:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ModelError(
                 f"model ({type(self.model).__name__}) cannot run on x ({kinds or type(x).__name__}): {first}",
-                expected=f"inputs of the network's own shape and type, on {self.device} (weights are {self.dtype})",
+                expected=f"inputs of the network's own shape and type on {self.device}; weights are {self.dtype}",
                 remedy="check x's shape, dtype (x.float() for images) and device",
             ) from error
         if value.shape[0] != batch_size(x):

@@ -27,7 +27,8 @@ from linnet.tangent.tile import kernel_tile, tile_bytes
 
 OUTPUTS = ("full", "trace", "diagonal", "sum")
 CAPTURE = 64  # examples differentiated at once, memory permitting
-PRODUCT = 2048  # rows (examples × outputs) on each side of one matrix product
+PRODUCT = 2048  # rows (examples × outputs) on each side of one matrix product, at most
+SMALLEST_PRODUCT = 128  # and at least
 
 
 @dataclass(frozen=True)
@@ -139,16 +140,15 @@ def plan_gram(task: GramTask, memory: str | int | None = None, to_disk: bool = F
     """
     budget = parse_bytes(memory, task.function.device)
     n, m = task.sizes
-    captured = capture(task.function, take(task.x1, slice(0, min(n, 3))), task.outputs)
-    treatment = choose(captured, task.function.names, (n, m), task.outputs)
-    features = reduce(captured, task.function.names, treatment)
+    treatment, features, captured_bytes = _probe(task)
     k = features.k
-    dtype = task.accumulate or torch.promote_types(captured.outputs.dtype, torch.float32)
-    shape = _shape(n, m, captured.outputs.shape[1], task.outputs)
+    dtype = task.accumulate or torch.promote_types(features.outputs.dtype, torch.float32)
+    shape = _shape(n, m, features.outputs.shape[1], task.outputs)
     result = 0 if to_disk else torch.Size(shape).numel() * dtype.itemsize
     held = -(-features.nbytes // features.n)
-    transient = capture_bytes(task.function, task.x1, k) + 2 * held
-    product = max(1, PRODUCT // k)
+    transient = captured_bytes + 2 * held
+    # at least eight tiles a side, so that half of the products of a symmetric kernel are saved
+    product = max(1, min(max(n * k // 8, SMALLEST_PRODUCT), PRODUCT) // k)
     left = budget - result
     block = max(1, min(CAPTURE, n if task.x2 is None else max(n, m), int(0.3 * left) // max(transient, 1)))
     while product > 8 and tile_bytes(features, task.outputs, product, product, dtype.itemsize) > 0.2 * left:
@@ -166,6 +166,24 @@ def plan_gram(task: GramTask, memory: str | int | None = None, to_disk: bool = F
     )
     name = f"kernel ({task.outputs}) of {n} × {m} examples"
     return GramPlan(Plan(name, budget, items), treatment, block, hold, product, shape, dtype)
+
+
+def _probe(task: GramTask) -> tuple[Treatment, Features, int]:
+    """The treatment, shapes of the features of a few examples, bytes of one captured example; remembered."""
+    n, m = task.sizes
+    shapes = tuple((tuple(t.shape[1:]), t.dtype) for t in tensors_in(task.x1))
+    known = task.function.cache.setdefault("gram", {})
+    key = (shapes, task.outputs, n, m)
+    if key not in known:
+        for x in (task.x1, task.x2):
+            if x is not None:
+                task.function.check_runs(take(x, slice(0, 1)))
+        captured = capture(task.function, take(task.x1, slice(0, min(n, 3))), task.outputs)
+        treatment = choose(captured, task.function.names, (n, m), task.outputs)
+        features = reduce(captured, task.function.names, treatment).hollow()
+        known[key] = treatment, features, capture_bytes(task.function, task.x1, features.k)
+    found: tuple[Treatment, Features, int] = known[key]
+    return found
 
 
 @dataclass(frozen=True)
@@ -292,7 +310,6 @@ def _check(task: GramTask) -> None:
         if batch_size(x) == 0:
             raise InputError(f"{name} is empty", expected="at least one example")
         check_finite(x, name)
-        task.function.check_runs(take(x, slice(0, 1)))
 
 
 def _identity(task: GramTask, plan: GramPlan) -> dict[str, object]:
@@ -311,6 +328,7 @@ def _identity(task: GramTask, plan: GramPlan) -> dict[str, object]:
 def describe_plan(plan: GramPlan) -> str:
     """The plan in words, for the preflight."""
     return (
-        f"{plan.memory}\n  blocks of {plan.capture} examples, {plan.hold} kept, products of {plan.product} × {plan.product};"
+        f"{plan.memory}\n  blocks of {plan.capture} examples, {plan.hold} kept, "
+        f"products of {plan.product} × {plan.product};"
         f" features {format_bytes(dict(plan.memory.items)['features kept'])}"
     )

@@ -45,6 +45,9 @@ class Layout:
         return t.movedim((example, other), (skip, skip + 1))
 
 
+PLAIN = Layout()  # examples on the first axis, nothing merged with them
+
+
 def find_layout(per_example: Tensor, candidates: Iterable[int], n: int) -> Layout | None:
     """The layout under which the gradient of each example's output stays with that example.
 

@@ -191,7 +191,8 @@ class Linearized(nn.Module):
 
     def extra_repr(self) -> str:
         """What ``print`` shows."""
-        return f"{type(self.model).__name__}, {len(self.parameter_names)} parameters tracked, P = {self.space.dim}"
+        tracked = f"{len(self.parameter_names)} parameters tracked"
+        return f"{type(self.model).__name__}, {tracked}, P = {self.space.dim}"
 
 
 def linearize(model: nn.Module, params: Selector = None, output: OutputAdapter = None) -> Linearized:
@@ -244,7 +245,7 @@ def _one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
 
 
 def _moved(v: Vector, function: Functional) -> Vector:
-    """v on the device and in the type of the parameters."""
+    """V on the device and in the type of the parameters."""
     if isinstance(v, Tensor):
         return v.to(device=function.device, dtype=function.dtype)
     return {name: t.to(device=function.device, dtype=function.dtype) for name, t in v.items()}

@@ -124,8 +124,8 @@ def _convolution(axes: int) -> Callable[..., Found]:
 
 def _per_axis(value: Any, axes: int) -> tuple[int, ...]:
     """One number for each spatial axis."""
-    value = (value,) if isinstance(value, int) else tuple(value)
-    return value * axes if len(value) == 1 else value
+    values: tuple[int, ...] = (value,) if isinstance(value, int) else tuple(value)
+    return values * axes if len(values) == 1 else values
 
 
 def _padding(padding: Any, kernel: torch.Size, dilation: tuple[int, ...], axes: int) -> list[tuple[int, int]]:
@@ -197,8 +197,9 @@ def _batch_norm(
 ) -> Found:
     if training:
         return None
-    normalized = lambda: F.batch_norm(input, running_mean, running_var, None, None, False, 0.0, eps)  # noqa: E731
-    return _channelwise(weight, bias, normalized)
+    return _channelwise(
+        weight, bias, lambda: F.batch_norm(input, running_mean, running_var, None, None, False, 0.0, eps)
+    )
 
 
 def _group_norm(
@@ -225,9 +226,9 @@ def _instance_norm(
     eps: float = 1e-5,
     *ignored: Any,
 ) -> Found:
-    normalized = lambda: F.instance_norm(
-        input, running_mean, running_var, None, None, use_input_stats, 0.0, eps
-    )  # noqa: E731
+    def normalized() -> Tensor:
+        return F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, 0.0, eps)
+
     return _channelwise(weight, bias, normalized)
 
 

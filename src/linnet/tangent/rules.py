@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Size, Tensor
 
-from linnet.tangent.layout import Layout
+from linnet.tangent.layout import PLAIN, Layout
 
 EDGE = Any  # torch.autograd.graph.GradientEdge
 
@@ -53,7 +53,7 @@ class Use:
     edge: EDGE
     a: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    layout: Layout = Layout()
+    layout: Layout = PLAIN
     g: Tensor | None = None
 
     @property
@@ -124,7 +124,8 @@ def factors(use: Use, n: int) -> Factors:
     Returns:
         a and g with examples, groups and positions apart.
     """
-    assert use.a is not None and use.g is not None
+    assert use.a is not None
+    assert use.g is not None
     if use.kind == "conv":
         return _convolution_factors(use, n)
     a, g = use.oriented(use.a), use.oriented(use.g)
@@ -139,9 +140,10 @@ def factors(use: Use, n: int) -> Factors:
 
 def _convolution_factors(use: Use, n: int) -> Factors:
     """Positions are output pixels; the input vector of a pixel is its receptive field."""
-    assert use.a is not None and use.g is not None
+    assert use.a is not None
+    assert use.g is not None
     groups, channels = use.options["groups"], use.shape[1]
-    a = patches(use.a, use.target.shape[2:], use.options)  # (B, R, S, d)
+    a = patches(use.a, use.target.shape[2:], use.options).mT  # (B, R, S, d)
     a = a.unflatten(0, (n, -1)).transpose(1, 2).flatten(2, 3) if a.shape[0] != n else a
     g = use.g.flatten(3)  # (K, B, R·c, S)
     g = g.unflatten(2, (groups, channels // groups)).mT  # (K, B, R, S, c)
@@ -150,8 +152,8 @@ def _convolution_factors(use: Use, n: int) -> Factors:
 
 
 def patches(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:
-    """Receptive fields of a 1-, 2- or 3-dimensional convolution, shape (B, R, S, d)."""
-    groups = options["groups"]
+    """Receptive fields of a convolution, (B, R, d, S): positions last, so that rows are copied whole."""
+    groups, axes = options["groups"], len(kernel)
     x = (
         F.pad(x, [p for pair in reversed(options["padding"]) for p in pair])
         if any(map(any, options["padding"]))
@@ -161,10 +163,9 @@ def patches(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:
         zip(kernel, options["stride"], options["dilation"], strict=True), start=2
     ):
         x = x.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
-    spatial = range(2, 2 + len(kernel))
-    fields = range(2 + len(kernel), 2 + 2 * len(kernel))
-    x = x.unflatten(1, (groups, -1)).permute(0, 1, *(i + 1 for i in spatial), 2, *(i + 1 for i in fields))
-    return x.flatten(2, 1 + len(kernel)).flatten(3)  # (B, R, S, d)
+    x = x.unflatten(1, (groups, -1))  # (B, R, c_in, *positions, *kernel)
+    positions, fields = range(3, 3 + axes), range(3 + axes, 3 + 2 * axes)
+    return x.permute(0, 1, 2, *fields, *positions).flatten(3 + axes).flatten(2, 2 + axes)
 
 
 def outer_rows(f: Factors, shape: Size) -> Tensor:
@@ -198,15 +199,21 @@ def _embedding_rows(f: Factors, shape: Size) -> Tensor:
 def broadcast_rows(use: Use, n: int) -> Tensor:
     """Gradients of a scale or shift, summed over what was broadcast; shape (N, K, *target)."""
     assert use.g is not None
-    shape, target = use.shape, use.spread
-    g = use.g if use.a is None else use.g * use.a
-    g = g if use.options.get("sign", 1) == 1 else -g
-    # examples to the front; the rest of a merged axis keeps the place of the example axis
-    g = use.layout.examples_first(g, n, skip=1)  # (K, N, m, *rest)
-    g = g.movedim(2, 2 + use.layout.axis)
-    over = [i + 2 for i in range(len(shape)) if _broadcast_axis(shape, target, i)]
-    g = g.sum(over, keepdim=True) if over else g
-    return g.transpose(0, 1).reshape(n, g.shape[0], *use.target.shape)
+    g = _with_examples(use.g, use, n, skip=1)  # (K, N, *result), the example axis shortened by N
+    over = [i + 2 for i in range(len(use.shape)) if _broadcast_axis(use.shape, use.spread, i)]
+    if use.a is None:
+        rows = g.sum(over, keepdim=True) if over else g
+        rows = rows if use.options.get("sign", 1) == 1 else -rows
+    else:  # the product is summed as it is formed
+        a = _with_examples(use.a.expand(use.shape), use, n, skip=0)
+        axes = list(range(g.ndim))
+        rows = torch.einsum(g, axes, a, axes[1:], [i for i in axes if i not in over])
+    return rows.transpose(0, 1).reshape(n, g.shape[0], *use.target.shape)
+
+
+def _with_examples(t: Tensor, use: Use, n: int, skip: int) -> Tensor:
+    """Examples to axis ``skip``; the rest of a merged axis keeps the place of the example axis."""
+    return use.layout.examples_first(t, n, skip).movedim(skip + 1, skip + 1 + use.layout.axis)
 
 
 def use_rows(use: Use, n: int) -> Tensor:
@@ -233,9 +240,9 @@ def pull_back(rows: Tensor, target: Tensor, source: Tensor) -> Tensor:
         return rows
     n, k = rows.shape[:2]
     cotangents = rows.reshape(n * k, *target.shape).to(target.dtype)
-    (pulled,) = torch.autograd.grad(
+    pulled: Tensor | None = torch.autograd.grad(
         target, [source], cotangents, is_grads_batched=True, retain_graph=True, allow_unused=True
-    )
+    )[0]
     if pulled is None:
         return rows.new_zeros(n, k, *source.shape)
     return pulled.view(n, k, *source.shape)

@@ -1,4 +1,4 @@
-"""Which parameters take part in the linearization: ``params=`` by keyword, name, regex, module or predicate."""
+"""Which parameters take part: ``params=`` by keyword, name, regex, module or predicate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Selector = str | Sequence[str] | nn.Module | Callable[[str, nn.Parameter], bool]
 
 
 def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
-    """Names of the selected floating-point parameters, in the order of ``named_parameters()``.
+    r"""Names of the selected floating-point parameters, in the order of ``named_parameters()``.
 
     Args:
         model: The network.

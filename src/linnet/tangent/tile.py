@@ -48,7 +48,7 @@ def _rows_tile(left: Tensor, right: Tensor, outputs: Outputs, accumulate: torch.
 
 
 def _product(left: Tensor, right: Tensor, accumulate: torch.dtype | None) -> Tensor:
-    """left rightᵀ; if asked, in chunks of columns that are added in a wider type."""
+    """Left rightᵀ; if asked, in chunks of columns that are added in a wider type."""
     if accumulate is None or accumulate == left.dtype:
         return left @ right.mT
     total = torch.zeros(*left.shape[:-1], right.shape[-2], dtype=accumulate, device=left.device)

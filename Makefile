@@ -1,0 +1,53 @@
+# Every target is self-sufficient: on a fresh machine with Python 3.11+ and make, it creates .venv first.
+#   make demo    adapt a small network to new classes and write a report, in runs/demo
+#   make test    all checks and all tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+DOCS_INSTALLED := $(VENV)/.installed-docs
+SOURCES := src tests $(wildcard benchmarks experiments docs/conf.py)
+# Scripts with an entry point, less those that run in the environment of a peer.
+BENCHMARKS := $(filter-out %_peer.py,$(shell grep -l '^if __name__ == .__main__.' benchmarks/*.py 2>/dev/null))
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test check format docs bench clean
+.DELETE_ON_ERROR:
+
+demo: $(INSTALLED)
+	$(BIN)/linnet demo --out runs/demo
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+docs: $(DOCS_INSTALLED)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -b html docs docs/_build/html
+
+bench: $(INSTALLED)
+	@test -n "$(BENCHMARKS)" || { echo "no script in benchmarks/" >&2; exit 1; }
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
+
+clean:
+	rm -rf $(VENV) build dist docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# One pip call, so that nothing installed later can move torch.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "linnet needs Python 3.11 or later; this is " + sys.version.split()[0] + ". Name another one: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -c constraints.txt torch==2.13.0 -e '.[dev]'
+	@touch $@
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(BIN)/pip install -c constraints.txt torch==2.13.0 -e '.[dev,docs]'
+	@touch $@

@@ -1,0 +1,55 @@
+"""The local linear model of any trained PyTorch network, and what it answers in closed form.
+
+``import linnet`` loads nothing heavy: each name below is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from linnet.methods import spectrum as spectrum
+    from linnet.methods.fit import fit as fit
+    from linnet.methods.fit_files import load_fit as load_fit
+    from linnet.methods.head import with_head as with_head
+    from linnet.methods.linear_fit import LinearFit as LinearFit
+    from linnet.methods.predictive import Predictive as Predictive
+    from linnet.tangent.linearized import Linearized as Linearized
+    from linnet.tangent.linearized import linearize as linearize
+    from linnet.tangent.preflight import Preflight as Preflight
+    from linnet.tangent.preflight import preflight as preflight
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "linearize": "linnet.tangent.linearized",
+    "Linearized": "linnet.tangent.linearized",
+    "preflight": "linnet.tangent.preflight",
+    "Preflight": "linnet.tangent.preflight",
+    "with_head": "linnet.methods.head",
+    "fit": "linnet.methods.fit",
+    "LinearFit": "linnet.methods.linear_fit",
+    "load_fit": "linnet.methods.fit_files",
+    "Predictive": "linnet.methods.predictive",
+    "spectrum": "linnet.methods",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'linnet' has no attribute {name!r}")
+    if name == "spectrum":
+        value: Any = import_module("linnet.methods.spectrum")
+    else:
+        value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Public names."""
+    return sorted(__all__)

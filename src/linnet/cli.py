@@ -1,0 +1,361 @@
+"""The command line: finds the command, reads its options, prints its result or what went wrong.
+
+The options of a command are the parameters of its function (see `linnet.commands`), read by jsonargparse,
+which adds `--config FILE` and `--print_config`. Nothing here imports torch, so help answers at once.
+
+Exit status: 0 done, 1 done with a negative answer (a check that fails), 2 bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import inspect
+import io
+import json
+import os
+import re
+import sys
+import textwrap
+from argparse import ArgumentError
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from linnet import __version__
+from linnet.errors import InputError, LinnetError
+
+if TYPE_CHECKING:
+    import jsonargparse
+
+COMMANDS = ("demo", "adapt", "predict", "explain", "forget", "update", "check", "doctor")
+"""The commands, in the order in which help lists them."""
+
+_FLAGS = {
+    "--json": "Print the result as JSON, and nothing else, on standard output.",
+    "--traceback": "Show where in the program an error came from.",
+}
+_REPLAY = "run.yaml"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: The words after `linnet`; those of this process when None.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        LinnetError: The command failed and `--traceback` was given.
+
+    Example:
+        >>> main(["--version"])
+        linnet 0.1.0
+        0
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(words)
+    except KeyboardInterrupt:
+        print("linnet: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (`linnet ... | head`); Python must not complain at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except LinnetError as error:
+        if "--traceback" in words:
+            raise
+        _print_error(error)
+        return 2
+
+
+def _run(words: list[str]) -> int:
+    """Dispatch to help, the version or a command."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if words[0] == "--version":
+        print(f"linnet {__version__}")
+        return 0
+    name, options = words[0], words[1:]
+    if name not in COMMANDS:
+        raise _unknown_command(name)
+    command = Command.load(name)
+    if {"-h", "--help"} & set(options):
+        print(command.help())
+        return 0
+    flags = {flag for flag in _FLAGS if flag in options}
+    settings = command.parse([word for word in options if word not in flags])
+    return _execute(command, settings, as_json="--json" in flags)
+
+
+def _execute(command: Command, settings: Settings, as_json: bool) -> int:
+    """Call the command; afterwards leave the settings beside what it wrote, even when it was interrupted."""
+    folder = settings.values.get("out")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) if as_json else contextlib.nullcontext():
+            result = command.function(**settings.values)
+    except KeyboardInterrupt:
+        _write_replay(command.name, settings, folder)
+        raise
+    _write_replay(command.name, settings, folder)
+    if as_json:
+        print(json.dumps(_plain(result), indent=2, allow_nan=False))
+    sys.stdout.flush()
+    return int(isinstance(result, Mapping) and result.get("ok") is False)
+
+
+def _write_replay(name: str, settings: Settings, folder: object) -> None:
+    """Write the settings into the run's folder, where there is one, in the form that `--config` reads."""
+    if not isinstance(folder, str | os.PathLike) or not Path(folder).is_dir():
+        return
+    from linnet.files import write_atomic
+
+    path = Path(folder) / _REPLAY
+    if path.exists() and f"linnet {name} " not in path.read_text(encoding="utf-8"):
+        path = path.with_name(f"run-{name}.yaml")  # the folder was made by another command: keep its settings
+    text = (
+        f"# linnet {__version__}. To run this again, from the folder where it was first run:\n"
+        f"#   linnet {name} --config {path}\n{settings.yaml}"
+    )
+    write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can hold it: paths as text, not-a-number and infinities as null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+# Help
+
+
+def _overview() -> str:
+    """What `linnet --help` prints."""
+    commands = [f"  {name:<10}{Command.load(name).summary}" for name in COMMANDS]
+    return "\n".join(
+        [
+            "usage: linnet COMMAND [options]",
+            "",
+            "Turn a trained PyTorch network into its local linear model, and get in closed form what is hard",
+            "for deep networks: fine-tuning, uncertainty, influential samples, forgetting, new data.",
+            "",
+            "commands:",
+            *commands,
+            "",
+            "options:",
+            "  --help      Show this page, or that of a command: linnet COMMAND --help",
+            "  --version   Show the version",
+            "",
+            "Start with `linnet demo`; `linnet doctor` says what works on this machine.",
+        ]
+    )
+
+
+def _print_error(error: LinnetError) -> None:
+    """Three short lines: what was wrong, what was expected, what to do."""
+    lines = [("error", error.what), ("expected", error.expected), ("to fix it", error.remedy)]
+    for label, text in lines:
+        if text:
+            print(f"{label + ':':<11}{text}", file=sys.stderr)
+
+
+def _unknown_command(name: str) -> InputError:
+    """The error for a word that is no command."""
+    if name.startswith("-"):
+        return InputError(
+            f"{name} stands before the command",
+            expected="linnet COMMAND [options]",
+            remedy="see linnet --help",
+        )
+    close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+    return InputError(
+        f"there is no command {name!r}",
+        expected=f"one of {', '.join(COMMANDS)}",
+        remedy=f"did you mean `linnet {close[0]}`?" if close else "see linnet --help",
+    )
+
+
+# Options
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of one call: by parameter name, and as the YAML that `--config` reads."""
+
+    values: dict[str, Any]
+    yaml: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its name and the function whose signature is its command line."""
+
+    name: str
+    function: Callable[..., Any]
+
+    @classmethod
+    def load(cls, name: str) -> Command:
+        """Import a command.
+
+        Args:
+            name: One of `COMMANDS`.
+
+        Returns:
+            The command.
+
+        Example:
+            >>> Command.load("doctor").name
+            'doctor'
+        """
+        return cls(name, getattr(importlib.import_module(f"linnet.commands.{name}"), name))
+
+    @property
+    def summary(self) -> str:
+        """The first line of the function's docstring."""
+        return (inspect.getdoc(self.function) or "").partition("\n")[0]
+
+    def help(self) -> str:
+        """The page that `linnet NAME --help` prints.
+
+        Returns:
+            Usage, what the command does, and every option with its type and default.
+        """
+        parser = self._parser()
+        for flag, text in _FLAGS.items():
+            parser.add_argument(flag, action="store_true", help=text)
+        text = parser.format_help().replace("``", "")
+        return re.sub(r"--(?!print_config)[a-z_]+", lambda match: match[0].replace("_", "-"), text).rstrip()
+
+    def parse(self, words: Sequence[str]) -> Settings:
+        """Read the options.
+
+        Args:
+            words: The words after the command's name.
+
+        Returns:
+            The settings, checked against the types of the function's parameters.
+
+        Raises:
+            InputError: An option is unknown, missing, or of the wrong type.
+
+        Example:
+            >>> Command.load("doctor").parse(["--seconds", "0.5"]).values
+            {'seconds': 0.5}
+        """
+        parser = self._parser()
+        try:
+            found = parser.parse_args(self._normalize(words))
+        except ArgumentError as error:
+            raise self._explain(str(error)) from None
+        names = inspect.signature(self.function).parameters
+        values = {name: getattr(found, name) for name in names}
+        return Settings(values, parser.dump(found))
+
+    def _parser(self) -> jsonargparse.ArgumentParser:
+        """The parser of the function's signature."""
+        import jsonargparse
+
+        parser = jsonargparse.ArgumentParser(
+            prog=f"linnet {self.name}", exit_on_error=False, allow_abbrev=False
+        )
+        parser.add_function_arguments(self.function, as_positional=False)
+        parser.add_argument(
+            "--config",
+            action="config",
+            help="Read settings from a file, such as the run.yaml of an earlier run.",
+        )
+        return parser
+
+    def _normalize(self, words: Sequence[str]) -> list[str]:
+        """Accept what people type: dashes in names, `--flag`, `--no-flag`, lists as words or with commas."""
+        parameters = inspect.signature(self.function).parameters
+        kinds = {name: str(parameter.annotation) for name, parameter in parameters.items()}
+        result: list[str] = []
+        queue = list(words)
+        while queue:
+            word = queue.pop(0)
+            option, equals, value = word.partition("=")
+            name = option[2:].replace("-", "_")
+            if not option.startswith("--") or option == "--":
+                result.append(word)
+                continue
+            following = [value] if equals else []
+            while not equals and queue and not queue[0].startswith("--"):
+                following.append(queue.pop(0))
+            if kinds.get(name) == "bool" and not following:
+                result.append(f"--{name}=true")
+            elif name.startswith("no_") and kinds.get(name[3:]) == "bool" and not following:
+                result.append(f"--{name[3:]}=false")
+            elif kinds.get(name, "").startswith("list[") and following and following[0][:1] != "[":
+                result.append(f"--{name}={_as_list(following, kinds[name])}")
+            else:
+                result += [f"--{name}={following[0]}" if following else f"--{name}", *following[1:]]
+        return result
+
+    def _explain(self, message: str) -> InputError:
+        """A parser's message as what, expected and remedy."""
+        parameters = inspect.signature(self.function).parameters
+        page = f"linnet {self.name} --help shows every option"
+        if match := re.match(r"unrecognized arguments: (\S+)|Option '(\S+)' is not accepted", message):
+            word = (match[1] or f"--{match[2]}").partition("=")[0]
+            options = [_option(name) for name in parameters]
+            close = difflib.get_close_matches(_option(word.lstrip("-")), options, n=1)
+            return InputError(
+                f"there is no option {word}" if word.startswith("-") else f"unexpected word {word!r}",
+                expected=f"the options of linnet {self.name}",
+                remedy=f"did you mean {close[0]}?" if close else page,
+            )
+        if match := re.match(r"the following arguments are required: (.*)", message):
+            missing = [_option(name) for name in match[1].split(", ")]
+            return InputError(f"{' and '.join(missing)} must be given", remedy=page)
+        if match := re.match(r"argument (\S+): expected one argument", message):
+            return InputError(f"{_option(match[1].lstrip('-'))} has no value", remedy=page)
+        key = re.match(r'Parser key "(\w+)"', message)
+        given = re.search(r"(?:Given|Got) value: (.*)", message)
+        if key and given and key[1] in parameters:
+            return InputError(
+                f"{_option(key[1])} is {given[1]!r}",
+                expected=_kind(parameters[key[1]].annotation),
+                remedy=page,
+            )
+        return InputError(textwrap.shorten(message, 300), remedy=page)
+
+
+def _option(name: str) -> str:
+    """A parameter's name as an option."""
+    return "--" + name.replace("_", "-")
+
+
+def _kind(annotation: object) -> str:
+    """A type annotation in words."""
+    text = re.sub(r"Literal\[(.*?)\]", lambda match: match[1].replace(", ", " | "), str(annotation))
+    parts = [part.strip() for part in text.split("|") if part.strip() != "None"]
+    words = {
+        "int": "a whole number",
+        "float": "a number",
+        "str": "text",
+        "bool": "true or false",
+        "Path": "a path",
+    }
+    return " or ".join(words.get(part, part) for part in parts)
+
+
+def _as_list(words: Sequence[str], kind: str) -> str:
+    """Words, or words with commas, as a YAML list."""
+    items = [item for word in words for item in word.split(",") if item]
+    return json.dumps(items) if kind.startswith("list[str") else f"[{', '.join(items)}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""`linnet adapt`: fit a trained network to a new task in closed form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def adapt(
+    *,
+    model: str,
+    data: Path,
+    out: Path,
+    weights: Path | None = None,
+    model_args: dict[str, Any] | None = None,
+    shots: int | None = None,
+    tests: int | None = None,
+    ridge: float | str = "auto",
+    solver: str = "auto",
+    params: str | None = None,
+    head: str = "auto",
+    mean: str = "none",
+    std: str | None = None,
+    size: int | None = None,
+    channels: int | None = None,
+    target: str | None = None,
+    baseline: bool = True,
+    baseline_steps: int = 150,
+    memory: str | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Fit a trained network to a new task in closed form, and report how good and how sure it is.
+
+    Args:
+        model: The network: ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``.
+        data: The data: an image folder with one folder a class, an ``.npz`` archive or a ``.csv`` table.
+        out: The run folder to write. After an interruption the same command continues there.
+        weights: A file of weights for the network with its old head: ``.safetensors``, ``.npz``, or torch's.
+        model_args: Keyword arguments of the factory, as a JSON object.
+        shots: Training samples of each class, or of all in a regression; all there are by default.
+        tests: Test samples to evaluate on, drawn at random; all by default.
+        ridge: The ridge, a positive number, or how to choose it: auto (by leave-one-out), loo, gcv or evidence.
+            Where the kernel is too large for the memory, auto chooses it on some of the samples.
+        solver: How to solve: dual (the kernel), cg (conjugate gradients), or auto.
+        params: The parameters to fit, by name or regular expression; all of them by default.
+        head: The head to start from: probe (a linear probe), random, zero or keep; auto is a probe, or keep
+            where a regression fits the network's outputs.
+        mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas.
+        std: Standard deviations that go with numbers in mean.
+        size: Height and width that images are scaled to, in pixels.
+        channels: Color channels that the network expects, 1 or 3.
+        target: The column of a table to predict; the last by default.
+        baseline: Whether to compare with plain fine-tuning, which takes most of the time.
+        baseline_steps: Steps of each run of plain fine-tuning.
+        memory: The budget, such as 2GB; half of what is free by default.
+        device: The device to compute on, such as cpu or cuda.
+        seed: Seed of the split, of the draws and of plain fine-tuning.
+
+    Returns:
+        Scores of the fit and of what it is compared with, what was chosen and why, and where it was written.
+    """
+    from linnet.data import image_transform
+    from linnet.runs.adaptation import adapt as run_adaptation
+    from linnet.runs.settings import Network, Settings, Solving, Source
+    from linnet.runs.summary import keep_adaptation, print_adaptation
+
+    settings = Settings(
+        Network(model, weights, model_args or {}, head),
+        Source(data, image_transform(mean, std, size, channels), shots, tests, seed, target),
+        Solving(ridge, solver, params, memory, device),
+        baseline_steps if baseline else 0,
+    )
+    found = run_adaptation(settings, out)
+    result = keep_adaptation(found, out, settings.title or f"{data.stem} from {model.rpartition(':')[2]}")
+    for line in print_adaptation(result):
+        print(line)
+    return result

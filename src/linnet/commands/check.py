@@ -1,0 +1,74 @@
+"""`linnet check`: whether a network and its data can be handled, and how, before anything long is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def check(
+    *,
+    model: str,
+    data: str,
+    weights: Path | None = None,
+    model_args: dict[str, Any] | None = None,
+    params: str | None = None,
+    mean: str = "none",
+    std: str | None = None,
+    size: int | None = None,
+    channels: int | None = None,
+    batch: int = 8,
+    memory: str | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Say how a network will be linearized on its data, and what it will cost.
+
+    Args:
+        model: The network: ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``.
+        data: The data: an image folder with one folder a class, an ``.npz`` archive or a ``.csv`` table.
+        weights: A file of weights: ``.safetensors``, ``.npz``, or a file of torch's.
+        model_args: Keyword arguments of the factory, as a JSON object.
+        params: The parameters to linearize in, by name or regular expression; all of them by default.
+        mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas.
+        std: Standard deviations that go with numbers in mean.
+        size: Height and width that images are scaled to, in pixels.
+        channels: Color channels that the network expects, 1 or 3.
+        batch: Samples to try the network on.
+        memory: The budget, such as 4GB; half of what is free by default.
+        device: The device to compute on, such as cpu or cuda.
+        seed: Seed of the split into training and test data.
+
+    Returns:
+        The preflight: every parameter with its treatment, findings, the memory plan, and whether all is well.
+
+    Raises:
+        InputError: ``batch`` is not positive.
+    """
+    from linnet.data import image_transform, load_data
+    from linnet.errors import InputError
+    from linnet.machine import find_device
+    from linnet.models import load_model
+    from linnet.tangent.preflight import preflight
+
+    if batch < 1:
+        raise InputError(f"batch is {batch}", expected="a positive number of samples", remedy="try --batch 8")
+    place = find_device(device)
+    task = load_data(data, image_transform(mean, std, size, channels), seed=seed)
+    sample = task.subset("train", range(min(batch, len(task.train))))
+    x, _ = sample.tensors("train")
+    network = load_model(model, weights, model_args).to(place)
+    report = preflight(network, x.to(place), params=params, memory=memory)
+    print(report)
+    for finding in task.findings:
+        print(f"data: {finding}")
+    return {
+        **report.to_dict(),
+        "ok": report.ok,
+        "data": {
+            "train": len(task.train),
+            "test": len(task.test),
+            "classes": None if task.classes is None else list(task.classes),
+            "findings": list(task.findings),
+        },
+    }

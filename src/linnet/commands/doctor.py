@@ -1,0 +1,56 @@
+"""`linnet doctor`: what is installed, what works on this machine and why the rest does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from linnet import __version__
+
+
+def doctor(*, seconds: float = 0.5) -> dict[str, Any]:
+    """Say what works on this machine, and why the rest does not.
+
+    Args:
+        seconds: Time spent on measuring the speed of matrix products, on each device.
+
+    Returns:
+        Versions, devices with their memory and speed, optional packages, and how linnet forms directional
+        derivatives of each kind of layer here.
+    """
+    from linnet.machine import survey
+
+    result = {"linnet": __version__, **survey(seconds)}
+    _print(result)
+    return result
+
+
+def _print(result: dict[str, Any]) -> None:
+    """The result for people."""
+    from linnet.memory import format_bytes
+
+    print(f"linnet {result['linnet']}, Python {result['python']}, {result['platform']}")
+    print(
+        "packages:    "
+        + ", ".join(f"{name} {version or 'MISSING'}" for name, version in result["packages"].items())
+    )
+    for device in result["devices"]:
+        threads = f", {result['threads']} threads" if device["device"] == "cpu" else ""
+        print(
+            f"{device['device'] + ':':<13}{device['name']}{threads}, "
+            f"{format_bytes(device['available_bytes'])} free, "
+            f"{device['sgemm_gflops']:.0f} GFLOP/s in float32 products"
+        )
+    print("optional packages:")
+    for name, package in result["optional"].items():
+        if package["works"]:
+            print(f"  {name:<16}{package['version']}, for {package['use']}")
+        else:
+            print(f"  {name:<16}{package['reason']} (for {package['use']}: {package['remedy']})")
+    print("directional derivatives, by kind of layer:")
+    for name, probe in result["derivatives"].items():
+        print(f"  {name:<16}{probe['path'] or 'NONE'}{': ' * bool(probe['reason'])}{probe['reason']}")
+    print(
+        "everything that linnet needs works here"
+        if result["ok"]
+        else "linnet will not work as it should here"
+    )

@@ -1,0 +1,272 @@
+"""Images in folders, one folder a class.
+
+Classes and files come in the order of torchvision's ImageFolder (sorted folders; files sorted within each),
+save that hidden files are left out. Large JPEGs are decoded at a reduced scale (Pillow's ``draft``), and the
+camera's orientation tag is applied.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from linnet.data.checks import check_classes, some
+from linnet.data.splits import split_by_class
+from linnet.data.task import Part, TaskData
+from linnet.data.transforms import ImageTransform, scaled_size
+from linnet.errors import DataError, InputError
+from linnet.progress import track
+
+Array = np.ndarray[Any, Any]
+_SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
+_TEST_FOLDERS = ("test", "val", "valid", "validation")
+_DEEP_MODES = ("I", "F")  # more than 8 bits a channel, which conversion would clip
+_CHUNK = 256  # images decoded between two reports of progress
+
+
+def read_folder(
+    root: str | os.PathLike[str],
+    transform: ImageTransform | None = None,
+    seed: int = 0,
+    test_fraction: float = 0.2,
+    damaged: Literal["error", "skip"] = "error",
+) -> TaskData:
+    """Read a classification from folders of images.
+
+    Either ``root/train/CLASS/...`` with ``root/test`` or ``root/val`` beside it, or ``root/CLASS/...``, of
+    which a part of each class is held out. Images are named by their path below ``root``, and decoded when
+    they are first used.
+
+    Args:
+        root: The folder.
+        transform: Size, channels and normalization; by default the images' own size, RGB, pixels in [0, 1].
+        seed: Seed of the split.
+        test_fraction: Share of each class held out.
+        damaged: ``"error"`` refuses files that cannot be decoded; ``"skip"`` decodes every file once, leaves
+            the bad ones out and says so in the findings.
+
+    Returns:
+        The task.
+
+    Raises:
+        InputError: There is no such folder, or an argument is wrong.
+        DataError: There are no class folders or images, or one class only.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise InputError(f"there is no folder {root}", expected="a folder with one folder a class")
+    if damaged not in ("error", "skip"):
+        raise InputError(f"damaged is {damaged!r}", expected="'error' or 'skip'")
+    transform = transform or ImageTransform()
+    trained, held = _split_folders(root)
+    classes = _class_folders(trained)
+    train, findings = _list_part(root, trained, classes, transform, damaged)
+    if held is None:
+        train_rows, test_rows = split_by_class(train.y, test_fraction, seed)
+        train, test = train.take(train_rows), train.take(test_rows)
+    else:
+        _check_same_classes(held, classes)
+        test, more = _list_part(root, held, classes, transform, damaged)
+        findings += more
+    findings += check_classes(train.y, classes)
+    return TaskData(train, test, classes, transform, findings=tuple(findings))
+
+
+def _split_folders(root: Path) -> tuple[Path, Path | None]:
+    """The folders to train and to test on; one is the root itself where no split was made."""
+    train = root / "train"
+    if not train.is_dir() or not _folders(train):  # a class may be called "train"
+        return root, None
+    return train, next((root / name for name in _TEST_FOLDERS if (root / name).is_dir()), None)
+
+
+def _folders(folder: Path) -> list[str]:
+    """The visible folders in a folder, sorted."""
+    return sorted(
+        entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")
+    )
+
+
+def _class_folders(folder: Path) -> tuple[str, ...]:
+    """The classes: one a folder."""
+    classes = _folders(folder)
+    if len(classes) < 2:
+        found = f"one class folder only, {classes[0]!r}" if classes else "no class folders"
+        raise DataError(f"{folder} has {found}", expected="one folder of images for each class, at least two")
+    return tuple(classes)
+
+
+def _check_same_classes(folder: Path, classes: tuple[str, ...]) -> None:
+    """Require that nothing is tested that was not trained."""
+    unknown = [name for name in _folders(folder) if name not in classes]
+    if unknown:
+        raise DataError(
+            f"{folder} has classes that are not in train: {some(unknown)}", f"among {some(classes)}"
+        )
+
+
+def _list_part(
+    root: Path, folder: Path, classes: tuple[str, ...], transform: ImageTransform, damaged: str
+) -> tuple[Part, list[str]]:
+    """The images below a folder, not yet decoded, and what was noticed."""
+    found = [(label, file) for label, name in enumerate(classes) for file in _files(folder / name)]
+    names = [file.relative_to(root).as_posix() for _, file in found]
+    is_image = [file.suffix.lower() in _SUFFIXES for _, file in found]
+    ids = tuple(compress(names, is_image))
+    if not ids:
+        raise DataError(f"{folder} has no images", f"files ending in {', '.join(sorted(_SUFFIXES))}")
+    others = [name for name, image in zip(names, is_image, strict=True) if not image]
+    labels = np.array([label for label, _ in compress(found, is_image)])
+    images = ImageFiles(root, ids, transform)
+    part = Part(images, np.arange(len(ids)), labels, ids)
+    faults = images.faults() if damaged == "skip" else {}
+    if len(faults) == len(ids):
+        raise DataError(f"no image in {folder} can be decoded, first {ids[0]} ({faults[ids[0]]})")
+    if faults:
+        part = part.take(np.array([row for row, name in enumerate(ids) if name not in faults]))
+    left_out = {"no images": others, "damaged": list(faults)}
+    return part, [f"left out, {why}: {some(names)}" for why, names in left_out.items() if names]
+
+
+def _files(folder: Path) -> list[Path]:
+    """The visible files at any depth, in ImageFolder's order."""
+    if not folder.is_dir():
+        return []
+    walked = sorted(os.walk(folder, followlinks=True))
+    return [Path(at, name) for at, _, names in walked for name in sorted(names) if not name.startswith(".")]
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFiles:
+    """Images in files, decoded when they are read.
+
+    Args:
+        root: The folder that the names start from.
+        names: The files' paths below it.
+        transform: Says to which size and to how many channels to decode.
+    """
+
+    root: Path
+    names: tuple[str, ...]
+    transform: ImageTransform
+
+    @cached_property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Height, width and channels of the first image, as decoded."""
+        return tuple(self.read(np.arange(1)).shape[1:])
+
+    def read(self, indices: Array) -> Array:
+        """Decode images.
+
+        Args:
+            indices: Positions, (K,).
+
+        Returns:
+            Bytes, uint8 (K, H, W, C).
+
+        Raises:
+            DataError: Files cannot be decoded, or images differ in size; they are named.
+        """
+        names = [self.names[index] for index in indices]
+        result: Array | None = None
+        faults: dict[str, str] = {}
+        for row, image in enumerate(self._decode_all(names)):
+            if isinstance(image, Exception):
+                faults[names[row]] = f"{type(image).__name__}: {image}"
+                continue
+            if result is None:
+                first = names[row]
+                result = np.empty((len(names), *image.shape), np.uint8)
+            if image.shape != result.shape[1:]:
+                raise DataError(
+                    f"images differ in size: {names[row]} has {_pixels(image.shape)} pixels, "
+                    f"{first} has {_pixels(result.shape[1:])}",
+                    expected="images of one size",
+                    remedy="give a size to scale them to (--size 224)",
+                )
+            result[row] = image
+        if faults or result is None:
+            raise DataError(
+                f"{len(faults)} of {len(names)} images in {self.root} cannot be decoded: "
+                + some([f"{name} ({fault})" for name, fault in faults.items()]),
+                expected="complete images of 8 bits a channel",
+                remedy="replace these files, or leave them out with damaged='skip'",
+            )
+        return result
+
+    def faults(self) -> dict[str, str]:
+        """Decode every file and forget the pixels.
+
+        Returns:
+            What was wrong, by the name of each file that cannot be decoded.
+        """
+        images = zip(self.names, self._decode_all(list(self.names)), strict=True)
+        return {name: str(image) for name, image in images if isinstance(image, Exception)}
+
+    def _decode_all(self, names: list[str]) -> Iterator[Array | Exception]:
+        """Each image's bytes, or the exception that decoding it raised."""
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            for start in track(range(0, len(names), _CHUNK), f"decoding {len(names)} images"):
+                yield from pool.map(self._decode, names[start : start + _CHUNK])
+
+    def _decode(self, name: str) -> Array | Exception:
+        """One image's bytes (H, W, C), or the exception that decoding it raised."""
+        try:
+            return decode_image(self.root / name, self.transform)
+        except Exception as error:  # what decoders raise on damaged bytes has no common type
+            return error
+
+
+def _pixels(shape: tuple[int, ...]) -> str:
+    """Height and width for people."""
+    return f"{shape[0]}x{shape[1]}"
+
+
+def decode_image(path: Path, transform: ImageTransform) -> Array:
+    """Decode one image to the size and channels that a transform asks for.
+
+    Args:
+        path: The file.
+        transform: Its ``size`` and ``channels`` are used; without channels, RGB.
+
+    Returns:
+        Bytes, uint8 (H, W, C).
+
+    Raises:
+        DataError: The image has more than 8 bits a channel.
+    """
+    from PIL import Image, ImageOps
+
+    mode = "L" if transform.channels == 1 else "RGB"
+    with Image.open(path) as image:
+        if image.mode.startswith(_DEEP_MODES):
+            raise DataError(f"it has more than 8 bits a channel (mode {image.mode})")
+        if transform.size is not None:
+            image.draft(
+                mode, (2 * transform.size, 2 * transform.size)
+            )  # at least this size, for a clean resize
+        upright = ImageOps.exif_transpose(image)
+        if "transparency" in upright.info:
+            upright = upright.convert("RGBA")
+        upright = upright.convert(mode)
+    if transform.size is not None:
+        upright = _scale_and_crop(upright, transform.size)
+    return np.asarray(upright).reshape(upright.height, upright.width, -1)
+
+
+def _scale_and_crop(image: Any, size: int) -> Any:
+    """A Pillow image with its shorter side scaled and its middle kept."""
+    from PIL import Image
+
+    rows, columns = scaled_size(image.height, image.width, size)
+    scaled = image.resize((columns, rows), Image.Resampling.BILINEAR, reducing_gap=2.0)
+    top, left = (rows - size) // 2, (columns - size) // 2
+    return scaled.crop((left, top, left + size, top + size))

@@ -1,0 +1,54 @@
+"""One door to the readers: a folder, an archive or a table."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from linnet.data.arrays import read_arrays
+from linnet.data.folder import read_folder
+from linnet.data.table import read_table
+from linnet.data.task import TaskData
+from linnet.data.transforms import ImageTransform, require_default
+from linnet.errors import InputError
+
+
+def load_data(
+    path: str | os.PathLike[str],
+    transform: ImageTransform | None = None,
+    seed: int = 0,
+    test_fraction: float = 0.2,
+    target: str | None = None,
+    damaged: Literal["error", "skip"] = "error",
+) -> TaskData:
+    """Read a task from a folder of images, an ``.npz`` archive or a ``.csv`` table.
+
+    Args:
+        path: The folder or file; see :func:`read_folder`, :func:`read_arrays` and :func:`read_table`.
+        transform: Size, channels and normalization of images.
+        seed: Seed of the split, where none was made beforehand.
+        test_fraction: Share held out in that split.
+        target: The column of a table to predict; the last by default.
+        damaged: What to do with image files that cannot be decoded.
+
+    Returns:
+        The task, with samples, answers, names and findings.
+
+    Raises:
+        InputError: Nothing is there, the kind of file is unknown, or an argument does not suit it.
+    """
+    path = Path(path)
+    if target is not None and path.suffix.lower() != ".csv":
+        raise InputError(
+            f"target is {target!r}, but {path} is no table", expected="target only with a .csv file"
+        )
+    if path.is_dir():
+        return read_folder(path, transform, seed, test_fraction, damaged)
+    if path.suffix.lower() == ".npz":
+        return read_arrays(path, transform, seed, test_fraction)
+    if path.suffix.lower() == ".csv":
+        require_default(transform, f"{path} is a table")
+        return read_table(path, target, seed, test_fraction)
+    what = "has an unknown kind" if path.exists() else "does not exist"
+    raise InputError(f"data {path} {what}", expected="a folder of images, an .npz archive or a .csv table")

@@ -1,0 +1,282 @@
+"""From stored numbers to what a network takes: images to normalized tensors, table columns to unit scale.
+
+A transform is a few numbers: it can be saved beside a fit (``dataclasses.asdict``) and applied to new data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linnet.errors import InputError
+
+PRESETS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "cifar": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+    "half": ((0.5,), (0.5,)),
+    "none": ((0.0,), (1.0,)),
+}
+"""Mean and standard deviation of pixels in [0, 1], as the usual pretrained networks expect them."""
+
+_LUMA = (0.299, 0.587, 0.114)  # gray from RGB, ITU-R BT.601
+_CHUNK = 512  # images converted at a time
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """Bytes to normalized images: (pixel / 255 − mean) / std, resized and with the channels asked for.
+
+    Args:
+        mean: Mean of each channel, for pixels in [0, 1]; one number serves all channels.
+        std: Standard deviation of each channel.
+        size: Height and width in pixels: the shorter side is scaled to it and the middle is kept. None keeps
+            the images' own size.
+        channels: 3 repeats a gray image, 1 makes one gray; None keeps what there is.
+
+    Raises:
+        InputError: A number is not finite, a std or the size not positive, or the channels are not 1 or 3.
+
+    Example:
+        >>> ImageTransform(mean=(0.5,), std=(0.5,), channels=3)(np.full((2, 4, 4, 1), 255, np.uint8)).shape
+        torch.Size([2, 3, 4, 4])
+    """
+
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    size: int | None = None
+    channels: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mean", tuple(map(float, self.mean)))  # lists, when they come from JSON
+        object.__setattr__(self, "std", tuple(map(float, self.std)))
+        if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3):
+            raise InputError(
+                f"mean {self.mean} and std {self.std} do not belong together",
+                expected="one number each, or one for each of three channels",
+            )
+        if not all(map(math.isfinite, self.mean)) or not all(0 < s < math.inf for s in self.std):
+            raise InputError(
+                f"mean is {self.mean} and std {self.std}", expected="finite means, positive stds"
+            )
+        if self.size is not None and self.size < 1:
+            raise InputError(f"size is {self.size}", expected="a positive number of pixels")
+        if self.channels not in (None, 1, 3):
+            raise InputError(f"channels is {self.channels}", expected="1, 3 or None")
+
+    def __call__(self, images: np.ndarray[Any, Any], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Convert images.
+
+        Args:
+            images: Bytes, uint8 (N, H, W, C) with C = 1 or 3.
+            dtype: Type of the result.
+
+        Returns:
+            The images, (N, C', H', W').
+
+        Raises:
+            InputError: There is a mean for each of three channels, but the images are gray.
+        """
+        channels = self.channels or images.shape[-1]
+        if len(self.mean) > channels:
+            raise InputError(
+                f"mean has {len(self.mean)} numbers, but the images have one channel",
+                expected="one mean, or images of three channels",
+                remedy="ask for three channels (channels=3), which repeats the gray one",
+            )
+        chunks = range(0, len(images), _CHUNK)
+        height, width = (self.size, self.size) if self.size else images.shape[1:3]
+        result = torch.empty(len(images), channels, height, width, dtype=dtype)
+        mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (self.mean, self.std))
+        for start in chunks:
+            pixels = torch.from_numpy(images[start : start + _CHUNK]).permute(0, 3, 1, 2).float() / 255
+            pixels = self._resize(_with_channels(pixels, channels))
+            result[start : start + _CHUNK] = (pixels - mean) / std
+        return result
+
+    def _resize(self, pixels: Tensor) -> Tensor:
+        """The shorter side scaled to the size asked for, and the middle kept."""
+        height, width = pixels.shape[2:]
+        if self.size is None or (height, width) == (self.size, self.size):
+            return pixels
+        rows, columns = scaled_size(height, width, self.size)
+        if (rows, columns) != (height, width):
+            pixels = F.interpolate(
+                pixels, (rows, columns), mode="bilinear", antialias=True, align_corners=False
+            )
+        top, left = (rows - self.size) // 2, (columns - self.size) // 2
+        return pixels[:, :, top : top + self.size, left : left + self.size]
+
+
+def _with_channels(pixels: Tensor, channels: int) -> Tensor:
+    """Images (N, C, H, W) with one or three channels."""
+    if pixels.shape[1] == channels:
+        return pixels
+    if channels == 3:
+        return pixels.expand(-1, 3, -1, -1)
+    return (pixels * torch.tensor(_LUMA).view(-1, 1, 1)).sum(1, keepdim=True)
+
+
+def scaled_size(height: int, width: int, size: int) -> tuple[int, int]:
+    """The size of an image once its shorter side is scaled.
+
+    Args:
+        height: Height in pixels.
+        width: Width in pixels.
+        size: The shorter side wanted, in pixels.
+
+    Returns:
+        The new height and width.
+
+    Example:
+        >>> scaled_size(600, 800, 300)
+        (300, 400)
+    """
+    shorter = min(height, width)
+    return round(height * size / shorter), round(width * size / shorter)
+
+
+def image_transform(
+    mean: str | float | Sequence[float] = "none",
+    std: str | float | Sequence[float] | None = None,
+    size: int | None = None,
+    channels: int | None = None,
+) -> ImageTransform:
+    """The transform for a mean and a standard deviation given by name or in numbers.
+
+    Args:
+        mean: ``"imagenet"``, ``"cifar"``, ``"half"`` (0.5) or ``"none"`` (pixels in [0, 1]) for both; or
+            numbers, one or three, also as text ``"0.49,0.48,0.45"``.
+        std: Numbers likewise; left out with a name.
+        size: Height and width in pixels; None keeps the images' own.
+        channels: 1, 3 or None, see :class:`ImageTransform`.
+
+    Returns:
+        The transform.
+
+    Raises:
+        InputError: A name is unknown, or numbers are missing or wrong.
+
+    Example:
+        >>> image_transform("half").std, image_transform("0.1,0.2,0.3", 0.25).std
+        ((0.5,), (0.25, 0.25, 0.25))
+    """
+    if isinstance(mean, str) and mean in PRESETS and std is None:
+        means, stds = PRESETS[mean]
+        return ImageTransform(means, stds, size, channels)
+    if std is None:
+        raise InputError(
+            f"mean is {mean!r} without a std",
+            expected=f"one of {', '.join(PRESETS)}, or numbers for mean and std",
+        )
+    means, stds = _numbers("mean", mean), _numbers("std", std)
+    longest = max(len(means), len(stds))
+    means, stds = (values * longest if len(values) == 1 else values for values in (means, stds))
+    return ImageTransform(means, stds, size, channels)
+
+
+def _numbers(name: str, value: str | float | Sequence[float]) -> tuple[float, ...]:
+    """Numbers given as one, several or text."""
+    try:
+        if isinstance(value, str):
+            return tuple(float(part) for part in value.split(","))
+        return tuple(map(float, value)) if isinstance(value, Sequence) else (float(value),)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"{name} is {value!r}", expected=f"one of {', '.join(PRESETS)}, a number, or three"
+        ) from error
+
+
+def require_default(transform: ImageTransform | None, why: str) -> None:
+    """Refuse a transform of images for data that are none.
+
+    Args:
+        transform: What the user asked for, if anything.
+        why: What the data are instead.
+
+    Raises:
+        InputError: A size, channels, mean or std were asked for.
+    """
+    if transform not in (None, ImageTransform()):
+        raise InputError(
+            f"{why}, so {transform} cannot be applied", remedy="leave out size, channels, mean, std"
+        )
+
+
+@dataclass(frozen=True)
+class Standardize:
+    """Columns to zero mean and unit standard deviation, and back.
+
+    Args:
+        mean: Mean of each column.
+        std: Standard deviation of each column, in the column's own unit; 1 for a constant column.
+
+    Example:
+        >>> scale = Standardize.of(np.array([[0.0, 5.0], [2.0, 5.0]]))
+        >>> scale(np.array([[2.0, 5.0]]))
+        tensor([[1., 0.]])
+        >>> scale.inverse(torch.tensor([[1.0, 0.0]]))
+        tensor([[2., 5.]])
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mean", tuple(map(float, self.mean)))
+        object.__setattr__(self, "std", tuple(map(float, self.std)))
+
+    @classmethod
+    def of(cls, values: np.ndarray[Any, Any]) -> Standardize:
+        """The statistics of columns.
+
+        Args:
+            values: Training values, (N, D).
+
+        Returns:
+            Their mean and population standard deviation.
+        """
+        std = values.std(axis=0)
+        # Rounding leaves a constant column with a deviation of some eps times its magnitude.
+        constant = std <= 1e-12 * np.abs(values).max(axis=0)
+        return cls(tuple(values.mean(axis=0)), tuple(np.where(constant, 1.0, std)))
+
+    def __call__(self, values: np.ndarray[Any, Any], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Standardize values.
+
+        Args:
+            values: Values in their own units, (N, D).
+            dtype: Type of the result.
+
+        Returns:
+            (values − mean) / std, (N, D).
+        """
+        return torch.from_numpy((values - np.array(self.mean)) / np.array(self.std)).to(dtype)
+
+    def inverse(self, values: Tensor) -> Tensor:
+        """Undo it, for predictions in the units of the data.
+
+        Args:
+            values: Standardized values, (N, D).
+
+        Returns:
+            values · std + mean, (N, D).
+        """
+        return values * values.new_tensor(self.std) + values.new_tensor(self.mean)
+
+    def inverse_variance(self, values: Tensor) -> Tensor:
+        """Undo it for variances.
+
+        Args:
+            values: Variances of standardized values, (N, D).
+
+        Returns:
+            values · std², in squared units of the data, (N, D).
+        """
+        return values * values.new_tensor(self.std).square()

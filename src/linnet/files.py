@@ -1,0 +1,370 @@
+"""Files that are either whole or an error: atomic writes, checksums, kinds and versions.
+
+A file is written under a temporary name in its own directory, forced to disk and renamed over the old one,
+so a crash at any moment leaves the old file or the new one, and at worst a temporary file that nothing reads.
+What linnet saves carries its kind, a format version and the SHA-256 of its content. Nothing is pickled, in or
+out.
+
+Formats: safetensors (https://github.com/huggingface/safetensors) for tensors, JSON for the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from linnet.errors import FileFormatError, InputError
+
+FORMAT_VERSION = 1
+"""Version of what is written; files of this version and of older ones are read."""
+
+_FORMAT = "linnet"
+_PARTIAL = ".partial"
+
+
+def write_atomic(path: str | os.PathLike[str], writer: Callable[[Path], object]) -> Path:
+    """Write a file completely or not at all.
+
+    Args:
+        path: The file to write; missing folders above it are made.
+        writer: Called with a temporary path in the same folder and of the same suffix, which it must write.
+
+    Returns:
+        The path written.
+
+    Raises:
+        InputError: ``path`` is a folder.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_atomic(Path(folder) / "note.txt", lambda p: p.write_text("whole")).read_text()
+        'whole'
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise InputError(f"path {path} is a folder", expected="a file to write", remedy="add a file name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(6)}{_PARTIAL}{path.suffix}")
+    try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        writer(temporary)
+        temporary.chmod(mode)  # a writer may have made a file of its own, for the owner alone
+        _force_to_disk(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if os.name == "posix":  # the rename itself lives in the folder
+        _force_to_disk(path.parent)
+    return path
+
+
+def _force_to_disk(path: Path) -> None:
+    """Return once the file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def save_tensors(
+    directory: str | os.PathLike[str],
+    name: str,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, Any],
+    kind: str | None = None,
+) -> Path:
+    """Write named tensors and their metadata to one checksummed safetensors file.
+
+    Args:
+        directory: The folder; made if it is missing.
+        name: The file's name without its suffix.
+        tensors: Tensors of any shapes and devices; they may share memory.
+        metadata: Anything JSON can hold; tuples come back as lists.
+        kind: What the file holds, asked for again by :func:`load_tensors`; ``name`` by default.
+
+    Returns:
+        The file's path, ``directory/name.safetensors``.
+
+    Raises:
+        InputError: The metadata hold something that JSON cannot.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = save_tensors(folder, "fit", {"delta": torch.ones(2)}, {"ridge": 0.1})
+        ...     load_tensors(path, "fit")
+        ({'delta': tensor([1., 1.])}, {'ridge': 0.1})
+    """
+    from safetensors.torch import save_file
+
+    content = _own_memory(tensors)
+    label = {
+        "format": _FORMAT,
+        "kind": kind or name,
+        "version": FORMAT_VERSION,
+        "order": list(content),
+        "metadata": dict(metadata),
+    }
+    text = _dump(label)
+    header = {_FORMAT: f"{_digest(text, content)} {text}"}  # one entry: several come in random order
+    path = Path(directory) / f"{name}.safetensors"
+    return write_atomic(path, lambda temporary: save_file(content, str(temporary), metadata=header))
+
+
+def load_tensors(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what :func:`save_tensors` wrote, exactly or not at all.
+
+    Args:
+        path: The file.
+        kind: What it must hold.
+
+    Returns:
+        The tensors, on the CPU and in the order in which they were saved, and the metadata.
+
+    Raises:
+        InputError: There is no such file.
+        FileFormatError: The file is truncated, altered, not linnet's, of another kind or of a newer version.
+    """
+    path = require_file(path)
+    header, tensors = _read_safetensors(path)
+    digest, _, text = header.get(_FORMAT, "").partition(" ")
+    if not text:
+        raise FileFormatError(
+            f"{path} is a safetensors file, but not one that linnet saved",
+            expected=f"a file of kind {kind!r} written by linnet",
+            remedy="give the path of a saved one; network weights are read by load_weights",
+        )
+    label = _parse(path, text)
+    _check_label(path, label, kind)
+    order = label.get("order")
+    if not isinstance(order, list) or set(order) != set(tensors) or "metadata" not in label:
+        _refuse_altered(path)
+    ordered = {key: tensors[key] for key in order}
+    if digest != _digest(text, ordered):
+        _refuse_altered(path)
+    return ordered, label["metadata"]
+
+
+def _own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """CPU copies where needed, so that each tensor has contiguous memory of its own."""
+    owned: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        storage = plain.untyped_storage()
+        if storage.data_ptr() in taken or storage.nbytes() != plain.numel() * plain.element_size():
+            plain = plain.clone()
+        taken.add(plain.untyped_storage().data_ptr())
+        owned[name] = plain
+    return owned
+
+
+def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over the label's text and every tensor's name, type, shape and bytes."""
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in tensors.items():
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The header's metadata and the tensors of any safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            header = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, ValueError, RuntimeError, KeyError, OSError) as error:
+        raise FileFormatError(
+            f"{path} cannot be read as safetensors ({error}): it is truncated, altered or of another format",
+            expected="a complete .safetensors file",
+            remedy="write or download it again",
+        ) from error
+    return header, tensors
+
+
+def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Read the tensors of any safetensors file, whoever wrote it.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The tensors by name, on the CPU.
+
+    Raises:
+        InputError: There is no such file.
+        FileFormatError: The file is truncated, damaged in its header, or of another format.
+    """
+    return _read_safetensors(require_file(path))[1]
+
+
+def write_json(path: str | os.PathLike[str], value: object, kind: str | None = None) -> Path:
+    """Write JSON atomically.
+
+    Args:
+        path: The file.
+        value: Anything JSON can hold; paths become strings, arrays and tensors lists.
+        kind: With a kind, the value is wrapped in a label with a version and a checksum, for files that
+            linnet reads back. Without one the file is plain JSON for other programs, where NaN and
+            infinities, which JSON lacks, become null.
+
+    Returns:
+        The path written.
+
+    Raises:
+        InputError: The value holds something that JSON cannot.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     read_json(write_json(Path(folder) / "run.json", {"seed": 0}, kind="run"), kind="run")
+        {'seed': 0}
+    """
+    if kind is None:
+        text = _dump(_finite(json.loads(_dump(value))), indent=2)
+    else:
+        content = json.loads(_dump(value))
+        label = {"format": _FORMAT, "kind": kind, "version": FORMAT_VERSION}
+        text = _dump({**label, "sha256": _json_digest(kind, content), "content": content}, indent=2)
+    return write_atomic(path, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
+
+
+def read_json(path: str | os.PathLike[str], kind: str | None = None) -> Any:
+    """Read what :func:`write_json` wrote.
+
+    Args:
+        path: The file.
+        kind: The kind it was written with; None for plain JSON.
+
+    Returns:
+        The value.
+
+    Raises:
+        InputError: There is no such file.
+        FileFormatError: The file is truncated, altered, not JSON, not linnet's, of another kind or newer.
+    """
+    path = require_file(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise FileFormatError(f"{path} is not text", expected="a JSON file in UTF-8") from error
+    value = _parse(path, text)
+    if kind is None:
+        return value
+    _check_label(path, value, kind)
+    if value.get("sha256") != _json_digest(kind, value.get("content")):
+        _refuse_altered(path)
+    return value["content"]
+
+
+def _json_digest(kind: str, content: object) -> str:
+    """SHA-256 of a kind and a value in one canonical spelling."""
+    return hashlib.sha256(json.dumps([kind, content], sort_keys=True).encode()).hexdigest()
+
+
+def _dump(value: object, indent: int | None = None) -> str:
+    """JSON text of a value."""
+    try:
+        return json.dumps(value, indent=indent, default=_plain)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"a value cannot be written as JSON ({error})",
+            expected="numbers, strings, lists, dictionaries with string keys, paths, arrays",
+        ) from error
+
+
+def _plain(value: Any) -> object:
+    """What stands for a value that JSON does not know."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):  # NumPy scalars and arrays, tensors
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no JSON type")
+
+
+def _finite(value: Any) -> Any:
+    """The value with NaN and infinities replaced by None."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    is_lost = isinstance(value, float) and (value != value or value in (float("inf"), float("-inf")))
+    return None if is_lost else value
+
+
+def _parse(path: Path, text: str) -> Any:
+    """The value of a JSON text that came from a file."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(
+            f"{path} is not valid JSON ({error}): it is truncated, altered or of another format",
+            expected="a complete JSON file",
+            remedy="write it again",
+        ) from error
+
+
+def _check_label(path: Path, label: Any, kind: str) -> None:
+    """Raise unless a file is linnet's, of the right kind and of a version that can be read."""
+    if not isinstance(label, dict) or label.get("format") != _FORMAT:
+        raise FileFormatError(
+            f"{path} was not written by linnet",
+            expected=f"a file of kind {kind!r} written by linnet",
+            remedy="give the path of a saved one",
+        )
+    version = label.get("version")
+    if not isinstance(version, int):
+        _refuse_altered(path)
+    if version > FORMAT_VERSION:
+        raise FileFormatError(
+            f"{path} has format version {version}",
+            expected=f"version {FORMAT_VERSION} or older",
+            remedy="upgrade linnet: the file was written by a newer one",
+        )
+    if label.get("kind") != kind:
+        raise FileFormatError(f"{path} holds a {label.get('kind')!r}", expected=f"a {kind!r}")
+
+
+def _refuse_altered(path: Path) -> NoReturn:
+    """Say that content does not have the checksum written with it."""
+    raise FileFormatError(
+        f"{path} was altered after it was written: its content does not match its SHA-256 checksum",
+        expected="the file exactly as linnet wrote it",
+        remedy="restore it from a copy or write it again",
+    )
+
+
+def require_file(path: str | os.PathLike[str]) -> Path:
+    """The path, if a file lies there.
+
+    Args:
+        path: The file to be read.
+
+    Returns:
+        ``path`` as a Path.
+
+    Raises:
+        InputError: Nothing is there, or a folder.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise InputError(f"{path} is a folder", expected="a file")
+    if not path.is_file():
+        neighbors = sorted(p.name for p in path.parent.glob("*"))[:8] if path.parent.is_dir() else []
+        beside = f"beside it are: {', '.join(neighbors)}" if neighbors else "its folder is empty or missing"
+        raise InputError(f"there is no file {path}", "an existing file", f"check the path; {beside}")
+    return path

@@ -1,0 +1,20 @@
+"""Matrices without networks: parameter spaces, linear operators, structured matrices, factorizations."""
+
+from linnet.linalg.factorize import cholesky as cholesky
+from linnet.linalg.factorize import eigh as eigh
+from linnet.linalg.kronecker import Kronecker as Kronecker
+from linnet.linalg.kronecker import KroneckerEigen as KroneckerEigen
+from linnet.linalg.kronecker import factored_damping as factored_damping
+from linnet.linalg.lowrank import LowRank as LowRank
+from linnet.linalg.merging import merge as merge
+from linnet.linalg.operator import FunctionOperator as FunctionOperator
+from linnet.linalg.operator import LinearOperator as LinearOperator
+from linnet.linalg.operator import Sum as Sum
+from linnet.linalg.space import ParameterSpace as ParameterSpace
+from linnet.linalg.space import Params as Params
+from linnet.linalg.space import Vector as Vector
+from linnet.linalg.structured import BlockDiagonal as BlockDiagonal
+from linnet.linalg.structured import Dense as Dense
+from linnet.linalg.structured import Diagonal as Diagonal
+from linnet.linalg.structured import Permuted as Permuted
+from linnet.linalg.structured import StructuredOperator as StructuredOperator

@@ -1,0 +1,222 @@
+"""Factorizations that try harder before they give up, and then say what was wrong.
+
+The ladder: the matrix's own precision, then float64, then (Cholesky only) a little added to the
+diagonal, then a :class:`~linnet.errors.NumericalError` with the name of the matrix and its smallest
+eigenvalue. NaN and Inf are looked for first: a decomposition of them fails in unhelpful ways.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError, NumericalError
+
+_JITTERS = (1e-12, 1e-10, 1e-8, 1e-6)  # relative to the mean of the diagonal
+_LARGE = 1024  # from this size on, eigh works in float64: float32 LAPACK fails or loses accuracy
+
+_logger = logging.getLogger("linnet")
+
+
+def require_square(matrix: Tensor, name: str) -> None:
+    """Check that a matrix, or each of a batch, is square and of floating point type.
+
+    Args:
+        matrix: (..., n, n).
+        name: What to call it in the error.
+
+    Raises:
+        InputError: It is not.
+    """
+    if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
+        raise InputError(f"{name} has shape {tuple(matrix.shape)}", expected="a square matrix")
+    if not matrix.is_floating_point():
+        raise InputError(f"{name} has type {matrix.dtype}", expected="a floating point type")
+
+
+def require_finite(matrix: Tensor, name: str) -> None:
+    """Check that a tensor holds no NaN and no infinity.
+
+    Args:
+        matrix: Any shape.
+        name: What to call it in the error.
+
+    Raises:
+        NumericalError: It does; the error counts them.
+
+    Example:
+        >>> require_finite(torch.ones(2, 2), "factor A of layer fc1")
+    """
+    if torch.isfinite(matrix).all():
+        return
+    nan, inf = int(matrix.isnan().sum()), int(matrix.isinf().sum())
+    raise NumericalError(
+        f"{name} has {nan} NaN and {inf} infinite of {matrix.numel()} entries",
+        expected="finite numbers",
+        remedy="look for NaN or Inf in the data and in the network's weights and outputs",
+    )
+
+
+def cholesky(matrix: Tensor, name: str = "matrix") -> Tensor:
+    """The lower Cholesky factor L of a positive definite matrix, M = L Lᵀ.
+
+    Tries the matrix's own precision, then float64, then adds 1e-12 to 1e-6 of the mean diagonal (which
+    is logged as a warning of the logger "linnet").
+
+    Args:
+        matrix: Symmetric (..., n, n); only the lower triangle is read.
+        name: What to call the matrix in errors, for example "factor A of layer fc1".
+
+    Returns:
+        L (..., n, n), in the matrix's own precision.
+
+    Raises:
+        InputError: The matrix is not square or not of floating point type.
+        NumericalError: It holds NaN or Inf, or is not positive definite.
+
+    Example:
+        >>> cholesky(torch.tensor([[4.0, 2.0], [2.0, 2.0]]))
+        tensor([[2., 0.],
+                [1., 1.]])
+    """
+    require_square(matrix, name)
+    require_finite(matrix, name)
+    factor = _try_cholesky(matrix)
+    if factor is None:
+        factor = _try_cholesky(_double(matrix))
+    if factor is None:
+        factor = _jittered_cholesky(_double(matrix), name)
+    return factor.to(matrix)
+
+
+def _try_cholesky(matrix: Tensor) -> Tensor | None:
+    """The Cholesky factor, or None when a pivot is not positive."""
+    if matrix.dtype in (torch.float16, torch.bfloat16):
+        return None  # not supported by LAPACK; the next rung is float64
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    return None if bool((info != 0).any()) else factor
+
+
+def _jittered_cholesky(matrix: Tensor, name: str) -> Tensor:
+    """The Cholesky factor of M + jitter · mean(diag M) · I for the first jitter that works."""
+    mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    for jitter in _JITTERS:
+        factor = _try_cholesky(matrix + jitter * mean * identity)
+        if factor is not None:
+            _logger.warning("%s is nearly singular: added %.0e of its mean diagonal", name, jitter)
+            return factor
+    smallest = float(torch.linalg.eigvalsh(matrix).min())
+    raise NumericalError(
+        f"{name} is not positive definite: its smallest eigenvalue is {smallest:.3g}, "
+        f"its mean diagonal {float(mean.min()):.3g}",
+        expected="a positive definite matrix",
+        remedy=f"add a damping or ridge of more than {max(-smallest, 0.0):.1g}",
+    )
+
+
+def eigh(matrix: Tensor, name: str = "matrix") -> tuple[Tensor, Tensor]:
+    """Eigenvalues (ascending) and eigenvectors of a symmetric matrix, M = Q diag(λ) Qᵀ.
+
+    Matrices of 1024 rows or more are decomposed in float64, as are those on which the first try fails.
+
+    Args:
+        matrix: Symmetric (n, n); only the lower triangle is read.
+        name: What to call the matrix in errors.
+
+    Returns:
+        λ (n,) and Q (n, n), in the matrix's own precision.
+
+    Raises:
+        InputError: The matrix is not square or not of floating point type.
+        NumericalError: It holds NaN or Inf, or the iteration fails even in float64.
+
+    Example:
+        >>> values, vectors = eigh(torch.diag(torch.tensor([2.0, 1.0])))
+        >>> values
+        tensor([1., 2.])
+    """
+    require_square(matrix, name)
+    require_finite(matrix, name)
+    is_low = matrix.dtype in (torch.float16, torch.bfloat16)
+    pair = None if is_low or matrix.shape[-1] >= _LARGE else _try_eigh(matrix)
+    if pair is None:
+        pair = _try_eigh(_double(matrix))
+    if pair is None:
+        raise NumericalError(f"the eigenvalues of {name} cannot be computed, not even in float64")
+    return pair[0].to(matrix), pair[1].to(matrix)
+
+
+def _try_eigh(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The eigendecomposition, or None when the iteration does not converge."""
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        return None
+    return values, vectors
+
+
+def _double(matrix: Tensor) -> Tensor:
+    """The matrix in float64, on the CPU where its own device has none."""
+    return matrix.to("cpu" if matrix.device.type == "mps" else matrix.device, torch.float64)
+
+
+def nonnegative(values: Tensor, name: str = "matrix") -> Tensor:
+    """Eigenvalues of a positive semi-definite matrix, with rounding errors below zero removed.
+
+    Args:
+        values: Eigenvalues, any shape.
+        name: What to call the matrix in errors.
+
+    Returns:
+        The values, those within rounding of zero raised to zero.
+
+    Raises:
+        NumericalError: A value is more negative than rounding explains.
+
+    Example:
+        >>> nonnegative(torch.tensor([-1e-9, 3.0]))
+        tensor([0., 3.])
+    """
+    if values.numel() == 0:
+        return values
+    smallest, largest = float(values.min()), float(values.abs().max())
+    tolerance = 100 * max(values.shape[-1], 10) * torch.finfo(values.dtype).eps * largest
+    if smallest < -tolerance:
+        raise NumericalError(
+            f"{name} is not positive semi-definite: its smallest eigenvalue is {smallest:.3g}",
+            expected="no negative eigenvalue",
+            remedy="use a positive semi-definite curvature (Gauss-Newton, Fisher), or damp it",
+        )
+    return values.clamp(min=0.0)
+
+
+def root(matrix: Tensor, name: str = "matrix") -> Tensor:
+    """A square root S of a positive semi-definite matrix, M = S Sᵀ.
+
+    The Cholesky factor when there is one, else the symmetric root Q diag(√λ) Qᵀ.
+
+    Args:
+        matrix: Symmetric positive semi-definite (n, n).
+        name: What to call the matrix in errors.
+
+    Returns:
+        S (n, n).
+
+    Raises:
+        NumericalError: The matrix holds NaN or Inf, or has a negative eigenvalue.
+
+    Example:
+        >>> root(torch.diag(torch.tensor([4.0, 0.0])))
+        tensor([[2., 0.],
+                [0., 0.]])
+    """
+    require_square(matrix, name)
+    require_finite(matrix, name)
+    factor = _try_cholesky(matrix)
+    if factor is not None:
+        return factor
+    values, vectors = eigh(matrix, name)
+    return (vectors * nonnegative(values, name).sqrt()) @ vectors.T

@@ -1,0 +1,453 @@
+"""Linear operators: matrices known by what they do to a vector.
+
+An operator A (m x n) is used as ``A @ v``, where v is (n,), (n, K) or, when the operator knows its
+parameter space, Params. Sums, multiples, products and transposes of operators are operators.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+from linnet.linalg.space import ParameterSpace, Vector
+
+
+class LinearOperator(ABC):
+    """A linear map from n to m numbers.
+
+    A subclass sets the attributes, and defines ``mm`` and ``T``.
+
+    Attributes:
+        shape: (m, n).
+        dtype: Type of the vectors it takes and gives.
+        device: Where these vectors live.
+        space: The parameter space of its n columns, if that is what they are. A square operator has the
+            same space for its rows, so ``A @ params`` is Params; a rectangular one gives a tensor (m,).
+
+    Example:
+        >>> from linnet.linalg import Diagonal
+        >>> A = Diagonal(torch.tensor([1.0, 2.0]))
+        >>> (2.0 * A + A @ A) @ torch.ones(2)
+        tensor([3., 8.])
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    space: ParameterSpace | None
+
+    @abstractmethod
+    def mm(self, v: Tensor) -> Tensor:
+        """The product with K vectors at once, without checks.
+
+        Args:
+            v: (n, K).
+
+        Returns:
+            A v (m, K).
+        """
+
+    @property
+    @abstractmethod
+    def T(self) -> LinearOperator:
+        """The transposed operator (n x m)."""
+
+    def mv(self, v: Tensor) -> Tensor:
+        """The product with one vector, without checks.
+
+        Args:
+            v: (n,).
+
+        Returns:
+            A v (m,).
+        """
+        return self.mm(v.unsqueeze(1)).squeeze(1)
+
+    @overload
+    def __matmul__(self, other: LinearOperator) -> LinearOperator: ...
+    @overload
+    def __matmul__(self, other: Tensor) -> Tensor: ...
+    @overload
+    def __matmul__(self, other: dict[str, Tensor]) -> Vector: ...
+
+    def __matmul__(self, other: LinearOperator | Vector) -> LinearOperator | Vector:
+        """A v for a vector or several, or the composition with another operator."""
+        if isinstance(other, LinearOperator):
+            return Composition(self, other)
+        product = self._multiply(flatten(self, other))
+        keeps_kind = self.space is not None and self.shape[0] == self.shape[1]
+        return self.space.in_kind(product, other) if self.space is not None and keeps_kind else product
+
+    def _multiply(self, flat: Tensor) -> Tensor:
+        """The product with one vector (n,) or several (n, K)."""
+        return self.mv(flat) if flat.ndim == 1 else self.mm(flat)
+
+    def __add__(self, other: LinearOperator) -> LinearOperator:
+        """A + B."""
+        return Sum((self, other))
+
+    def __sub__(self, other: LinearOperator) -> LinearOperator:
+        """A − B."""
+        return Sum((self, -1.0 * other))
+
+    def __neg__(self) -> LinearOperator:
+        """−A."""
+        return -1.0 * self
+
+    def __mul__(self, scalar: float) -> LinearOperator:
+        """A times a number."""
+        return Scaled(self, scalar)
+
+    def __rmul__(self, scalar: float) -> LinearOperator:
+        """A number times A."""
+        return self * scalar
+
+    def damped(self, tau: float) -> LinearOperator:
+        """A + τ I, for a square operator.
+
+        Args:
+            tau: The damping τ, not negative.
+
+        Returns:
+            The damped operator.
+
+        Raises:
+            InputError: τ is negative or the operator is not square.
+        """
+        return Damped(self, tau)
+
+    def dense(self) -> Tensor:
+        """The operator as a matrix.
+
+        Returns:
+            (m, n).
+        """
+        return self.mm(torch.eye(self.shape[1], dtype=self.dtype, device=self.device))
+
+    def to_scipy(self) -> Any:
+        """The operator as a ``scipy.sparse.linalg.LinearOperator`` of numpy arrays.
+
+        Returns:
+            A SciPy operator of the same shape; its arrays are copied to and from the device.
+        """
+        from scipy.sparse.linalg import LinearOperator as ScipyOperator
+
+        return ScipyOperator(
+            shape=self.shape,
+            dtype=torch.empty(0, dtype=self.dtype).numpy().dtype,
+            matvec=lambda v: _on_numpy(self.mv, self, v.reshape(-1)),
+            matmat=lambda v: _on_numpy(self.mm, self, v),
+            rmatvec=lambda v: _on_numpy(self.T.mv, self, v.reshape(-1)),
+            rmatmat=lambda v: _on_numpy(self.T.mm, self, v),
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.shape[0]} x {self.shape[1]}, {self.dtype}, {self.device})"
+
+
+def _on_numpy(function: Callable[[Tensor], Tensor], operator: LinearOperator, array: Any) -> Any:
+    """Apply a function of tensors to a numpy array."""
+    vector = torch.as_tensor(array, dtype=operator.dtype, device=operator.device)
+    return function(vector).detach().cpu().numpy()
+
+
+def flatten(operator: LinearOperator, vector: Vector) -> Tensor:
+    """A vector for an operator as a flat tensor, after checking that it fits.
+
+    Args:
+        operator: The operator (m x n) that the vector is for.
+        vector: (n,), (n, K), or Params when the operator has a parameter space.
+
+    Returns:
+        (n,) or (n, K).
+
+    Raises:
+        InputError: Shape, type or device do not fit the operator.
+
+    Example:
+        >>> from linnet.linalg import Diagonal
+        >>> flatten(Diagonal(torch.ones(3)), torch.zeros(3, 2)).shape
+        torch.Size([3, 2])
+    """
+    if operator.space is not None:
+        flat = operator.space.to_flat(vector)
+    elif isinstance(vector, Tensor):
+        flat = vector
+    else:
+        raise InputError(
+            f"the vector for {operator!r} is of type {type(vector).__name__}",
+            expected="a tensor, since this operator has no parameter space",
+        )
+    if flat.ndim not in (1, 2) or flat.shape[0] != operator.shape[1]:
+        n = operator.shape[1]
+        raise InputError(
+            f"the vector has shape {tuple(flat.shape)}", f"({n},) or ({n}, K), to multiply {operator!r}"
+        )
+    if flat.dtype != operator.dtype or flat.device != operator.device:
+        raise InputError(
+            f"the vector is {flat.dtype} on {flat.device}",
+            expected=f"{operator.dtype} on {operator.device}, as {operator!r}",
+            remedy="convert one of the two with .to(dtype) or .to(device)",
+        )
+    return flat
+
+
+def unflatten(operator: LinearOperator, flat: Tensor, like: Vector) -> Vector:
+    """Undo :func:`flatten`: a flat vector (n,) or (n, K) in the kind of another vector.
+
+    Args:
+        operator: The operator (m x n).
+        flat: (n,) or (n, K).
+        like: The vector that was flattened.
+
+    Returns:
+        Params when ``like`` is Params, else ``flat``.
+
+    Example:
+        >>> from linnet.linalg import Diagonal, ParameterSpace
+        >>> A = Diagonal(torch.ones(2), ParameterSpace({"bias": (2,)}))
+        >>> unflatten(A, torch.zeros(2), like={"bias": torch.ones(2)})
+        {'bias': tensor([0., 0.])}
+    """
+    return flat if operator.space is None else operator.space.in_kind(flat, like)
+
+
+class FunctionOperator(LinearOperator):
+    """An operator from a function that multiplies.
+
+    Args:
+        function: From (n, K) to (m, K), linear in its columns.
+        shape: (m, n).
+        dtype: Type of the vectors.
+        device: Device of the vectors.
+        adjoint: The transposed function, from (m, K) to (n, K); needed for ``.T``.
+        symmetric: Says that the operator is its own transpose.
+        space: The parameter space of the columns.
+
+    Example:
+        >>> twice = FunctionOperator(lambda v: 2 * v, (3, 3), symmetric=True)
+        >>> twice @ torch.ones(3)
+        tensor([2., 2., 2.])
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Tensor], Tensor],
+        shape: tuple[int, int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        adjoint: Callable[[Tensor], Tensor] | None = None,
+        symmetric: bool = False,
+        space: ParameterSpace | None = None,
+    ) -> None:
+        if symmetric and shape[0] != shape[1]:
+            raise InputError(f"symmetric is True for the shape {shape}", expected="a square shape")
+        self.shape, self.dtype, self.device, self.space = shape, dtype, torch.device(device), space
+        self._function, self._adjoint, self._symmetric = function, adjoint, symmetric
+
+    def mm(self, v: Tensor) -> Tensor:
+        """The function's value."""
+        return self._function(v)
+
+    @property
+    def T(self) -> LinearOperator:
+        """The operator of the adjoint function."""
+        if self._symmetric:
+            return self
+        if self._adjoint is None:
+            raise InputError(
+                "the function operator has no transpose",
+                expected="the adjoint function",
+                remedy="pass adjoint=, or symmetric=True if it is its own transpose",
+            )
+        m, n = self.shape
+        return FunctionOperator(self._adjoint, (n, m), self.dtype, self.device, adjoint=self._function)
+
+
+class Sum(LinearOperator):
+    """A₁ + A₂ + ...
+
+    Args:
+        terms: Operators of one shape; sums among them are opened.
+
+    Raises:
+        InputError: No terms, or their shapes, types or devices differ.
+
+    Example:
+        >>> from linnet.linalg import Diagonal
+        >>> Sum([Diagonal(torch.ones(2)), Diagonal(torch.ones(2))]) @ torch.ones(2)
+        tensor([2., 2.])
+    """
+
+    def __init__(self, terms: Sequence[LinearOperator]) -> None:
+        if not terms:
+            raise InputError("the sum has no terms", expected="at least one operator")
+        for term in terms[1:]:
+            _require_alike(terms[0], term, terms[0].shape == term.shape, "added")
+        opened = [term.terms if isinstance(term, Sum) else (term,) for term in terms]
+        self.terms: tuple[LinearOperator, ...] = tuple(term for group in opened for term in group)
+        self.shape, self.dtype, self.device = terms[0].shape, terms[0].dtype, terms[0].device
+        self.space = _first_space(self.terms)
+
+    def mm(self, v: Tensor) -> Tensor:
+        """A₁ v + A₂ v + ..."""
+        return reduce(torch.add, (term.mm(v) for term in self.terms))
+
+    @property
+    def T(self) -> LinearOperator:
+        """A₁ᵀ + A₂ᵀ + ..."""
+        return Sum([term.T for term in self.terms])
+
+
+class Scaled(LinearOperator):
+    """A number times an operator, c A.
+
+    Args:
+        operator: A.
+        scalar: c.
+
+    Raises:
+        InputError: c is not a number.
+
+    Example:
+        >>> from linnet.linalg import Diagonal
+        >>> Scaled(Diagonal(torch.ones(2)), -3.0) @ torch.ones(2)
+        tensor([-3., -3.])
+    """
+
+    def __init__(self, operator: LinearOperator, scalar: float) -> None:
+        self._operator, self._scalar = operator, require_scalar(scalar)
+        self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
+        self.space = operator.space
+
+    def mm(self, v: Tensor) -> Tensor:
+        """``c (A v)``."""
+        return self._scalar * self._operator.mm(v)
+
+    @property
+    def T(self) -> LinearOperator:
+        """``c Aᵀ``."""
+        return Scaled(self._operator.T, self._scalar)
+
+
+class Damped(LinearOperator):
+    """A + τ I.
+
+    Args:
+        operator: A, square.
+        tau: τ, not negative.
+
+    Raises:
+        InputError: τ is negative or A is not square.
+
+    Example:
+        >>> from linnet.linalg import Diagonal
+        >>> Damped(Diagonal(torch.ones(2)), 0.5) @ torch.ones(2)
+        tensor([1.5000, 1.5000])
+    """
+
+    def __init__(self, operator: LinearOperator, tau: float) -> None:
+        if operator.shape[0] != operator.shape[1]:
+            raise InputError(f"{operator!r} cannot be damped", expected="a square operator")
+        self._operator, self._tau = operator, require_damping(tau)
+        self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
+        self.space = operator.space
+
+    def mm(self, v: Tensor) -> Tensor:
+        """A v + τ v."""
+        return self._operator.mm(v) + self._tau * v
+
+    @property
+    def T(self) -> LinearOperator:
+        """Aᵀ + τ I."""
+        return Damped(self._operator.T, self._tau)
+
+
+class Composition(LinearOperator):
+    """A B: first B, then A.
+
+    Args:
+        left: A (m x k).
+        right: B (k x n).
+
+    Raises:
+        InputError: The inner sizes, types or devices differ.
+
+    Example:
+        >>> from linnet.linalg import Diagonal
+        >>> A = Diagonal(torch.tensor([1.0, 2.0]))
+        >>> Composition(A, A) @ torch.ones(2)
+        tensor([1., 4.])
+    """
+
+    def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
+        _require_alike(left, right, left.shape[1] == right.shape[0], "composed")
+        self._left, self._right = left, right
+        self.shape = (left.shape[0], right.shape[1])
+        self.dtype, self.device, self.space = left.dtype, left.device, right.space
+
+    def mm(self, v: Tensor) -> Tensor:
+        """A (B v)."""
+        return self._left.mm(self._right.mm(v))
+
+    @property
+    def T(self) -> LinearOperator:
+        """Bᵀ Aᵀ."""
+        return Composition(self._right.T, self._left.T)
+
+
+def _require_alike(left: LinearOperator, right: LinearOperator, fits: bool, verb: str) -> None:
+    """Two operators fit in shape, type and device."""
+    if not fits or left.dtype != right.dtype or left.device != right.device:
+        raise InputError(f"{left!r} and {right!r} cannot be {verb}", "fitting shapes, one dtype, one device")
+
+
+def _first_space(operators: Sequence[LinearOperator]) -> ParameterSpace | None:
+    """The parameter space of the operators that have one."""
+    spaces = [operator.space for operator in operators if operator.space is not None]
+    if any(space != spaces[0] for space in spaces):
+        raise InputError("the terms of the sum live in different parameter spaces", "one parameter space")
+    return spaces[0] if spaces else None
+
+
+def require_scalar(scalar: float | Tensor) -> float:
+    """A finite number, or an error.
+
+    Args:
+        scalar: A number, or a tensor with one element.
+
+    Returns:
+        The number.
+
+    Raises:
+        InputError: It is not a finite number.
+    """
+    is_number = isinstance(scalar, int | float) or (isinstance(scalar, Tensor) and scalar.numel() == 1)
+    number = float(scalar) if is_number else float("nan")
+    if number != number or number in (float("inf"), float("-inf")):
+        raise InputError(f"the operator's multiplier is {scalar!r}", expected="a finite number")
+    return number
+
+
+def require_damping(tau: float) -> float:
+    """A damping that is a finite number and not negative, or an error.
+
+    Args:
+        tau: The damping.
+
+    Returns:
+        The damping.
+
+    Raises:
+        InputError: It is negative, infinite or not a number.
+    """
+    number = require_scalar(tau)
+    if number < 0:
+        raise InputError(f"the damping is {tau!r}", expected="a number that is not negative")
+    return number

@@ -1,0 +1,173 @@
+"""Parameter space: the names and shapes behind a flat vector of P numbers.
+
+A vector in parameter space is either ``Params``, a dict of tensors by parameter name, or a flat tensor
+(P,) in the order of the names. K vectors at once are a flat (P, K), or Params whose tensors have one
+more dimension ``(*shape, K)`` at the end. Everything that takes one kind returns the same kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+
+Params = dict[str, Tensor]
+Vector = Params | Tensor
+
+
+class ParameterSpace:
+    """The parameters of a network as one vector space of dimension P.
+
+    Args:
+        shapes: The shape of each parameter by name, in order.
+
+    Attributes:
+        names: Parameter names in order.
+        shapes: Shape of each parameter.
+        slices: Where each parameter lies in the flat vector.
+        dim: P, the number of scalar parameters.
+
+    Raises:
+        InputError: No parameter is given.
+
+    Example:
+        >>> space = ParameterSpace({"weight": (2, 3), "bias": (2,)})
+        >>> space.dim, space.slices["bias"]
+        (8, slice(6, 8, None))
+        >>> space.to_params(torch.arange(8.0))["bias"]
+        tensor([6., 7.])
+    """
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        if not shapes:
+            raise InputError("shapes is empty", expected="at least one parameter")
+        self.names = tuple(shapes)
+        self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
+        ends = list(accumulate((prod(shape) for shape in self.shapes.values()), initial=0))
+        self.slices = {name: slice(*ends) for name, ends in zip(self.names, pairwise(ends), strict=True)}
+        self.dim = ends[-1]
+
+    @classmethod
+    def of(cls, params: Mapping[str, Tensor]) -> ParameterSpace:
+        """The space that given parameters live in.
+
+        Args:
+            params: Tensors by name.
+
+        Returns:
+            The space with these names and shapes, in this order.
+        """
+        return cls({name: tensor.shape for name, tensor in params.items()})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ParameterSpace) and list(self.shapes.items()) == list(other.shapes.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.shapes.items()))
+
+    def __repr__(self) -> str:
+        return f"ParameterSpace({len(self.names)} parameters, P = {self.dim})"
+
+    def select(self, names: Iterable[str]) -> ParameterSpace:
+        """The subspace of some parameters.
+
+        Args:
+            names: Parameter names; the result keeps the order of this space.
+
+        Returns:
+            The space of these parameters alone.
+
+        Raises:
+            InputError: A name is not in this space.
+        """
+        chosen = set(names)
+        if unknown := chosen - set(self.names):
+            raise InputError(f"names has {_listed(unknown)}", expected=f"some of {_listed(self.names)}")
+        return ParameterSpace({name: shape for name, shape in self.shapes.items() if name in chosen})
+
+    def to_flat(self, vector: Vector) -> Tensor:
+        """A vector as a flat tensor; a flat one is returned as it is.
+
+        Args:
+            vector: Params, or flat (P,) or (P, K).
+
+        Returns:
+            (P,) or (P, K).
+
+        Raises:
+            InputError: Names or shapes do not fit this space.
+        """
+        if isinstance(vector, Tensor):
+            return self._checked(vector)
+        self._check_params(vector)
+        first = self.names[0]
+        columns = vector[first].shape[len(self.shapes[first]) :]  # () or (K,)
+        parts = [vector[name].reshape(shape.numel(), *columns) for name, shape in self.shapes.items()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def to_params(self, vector: Vector) -> Params:
+        """A vector as tensors by name; those made from a flat tensor are views of it.
+
+        Args:
+            vector: Params, or flat (P,) or (P, K).
+
+        Returns:
+            Tensors of shape ``(*shape)`` or ``(*shape, K)``.
+
+        Raises:
+            InputError: Names or shapes do not fit this space.
+        """
+        if not isinstance(vector, Tensor):
+            self._check_params(vector)
+            return vector
+        columns = self._checked(vector).shape[1:]
+        return {name: vector[rows].reshape(self.shapes[name] + columns) for name, rows in self.slices.items()}
+
+    def in_kind(self, flat: Tensor, like: Vector) -> Vector:
+        """A flat vector in the same kind as another one.
+
+        Args:
+            flat: (P,) or (P, K).
+            like: The vector whose kind is wanted.
+
+        Returns:
+            ``flat`` itself, or Params when ``like`` is Params.
+        """
+        return flat if isinstance(like, Tensor) else self.to_params(flat)
+
+    def _checked(self, flat: Tensor) -> Tensor:
+        """The flat vector, if it fits."""
+        if flat.ndim not in (1, 2) or flat.shape[0] != self.dim:
+            raise InputError(
+                f"the parameter vector has shape {tuple(flat.shape)}",
+                expected=f"({self.dim},), ({self.dim}, K) or a dict with the {len(self.names)} parameters",
+            )
+        return flat
+
+    def _check_params(self, params: Mapping[str, Tensor]) -> None:
+        """Names and shapes fit, and all tensors have the same number of columns."""
+        missing, unknown = set(self.names) - set(params), set(params) - set(self.names)
+        if missing or unknown:
+            raise InputError(
+                f"the parameter vector lacks {_listed(missing)} and has unknown {_listed(unknown)}",
+                expected=f"exactly {_listed(self.names)}",
+            )
+        first = self.names[0]
+        columns = params[first].shape[len(self.shapes[first]) :]
+        for name, shape in self.shapes.items():
+            if len(columns) > 1 or params[name].shape != shape + columns:
+                raise InputError(
+                    f"parameter {name!r} has shape {tuple(params[name].shape)}",
+                    expected=f"{tuple(shape)}, or {(*shape, 'K')} for K vectors, alike for all parameters",
+                )
+
+
+def _listed(names: Iterable[str]) -> str:
+    """The first few names, quoted, for an error."""
+    listed = [repr(name) for name in sorted(names)]
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "") or "nothing"

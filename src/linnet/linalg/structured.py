@@ -1,0 +1,467 @@
+"""Symmetric positive semi-definite matrices whose structure gives closed forms.
+
+One matrix M (n x n), one set of questions: M v, M⁻¹ b, log det M, tr M, diag M, samples of N(0, M) and
+J M Jᵀ. A precision is turned into the covariance of the same structure by ``inverse()``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError, NumericalError
+from linnet.linalg.factorize import cholesky, require_finite, require_square, root
+from linnet.linalg.operator import (
+    LinearOperator,
+    Scaled,
+    flatten,
+    require_damping,
+    require_scalar,
+    unflatten,
+)
+from linnet.linalg.random import Seed, normal
+from linnet.linalg.space import ParameterSpace, Vector
+
+
+class StructuredOperator(LinearOperator):
+    """A symmetric positive semi-definite matrix M with closed forms.
+
+    A subclass defines the abstract methods; all others follow from them.
+
+    Attributes:
+        name: What to call the matrix in errors, for example "G of layer fc1".
+    """
+
+    name: str
+
+    @abstractmethod
+    def _solve(self, b: Tensor) -> Tensor:
+        """M⁻¹ b for b (n, K)."""
+
+    @abstractmethod
+    def _root(self, v: Tensor) -> Tensor:
+        """S v for v (n, K), where M = S Sᵀ."""
+
+    @abstractmethod
+    def _root_transposed(self, v: Tensor) -> Tensor:
+        """Sᵀ v for v (n, K), where M = S Sᵀ."""
+
+    @abstractmethod
+    def inverse(self) -> StructuredOperator:
+        """M⁻¹, with the same structure."""
+
+    @abstractmethod
+    def damped(self, tau: float) -> StructuredOperator:
+        """M + τ I, exactly, with a structure that has closed forms too."""
+
+    @abstractmethod
+    def scaled(self, scalar: float) -> StructuredOperator:
+        """``c M`` for c ≥ 0, with the same structure; also written ``c * M``."""
+
+    @abstractmethod
+    def logdet(self) -> Tensor:
+        """``log det M``, shape ()."""
+
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """``diag M``, shape (n,)."""
+
+    @property
+    def T(self) -> StructuredOperator:
+        """M itself."""
+        return self
+
+    def __mul__(self, scalar: float) -> LinearOperator:
+        """``c M``, with the structure kept for c ≥ 0."""
+        return self.scaled(scalar) if require_scalar(scalar) >= 0 else Scaled(self, scalar)
+
+    def trace(self) -> Tensor:
+        """``tr M``, shape ()."""
+        return self.diagonal().sum()
+
+    def solve(self, b: Vector) -> Vector:
+        """The solution x of M x = b.
+
+        Args:
+            b: (n,), (n, K), or Params when M has a parameter space.
+
+        Returns:
+            x, in kind.
+
+        Raises:
+            InputError: b does not fit.
+            NumericalError: M is singular; the error names it.
+        """
+        flat = flatten(self, b)
+        solution = self._solve(flat.unsqueeze(1)).squeeze(1) if flat.ndim == 1 else self._solve(flat)
+        return unflatten(self, solution, b)
+
+    def sample(self, n: int, generator: Seed = None) -> Tensor:
+        """Samples of the Gaussian N(0, M): M is the covariance (of a precision, take the inverse first).
+
+        Args:
+            n: Number of samples.
+            generator: Generator or seed; None for torch's global generator.
+
+        Returns:
+            (n, P), where M is P x P.
+        """
+        noise = normal((self.shape[1], n), generator, self.dtype, self.device)
+        return self._root(noise).T
+
+    def quadratic(self, rows: Tensor) -> Tensor:
+        """J M Jᵀ, symmetric and positive semi-definite by construction.
+
+        Args:
+            rows: J, (..., C, P), or one row (P,).
+
+        Returns:
+            (..., C, C), or () for one row.
+
+        Raises:
+            InputError: The last dimension is not P.
+        """
+        if rows.ndim == 0 or rows.shape[-1] != self.shape[0]:
+            raise InputError(f"rows has shape {tuple(rows.shape)}", f"(..., C, {self.shape[0]}) for {self!r}")
+        columns = rows.reshape(-1, rows.shape[-1]).T  # (P, ...C)
+        half = self._root_transposed(columns).T.reshape(rows.shape)  # J S, (..., C, P)
+        return half @ half if rows.ndim == 1 else half @ half.mT
+
+
+class Dense(StructuredOperator):
+    """A matrix without structure, factorized when first needed.
+
+    Args:
+        matrix: Symmetric positive semi-definite (n, n).
+        space: The parameter space of its columns.
+        name: What to call it in errors.
+
+    Raises:
+        InputError: The matrix is not square or not symmetric.
+        NumericalError: It holds NaN or Inf.
+
+    Example:
+        >>> M = Dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
+        >>> M.quadratic(torch.tensor([1.0, -1.0])).round()
+        tensor(2.)
+    """
+
+    def __init__(self, matrix: Tensor, space: ParameterSpace | None = None, name: str = "matrix") -> None:
+        require_symmetric(matrix, name)
+        self.shape = (matrix.shape[0], matrix.shape[1])
+        self.dtype, self.device = matrix.dtype, matrix.device
+        self.space, self.name = require_space(space, self.shape[0]), name
+        self._matrix = matrix
+
+    @cached_property
+    def _cholesky(self) -> Tensor:
+        """L with M = L Lᵀ, for positive definite M."""
+        return cholesky(self._matrix, self.name)
+
+    @cached_property
+    def _square_root(self) -> Tensor:
+        """S with M = S Sᵀ, also for singular M."""
+        return root(self._matrix, self.name)
+
+    def mm(self, v: Tensor) -> Tensor:
+        """M v."""
+        return self._matrix @ v
+
+    def dense(self) -> Tensor:
+        """M itself."""
+        return self._matrix
+
+    def inverse(self) -> Dense:
+        """M⁻¹ from the Cholesky factor."""
+        return Dense(torch.cholesky_inverse(self._cholesky), self.space, f"inverse of {self.name}")
+
+    def damped(self, tau: float) -> Dense:
+        """M + τ I."""
+        identity = torch.eye(self.shape[0], dtype=self.dtype, device=self.device)
+        return Dense(self._matrix + require_damping(tau) * identity, self.space, self.name)
+
+    def scaled(self, scalar: float) -> Dense:
+        """``c M``."""
+        return Dense(require_damping(scalar) * self._matrix, self.space, self.name)
+
+    def logdet(self) -> Tensor:
+        """2 Σ log Lᵢᵢ."""
+        return 2 * self._cholesky.diagonal().log().sum()
+
+    def diagonal(self) -> Tensor:
+        """Mᵢᵢ."""
+        return self._matrix.diagonal()
+
+    def _solve(self, b: Tensor) -> Tensor:
+        return torch.cholesky_solve(b, self._cholesky)
+
+    def _root(self, v: Tensor) -> Tensor:
+        return self._square_root @ v
+
+    def _root_transposed(self, v: Tensor) -> Tensor:
+        return self._square_root.T @ v
+
+
+class Diagonal(StructuredOperator):
+    """A diagonal matrix.
+
+    Args:
+        values: The diagonal (n,), not negative.
+        space: The parameter space of its columns.
+        name: What to call it in errors.
+
+    Raises:
+        InputError: The values are not a vector, or some are negative.
+        NumericalError: They hold NaN or Inf.
+
+    Example:
+        >>> Diagonal(torch.tensor([1.0, 4.0])).inverse().diagonal()
+        tensor([1.0000, 0.2500])
+    """
+
+    def __init__(self, values: Tensor, space: ParameterSpace | None = None, name: str = "diagonal") -> None:
+        if values.ndim != 1 or not values.is_floating_point():
+            raise InputError(f"{name} has shape {tuple(values.shape)} and type {values.dtype}", "floats (n,)")
+        require_finite(values, name)
+        if bool((values < 0).any()):
+            raise InputError(f"{name} has the negative entry {float(values.min()):.3g}", "no negative entry")
+        self.shape = (values.shape[0], values.shape[0])
+        self.dtype, self.device = values.dtype, values.device
+        self.space, self.name = require_space(space, self.shape[0]), name
+        self._values = values
+
+    def mm(self, v: Tensor) -> Tensor:
+        """Mᵢᵢ vᵢ."""
+        return self._values[:, None] * v
+
+    def inverse(self) -> Diagonal:
+        """1 / Mᵢᵢ."""
+        return Diagonal(1 / require_positive(self._values, self.name), self.space, f"inverse of {self.name}")
+
+    def damped(self, tau: float) -> Diagonal:
+        """Mᵢᵢ + τ."""
+        return Diagonal(self._values + require_damping(tau), self.space, self.name)
+
+    def scaled(self, scalar: float) -> Diagonal:
+        """``c Mᵢᵢ``."""
+        return Diagonal(require_damping(scalar) * self._values, self.space, self.name)
+
+    def logdet(self) -> Tensor:
+        """Σ log Mᵢᵢ."""
+        return require_positive(self._values, self.name).log().sum()
+
+    def diagonal(self) -> Tensor:
+        """Mᵢᵢ."""
+        return self._values
+
+    def _solve(self, b: Tensor) -> Tensor:
+        return b / require_positive(self._values, self.name)[:, None]
+
+    def _root(self, v: Tensor) -> Tensor:
+        return self._values.sqrt()[:, None] * v
+
+    def _root_transposed(self, v: Tensor) -> Tensor:
+        return self._root(v)
+
+
+class BlockDiagonal(StructuredOperator):
+    """Blocks along the diagonal, each with its own structure.
+
+    Args:
+        blocks: The blocks in order.
+        space: The parameter space of all columns.
+
+    Attributes:
+        blocks: The blocks.
+        slices: The rows of each block.
+
+    Raises:
+        InputError: No blocks, or blocks of different types or devices.
+
+    Example:
+        >>> M = BlockDiagonal([Diagonal(torch.ones(2)), Dense(torch.eye(1))])
+        >>> M.trace()
+        tensor(3.)
+    """
+
+    def __init__(self, blocks: Sequence[StructuredOperator], space: ParameterSpace | None = None) -> None:
+        if len({(block.dtype, block.device) for block in blocks}) != 1:
+            raise InputError(f"blocks is {list(blocks)}", "at least one block, all of one dtype and device")
+        ends = list(accumulate((block.shape[0] for block in blocks), initial=0))
+        self.blocks = tuple(blocks)
+        self.slices = tuple(slice(*pair) for pair in pairwise(ends))
+        self.shape = (ends[-1], ends[-1])
+        self.dtype, self.device = blocks[0].dtype, blocks[0].device
+        self.space, self.name = require_space(space, ends[-1]), "block diagonal matrix"
+
+    def _each(self, function: Callable[[StructuredOperator, Tensor], Tensor], v: Tensor) -> Tensor:
+        """Apply a function to every block and its rows of v (n, K)."""
+        return torch.cat([function(b, v[rows]) for b, rows in zip(self.blocks, self.slices, strict=True)])
+
+    def mm(self, v: Tensor) -> Tensor:
+        """M_b v_b for every block b."""
+        return self._each(lambda block, part: block.mm(part), v)
+
+    def inverse(self) -> BlockDiagonal:
+        """M_b⁻¹."""
+        return BlockDiagonal([block.inverse() for block in self.blocks], self.space)
+
+    def damped(self, tau: float) -> BlockDiagonal:
+        """M_b + τ I."""
+        return BlockDiagonal([block.damped(tau) for block in self.blocks], self.space)
+
+    def scaled(self, scalar: float) -> BlockDiagonal:
+        """``c M_b``."""
+        return BlockDiagonal([block.scaled(scalar) for block in self.blocks], self.space)
+
+    def logdet(self) -> Tensor:
+        """Σ log det M_b."""
+        return torch.stack([block.logdet() for block in self.blocks]).sum()
+
+    def diagonal(self) -> Tensor:
+        """The diagonals of all blocks."""
+        return torch.cat([block.diagonal() for block in self.blocks])
+
+    def _solve(self, b: Tensor) -> Tensor:
+        return self._each(lambda block, part: block._solve(part), b)
+
+    def _root(self, v: Tensor) -> Tensor:
+        return self._each(lambda block, part: block._root(part), v)
+
+    def _root_transposed(self, v: Tensor) -> Tensor:
+        return self._each(lambda block, part: block._root_transposed(part), v)
+
+
+class Permuted(StructuredOperator):
+    """A matrix with its rows and columns in another order, Π M Πᵀ.
+
+    Kronecker blocks of a layer treat weight and bias as one matrix [W b]; this puts their rows back into
+    the order of the parameters.
+
+    Args:
+        operator: M (n x n).
+        order: Which row of M each row of the result is: result[i, j] = M[order[i], order[j]].
+        space: The parameter space of the result's columns.
+
+    Raises:
+        InputError: ``order`` is not a permutation of 0 ... n − 1.
+
+    Example:
+        >>> Permuted(Diagonal(torch.tensor([1.0, 2.0, 3.0])), torch.tensor([2, 0, 1])).diagonal()
+        tensor([3., 1., 2.])
+    """
+
+    def __init__(
+        self, operator: StructuredOperator, order: Tensor, space: ParameterSpace | None = None
+    ) -> None:
+        n = operator.shape[0]
+        if order.shape != (n,) or not torch.equal(order.sort().values.cpu(), torch.arange(n)):
+            raise InputError(f"order has shape {tuple(order.shape)}", f"a permutation of 0 ... {n - 1}")
+        self._operator = operator
+        self._order = order.to(operator.device)
+        self._back = self._order.argsort()
+        self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
+        self.space, self.name = require_space(space, n), operator.name
+
+    def mm(self, v: Tensor) -> Tensor:
+        """Π M Πᵀ v."""
+        return self._operator.mm(v[self._back])[self._order]
+
+    def inverse(self) -> Permuted:
+        """Π M⁻¹ Πᵀ."""
+        return Permuted(self._operator.inverse(), self._order, self.space)
+
+    def damped(self, tau: float) -> Permuted:
+        """Π (M + τ I) Πᵀ."""
+        return Permuted(self._operator.damped(tau), self._order, self.space)
+
+    def scaled(self, scalar: float) -> Permuted:
+        """Π c M Πᵀ."""
+        return Permuted(self._operator.scaled(scalar), self._order, self.space)
+
+    def logdet(self) -> Tensor:
+        """``log det M``."""
+        return self._operator.logdet()
+
+    def diagonal(self) -> Tensor:
+        """Π diag M."""
+        return self._operator.diagonal()[self._order]
+
+    def _solve(self, b: Tensor) -> Tensor:
+        return self._operator._solve(b[self._back])[self._order]
+
+    def _root(self, v: Tensor) -> Tensor:
+        return self._operator._root(v)[self._order]
+
+    def _root_transposed(self, v: Tensor) -> Tensor:
+        return self._operator._root_transposed(v[self._back])
+
+
+def require_space(space: ParameterSpace | None, n: int) -> ParameterSpace | None:
+    """A parameter space of dimension n, or None.
+
+    Args:
+        space: The space to check.
+        n: The number of columns it should describe.
+
+    Returns:
+        The space.
+
+    Raises:
+        InputError: Its dimension is not n.
+    """
+    if space is not None and space.dim != n:
+        raise InputError(f"space has dimension {space.dim}", expected=f"{n}, the size of the matrix")
+    return space
+
+
+def require_symmetric(matrix: Tensor, name: str) -> None:
+    """Check that a matrix is square, finite and symmetric up to rounding.
+
+    Args:
+        matrix: (n, n).
+        name: What to call it in the error.
+
+    Raises:
+        InputError: It is not square or not symmetric.
+        NumericalError: It holds NaN or Inf.
+    """
+    require_square(matrix, name)
+    require_finite(matrix, name)
+    if matrix.ndim != 2:
+        raise InputError(f"{name} has shape {tuple(matrix.shape)}", expected="one matrix (n, n)")
+    tolerance = 1e3 * torch.finfo(matrix.dtype).eps * matrix.abs().amax() if matrix.numel() else 0.0
+    asymmetry = (matrix - matrix.T).abs().amax() if matrix.numel() else 0.0
+    if asymmetry > tolerance:
+        raise InputError(
+            f"{name} is not symmetric: two mirrored entries differ by {float(asymmetry):.3g}",
+            expected="a symmetric matrix",
+            remedy="pass (M + M.T) / 2 if the difference is rounding",
+        )
+
+
+def require_positive(values: Tensor, name: str) -> Tensor:
+    """Eigenvalues that can be divided by.
+
+    Args:
+        values: Any shape.
+        name: What to call the matrix in the error.
+
+    Returns:
+        The values.
+
+    Raises:
+        NumericalError: One is zero or negative.
+    """
+    if values.numel() and bool((values <= 0).any()):
+        raise NumericalError(
+            f"{name} is singular: its smallest eigenvalue is {float(values.min()):.3g}",
+            expected="a positive definite matrix",
+            remedy="add a damping first, for example with .damped(1e-3)",
+        )
+    return values

@@ -1,0 +1,203 @@
+"""What this machine has: packages, devices and their speed, and how derivatives are formed here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import time
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from linnet.errors import InputError, ModelError
+from linnet.memory import available_bytes
+from linnet.tangent.forward_mode import differentiable_kernels, has_recurrence, probe_jvp
+
+_REQUIRED = (
+    "torch",
+    "numpy",
+    "scipy",
+    "safetensors",
+    "tqdm",
+    "jsonargparse",
+    "jinja2",
+    "pillow",
+    "matplotlib",
+)
+_TORCHVISION = "install the torchvision made for your torch, in one call with that torch"
+# Import name -> what linnet does with it, how to get it.
+_OPTIONAL = {
+    "sklearn": ("the data of linnet demo", "pip install 'linnet[sklearn]'"),
+    "transformers": ("--model hf:NAME", "pip install 'linnet[text]'"),
+    "torchvision": ("--model torchvision:NAME", _TORCHVISION),
+    "timm": ("--model timm:NAME", f"{_TORCHVISION}, then pip install timm"),
+    "linear_operator": ("Gaussian process libraries", "pip install 'linnet[gp]'"),
+    "gpytorch": ("Gaussian process libraries", "pip install 'linnet[gp]'"),
+    "botorch": ("Bayesian optimization", "pip install 'linnet[gp]'"),
+}
+_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+_SIZE = 1024  # rows of the square matrices in the speed test
+
+
+def survey(seconds: float = 0.5) -> dict[str, Any]:
+    """Find out what works on this machine, and why the rest does not.
+
+    Args:
+        seconds: Time spent on measuring the speed of matrix products, on each device, in seconds.
+
+    Returns:
+        Plain values by name: ``packages`` (version, or None where missing), ``threads``, ``devices`` (name,
+        free memory in bytes, speed in GFLOP/s), ``optional`` packages, ``derivatives`` (how J v is formed, by
+        kind of layer) and ``ok``, whether all that linnet needs is there.
+
+    Raises:
+        InputError: ``seconds`` is not positive.
+
+    Example:
+        >>> survey(seconds=0.01)["derivatives"]["linear"]["path"]
+        'forward'
+    """
+    if not seconds > 0:
+        raise InputError(f"seconds is {seconds}", expected="a positive number", remedy="leave it out")
+    packages = {name: _version(name) for name in _REQUIRED}
+    derivatives = _derivatives()
+    return {
+        "ok": None not in packages.values() and all(path for path, _ in derivatives.values()),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": packages,
+        "threads": torch.get_num_threads(),
+        "devices": [_device(device, seconds) for device in _devices()],
+        "optional": {name: _optional(name) for name in _OPTIONAL},
+        "derivatives": {name: {"path": path, "reason": why} for name, (path, why) in derivatives.items()},
+    }
+
+
+def find_device(name: str) -> torch.device:
+    """A device by name, tried out.
+
+    Args:
+        name: ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
+
+    Returns:
+        The device.
+
+    Raises:
+        InputError: There is no such device here.
+
+    Example:
+        >>> find_device("cpu")
+        device(type='cpu')
+    """
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(
+            f"device is {name!r}, which does not work here ({_first_line(error)})",
+            expected=f"one of {', '.join(map(str, _devices()))}",
+            remedy="linnet doctor says what works on this machine",
+        ) from error
+    return device
+
+
+def _version(distribution: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[torch.device]:
+    """Every device torch can use here."""
+    found = [torch.device("cpu")]
+    found += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        found.append(torch.device("mps"))
+    return found
+
+
+def _device(device: torch.device, seconds: float) -> dict[str, Any]:
+    """A device's name, free memory in bytes, and measured speed of float32 products."""
+    name = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or device.type
+    )
+    return {
+        "device": str(device),
+        "name": name,
+        "available_bytes": available_bytes(device),
+        "sgemm_gflops": _sgemm_rate(device, seconds),
+    }
+
+
+def _sgemm_rate(device: torch.device, seconds: float) -> float:
+    """Billions of operations a second in float32 products: the best of the products that fit in the time."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(_SIZE, _SIZE, generator=generator).to(device) for _ in range(2))
+    best, end = float("inf"), time.perf_counter() + seconds
+    (a @ b).sum().item()  # warm up
+    while best == float("inf") or time.perf_counter() < end:
+        start = time.perf_counter()
+        product = a @ b
+        product[0, 0].item()  # waits for the device
+        best = min(best, time.perf_counter() - start)
+    return 2 * _SIZE**3 / best / 1e9  # a product takes 2 n³ operations
+
+
+def _optional(name: str) -> dict[str, Any]:
+    """Whether an optional package can be imported, else why not and what to do."""
+    use, remedy = _OPTIONAL[name]
+    version = _version(_DISTRIBUTIONS.get(name, name))
+    if importlib.util.find_spec(name) is None:
+        return {"works": False, "version": None, "use": use, "reason": "not installed", "remedy": remedy}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module(name)
+    except (ImportError, RuntimeError, OSError) as error:
+        return {
+            "works": False,
+            "version": version,
+            "use": use,
+            "reason": _first_line(error),
+            "remedy": remedy,
+        }
+    return {"works": True, "version": version, "use": use, "reason": "", "remedy": ""}
+
+
+def _derivatives() -> dict[str, tuple[str | None, str]]:
+    """For each kind of layer, the path by which linnet forms J v here (None where there is none), and why."""
+
+    def probe(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[str | None, str]:
+        def function(at: dict[str, Tensor]) -> Tensor:
+            output: Tensor | tuple[Tensor, ...] = functional_call(layer, at, inputs)
+            return output[0] if isinstance(output, tuple) else output
+
+        try:
+            with differentiable_kernels(has_recurrence(layer)):
+                return probe_jvp(function, {name: p.detach() for name, p in layer.named_parameters()})
+        except ModelError as error:
+            return None, error.what
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        image, sequence, vector = torch.randn(2, 3, 6, 6), torch.randn(2, 5, 8), torch.randn(2, 8)
+        layers: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
+            "linear": (nn.Linear(8, 3), (vector,)),
+            "convolution": (nn.Conv2d(3, 4, 3), (image,)),
+            "attention": (nn.MultiheadAttention(8, 2, batch_first=True), (sequence,) * 3),
+            "LSTM": (nn.LSTM(8, 8, batch_first=True), (sequence,)),
+            "weight norm": (nn.utils.parametrizations.weight_norm(nn.Linear(8, 3)), (vector,)),
+        }
+    return {name: probe(layer.eval(), inputs) for name, (layer, inputs) in layers.items()}
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

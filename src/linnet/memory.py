@@ -1,0 +1,243 @@
+"""Memory: how much there is, how much an operation will take, and what to do when it is too much.
+
+Every operation of linnet that can be large first writes down a :class:`Plan`, the bytes of each
+tensor it will hold at once, and compares it with a budget before it allocates anything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from linnet.errors import InputError, MemoryBudgetError
+
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[kmgt]i?)?b?\s*", re.IGNORECASE)
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes(device: torch.device | str = "cpu") -> int:
+    """The memory that can still be allocated on a device.
+
+    On the CPU this is the smaller of what the operating system reports and what the control group of
+    the process (a container, a batch job) still allows.
+
+    Args:
+        device: A torch device, or its name.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        InputError: The device's free memory cannot be queried.
+
+    Example:
+        >>> available_bytes("cpu") > 0
+        True
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free) + _cuda_cached(device)
+    if device.type in ("cpu", "mps"):  # mps shares the main memory
+        return min([_system_available(), *_cgroup_available()])
+    raise InputError(
+        f"device is {str(device)!r}, whose free memory linnet cannot query",
+        expected="a cpu, cuda or mps device",
+        remedy="pass the budget as a number, for example memory='4GB'",
+    )
+
+
+def _cuda_cached(device: torch.device) -> int:
+    """Bytes that torch's allocator has reserved from the driver and can hand out again."""
+    return int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def _system_available() -> int:
+    """What the operating system can hand out without swapping."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    if match is None:
+        return int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
+    return int(match.group(1)) * 1024
+
+
+def _cgroup_available() -> list[int]:
+    """What the control groups of this process still allow, one figure for each limit found."""
+    limits = [(_read_number(folder / limit), folder, used) for folder, limit, used in _cgroup_files()]
+    return [max(limit - _cgroup_used(folder, used), 0) for limit, folder, used in limits if limit is not None]
+
+
+def _cgroup_files() -> list[tuple[Path, str, str]]:
+    """Folder, limit file and usage file of the process's memory group and of every group above it."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    files = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2 has one group for all controllers
+            files += [(folder, "memory.max", "memory.current") for folder in _ancestors(_CGROUP, path)]
+        elif "memory" in controllers.split(","):
+            folders = _ancestors(_CGROUP / "memory", path)
+            files += [(folder, "memory.limit_in_bytes", "memory.usage_in_bytes") for folder in folders]
+    return files
+
+
+def _ancestors(root: Path, path: str) -> list[Path]:
+    """The folder root/path and every folder between it and the root, which is included."""
+    parts = [part for part in Path(path).parts if part not in ("/", "..")]
+    return [root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
+
+
+def _cgroup_used(folder: Path, name: str) -> int:
+    """Bytes used by a control group, less the file cache that it gives back under pressure."""
+    used = _read_number(folder / name) or 0
+    try:
+        stat = (folder / "memory.stat").read_text()
+    except OSError:
+        return used
+    match = re.search(r"^(?:total_)?inactive_file (\d+)", stat, re.MULTILINE)
+    return used - int(match.group(1)) if match else used
+
+
+def _read_number(path: Path) -> int | None:
+    """The number in a control group file; None when there is no file or no limit ("max")."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def parse_bytes(amount: str | int | None, device: torch.device | str = "cpu") -> int:
+    """A memory budget in bytes.
+
+    Args:
+        amount: A number of bytes, text such as ``"2GB"`` (10⁹ bytes each) or ``"2GiB"`` (2³⁰), or None for
+            half of what is available on the device.
+        device: The device asked when ``amount`` is None.
+
+    Returns:
+        Bytes, at least 1.
+
+    Raises:
+        InputError: The amount cannot be read, or is not positive.
+
+    Example:
+        >>> parse_bytes("1.5GB"), parse_bytes("512MiB"), parse_bytes(4096)
+        (1500000000, 536870912, 4096)
+    """
+    if amount is None:
+        return max(available_bytes(device) // 2, 1)
+    size = _text_to_bytes(amount) if isinstance(amount, str) else amount
+    if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+        raise InputError(
+            f"memory is {amount!r}",
+            expected="a positive number of bytes, or text such as '2GB' or '512MiB'",
+            remedy="pass memory='2GB', or memory=None for half of what is available",
+        )
+    return size
+
+
+def _text_to_bytes(text: str) -> int | None:
+    """'2 GB' -> 2 000 000 000; None when the text is not a size."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        return None
+    units = _DECIMAL | _BINARY
+    return round(float(match["number"]) * units[(match["unit"] or "").lower()])
+
+
+def format_bytes(n: int) -> str:
+    """A number of bytes for people, in powers of 1000.
+
+    Args:
+        n: Bytes.
+
+    Returns:
+        Three significant digits and a unit.
+
+    Example:
+        >>> format_bytes(999), format_bytes(12_345), format_bytes(7_100_000_000_000)
+        ('999 B', '12.3 kB', '7.10 TB')
+    """
+    if n < 1000:
+        return f"{n} B"
+    value, unit = n / 1e3, "kB"
+    for larger in ("MB", "GB", "TB"):
+        if value >= 999.5:
+            value, unit = value / 1000, larger
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{decimals}f} {unit}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The memory that an operation will hold at its peak, item by item.
+
+    Args:
+        operation: What is planned, in words.
+        budget: The bytes that may be used.
+        items: Name and bytes of everything that lives at the same time.
+
+    Example:
+        >>> print(Plan("kernel of 100 x 100 examples", 10**6, (("tile", 80_000), ("rows", 400_000))))
+        kernel of 100 x 100 examples: peak 480 kB of a budget of 1.00 MB
+          tile  80.0 kB
+          rows   400 kB
+    """
+
+    operation: str
+    budget: int
+    items: tuple[tuple[str, int], ...]
+
+    @property
+    def peak(self) -> int:
+        """Bytes of all items together."""
+        return sum(size for _, size in self.items)
+
+    def __str__(self) -> str:
+        """One line for the operation, one for each item."""
+        head = f"{self.operation}: peak {format_bytes(self.peak)} of a budget of {format_bytes(self.budget)}"
+        width = max((len(name) for name, _ in self.items), default=0)
+        return "\n".join([head, *(f"  {name:<{width}} {format_bytes(size):>8}" for name, size in self.items)])
+
+
+def require(plan: Plan, alternatives: Sequence[str]) -> None:
+    """Stop before allocating when a plan does not fit its budget.
+
+    Args:
+        plan: The plan to check.
+        alternatives: What the user could do instead, best first; the first two are named.
+
+    Raises:
+        MemoryBudgetError: The plan's peak is over its budget.
+
+    Example:
+        >>> require(Plan("a small matrix", 1000, (("matrix", 800),)), ["use a smaller one"])
+    """
+    if plan.peak <= plan.budget:
+        return
+    largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in _largest(plan, 3))
+    raise MemoryBudgetError(
+        f"{plan.operation} would need {format_bytes(plan.peak)} ({largest})",
+        expected=f"at most {format_bytes(plan.budget)}, the memory budget",
+        remedy=", or ".join(alternatives[:2]) or "give it a larger budget with memory=",
+    )
+
+
+def _largest(plan: Plan, count: int) -> list[tuple[str, int]]:
+    """The largest items of a plan, largest first."""
+    return sorted(plan.items, key=lambda item: item[1], reverse=True)[:count]

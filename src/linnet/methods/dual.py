@@ -1,0 +1,257 @@
+"""The linear fit in the dual: everything follows from M = (K + ρI)⁻¹.
+
+With r = t − f₀(X) the solution is δ = Jᵀβ, β = M r. Index letters: examples i, j; a pair
+(example, output) is one row of K. With S a set of examples and R the others
+
+    leave-one-out residual            e_i = (M_ii)⁻¹ β_i
+    solution without S                β_R − M_RS (M_SS)⁻¹ β_S
+    posterior covariance at x         σ²/ρ · [K(x,x) − K(x,X) M K(X,x)]
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linnet.linalg.factorize import cholesky, eigh
+
+
+@dataclass(frozen=True)
+class RidgePath:
+    """Every criterion along a path of ridges.
+
+    Args:
+        ridges: ρ, (R,).
+        loo_error: Mean squared leave-one-out residual of an example, summed over outputs, (R,).
+        gcv: Generalized cross-validation score, (R,).
+        evidence: Log marginal likelihood at the best noise for this ridge, (R,).
+        degrees_of_freedom: tr K(K + ρI)⁻¹, (R,).
+        noise: σ² that maximizes the evidence, (R,).
+        loo_accuracy: Share of examples whose class is right when left out, (R,); ``None`` for regression.
+    """
+
+    ridges: Tensor
+    loo_error: Tensor
+    gcv: Tensor
+    evidence: Tensor
+    degrees_of_freedom: Tensor
+    noise: Tensor
+    loo_accuracy: Tensor | None = None
+
+    def best(self, criterion: str) -> float:
+        """The ridge that a criterion prefers.
+
+        Args:
+            criterion: ``"loo"``, ``"gcv"`` or ``"evidence"``.
+
+        Returns:
+            ρ.
+        """
+        score = {"loo": self.loo_error, "gcv": self.gcv, "evidence": -self.evidence}[criterion]
+        return float(self.ridges[int(score.argmin())])
+
+
+class Dual:
+    """K, r and ρ, with the factorizations made when they are first needed.
+
+    Args:
+        kernel: K in float64, (N·C, N·C).
+        residual: r = t − f₀, (N, C).
+        ridge: ρ > 0.
+        beta: β if it is already known, (N, C).
+        factor: Cholesky factor of K + ρI if it is already known.
+    """
+
+    def __init__(
+        self,
+        kernel: Tensor,
+        residual: Tensor,
+        ridge: float,
+        beta: Tensor | None = None,
+        factor: Tensor | None = None,
+    ) -> None:
+        self.kernel = kernel
+        self.residual = residual.to(kernel.dtype)
+        self.ridge = float(ridge)
+        self.n, self.c = residual.shape
+        self._factor = factor
+        self._inverse: Tensor | None = None
+        self.beta = self.solve(self.residual.reshape(-1, 1)).view(self.n, self.c) if beta is None else beta
+
+    @property
+    def factor(self) -> Tensor:
+        """L with L Lᵀ = K + ρI."""
+        if self._factor is None:
+            damped = self.kernel.clone()
+            damped.diagonal().add_(self.ridge)
+            self._factor = cholesky(damped, "kernel + ridge")
+        return self._factor
+
+    def solve(self, b: Tensor) -> Tensor:
+        """M b for columns b, (N·C, k)."""
+        return torch.cholesky_solve(b, self.factor)
+
+    @property
+    def inverse(self) -> Tensor:
+        """M itself, (N·C, N·C)."""
+        if self._inverse is None:
+            self._inverse = torch.cholesky_inverse(self.factor)
+        return self._inverse
+
+    def inverse_blocks(self) -> Tensor:
+        """M_ii, (N, C, C)."""
+        blocks = self.inverse.view(self.n, self.c, self.n, self.c)
+        return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+    def loo_residuals(self) -> Tensor:
+        """e_i = (M_ii)⁻¹ β_i, (N, C)."""
+        residuals: Tensor = torch.linalg.solve(self.inverse_blocks(), self.beta)
+        return residuals
+
+    def loo_variances(self) -> Tensor:
+        """Cov[f(x_i)] / σ² without example i: ((M_ii)⁻¹ − ρI) / ρ, (N, C, C)."""
+        eye = torch.eye(self.c, dtype=self.kernel.dtype, device=self.kernel.device)
+        blocks: Tensor = torch.linalg.inv(self.inverse_blocks()) / self.ridge - eye
+        return blocks
+
+    def cross(self, kernel: Tensor) -> Tensor:
+        """K(x,X) M for a kernel (T, C, N, C), in the same shape."""
+        t = kernel.shape[0]
+        rows = kernel.reshape(t * self.c, self.n * self.c).to(self.kernel.dtype)
+        return self.solve(rows.T).T.reshape(t, self.c, self.n, self.c)
+
+    def certificate(self) -> float:
+        """‖(K + ρI)β − r‖ / ‖r‖: zero up to rounding."""
+        b = self.beta.reshape(-1)
+        left = self.kernel @ b + self.ridge * b - self.residual.reshape(-1)
+        return float(left.norm() / self.residual.norm().clamp_min(torch.finfo(b.dtype).tiny))
+
+    def noise(self) -> float:
+        """σ² of highest evidence: ρ rᵀβ / (N·C)."""
+        return float(self.ridge * (self.residual * self.beta).sum() / self.residual.numel())
+
+    def log_evidence(self) -> float:
+        """Log N(r; 0, σ²/ρ (K + ρI)) at that σ²."""
+        n = self.residual.numel()
+        logdet = 2 * float(self.factor.diagonal().log().sum())
+        return -0.5 * (n * (math.log(2 * math.pi * max(self.noise(), 1e-300) / self.ridge) + 1) + logdet)
+
+    def removed(self, index: Tensor) -> Dual:
+        """The solution without some examples: β_R − M_RS (M_SS)⁻¹ β_S.
+
+        Args:
+            index: Examples S to remove, (k,), distinct.
+
+        Returns:
+            The dual of the remaining examples.
+        """
+        keep = torch.ones(self.n, dtype=torch.bool, device=index.device)
+        keep[index] = False
+        rows = lambda which: (which[:, None] * self.c + torch.arange(self.c, device=which.device)).flatten()  # noqa: E731
+        s, r = rows(index), rows(keep.nonzero()[:, 0])
+        unit = torch.zeros(self.kernel.shape[0], len(s), dtype=self.kernel.dtype, device=self.kernel.device)
+        unit[s, torch.arange(len(s), device=s.device)] = 1
+        columns = self.solve(unit)  # M_·S
+        b = self.beta.reshape(-1)
+        correction = torch.linalg.solve(columns[s], b[s])
+        beta = b[r] - columns[r] @ correction
+        return Dual(self.kernel[r][:, r], self.residual[keep], self.ridge, beta.view(-1, self.c))
+
+    def extended(self, cross: Tensor, corner: Tensor, residual: Tensor) -> Dual:
+        """The solution with more examples, by a bordered Cholesky factor.
+
+        Args:
+            cross: K(X, new), (N, C, m, C).
+            corner: K(new, new), (m, C, m, C).
+            residual: r of the new examples, (m, C).
+
+        Returns:
+            The dual of all examples, old ones first.
+        """
+        m = residual.shape[0] * self.c
+        k12 = cross.reshape(-1, m).to(self.kernel.dtype)
+        k22 = corner.reshape(m, m).to(self.kernel.dtype)
+        kernel = torch.cat([torch.cat([self.kernel, k12], 1), torch.cat([k12.T, k22], 1)])
+        # [L 0; L₂₁ L₂₂] with L₂₁ᵀ = L⁻¹K₁₂ and L₂₂L₂₂ᵀ = K₂₂ + ρI − L₂₁L₂₁ᵀ
+        l21 = torch.linalg.solve_triangular(self.factor, k12, upper=False).T
+        schur = k22 - l21 @ l21.T
+        schur.diagonal().add_(self.ridge)
+        l22 = cholesky(schur, "kernel of the new examples + ridge")
+        factor = torch.cat([torch.cat([self.factor, torch.zeros_like(k12)], 1), torch.cat([l21, l22], 1)])
+        return Dual(
+            kernel, torch.cat([self.residual, residual.to(self.kernel.dtype)]), self.ridge, factor=factor
+        )
+
+
+class Spectrum:
+    """One eigendecomposition of K, from which every ridge is free.
+
+    Args:
+        kernel: K in float64, (N·C, N·C).
+        residual: r, (N, C).
+    """
+
+    def __init__(self, kernel: Tensor, residual: Tensor) -> None:
+        self.residual = residual.to(kernel.dtype)
+        self.n, self.c = residual.shape
+        values, self.vectors = eigh(kernel, "kernel")
+        self.values = values.clamp_min(0)
+        self.coordinates = self.vectors.T @ self.residual.reshape(-1)
+
+    def grid(self, per_decade: int = 4, low: float = -7, high: float = 2) -> Tensor:
+        """Ridges in steps of a decade's parts, relative to the mean of K's diagonal."""
+        scale = float(self.values.mean()) or 1.0
+        steps = int((high - low) * per_decade) + 1
+        return scale * torch.logspace(low, high, steps, dtype=torch.float64, device=self.values.device)
+
+    def path(self, ridges: Tensor, classes: bool, targets: Tensor) -> RidgePath:
+        """All criteria at each ridge.
+
+        Args:
+            ridges: ρ, (R,).
+            classes: Whether the targets are one-hot.
+            targets: t, (N, C).
+
+        Returns:
+            The path.
+        """
+        points = [self._point(float(ridge), classes, targets.to(self.values.dtype)) for ridge in ridges]
+        columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*points, strict=True)]
+        loo, gcv, evidence, degrees, noise, accuracy = columns
+        return RidgePath(
+            ridges.double().cpu(), loo, gcv, evidence, degrees, noise, accuracy if classes else None
+        )
+
+    def _point(self, ridge: float, classes: bool, targets: Tensor) -> tuple[float, ...]:
+        """Loo error, gcv, evidence, degrees of freedom, noise, loo accuracy at one ridge."""
+        n = self.residual.numel()
+        weights = 1 / (self.values + ridge)  # eigenvalues of M
+        beta = self.vectors @ (weights * self.coordinates)
+        v = self.vectors.view(self.n, self.c, -1)
+        blocks = (
+            torch.einsum("nik,nk,njk->nij", v, weights.expand(self.n, -1), v)
+            if self.c > 1
+            else ((v[:, 0] ** 2 @ weights)[:, None, None])
+        )
+        loo = torch.linalg.solve(blocks, beta.view(self.n, self.c))
+        trace = float(weights.sum())
+        # I − H = ρM; GCV = n ‖ρMr‖² / (tr ρM)²    (Golub, Heath, Wahba 1979)
+        gcv = n * float(beta @ beta) / max(trace, 1e-300) ** 2
+        quadratic = float((weights * self.coordinates**2).sum())
+        noise = ridge * quadratic / n
+        logdet = -float(weights.log().sum())
+        evidence = -0.5 * (n * (math.log(2 * math.pi * max(noise, 1e-300) / ridge) + 1) + logdet)
+        right = (
+            float(((targets - loo).argmax(1) == targets.argmax(1)).double().mean()) if classes else math.nan
+        )
+        return (
+            float((loo**2).sum(1).mean()),
+            gcv,
+            evidence,
+            float((self.values * weights).sum()),
+            noise,
+            right,
+        )

@@ -1,0 +1,313 @@
+"""``linnet.fit``: plan, solve, and choose the ridge."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError, MemoryBudgetError
+from linnet.linalg.operator import LinearOperator
+from linnet.memory import Plan, format_bytes, parse_bytes, require
+from linnet.methods.dual import Dual, RidgePath, Spectrum
+from linnet.methods.head import RECORD
+from linnet.methods.linear_fit import LinearFit, Record, base_outputs
+from linnet.methods.primal import CGSettings, Primal
+from linnet.methods.targets import ALPHA, Targets, make_targets
+from linnet.tangent.batch import Inputs, batch_size, gather_data, take
+from linnet.tangent.gram import GramTask, gram, plan_gram
+from linnet.tangent.hashing import hash_tensors
+from linnet.tangent.jacobian import jvp_columns, vjp_columns
+from linnet.tangent.linearized import Linearized
+
+CRITERIA = ("loo", "gcv", "evidence")
+SOLVERS = ("auto", "dual", "cg")
+CG_STEPS = 300  # steps assumed when conjugate gradients are planned
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Predicted seconds and bytes of one solver.
+
+    Args:
+        seconds: Predicted time.
+        memory: Predicted bytes.
+    """
+
+    seconds: float
+    memory: Plan
+
+
+def fit(
+    lin: Linearized,
+    data: Any,
+    loss: str = "squared",
+    targets: Tensor | None = None,
+    ridge: float | str = 1.0,
+    solver: str = "auto",
+    *,
+    scale: float = ALPHA,
+    memory: str | int | None = None,
+    file: str | None = None,
+    tolerance: float = 1e-5,
+    max_steps: int = 2000,
+    rank: int = 0,
+    preconditioner: LinearOperator | None = None,
+) -> LinearFit:
+    """Solve for the one optimum δ of ½ Σᵢ ‖tᵢ − f₀(xᵢ) − Jᵢδ‖² + ½ ρ‖δ‖².
+
+    Args:
+        lin: A linearized network; it is left as it is, the fit has a module of its own.
+        data: Training data: an (x, y) pair, a Dataset or a DataLoader. Integer y are classes and
+            become α-scaled one-hot targets; float y (N, C) are used as they are.
+        loss: ``"squared"``.
+        targets: Targets (N, C) to use instead of those made from y.
+        ridge: ρ > 0, or the criterion that chooses it: ``"loo"``, ``"gcv"`` or ``"evidence"``.
+        solver: ``"dual"`` (the N·C × N·C kernel), ``"cg"`` (matrix-free in the weights), or
+            ``"auto"``, which predicts time and memory and says what it chose and why.
+        scale: α of one-hot targets.
+        memory: Budget such as ``"4GB"``; by default half of what is available.
+        file: A ``.npy`` file for the kernel; an interrupted run resumes from it.
+        tolerance: Relative residual at which conjugate gradients stop.
+        max_steps: Largest number of their steps.
+        rank: Rank of their Nyström preconditioner, 0 for none.
+        preconditioner: Any operator that approximates (JᵀJ + ρI)⁻¹, used instead.
+
+    Returns:
+        The solved fit.
+
+    Raises:
+        DataError: If the data are empty, not finite, of one class only or out of range.
+        InputError: If an argument has a value that is not listed.
+        MemoryBudgetError: If neither solver fits the budget.
+        NumericalError: If conjugate gradients do not converge.
+
+    Source:
+        Achille et al., CVPR 2021, eq. (3), (4), with ρ = λ/2 for sums over examples.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> x = torch.linspace(-1, 1, 12)[:, None] * torch.ones(1, 2)
+        >>> solved = fit(linearize(net), (x, x.prod(1, keepdim=True)), ridge="loo")
+        >>> solved.predict(x).shape, solved.solver
+        (torch.Size([12, 1]), 'dual')
+    """
+    _check(lin, loss, ridge, solver, scale)
+    started = time.perf_counter()
+    x, y = gather_data(data, lin.function.device)
+    lin.function.check_runs(take(x, slice(0, 1)))
+    module = Linearized(lin.function)
+    f0 = base_outputs(module, x)
+    made = make_targets(y, f0.shape[1], scale) if targets is None else _explicit(targets, f0, y)
+    residual = made.values.to(f0) - f0
+    seconds = {"network": time.perf_counter() - started}
+    chosen, why = _choose_solver(lin, x, f0.shape[1], ridge, solver, memory)
+    reasons = {"solver": why}
+    started = time.perf_counter()
+    system: Dual | Primal
+    if chosen == "dual":
+        system, reasons["ridge"] = _solve_dual(lin, x, residual, made, ridge, memory, file, seconds)
+    else:
+        settings = CGSettings(tolerance, max_steps, rank)
+        system, reasons["ridge"] = _solve_primal(lin, x, residual, ridge, settings, preconditioner, why)
+    seconds["solve"] = time.perf_counter() - started - seconds.get("kernel", 0.0)
+    criterion = ridge if isinstance(ridge, str) else "given"
+    record = Record(chosen, criterion, reasons, _warnings(lin, y), seconds)
+    return LinearFit(module, x, made, system, record, memory)
+
+
+def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: float) -> None:
+    """Raise on arguments that cannot work."""
+    if not isinstance(lin, Linearized):
+        raise InputError(
+            f"lin is {type(lin).__name__}",
+            expected="a Linearized",
+            remedy="make one with linnet.linearize(model)",
+        )
+    if loss != "squared":
+        raise InputError(f"loss={loss!r}", expected='"squared"')
+    if isinstance(ridge, str) and ridge not in CRITERIA:
+        raise InputError(f"ridge={ridge!r}", expected='a positive number, "loo", "gcv" or "evidence"')
+    if not isinstance(ridge, str) and not (math.isfinite(ridge) and ridge > 0):
+        raise InputError(
+            f"ridge={ridge!r}", expected="a positive number", remedy='pass ridge="loo" to choose it'
+        )
+    if solver not in SOLVERS:
+        raise InputError(f"solver={solver!r}", expected='"auto", "dual" or "cg"')
+    if solver == "cg" and isinstance(ridge, str):
+        raise InputError(
+            f'ridge={ridge!r} with solver="cg"',
+            expected="a number: the criteria need the kernel's eigenvalues",
+            remedy='pass solver="dual", or choose the ridge on a subset first',
+        )
+    if not (math.isfinite(scale) and scale > 0):
+        raise InputError(f"scale={scale!r}", expected="a positive number")
+
+
+def _explicit(targets: Tensor, f0: Tensor, y: Tensor) -> Targets:
+    """Targets given by the user; integer y still name the classes."""
+    if not isinstance(targets, Tensor) or targets.shape != f0.shape:
+        shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
+        raise InputError(f"targets has shape {shape}", expected=f"{tuple(f0.shape)}, like the outputs")
+    made = make_targets(targets.to(f0), f0.shape[1])
+    one_hot = (
+        not y.is_floating_point() and y.ndim == 1 and bool((targets.argmax(1) == y.to(targets.device)).all())
+    )
+    return Targets(made.values, f0.shape[1] if one_hot else None, float(targets.max()))
+
+
+def _choose_solver(
+    lin: Linearized, x: Inputs, c: int, ridge: float | str, solver: str, memory: str | int | None
+) -> tuple[str, str]:
+    """The solver, and one sentence that says why."""
+    if solver != "auto":
+        if solver == "dual":
+            require(
+                _dual_memory(lin, x, c, ridge, memory),
+                ['solve matrix-free with solver="cg"', "raise memory="],
+            )
+        return solver, "asked for"
+    budget = parse_bytes(memory, lin.function.device)
+    dual = Cost(_dual_seconds(lin, x, c, ridge), _dual_memory(lin, x, c, ridge, memory))
+    if isinstance(ridge, str):
+        require(dual.memory, ['give the ridge as a number, so that solver="cg" can be used', "raise memory="])
+        return "dual", f"the kernel gives every ridge at once ({format_bytes(dual.memory.peak)})"
+    other = Cost(_primal_seconds(lin, x, c), _primal_memory(lin, budget))
+    times = f"about {dual.seconds:.2g} s and {format_bytes(dual.memory.peak)} against {other.seconds:.2g} s"
+    if dual.memory.peak > budget:
+        if other.memory.peak > budget:
+            raise MemoryBudgetError(
+                f"the fit needs {format_bytes(min(dual.memory.peak, other.memory.peak))}",
+                expected=f"at most {format_bytes(budget)}",
+                remedy="use fewer parameters with params=, or raise memory=",
+            )
+        return (
+            "cg",
+            f"the dual would need {format_bytes(dual.memory.peak)} of a budget of {format_bytes(budget)}",
+        )
+    if other.seconds < dual.seconds:
+        return "cg", f"faster: dual {times} by conjugate gradients"
+    return "dual", f"exact and faster: {times} by conjugate gradients"
+
+
+def _dual_memory(lin: Linearized, x: Inputs, c: int, ridge: float | str, memory: str | int | None) -> Plan:
+    """Bytes of a dual fit: the kernel while it is formed, then its factorization."""
+    n = batch_size(x) * c
+    forming = plan_gram(_task(lin, x), memory).memory
+    square = 8 * n * n
+    solving = [("kernel in float64", square), ("factor", square)]
+    if isinstance(ridge, str):
+        solving += [("eigenvectors", square), ("workspace of the eigendecomposition", 2 * square)]
+    solved = Plan(f"dual fit of {n} equations", forming.budget, tuple(solving))
+    return solved if solved.peak > forming.peak else Plan(solved.operation, forming.budget, forming.items)
+
+
+def _task(lin: Linearized, x: Inputs) -> GramTask:
+    """The kernel that a dual fit needs."""
+    return GramTask(lin.function, x, None, "full", None)
+
+
+def _dual_seconds(lin: Linearized, x: Inputs, c: int, ridge: float | str) -> float:
+    """Predicted time of the kernel and its factorization."""
+    n = batch_size(x) * c
+    rate = _multiply_rate(lin.function.device)
+    kernel = n * n * lin.space.dim  # half of 2 n² P, symmetric
+    solve = 2 * n**3 / 3 if not isinstance(ridge, str) else 20 * n**3
+    return (kernel + solve) / rate + batch_size(x) * c * _pass_seconds(lin, x) / 3
+
+
+def _primal_seconds(lin: Linearized, x: Inputs, c: int) -> float:
+    """Predicted time of the iterations."""
+    return CG_STEPS * batch_size(x) * _pass_seconds(lin, x)
+
+
+def _primal_memory(lin: Linearized, budget: int) -> Plan:
+    """Bytes of a primal fit."""
+    vector = lin.space.dim * lin.function.dtype.itemsize
+    return Plan("primal fit", budget, (("vectors of conjugate gradients", 8 * vector),))
+
+
+def _pass_seconds(lin: Linearized, x: Inputs) -> float:
+    """Measured time of one JVP and one VJP, for one example; kept with the network."""
+    if "pass" not in lin.function.cache:
+        part = take(x, slice(0, min(8, batch_size(x))))
+        v = torch.zeros(lin.space.dim, dtype=lin.function.dtype, device=lin.function.device)
+        vjp_columns(lin.function, part, jvp_columns(lin.function, part, v))  # warm up
+        start = time.perf_counter()
+        vjp_columns(lin.function, part, jvp_columns(lin.function, part, v))
+        lin.function.cache["pass"] = (time.perf_counter() - start) / batch_size(part)
+    return float(lin.function.cache["pass"])
+
+
+def _multiply_rate(device: torch.device) -> float:
+    """Floating-point operations a second of a matrix product here, measured on a small one."""
+    a = torch.ones(512, 512, device=device)
+    a @ a
+    start = time.perf_counter()
+    a @ a
+    return 2 * 512**3 / max(time.perf_counter() - start, 1e-6)
+
+
+def _solve_dual(
+    lin: Linearized,
+    x: Inputs,
+    residual: Tensor,
+    targets: Targets,
+    ridge: float | str,
+    memory: str | int | None,
+    file: str | None,
+    seconds: dict[str, float],
+) -> tuple[Dual, str]:
+    """Form K, choose ρ, solve."""
+    start = time.perf_counter()
+    size = residual.numel()
+    kernel = gram(lin.function, x, outputs="full", memory=memory, file=file).reshape(size, size).double()
+    seconds["kernel"] = time.perf_counter() - start
+    if not isinstance(ridge, str):
+        return Dual(kernel, residual.double(), float(ridge)), "given"
+    spectrum = Spectrum(kernel, residual.double())
+    path = spectrum.path(spectrum.grid(), targets.classes is not None, targets.values)
+    rho = path.best(ridge)
+    return Dual(kernel, residual.double(), rho), _explain(path, ridge, rho)
+
+
+def _explain(path: RidgePath, criterion: str, ridge: float) -> str:
+    """One sentence about a chosen ridge."""
+    at = int((path.ridges - ridge).abs().argmin())
+    words = {
+        "loo": "lowest leave-one-out error",
+        "gcv": "lowest generalized cross-validation score",
+        "evidence": "highest evidence",
+    }[criterion]
+    edge = "; it is at the edge of the grid" if at in (0, len(path.ridges) - 1) else ""
+    degrees = float(path.degrees_of_freedom[at])
+    return f"{words} of {len(path.ridges)} values, {degrees:.0f} effective parameters{edge}"
+
+
+def _solve_primal(
+    lin: Linearized,
+    x: Inputs,
+    residual: Tensor,
+    ridge: float | str,
+    settings: CGSettings,
+    preconditioner: LinearOperator | None,
+    why: str,
+) -> tuple[Primal, str]:
+    """Iterate to the solution."""
+    assert not isinstance(ridge, str), why
+    return Primal(lin.function, x, residual, ridge, settings, preconditioner=preconditioner), "given"
+
+
+def _warnings(lin: Linearized, y: Tensor) -> tuple[str, ...]:
+    """What a reader of leave-one-out figures must know."""
+    record = getattr(lin.model, RECORD, None)
+    if record and record.get("labels") == hash_tensors([y.cpu()]):
+        return (
+            "the head was fitted on these same labels, so leave-one-out and the quantities chosen by it are "
+            "optimistic, and forgetting an example does not undo its part in the head",
+        )
+    return ()

@@ -1,0 +1,139 @@
+"""Predictive distributions: small objects with a mean, a covariance, samples and probabilities."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+from linnet.linalg.factorize import cholesky
+
+
+@dataclass(frozen=True)
+class Predictive:
+    """A Gaussian over the outputs f(x) of each example, given the data.
+
+    Args:
+        mean: E[f], (N, C), network's own output included.
+        covariance: Cov[f], (N, C, C).
+        noise: σ², variance of a target about f.
+        temperature: T of the softmax that turns outputs into probabilities, ``None`` for regression.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+    noise: float
+    temperature: float | None = None
+
+    @property
+    def variance(self) -> Tensor:
+        """Var[f], (N, C)."""
+        return self.covariance.diagonal(dim1=1, dim2=2)
+
+    def with_noise(self) -> Predictive:
+        """The distribution of a new target: the noise σ² added.
+
+        Returns:
+            A predictive distribution with covariance Cov[f] + σ² I.
+        """
+        eye = torch.eye(self.mean.shape[1], dtype=self.covariance.dtype, device=self.covariance.device)
+        return replace(self, covariance=self.covariance + self.noise * eye)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw outputs, independently for each example.
+
+        Args:
+            n: Number of draws.
+            generator: Source of randomness.
+
+        Returns:
+            (n, N, C).
+
+        Raises:
+            InputError: If n is not positive.
+        """
+        if n < 1:
+            raise InputError(f"n={n}", expected="at least one draw")
+        root = torch.stack([cholesky(block, "predictive covariance") for block in self.covariance])
+        z = torch.randn(
+            n, *self.mean.shape, generator=generator, dtype=self.mean.dtype, device=self.mean.device
+        )
+        return self.mean + torch.einsum("nij,snj->sni", root.to(self.mean.dtype), z)
+
+    @property
+    def probs(self) -> Tensor:
+        """Class probabilities (N, C): the softmax with uncertain outputs shrunk toward each other.
+
+        softmax(μ / (T √(1 + π/8 · v / T²))) for mean μ and variance v, class by class (MacKay 1992;
+        one variance a class). T is fitted to leave-one-out predictions.
+
+        Raises:
+            InputError: For regression.
+        """
+        if self.temperature is None:
+            raise InputError(
+                "probs of a regression were asked for",
+                expected="a fit with integer classes",
+                remedy="use .mean and .variance",
+            )
+        return probabilities(self.mean, self.variance, self.temperature)
+
+
+def probabilities(mean: Tensor, variance: Tensor | None, temperature: float) -> Tensor:
+    """Softmax of outputs at temperature T, moderated by their variance.
+
+    Args:
+        mean: (N, C).
+        variance: (N, C), or ``None`` for certain outputs.
+        temperature: T.
+
+    Returns:
+        (N, C), rows sum to one.
+    """
+    scaled = mean / temperature
+    if variance is not None:
+        # κ = 1 / √(1 + π/8 v): MacKay, "The evidence framework applied to classification networks", 1992
+        scaled = scaled / torch.sqrt(1 + math.pi / 8 * variance / temperature**2)
+    return scaled.softmax(1)
+
+
+def fit_temperature(outputs: Tensor, labels: Tensor, variance: Tensor | None = None) -> float:
+    """The temperature that makes held-out outputs most likely.
+
+    Args:
+        outputs: Held-out (leave-one-out) outputs (N, C).
+        labels: Classes (N,).
+        variance: Their variances (N, C), if known.
+
+    Returns:
+        T, found by a grid over six decades and a golden-section refinement.
+    """
+    scale = float(outputs.double().std()) + 1e-12
+
+    def loss(log_t: float) -> float:
+        p = probabilities(outputs.double(), None if variance is None else variance.double(), math.exp(log_t))
+        return -float(p.gather(1, labels[:, None]).clamp_min(1e-300).log().mean())
+
+    grid = [math.log(scale) + step for step in torch.linspace(-6, 4, 21).tolist()]
+    best = min(range(len(grid)), key=lambda i: loss(grid[i]))
+    return math.exp(_golden_section(loss, grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]))
+
+
+def _golden_section(f, low: float, high: float, steps: int = 30) -> float:  # type: ignore[no-untyped-def]
+    """The minimum of a unimodal function on an interval."""
+    ratio = (math.sqrt(5) - 1) / 2
+    a, b = high - ratio * (high - low), low + ratio * (high - low)
+    fa, fb = f(a), f(b)
+    for _ in range(steps):
+        if fa < fb:
+            high, b, fb = b, a, fa
+            a = high - ratio * (high - low)
+            fa = f(a)
+        else:
+            low, a, fa = a, b, fb
+            b = low + ratio * (high - low)
+            fb = f(b)
+    return (low + high) / 2

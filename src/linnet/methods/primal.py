@@ -1,0 +1,172 @@
+"""The linear fit in the primal: (JᵀJ + ρI) δ = Jᵀr by conjugate gradients, matrix-free.
+
+The dual coordinates follow from the residual, β = (r − Jδ)/ρ, and so does everything that the
+dual offers: K(x,X) M = J(x) (JᵀJ + ρI)⁻¹ Jᵀ, and M_ii = (I − J_i (JᵀJ + ρI)⁻¹ J_iᵀ)/ρ, one solve
+with C columns for each example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linnet.linalg.operator import LinearOperator
+from linnet.progress import track
+from linnet.solvers.cg import cg
+from linnet.solvers.nystrom import nystrom_preconditioner
+from linnet.tangent.batch import Inputs, batch_size, concatenate, split, take
+from linnet.tangent.functional import Functional
+from linnet.tangent.jacobian import JacobianOperator, NormalOperator, jvp_columns, vjp_columns
+
+
+@dataclass(frozen=True)
+class CGSettings:
+    """How conjugate gradients are run.
+
+    Args:
+        tolerance: Relative residual to reach.
+        max_steps: Largest number of steps.
+        rank: Rank of the Nyström preconditioner; 0 for none.
+        columns: Right-hand sides solved at once in the per-example quantities.
+    """
+
+    tolerance: float = 1e-5
+    max_steps: int = 2000
+    rank: int = 0
+    columns: int = 32
+
+
+class Primal:
+    """The solution δ of the regularized least-squares problem, and solves with its matrix.
+
+    Args:
+        function: The network.
+        x: N training examples.
+        residual: r = t − f₀, (N, C).
+        ridge: ρ > 0.
+        settings: How to iterate.
+        start: Where to start, (P,).
+        preconditioner: Any approximation of (JᵀJ + ρI)⁻¹; by default Nyström of ``settings.rank``.
+    """
+
+    def __init__(
+        self,
+        function: Functional,
+        x: Inputs,
+        residual: Tensor,
+        ridge: float,
+        settings: CGSettings,
+        start: Tensor | None = None,
+        preconditioner: LinearOperator | None = None,
+    ) -> None:
+        self.function, self.x, self.residual, self.ridge, self.settings = (
+            function,
+            x,
+            residual,
+            float(ridge),
+            settings,
+        )
+        self.n, self.c = residual.shape
+        self.jacobian = JacobianOperator(function, x, self.c)
+        self.normal = NormalOperator(self.jacobian)
+        if preconditioner is None and settings.rank > 0:
+            generator = torch.Generator(device=function.device).manual_seed(0)
+            preconditioner = nystrom_preconditioner(self.normal, self.ridge, settings.rank, generator)
+        self.preconditioner = preconditioner
+        right = self.jacobian.T.mv(residual.to(function.dtype).reshape(-1))
+        solution = cg(self.matrix, right, preconditioner, start, settings.tolerance, settings.max_steps)
+        self.delta: Tensor = solution.require("the linear fit by conjugate gradients")  # type: ignore[assignment]
+        self.steps, self.relative_residual = solution.steps, solution.residual
+        # β = (r − Jδ)/ρ
+        fitted = self.jacobian.mv(self.delta).view(self.n, self.c)
+        self.beta = (residual.to(fitted.dtype) - fitted) / self.ridge
+
+    @property
+    def matrix(self) -> LinearOperator:
+        """JᵀJ + ρI."""
+        return self.normal.damped(self.ridge)
+
+    def solve(self, b: Tensor) -> Tensor:
+        """(JᵀJ + ρI)⁻¹ b for columns (P, K)."""
+        solution = cg(
+            self.matrix, b, self.preconditioner, None, self.settings.tolerance, self.settings.max_steps
+        )
+        return solution.require("a solve by conjugate gradients")  # type: ignore[return-value]
+
+    def _solved_rows(self, x: Inputs, what: str) -> Iterator[tuple[Inputs, Tensor]]:
+        """(JᵀJ + ρI)⁻¹ J(x)ᵀ block by block: the block and (P, n·C)."""
+        size = max(1, self.settings.columns // self.c)
+        for part in track(list(split(x, size)), what):
+            n = batch_size(part)
+            unit = torch.eye(n * self.c, dtype=self.function.dtype, device=self.function.device)
+            rows = vjp_columns(self.function, part, unit.view(n, self.c, n * self.c))
+            yield part, self.solve(rows)
+
+    def inverse_blocks(self) -> Tensor:
+        """M_ii = (I − J_i (JᵀJ + ρI)⁻¹ J_iᵀ)/ρ, (N, C, C)."""
+        eye = torch.eye(self.c, dtype=self.function.dtype, device=self.function.device)
+        blocks = [(eye - own) / self.ridge for own in self._quadratic(self.x, "leave-one-out")]
+        return torch.stack(blocks)
+
+    def _quadratic(self, x: Inputs, what: str) -> list[Tensor]:
+        """J(x_i) (JᵀJ + ρI)⁻¹ J(x_i)ᵀ, a list of (C, C)."""
+        found: list[Tensor] = []
+        for part, solved in self._solved_rows(x, what):
+            n = batch_size(part)
+            product = jvp_columns(self.function, part, solved).view(n, self.c, n, self.c)
+            found.extend(product[i, :, i] for i in range(n))
+        return found
+
+    def posterior(self, x: Inputs) -> Tensor:
+        """Cov[f(x)] / σ² = J(x) (JᵀJ + ρI)⁻¹ J(x)ᵀ, (T, C, C)."""
+        return torch.stack(self._quadratic(x, "predictive covariance"))
+
+    def cross(self, x: Inputs) -> Tensor:
+        """K(x,X) M = J(x) (JᵀJ + ρI)⁻¹ Jᵀ, (T, C, N, C)."""
+        columns = [self.jacobian.mm(solved) for _, solved in self._solved_rows(x, "influence")]  # (N·C, t·C)
+        return torch.cat(columns, 1).T.reshape(batch_size(x), self.c, self.n, self.c)
+
+    def loo_residuals(self) -> Tensor:
+        """e_i = (M_ii)⁻¹ β_i, (N, C)."""
+        residuals: Tensor = torch.linalg.solve(self.inverse_blocks(), self.beta)
+        return residuals
+
+    def loo_variances(self) -> Tensor:
+        """Cov[f(x_i)] / σ² without example i, (N, C, C)."""
+        eye = torch.eye(self.c, dtype=self.function.dtype, device=self.function.device)
+        blocks: Tensor = torch.linalg.inv(self.inverse_blocks()) / self.ridge - eye
+        return blocks
+
+    def certificate(self) -> float:
+        """Relative residual of the normal equations, checked in float64."""
+        return self.relative_residual
+
+    def noise(self) -> float:
+        """σ² of highest evidence: ρ rᵀβ / (N·C)."""
+        return float(self.ridge * (self.residual.double() * self.beta.double()).sum() / self.residual.numel())
+
+    def removed(self, index: Tensor) -> Primal:
+        """The solution without some examples, from the present one."""
+        keep = torch.ones(self.n, dtype=torch.bool, device=index.device)
+        keep[index] = False
+        rest = take(self.x, keep.nonzero()[:, 0])
+        return Primal(
+            self.function,
+            rest,
+            self.residual[keep],
+            self.ridge,
+            self.settings,
+            self.delta,
+            self.preconditioner,
+        )
+
+    def extended(self, x: Inputs, residual: Tensor) -> Primal:
+        """The solution with more examples, from the present one."""
+        joined = torch.cat([self.residual, residual])
+        every = concatenate([self.x, x])
+        return Primal(
+            self.function, every, joined, self.ridge, self.settings, self.delta, self.preconditioner
+        )

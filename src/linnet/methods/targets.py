@@ -1,0 +1,97 @@
+"""What the outputs are fitted to: α-scaled one-hot vectors for classes, values as they are for regression."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linnet.errors import DataError, InputError
+
+ALPHA = 15.0  # Achille et al., CVPR 2021, eq. (3)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Targets of a fit.
+
+    Args:
+        values: t, (N, C).
+        classes: C if the targets are classes, otherwise ``None``.
+        scale: α of one-hot targets.
+    """
+
+    values: Tensor
+    classes: int | None
+    scale: float
+
+    @property
+    def labels(self) -> Tensor | None:
+        """Class indices (N,), or ``None`` for regression."""
+        return None if self.classes is None else self.values.argmax(1)
+
+
+def make_targets(y: Tensor, outputs: int, scale: float = ALPHA, varied: bool = True) -> Targets:
+    """Targets for a network with C outputs.
+
+    Args:
+        y: Integer classes (N,), or float values (N, C), or (N,) when C = 1.
+        outputs: C.
+        scale: α, the value of the right class; the others are 0.
+        varied: Whether at least two classes must occur.
+
+    Returns:
+        The targets as (N, C).
+
+    Raises:
+        DataError: If labels are out of range or of one class only, or values are not finite.
+        InputError: If y has a type or shape that fits neither.
+
+    Source:
+        Achille et al., CVPR 2021, section 3.1 (α = 15).
+
+    Example:
+        >>> make_targets(torch.tensor([1, 0]), outputs=2).values
+        tensor([[ 0., 15.],
+                [15.,  0.]])
+    """
+    if y.dtype == torch.bool or y.is_complex():
+        raise InputError(f"y has type {y.dtype}", expected="integer classes or float targets")
+    if y.is_floating_point():
+        return Targets(_regression(y, outputs), None, scale)
+    labels = y.long()
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.ndim != 1:
+        raise InputError(f"y has shape {tuple(y.shape)}", expected="one integer class for each example, (N,)")
+    wrong = (labels < 0) | (labels >= outputs)
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        raise DataError(
+            f"y holds {int(wrong.sum())} label(s) out of range, first {int(labels[first])} at index {first}",
+            expected=f"classes 0 to {outputs - 1}, because the network has {outputs} outputs",
+            remedy="give the network a head of the right size with linnet.with_head(model, classes)",
+        )
+    if varied and (labels == labels[0]).all():
+        raise DataError(
+            f"y holds one class only ({int(labels[0])})", expected="examples of at least two classes"
+        )
+    return Targets(
+        scale * torch.nn.functional.one_hot(labels, outputs).to(torch.get_default_dtype()), outputs, scale
+    )
+
+
+def _regression(y: Tensor, outputs: int) -> Tensor:
+    """Float targets as (N, C)."""
+    values = y[:, None] if y.ndim == 1 else y.reshape(y.shape[0], -1)
+    if values.shape[1] != outputs:
+        raise InputError(
+            f"y has shape {tuple(y.shape)} but the network has {outputs} outputs",
+            expected=f"float targets (N, {outputs}), or integer classes (N,)",
+            remedy="convert class labels to integers with y.long()" if y.ndim == 1 else None,
+        )
+    if not torch.isfinite(values).all():
+        bad = int((~torch.isfinite(values).all(1)).nonzero()[0])
+        raise DataError(f"y is not finite at index {bad}", expected="finite targets")
+    return values

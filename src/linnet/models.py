@@ -1,0 +1,331 @@
+"""Networks and their weights by name: a factory in a file, Hugging Face, timm or torchvision.
+
+Weights are read without running code from them: safetensors, ``.npz``, or torch's own format restricted to
+tensors.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import pickle
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.errors import FileFormatError, InputError, ModelError, WeightsError
+from linnet.files import read_safetensors, require_file
+from linnet.integrations.pretrained import BUILDERS, require_module
+from linnet.npz import read_npz
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".th", ".tar", ".bin", ".ckpt")
+_NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the weights
+_WRAPPERS = ("module.", "_orig_mod.")  # what DataParallel and torch.compile put before every name
+_SPECS = "path/to/file.py:factory, hf:NAME, timm:NAME or torchvision:NAME"
+_SHOWN = 8  # names shown of each list in an error
+
+
+def load_model(
+    spec: str,
+    weights: str | os.PathLike[str] | None = None,
+    model_args: Mapping[str, Any] | str | None = None,
+    pretrained: bool | None = None,
+) -> nn.Module:
+    r"""Build a network from its name and put weights into it.
+
+    Args:
+        spec: ``path/to/file.py:factory`` for a function or class that makes the network; ``hf:NAME`` for a
+            classifier of images or of text from transformers (a local folder or a name on the hub);
+            ``timm:NAME``; ``torchvision:NAME``. Without ``weights`` the last three come pretrained.
+        weights: A file for :func:`load_weights`, which must fit the network exactly.
+        model_args: Keyword arguments for the factory, as a mapping or as a JSON object.
+        pretrained: Whether the last three come with their published weights; by default, without ``weights``.
+
+    Returns:
+        The network in eval mode, on the CPU.
+
+    Raises:
+        InputError: ``model_args`` cannot be understood, or there is no such weights' file.
+        ModelError: The factory's file or the factory is missing, it raised, or it returned something else;
+            the cause is chained.
+        WeightsError: The weights do not fit.
+        FileFormatError: The weights' file cannot be read.
+        DependencyError: An optional package is missing or does not work; the cause is chained.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder) / "nets.py"
+        ...     _ = file.write_text("from torch import nn\ndef mlp(width=8): return nn.Linear(2, width)")
+        ...     load_model(f"{file}:mlp", model_args='{"width": 3}')
+        Linear(in_features=2, out_features=3, bias=True)
+    """
+    arguments = _parse_arguments(model_args)
+    source, colon, name = spec.partition(":")
+    if not colon or not name:
+        raise ModelError(
+            f"model {spec!r} names no factory",
+            expected=_SPECS,
+            remedy=f"say which of its functions makes the network: {spec.rstrip(':')}:FUNCTION",
+        )
+    build = BUILDERS.get(source)
+    published = weights is None if pretrained is None else pretrained
+    model = build(name, published, arguments) if build else _from_file(spec, arguments)
+    if weights is not None:
+        apply_weights(model, load_weights(weights))
+    return model.eval()
+
+
+def _parse_arguments(model_args: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """The factory's keyword arguments as a dictionary."""
+    if model_args is None:
+        return {}
+    try:
+        arguments = json.loads(model_args) if isinstance(model_args, str) else model_args
+    except ValueError as error:
+        raise InputError(
+            f"model_args {model_args!r} is not JSON ({error})", expected='a JSON object such as {"depth": 20}'
+        ) from error
+    if not isinstance(arguments, Mapping):
+        raise InputError(f"model_args is {arguments!r}", expected='a JSON object such as {"depth": 20}')
+    return dict(arguments)
+
+
+def _from_file(spec: str, arguments: dict[str, Any]) -> nn.Module:
+    """Call a factory that a Python file defines."""
+    location, _, name = spec.rpartition(":")
+    try:
+        path = require_file(location)
+    except InputError as error:
+        raise ModelError(f"model {spec!r} cannot be built: {error.what}", _SPECS, error.remedy) from error
+    with _importable(path.parent):
+        module = _execute(path)
+        factory = getattr(module, name, None)
+        if not callable(factory) or isinstance(factory, nn.Module):
+            raise ModelError(
+                f"{path} has no factory {name!r}",
+                expected=f"a function or class that returns a network; it defines: {_definitions(path)}",
+            )
+        try:
+            model = factory(**arguments)
+        except Exception as error:
+            raise ModelError(
+                f"the factory {name} of {path} raised {type(error).__name__}: {error}",
+                expected="a network",
+                remedy=f"check model_args, now {json.dumps(arguments, default=str)}, and the factory itself",
+            ) from error
+    return require_module(model, f"the factory {name} of {path}")
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Let a file import its neighbors while it runs."""
+    entry = str(folder.resolve())
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        sys.path.remove(entry)
+
+
+def _execute(path: Path) -> ModuleType:
+    """The module that a Python file makes."""
+    name = f"_linnet_model_{path.stem}_{abs(hash(path.resolve()))}"
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    if module_spec is None or module_spec.loader is None:
+        raise ModelError(f"{path} is no Python file", expected="a file that ends in .py")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # dataclasses and pickling look themselves up there
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ModelError(
+            f"{path} raised {type(error).__name__} while it was imported: {error}",
+            expected="a Python file that defines the factory",
+            remedy=f"run it alone to see the cause: python {path}",
+        ) from error
+    return module
+
+
+def _definitions(path: Path) -> str:
+    """The public functions and classes of a file, for an error."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    nodes = ast.parse(path.read_text(encoding="utf-8")).body
+    names = [node.name for node in nodes if isinstance(node, kinds) and not node.name.startswith("_")]
+    return ", ".join(names) or "none"
+
+
+def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Read a network's weights from a file, without running code from it.
+
+    Damage is found by the archive's checksums in ``.npz`` and in torch's zip format; safetensors and torch's
+    format before 1.6 have none, and there only truncation and NaN show.
+
+    Args:
+        path: A ``.safetensors``, ``.npz``, or torch file (``.pt``, ``.pth``, ``.th``, ``.tar``, ``.bin``,
+            ``.ckpt``). In torch files a dictionary under ``state_dict``, ``model_state_dict`` or ``model`` is
+            found. A prefix ``module.`` or ``_orig_mod.`` of every name is removed.
+
+    Returns:
+        The tensors by name, on the CPU.
+
+    Raises:
+        InputError: There is no such file, or its suffix is unknown.
+        FileFormatError: The file is truncated, altered or foreign, or does not hold weights.
+    """
+    path = require_file(path)
+    suffix = path.suffix.lower()
+    if suffix == ".safetensors":
+        weights = read_safetensors(path)
+    elif suffix == ".npz":
+        weights = {name: _as_tensor(path, name, array) for name, array in read_npz(path).items()}
+    elif suffix in _TORCH_SUFFIXES:
+        weights = _find_state_dict(path, _read_torch(path))
+    else:
+        raise InputError(
+            f"weights {path} have the unknown suffix {suffix!r}",
+            expected=f".safetensors, .npz, {', '.join(_TORCH_SUFFIXES)}",
+        )
+    if not weights:
+        raise FileFormatError(f"{path} holds no tensors", expected="a network's weights")
+    return _without_wrappers(weights)
+
+
+def _as_tensor(path: Path, name: str, array: Any) -> Tensor:
+    """The tensor of a NumPy array."""
+    try:
+        return torch.from_numpy(array)
+    except TypeError as error:
+        raise FileFormatError(
+            f"array {name} of {path} has the type {array.dtype}", expected="arrays of numbers only"
+        ) from error
+
+
+def _read_torch(path: Path) -> object:
+    """What a torch file holds, if that is tensors and plain containers."""
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()  # torch.load does not compare the checksums
+            if damaged:
+                raise zipfile.BadZipFile(f"bad checksum of {damaged}")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise FileFormatError(
+            f"{path} holds more than weights, or is no torch file ({str(error).splitlines()[0]})",
+            expected="a dictionary of tensors, which can be read without running code",
+            remedy="where you trust it, load it and save model.state_dict() with torch.save or safetensors",
+        ) from error
+    except Exception as error:  # what the decoders raise on damaged bytes has no common type
+        raise FileFormatError(
+            f"{path} is truncated, altered or no torch file ({type(error).__name__}: {error})",
+            expected="a complete file written by torch.save",
+            remedy="download or save it again",
+        ) from error
+
+
+def _find_state_dict(path: Path, content: object) -> dict[str, Tensor]:
+    """The dictionary of tensors in a checkpoint."""
+    while isinstance(content, Mapping):
+        nested = next((key for key in _NESTED if isinstance(content.get(key), Mapping)), None)
+        if nested is None:
+            break
+        content = content[nested]
+    if not isinstance(content, Mapping):
+        raise FileFormatError(f"{path} holds a {type(content).__name__}", expected="a dictionary of tensors")
+    others = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
+    if others:
+        raise FileFormatError(
+            f"{path} holds other things than tensors: {_some(others)}",
+            expected=f"tensors by name, or such a dictionary under one of: {', '.join(_NESTED)}",
+            remedy="save model.state_dict() alone",
+        )
+    return {str(key): value for key, value in content.items()}
+
+
+def _without_wrappers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights without the prefixes that wrappers put before every name."""
+    for prefix in (*_WRAPPERS, *_WRAPPERS):  # in any order, at most two of them
+        if all(name.startswith(prefix) for name in weights):
+            weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+    return weights
+
+
+def apply_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Put weights into a network, all of them or none.
+
+    A name may be missing only where it cannot matter: a tensor tied to one that is given, and the batch
+    counters that old files lack.
+
+    Args:
+        model: The network; changed in place.
+        weights: Tensors by the names of ``model.state_dict()``.
+
+    Raises:
+        WeightsError: Names are missing or unexpected, shapes or kinds of numbers differ, or a weight is NaN
+            or infinite; every one is counted and the first eight of each are listed.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> apply_weights(layer, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
+        >>> layer(torch.ones(1, 2)).item()
+        2.0
+    """
+    own = model.state_dict(keep_vars=True)
+    findings = {
+        "missing": _missing(own, weights),
+        "unexpected": [name for name in weights if name not in own],
+        "of another shape or type": _misfits(own, weights),
+        "not finite": [name for name, tensor in weights.items() if not torch.isfinite(tensor).all()],
+    }
+    found = {what: names for what, names in findings.items() if names}
+    if found:
+        counts = "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in found.items())
+        raise WeightsError(
+            f"the weights do not fit {type(model).__name__}: {counts}",
+            expected=f"finite values for exactly its {len(own)} tensors",
+            remedy="build the network that was trained (see model_args), its old head included; "
+            "the head for a new task is put on afterwards",
+        )
+    model.load_state_dict(dict(weights), strict=False)  # strict has been checked, ties included
+
+
+def _missing(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
+    """The names that a network has, that are not given, and that matter."""
+    given = {id(tensor) for name, tensor in own.items() if name in weights}
+    return [
+        name
+        for name, tensor in own.items()
+        if name not in weights and id(tensor) not in given and not name.endswith("num_batches_tracked")
+    ]
+
+
+def _misfits(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
+    """The names whose tensor has another shape, or integers for real numbers."""
+    found = []
+    for name in own.keys() & weights.keys():
+        ours, given = own[name], weights[name]
+        if ours.shape != given.shape or ours.is_floating_point() != given.is_floating_point():
+            found.append(f"{name} (network: {_describe(ours)}, weights: {_describe(given)})")
+    return sorted(found)
+
+
+def _describe(tensor: Tensor) -> str:
+    """Shape and type in few characters."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _some(names: list[str]) -> str:
+    """The first names of a list, and how many more there are."""
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

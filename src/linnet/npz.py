@@ -1,0 +1,194 @@
+"""NumPy's ``.npz`` archives, read member by member and checked to the last byte.
+
+``numpy.load`` stops at the end of an array, before the archive's own checksum is compared, so an altered
+member can pass; here every member is read to its end. Members may be stored, deflated, or packed with BZIP2
+or LZMA. Arrays of Python objects, which would need pickle, are refused.
+"""
+
+from __future__ import annotations
+
+import lzma
+import math
+import os
+import struct
+import warnings
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from linnet.errors import FileFormatError, LinnetError
+from linnet.files import require_file
+
+# What the decoders raise on damaged bytes.
+_DAMAGE = (
+    zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, ValueError, OSError, KeyError,
+    IndexError, TypeError, OverflowError, RuntimeError, UserWarning,
+)  # fmt: skip
+
+_TAIL = 22 + 0xFFFF  # bytes that a zip archive's last record can take, its comment included
+
+
+@dataclass(frozen=True)
+class ArrayHeader:
+    """What an array is, without its content.
+
+    Args:
+        shape: Its shape.
+        dtype: Its element type.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def npz_headers(path: str | os.PathLike[str]) -> dict[str, ArrayHeader]:
+    """Read the shapes and types of an archive's arrays, without unpacking them.
+
+    Args:
+        path: The ``.npz`` file.
+
+    Returns:
+        The header of each array by name, in the order of the archive.
+
+    Raises:
+        InputError: There is no such file.
+        FileFormatError: The file is truncated, altered or foreign, or an array holds Python objects.
+    """
+    with _open_archive(require_file(path)) as archive:
+        return {name: _read_header(archive, name) for name in _names(archive)}
+
+
+def read_npz(path: str | os.PathLike[str], names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+    """Read arrays of an archive; members that are not asked for are not unpacked.
+
+    Args:
+        path: The ``.npz`` file.
+        names: The arrays to read; all by default.
+
+    Returns:
+        The arrays by name.
+
+    Raises:
+        InputError: There is no such file.
+        FileFormatError: The file is truncated, altered or foreign, lacks a name, or holds Python objects.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "data.npz"
+        ...     np.savez(path, x=np.zeros((4, 2)), y=np.arange(4))
+        ...     npz_headers(path)["x"].shape, read_npz(path, ["y"])["y"]
+        ((4, 2), array([0, 1, 2, 3]))
+    """
+    path = require_file(path)
+    with _open_archive(path) as archive:
+        present = _names(archive)
+        require_arrays(path, names or (), present)
+        return {name: _read_array(archive, name) for name in (present if names is None else names)}
+
+
+def require_arrays(path: Path, names: Sequence[str], present: Collection[str]) -> None:
+    """Check that an archive holds the arrays that are needed.
+
+    Args:
+        path: The archive.
+        names: The arrays needed.
+        present: The arrays it has.
+
+    Raises:
+        FileFormatError: Some are missing; the error lists them and what is there.
+    """
+    missing = [name for name in names if name not in present]
+    if missing:
+        raise FileFormatError(
+            f"{path} has no {' and no '.join(missing)}; it holds: {', '.join(present) or 'nothing'}",
+            expected=f"arrays named {', '.join(names)}",
+            remedy="save it again with these names: numpy.savez(file, name=array, ...)",
+        )
+
+
+@contextmanager
+def _open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    """The open archive; damage found while it is open becomes a FileFormatError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # a damaged header passes for one of Python 2
+            with zipfile.ZipFile(path) as archive:
+                _check_count(path, archive)
+                yield archive
+    except LinnetError:
+        raise
+    except _DAMAGE as error:
+        state = "truncated or altered" if _looks_zipped(path) else "not an .npz archive"
+        raise FileFormatError(
+            f"{path} is {state} ({error or type(error).__name__})",
+            expected="a complete file written by numpy.savez or numpy.savez_compressed",
+            remedy="write or download it again",
+        ) from error
+
+
+def _check_count(path: Path, archive: zipfile.ZipFile) -> None:
+    """Require as many members as the archive's last record says: a damaged directory can hide some."""
+    with path.open("rb") as file:
+        file.seek(-min(_TAIL, path.stat().st_size), os.SEEK_END)
+        tail = file.read()
+    (count,) = struct.unpack_from("<H", tail, tail.rindex(b"PK\5\6") + 10)
+    if count not in (len(archive.namelist()), 0xFFFF):  # 0xFFFF: more than fit, counted elsewhere
+        raise zipfile.BadZipFile(f"{len(archive.namelist())} of {count} members are listed")
+
+
+def _looks_zipped(path: Path) -> bool:
+    """Whether a file begins as a zip archive does."""
+    with path.open("rb") as file:
+        return file.read(2) == b"PK"
+
+
+def _names(archive: zipfile.ZipFile) -> list[str]:
+    """The arrays' names: the members' without their suffix."""
+    members = archive.namelist()
+    if not all(member.endswith(".npy") for member in members) or len(set(members)) != len(members):
+        raise FileFormatError(
+            f"{archive.filename} is a zip archive, but of other things: {', '.join(members[:8])}",
+            expected="an .npz file written by numpy.savez",
+        )
+    return [member.removesuffix(".npy") for member in members]
+
+
+def _read_header(archive: zipfile.ZipFile, name: str) -> ArrayHeader:
+    """One array's header, checked against the member's length."""
+    with archive.open(f"{name}.npy") as member:
+        header = _parse_header(archive, name, member)
+        size = header.dtype.itemsize * math.prod(header.shape)
+        if member.tell() + size != archive.getinfo(f"{name}.npy").file_size:
+            raise ValueError(f"array {name} is not as long as its header says")
+        return header
+
+
+def _parse_header(archive: zipfile.ZipFile, name: str, member: IO[bytes]) -> ArrayHeader:
+    """The header at the start of an open member."""
+    version = np.lib.format.read_magic(member)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(member)
+    if dtype.hasobject:
+        raise FileFormatError(
+            f"array {name} of {archive.filename} holds Python objects, which could run code when read",
+            expected="arrays of numbers or of text",
+            remedy="give all samples one shape and save numpy.array(..., dtype=float), or str for names",
+        )
+    return ArrayHeader(tuple(shape), dtype)
+
+
+def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    """One array, read to the end of its member, where its checksum is compared."""
+    _read_header(archive, name)
+    with archive.open(f"{name}.npy") as member:
+        array = np.lib.format.read_array(member, allow_pickle=False)
+        if member.read(1):
+            raise ValueError(f"array {name} is longer than its header says")
+    return np.asarray(array)

@@ -1,0 +1,150 @@
+"""Progress of long steps: silent when quick, a bar with the time left when not.
+
+Set the environment variable ``LINNET_PROGRESS=0`` to silence every bar.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+_DELAY = 2.0  # seconds of silence before anything is shown
+_LINE_INTERVAL = 10.0  # seconds between two plain lines
+
+
+class _Meter(Protocol):
+    """What shows the progress, once there is something to show."""
+
+    def advance(self, done: int) -> None:
+        """Show that ``done`` items are finished."""
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+
+
+def track(
+    iterable: Iterable[T], description: str, total: int | None = None, enabled: bool | None = None
+) -> Iterator[T]:
+    """Iterate, showing progress on standard error once two seconds have passed.
+
+    On a terminal it is a bar with the time left; elsewhere (a log file, a batch job) a plain line every
+    ten seconds.
+
+    Args:
+        iterable: What to iterate over.
+        description: What is being done, in a few words.
+        total: Number of items; taken from ``len(iterable)`` when that exists.
+        enabled: False silences it; None follows the environment variable ``LINNET_PROGRESS``.
+
+    Yields:
+        The items of ``iterable``, unchanged.
+
+    Example:
+        >>> sum(track(range(4), "adding"))
+        6
+    """
+    if not _is_enabled(enabled):
+        yield from iterable
+        return
+    start = time.monotonic()
+    meter: _Meter | None = None
+    try:
+        for done, item in enumerate(iterable):
+            if meter is None and time.monotonic() - start >= _DELAY:
+                meter = _make_meter(description, _length(iterable, total), start)
+            if meter is not None:
+                meter.advance(done)
+            yield item
+            finished = done + 1
+        if meter is not None:
+            meter.advance(finished)
+    finally:
+        if meter is not None:
+            meter.close()
+
+
+def _is_enabled(enabled: bool | None) -> bool:
+    """The argument if given, else the environment's word, else True."""
+    return os.environ.get("LINNET_PROGRESS", "1") != "0" if enabled is None else enabled
+
+
+def _length(iterable: Iterable[T], total: int | None) -> int | None:
+    """The number of items, if anybody knows it."""
+    if total is not None:
+        return total
+    try:
+        return len(iterable)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _make_meter(description: str, total: int | None, start: float) -> _Meter:
+    """A bar on a terminal, lines elsewhere."""
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return _Bar(description, total, start) if is_terminal else _Lines(description, total, start)
+
+
+class _Bar:
+    """A tqdm bar that counts its time from when the work began."""
+
+    def __init__(self, description: str, total: int | None, start: float) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(desc=description, total=total, file=sys.stderr, dynamic_ncols=True)
+        self._bar.start_t -= time.monotonic() - start
+
+    def advance(self, done: int) -> None:
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Lines:
+    """Plain lines for where a bar cannot be redrawn."""
+
+    def __init__(self, description: str, total: int | None, start: float) -> None:
+        self._description, self._total, self._start = description, total, start
+        self._last = -_LINE_INTERVAL
+
+    def advance(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self._last >= _LINE_INTERVAL or done == self._total:
+            self._last = now
+            sys.stderr.write(self._text(done, now - self._start) + "\n")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        """Every line is already complete."""
+
+    def _text(self, done: int, elapsed: float) -> str:
+        if self._total is None:
+            return f"{self._description}: {done} done, {format_seconds(elapsed)} so far"
+        left = elapsed * (self._total - done) / max(done, 1)
+        return f"{self._description}: {done} of {self._total}, {format_seconds(left)} left"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people.
+
+    Args:
+        seconds: The duration in seconds.
+
+    Returns:
+        Seconds, minutes and seconds, or hours and minutes.
+
+    Example:
+        >>> format_seconds(7.2), format_seconds(83), format_seconds(7300)
+        ('7 s', '1 min 23 s', '2 h 01 min')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest} s"
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

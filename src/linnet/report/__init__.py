@@ -1,0 +1,48 @@
+"""The visual report: one self-contained HTML page about a run."""
+
+from linnet.report.html import render, write_report
+from linnet.report.records import (
+    Choice,
+    Comparison,
+    Coverage,
+    Explanation,
+    FitRecord,
+    Forgetting,
+    HeldOutSet,
+    Neighbor,
+    Notes,
+    PreflightText,
+    Reliability,
+    RidgePath,
+    Samples,
+    Scores,
+    Spectrum,
+    Suspect,
+    Timing,
+    TrainingSet,
+)
+from linnet.report.run import Run
+
+__all__ = [
+    "Choice",
+    "Comparison",
+    "Coverage",
+    "Explanation",
+    "FitRecord",
+    "Forgetting",
+    "HeldOutSet",
+    "Neighbor",
+    "Notes",
+    "PreflightText",
+    "Reliability",
+    "RidgePath",
+    "Run",
+    "Samples",
+    "Scores",
+    "Spectrum",
+    "Suspect",
+    "Timing",
+    "TrainingSet",
+    "render",
+    "write_report",
+]

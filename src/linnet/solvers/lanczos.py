@@ -1,0 +1,198 @@
+"""Lanczos processes with full reorthogonalization, and extreme eigenpairs.
+
+A symmetric A is projected to a tridiagonal matrix, A V = V T + r eᵀ with orthonormal V (Golub and Van Loan
+2013, section 10.1), or to a block tridiagonal one when it acts on a block of vectors at once (section
+10.3.6; Golub and Underwood 1977). Every new vector is orthogonalized twice against all earlier ones,
+which the textbook recurrence leaves out and floating point needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+from linnet.linalg.factorize import eigh
+from linnet.linalg.operator import LinearOperator
+from linnet.linalg.random import Seed, normal
+from linnet.solvers.cg import checked_limits
+from linnet.solvers.solution import Solution, Status
+
+
+@dataclass(frozen=True)
+class Tridiagonal:
+    """K Lanczos processes of m steps each.
+
+    Args:
+        basis: The orthonormal vectors V (m, n, K).
+        diagonal: The diagonal of T (m, K).
+        offdiagonal: The off-diagonal of T and the norm of the remainder r (m, K).
+    """
+
+    basis: Tensor
+    diagonal: Tensor
+    offdiagonal: Tensor
+
+    def matrices(self) -> Tensor:
+        """T of every process.
+
+        Returns:
+            (K, m, m).
+        """
+        beta = self.offdiagonal[:-1].T  # (K, m - 1)
+        return self.diagonal.T.diag_embed() + beta.diag_embed(1) + beta.diag_embed(-1)
+
+
+def tridiagonalize(operator: LinearOperator, start: Tensor, steps: int) -> Tridiagonal:
+    """Run K Lanczos processes side by side, with one product A V a step for all of them.
+
+    A process whose vectors span an invariant subspace goes on with zeros, which leaves the leading part of
+    its T as it is.
+
+    Args:
+        operator: A, symmetric (n x n).
+        start: First vectors (n, K), not zero; they are normalized here.
+        steps: Number of steps m, at least 1; n if that is less.
+
+    Returns:
+        V and T.
+
+    Raises:
+        InputError: The shapes do not fit, or ``steps`` is less than 1.
+
+    Example:
+        >>> from linnet.linalg import Diagonal
+        >>> process = tridiagonalize(Diagonal(torch.tensor([1.0, 3.0])), torch.ones(2, 1), steps=2)
+        >>> process.diagonal.round()
+        tensor([[2.],
+                [2.]])
+    """
+    if operator.shape[0] != operator.shape[1] or start.shape[:1] != operator.shape[:1] or start.ndim != 2:
+        raise InputError(f"start has shape {tuple(start.shape)}", f"(n, K) for the square {operator!r}")
+    if steps < 1:
+        raise InputError(f"steps is {steps!r}", expected="a positive integer")
+    steps = min(steps, operator.shape[0])
+    basis = start.new_zeros(steps + 1, *start.shape)  # (m + 1, n, K)
+    diagonal, offdiagonal = start.new_zeros(2, steps, start.shape[1])  # (m, K) each
+    basis[0] = start / start.norm(dim=0)
+    for j in range(steps):
+        w = operator.mm(basis[j])
+        diagonal[j] = (basis[j] * w).sum(0)
+        offdiagonal[j], basis[j + 1] = _normalized(_orthogonalized(w, basis[: j + 1]), w.norm(dim=0))
+    return Tridiagonal(basis[:-1], diagonal, offdiagonal)
+
+
+def _orthogonalized(w: Tensor, basis: Tensor) -> Tensor:
+    """The part of each w (n, K) orthogonal to its basis (m, n, K), by classical Gram-Schmidt twice."""
+    for _ in range(2):
+        w = w - torch.einsum("mnk,mk->nk", basis, torch.einsum("mnk,nk->mk", basis, w))
+    return w
+
+
+def _normalized(w: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Norms (K,) and unit vectors (n, K); zero for both where only rounding errors of ``scale`` are left."""
+    norms = w.norm(dim=0)
+    is_zero = norms <= 10 * torch.finfo(w.dtype).eps * scale
+    return torch.where(is_zero, 0.0, norms), torch.where(is_zero, 0.0, w / torch.where(is_zero, 1.0, norms))
+
+
+@dataclass(frozen=True)
+class Eigenpairs:
+    """Some eigenpairs of a symmetric operator.
+
+    Args:
+        values: (k,), the wanted end of the spectrum first.
+        vectors: (n, k), orthonormal.
+    """
+
+    values: Tensor
+    vectors: Tensor
+
+
+def eigenpairs(
+    operator: LinearOperator,
+    k: int,
+    largest: bool = True,
+    tolerance: float = 1e-6,
+    max_steps: int | None = None,
+    generator: Seed = None,
+) -> Solution[Eigenpairs]:
+    """The k largest or smallest eigenvalues and their vectors, by block Lanczos with blocks of k vectors.
+
+    A block of k finds eigenvalues that occur up to k times. Costs one product of A with k vectors a step,
+    and memory for 2 k vectors a step.
+
+    Args:
+        operator: A, symmetric (n x n).
+        k: Number of eigenpairs.
+        largest: The largest eigenvalues; False for the smallest.
+        tolerance: Stop when ‖A v − λ v‖ ≤ tolerance · |λ|ₘₐₓ for all k pairs.
+        max_steps: Largest number of steps; None for as many as fill the space, ⌈n / k⌉.
+        generator: Generator or seed of the start vectors.
+
+    Returns:
+        The pairs; ``residual`` is the largest ‖A v − λ v‖ / |λ|ₘₐₓ.
+
+    Raises:
+        InputError: k is not between 1 and n, or a limit is out of range.
+        NumericalError: A gives NaN or Inf.
+
+    Example:
+        >>> from linnet.linalg import Diagonal
+        >>> pairs = eigenpairs(Diagonal(torch.tensor([1.0, 5.0, 5.0])), k=2, generator=0).value
+        >>> pairs.values.round()
+        tensor([5., 5.])
+    """
+    n = operator.shape[0]
+    if operator.shape[1] != n or not 1 <= k <= n:
+        raise InputError(f"k is {k!r} for {operator!r}", expected=f"1 to {n}, and a square operator")
+    filled = -(-n // k)  # with this many blocks there is no room for another one
+    limit = min(checked_limits(tolerance, max_steps, filled), filled)
+    block = torch.linalg.qr(normal((n, k), generator, operator.dtype, operator.device)).Q
+    basis, products = [block], [operator.mm(block)]
+    due = 1
+    while True:
+        steps = len(basis)
+        if steps >= due or steps == limit:
+            pairs, residual = _ritz(torch.cat(basis, dim=1), torch.cat(products, dim=1), k, largest)
+            due = steps + max(1, steps // 4)  # the test costs more with every step
+            if residual <= tolerance or steps == limit:
+                break
+        basis.append(_next_block(products[-1], basis))
+        products.append(operator.mm(basis[-1]))
+    return Solution(pairs, _status(residual, tolerance, steps == filled), steps, residual)
+
+
+def _next_block(w: Tensor, basis: list[Tensor]) -> Tensor:
+    """Orthonormal columns that span what is new in w (n, k), or as many of them as there is room for."""
+    room = w.shape[0] - sum(block.shape[1] for block in basis)
+    w = w[:, :room]
+    # QR turns columns with nothing new in them into arbitrary directions made of rounding errors, which
+    # are not yet orthogonal to the basis: hence twice.
+    for _ in range(2):
+        for block in basis:
+            w = w - block @ (block.T @ w)
+        w = torch.linalg.qr(w).Q
+    return w
+
+
+def _ritz(basis: Tensor, products: Tensor, k: int, largest: bool) -> tuple[Eigenpairs, float]:
+    """The k extreme Ritz pairs from Q and A Q (n, m), and the largest ‖A v − λ v‖ / |λ|ₘₐₓ."""
+    projected = (basis.T @ products).double()
+    # Qᵀ A Q = S diag(λ) Sᵀ
+    values, s = eigh((projected + projected.T) / 2, "the projected operator")
+    order = values.argsort(descending=largest)[:k]
+    chosen, s = values[order].to(basis), s[:, order].to(basis)
+    vectors = basis @ s
+    errors = (products @ s - vectors * chosen).norm(dim=0)
+    scale = float(values.abs().max())
+    return Eigenpairs(chosen, vectors), float(errors.max()) / (scale if scale > 0 else 1.0)
+
+
+def _status(residual: float, tolerance: float, is_filled: bool) -> Status:
+    """How it ended; a basis of the whole space that is not good enough is not for want of steps."""
+    if residual <= tolerance:
+        return Status.CONVERGED
+    return Status.STAGNATED if is_filled else Status.MAX_STEPS

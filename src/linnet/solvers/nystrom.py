@@ -1,0 +1,94 @@
+"""Randomized Nyström approximation of a positive semi-definite operator, and the preconditioner from it.
+
+Frangella, Tropp and Udell 2023, "Randomized Nyström preconditioning" (SIAM J. Matrix Anal. Appl. 44, 718).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+from linnet.linalg.factorize import cholesky, require_finite
+from linnet.linalg.lowrank import LowRank
+from linnet.linalg.operator import LinearOperator, require_damping
+from linnet.linalg.random import Seed, normal
+
+
+def nystrom(operator: LinearOperator, rank: int, generator: Seed = None) -> LowRank:
+    """The approximation (A Ω)(Ωᵀ A Ω)⁻¹(A Ω)ᵀ = U diag(λ) Uᵀ for a random Ω (algorithm 2.1).
+
+    Costs one product of A with ``rank`` vectors. Never larger than A, and exact when A has at most this
+    rank.
+
+    Args:
+        operator: A, symmetric positive semi-definite (n x n).
+        rank: Number of random vectors.
+        generator: Generator or seed.
+
+    Returns:
+        U diag(λ) Uᵀ.
+
+    Raises:
+        InputError: The rank is not between 1 and n, or A is not square.
+        NumericalError: A gives NaN or Inf, or is not positive semi-definite.
+
+    Example:
+        >>> from linnet.linalg import Diagonal
+        >>> nystrom(Diagonal(torch.tensor([3.0, 0.0, 0.0])), rank=1, generator=0).trace().round()
+        tensor(3.)
+    """
+    basis, values = _decompose(operator, rank, generator)
+    return LowRank(basis, values, space=operator.space, name="Nyström approximation")
+
+
+def nystrom_preconditioner(
+    operator: LinearOperator, damping: float, rank: int, generator: Seed = None
+) -> LowRank:
+    """A preconditioner for A + μ I: its approximate inverse, up to a factor.
+
+    P⁻¹ = (λₗ + μ) U (Λ + μ I)⁻¹ Uᵀ + (I − U Uᵀ) with the smallest kept eigenvalue λₗ (their section 5). When
+    the eigenvalues of A beyond the rank are below μ, the preconditioned condition number is a small
+    constant.
+
+    Args:
+        operator: A without its damping, symmetric positive semi-definite (n x n).
+        damping: μ, positive.
+        rank: Number of random vectors.
+        generator: Generator or seed.
+
+    Returns:
+        P⁻¹, for the argument ``preconditioner`` of :func:`~linnet.solvers.cg` with ``A.damped(μ)``.
+
+    Raises:
+        InputError: An argument is out of range.
+
+    Example:
+        >>> from linnet.linalg import Diagonal
+        >>> A = Diagonal(torch.tensor([99.0, 0.0, 0.0]))
+        >>> nystrom_preconditioner(A, 1.0, rank=1, generator=0).diagonal().round()
+        tensor([1., 1., 1.])
+    """
+    mu = require_damping(damping)
+    if mu == 0:
+        raise InputError(f"damping is {damping!r}", expected="a positive number")
+    basis, values = _decompose(operator, rank, generator)
+    ratios = (values.min() + mu) / (values + mu)
+    return LowRank(basis, ratios, rest=1.0, space=operator.space, name="Nyström preconditioner")
+
+
+def _decompose(operator: LinearOperator, rank: int, generator: Seed) -> tuple[Tensor, Tensor]:
+    """U (n, rank) and λ (rank,), with the small shift ν that keeps the Cholesky factor stable."""
+    n = operator.shape[0]
+    if operator.shape[1] != n or not 1 <= rank <= n:
+        raise InputError(f"rank is {rank!r} for {operator!r}", expected=f"1 to {n}, and a square operator")
+    test = torch.linalg.qr(normal((n, rank), generator, operator.dtype, operator.device)).Q  # Ω
+    sketch = operator.mm(test)  # Y = A Ω
+    require_finite(sketch, "the product of the operator with random vectors")
+    shift = torch.finfo(sketch.dtype).eps * float(sketch.norm())  # ν
+    shifted = sketch + shift * test
+    gram = test.T @ shifted
+    factor = cholesky((gram + gram.T) / 2, "the Nyström core")  # Ωᵀ Y = L Lᵀ
+    half = torch.linalg.solve_triangular(factor, shifted.T, upper=False).T  # B = Y L⁻ᵀ
+    u, s, _ = torch.linalg.svd(half, full_matrices=False)
+    return u, (s**2 - shift).clamp(min=0)

@@ -1,0 +1,112 @@
+"""What an iterative method hands back: the answer, how it ended, and how good it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from math import sqrt
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from linnet.errors import NumericalError
+
+V = TypeVar("V")
+
+
+class Status(Enum):
+    """How an iteration ended; the value says what that means and what to try.
+
+    Example:
+        >>> Status.CONVERGED.value
+        'the residual is below the tolerance'
+    """
+
+    CONVERGED = "the residual is below the tolerance"
+    MAX_STEPS = "the step limit was reached first: allow more steps, use a preconditioner, or damp more"
+    STAGNATED = (
+        "rounding errors hide further progress: use float64, a larger tolerance, "
+        "a preconditioner, or damp more"
+    )
+    DIVERGED = (
+        "the iteration broke down: look for NaN in the operator and the right-hand side, "
+        "and check that the operator is symmetric positive definite (damp more if it is nearly not)"
+    )
+
+
+@dataclass(frozen=True)
+class Solution(Generic[V]):
+    """The result of an iterative method.
+
+    Args:
+        value: The answer; the last iterate when the method did not converge.
+        status: How it ended.
+        steps: Number of iterations.
+        residual: Relative residual of the answer itself, computed anew; the largest over all right-hand
+            sides.
+
+    Example:
+        >>> Solution(value=1.0, status=Status.CONVERGED, steps=3, residual=1e-9).converged
+        True
+    """
+
+    value: V
+    status: Status
+    steps: int
+    residual: float
+
+    @property
+    def converged(self) -> bool:
+        """Whether the residual is below the tolerance."""
+        return self.status is Status.CONVERGED
+
+    def require(self, what: str = "the iteration") -> V:
+        """The answer, or an error if the method did not converge.
+
+        Args:
+            what: What was being solved, for the error.
+
+        Returns:
+            The value.
+
+        Raises:
+            NumericalError: The status is not CONVERGED.
+        """
+        if self.converged:
+            return self.value
+        outcome = f"{what} ended after {self.steps} steps with the relative residual {self.residual:.2g}"
+        raise NumericalError(f"{outcome}: {self.status.value}")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A random estimate with its own error.
+
+    Args:
+        mean: The estimate.
+        stderr: Its standard error, estimated from the same samples.
+
+    Example:
+        >>> print(Estimate(12.0, 0.25))
+        12 ± 0.25
+    """
+
+    mean: float
+    stderr: float
+
+    @classmethod
+    def of(cls, samples: Tensor) -> Estimate:
+        """The mean of independent samples and its standard error.
+
+        Args:
+            samples: (S,).
+
+        Returns:
+            The estimate; the standard error of a single sample is infinite.
+        """
+        count = samples.numel()
+        stderr = float(samples.std()) / sqrt(count) if count > 1 else float("inf")
+        return cls(float(samples.mean()), stderr)
+
+    def __str__(self) -> str:
+        return f"{self.mean:.6g} ± {self.stderr:.2g}"

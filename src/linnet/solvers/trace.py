@@ -1,0 +1,165 @@
+"""Random estimates of traces: tr A, tr f(A) and log det A, each with its standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+from linnet.linalg.operator import LinearOperator
+from linnet.linalg.random import Seed, make_generator, signs
+from linnet.solvers.lanczos import tridiagonalize
+from linnet.solvers.solution import Estimate
+
+_COLUMNS = 32  # random vectors multiplied at once
+
+
+def hutchinson(operator: LinearOperator, samples: int, generator: Seed = None) -> Estimate:
+    """The trace of A as the mean of zᵀ A z over random signs z (Hutchinson 1990).
+
+    Costs one product with A a sample, in blocks of 32. Exact for a diagonal A.
+
+    Args:
+        operator: A (n x n).
+        samples: Number of random vectors; the standard error needs two.
+        generator: Generator or seed.
+
+    Returns:
+        tr A.
+
+    Raises:
+        InputError: A is not square, or ``samples`` is less than 1.
+
+    Example:
+        >>> from linnet.linalg import Diagonal
+        >>> hutchinson(Diagonal(torch.tensor([1.0, 2.0])), samples=2, generator=0).mean
+        3.0
+    """
+    _require(operator, samples, least=1)
+    parts = [(z * operator.mm(z)).sum(0) for z in _probes(operator, samples, generator)]
+    return Estimate.of(torch.cat(parts))
+
+
+def hutchpp(operator: LinearOperator, samples: int, generator: Seed = None) -> Estimate:
+    """The trace of A, exact on a random subspace and by Hutchinson outside (Hutch++, Meyer et al. 2021).
+
+    With Q an orthonormal basis of A S for random signs S: tr A = tr Qᵀ A Q + tr (I − QQᵀ) A (I − QQᵀ)
+    (algorithm 1). A third of the products goes to each of S, Q and the probes of the remainder. For a
+    positive semi-definite A the error falls like 1/samples, not like its root.
+
+    Args:
+        operator: A, symmetric (n x n).
+        samples: Number of products with A, at least 3; the standard error needs six.
+        generator: Generator or seed.
+
+    Returns:
+        tr A; the standard error is that of the remainder.
+
+    Raises:
+        InputError: A is not square, or ``samples`` is less than 3.
+
+    Example:
+        >>> from linnet.linalg import LowRank
+        >>> A = LowRank.from_factor(torch.ones(8, 1))
+        >>> round(hutchpp(A, samples=6, generator=0).mean, 3)
+        8.0
+    """
+    _require(operator, samples, least=3)
+    generator = make_generator(generator)
+    third = min(samples // 3, operator.shape[0])
+    sketch = torch.cat([operator.mm(s) for s in _probes(operator, third, generator)], dim=1)
+    q = torch.linalg.qr(sketch).Q  # (n, third)
+    inside = (q * operator.mm(q)).sum()  # tr Qᵀ A Q
+    outside = [z - q @ (q.T @ z) for z in _probes(operator, samples - 2 * third, generator)]
+    remainder = Estimate.of(torch.cat([(z * operator.mm(z)).sum(0) for z in outside]))
+    return Estimate(float(inside) + remainder.mean, remainder.stderr)
+
+
+def slq(
+    operator: LinearOperator,
+    function: Callable[[Tensor], Tensor],
+    samples: int,
+    steps: int,
+    generator: Seed = None,
+) -> Estimate:
+    """The trace of f(A) by stochastic Lanczos quadrature (Ubaru, Chen and Saad 2017).
+
+    For each of the random signs z, m Lanczos steps give the quadrature zᵀ f(A) z ≈ n Σₖ (e₁ᵀ sₖ)² f(θₖ) with
+    the eigenpairs (θₖ, sₖ) of T; exact when f is a polynomial of degree 2 m − 1.
+
+    Args:
+        operator: A, symmetric (n x n).
+        function: f, applied to eigenvalues elementwise.
+        samples: Number of random vectors; the standard error needs two.
+        steps: Lanczos steps m for each; memory is for 32 m vectors.
+        generator: Generator or seed.
+
+    Returns:
+        tr f(A). The standard error covers the random vectors, not the error of the quadrature.
+
+    Raises:
+        InputError: A is not square, or ``samples`` or ``steps`` is less than 1.
+
+    Example:
+        >>> from linnet.linalg import Diagonal
+        >>> A = Diagonal(torch.tensor([1.0, 4.0]))
+        >>> round(slq(A, torch.sqrt, samples=2, steps=2, generator=0).mean, 4)
+        3.0
+    """
+    _require(operator, samples, least=1)
+    blocks = _probes(operator, samples, make_generator(generator))
+    return Estimate.of(torch.cat([_quadrature(operator, z, function, steps) for z in blocks]))
+
+
+def logdet(operator: LinearOperator, samples: int, steps: int, generator: Seed = None) -> Estimate:
+    """The log determinant of A as tr log A by :func:`slq`.
+
+    Args:
+        operator: A, symmetric positive definite (n x n).
+        samples: Number of random vectors.
+        steps: Lanczos steps for each.
+        generator: Generator or seed.
+
+    Returns:
+        log det A; NaN when A has a negative eigenvalue.
+
+    Raises:
+        InputError: A is not square, or ``samples`` or ``steps`` is less than 1.
+
+    Example:
+        >>> from linnet.linalg import Diagonal
+        >>> round(logdet(Diagonal(torch.tensor([1.0, 4.0])), samples=2, steps=2, generator=0).mean, 4)
+        1.3863
+    """
+    return slq(operator, torch.log, samples, steps, generator)
+
+
+def _quadrature(
+    operator: LinearOperator, z: Tensor, function: Callable[[Tensor], Tensor], steps: int
+) -> Tensor:
+    """The quadrature of zᵀ f(A) z for each column of z (n, K); (K,)."""
+    matrices = tridiagonalize(operator, z, steps).matrices().double()
+    theta, s = torch.linalg.eigh(matrices)  # (K, m), (K, m, m)
+    weights = s[:, 0, :] ** 2  # (e₁ᵀ sₖ)²
+    # Steps beyond an invariant subspace add zeros to T, of no weight, where f may be infinite.
+    counted = weights > torch.finfo(z.dtype).eps ** 2
+    terms = torch.where(counted, weights * function(torch.where(counted, theta, 1.0)), 0.0)
+    return z.shape[0] * terms.sum(1)
+
+
+def _probes(operator: LinearOperator, samples: int, generator: Seed) -> Iterator[Tensor]:
+    """Random signs (n, K) in blocks of columns, ``samples`` columns in all."""
+    generator = make_generator(generator)
+    for first in range(0, samples, _COLUMNS):
+        columns = min(_COLUMNS, samples - first)
+        yield signs((operator.shape[0], columns), generator, operator.dtype, operator.device)
+
+
+def _require(operator: LinearOperator, samples: int, least: int) -> None:
+    """The operator is square and there are enough samples."""
+    if operator.shape[0] != operator.shape[1]:
+        raise InputError(f"{operator!r} has no trace", expected="a square operator")
+    if samples < least:
+        raise InputError(f"samples is {samples!r}", expected=f"at least {least}")

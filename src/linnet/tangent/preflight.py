@@ -1,0 +1,257 @@
+"""Before anything long is started: can this network be linearized, how, and what will it cost."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.errors import ModelError
+from linnet.memory import Plan
+from linnet.tangent.batch import Inputs, batch_size, take
+from linnet.tangent.capture import plan_for
+from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.gram import GramTask, plan_gram
+from linnet.tangent.jacobian import jvp_path
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.selection import Selector
+from linnet.tangent.trace import Trace, trace
+
+NAMES = {
+    "linear": "linear",
+    "conv": "convolution",
+    "embedding": "embedding",
+    "scale": "scale",
+    "shift": "shift",
+}
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How one parameter is treated.
+
+    Args:
+        name: Its name.
+        shape: Its shape.
+        uses: How many operations of the forward pass read it.
+        treatment: The rule, or why it is differentiated example by example, or that it is unused.
+        exact: Whether no rule covers it (slower, equally right).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    uses: int
+    treatment: str
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What was found; print it.
+
+    Args:
+        model: Name of the network's class.
+        outputs: C.
+        parameters: Treatment of every tracked parameter.
+        jvp: How directional derivatives are formed: ``"forward"`` or ``"double-backward"``.
+        deterministic: Whether two passes give the same outputs.
+        findings: Everything a user should know, most serious first.
+        ok: Whether results can be trusted.
+        memory: Predicted memory of the kernel of the batch.
+        untracked: How many parameters are left out by ``params=``.
+    """
+
+    model: str
+    outputs: int
+    parameters: tuple[Coverage, ...]
+    jvp: str
+    deterministic: bool
+    findings: tuple[str, ...]
+    ok: bool
+    memory: Plan
+    untracked: int
+
+    @property
+    def total(self) -> int:
+        """P, the number of tracked scalars."""
+        return sum(torch.Size(p.shape).numel() for p in self.parameters)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON.
+
+        Returns:
+            A dict.
+        """
+        return {**asdict(self), "total": self.total}
+
+    def __str__(self) -> str:
+        """The printed report."""
+        head = [
+            f"{self.model}: {len(self.parameters)} parameters tracked (P = {self.total:,}), "
+            f"{self.outputs} outputs"
+            + (f"; {self.untracked} left out" if self.untracked else "")
+        ]
+        width = max(len(p.name) for p in self.parameters)
+        shapes = ["×".join(map(str, p.shape)) or "scalar" for p in self.parameters]
+        wide = max(map(len, shapes))
+        lines = [
+            f"  {p.name:<{width}}  {s:<{wide}}  {p.treatment}"
+            for p, s in zip(self.parameters, shapes, strict=True)
+        ]
+        tail = [f"directional derivatives: {self.jvp}", str(self.memory)]
+        return "\n".join(
+            [
+                *head,
+                *lines,
+                *tail,
+                *(f"note: {finding}" for finding in self.findings),
+                "ready" if self.ok else "NOT ready",
+            ]
+        )
+
+
+def preflight(
+    model: nn.Module | Linearized,
+    batch: Inputs,
+    params: Selector = None,
+    output: OutputAdapter = None,
+    memory: str | int | None = None,
+) -> Preflight:
+    """Check a network on a batch: determinism, derivatives, coverage of every parameter, memory.
+
+    Args:
+        model: A network, or its linearization.
+        batch: Inputs of N examples, in the form the network takes.
+        params: Which parameters vary, as for ``linearize``.
+        output: The output adapter, as for ``linearize``.
+        memory: Budget that the memory plan is made for.
+
+    Returns:
+        The report; ``print`` it.
+
+    Raises:
+        ModelError: If the network cannot run on the batch, or has no usable derivative.
+        InputError: If ``params`` selects nothing.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        >>> preflight(net, torch.ones(2, 3)).ok
+        True
+    """
+    function = model.function if isinstance(model, Linearized) else Functional(model, params, output)
+    value = function.check_runs(batch)
+    findings = _mode_findings(model)
+    deterministic = _deterministic(function, batch)
+    if not deterministic:
+        findings.insert(
+            0, "the network is random in evaluation mode: two passes differ, so results would not be exact"
+        )
+    dependence = _batch_dependence(function, batch, value)
+    if dependence:
+        findings.insert(0, dependence)
+    path: str
+    try:
+        path, why = jvp_path(function, batch)
+        if why:
+            findings.append(why)
+    except ModelError as error:
+        path = "none"
+        findings.insert(0, str(error))
+    run = trace(function, batch)
+    coverage = _coverage(function, run, batch)
+    unused = [p.name for p in coverage if p.treatment.startswith("unused")]
+    if unused:
+        findings.append(f"the outputs do not depend on {len(unused)} parameter(s), first {unused[0]!r}")
+    exact = [p.name for p in coverage if p.exact]
+    if exact:
+        findings.append(
+            f"{len(exact)} parameter(s) are differentiated example by example (exact, slower), "
+            f"first {exact[0]!r}"
+        )
+    every = sum(1 for _ in function.model.parameters())
+    plan = plan_gram(GramTask(function, batch, None, "full", None), memory).memory
+    if plan.peak > plan.budget:
+        findings.append("the kernel of this batch would not fit the memory budget")
+    ok = deterministic and not dependence and path != "none"
+    return Preflight(
+        type(function.model).__name__,
+        value[0].numel(),
+        coverage,
+        path,
+        deterministic,
+        tuple(findings),
+        ok,
+        plan,
+        every - len(coverage),
+    )
+
+
+def _mode_findings(model: nn.Module) -> list[str]:
+    """What the user's own mode settings mean here."""
+    if isinstance(model, Linearized) or not model.training:
+        return []
+    names = sorted(
+        {
+            type(m).__name__
+            for m in model.modules()
+            if isinstance(m, nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd)
+        }
+    )
+    return (
+        [
+            f"the network is in training mode with {', '.join(names)}; it is linearized in evaluation mode, "
+            "your module is not changed"
+        ]
+        if names
+        else []
+    )
+
+
+@torch.no_grad()
+def _deterministic(function: Functional, batch: Inputs) -> bool:
+    """Whether two passes agree."""
+    part = take(batch, slice(0, min(2, batch_size(batch))))
+    first, second = function(function.theta, part), function(function.theta, part)
+    return torch.equal(first, second)
+
+
+@torch.no_grad()
+def _batch_dependence(function: Functional, batch: Inputs, value: Tensor) -> str:
+    """A sentence if an example's outputs depend on the other examples of its batch."""
+    if batch_size(batch) < 2:
+        return ""
+    try:
+        alone = function(function.theta, take(batch, slice(0, 1)))
+    except (RuntimeError, ValueError) as error:
+        return f"the network cannot run on one example alone ({str(error).splitlines()[0]})"
+    scale = value[:1].abs().max() + 1e-12
+    tolerance = 1e-8 if value.dtype == torch.float64 else 1e-3
+    if (alone - value[:1]).abs().max() <= tolerance * scale:
+        return ""
+    return (
+        "the outputs of an example depend on the other examples in its batch, "
+        "so no example has a gradient of its own"
+    )
+
+
+def _coverage(function: Functional, run: Trace, batch: Inputs) -> tuple[Coverage, ...]:
+    """Treatment of every tracked parameter."""
+    plan = plan_for(function, run, batch)
+    found = []
+    for name in function.names:
+        uses = [use for use in run.uses if name in use.sources]
+        if name in plan.exact:
+            text, exact = f"example by example ({plan.exact[name]})", True
+        elif name in plan.unused:
+            text, exact = "unused: its gradient is zero", False
+        else:
+            kinds = list(dict.fromkeys(NAMES[use.kind] for use in uses))
+            through = "" if all(use.direct for use in uses) else ", through a tensor computed from it"
+            text, exact = (
+                " and ".join(kinds) + (f", {len(uses)} uses" if len(uses) > 1 else "") + through,
+                False,
+            )
+        found.append(Coverage(name, tuple(function.space.shapes[name]), len(uses), text, exact))
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""What a test of a new operator, solver or curvature needs: dense oracles and conformance suites."""

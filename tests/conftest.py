@@ -1,0 +1,128 @@
+"""Strictness for every test: seeded, no leaked global state, data that is there or loudly missing."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+hypothesis.settings.register_profile(
+    "linnet", derandomize=True, database=None, deadline=None, max_examples=25, print_blob=True
+)
+hypothesis.settings.load_profile("linnet")
+torch.manual_seed(0)  # modules built while tests are collected
+
+ROOT = Path(__file__).resolve().parents[1]
+MISSING_DATA = pytest.StashKey[dict[str, str]]()
+
+
+def _global_state() -> dict[str, object]:
+    """What a test, and any call into linnet, must leave as it was."""
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "number of threads": torch.get_num_threads(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "MHA fast path": torch.backends.mha.get_fastpath_enabled(),
+        "fused attention": (
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+        ),
+        "working directory": Path.cwd(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    """Seeds every global generator, and fails a test that leaves global state changed."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002  # for third-party code that draws from the global generator
+    torch.manual_seed(0)
+    before = _global_state()
+    yield
+    after = _global_state()
+    changed = {name: (value, after[name]) for name, value in before.items() if after[name] != value}
+    torch.set_default_dtype(torch.float32)
+    assert not changed, f"the test left global state changed (before, after): {changed}"
+
+
+@pytest.fixture
+def float64(seeded: None) -> Iterator[torch.dtype]:
+    """Makes float64 the default floating type of one test, for exactness at 1e-10 relative."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield torch.float64
+    torch.set_default_dtype(previous)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """A seeded generator, for code that takes one."""
+    return torch.Generator().manual_seed(0)
+
+
+def find_data_directory() -> tuple[Path | None, str]:
+    """The data directory, or None with the reason and what to do."""
+    named = os.environ.get("LINNET_DATA")
+    if named is not None:
+        path = Path(named).expanduser()
+        if not path.is_dir():
+            raise pytest.UsageError(
+                f"LINNET_DATA is {named!r}, which is not a directory; unset it or correct it"
+            )
+        return path, ""
+    beside = ROOT.parent / "shared" / "data"
+    if beside.is_dir():
+        return beside, ""
+    return None, "no data directory: set LINNET_DATA to the folder with the real data sets"
+
+
+@pytest.fixture(scope="session")
+def data_directory(request: pytest.FixtureRequest) -> Path:
+    """The folder with the real data sets: LINNET_DATA, or ../shared/data beside the checkout."""
+    path, reason = find_data_directory()
+    if path is None:
+        pytest.skip(reason)
+    return path
+
+
+@pytest.fixture
+def data_file(data_directory: Path) -> Callable[[str], Path]:
+    """A function from the name of a data file to its path; a file missing from a present directory fails."""
+
+    def find(name: str) -> Path:
+        path = data_directory / name
+        assert path.exists(), (
+            f"{name} is missing from the data directory, which holds {sorted(os.listdir(path.parent))}"
+        )
+        return path
+
+    return find
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Notes the tests that were skipped, with the reason, for the summary."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        item.config.stash.setdefault(MISSING_DATA, {})[item.nodeid] = reason
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Ends the run by naming everything that was not tested, so that nothing is skipped in silence."""
+    skipped = config.stash.get(MISSING_DATA, {})
+    if skipped:
+        terminalreporter.section(f"NOT TESTED: {len(skipped)} tests did not run", yellow=True)
+        for nodeid, reason in skipped.items():
+            terminalreporter.line(f"{nodeid}: {reason}")

@@ -1,0 +1,154 @@
+"""The factorization ladder: precision, jitter, and an error that names the matrix."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from math import log10
+
+import pytest
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError, NumericalError
+from linnet.linalg import factorize
+from linnet.linalg.factorize import cholesky, eigh, nonnegative, require_finite, root
+
+
+def spd(n: int, condition: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A symmetric matrix with eigenvalues from 1 down to 1/condition."""
+    q = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64)).Q
+    matrix: Tensor = (q * torch.logspace(0, -log10(condition), n, dtype=torch.float64)) @ q.T
+    return ((matrix + matrix.T) / 2).to(dtype)
+
+
+def test_cholesky_of_a_good_matrix_is_torch_own() -> None:
+    matrix = spd(8, 10.0)
+    assert torch.equal(cholesky(matrix), torch.linalg.cholesky(matrix))
+
+
+def test_cholesky_of_a_batch() -> None:
+    batch = torch.stack([spd(4, 10.0), spd(4, 100.0)])
+    factor = cholesky(batch)
+    torch.testing.assert_close(factor @ factor.mT, batch, rtol=1e-10, atol=1e-12)
+
+
+def test_float64_saves_a_float32_matrix_without_jitter(caplog: pytest.LogCaptureFixture) -> None:
+    # 1 + 1e-8 rounds to 1 in the float32 product of the pivot, not in float64.
+    row = torch.tensor([[1.0, 1.0 - 2**-24], [1.0 - 2**-24, 1.0]], dtype=torch.float32)
+    matrix = row + torch.tensor([[2**-23, 0.0], [0.0, 0.0]], dtype=torch.float32)
+    assert factorize._try_cholesky(matrix.double()) is not None
+    factor = cholesky(matrix)
+    assert factor.dtype == torch.float32
+    assert not caplog.records
+
+
+def test_a_singular_matrix_gets_a_little_jitter_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    ones = torch.ones(5, 5)
+    with caplog.at_level(logging.WARNING, logger="linnet"):
+        factor = cholesky(1e6 * ones, "factor A of layer fc1")
+    torch.testing.assert_close(factor @ factor.T, 1e6 * ones, rtol=1e-5, atol=0.0)
+    assert "factor A of layer fc1" in caplog.text
+
+
+def test_jitter_is_relative_to_the_mean_diagonal() -> None:
+    tiny, huge = cholesky(1e-30 * torch.ones(3, 3).double()), cholesky(1e30 * torch.ones(3, 3).double())
+    torch.testing.assert_close(1e30 * tiny, huge, rtol=1e-3, atol=0.0)
+
+
+def test_an_indefinite_matrix_is_named_with_its_smallest_eigenvalue() -> None:
+    matrix = torch.diag(torch.tensor([1.0, -0.25, 3.0]))
+    with pytest.raises(
+        NumericalError, match=r"factor B of conv2 .*smallest eigenvalue is -0\.25.*more than 0\.2"
+    ):
+        cholesky(matrix, "factor B of conv2")
+
+
+def test_half_precision_is_factorized_in_more() -> None:
+    matrix = spd(4, 2.0).to(torch.bfloat16)
+    factor = cholesky(matrix)
+    assert factor.dtype == torch.bfloat16
+    torch.testing.assert_close(factor @ factor.T, matrix, rtol=0.05, atol=0.02)
+    values, vectors = eigh(matrix)
+    assert values.dtype == vectors.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("function", [cholesky, eigh, root])
+@pytest.mark.parametrize(
+    ("entry", "text"), [(float("nan"), "1 NaN and 0 inf"), (float("inf"), "0 NaN and 1 inf")]
+)
+def test_nan_and_inf_are_found_first_and_counted(
+    function: Callable[[Tensor, str], object], entry: float, text: str
+) -> None:
+    matrix = torch.eye(3)
+    matrix[1, 1] = entry
+    with pytest.raises(NumericalError, match=rf"my factor has {text}"):
+        function(matrix, "my factor")
+
+
+@pytest.mark.parametrize("function", [cholesky, eigh, root])
+@pytest.mark.parametrize("matrix", [torch.ones(2, 3), torch.ones(3), torch.ones(2, 2, dtype=torch.int64)])
+def test_what_is_not_a_square_float_matrix_is_refused(
+    function: Callable[[Tensor, str], object], matrix: Tensor
+) -> None:
+    with pytest.raises(InputError, match=r"my factor has (shape|type)"):
+        function(matrix, "my factor")
+
+
+def test_eigh_gives_the_matrix_back() -> None:
+    matrix = spd(12, 1e4)
+    values, vectors = eigh(matrix)
+    torch.testing.assert_close((vectors * values) @ vectors.T, matrix, rtol=1e-10, atol=1e-12)
+    assert bool((values.diff() >= 0).all())
+
+
+def test_large_matrices_are_decomposed_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = spd(20, 1e6, torch.float32)
+    exact = torch.linalg.eigvalsh(matrix.double())
+    monkeypatch.setattr(factorize, "_LARGE", 20)
+    values, vectors = eigh(matrix)
+    assert values.dtype == vectors.dtype == torch.float32
+    assert torch.equal(values, exact.float())
+    monkeypatch.setattr(factorize, "_LARGE", 21)
+    assert not torch.equal(eigh(matrix)[0], exact.float())
+
+
+def test_eigh_tries_float64_when_it_fails_and_then_names_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    true_eigh: Callable[[Tensor], tuple[Tensor, Tensor]] = torch.linalg.eigh
+
+    def fails_in_float32(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        if matrix.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("did not converge")  # type: ignore[attr-defined]
+        return true_eigh(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails_in_float32)
+    assert torch.equal(eigh(torch.eye(3))[0], torch.ones(3))
+    monkeypatch.setattr(factorize, "_double", lambda matrix: matrix)
+    with pytest.raises(NumericalError, match="my factor"):
+        eigh(torch.eye(3), "my factor")
+
+
+@pytest.mark.parametrize("rank", [3, 6])
+def test_root_of_singular_and_regular_matrices(rank: int) -> None:
+    u = torch.randn(6, rank, dtype=torch.float64)
+    s = root(u @ u.T)
+    torch.testing.assert_close(s @ s.T, u @ u.T, rtol=1e-10, atol=1e-10)
+
+
+def test_root_of_an_indefinite_matrix_is_an_error() -> None:
+    with pytest.raises(NumericalError, match=r"H is not positive semi-definite.* -2"):
+        root(torch.diag(torch.tensor([1.0, -2.0])), "H")
+
+
+def test_nonnegative_removes_rounding_only() -> None:
+    assert torch.equal(nonnegative(torch.tensor([-1e-9, 1.0])), torch.tensor([0.0, 1.0]))
+    assert nonnegative(torch.empty(0)).numel() == 0
+    with pytest.raises(NumericalError, match=r"eigenvalue is -0\.01"):
+        nonnegative(torch.tensor([-1e-2, 1.0]))
+
+
+def test_require_finite_passes_finite_tensors_of_any_shape() -> None:
+    for tensor in (torch.ones(()), torch.ones(2, 3, 4), torch.empty(0)):
+        require_finite(tensor, "tensor")
+    with pytest.raises(NumericalError, match="2 NaN"):
+        require_finite(torch.tensor([float("nan"), 1.0, float("nan")]), "tensor")

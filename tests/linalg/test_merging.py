@@ -1,0 +1,167 @@
+"""Merging sums of Kronecker products: exact where it can be, never counting the past twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from linnet.errors import InputError, NumericalError
+from linnet.linalg import Kronecker, LinearOperator, Sum, merge
+from linnet.linalg.merging import merge_kl, merge_svd
+
+METHODS = ["exact", "svd", "kl", "count"]
+
+
+def positive(n: int) -> Tensor:
+    factor = torch.randn(n, 2 * n).double()
+    return factor @ factor.T / n
+
+
+def products(count: int, n: int = 3, m: int = 2) -> list[Kronecker]:
+    """Random terms."""
+    return [Kronecker(positive(n), positive(m)) for _ in range(count)]
+
+
+def total(terms: list[Kronecker]) -> Tensor:
+    """The sum as a matrix."""
+    return torch.stack([term.dense() for term in terms]).sum(0)
+
+
+def merged(terms: list[Kronecker], method: str) -> LinearOperator:
+    """The sum by a method, with equal counts where they are wanted."""
+    return merge(terms, method, counts=[10.0] * len(terms) if method == "count" else None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(st.integers(1, 5))
+def test_equal_terms_count_as_often_as_they_are(method: str, count: int) -> None:
+    term = products(1)[0]
+    torch.testing.assert_close(
+        merged([term] * count, method).dense(), count * term.dense(), rtol=1e-7, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_terms_merged_one_by_one_do_not_grow_beyond_the_sum(method: str) -> None:
+    term = products(1)[0]
+    running: Kronecker = term
+    for step in range(2, 6):
+        pair = merge([running, term], method, counts=[10.0 * (step - 1), 10.0] if method == "count" else None)
+        if isinstance(pair, Kronecker):
+            running = pair
+            torch.testing.assert_close(running.dense(), step * term.dense(), rtol=1e-7, atol=1e-9)
+        else:
+            torch.testing.assert_close(pair.dense(), 2 * term.dense(), rtol=1e-12, atol=1e-12)
+
+
+def test_exact_keeps_the_list() -> None:
+    terms = products(3)
+    kept = merge(terms, "exact")
+    assert isinstance(kept, Sum)
+    assert kept.terms == tuple(terms)
+    torch.testing.assert_close(kept.dense(), total(terms), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["svd", "kl"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_common_factor_merges_exactly(method: str, side: str) -> None:
+    common = positive(3)
+    pairs = [(common, positive(3)) if side == "left" else (positive(3), common) for _ in range(4)]
+    terms = [Kronecker(left, right) for left, right in pairs]
+    torch.testing.assert_close(merged(terms, method).dense(), total(terms), rtol=1e-6, atol=1e-9)
+
+
+@given(st.integers(2, 5))
+def test_svd_is_the_nearest_product(count: int) -> None:
+    terms = products(count)
+    wanted = total(terms)
+    nearest = merge_svd(terms)
+    # The error of the best rank-1 approximation of the rearranged sum (Van Loan and Pitsianis 1993).
+    rearranged = wanted.reshape(3, 2, 3, 2).permute(0, 2, 1, 3).reshape(9, 4)
+    bound = torch.linalg.svdvals(rearranged)[1:].norm()
+    assert float((nearest.dense() - wanted).norm()) == pytest.approx(float(bound), rel=1e-8)
+
+
+def test_svd_of_positive_terms_is_positive() -> None:
+    nearest = merge_svd(products(4))
+    assert float(torch.linalg.eigvalsh(nearest.left)[0]) > 0
+    assert float(torch.linalg.eigvalsh(nearest.right)[0]) > 0
+
+
+def divergence(precision: Tensor, other: Tensor) -> float:
+    """KL(N(0, P⁻¹) ‖ N(0, S⁻¹)) up to constants: ½ (tr S P⁻¹ − log det S P⁻¹)."""
+    ratio = other @ torch.linalg.inv(precision)
+    return 0.5 * float(ratio.trace() - torch.logdet(ratio))
+
+
+def test_kl_is_a_minimum() -> None:
+    terms = products(3)
+    wanted, nearest = total(terms), merge_kl(terms)
+    best = divergence(nearest.dense(), wanted)
+    assert best < divergence(merge_svd(terms).dense(), wanted)
+    for _ in range(20):
+        moved = Kronecker(nearest.left + 1e-3 * positive(3), nearest.right + 1e-3 * positive(2))
+        assert divergence(moved.dense(), wanted) > best
+        moved = Kronecker(nearest.left - 1e-3 * positive(3), nearest.right)
+        assert divergence(moved.dense(), wanted) > best
+
+
+def test_the_tolerance_of_kl_decides_when_it_stops() -> None:
+    terms = products(4)
+    exact = merge_kl(terms, tolerance=1e-12).dense()
+    errors = [float((merge_kl(terms, tolerance=t).dense() - exact).norm()) for t in (0.5, 1e-3, 1e-9)]
+    assert errors[0] > errors[1] > errors[2]
+
+
+def test_kl_says_when_it_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linnet.linalg.merging._KL_STEPS", 1)
+    with pytest.raises(NumericalError, match=r"3 Kronecker products by KL.*method='svd'"):
+        merge_kl(products(3))
+
+
+def test_counts_weigh_the_right_factors() -> None:
+    first, second = products(2)
+    merged_terms = merge([first, second], "count", counts=[30, 10])
+    assert isinstance(merged_terms, Kronecker)
+    left, right = first.left + second.left, 0.75 * first.right + 0.25 * second.right
+    torch.testing.assert_close(merged_terms.dense(), torch.kron(left, right), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["svd", "kl", "count"])
+def test_the_sum_does_not_depend_on_the_order_of_terms(method: str) -> None:
+    terms = products(3)
+    one, other = merged(terms, method).dense(), merged(terms[::-1], method).dense()
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+def test_float32_terms_give_float32() -> None:
+    term = Kronecker(torch.eye(2), torch.eye(3))
+    assert merge([term, term], "svd").dtype == torch.float32
+    torch.testing.assert_close(merge([term, term], "svd").dense(), 2 * torch.eye(6))
+
+
+def test_zero_terms_merge_to_zero() -> None:
+    zero = Kronecker(torch.zeros(2, 2), torch.zeros(2, 2))
+    assert torch.equal(merge([zero, zero], "svd").dense(), torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: merge([], "svd"), r"at least one product"),
+        (lambda: merge([*products(1), *products(1, 2, 3)], "svd"), r"factors of one shape"),
+        (lambda: merge(products(2), "mean"), r"method is 'mean'"),
+        (lambda: merge(products(2), "count"), r"counts is None with method 'count'"),
+        (lambda: merge(products(2), "svd", counts=[1, 1]), r"counts for method 'count' alone"),
+        (lambda: merge(products(2), "count", counts=[1]), r"2 positive numbers"),
+        (lambda: merge(products(2), "count", counts=[1, 0]), r"2 positive numbers"),
+    ],
+)
+def test_bad_input_is_named(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        make()

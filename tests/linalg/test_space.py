@@ -1,0 +1,130 @@
+"""Parameter space: flat vectors and Params are two views of one thing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from linnet.errors import InputError
+from linnet.linalg import ParameterSpace
+
+SPACE = ParameterSpace({"weight": (2, 3), "scale": (), "bias": (2,)})
+
+shapes = st.dictionaries(
+    st.text("abc.", min_size=1, max_size=4), st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=4
+)
+
+
+@given(shapes, st.sampled_from([(), (1,), (4,)]))
+def test_flat_to_params_and_back_is_the_identity(
+    shapes: dict[str, list[int]], columns: tuple[int, ...]
+) -> None:
+    space = ParameterSpace(shapes)
+    flat = torch.randn(space.dim, *columns)
+    params = space.to_params(flat)
+    assert [tuple(tensor.shape) for tensor in params.values()] == [
+        (*shape, *columns) for shape in shapes.values()
+    ]
+    assert torch.equal(space.to_flat(params), flat)
+
+
+def test_dim_and_slices_follow_the_order_of_names() -> None:
+    assert SPACE.dim == 9
+    assert SPACE.slices == {"weight": slice(0, 6), "scale": slice(6, 7), "bias": slice(7, 9)}
+
+
+def test_params_from_flat_are_views() -> None:
+    for flat in (torch.zeros(9), torch.zeros(9, 2)):
+        SPACE.to_params(flat)["bias"].fill_(5.0)
+        assert bool((flat[7:] == 5.0).all())
+
+
+def test_one_parameter_is_flattened_without_a_copy() -> None:
+    weight = torch.zeros(2, 3)
+    assert ParameterSpace({"weight": (2, 3)}).to_flat({"weight": weight}).data_ptr() == weight.data_ptr()
+
+
+def test_the_order_of_the_space_counts_not_that_of_the_dict() -> None:
+    params = SPACE.to_params(torch.arange(9.0))
+    shuffled = {name: params[name] for name in ("bias", "weight", "scale")}
+    assert torch.equal(SPACE.to_flat(shuffled), torch.arange(9.0))
+
+
+def test_flat_stays_flat_and_params_stay_params() -> None:
+    flat = torch.arange(9.0)
+    params = SPACE.to_params(flat)
+    assert SPACE.to_flat(flat) is flat
+    assert SPACE.to_params(params) is params
+    assert isinstance(SPACE.in_kind(flat, like=flat), Tensor)
+    assert isinstance(SPACE.in_kind(flat, like=params), dict)
+
+
+def test_of_reads_the_shapes_of_a_network() -> None:
+    network = torch.nn.Linear(3, 2)
+    space = ParameterSpace.of(dict(network.named_parameters()))
+    assert space == ParameterSpace({"weight": (2, 3), "bias": (2,)})
+    assert hash(space) == hash(ParameterSpace({"weight": (2, 3), "bias": (2,)}))
+
+
+def test_spaces_differ_by_order_and_shape() -> None:
+    assert ParameterSpace({"a": (2,), "b": (2,)}) != ParameterSpace({"b": (2,), "a": (2,)})
+    assert ParameterSpace({"a": (2,)}) != ParameterSpace({"a": (1, 2)})
+
+
+def test_select_keeps_the_order() -> None:
+    assert SPACE.select(["bias", "weight"]) == ParameterSpace({"weight": (2, 3), "bias": (2,)})
+
+
+def test_flattening_keeps_gradients() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    flat = ParameterSpace({"a": (2,), "b": (1,)}).to_flat({"a": weight, "b": torch.ones(1)})
+    assert torch.equal(torch.autograd.grad(flat.sum(), weight)[0], torch.ones(2))
+
+
+def test_repr_says_how_large_it_is() -> None:
+    assert repr(SPACE) == "ParameterSpace(3 parameters, P = 9)"
+
+
+def test_an_empty_space_is_refused() -> None:
+    with pytest.raises(InputError, match="shapes is empty"):
+        ParameterSpace({})
+
+
+@pytest.mark.parametrize("shape", [(8,), (10,), (1, 9), (9, 1, 1), ()])
+def test_a_flat_vector_of_the_wrong_shape_is_named(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match=r"has shape .*\(9,\), \(9, K\)"):
+        SPACE.to_flat(torch.zeros(shape))
+    with pytest.raises(InputError, match="has shape"):
+        SPACE.to_params(torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"bias": None}, r"lacks 'bias' and has unknown nothing"),
+        ({"extra": torch.zeros(1)}, r"lacks nothing and has unknown 'extra'"),
+        ({"bias": torch.zeros(3)}, r"'bias' has shape \(3,\)"),
+        ({"bias": torch.zeros(2, 4)}, r"'bias' has shape \(2, 4\).*alike"),
+        ({"weight": torch.zeros(2, 3, 1, 1)}, r"'weight' has shape \(2, 3, 1, 1\)"),
+        ({"weight": torch.zeros(6)}, r"'weight' has shape \(6,\)"),
+    ],
+)
+def test_params_that_do_not_fit_are_named(change: dict[str, Tensor | None], text: str) -> None:
+    params = {**SPACE.to_params(torch.zeros(9)), **change}
+    given_params = {name: tensor for name, tensor in params.items() if tensor is not None}
+    with pytest.raises(InputError, match=text):
+        SPACE.to_flat(given_params)
+
+
+def test_an_unknown_name_cannot_be_selected() -> None:
+    with pytest.raises(InputError, match=r"'wings'.*'weight'"):
+        SPACE.select(["wings"])
+
+
+def test_long_lists_of_names_are_cut() -> None:
+    space = ParameterSpace({f"p{i}": () for i in range(9)})
+    with pytest.raises(InputError, match="and 4 more"):
+        space.to_flat({})

@@ -1,0 +1,231 @@
+"""Structured matrices against the dense matrices that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from linnet.errors import InputError, NumericalError
+from linnet.linalg import (
+    BlockDiagonal,
+    Dense,
+    Diagonal,
+    Kronecker,
+    LowRank,
+    ParameterSpace,
+    Permuted,
+    StructuredOperator,
+    cholesky,
+)
+from linnet.testing.conformance import check_operator
+
+DTYPES = [torch.float32, torch.float64]
+SPACE = ParameterSpace({"weight": (2, 2), "bias": (2,)})
+
+
+def positive(n: int, dtype: torch.dtype = torch.float64, rank: int | None = None) -> Tensor:
+    """A well conditioned positive definite matrix, or a singular one of some rank."""
+    factor = torch.randn(n, 2 * n if rank is None else rank, dtype=dtype)
+    return factor @ factor.T / n
+
+
+@given(st.integers(1, 6), st.sampled_from(DTYPES))
+def test_dense_conforms(n: int, dtype: torch.dtype) -> None:
+    matrix = positive(n, dtype)
+    check_operator(Dense(matrix), matrix)
+
+
+@given(st.integers(1, 6), st.sampled_from(DTYPES))
+def test_diagonal_conforms(n: int, dtype: torch.dtype) -> None:
+    values = torch.rand(n, dtype=dtype) + 0.5
+    check_operator(Diagonal(values), values.diag())
+
+
+@given(st.permutations(range(6)))
+def test_permuted_conforms(order: list[int]) -> None:
+    matrix = positive(6)
+    check_operator(Permuted(Dense(matrix), torch.tensor(order), SPACE), matrix[order][:, order])
+
+
+def test_block_diagonal_of_every_structure_conforms() -> None:
+    values, dense, left, right, factor = (
+        torch.rand(2).double() + 1,
+        positive(3),
+        *positive_pair(2, 2),
+        positive(3),
+    )
+    blocks = [
+        Diagonal(values),
+        Dense(dense),
+        Kronecker(left, right),
+        LowRank.from_factor(factor, diagonal=1.0),
+        Permuted(Dense(dense), torch.tensor([2, 0, 1])),
+        BlockDiagonal([Diagonal(values)]),
+    ]
+    permuted = dense[[2, 0, 1]][:, [2, 0, 1]]
+    low_rank = factor @ factor.T + torch.eye(3).double()
+    parts = values.diag(), dense, torch.kron(left, right), low_rank, permuted, values.diag()
+    wanted = torch.block_diag(*parts)  # type: ignore[no-untyped-call]
+    check_operator(BlockDiagonal(blocks), wanted)
+
+
+def positive_pair(n: int, m: int) -> tuple[Tensor, Tensor]:
+    """Two positive definite matrices."""
+    return positive(n), positive(m)
+
+
+def test_singular_matrices_conform_where_no_inverse_is_needed() -> None:
+    matrix = positive(5, rank=2)
+    check_operator(Dense(matrix), matrix)
+    values = torch.tensor([0.0, 2.0, 1.0]).double()
+    check_operator(Diagonal(values), values.diag())
+
+
+def test_a_space_is_kept_by_every_operation() -> None:
+    matrix = positive(6)
+    for operator in (Dense(matrix, SPACE), Diagonal(matrix.diagonal(), SPACE)):
+        check_operator(operator, operator.dense())
+        changed = [operator.inverse(), operator.damped(1.0), operator.scaled(2.0), 2.0 * operator]
+        assert [each.space for each in changed] == [SPACE] * 4
+    params = SPACE.to_params(torch.ones(6).double())
+    solution = Dense(matrix, SPACE).solve(params)
+    assert isinstance(solution, dict)
+    torch.testing.assert_close(
+        matrix @ SPACE.to_flat(solution), torch.ones(6).double(), rtol=1e-10, atol=1e-10
+    )
+
+
+def test_positive_multiples_keep_the_structure_negative_ones_do_not() -> None:
+    M = Diagonal(torch.ones(2))
+    assert isinstance(2.0 * M, Diagonal)
+    assert not isinstance(-2.0 * M, StructuredOperator)
+    assert torch.equal((-2.0 * M) @ torch.ones(2), torch.tensor([-2.0, -2.0]))
+
+
+@given(st.floats(0, 2), st.floats(0, 2))
+def test_damping_twice_is_damping_by_the_sum(first: float, second: float) -> None:
+    for M in every_structure():
+        twice, once = M.damped(first).damped(second), M.damped(first + second)
+        torch.testing.assert_close(twice.dense(), once.dense(), rtol=1e-10, atol=1e-10)
+
+
+def every_structure() -> list[StructuredOperator]:
+    """One matrix of each structure, 6 x 6 and positive definite."""
+    torch.manual_seed(1)
+    factor = torch.randn(6, 2).double()
+    return [
+        Dense(positive(6)),
+        Diagonal(torch.rand(6).double() + 0.5),
+        BlockDiagonal([Dense(positive(4)), Diagonal(torch.ones(2).double())]),
+        Permuted(Dense(positive(6)), torch.tensor([5, 0, 4, 1, 3, 2])),
+        Kronecker(positive(2), positive(3)),
+        Kronecker(positive(2), positive(3)).damped(0.1),
+        LowRank.from_factor(factor, diagonal=0.5),
+        LowRank.from_factor(factor, diagonal=torch.rand(6).double() + 0.5),
+    ]
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_metamorphic_identities(index: int) -> None:
+    M = every_structure()[index]
+    rows = torch.randn(3, 6).double()
+    inverse = M.inverse()
+    assert float(M.logdet() + inverse.logdet()) == pytest.approx(0.0, abs=1e-9)
+    torch.testing.assert_close(inverse @ (M @ rows.T), rows.T, rtol=1e-9, atol=1e-9)
+    wanted = rows @ torch.linalg.solve(M.dense(), rows.T)
+    torch.testing.assert_close(inverse.quadratic(rows), wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(M.scaled(3.0).logdet(), M.logdet() + 6 * torch.tensor(3.0).double().log())
+    torch.testing.assert_close(
+        M.quadratic(torch.eye(6).double()).diagonal(), M.diagonal(), rtol=1e-10, atol=1e-10
+    )
+
+
+def test_quadratic_is_symmetric_and_never_negative() -> None:
+    tiny = Dense(1e-8 * positive(4, torch.float32, rank=2))
+    form = tiny.quadratic(torch.randn(7, 3, 4))
+    assert form.shape == (7, 3, 3)
+    assert torch.equal(form, form.mT)
+    assert bool((form.diagonal(dim1=1, dim2=2) >= 0).all())
+
+
+def test_samples_depend_on_the_generator_alone() -> None:
+    M = Dense(positive(3))
+    assert M.sample(5, 0).shape == (5, 3)
+    assert torch.equal(M.sample(5, 0), M.sample(5, torch.Generator().manual_seed(0)))
+    assert not torch.equal(M.sample(5, 0), M.sample(5, 1))
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda M: M.solve(torch.ones(2)), lambda M: M.inverse(), lambda M: M.logdet()]
+)
+def test_indefinite_and_singular_matrices_have_no_inverse(ask: Callable[[Any], Any]) -> None:
+    with pytest.raises(NumericalError, match=r"my G .*-1"):
+        ask(Dense(torch.diag(torch.tensor([1.0, -1.0])), name="my G"))
+    with pytest.raises(NumericalError, match=r"my G is singular.*damping"):
+        ask(Diagonal(torch.tensor([1.0, 0.0]), name="my G"))
+
+
+def test_the_inverse_of_a_matrix_says_what_it_is() -> None:
+    assert Dense(torch.eye(2), name="G of fc1").inverse().name == "inverse of G of fc1"
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: Dense(torch.ones(2, 3)), InputError, r"shape \(2, 3\)"),
+        (lambda: Dense(torch.ones(2, 2, 2)), InputError, r"one matrix"),
+        (lambda: Dense(torch.tensor([[1.0, 2.0], [0.0, 1.0]])), InputError, r"not symmetric.*differ by 2"),
+        (lambda: Dense(torch.full((2, 2), float("nan"))), NumericalError, r"4 NaN"),
+        (lambda: Dense(torch.eye(2), SPACE), InputError, r"space has dimension 6.*2"),
+        (lambda: Diagonal(torch.ones(2, 2)), InputError, r"shape \(2, 2\)"),
+        (lambda: Diagonal(torch.tensor([1, 2])), InputError, r"int64"),
+        (lambda: Diagonal(torch.tensor([1.0, -2.0])), InputError, r"negative entry -2"),
+        (lambda: Diagonal(torch.tensor([float("inf")])), NumericalError, r"1 infinite"),
+        (lambda: BlockDiagonal([]), InputError, r"at least one block"),
+        (
+            lambda: BlockDiagonal([Diagonal(torch.ones(2)), Diagonal(torch.ones(2).double())]),
+            InputError,
+            "dtype",
+        ),
+        (lambda: BlockDiagonal([Diagonal(torch.ones(2))], SPACE), InputError, r"dimension 6"),
+        (
+            lambda: Permuted(Diagonal(torch.ones(2)), torch.tensor([0, 0])),
+            InputError,
+            r"permutation of 0 ... 1",
+        ),
+        (lambda: Permuted(Diagonal(torch.ones(2)), torch.tensor([0])), InputError, r"shape \(1,\)"),
+        (lambda: Diagonal(torch.ones(2)).quadratic(torch.ones(2, 3)), InputError, r"rows has shape \(2, 3\)"),
+        (lambda: Diagonal(torch.ones(2)).scaled(-1.0), InputError, r"-1"),
+        (lambda: Diagonal(torch.ones(2)).solve(torch.ones(3)), InputError, r"shape \(3,\)"),
+    ],
+)
+def test_bad_input_is_named(make: Callable[[], object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_slightly_asymmetric_matrices_are_taken_as_symmetric() -> None:
+    matrix = torch.eye(2).double()
+    matrix[0, 1] = 1e-14
+    assert Dense(matrix).shape == (2, 2)
+
+
+def test_a_dense_matrix_is_factorized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counted(matrix: Tensor, name: str) -> Tensor:
+        calls.append(name)
+        return cholesky(matrix, name)
+
+    monkeypatch.setattr("linnet.linalg.structured.cholesky", counted)
+    M = Dense(positive(3), name="G")
+    M.solve(torch.ones(3).double())
+    M.logdet()
+    M.inverse()
+    assert calls == ["G"]

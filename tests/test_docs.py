@@ -1,0 +1,153 @@
+"""Everything shown is executed: the README, the pages in docs/, the examples in docstrings."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import os
+import pydoc
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+import docstring_parser
+import mktestdocs
+import pytest
+from mktestdocs.__main__ import grab_code_blocks
+
+import linnet
+from tests.architecture import read_tree
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted((ROOT / "docs").glob("**/*.md"))
+MODULES = sorted(read_tree(ROOT / "src" / "linnet", "linnet"))
+OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+
+
+def python_blocks(page: Path) -> list[str]:
+    """The Python blocks of a page."""
+    return list(grab_code_blocks(page.read_text(encoding="utf-8"), lang="python"))
+
+
+PAGES_WITH_CODE = [page for page in PAGES if python_blocks(page)]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path) -> Iterator[None]:
+    """Examples may write files."""
+    previous = Path.cwd()
+    os.chdir(tmp_path)
+    yield
+    os.chdir(previous)
+
+
+def test_the_readme_runs() -> None:
+    assert python_blocks(ROOT / "README.md")
+    mktestdocs.check_md_file(ROOT / "README.md", memory=True)
+
+
+def test_there_are_pages_with_code() -> None:
+    assert PAGES_WITH_CODE
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.stem)
+def test_pages_run(page: Path) -> None:
+    mktestdocs.check_md_file(page, memory=True)
+
+
+def test_a_broken_page_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\n\ntext\n\n```python\nassert x == 2\n```\n")
+    assert len(python_blocks(page)) == 2
+    with pytest.raises(AssertionError):
+        mktestdocs.check_md_file(page, memory=True)
+
+
+def examples(module: ModuleType) -> list[doctest.DocTest]:
+    """The docstrings of a module that hold examples."""
+    return [test for test in doctest.DocTestFinder(exclude_empty=True).find(module) if test.examples]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings_run(name: str) -> None:
+    report: list[str] = []
+    for test in examples(importlib.import_module(name)):
+        count = len(test.examples)
+        result = doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=report.append)
+        assert result.attempted == count
+        assert not result.failed, "".join(report)
+
+
+def test_there_are_examples_in_docstrings() -> None:
+    assert (
+        sum(len(test.examples) for name in MODULES for test in examples(importlib.import_module(name))) > 50
+    )
+
+
+# The public surface is documented in full.
+
+
+def public_objects() -> dict[str, object]:
+    """Everything that users reach from `import linnet`: those of its public modules too."""
+    found = {}
+    for name in getattr(linnet, "__all__", ()):
+        member = getattr(linnet, name)
+        if isinstance(member, ModuleType):
+            found.update(
+                {f"{name}.{inner}": getattr(member, inner) for inner in getattr(member, "__all__", ())}
+            )
+        elif callable(member):
+            found[name] = member
+    return found
+
+
+PUBLIC = public_objects()
+
+
+def undocumented(thing: object) -> list[str]:
+    """What a public function or class lacks: a docstring, an explanation of a parameter, an example."""
+    text = inspect.getdoc(thing) or ""
+    described = {parameter.arg_name.lstrip("*") for parameter in docstring_parser.parse(text).params}
+    faults = [] if text else ["no docstring"]
+    is_error = isinstance(thing, type) and issubclass(thing, BaseException)
+    if not is_error:
+        parameters = inspect.signature(thing).parameters  # type: ignore[arg-type]
+        faults += [f"parameter {name} is not explained" for name in parameters if name not in described]
+        members = vars(thing).values() if isinstance(thing, type) else ()
+        texts = [text, *(member.__doc__ or "" for member in members if isinstance(member, FunctionType))]
+        faults += [] if any(">>> " in t for t in texts) else ["no example"]
+    return faults
+
+
+def test_there_is_a_public_surface() -> None:
+    assert len(PUBLIC) >= 8
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert not [name for name in PUBLIC if f"linnet.{name}\n" not in text]
+
+
+def test_every_name_in_the_reference_exists() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    names = re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)
+    assert len(names) >= 8
+    assert all(pydoc.locate(name) is not None for name in names)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_documented(name: str) -> None:
+    assert not undocumented(PUBLIC[name])
+
+
+def test_missing_documentation_is_found() -> None:
+    def f(a: int, b: int) -> None:
+        """Do it.
+
+        Args:
+            a: The one.
+        """
+
+    assert undocumented(f) == ["parameter b is not explained", "no example"]
