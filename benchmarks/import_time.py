@@ -19,6 +19,10 @@ from collections.abc import Sequence
 from measure import Row, parser, publish, setup
 
 INSIDE = "import torch, time; t = time.perf_counter(); import linnet; print(time.perf_counter() - t)"
+NAMES = (
+    "import torch, time; t = time.perf_counter(); import linnet; "
+    "[getattr(linnet, name) for name in linnet.__all__]; print(time.perf_counter() - t)"
+)
 HELP = "import sys; sys.argv = ['linnet', '--help']; from linnet.cli import main; main()"
 NO_TORCH = (
     "import sys, contextlib, io\n"
@@ -33,8 +37,11 @@ NO_TORCH = (
 def run(code: str) -> tuple[float, str]:
     """Seconds of a fresh interpreter that runs some code, and what it printed."""
     begin = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return time.perf_counter() - begin, done.stdout.strip()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    seconds = time.perf_counter() - begin
+    if done.returncode:
+        raise SystemExit(f"a measured program failed:\n{done.stderr}")
+    return seconds, done.stdout.strip()
 
 
 def middle(values: Sequence[float]) -> float:
@@ -51,6 +58,7 @@ def main() -> None:
         "torch": "import torch",
         "linnet": "import torch, linnet",
         "inside": INSIDE,
+        "names": NAMES,
         "help": HELP,
     }
     for code in programs.values():
@@ -59,7 +67,7 @@ def main() -> None:
     for _ in range(options.repeats):
         for name, code in programs.items():
             whole, printed = run(code)
-            seconds[name].append(float(printed) if name == "inside" else whole)
+            seconds[name].append(float(printed) if name in ("inside", "names") else whole)
     torch_imported = run(NO_TORCH)[1].splitlines()[-1] == "True"
     whole = middle(seconds["linnet"]) - middle(seconds["torch"])
     rows = [
@@ -72,6 +80,14 @@ def main() -> None:
             "<=",
             0.1,
             f"difference of whole processes {whole:.3f} s",
+        ),
+        Row(
+            "import linnet and every public name (ratio: seconds)",
+            middle(seconds["names"]),
+            middle(seconds["names"]),
+            "<=",
+            0.1,
+            "names are imported when first used; this uses them all",
         ),
         Row(
             "linnet --help (ratio: seconds)",

@@ -88,6 +88,7 @@ def time_in_turns(
     repeats: int = 5,
     warmup: int = 1,
     limit: float = 120.0,
+    burst: int = 1,
 ) -> dict[str, Timing]:
     """Time several calls in turns.
 
@@ -96,6 +97,8 @@ def time_in_turns(
         repeats: Timed rounds, each calling every contestant once.
         warmup: Untimed rounds before.
         limit: Seconds after which no further round is started (at least two rounds are always timed).
+        burst: Calls of one contestant in a row. With more than one the first is not timed, so that a short
+            call does not pay for the caches that a long one before it has filled.
 
     Returns:
         One timing for every name.
@@ -109,9 +112,11 @@ def time_in_turns(
         if done >= 2 and time.perf_counter() - start > limit:
             break
         for name, call in calls.items():
-            begin = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - begin)
+            for turn in range(burst):
+                begin = time.perf_counter()
+                call()
+                if turn or burst == 1:
+                    seconds[name].append(time.perf_counter() - begin)
     return {name: Timing.of(values) for name, values in seconds.items()}
 
 

@@ -16,7 +16,8 @@ from torch.func import functional_call
 
 from linnet.errors import InputError, ModelError
 from linnet.memory import available_bytes
-from linnet.tangent.forward_mode import differentiable_kernels, has_recurrence, probe_jvp
+from linnet.tangent.forward_mode import probe_jvp
+from linnet.tangent.modes import differentiable_kernels, has_recurrence
 
 _REQUIRED = (
     "torch",

@@ -72,7 +72,7 @@ def adapt(
         baseline_steps if baseline else 0,
     )
     found = run_adaptation(settings, out)
-    result = keep_adaptation(found, out, settings.title or f"{data.stem} from {model.rpartition(':')[2]}")
+    result = keep_adaptation(found, out, f"{data.stem} from {model.rpartition(':')[2]}")
     for line in print_adaptation(result):
         print(line)
     return result

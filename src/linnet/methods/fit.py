@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from linnet.errors import InputError, MemoryBudgetError
 from linnet.linalg.operator import LinearOperator
 from linnet.memory import Plan, format_bytes, parse_bytes, require
+from linnet.methods.arguments import check_positive, check_ridge
 from linnet.methods.dual import Dual, RidgePath, Spectrum
 from linnet.methods.head import RECORD
 from linnet.methods.linear_fit import LinearFit, Record, base_outputs
@@ -24,7 +24,6 @@ from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.jacobian import jvp_columns, vjp_columns
 from linnet.tangent.linearized import Linearized
 
-CRITERIA = ("loo", "gcv", "evidence")
 SOLVERS = ("auto", "dual", "cg")
 CG_STEPS = 300  # steps assumed when conjugate gradients are planned
 
@@ -102,7 +101,7 @@ def fit(
     lin.function.check_runs(take(x, slice(0, 1)))
     module = Linearized(lin.function)
     f0 = base_outputs(module, x)
-    made = make_targets(y, f0.shape[1], scale) if targets is None else _explicit(targets, f0, y)
+    made = make_targets(y, f0.shape[1], scale, dtype=f0.dtype) if targets is None else _explicit(targets, f0, y)
     residual = made.values.to(f0) - f0
     seconds = {"network": time.perf_counter() - started}
     chosen, why = _choose_solver(lin, x, f0.shape[1], ridge, solver, memory)
@@ -129,30 +128,30 @@ def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: f
             remedy="make one with linnet.linearize(model)",
         )
     if loss != "squared":
-        raise InputError(f"loss={loss!r}", expected='"squared"')
-    if isinstance(ridge, str) and ridge not in CRITERIA:
-        raise InputError(f"ridge={ridge!r}", expected='a positive number, "loo", "gcv" or "evidence"')
-    if not isinstance(ridge, str) and not (math.isfinite(ridge) and ridge > 0):
-        raise InputError(
-            f"ridge={ridge!r}", expected="a positive number", remedy='pass ridge="loo" to choose it'
-        )
+        raise InputError(f"loss={loss!r}", expected='"squared"', remedy="leave loss= out")
+    check_ridge(ridge)
+    check_positive("scale", scale, "leave scale= out for α = 15")
     if solver not in SOLVERS:
-        raise InputError(f"solver={solver!r}", expected='"auto", "dual" or "cg"')
+        raise InputError(
+            f"solver={solver!r}", expected='"auto", "dual" or "cg"', remedy='pass solver="auto" to have it chosen'
+        )
     if solver == "cg" and isinstance(ridge, str):
         raise InputError(
             f'ridge={ridge!r} with solver="cg"',
             expected="a number: the criteria need the kernel's eigenvalues",
             remedy='pass solver="dual", or choose the ridge on a subset first',
         )
-    if not (math.isfinite(scale) and scale > 0):
-        raise InputError(f"scale={scale!r}", expected="a positive number")
 
 
 def _explicit(targets: Tensor, f0: Tensor, y: Tensor) -> Targets:
     """Targets given by the user; integer y still name the classes."""
     if not isinstance(targets, Tensor) or targets.shape != f0.shape:
         shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
-        raise InputError(f"targets has shape {shape}", expected=f"{tuple(f0.shape)}, like the outputs")
+        raise InputError(
+            f"targets has shape {shape}",
+            expected=f"{tuple(f0.shape)}, like the outputs",
+            remedy="pass one row of targets for each example, or leave targets= out",
+        )
     made = make_targets(targets.to(f0), f0.shape[1])
     one_hot = (
         not y.is_floating_point() and y.ndim == 1 and bool((targets.argmax(1) == y.to(targets.device)).all())

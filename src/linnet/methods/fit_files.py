@@ -65,8 +65,8 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
         The fit, able to do all that it could before.
 
     Raises:
-        FileFormatError: If the file is missing, truncated, altered, foreign, or of another network.
-        InputError: If ``output`` is needed and not given.
+        FileFormatError: If the file is truncated, altered, foreign, or of another network.
+        InputError: If there is no such file, or ``output`` is needed and not given.
 
     Example:
         >>> import linnet, tempfile

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError
+from linnet.methods.arguments import check_positive, check_ridge
 from linnet.methods.dual import Spectrum
 from linnet.methods.targets import ALPHA, Targets, make_targets
 from linnet.tangent.batch import Inputs, gather_data, split
@@ -61,7 +62,9 @@ def with_head(
         >>> with_head(net, classes=2, data=(x, y))(x).shape
         torch.Size([12, 2])
     """
-    _check(classes, init, data, scale)
+    _check(model, classes, init, data)
+    check_ridge(ridge)
+    check_positive("scale", scale, "leave scale= out for α = 15")
     clone = copy.deepcopy(model)
     name, old = _last_linear(clone)
     reference = old.weight
@@ -85,20 +88,28 @@ def with_head(
     return clone
 
 
-def _check(classes: int, init: str, data: Any, scale: float) -> None:
+def _check(model: nn.Module, classes: int, init: str, data: Any) -> None:
     """Raise on arguments that cannot work."""
-    if not isinstance(classes, int) or classes < 1:
-        raise InputError(f"classes={classes!r}", expected="a positive number of outputs")
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
+        )
+    if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
+        raise InputError(
+            f"classes={classes!r}",
+            expected="a positive number of outputs",
+            remedy="pass the number of classes of the new task",
+        )
     if init not in ("probe", "random", "zero"):
-        raise InputError(f"init={init!r}", expected='"probe", "random" or "zero"')
+        raise InputError(
+            f"init={init!r}", expected='"probe", "random" or "zero"', remedy='leave init= out for "probe"'
+        )
     if init == "probe" and data is None:
         raise InputError(
             'init="probe" without data',
             expected="data=(x, y) of the new task",
             remedy='pass data=, or init="random"',
         )
-    if scale <= 0:
-        raise InputError(f"scale={scale!r}", expected="a positive number")
 
 
 def _last_linear(model: nn.Module) -> tuple[str, nn.Linear]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
+from linnet.methods.arguments import positions, ridge_grid
 from linnet.methods.dual import Dual, RidgePath, Spectrum
 from linnet.methods.predictive import Predictive, fit_temperature
 from linnet.methods.primal import Primal
@@ -291,10 +292,9 @@ class LinearFit:
                 expected='solver="dual"',
                 remedy='fit again with solver="dual", or fit at each ridge',
             )
+        given = None if ridges is None else ridge_grid(ridges)
         spectrum = Spectrum(self.system.kernel, self.system.residual)
-        grid = spectrum.grid() if ridges is None else torch.as_tensor(ridges, dtype=torch.float64)
-        if grid.numel() == 0 or not (grid > 0).all():
-            raise InputError(f"ridges={ridges}", expected="positive numbers")
+        grid = spectrum.grid() if given is None else given.to(spectrum.values.device)
         return spectrum.path(grid, self.classes is not None, self.targets)
 
     # -- changes ---------------------------------------------------------------------------------
@@ -312,14 +312,14 @@ class LinearFit:
         Raises:
             InputError: If an index is out of range or given twice, or nothing would be left.
         """
-        index = self._indices(indices)
+        index = positions(indices, self.n).to(self.module.function.device)
         start = time.perf_counter()
         system = self.system.removed(index)
         keep = torch.ones(self.n, dtype=torch.bool)
         keep[index.cpu()] = False
         kept = keep.nonzero()[:, 0].to(index.device)
         targets = replace(self._targets, values=self.targets[kept])
-        return self._changed(take(self.x, kept), targets, system, f"forgot {len(index)} examples", start)
+        return self._changed(take(self.x, kept), targets, system, f"forgot {_count(len(index))}", start)
 
     def update(self, data: Any) -> LinearFit:
         """The fit with more training examples, without refitting.
@@ -335,12 +335,17 @@ class LinearFit:
         """
         start = time.perf_counter()
         x, y = gather_data(data, self.module.function.device)
-        new = make_targets(y, self.system.c, self._targets.scale, varied=False)
+        self.module.function.check_runs(take(x, slice(0, 1)))
+        scale, dtype = self._targets.scale, self.targets.dtype
+        new = make_targets(y, self.system.c, scale, varied=False, dtype=dtype)
         if (new.classes is None) != (self.classes is None):
+            kind = "integer classes" if self.classes is not None else "float targets (N, C)"
             raise DataError(
-                f"y of the new data has type {y.dtype}", expected="targets of the same kind as before"
+                f"y of the new data has type {y.dtype}",
+                expected=f"{kind}, as in the data before",
+                remedy="convert y with y.long() or y.float()",
             )
-        residual = new.values.to(self.targets) - base_outputs(self.module, x).to(self.targets)
+        residual = new.values.to(self.system.residual) - base_outputs(self.module, x).to(self.system.residual)
         system: Dual | Primal
         if isinstance(self.system, Dual):
             cross = gram(self.module.function, self.x, x, outputs="full", memory=self.memory)
@@ -350,7 +355,7 @@ class LinearFit:
             system = self.system.extended(x, residual)
         targets = replace(self._targets, values=torch.cat([self.targets, new.values.to(self.targets)]))
         return self._changed(
-            concatenate([self.x, x]), targets, system, f"added {len(residual)} examples", start
+            concatenate([self.x, x]), targets, system, f"added {_count(len(residual))}", start
         )
 
     def _changed(
@@ -359,7 +364,7 @@ class LinearFit:
         """A new fit of another system on the same network."""
         module = Linearized(self.module.function)
         reasons = {**self.record.reasons, "change": what}
-        record = replace(self.record, reasons=reasons)
+        record = replace(self.record, reasons=reasons, seconds=dict(self.record.seconds))
         fitted = LinearFit(module, x, targets, system, record, self.memory)
         fitted.record.seconds["change"] = time.perf_counter() - start
         return fitted
@@ -403,30 +408,20 @@ class LinearFit:
     def _checked(self, x: Inputs) -> Inputs:
         """X on the network's device, or an error."""
         if batch_size(x) == 0:
-            raise DataError("x is empty", expected="at least one example")
+            raise DataError(
+                "x is empty: it holds 0 examples",
+                expected="at least one example",
+                remedy="check the path and the split that the data come from",
+            )
         check_finite(x, "x")
         x = map_tensors(lambda t: t.to(self.module.function.device), x)
         self.module.function.check_runs(take(x, slice(0, 1)))
         return x
 
-    def _indices(self, indices: Any) -> Tensor:
-        """Valid, distinct training indices."""
-        index = torch.as_tensor(indices).flatten()
-        if index.numel() and (index.is_floating_point() or index.dtype == torch.bool):
-            raise InputError(
-                f"indices have type {index.dtype}", expected="integer positions in the training data"
-            )
-        index = index.long()
-        wrong = (index < 0) | (index >= self.n)
-        if wrong.any():
-            raise InputError(f"indices holds {int(index[wrong][0])}", expected=f"positions 0 to {self.n - 1}")
-        if index.unique().numel() != index.numel():
-            raise InputError("indices names an example twice", expected="each example once")
-        if index.numel() >= self.n:
-            raise InputError(
-                f"indices names all {self.n} examples", expected="at least one example left to fit"
-            )
-        return index.to(self.module.function.device)
+
+def _count(n: int) -> str:
+    """A number of examples in words."""
+    return f"{n} example" if n == 1 else f"{n} examples"
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.linalg.factorize import cholesky
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,10 @@ class Predictive:
             InputError: If n is not positive.
         """
         if n < 1:
-            raise InputError(f"n={n}", expected="at least one draw")
-        root = torch.stack([cholesky(block, "predictive covariance") for block in self.covariance])
+            raise InputError(f"n={n}", expected="at least one draw", remedy="pass n=1 or more")
+        # V √λ: also for a covariance of lower rank, with rounding errors below zero removed
+        values, vectors = torch.linalg.eigh(self.covariance)
+        root = vectors * values.clamp_min(0).sqrt()[:, None]
         z = torch.randn(
             n, *self.mean.shape, generator=generator, dtype=self.mean.dtype, device=self.mean.device
         )
@@ -109,7 +110,7 @@ def fit_temperature(outputs: Tensor, labels: Tensor, variance: Tensor | None = N
         variance: Their variances (N, C), if known.
 
     Returns:
-        T, found by a grid over six decades and a golden-section refinement.
+        T, found by a grid over ten e-foldings (four decades) and a golden-section refinement.
     """
     scale = float(outputs.double().std()) + 1e-12
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from linnet.tangent.batch import Inputs, map_tensors
-from linnet.tangent.capture import Outputs
+from linnet.tangent.captured import Outputs
 from linnet.tangent.gram import gram as _gram
 from linnet.tangent.linearized import Linearized, linearize
 

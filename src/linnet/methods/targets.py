@@ -32,7 +32,9 @@ class Targets:
         return None if self.classes is None else self.values.argmax(1)
 
 
-def make_targets(y: Tensor, outputs: int, scale: float = ALPHA, varied: bool = True) -> Targets:
+def make_targets(
+    y: Tensor, outputs: int, scale: float = ALPHA, varied: bool = True, dtype: torch.dtype | None = None
+) -> Targets:
     """Targets for a network with C outputs.
 
     Args:
@@ -40,12 +42,13 @@ def make_targets(y: Tensor, outputs: int, scale: float = ALPHA, varied: bool = T
         outputs: C.
         scale: α, the value of the right class; the others are 0.
         varied: Whether at least two classes must occur.
+        dtype: Type of one-hot targets; by default torch's own.
 
     Returns:
         The targets as (N, C).
 
     Raises:
-        DataError: If labels are out of range or of one class only, or values are not finite.
+        DataError: If y is empty, labels are out of range or of one class only, or values are not finite.
         InputError: If y has a type or shape that fits neither.
 
     Source:
@@ -57,14 +60,28 @@ def make_targets(y: Tensor, outputs: int, scale: float = ALPHA, varied: bool = T
                 [15.,  0.]])
     """
     if y.dtype == torch.bool or y.is_complex():
-        raise InputError(f"y has type {y.dtype}", expected="integer classes or float targets")
+        raise InputError(
+            f"y has type {y.dtype}",
+            expected="integer classes (N,) or float targets (N, C)",
+            remedy="convert classes with y.long(), regression values with y.float()",
+        )
     if y.is_floating_point():
         return Targets(_regression(y, outputs), None, scale)
     labels = y.long()
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.ndim != 1:
-        raise InputError(f"y has shape {tuple(y.shape)}", expected="one integer class for each example, (N,)")
+        raise InputError(
+            f"y has shape {tuple(y.shape)}",
+            expected="one integer class for each example, (N,)",
+            remedy="pass y.argmax(1) for one-hot labels, or y.float() for targets (N, C)",
+        )
+    if labels.numel() == 0:
+        raise DataError(
+            "y is empty: it holds 0 examples",
+            expected="at least one example",
+            remedy="check the path and the split that the data come from",
+        )
     wrong = (labels < 0) | (labels >= outputs)
     if wrong.any():
         first = int(wrong.nonzero()[0])
@@ -75,11 +92,12 @@ def make_targets(y: Tensor, outputs: int, scale: float = ALPHA, varied: bool = T
         )
     if varied and (labels == labels[0]).all():
         raise DataError(
-            f"y holds one class only ({int(labels[0])})", expected="examples of at least two classes"
+            f"y holds one class only ({int(labels[0])})",
+            expected="examples of at least two classes",
+            remedy="add examples of another class, or pass float targets (N, C) for regression",
         )
-    return Targets(
-        scale * torch.nn.functional.one_hot(labels, outputs).to(torch.get_default_dtype()), outputs, scale
-    )
+    one_hot = torch.nn.functional.one_hot(labels, outputs).to(dtype or torch.get_default_dtype())
+    return Targets(scale * one_hot, outputs, scale)
 
 
 def _regression(y: Tensor, outputs: int) -> Tensor:
@@ -89,9 +107,13 @@ def _regression(y: Tensor, outputs: int) -> Tensor:
         raise InputError(
             f"y has shape {tuple(y.shape)} but the network has {outputs} outputs",
             expected=f"float targets (N, {outputs}), or integer classes (N,)",
-            remedy="convert class labels to integers with y.long()" if y.ndim == 1 else None,
+            remedy="convert class labels to integers with y.long(), or give the network a head of that size",
         )
     if not torch.isfinite(values).all():
         bad = int((~torch.isfinite(values).all(1)).nonzero()[0])
-        raise DataError(f"y is not finite at index {bad}", expected="finite targets")
+        raise DataError(
+            f"y is not finite at index {bad}",
+            expected="finite targets",
+            remedy="drop or repair these examples",
+        )
     return values

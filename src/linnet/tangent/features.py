@@ -12,14 +12,14 @@ cheaper is taken for each parameter by counting. Without sharing (S = 1) way (ii
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from linnet.tangent.capture import Captured, Outputs, is_outer
-from linnet.tangent.rules import Factors, Use, factors
+from linnet.tangent.captured import Captured, Outputs
+from linnet.tangent.rules import OUTER, Factors, Use, factors
 
 SMALL_PRODUCT_PENALTY = 3.0  # batched small products reach about a third of the rate of one large one
 
@@ -117,20 +117,39 @@ class Treatment:
     """Which parameters keep factors (the others are formed), and which biases ride along.
 
     Args:
-        factored: Weights whose positions are contracted.
+        factored: Weights whose positions are contracted, with the number of their uses.
         riding: Bias name to the weight whose use it shares.
     """
 
-    factored: frozenset[str]
+    factored: dict[str, int]
     riding: dict[str, str]
 
 
-def choose(captured: Captured, names: Sequence[str], pairs: tuple[int, int], outputs: Outputs) -> Treatment:
+class TreatmentChanged(Exception):
+    """A batch uses a factored parameter unlike the batch that the treatment was chosen on.
+
+    Args:
+        name: The parameter, whose gradients must be formed instead.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+def choose(
+    captured: Captured,
+    names: Sequence[str],
+    pairs: tuple[int, int],
+    outputs: Outputs,
+    formed: Collection[str] = (),
+) -> Treatment:
     """Decide for each parameter between gradients and factors, by counting multiplications.
 
     Args:
         captured: One captured batch.
         names: The tracked parameters.
+        formed: Parameters whose gradients are formed whatever it costs.
         pairs: Total numbers of examples N, M on the two sides of the kernel.
         outputs: Which kernel is wanted.
 
@@ -139,21 +158,23 @@ def choose(captured: Captured, names: Sequence[str], pairs: tuple[int, int], out
     """
     uses = captured.by_parameter()
     factored = {
-        name
+        name: len(uses[name])
         for name in names
-        if _can_factor(uses.get(name, []), captured.n) and _pays(uses[name], captured.n, pairs, outputs)
+        if name not in formed
+        and _can_factor(uses.get(name, []))
+        and _pays(uses[name], captured.n, pairs, outputs)
     }
     riding = {}
     for name in names:
         weight = _weight_of_bias(name, uses, factored)
         if weight is not None:
             riding[name] = weight
-    return Treatment(frozenset(factored), riding)
+    return Treatment(factored, riding)
 
 
-def _can_factor(uses: list[Use], n: int) -> bool:
+def _can_factor(uses: list[Use]) -> bool:
     """Whether all uses have the outer-product form in one orientation."""
-    if not uses or not all(is_outer(use) and use.direct for use in uses):
+    if not uses or not all(use.kind in OUTER and use.direct for use in uses):
         return False
     return len({(use.kind == "embedding", bool(use.options.get("transposed"))) for use in uses}) == 1
 
@@ -187,17 +208,17 @@ def _sizes(use: Use, n: int) -> tuple[int, int, int, int]:
     return use.shape.numel() // (c * n), target.numel() // c, c, 1
 
 
-def _weight_of_bias(name: str, uses: dict[str, list[Use]], factored: set[str]) -> str | None:
+def _weight_of_bias(name: str, uses: dict[str, list[Use]], factored: Collection[str]) -> str | None:
     """The factored weight that has all its uses in common with this bias, if any."""
     own = uses.get(name, [])
     if not own or not all(use.kind == "shift" and use.direct and use.options["sign"] == 1 for use in own):
         return None
-    edges = [(use.edge.node, use.edge.output_nr) for use in own]
+    edges = [use.place for use in own]
     for weight in sorted(factored):
         if uses[weight][0].kind == "embedding":
             continue
         c = _sizes(uses[weight][0], 1)[2] * _sizes(uses[weight][0], 1)[3]
-        same = [(use.edge.node, use.edge.output_nr) for use in uses[weight]] == edges
+        same = [use.place for use in uses[weight]] == edges
         if (
             same
             and own[0].target.numel() == c
@@ -218,7 +239,11 @@ def reduce(captured: Captured, names: Sequence[str], treatment: Treatment) -> Fe
 
     Returns:
         Rows and factors.
+
+    Raises:
+        TreatmentChanged: If the treatment does not hold for this batch.
     """
+    _require_same(captured, treatment)
     formed = [name for name in names if name not in treatment.factored and name not in treatment.riding]
     uses = captured.by_parameter()
     biased = set(treatment.riding.values())
@@ -228,21 +253,25 @@ def reduce(captured: Captured, names: Sequence[str], treatment: Treatment) -> Fe
         if name in treatment.factored
     }
     widths = [captured.leaves[name].numel() for name in formed]
-    k = _cotangents(captured)
+    k = captured.k
     rows = captured.outputs.new_empty(captured.n, k, sum(widths))
     start = 0
     for name, width in zip(formed, widths, strict=True):
-        rows[:, :, start : start + width] = captured.rows(name).flatten(2)
+        rows[:, :, start : start + width] = captured.rows(name).reshape(captured.n, k, width)
         start += width
     return Features(captured.n, k, rows, layers, captured.outputs)
 
 
-def _cotangents(captured: Captured) -> int:
-    """K, from whatever holds gradients."""
-    for use in captured.uses:
-        assert use.g is not None
-        return use.g.shape[0]
-    return next(iter(captured.exact.values())).shape[1]
+def _require_same(captured: Captured, treatment: Treatment) -> None:
+    """Factored parameters must be used as often and as directly as when the treatment was chosen."""
+    uses = captured.by_parameter()
+    for name, count in treatment.factored.items():
+        own = uses.get(name, [])
+        if name in captured.exact or len(own) != count or not _can_factor(own):
+            raise TreatmentChanged(name)
+    for name, weight in treatment.riding.items():
+        if name in captured.exact or _weight_of_bias(name, uses, [weight]) is None:
+            raise TreatmentChanged(weight)
 
 
 def _joined(uses: list[Use], n: int) -> Factors:

@@ -1,57 +1,23 @@
 """Directional derivatives that work: forward mode where torch has it, double backward where not.
 
-Some kernels of torch have no forward-mode formula (fused attention, the fast path of
-``nn.MultiheadAttention``, the mkldnn LSTM) or reject the transforms of ``torch.func``
-(checkpointing). ``differentiable_kernels`` switches the known ones to paths that have it and
-restores the user's settings on exit; what still fails is differentiated twice in reverse mode.
+``modes.differentiable_kernels`` switches the known kernels without a forward-mode formula to paths
+that have one; what still fails is differentiated twice in reverse mode, and what cannot be
+differentiated twice is left to per-example gradients (``"rows"``).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor
 
-from linnet.errors import ModelError
 
 Params = dict[str, Tensor]
 Function = Callable[[Params], Tensor]
-JvpPath = Literal["forward", "double-backward"]
-
-_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
-
-
-@contextlib.contextmanager
-def differentiable_kernels(recurrent: bool) -> Iterator[None]:
-    """Kernels with derivatives of every order, for the duration of the block.
-
-    Args:
-        recurrent: Whether the network has recurrent layers; only then is mkldnn switched off,
-            because that would slow every convolution.
-
-    Yields:
-        Nothing.
-    """
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            if recurrent:
-                stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-
-
-def has_recurrence(model: nn.Module) -> bool:
-    """Whether any module of the network is recurrent."""
-    return any(isinstance(module, _RECURRENT) for module in model.modules())
+JvpPath = Literal["forward", "double-backward", "rows"]
 
 
 def jvp_forward(function: Function, at: Params, direction: Params) -> tuple[Tensor, Tensor]:
@@ -94,31 +60,38 @@ def probe_jvp(function: Function, at: Params) -> tuple[JvpPath, str]:
         at: The point of linearization.
 
     Returns:
-        The path, and a sentence that explains it (empty for plain forward mode).
-
-    Raises:
-        ModelError: If no path works.
+        The path, and a sentence that explains it (empty for plain forward mode). ``"rows"`` means
+        that neither derivative works.
     """
-    direction = _random_like(at)
-    reference = _reverse_reference(function, at, direction)
-    causes = []
-    for path, jvp in (("forward", jvp_forward), ("double-backward", jvp_double_backward)):
-        try:
-            _, tangent = jvp(function, at, direction)
-            agrees = reference is None or _agrees(tangent, *reference)
-            # Training differentiates J v in v: it must work as well.
-            _differentiable_in_direction(jvp, function, at, direction)
-        except (RuntimeError, NotImplementedError) as error:
-            causes.append(f"{path}: {_first_line(error)}")
-            continue
-        if agrees:
-            return path, "" if not causes else f"forward mode is missing ({causes[0]}); using {path}"  # type: ignore[return-value]
-        causes.append(f"{path}: disagrees with reverse mode")
-    raise ModelError(
-        "no directional derivative of this network can be formed (" + "; ".join(causes) + ")",
-        expected="operations that torch can differentiate twice, or in forward mode",
-        remedy="restrict params= to the layers after the operation, or replace the operation",
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, at the first forward-mode pass of a process
+        direction = _random_like(at)
+        reference = _reverse_reference(function, at, direction)
+        causes: list[str] = []
+        for path, jvp in _PATHS:
+            cause = _try(jvp, function, at, direction, reference)
+            if cause is None:
+                return path, f"forward mode is missing ({causes[0]}); using {path}" if causes else ""
+            causes.append(f"{path}: {cause}")
+    return "rows", "directional derivatives are formed from per-example gradients (" + "; ".join(causes) + ")"
+
+
+def _try(
+    jvp: Callable[[Function, Params, Params], tuple[Tensor, Tensor]],
+    function: Function,
+    at: Params,
+    direction: Params,
+    reference: tuple[Tensor, float] | None,
+) -> str | None:
+    """Why this way does not work, or ``None`` if it does."""
+    try:
+        _, tangent = jvp(function, at, direction)
+        # training differentiates J v in v: that must work as well
+        _differentiable_in_direction(jvp, function, at, direction)
+    except (RuntimeError, NotImplementedError) as error:
+        return _first_line(error)
+    agrees = reference is None or _agrees(tangent, *reference)
+    return None if agrees else "disagrees with reverse mode"
 
 
 def _random_like(at: Params) -> Params:
@@ -164,6 +137,12 @@ def _differentiable_in_direction(
         _, tangent = jvp(function, at, leaves)
         if tangent.requires_grad:
             torch.autograd.grad(tangent.sum(), list(leaves.values()), allow_unused=True)
+
+
+_PATHS: tuple[tuple[JvpPath, Callable[[Function, Params, Params], tuple[Tensor, Tensor]]], ...] = (
+    ("forward", jvp_forward),
+    ("double-backward", jvp_double_backward),
+)
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from linnet.errors import ModelError
 from linnet.linalg.space import ParameterSpace
 from linnet.tangent.batch import Inputs, batch_size, tensors_in
-from linnet.tangent.forward_mode import Params, differentiable_kernels, has_recurrence
+from linnet.tangent.forward_mode import Params
 from linnet.tangent.hashing import hash_tensors
+from linnet.tangent.modes import differentiable_kernels, has_recurrence, in_exact_mode
 from linnet.tangent.selection import Selector, select_parameters
 
 OutputAdapter = str | Callable[[Any], Tensor] | None
@@ -41,10 +42,12 @@ class Functional:
     """
 
     def __init__(self, model: nn.Module, params: Selector = None, output: OutputAdapter = None) -> None:
+        model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
         self.names = select_parameters(model, params)
         self.model = _frozen_copy(model)
         self.output = output
         self.recurrent = has_recurrence(model)
+        self.padding = _padding_rows(self.model, self.names)
         self.cache: dict[Any, Any] = {}
         theta = self.theta
         _check_weights(self.model)
@@ -83,6 +86,7 @@ class Functional:
         state = self.model.state_dict()
         return hash_tensors([state[key] for key in sorted(state) if isinstance(state[key], Tensor)])[:32]
 
+    @in_exact_mode
     def check_runs(self, x: Inputs) -> Tensor:
         """f₀(x) without gradients, or an error that says why the network cannot take ``x``."""
         try:
@@ -111,6 +115,19 @@ class Functional:
                 remedy="check the weights and the scale of x",
             )
         return value
+
+
+def _padding_rows(model: nn.Module, names: list[str]) -> dict[str, tuple[int, bool]]:
+    """Embedding tables with a padding row, which has no gradient: the row, and whether the table is tied."""
+    every = list(model.named_parameters(remove_duplicate=False))
+    found = {}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            owners = [name for name, p in every if p is module.weight]
+            tracked = [name for name in owners if name in names]
+            if tracked:
+                found[tracked[0]] = (module.padding_idx, len(owners) > 1)
+    return found
 
 
 def _frozen_copy(model: nn.Module) -> nn.Module:

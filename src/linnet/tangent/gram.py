@@ -18,10 +18,12 @@ from linnet.errors import InputError
 from linnet.memory import Plan, format_bytes, parse_bytes, require
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, batch_size, check_finite, take, tensors_in
-from linnet.tangent.capture import Outputs, capture, capture_bytes
-from linnet.tangent.features import Features, Treatment, choose, reduce
+from linnet.tangent.capture import capture, capture_bytes
+from linnet.tangent.captured import Outputs
+from linnet.tangent.features import Features, Treatment, TreatmentChanged, choose, reduce
 from linnet.tangent.functional import Functional
 from linnet.tangent.hashing import hash_tensors
+from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.store import GramFile
 from linnet.tangent.tile import kernel_tile, tile_bytes
 
@@ -79,6 +81,7 @@ class GramTask:
         return n, n if self.x2 is None else batch_size(self.x2)
 
 
+@in_exact_mode
 def gram(
     function: Functional,
     x1: Inputs,
@@ -112,12 +115,23 @@ def gram(
     """
     task = GramTask(function, x1, x2, outputs, _accumulation(accumulate))
     _check(task)
+    while True:
+        try:
+            return _compute(task, memory, file, progress)
+        except TreatmentChanged as change:  # a later batch uses a parameter differently: form its gradients
+            function.cache.setdefault("formed", set()).add(change.name)
+            function.cache.pop("gram", None)
+
+
+def _compute(
+    task: GramTask, memory: str | int | None, file: str | Path | None, progress: bool | None
+) -> Tensor:
+    """Plan, and run every step."""
     plan = plan_gram(task, memory, to_disk=file is not None)
     require(plan.memory, ["keep it on disk with file='kernel.npy'", 'take outputs="trace"', "raise memory="])
     store = GramFile(file, plan.shape, plan.dtype, _identity(task, plan)) if file is not None else None
-    result = (
-        torch.empty(plan.shape, dtype=plan.dtype, device=function.device) if store is None else store.array
-    )
+    device = task.function.device
+    result = torch.empty(plan.shape, dtype=plan.dtype, device=device) if store is None else store.array
     steps = _steps(task, plan)
     for step in track(steps, f"kernel of {task.sizes[0]} × {task.sizes[1]} examples", len(steps), progress):
         if store is None or not store.is_done(step):
@@ -177,9 +191,10 @@ def _probe(task: GramTask) -> tuple[Treatment, Features, int]:
     if key not in known:
         for x in (task.x1, task.x2):
             if x is not None:
-                task.function.check_runs(take(x, slice(0, 1)))
+                task.function.check_runs(take(x, slice(0, 2)))
         captured = capture(task.function, take(task.x1, slice(0, min(n, 3))), task.outputs)
-        treatment = choose(captured, task.function.names, (n, m), task.outputs)
+        formed = task.function.cache.get("formed", set())
+        treatment = choose(captured, task.function.names, (n, m), task.outputs, formed)
         features = reduce(captured, task.function.names, treatment).hollow()
         known[key] = treatment, features, capture_bytes(task.function, task.x1, features.k)
     found: tuple[Treatment, Features, int] = known[key]

@@ -12,16 +12,11 @@ from linnet.linalg.operator import LinearOperator
 from linnet.linalg.space import Vector
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.batch import Inputs, batch_size, split, take
-from linnet.tangent.capture import batched_grad, capture, capture_bytes
-from linnet.tangent.forward_mode import (
-    JvpPath,
-    Params,
-    differentiable_kernels,
-    jvp_double_backward,
-    jvp_forward,
-    probe_jvp,
-)
+from linnet.tangent.capture import capture, capture_bytes
+from linnet.tangent.forward_mode import JvpPath, Params, jvp_double_backward, jvp_forward, probe_jvp
 from linnet.tangent.functional import Functional
+from linnet.tangent.gradients import batched_grad
+from linnet.tangent.modes import differentiable_kernels, in_exact_mode
 
 
 def jvp_path(function: Functional, x: Inputs) -> tuple[JvpPath, str]:
@@ -37,12 +32,30 @@ def jvp_path(function: Functional, x: Inputs) -> tuple[JvpPath, str]:
     if "jvp" not in function.cache:
         probe = take(x, slice(0, min(2, batch_size(x))))
         function.check_runs(probe)
-        with differentiable_kernels(function.recurrent):
-            function.cache["jvp"] = probe_jvp(lambda p: function(p, probe), function.theta)
+        if any(tied for _, tied in function.padding.values()):
+            reason = (
+                "an embedding with a padding row shares its table with another layer; using double-backward"
+            )
+            function.cache["jvp"] = "double-backward", reason
+        else:
+            with differentiable_kernels(function.recurrent):
+                at = function.theta
+                function.cache["jvp"] = probe_jvp(lambda p: function(_padded(function, p, at), probe), at)
     found: tuple[JvpPath, str] = function.cache["jvp"]
     return found
 
 
+def _padded(function: Functional, params: Params, at: Params) -> Params:
+    """Padding rows held at θ₀: torch gives them no gradient in reverse mode, but does in forward mode."""
+    held = dict(params)
+    for name, (row, _) in function.padding.items():
+        keep = torch.ones(at[name].shape[0], 1, dtype=at[name].dtype, device=at[name].device)
+        keep[row] = 0
+        held[name] = at[name] + keep * (params[name] - at[name])
+    return held
+
+
+@in_exact_mode
 def jvp(function: Functional, x: Inputs, direction: Params) -> tuple[Tensor, Tensor]:
     """f₀(x) and J(x) v in the outputs' own shape (N, ...); differentiable in v.
 
@@ -55,9 +68,23 @@ def jvp(function: Functional, x: Inputs, direction: Params) -> tuple[Tensor, Ten
         The outputs and the directional derivative.
     """
     path, _ = jvp_path(function, x)
+    if path == "rows":
+        return _jvp_rows(function, x, direction)
     product = jvp_forward if path == "forward" else jvp_double_backward
+    at = function.theta
+    hold = path == "forward" and bool(function.padding)
     with differentiable_kernels(function.recurrent):
-        return product(lambda p: function(p, x), function.theta, direction)
+        return product(lambda p: function(_padded(function, p, at) if hold else p, x), at, direction)
+
+
+def _jvp_rows(function: Functional, x: Inputs, direction: Params) -> tuple[Tensor, Tensor]:
+    """J v from the gradients of every example, where no directional derivative exists."""
+    with torch.no_grad():
+        value = function(function.theta, x)
+    captured = capture(function, x)
+    n, c = captured.outputs.shape
+    parts = [captured.rows(name).reshape(n, c, -1) @ v.reshape(-1) for name, v in direction.items()]
+    return value, torch.stack(parts).sum(0).reshape(value.shape)
 
 
 def jvp_columns(function: Functional, x: Inputs, v: Vector) -> Tensor:
@@ -81,6 +108,7 @@ def jvp_columns(function: Functional, x: Inputs, v: Vector) -> Tensor:
     )
 
 
+@in_exact_mode
 def vjp_columns(function: Functional, x: Inputs, u: Tensor) -> Tensor:
     """Jᵀu for one cotangent or K columns, flat.
 
@@ -114,6 +142,7 @@ def vjp_columns(function: Functional, x: Inputs, u: Tensor) -> Tensor:
     return flat[0] if u.ndim == 2 else flat.T
 
 
+@in_exact_mode
 def jacobian(function: Functional, x: Inputs, memory: str | int | None = None) -> Tensor:
     """J(x), (N, C, P), in the order of ``named_parameters()``.
 
@@ -147,7 +176,7 @@ def jacobian(function: Functional, x: Inputs, memory: str | int | None = None) -
     for part in split(x, block):
         captured = capture(function, part)
         for name, place in function.space.slices.items():
-            out[start : start + captured.n, :, place] = captured.rows(name).flatten(2)
+            out[start : start + captured.n, :, place] = captured.rows(name).reshape(captured.n, c, -1)
         start += captured.n
     return out
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from linnet.errors import InputError
 from linnet.linalg.space import ParameterSpace, Vector
 from linnet.tangent.batch import Inputs
-from linnet.tangent.capture import Outputs
+from linnet.tangent.captured import Outputs
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gram import gram
@@ -88,10 +88,15 @@ class Linearized(nn.Module):
         Returns:
             Outputs (N, ...), in the network's shape; (N, 1) where the network gives (N,).
         """
-        value, tangent = jvp(self.function, _one(args, kwargs), self.delta)
+        x = _one(args, kwargs)
+        try:
+            value, tangent = jvp(self.function, x, self.delta)
+        except RuntimeError:
+            if not torch.compiler.is_compiling():
+                self.function.check_runs(x)  # says what is wrong with x, if x is what is wrong
+            raise
         return value + tangent
 
-    @torch.no_grad()
     def base(self, x: Inputs) -> Tensor:
         """f₀(x).
 
@@ -100,8 +105,12 @@ class Linearized(nn.Module):
 
         Returns:
             Outputs of the network at θ₀, (N, C).
+
+        Raises:
+            ModelError: If the network cannot take x, or returns values that are not finite.
         """
-        return self.function.flat(self.theta0, x)
+        value = self.function.check_runs(x)
+        return value.reshape(value.shape[0], -1)
 
     @torch.no_grad()
     def jvp(self, x: Inputs, v: Vector) -> Tensor:

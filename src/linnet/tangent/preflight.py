@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.errors import ModelError
 from linnet.memory import Plan
 from linnet.tangent.batch import Inputs, batch_size, take
-from linnet.tangent.capture import plan_for
+from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.plan import plan_for
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gram import GramTask, plan_gram
 from linnet.tangent.jacobian import jvp_path
@@ -56,22 +56,18 @@ class Preflight:
         outputs: C.
         parameters: Treatment of every tracked parameter.
         jvp: How directional derivatives are formed: ``"forward"`` or ``"double-backward"``.
-        deterministic: Whether two passes give the same outputs.
         findings: Everything a user should know, most serious first.
         ok: Whether results can be trusted.
         memory: Predicted memory of the kernel of the batch.
-        untracked: How many parameters are left out by ``params=``.
     """
 
     model: str
     outputs: int
     parameters: tuple[Coverage, ...]
     jvp: str
-    deterministic: bool
     findings: tuple[str, ...]
     ok: bool
     memory: Plan
-    untracked: int
 
     @property
     def total(self) -> int:
@@ -90,12 +86,11 @@ class Preflight:
         """The printed report."""
         head = [
             f"{self.model}: {len(self.parameters)} parameters tracked (P = {self.total:,}), "
-            f"{self.outputs} outputs"
-            + (f"; {self.untracked} left out" if self.untracked else "")
+            f"{self.outputs} outputs" + (f"; {self.untracked} left out" if self.untracked else "")
         ]
-        width = max(len(p.name) for p in self.parameters)
+        width = max((len(p.name) for p in self.parameters), default=0)
         shapes = ["×".join(map(str, p.shape)) or "scalar" for p in self.parameters]
-        wide = max(map(len, shapes))
+        wide = max(map(len, shapes), default=0)
         lines = [
             f"  {p.name:<{width}}  {s:<{wide}}  {p.treatment}"
             for p, s in zip(self.parameters, shapes, strict=True)
@@ -112,6 +107,7 @@ class Preflight:
         )
 
 
+@in_exact_mode
 def preflight(
     model: nn.Module | Linearized,
     batch: Inputs,
@@ -142,50 +138,38 @@ def preflight(
     """
     function = model.function if isinstance(model, Linearized) else Functional(model, params, output)
     value = function.check_runs(batch)
-    findings = _mode_findings(model)
-    deterministic = _deterministic(function, batch)
-    if not deterministic:
-        findings.insert(
-            0, "the network is random in evaluation mode: two passes differ, so results would not be exact"
-        )
-    dependence = _batch_dependence(function, batch, value)
-    if dependence:
-        findings.insert(0, dependence)
-    path: str
-    try:
-        path, why = jvp_path(function, batch)
-        if why:
-            findings.append(why)
-    except ModelError as error:
-        path = "none"
-        findings.insert(0, str(error))
-    run = trace(function, batch)
-    coverage = _coverage(function, run, batch)
+    fatal = [*_randomness(function, batch), *_batch_dependence(function, batch, value)]
+    path, why = jvp_path(function, batch)
+    notes = [*_mode_findings(model), *([why] if why else [])]
+    left_out = sum(1 for _ in function.model.parameters()) - len(function.names)
+    notes += [f"{left_out} parameter(s) are left out by params="] if left_out else []
+    coverage: tuple[Coverage, ...] = ()
+    plan = Plan("kernel of this batch", 0, ())
+    if not fatal:
+        coverage = _coverage(function, trace(function, batch), batch)
+        plan = plan_gram(GramTask(function, batch, None, "full", None), memory).memory
+        notes += [*_coverage_findings(coverage), *_memory_findings(plan)]
+    name = type(function.model).__name__
+    return Preflight(name, value[0].numel(), coverage, path, (*fatal, *notes), not fatal, plan)
+
+
+def _coverage_findings(coverage: tuple[Coverage, ...]) -> list[str]:
+    """What the treatment of the parameters means for the user."""
+    found = []
     unused = [p.name for p in coverage if p.treatment.startswith("unused")]
     if unused:
-        findings.append(f"the outputs do not depend on {len(unused)} parameter(s), first {unused[0]!r}")
+        found.append(f"the outputs do not depend on {len(unused)} parameter(s), first {unused[0]!r}")
     exact = [p.name for p in coverage if p.exact]
     if exact:
-        findings.append(
-            f"{len(exact)} parameter(s) are differentiated example by example (exact, slower), "
-            f"first {exact[0]!r}"
+        found.append(
+            f"{len(exact)} parameter(s) are differentiated example by example (exact, slower), first {exact[0]!r}"
         )
-    every = sum(1 for _ in function.model.parameters())
-    plan = plan_gram(GramTask(function, batch, None, "full", None), memory).memory
-    if plan.peak > plan.budget:
-        findings.append("the kernel of this batch would not fit the memory budget")
-    ok = deterministic and not dependence and path != "none"
-    return Preflight(
-        type(function.model).__name__,
-        value[0].numel(),
-        coverage,
-        path,
-        deterministic,
-        tuple(findings),
-        ok,
-        plan,
-        every - len(coverage),
-    )
+    return found
+
+
+def _memory_findings(plan: Plan) -> list[str]:
+    """A sentence if the kernel of the batch would be too large."""
+    return ["the kernel of this batch would not fit the memory budget"] if plan.peak > plan.budget else []
 
 
 def _mode_findings(model: nn.Module) -> list[str]:
@@ -210,30 +194,30 @@ def _mode_findings(model: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def _deterministic(function: Functional, batch: Inputs) -> bool:
-    """Whether two passes agree."""
+def _randomness(function: Functional, batch: Inputs) -> list[str]:
+    """A sentence if two passes disagree."""
     part = take(batch, slice(0, min(2, batch_size(batch))))
     first, second = function(function.theta, part), function(function.theta, part)
-    return torch.equal(first, second)
+    if torch.equal(first, second):
+        return []
+    return ["the network is random in evaluation mode: two passes differ, so results would not be exact"]
 
 
 @torch.no_grad()
-def _batch_dependence(function: Functional, batch: Inputs, value: Tensor) -> str:
+def _batch_dependence(function: Functional, batch: Inputs, value: Tensor) -> list[str]:
     """A sentence if an example's outputs depend on the other examples of its batch."""
     if batch_size(batch) < 2:
-        return ""
+        return []
     try:
         alone = function(function.theta, take(batch, slice(0, 1)))
     except (RuntimeError, ValueError) as error:
-        return f"the network cannot run on one example alone ({str(error).splitlines()[0]})"
+        return [f"the network cannot run on one example alone ({str(error).splitlines()[0]})"]
     scale = value[:1].abs().max() + 1e-12
     tolerance = 1e-8 if value.dtype == torch.float64 else 1e-3
     if (alone - value[:1]).abs().max() <= tolerance * scale:
-        return ""
-    return (
-        "the outputs of an example depend on the other examples in its batch, "
-        "so no example has a gradient of its own"
-    )
+        return []
+    what = "the outputs of an example depend on the other examples in its batch"
+    return [f"{what}, so no example has a gradient of its own"]
 
 
 def _coverage(function: Functional, run: Trace, batch: Inputs) -> tuple[Coverage, ...]:
@@ -246,6 +230,8 @@ def _coverage(function: Functional, run: Trace, batch: Inputs) -> tuple[Coverage
             text, exact = f"example by example ({plan.exact[name]})", True
         elif name in plan.unused:
             text, exact = "unused: its gradient is zero", False
+        elif not uses:
+            text, exact = "not seen: its gradient is zero here", False
         else:
             kinds = list(dict.fromkeys(NAMES[use.kind] for use in uses))
             through = "" if all(use.direct for use in uses) else ", through a tensor computed from it"

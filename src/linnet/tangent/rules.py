@@ -28,17 +28,42 @@ from linnet.tangent.layout import PLAIN, Layout
 EDGE = Any  # torch.autograd.graph.GradientEdge
 
 
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """The tensor that an operation read.
+
+    Args:
+        tensor: The parameter, or a tensor computed from parameters alone.
+        sources: Names of the parameters behind it.
+        direct: Whether it is the parameter itself (or its transpose, see ``Use.options``).
+    """
+
+    tensor: Tensor
+    sources: tuple[str, ...]
+    direct: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What an operation returned.
+
+    Args:
+        shape: Its shape.
+        edge: Where autograd delivers the gradient at it.
+    """
+
+    shape: Size
+    edge: EDGE
+
+
 @dataclass(eq=False)
 class Use:
     """One use of a tracked parameter.
 
     Args:
         kind: ``"linear"``, ``"conv"``, ``"embedding"``, ``"scale"`` or ``"shift"``.
-        target: The tensor that the operation read: the parameter, or one computed from it.
-        sources: Names of the parameters behind ``target``.
-        direct: Whether ``target`` is the parameter itself (or its transpose, see ``options``).
-        shape: Shape of the operation's result.
-        edge: Where autograd delivers the gradient at the result.
+        operand: What the operation read.
+        result: What it returned.
         a: Input of the use, in the operation's own shape; ``None`` for a shift.
         options: What the operation was told: transposed, stride, groups, ...
         layout: Where the examples are in the result (and in ``a``).
@@ -46,20 +71,42 @@ class Use:
     """
 
     kind: str
-    target: Tensor
-    sources: tuple[str, ...]
-    direct: bool
-    shape: Size
-    edge: EDGE
+    operand: Operand
+    result: Result
     a: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
     layout: Layout = PLAIN
     g: Tensor | None = None
 
     @property
+    def target(self) -> Tensor:
+        """The tensor that the operation read."""
+        return self.operand.tensor
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the parameters behind it."""
+        return self.operand.sources
+
+    @property
+    def direct(self) -> bool:
+        """Whether the target is a parameter itself."""
+        return self.operand.direct
+
+    @property
+    def shape(self) -> Size:
+        """Shape of the operation's result."""
+        return self.result.shape
+
+    @property
+    def place(self) -> tuple[Any, int]:
+        """Which result of which operation; uses of one operation share it."""
+        return self.result.edge.node, self.result.edge.output_nr
+
+    @property
     def signature(self) -> tuple[Any, ...]:
         """What must repeat from batch to batch for a plan to hold."""
-        return (self.kind, self.sources, self.direct, len(self.shape), tuple(self.target.shape))
+        return (self.kind, self.sources, self.direct, len(self.shape), self.target.ndim)
 
     @property
     def spread(self) -> Size:

@@ -37,7 +37,7 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
         >>> select_parameters(net, r"^0\\.")
         ['0.weight', '0.bias']
     """
-    named = {n: p for n, p in model.named_parameters() if p.is_floating_point()}
+    named = {n: p for n, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
     if not named:
         raise ModelError(
             f"model ({type(model).__name__}) has no floating-point parameter",
@@ -50,6 +50,13 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
             expected="at least one parameter",
             remedy=f"the names are: {_some(list(named))}",
         )
+    for name in chosen:
+        if named[name].is_complex():
+            raise ModelError(
+                f"parameter {name!r} is complex ({named[name].dtype})",
+                expected="real parameters",
+                remedy="leave it out with params=, or store its real and imaginary parts",
+            )
     return [name for name in named if name in chosen]
 
 

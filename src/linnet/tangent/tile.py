@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet.tangent.capture import Outputs
+from linnet.tangent.captured import Outputs
 from linnet.tangent.features import Features, Layer
 
 CHUNK = 4096  # columns summed in the rows' own precision before they are added in float64

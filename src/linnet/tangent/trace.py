@@ -22,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 from linnet.tangent.batch import Inputs, batch_size, map_tensors
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
+from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.operations import REPEATING, describe
-from linnet.tangent.rules import Use
+from linnet.tangent.rules import Operand, Result, Use
 
 
 @dataclass(eq=False)
@@ -50,6 +51,7 @@ class Trace:
         return (*(use.signature for use in self.uses), tuple(sorted(self.unhandled)))
 
 
+@in_exact_mode
 def trace(function: Functional, x: Inputs) -> Trace:
     """Run the network once on ``x`` and note every use of its tracked parameters.
 
@@ -122,9 +124,11 @@ class _Recorder(TorchFunctionMode):
 
     def _repeats_for_examples(self, name: str, tracked: list[Tensor], produced: list[Tensor]) -> bool:
         """Whether a parameter is spread over the examples here (a class token, a query)."""
+        source, result = tracked[0], produced[0]
+        if name == "embedding":  # a table looked up alike for every example
+            return result.ndim > 2 and result.shape[0] == self.n
         if name not in REPEATING:
             return False
-        source, result = tracked[0], produced[0]
         grows = result.ndim > source.ndim or (source.ndim > 0 and source.shape[0] == 1)
         return result.ndim > 0 and result.shape[0] == self.n and grows
 
@@ -150,7 +154,8 @@ class _Recorder(TorchFunctionMode):
         """Turn the call into uses, or list its parameters as unhandled."""
         result = produced[0]
         found = describe(name, args, kwargs, result, self.n)
-        if found is None or len(produced) != 1 or not result.requires_grad:
+        overwritten = found is not None and any(a is not None and a is result for _, _, a, _ in found)
+        if found is None or overwritten or len(produced) != 1 or not result.requires_grad:
             for t in tracked:
                 for source in t._linnet_from:  # type: ignore[attr-defined]
                     self.unhandled.setdefault(source, set()).add(name)
@@ -162,9 +167,8 @@ class _Recorder(TorchFunctionMode):
                 operand, options = leaf, {**options, "transposed": not options.get("transposed", False)}
             direct = hasattr(operand, "_linnet_leaf")
             a = None if a is None else a.detach()
-            self.uses.append(
-                Use(kind, operand, operand._linnet_from, direct, result.shape, edge, a, options)  # type: ignore[attr-defined]
-            )
+            read = Operand(operand, operand._linnet_from, direct)  # type: ignore[attr-defined]
+            self.uses.append(Use(kind, read, Result(result.shape, edge), a, options))
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -1,0 +1,47 @@
+"""`linnet forget`: take training samples out of a fit, exactly and without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def forget(
+    *,
+    run: Path,
+    indices: list[int],
+    out: Path,
+    verify: bool = False,
+    memory: str | None = None,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Forget training samples: the fit as if they had never been there, without training.
+
+    Args:
+        run: The folder that linnet adapt, forget or update wrote; it stays as it is.
+        indices: Positions of the samples in the run's training set, such as 3,17.
+        out: The folder for the new run.
+        verify: Also fit anew without the samples, kernel included, and compare.
+        memory: The budget, such as 2GB; half of what is free by default.
+        device: The device to compute on, such as cpu or cuda.
+
+    Returns:
+        Scores before and after, the certificate (the relative residual of the new fit's own equations), and the
+        largest difference from a solution from scratch.
+    """
+    from linnet.runs.changes import forget as forget_samples
+    from linnet.runs.changes import report_change
+    from linnet.runs.folder import check_out, load_run, save_run
+    from linnet.runs.pages import write
+    from linnet.runs.settings import check_device
+    from linnet.runs.summary import print_change
+
+    check_out(out, run)
+    check_device(device)
+    change = forget_samples(load_run(run, device, memory), indices, verify)
+    result, page = report_change(change, "forget", out, f"{run.name}, {len(indices)} training samples forgotten")
+    save_run(out, change.after)
+    write(out, result, page)
+    for line in print_change(result):
+        print(line)
+    return result

@@ -1,0 +1,50 @@
+"""`linnet update`: take new training samples into a fit, exactly and without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def update(
+    *,
+    run: Path,
+    data: Path,
+    out: Path,
+    verify: bool = False,
+    memory: str | None = None,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Take new training samples into a fit, as if they had always been there, without training.
+
+    Args:
+        run: The folder that linnet adapt, forget or update wrote; it stays as it is.
+        data: The samples with their answers: folders of images named for the classes, an ``.npz`` archive with x
+            and y (or x_train and y_train), or a ``.csv`` table.
+        out: The folder for the new run.
+        verify: Also fit anew on all samples, kernel included, and compare.
+        memory: The budget, such as 2GB; half of what is free by default.
+        device: The device to compute on, such as cpu or cuda.
+
+    Returns:
+        Scores before and after, and the certificate (the relative residual of the new fit's own equations).
+    """
+    from linnet.runs.changes import report_change
+    from linnet.runs.changes import update as update_samples
+    from linnet.runs.folder import check_out, load_run, save_run
+    from linnet.runs.newdata import read_new, required_answers
+    from linnet.runs.pages import write
+    from linnet.runs.settings import check_device
+    from linnet.runs.summary import print_change
+
+    check_out(out, run)
+    check_device(device)
+    saved = load_run(run, device, memory)
+    new = read_new(data, saved, prefer="train")
+    change = update_samples(saved, new, required_answers(new, data), data.name, verify)
+    result, page = report_change(change, "update", out, f"{run.name}, {len(new.ids)} training samples added")
+    save_run(out, change.after)
+    write(out, result, page)
+    for line in print_change(result):
+        print(line)
+    return result

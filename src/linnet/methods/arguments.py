@@ -1,0 +1,141 @@
+"""Checks of arguments that several methods share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+
+CRITERIA = ("loo", "gcv", "evidence")
+
+
+def check_positive(name: str, value: Any, remedy: str) -> None:
+    """Raise unless a value is a finite positive number.
+
+    Args:
+        name: The argument's name.
+        value: Its value.
+        remedy: What to do instead.
+
+    Raises:
+        InputError: If it is not.
+
+    Example:
+        >>> check_positive("scale", 15.0, "leave scale= out")
+    """
+    try:
+        good = not isinstance(value, bool | str) and math.isfinite(value) and value > 0
+    except (TypeError, ValueError, RuntimeError):
+        good = False
+    if not good:
+        raise InputError(f"{name}={value!r}", expected="a positive number", remedy=remedy)
+
+
+def check_ridge(ridge: Any) -> None:
+    """Raise unless a ridge is a finite positive number or the name of a criterion.
+
+    Args:
+        ridge: ρ, ``"loo"``, ``"gcv"`` or ``"evidence"``.
+
+    Raises:
+        InputError: If it is not.
+
+    Example:
+        >>> check_ridge("loo")
+    """
+    if isinstance(ridge, str) and ridge not in CRITERIA:
+        raise InputError(
+            f"ridge={ridge!r}",
+            expected='a positive number, "loo", "gcv" or "evidence"',
+            remedy='pass ridge="loo" to choose it by leave-one-out',
+        )
+    if not isinstance(ridge, str):
+        check_positive("ridge", ridge, 'pass ridge="loo" to choose it')
+
+
+def ridge_grid(ridges: Any) -> Tensor:
+    """Ridges given by the user.
+
+    Args:
+        ridges: Positive numbers, in anything that ``torch.as_tensor`` takes.
+
+    Returns:
+        ρ, (R,), float64.
+
+    Raises:
+        InputError: If there is none, or one is not a finite positive number.
+
+    Example:
+        >>> ridge_grid([1, 10])
+        tensor([ 1., 10.], dtype=torch.float64)
+    """
+    try:
+        grid = torch.as_tensor(ridges, dtype=torch.float64).flatten()
+    except (TypeError, ValueError, RuntimeError):
+        grid = torch.empty(0)
+    if grid.numel() == 0 or not ((grid > 0) & grid.isfinite()).all():
+        raise InputError(
+            f"ridges={ridges}",
+            expected="positive numbers",
+            remedy="leave ridges out for a grid around the scale of the kernel",
+        )
+    return grid
+
+
+def positions(indices: Any, n: int) -> Tensor:
+    """Distinct positions in a training set, of which at least one example is left.
+
+    Args:
+        indices: Integers, in anything that ``torch.as_tensor`` takes.
+        n: Number of training examples.
+
+    Returns:
+        The positions (k,), int64.
+
+    Raises:
+        InputError: If they are no integers, out of range, given twice, or all.
+
+    Example:
+        >>> positions([2, 0], n=3)
+        tensor([2, 0])
+    """
+    try:
+        index = torch.as_tensor(indices).flatten()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"indices is {indices!r}",
+            expected="integer positions in the training data",
+            remedy="pass a list or tensor of integers",
+        ) from error
+    if index.numel() and (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool):
+        raise InputError(
+            f"indices have type {index.dtype}",
+            expected="integer positions in the training data",
+            remedy="pass mask.nonzero() for a mask, or indices.long()",
+        )
+    index = index.long()
+    wrong = (index < 0) | (index >= n)
+    if wrong.any():
+        raise InputError(
+            f"indices holds {int(index[wrong][0])}",
+            expected=f"positions 0 to {n - 1} in the training data",
+            remedy="positions count from 0 in the data that this very fit was made on",
+        )
+    places, counts = index.unique(return_counts=True)
+    if places.numel() != index.numel():
+        raise InputError(
+            f"indices names an example twice: {int(places[counts > 1][0])}",
+            expected="each example once",
+            remedy="pass sorted(set(indices))",
+        )
+    if index.numel() >= n:
+        raise InputError(
+            f"indices names all {n} examples",
+            expected="at least one example left to fit",
+            remedy="use the network as it was, without a fit",
+        )
+    return index

@@ -1,0 +1,58 @@
+"""A captured batch: the uses of every parameter with their inputs and output gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from linnet.tangent.forward_mode import Params
+from linnet.tangent.rules import Use, pull_back, use_rows
+
+Outputs = Literal["full", "trace", "diagonal", "sum"]
+
+
+@dataclass(eq=False)
+class Captured:
+    """One batch, differentiated.
+
+    Args:
+        n: Number of examples.
+        outputs: f₀(x), (N, C).
+        uses: Uses with their gradients g, those that the plan takes.
+        leaves: The tracked parameters.
+        exact: Per-example gradients (N, K, *shape) of the parameters outside every rule.
+        k: Number of cotangents.
+    """
+
+    n: int
+    outputs: Tensor
+    uses: list[Use]
+    leaves: Params
+    exact: Params
+    k: int
+
+    def by_parameter(self) -> dict[str, list[Use]]:
+        """The uses of each parameter."""
+        found: dict[str, list[Use]] = {}
+        for use in self.uses:
+            for name in use.sources:
+                found.setdefault(name, []).append(use)
+        return found
+
+    def rows(self, name: str) -> Tensor:
+        """Gradient of every example and cotangent in one parameter, (N, K, *shape); all uses summed."""
+        if name in self.exact:
+            return self.exact[name]
+        leaf = self.leaves[name]
+        total: Tensor | None = None
+        for use in self.uses:
+            if name not in use.sources:
+                continue
+            part = use_rows(use, self.n)
+            part = part if use.direct else pull_back(part, use.target, leaf)
+            total = part if total is None else total + part
+        if total is None:  # the gradient vanishes here
+            return leaf.new_zeros(self.n, self.k, *leaf.shape)
+        return total

@@ -1,0 +1,84 @@
+"""Reverse mode for many cotangents at once, and for one example at a time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.tangent.batch import Inputs, split
+from linnet.tangent.forward_mode import Params
+from linnet.tangent.functional import Functional
+from linnet.tangent.rules import Use
+
+
+def use_gradients(outputs: Tensor, uses: Sequence[Use], cotangents: Tensor) -> list[Tensor]:
+    """Gradients at the result of every use; uses of one operation share theirs.
+
+    Args:
+        outputs: (N, C) with a history.
+        uses: Uses in that history.
+        cotangents: (K, N, C).
+
+    Returns:
+        (K, *shape) for each use.
+    """
+    edges = {use.place: use.result.edge for use in uses}
+    if not edges:
+        return []
+    found = dict(zip(edges, batched_grad(outputs, list(edges.values()), cotangents), strict=True))
+    k = cotangents.shape[0]
+    zeros = lambda use: outputs.new_zeros(k, *use.shape)  # noqa: E731
+    gradients = [found[use.place] for use in uses]
+    return [zeros(use) if g is None else g for use, g in zip(uses, gradients, strict=True)]
+
+
+def batched_grad(outputs: Tensor, inputs: Sequence[Any], cotangents: Tensor) -> list[Tensor | None]:
+    """Gradients for K cotangents at once; one after the other where torch cannot batch an operation.
+
+    Args:
+        outputs: (N, C) with a history.
+        inputs: Tensors or gradient edges.
+        cotangents: (K, N, C).
+
+    Returns:
+        For each input (K, *shape), or ``None`` if the outputs do not depend on it.
+    """
+    if cotangents.shape[0] > 1:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # "performance drop": still right
+                return list(
+                    torch.autograd.grad(
+                        outputs,
+                        inputs,
+                        cotangents,
+                        retain_graph=True,
+                        allow_unused=True,
+                        is_grads_batched=True,
+                    )
+                )
+        except RuntimeError:
+            pass  # an operation without a batching rule: take the cotangents one by one
+    each = [torch.autograd.grad(outputs, inputs, u, retain_graph=True, allow_unused=True) for u in cotangents]
+    return [None if column[0] is None else torch.stack(column) for column in zip(*each, strict=True)]
+
+
+def exact_rows(function: Functional, x: Inputs, names: Sequence[str], cotangents: Tensor) -> Params:
+    """Per-example gradients of the named parameters, one example at a time, (N, K, *shape)."""
+    if not names:
+        return {}
+    theta = function.theta
+    collected: dict[str, list[Tensor]] = {name: [] for name in names}
+    for i, example in enumerate(split(x, 1)):
+        leaves = {name: theta[name].detach().requires_grad_() for name in names}
+        with torch.enable_grad():
+            value = function.flat({**theta, **leaves}, example)
+        u = cotangents[:, i : i + 1]
+        grads = batched_grad(value, list(leaves.values()), u) if value.requires_grad else [None] * len(names)
+        for name, g in zip(names, grads, strict=True):
+            collected[name].append(theta[name].new_zeros(u.shape[0], *theta[name].shape) if g is None else g)
+    return {name: torch.stack(rows) for name, rows in collected.items()}

@@ -1,0 +1,127 @@
+"""The state of torch in which derivatives are right, whatever the caller has switched on.
+
+Inference mode, autocast, kernels without forward-mode formulas and checkpointing each make some
+derivative fail or, worse, come out wrong without a word. Here each is put aside and put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from linnet.tangent.batch import map_tensors
+
+F = TypeVar("F", bound=Callable[..., Any])
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+
+
+def has_recurrence(model: nn.Module) -> bool:
+    """Whether any module of the network is recurrent."""
+    return any(isinstance(module, _RECURRENT) for module in model.modules())
+
+
+@contextlib.contextmanager
+def differentiable_kernels(recurrent: bool) -> Iterator[None]:
+    """Kernels with derivatives of every order, for the duration of the block.
+
+    Args:
+        recurrent: Whether the network has recurrent layers; only then is mkldnn switched off,
+            because that would slow every convolution.
+
+    Yields:
+        Nothing.
+    """
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if recurrent:
+                stack.enter_context(_without_fused_recurrence())
+            if not torch.compiler.is_compiling():
+                stack.enter_context(_without_recomputation())
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+@contextlib.contextmanager
+def _without_fused_recurrence() -> Iterator[None]:
+    """The mkldnn and cuDNN recurrent kernels switched off."""
+    mkldnn = torch.backends.mkldnn
+    settings = {"deterministic": mkldnn.deterministic, "allow_tf32": mkldnn.allow_tf32}
+    with mkldnn.flags(enabled=False, **settings), torch.backends.cudnn.flags(enabled=False):
+        yield
+
+
+class _Direct:
+    """Stands for the function of a reentrant checkpoint: runs it as it is."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """The function's value, with its history."""
+        del preserve
+        return function(*args)
+
+
+def _plain_run(*_: Any, **__: Any) -> Iterator[None]:
+    """What a checkpoint does around its function when nothing is to be recomputed."""
+    yield
+
+
+@contextlib.contextmanager
+def _without_recomputation() -> Iterator[None]:
+    """Checkpoints keep their activations: a recomputation would run with other parameters."""
+    module: Any = torch.utils.checkpoint
+    name = "_checkpoint_without_reentrant_generator"
+    old = {key: getattr(module, key) for key in (name, "CheckpointFunction") if hasattr(module, key)}
+    new = {name: _plain_run, "CheckpointFunction": _Direct}
+    try:
+        for key in old:
+            setattr(module, key, new[key])
+        yield
+    finally:
+        for key, value in old.items():
+            setattr(module, key, value)
+
+
+def in_exact_mode(function: F) -> F:
+    """Run a function outside inference mode and autocast; inference tensors among its inputs are cloned.
+
+    Args:
+        function: What to run; its arguments may be batches of any structure.
+
+    Returns:
+        The wrapped function.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        cast = [kind for kind in ("cpu", "cuda", "mps") if torch.is_autocast_enabled(kind)]
+        inference = torch.is_inference_mode_enabled()
+        if not cast and not inference:
+            return function(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for kind in cast:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            if inference:
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+                args, kwargs = (_usable(arg) for arg in (args, kwargs))  # type: ignore[assignment]
+            return function(*args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
+
+
+def _usable(x: Any) -> Any:
+    """Inference tensors cloned, wherever they are in a batch."""
+    return map_tensors(lambda t: t.clone() if t.is_inference() else t, x)

@@ -1,0 +1,229 @@
+"""How each parameter is differentiated: decided once for a kind of forward pass, on probe examples, and proved there.
+
+The layout of every use is found from the gradients of single examples, and the gradients that the
+rules give are compared with autograd's. What does not agree is differentiated example by example. A
+use whose gradient vanished on all probes (a dead unit, a zero head) proves nothing: it stays
+*unproven*, and the plan is made anew when its gradient is first seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.errors import ModelError
+from linnet.tangent.batch import Inputs, take
+from linnet.tangent.captured import Captured
+from linnet.tangent.forward_mode import Params
+from linnet.tangent.functional import Functional
+from linnet.tangent.gradients import use_gradients
+from linnet.tangent.layout import Layout, find_layout
+from linnet.tangent.rules import Use, example_axes
+from linnet.tangent.trace import Trace, trace
+
+PROBES = 3  # examples traced at once to prove a plan
+TRIES = 8  # groups of probes looked at before a vanishing gradient is left unproven
+
+Key = tuple[tuple[str, ...], int]  # sources of a use, and how many uses of the same sources came before
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How every tracked parameter is differentiated.
+
+    Args:
+        layouts: Layout of each use that is taken.
+        exact: Parameters that are differentiated example by example, and why.
+        unused: Parameters that the outputs do not depend on.
+        unproven: Uses whose gradient has been zero so far.
+        gradient_bytes: Bytes of one example's gradients at all uses, for one cotangent.
+        input_bytes: Bytes of one example's inputs to all uses.
+    """
+
+    layouts: dict[Key, Layout]
+    exact: dict[str, str]
+    unused: tuple[str, ...]
+    unproven: frozenset[Key]
+    gradient_bytes: int
+    input_bytes: int
+
+
+def keyed(uses: Sequence[Use]) -> list[tuple[Key, Use]]:
+    """Every use with a key that repeats from batch to batch.
+
+    Args:
+        uses: The uses of one forward pass, in order.
+
+    Returns:
+        Pairs of key and use.
+    """
+    seen: dict[tuple[str, ...], int] = {}
+    pairs = []
+    for use in uses:
+        count = seen[use.sources] = seen.get(use.sources, -1) + 1
+        pairs.append(((use.sources, count), use))
+    return pairs
+
+
+def plan_for(function: Functional, run: Trace, x: Inputs, renew: bool = False) -> Plan:
+    """The plan for passes like ``run``; made on first sight, then kept.
+
+    Args:
+        function: The network.
+        run: A traced pass.
+        x: Its batch.
+        renew: Whether to make it anew, searching the whole batch for gradients that do not vanish.
+
+    Returns:
+        The plan.
+    """
+    plans: dict[Any, Plan] = function.cache.setdefault("plans", {})
+    if renew or run.signature not in plans:
+        plans[run.signature] = _make_plan(function, run, x, None if renew else TRIES)
+    return plans[run.signature]
+
+
+@dataclass
+class _Findings:
+    """What is known so far, while a plan is made."""
+
+    exact: dict[str, str]
+    layouts: dict[Key, Layout] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+    def open_uses(self, probe: Trace) -> list[tuple[Key, Use]]:
+        """Uses of parameters that a rule may still cover."""
+        dropped = {*self.exact, *self.unused}
+        return [(key, use) for key, use in keyed(probe.uses) if not dropped & set(use.sources)]
+
+
+def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -> Plan:
+    """Look at groups of probes until every use has shown a gradient, or the tries are spent."""
+    found = _Findings({name: "no rule for " + ", ".join(sorted(ops)) for name, ops in run.unhandled.items()})
+    # three different examples first, then single ones thrice until all gradients have been seen
+    groups = [[i % run.n for i in range(PROBES)], *([i] * PROBES for i in range(run.n))]
+    for group in groups[:tries]:
+        probe = trace(function, take(x, group))
+        if group is groups[0]:
+            _require_independence(function, probe, take(x, group[:1]))
+            _compare_passes(found, probe, run)
+        _find_layouts(found, probe)
+        _prove(found, function, probe)
+        if all(key in found.layouts for key, _ in found.open_uses(probe)):
+            break
+    open_uses = found.open_uses(probe)
+    unproven = frozenset(key for key, _ in open_uses if key not in found.layouts)
+    if tries is None:  # some gradient does not vanish in this batch, yet no example shows where it is
+        reason = "its gradient could not be told apart by example"
+        found.exact.update({name: reason for sources, _ in unproven for name in sources})
+        unproven = frozenset()
+    inputs, gradients = _sizes([use for _, use in open_uses])
+    return Plan(found.layouts, found.exact, found.unused, unproven, gradients, inputs)
+
+
+def _require_independence(function: Functional, probe: Trace, first: Inputs) -> None:
+    """Raise if the outputs of an example depend on the others in its batch: it has no gradient of its own."""
+    alone = function.check_runs(first).reshape(1, -1)
+    together = probe.outputs.detach()[:1]
+    tolerance = {torch.float64: 1e-8, torch.float32: 1e-3}.get(alone.dtype, 1e-1)
+    if (alone - together).abs().max() > tolerance * (together.abs().max() + 1e-12):
+        raise ModelError(
+            f"model ({type(function.model).__name__}) gives an example other outputs when its batch changes",
+            expected="outputs that depend on their own example alone, the same at every call",
+            remedy="use running statistics in normalization layers, and no randomness in evaluation mode",
+        )
+
+
+def _compare_passes(found: _Findings, probe: Trace, run: Trace) -> None:
+    """Parameters that are used differently in the probe and in the batch have no fixed rule."""
+
+    def by_source(t: Trace) -> dict[str, list[Any]]:
+        uses: dict[str, list[Any]] = {}
+        for use in t.uses:
+            for name in use.sources:
+                uses.setdefault(name, []).append(use.signature)
+        return uses
+
+    first, second = by_source(probe), by_source(run)
+    for name in {*first, *second}:
+        if first.get(name) != second.get(name):
+            found.exact.setdefault(name, "its use changes from batch to batch")
+    for name, operations in probe.unhandled.items():
+        found.exact.setdefault(name, "no rule for " + ", ".join(sorted(operations)))
+
+
+def _find_layouts(found: _Findings, probe: Trace) -> None:
+    """Set the layout of every use whose gradient shows it; what has none is named."""
+    n, c = probe.outputs.shape
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(n, c, generator=generator).to(probe.outputs)
+    alone = torch.diag_embed(weights.T).permute(1, 2, 0)  # (n, n, C): row i holds example i's cotangent only
+    uses = found.open_uses(probe)
+    for (key, use), g in zip(uses, use_gradients(probe.outputs, [u for _, u in uses], alone), strict=True):
+        if key in found.layouts:
+            use.layout = found.layouts[key]
+        elif g.flatten(1).any(1).all():
+            layout = find_layout(use.oriented(g), example_axes(use), n)
+            if layout is None:
+                reason = "examples are mixed where it is used"
+                found.exact.update(dict.fromkeys(use.sources, reason))
+            else:
+                use.layout = found.layouts[key] = layout
+
+
+def _prove(found: _Findings, function: Functional, probe: Trace) -> None:
+    """Compare the rules' gradients with autograd's on three examples."""
+    n, c = probe.outputs.shape
+    generator = torch.Generator().manual_seed(1)
+    u = torch.randn(1, n, c, generator=generator).to(probe.outputs)
+    uses = [use for key, use in found.open_uses(probe) if key in found.layouts]
+    for use, g in zip(uses, use_gradients(probe.outputs, uses, u), strict=True):
+        use.g = g
+    ruled = Captured(n, probe.outputs, uses, probe.leaves, {}, 1)
+    truth = [
+        _reverse(probe, u[0] * torch.eye(n, device=u.device, dtype=u.dtype)[i, :, None]) for i in range(n)
+    ]
+    largest = max((float(g.abs().max()) for row in truth for g in row.values() if g.numel()), default=0.0)
+    unused = []
+    for name in function.names:
+        expected = [row.get(name) for row in truth]
+        if all(g is None for g in expected):
+            unused.append(name)
+        elif name not in found.exact and not _matches(ruled, name, expected, largest):
+            found.exact[name] = "its rule disagrees with autograd here"
+    found.unused = tuple(unused)
+    found.exact = {name: why for name, why in found.exact.items() if name not in unused}
+
+
+def _matches(ruled: Captured, name: str, expected: Sequence[Tensor | None], largest: float) -> bool:
+    """Whether the rules reproduce autograd's per-example gradients of one parameter."""
+    leaf = ruled.leaves[name]
+    try:
+        rows = ruled.rows(name)[:, 0]
+    except RuntimeError:  # a shape that the rule did not foresee
+        return False
+    wanted = torch.stack([torch.zeros_like(leaf) if g is None else g for g in expected])
+    tolerance = {torch.float64: 1e-7, torch.float32: 2e-3}.get(leaf.dtype, 1e-1)
+    scale = wanted.abs().max() + 1e-2 * largest
+    return bool((rows - wanted).abs().max() <= tolerance * scale)
+
+
+def _reverse(probe: Trace, u: Tensor) -> Params:
+    """Autograd's own gradients of ⟨u, f⟩."""
+    leaves = list(probe.leaves.values())
+    if not probe.outputs.requires_grad:
+        return {}
+    grads = torch.autograd.grad(probe.outputs, leaves, u, retain_graph=True, allow_unused=True)
+    return {name: g for name, g in zip(probe.leaves, grads, strict=True) if g is not None}
+
+
+def _sizes(uses: Sequence[Use]) -> tuple[int, int]:
+    """Bytes of one example: inputs of all uses, and gradients for one cotangent."""
+    inputs = {use.a.data_ptr(): use.a for use in uses if use.a is not None}
+    edges = {use.place: use.shape.numel() for use in uses}
+    item = uses[0].target.element_size() if uses else 4
+    return sum(a.nbytes for a in inputs.values()) // PROBES, sum(edges.values()) * item // PROBES
