@@ -29,6 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("machine",),
     ("data", "models"),
     ("report",),
+    ("runs",),
     ("commands",),
     ("cli",),
     ("__init__",),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from linnet.methods import spectrum as spectrum
     from linnet.methods.fit import fit as fit
-    from linnet.methods.fit_files import load_fit as load_fit
+    from linnet.methods.load_fit import load_fit as load_fit
     from linnet.methods.head import with_head as with_head
     from linnet.methods.linear_fit import LinearFit as LinearFit
     from linnet.methods.predictive import Predictive as Predictive
@@ -30,7 +30,7 @@ _HOME = {
     "with_head": "linnet.methods.head",
     "fit": "linnet.methods.fit",
     "LinearFit": "linnet.methods.linear_fit",
-    "load_fit": "linnet.methods.fit_files",
+    "load_fit": "linnet.methods.load_fit",
     "Predictive": "linnet.methods.predictive",
     "spectrum": "linnet.methods",
 }

@@ -133,7 +133,7 @@ def test_noise_has_the_highest_evidence(solver: str) -> None:
     """σ² maximizes the density of the residual under N(0, σ²/ρ (K + ρI))."""
     p, rho = problem(), 0.7
     fit = p.fit(ridge=rho, solver=solver)
-    covariance = p.kernel + rho * torch.eye(21)
+    covariance = p.kernel + rho * torch.eye(21, dtype=torch.float64)
 
     def density(noise: float) -> float:
         normal = torch.distributions.MultivariateNormal(torch.zeros(21, dtype=torch.float64), noise / rho * covariance)
@@ -195,7 +195,7 @@ def test_one_output_is_scalar_kernel_regression() -> None:
     """With C = 1 every block is a number: leave-one-out is t − β/M_ii."""
     p, rho = problem(outputs=1, classes=False), 0.2
     fit = p.fit(ridge=rho)
-    m = torch.linalg.inv(p.kernel + rho * torch.eye(7))
+    m = torch.linalg.inv(p.kernel + rho * torch.eye(7, dtype=torch.float64))
     beta = m @ p.residual
     near(fit.loo()[:, 0], p.t[:, 0] - beta / m.diag())
     cross = p.j_test[:, 0] @ p.j[:, 0].T
@@ -210,9 +210,9 @@ def test_a_linear_network_is_ridge_regression_whatever_its_weights(solver: str) 
     model = nn.Sequential(nn.Linear(4, 2)).double()
     x, t, rho = real(9, 4, seed=1), real(9, 2, seed=2), 0.8
     fit = linnet.fit(linnet.linearize(model), (x, t), ridge=rho, solver=solver, tolerance=1e-13)
-    design = torch.cat([x, torch.ones(9, 1)], 1)
+    design = torch.cat([x, torch.ones(9, 1, dtype=torch.float64)], 1)
     start = torch.cat([model[0].weight, model[0].bias[:, None]], 1).detach().T  # type: ignore[arg-type, union-attr]
-    step = torch.linalg.solve(design.T @ design + rho * torch.eye(5), design.T @ (t - design @ start))
+    step = torch.linalg.solve(design.T @ design + rho * torch.eye(5, dtype=torch.float64), design.T @ (t - design @ start))
     near(fit.predict(x), design @ (start + step))
 
 
@@ -244,8 +244,8 @@ class TwoInputs(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(2, 4)
-        self.head = nn.Linear(4, 2)
+        self.first, self.second = nn.Linear(3, 11), nn.Linear(2, 11)
+        self.head = nn.Linear(11, 2)
 
     def forward(self, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         h = torch.tanh(self.first(a) + self.second(b))
@@ -258,7 +258,7 @@ def test_inputs_of_any_structure(solver: str, form: str) -> None:
     torch.manual_seed(3)
     model = TwoInputs().double()
     a, b, y = real(6, 3, seed=1), real(6, 2, seed=2), torch.arange(6) % 2
-    x: Any = {"tuple": (a, b), "list": [a, b], "dict": {"b": b, "a": a}}.get(form, {"a": a, "b": b, "scale": real(4)})
+    x: Any = {"tuple": (a, b), "list": [a, b], "dict": {"b": b, "a": a}}.get(form, {"a": a, "b": b, "scale": real(11)})
     j, f0 = jacobian_oracle(model, x), output_oracle(model, x)
     t = 15.0 * nn.functional.one_hot(y, 2).double()
     fit = linnet.fit(linnet.linearize(model), (x, y), ridge=0.3, solver=solver, tolerance=1e-13)
@@ -314,7 +314,7 @@ def test_temperature_is_fitted_to_left_out_predictions(solver: str) -> None:
     torch.manual_seed(1)
     n, rho = 12, 2.0
     p = problem(n=n)
-    y = torch.randint(0, 3, (n,))
+    y = (p.x[:, 0] > 0).long() + torch.randint(0, 2, (n,))
     fit = linnet.fit(p.lin, (p.x, y), ridge=rho, solver=solver, tolerance=1e-12)
     t = 15.0 * nn.functional.one_hot(y, 3).double()
     loo = leave_one_out_oracle(p.j, t, p.f0, rho)

@@ -39,7 +39,9 @@ def forget(
     check_out(out, run)
     check_device(device)
     change = forget_samples(load_run(run, device, memory), indices, verify)
-    result, page = report_change(change, "forget", out, f"{run.name}, {len(indices)} training samples forgotten")
+    result, page = report_change(
+        change, "forget", out, f"{run.name}, {len(indices)} training samples forgotten"
+    )
     save_run(out, change.after)
     write(out, result, page)
     for line in print_change(result):

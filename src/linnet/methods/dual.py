@@ -139,6 +139,10 @@ class Dual:
         logdet = 2 * float(self.factor.diagonal().log().sum())
         return -0.5 * (n * (math.log(2 * math.pi * max(self.noise(), 1e-300) / self.ridge) + 1) + logdet)
 
+    def _rows(self, examples: Tensor) -> Tensor:
+        """Rows of K that belong to some examples."""
+        return (examples[:, None] * self.c + torch.arange(self.c, device=examples.device)).flatten()
+
     def removed(self, index: Tensor) -> Dual:
         """The solution without some examples: β_R − M_RS (M_SS)⁻¹ β_S.
 
@@ -150,8 +154,7 @@ class Dual:
         """
         keep = torch.ones(self.n, dtype=torch.bool, device=index.device)
         keep[index] = False
-        rows = lambda which: (which[:, None] * self.c + torch.arange(self.c, device=which.device)).flatten()  # noqa: E731
-        s, r = rows(index), rows(keep.nonzero()[:, 0])
+        s, r = self._rows(index), self._rows(keep.nonzero()[:, 0])
         unit = torch.zeros(self.kernel.shape[0], len(s), dtype=self.kernel.dtype, device=self.kernel.device)
         unit[s, torch.arange(len(s), device=s.device)] = 1
         columns = self.solve(unit)  # M_·S

@@ -101,7 +101,10 @@ def fit(
     lin.function.check_runs(take(x, slice(0, 1)))
     module = Linearized(lin.function)
     f0 = base_outputs(module, x)
-    made = make_targets(y, f0.shape[1], scale, dtype=f0.dtype) if targets is None else _explicit(targets, f0, y)
+    if targets is None:
+        made = make_targets(y, f0.shape[1], scale, dtype=f0.dtype)
+    else:
+        made = _explicit(targets, f0, y)
     residual = made.values.to(f0) - f0
     seconds = {"network": time.perf_counter() - started}
     chosen, why = _choose_solver(lin, x, f0.shape[1], ridge, solver, memory)
@@ -133,7 +136,9 @@ def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: f
     check_positive("scale", scale, "leave scale= out for α = 15")
     if solver not in SOLVERS:
         raise InputError(
-            f"solver={solver!r}", expected='"auto", "dual" or "cg"', remedy='pass solver="auto" to have it chosen'
+            f"solver={solver!r}",
+            expected='"auto", "dual" or "cg"',
+            remedy='pass solver="auto" to have it chosen',
         )
     if solver == "cg" and isinstance(ridge, str):
         raise InputError(

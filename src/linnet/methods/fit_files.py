@@ -6,37 +6,42 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from linnet.errors import FileFormatError, InputError
 from linnet.files import load_tensors, save_tensors
 from linnet.methods.dual import Dual
-from linnet.methods.linear_fit import LinearFit, Record
-from linnet.methods.primal import CGSettings, Primal
+from linnet.methods.primal import Primal
 from linnet.methods.targets import Targets
 from linnet.tangent.batch import Inputs
-from linnet.tangent.functional import Functional, OutputAdapter
-from linnet.tangent.linearized import Linearized
+from linnet.tangent.functional import Functional
 
 KIND = "linear-fit"
 
 
-def save_fit(fit: LinearFit, directory: str | Path) -> Path:
+def write_fit(
+    directory: str | Path,
+    function: Functional,
+    x: Inputs,
+    targets: Targets,
+    system: Dual | Primal,
+    record: dict[str, Any],
+) -> Path:
     """Write a fit: δ, β, the kernel and the training inputs, so that nothing is lost by the round trip.
 
     Args:
-        fit: The fit.
         directory: The folder; made if missing.
+        function: The network.
+        x: Training inputs.
+        targets: Training targets.
+        system: The solved equations.
+        record: What was chosen and why.
 
     Returns:
         The file written.
     """
-    function, system = fit.module.function, fit.system
-    tensors, layout = _flatten_inputs(fit.x)
-    tensors |= {f"delta/{name}": t for name, t in fit.delta.items()}
-    tensors |= {"targets": fit.targets, "residual": system.residual, "beta": system.beta}
-    if isinstance(system, Dual):
-        tensors["kernel"] = system.kernel
+    tensors, layout = _flatten_inputs(x)
+    tensors |= {"targets": targets.values, "residual": system.residual, "beta": system.beta}
+    tensors["solution"] = system.kernel if isinstance(system, Dual) else system.delta
     settings = asdict(system.settings) if isinstance(system, Primal) else None
     metadata = {
         "weights": function.fingerprint(),
@@ -45,85 +50,27 @@ def save_fit(fit: LinearFit, directory: str | Path) -> Path:
         "output": function.output if isinstance(function.output, str) else None,
         "custom_output": callable(function.output),
         "ridge": system.ridge,
-        "classes": fit.classes,
-        "scale": fit._targets.scale,
-        "record": asdict(fit.record),
+        "classes": targets.classes,
+        "scale": targets.scale,
+        "record": record,
         "settings": settings,
     }
     return save_tensors(Path(directory), KIND, {k: t.contiguous() for k, t in tensors.items()}, metadata)
 
 
-def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> LinearFit:
-    """Read a fit that ``LinearFit.save`` wrote.
+def read_fit(directory: str | Path) -> tuple[Path, dict[str, Tensor], Inputs, dict[str, Any]]:
+    """Read what ``write_fit`` wrote.
 
     Args:
-        directory: The folder.
-        model: The network that was linearized, with the same weights.
-        output: The output adapter, if the fit was made with a callable one.
+        directory: The folder, or the file itself.
 
     Returns:
-        The fit, able to do all that it could before.
-
-    Raises:
-        FileFormatError: If the file is truncated, altered, foreign, or of another network.
-        InputError: If there is no such file, or ``output`` is needed and not given.
-
-    Example:
-        >>> import linnet, tempfile
-        >>> net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
-        >>> x = torch.ones(3, 2).cumsum(0)
-        >>> folder = tempfile.mkdtemp()
-        >>> _ = linnet.fit(linnet.linearize(net), (x, x[:, :1])).save(folder)
-        >>> load_fit(folder, net).ridge
-        1.0
+        The file, its tensors, the training inputs and the metadata.
     """
     path = Path(directory)
     path = path / f"{KIND}.safetensors" if path.is_dir() or not path.suffix else path
     tensors, metadata = load_tensors(path, KIND)
-    if metadata["custom_output"] and not callable(output):
-        raise InputError(
-            "output is missing",
-            expected="the callable that the fit was made with",
-            remedy="pass output= as to linnet.linearize",
-        )
-    function = _matching(model, metadata, output, path)
-    device = function.device
-    x = _unflatten_inputs({k: t.to(device) for k, t in tensors.items()}, metadata["inputs"])
-    targets = Targets(tensors["targets"].to(device), metadata["classes"], metadata["scale"])
-    record = Record(**{**metadata["record"], "warnings": tuple(metadata["record"]["warnings"])})
-    system = _system(function, x, tensors, metadata)
-    return LinearFit(Linearized(function), x, targets, system, record)
-
-
-def _matching(model: nn.Module, metadata: dict[str, Any], output: OutputAdapter, path: Path) -> Functional:
-    """The network as a function, if it is the one that the fit was made on."""
-    names = {name for name, _ in model.named_parameters()}
-    missing = [name for name in metadata["parameters"] if name not in names]
-    if not missing:
-        function = Functional(
-            model, metadata["parameters"], output if callable(output) else metadata["output"]
-        )
-        if function.fingerprint() == metadata["weights"]:
-            return function
-    detail = f"it lacks {missing[0]!r}" if missing else "its weights differ"
-    raise FileFormatError(
-        f"{path} was made on another network: {detail}",
-        expected="the network that was linearized, with the same weights",
-        remedy="load the same checkpoint, with the same head, before load_fit",
-    )
-
-
-def _system(
-    function: Functional, x: Inputs, tensors: dict[str, Tensor], metadata: dict[str, Any]
-) -> Dual | Primal:
-    """The solved equations as they were saved."""
-    residual, beta = (tensors[key].to(function.device) for key in ("residual", "beta"))
-    if metadata["settings"] is None:
-        return Dual(tensors["kernel"].to(function.device), residual, metadata["ridge"], beta=beta)
-    start = function.space.to_flat(
-        {name: tensors[f"delta/{name}"].to(function.device) for name in function.names}
-    )
-    return Primal(function, x, residual, metadata["ridge"], CGSettings(**metadata["settings"]), start)
+    return path, tensors, _unflatten_inputs(tensors, metadata["inputs"]), metadata
 
 
 def _flatten_inputs(x: Inputs, prefix: str = "x") -> tuple[dict[str, Tensor], Any]:

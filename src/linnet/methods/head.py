@@ -13,7 +13,7 @@ from linnet.errors import InputError, ModelError
 from linnet.methods.arguments import check_positive, check_ridge
 from linnet.methods.dual import Spectrum
 from linnet.methods.targets import ALPHA, Targets, make_targets
-from linnet.tangent.batch import Inputs, gather_data, split
+from linnet.tangent.batch import Inputs, gather_data, split, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.hashing import hash_tensors
 
@@ -150,19 +150,35 @@ def features(model: nn.Module, x: Inputs, batch: int = 256) -> Tensor:
 
     Returns:
         φ(x), (N, D).
+
+    Raises:
+        ModelError: If the network cannot run on x, or does not end in that layer.
     """
     function = Functional(model)
-    _, layer = _last_linear(function.model)
-    seen: list[Tensor] = []
-    handle = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(1)))
+    name, layer = _last_linear(function.model)
+    function.check_runs(take(x, slice(0, 1)))
+    calls: list[tuple[Tensor, Tensor]] = []
+    handle = layer.register_forward_hook(lambda _, args, result: calls.append((args[0], result)))
+    found: list[Tensor] = []
     try:
         for part in split(x, batch):
-            function.model(*part) if isinstance(part, tuple) else (
-                function.model(**part) if isinstance(part, dict) else function.model(part)
-            )
+            outputs = function.flat(function.theta, part)
+            if not calls or not _same(calls[-1][1], outputs):
+                raise ModelError(
+                    f"model ({type(model).__name__}) does not return what its last nn.Linear ({name}) gives",
+                    expected="a network that ends in a linear layer",
+                    remedy="replace the head yourself and pass the network to linnet.linearize",
+                )
+            found.append(calls[-1][0].flatten(1))
+            calls.clear()
     finally:
         handle.remove()
-    return torch.cat(seen)
+    return torch.cat(found)
+
+
+def _same(result: Tensor, outputs: Tensor) -> bool:
+    """Whether the network's outputs are those of the layer."""
+    return result.numel() == outputs.numel() and torch.equal(result.reshape(outputs.shape), outputs)
 
 
 def linear_probe(phi: Tensor, targets: Targets, ridge: str | float = "loo") -> tuple[Tensor, Tensor]:
@@ -175,7 +191,11 @@ def linear_probe(phi: Tensor, targets: Targets, ridge: str | float = "loo") -> t
 
     Returns:
         Weight (C, D) and bias (C,), in the type of the features.
+
+    Raises:
+        InputError: If the ridge is neither a positive number nor the name of a criterion.
     """
+    check_ridge(ridge)
     f, t = phi.double(), targets.values.double().to(phi.device)
     center, mean = f.mean(0), t.mean(0)
     f, t = f - center, t - mean
@@ -203,11 +223,9 @@ def _probe_ridge(spectrum: Spectrum, t: Tensor, criterion: str) -> float:
             scores.append(float(((residual / diagonal[:, None]) ** 2).sum()))
         elif criterion == "gcv":
             scores.append(float((residual**2).sum()) / float(diagonal.sum()) ** 2)
-        elif criterion == "evidence":
-            m = t.numel()
+        else:  # evidence of what is left of the targets when their mean is taken out: n − 1 of n directions
+            m = t.numel() - t.shape[1]
             quadratic = float((weights[:, None] * coordinates**2).sum())
-            logdet = -float(weights.log().sum())
+            logdet = -float(weights.log().sum()) - math.log(rho)
             scores.append(m * math.log(max(quadratic / m, 1e-300)) + t.shape[1] * logdet)
-        else:
-            raise InputError(f"ridge={criterion!r}", expected='a positive number, "loo", "gcv" or "evidence"')
     return float(grid[min(range(len(scores)), key=scores.__getitem__)])

@@ -10,7 +10,7 @@ is Σᵢ ‖·‖² + ½ λ‖δ‖², so its λ is 2ρ; with a mean over N exam
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from linnet.errors import DataError, InputError
 from linnet.methods.arguments import positions, ridge_grid
 from linnet.methods.dual import Dual, RidgePath, Spectrum
+from linnet.methods.fit_files import write_fit
 from linnet.methods.predictive import Predictive, fit_temperature
 from linnet.methods.primal import Primal
 from linnet.methods.targets import Targets, make_targets
@@ -401,9 +402,8 @@ class LinearFit:
         Returns:
             The file that ``linnet.load_fit`` reads.
         """
-        from linnet.methods.fit_files import save_fit
-
-        return save_fit(self, directory)
+        function = self.module.function
+        return write_fit(directory, function, self.x, self._targets, self.system, asdict(self.record))
 
     def _checked(self, x: Inputs) -> Inputs:
         """X on the network's device, or an error."""

@@ -52,11 +52,13 @@ def gram(
         torch.Size([4, 4])
     """
     lin = lin_or_model if isinstance(lin_or_model, Linearized) else linearize(lin_or_model)
-    to = lambda z: map_tensors(lambda t: t.to(lin.function.device), z)  # noqa: E731
+    here = lin.function.device
+    x = map_tensors(lambda t: t.to(here), x)
+    x2 = None if x2 is None else map_tensors(lambda t: t.to(here), x2)
     return _gram(
         lin.function,
-        to(x),
-        None if x2 is None else to(x2),
+        x,
+        x2,
         outputs=outputs,
         memory=memory,
         file=file,

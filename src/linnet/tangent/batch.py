@@ -16,6 +16,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from linnet.errors import DataError, InputError
 
+EMPTY = "check the path and the split that the data come from"
+
+_NO_DATA_SETS = (list, tuple, str, bytes, Mapping, Tensor)  # have items, but no samples
+
 Inputs = Any  # Tensor | Sequence[Any] | Mapping[str, Any]
 
 
@@ -60,6 +64,7 @@ def batch_size(x: Inputs) -> int:
     raise InputError(
         f"x is {type(x).__name__} without a tensor that has an example axis",
         expected="a tensor (N, ...), a tuple of tensors or a dict of tensors",
+        remedy="give every input an example axis, as in x[None] for a single example",
     )
 
 
@@ -71,15 +76,59 @@ def take(x: Inputs, index: slice | Tensor | Sequence[int]) -> Inputs:
 
 
 def concatenate(parts: Sequence[Inputs]) -> Inputs:
-    """Join batches of the same structure along the example axis."""
+    """Join batches of the same structure along the example axis; tensors without it are taken once.
+
+    Args:
+        parts: The batches.
+
+    Returns:
+        One batch.
+
+    Raises:
+        DataError: If examples differ in shape.
+        InputError: If the batches differ in structure.
+    """
+    return _joined(parts, [batch_size(part) for part in parts])
+
+
+def _joined(parts: Sequence[Inputs], sizes: Sequence[int]) -> Inputs:
+    """``concatenate`` for parts of batches of known sizes."""
     first = parts[0]
+    if any(_structure(part) != _structure(first) for part in parts):
+        kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
+        raise InputError(
+            f"x differs in structure from batch to batch ({kinds})",
+            expected="tensors, tuples of one length, or dicts with the same keys",
+            remedy="pass all data in the same form",
+        )
     if isinstance(first, Tensor):
-        return torch.cat(list(parts))
+        return _catenated(parts, sizes)
     if isinstance(first, Mapping):
-        return {key: concatenate([part[key] for part in parts]) for key in first}
+        return {key: _joined([part[key] for part in parts], sizes) for key in first}
     if isinstance(first, list | tuple):
-        return tuple(concatenate([part[i] for part in parts]) for i in range(len(first)))
+        return tuple(_joined([part[i] for part in parts], sizes) for i in range(len(first)))
     return first
+
+
+def _structure(x: Inputs) -> Any:
+    """What batches to be joined must have in common."""
+    if isinstance(x, Mapping):
+        return set(x)
+    return len(x) if isinstance(x, list | tuple) else isinstance(x, Tensor)
+
+
+def _catenated(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Tensors along the example axis, or the first of them if they belong to all examples."""
+    if any(t.ndim == 0 or t.shape[0] != n for t, n in zip(tensors, sizes, strict=True)):
+        return tensors[0]
+    shapes = list(dict.fromkeys(tuple(t.shape[1:]) for t in tensors))
+    if len(shapes) > 1:
+        raise DataError(
+            f"data are ragged: examples have the shapes {shapes[0]} and {shapes[1]}",
+            expected="examples of one shape",
+            remedy="resize or pad them",
+        )
+    return torch.cat(list(tensors))
 
 
 def split(x: Inputs, size: int) -> Iterator[Inputs]:
@@ -101,13 +150,13 @@ def gather_data(data: Any, device: torch.device | None = None) -> tuple[Inputs, 
         The inputs (N, ...) and the targets (N, ...).
 
     Raises:
-        DataError: If the data are empty, or x and y differ in length.
+        DataError: If the data are empty, ragged or not finite, or x and y differ in length.
         InputError: If ``data`` is none of the kinds above.
     """
     x, y = _as_pair(data)
-    y = torch.as_tensor(y)
+    y = _as_tensor(y, "y")
     if batch_size(x) == 0:
-        raise DataError("data is empty: it holds 0 examples", expected="at least one example")
+        raise DataError("data is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
     if y.ndim == 0 or y.shape[0] != batch_size(x):
         raise DataError(
             f"data has {batch_size(x)} inputs but targets of shape {tuple(y.shape)}",
@@ -127,17 +176,18 @@ def _as_pair(data: Any) -> tuple[Inputs, Any]:
         return data.tensors[0], data.tensors[1]
     if isinstance(data, DataLoader):
         batches = [_two(batch, "a batch of the DataLoader") for batch in data]
-    elif isinstance(data, Dataset) or (hasattr(data, "__getitem__") and not isinstance(data, list | tuple)):
+    elif isinstance(data, Dataset) or (hasattr(data, "__getitem__") and not isinstance(data, _NO_DATA_SETS)):
         samples = [_two(data[i], f"sample {i} of the data set") for i in range(len(data))]  # type: ignore[arg-type]
         batches = [
-            (map_tensors(lambda t: t[None], _tensorize(x)), torch.as_tensor(y)[None]) for x, y in samples
+            (map_tensors(lambda t: t[None], _tensorize(x)), _as_tensor(y, "y")[None]) for x, y in samples
         ]
     else:
         pair = _two(data, "data")
         return _tensorize(pair[0]), pair[1]
     if not batches:
-        raise DataError("data is empty: it yields no example", expected="at least one example")
-    return concatenate([b[0] for b in batches]), torch.cat([torch.as_tensor(b[1]) for b in batches])
+        raise DataError("data is empty: it yields no example", expected="at least one example", remedy=EMPTY)
+    labels = [_as_tensor(b[1], "y") for b in batches]
+    return concatenate([b[0] for b in batches]), concatenate(labels)
 
 
 def _two(item: Any, name: str) -> tuple[Any, Any]:
@@ -147,6 +197,7 @@ def _two(item: Any, name: str) -> tuple[Any, Any]:
     raise InputError(
         f"{name} is {type(item).__name__}" + (f" of length {len(item)}" if hasattr(item, "__len__") else ""),
         expected="an (x, y) pair, a Dataset or a DataLoader of such pairs",
+        remedy="pass data=(x, y)",
     )
 
 
@@ -156,7 +207,19 @@ def _tensorize(x: Any) -> Inputs:
         return {key: _tensorize(value) for key, value in x.items()}
     if isinstance(x, list | tuple) and any(isinstance(value, Tensor | Mapping | list | tuple) for value in x):
         return tuple(_tensorize(value) for value in x)
-    return torch.as_tensor(x)
+    return _as_tensor(x, "x")
+
+
+def _as_tensor(value: Any, name: str) -> Tensor:
+    """A tensor from numbers of any kind, or an error that names the argument."""
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{name} is {type(value).__name__} and cannot be made a tensor ({error})",
+            expected="a tensor, or an array or rectangular list of numbers",
+            remedy=f"convert {name} to a tensor first",
+        ) from error
 
 
 def check_finite(x: Inputs, name: str) -> None:

@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-
 Params = dict[str, Tensor]
 Function = Callable[[Params], Tensor]
 JvpPath = Literal["forward", "double-backward", "rows"]

@@ -53,6 +53,16 @@ class Functional:
         _check_weights(self.model)
         self.space = ParameterSpace.of(theta)
 
+    def copy(self) -> Functional:
+        """The same function on a network of its own, with nothing remembered.
+
+        Returns:
+            The copy.
+        """
+        twin = copy.copy(self)
+        twin.model, twin.cache = copy.deepcopy(self.model), {}
+        return twin
+
     @property
     def theta(self) -> Params:
         """θ₀: the selected parameters of the frozen copy."""
@@ -99,7 +109,7 @@ class Functional:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ModelError(
                 f"model ({type(self.model).__name__}) cannot run on x ({kinds or type(x).__name__}): {first}",
-                expected=f"inputs of the network's own shape and type on {self.device}; weights are {self.dtype}",
+                expected=f"inputs of the network's own shape on {self.device}; its weights are {self.dtype}",
                 remedy="check x's shape, dtype (x.float() for images) and device",
             ) from error
         if value.shape[0] != batch_size(x):
@@ -118,7 +128,7 @@ class Functional:
 
 
 def _padding_rows(model: nn.Module, names: list[str]) -> dict[str, tuple[int, bool]]:
-    """Embedding tables with a padding row, which has no gradient: the row, and whether the table is tied."""
+    """Embedding tables with a padding row, which has no gradient: that row, and whether the table is tied."""
     every = list(model.named_parameters(remove_duplicate=False))
     found = {}
     for module in model.modules():

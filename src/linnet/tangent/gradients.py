@@ -31,9 +31,10 @@ def use_gradients(outputs: Tensor, uses: Sequence[Use], cotangents: Tensor) -> l
         return []
     found = dict(zip(edges, batched_grad(outputs, list(edges.values()), cotangents), strict=True))
     k = cotangents.shape[0]
-    zeros = lambda use: outputs.new_zeros(k, *use.shape)  # noqa: E731
     gradients = [found[use.place] for use in uses]
-    return [zeros(use) if g is None else g for use, g in zip(uses, gradients, strict=True)]
+    return [
+        outputs.new_zeros(k, *use.shape) if g is None else g for use, g in zip(uses, gradients, strict=True)
+    ]
 
 
 def batched_grad(outputs: Tensor, inputs: Sequence[Any], cotangents: Tensor) -> list[Tensor | None]:

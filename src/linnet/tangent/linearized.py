@@ -87,6 +87,10 @@ class Linearized(nn.Module):
 
         Returns:
             Outputs (N, ...), in the network's shape; (N, 1) where the network gives (N,).
+
+        Raises:
+            ModelError: If the network cannot take x.
+            RuntimeError: If torch fails for another reason.
         """
         x = _one(args, kwargs)
         try:
@@ -184,18 +188,21 @@ class Linearized(nn.Module):
 
     @torch.no_grad()
     def relinearize(self) -> None:
-        """θ₀ ← θ₀ + δ and δ ← 0, in place."""
+        """θ₀ ← θ₀ + δ and δ ← 0, in place.
+
+        The frozen network is copied first: fits that were made from this linearization keep theirs.
+        """
+        object.__setattr__(self, "function", self.function.copy())
         every = dict(self.model.named_parameters())
         for name, delta in self.delta.items():
             every[name].add_(delta)
             delta.zero_()
-        self.function.cache.clear()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linearized:
-        """Move the frozen network along with δ."""
-        super()._apply(fn, recurse)
+        """Move the frozen network along with δ; fits made from this linearization keep theirs."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        object.__setattr__(self, "function", self.function.copy())
         self.model._apply(fn)
-        self.function.cache.clear()
         return self
 
     def extra_repr(self) -> str:

@@ -116,7 +116,7 @@ def in_exact_mode(function: F) -> F:
             if inference:
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
-                args, kwargs = (_usable(arg) for arg in (args, kwargs))  # type: ignore[assignment]
+                args, kwargs = (_usable(arg) for arg in (args, kwargs))
             return function(*args, **kwargs)
 
     return wrapped  # type: ignore[return-value]

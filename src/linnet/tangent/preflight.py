@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from linnet.memory import Plan
 from linnet.tangent.batch import Inputs, batch_size, take
-from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.plan import plan_for
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gram import GramTask, plan_gram
 from linnet.tangent.jacobian import jvp_path
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.plan import plan_for
 from linnet.tangent.selection import Selector
 from linnet.tangent.trace import Trace, trace
 
@@ -86,7 +86,7 @@ class Preflight:
         """The printed report."""
         head = [
             f"{self.model}: {len(self.parameters)} parameters tracked (P = {self.total:,}), "
-            f"{self.outputs} outputs" + (f"; {self.untracked} left out" if self.untracked else "")
+            f"{self.outputs} outputs"
         ]
         width = max((len(p.name) for p in self.parameters), default=0)
         shapes = ["×".join(map(str, p.shape)) or "scalar" for p in self.parameters]
@@ -162,7 +162,8 @@ def _coverage_findings(coverage: tuple[Coverage, ...]) -> list[str]:
     exact = [p.name for p in coverage if p.exact]
     if exact:
         found.append(
-            f"{len(exact)} parameter(s) are differentiated example by example (exact, slower), first {exact[0]!r}"
+            f"{len(exact)} parameter(s) are differentiated example by example (exact, slower), "
+            f"first {exact[0]!r}"
         )
     return found
 
