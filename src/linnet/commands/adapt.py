@@ -40,7 +40,7 @@ def adapt(
         model_args: Keyword arguments of the factory, as a JSON object.
         shots: Training samples of each class, or of all in a regression; all there are by default.
         tests: Test samples to evaluate on, drawn at random; all by default.
-        ridge: The ridge, a positive number, or how to choose it: auto (by leave-one-out), loo, gcv or evidence.
+        ridge: The ridge, a positive number, or how to choose it: auto (by leave-one-out), loo, gcv, evidence.
             Where the kernel is too large for the memory, auto chooses it on some of the samples.
         solver: How to solve: dual (the kernel), cg (conjugate gradients), or auto.
         params: The parameters to fit, by name or regular expression; all of them by default.

@@ -14,8 +14,8 @@ def demo(*, out: Path = Path("runs/demo"), seed: int = 0) -> dict[str, Any]:
         seed: Seed of everything that is random.
 
     Returns:
-        Scores of the fit and of what it is compared with, how many flipped labels were found, and scores before
-        and after forgetting.
+        Scores of the fit and of what it is compared with, how many flipped labels were found, and scores
+        before and after forgetting.
     """
     from linnet.report import Comparison
     from linnet.runs.demonstration import FLIPPED, adapt_digits, forget_flipped, prepare

@@ -26,8 +26,8 @@ def forget(
         device: The device to compute on, such as cpu or cuda.
 
     Returns:
-        Scores before and after, the certificate (the relative residual of the new fit's own equations), and the
-        largest difference from a solution from scratch.
+        Scores before and after, the certificate (the relative residual of the new fit's own equations), and
+        the largest difference from a solution from scratch.
     """
     from linnet.runs.changes import forget as forget_samples
     from linnet.runs.changes import report_change

@@ -19,15 +19,15 @@ def predict(
 
     Args:
         run: The folder that linnet adapt, forget or update wrote.
-        data: The samples: a folder of images, an ``.npz`` archive with x or x_test, or a ``.csv`` table with the
-            run's columns. Answers are used to score the predictions where there are any.
+        data: The samples: a folder of images, an ``.npz`` archive with x or x_test, or a ``.csv`` table with
+            the run's columns. Answers are used to score the predictions where there are any.
         out: The file to write, ``.csv`` or ``.json``; predictions.csv in the run's folder by default.
         std: Whether to compute standard deviations, which takes longer than the predictions themselves.
         memory: The budget, such as 2GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.
 
     Returns:
-        How many samples were predicted as what, their scores where answers are known, and where it was written.
+        How many samples were predicted as what, their scores where answers are known, and the files written.
     """
     from linnet.runs.folder import load_run
     from linnet.runs.newdata import read_new

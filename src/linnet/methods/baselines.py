@@ -1,4 +1,4 @@
-"""What a linear fit is compared with: plain fine-tuning, nearest class means, and a probe's held-out outputs."""
+"""What a linear fit is compared with: plain fine-tuning, nearest class means, a probe's held-out outputs."""
 
 from __future__ import annotations
 
@@ -64,9 +64,10 @@ def fine_tune(
 ) -> FineTuned:
     """Plain fine-tuning of every weight, its learning rate chosen on a fifth of the training data.
 
-    Stochastic gradient descent with momentum 0.9, clipped gradients and a cosine schedule on the cross-entropy (integer y)
-    or the mean squared error (float y); BatchNorm keeps its running statistics and dropout is off. Each
-    rate is tried on four fifths of the data and scored on the rest; the best is then run on all of it.
+    Stochastic gradient descent with momentum 0.9, clipped gradients and a cosine schedule, on the
+    cross-entropy (integer y) or the mean squared error (float y); BatchNorm keeps its running statistics and
+    dropout is off. Each rate is tried on four fifths of the data and scored on the rest; the best is then
+    run on all of it.
 
     Args:
         model: The network, with the head that it should start from; it is not touched.
@@ -151,7 +152,7 @@ def _descend(
         rows, order = order[: schedule.batch].to(y.device), order[schedule.batch :]
         optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / schedule.steps)) / 2
         optimizer.zero_grad()
-        _loss(_outputs(network, take(x, rows)), y[rows]).backward()  # type: ignore[no-untyped-call]
+        _loss(_outputs(network, take(x, rows)), y[rows]).backward()
         nn.utils.clip_grad_norm_(weights, CLIP)
         optimizer.step()
     return network.requires_grad_(False)

@@ -88,28 +88,19 @@ class Features:
         }
         return Features(self.n, self.k, self.rows.to("meta"), layers, self.outputs.to("meta"))
 
-    def room_for(self, n: int) -> Features:
+    def room_for(self, n: int, device: torch.device) -> Features:
         """Empty features of the same kind for n examples."""
-        layers = {}
-        for name, old in self.layers.items():
-            a, g = old.factors.a, old.factors.g
-            factors_ = Factors(
-                a.new_empty(n, *a.shape[1:]), g.new_empty(g.shape[0], n, *g.shape[2:]), old.factors.transposed
-            )
-            layers[name] = Layer(factors_, old.bias)
-        rows, outputs = self.rows, self.outputs
-        return Features(
-            n, self.k, rows.new_empty(n, *rows.shape[1:]), layers, outputs.new_empty(n, *outputs.shape[1:])
-        )
 
-    def put(self, start: int, block: Features) -> None:
-        """Copy a block of examples to its place."""
-        here = self.part(start, start + block.n)
-        here.rows.copy_(block.rows)
-        here.outputs.copy_(block.outputs)
-        for name, layer in here.layers.items():
-            layer.factors.a.copy_(block.layers[name].factors.a)
-            layer.factors.g.copy_(block.layers[name].factors.g)
+        def empty(t: Tensor, axis: int = 0) -> Tensor:
+            return t.new_empty((*t.shape[:axis], n, *t.shape[axis + 1 :]), device=device)
+
+        layers = {
+            name: Layer(
+                Factors(empty(old.factors.a), empty(old.factors.g, 1), old.factors.transposed), old.bias
+            )
+            for name, old in self.layers.items()
+        }
+        return Features(n, self.k, empty(self.rows), layers, empty(self.outputs))
 
 
 @dataclass(frozen=True)
@@ -229,13 +220,16 @@ def _weight_of_bias(name: str, uses: dict[str, list[Use]], factored: Collection[
     return None
 
 
-def reduce(captured: Captured, names: Sequence[str], treatment: Treatment) -> Features:
+def reduce(
+    captured: Captured, names: Sequence[str], treatment: Treatment, room: Features | None = None
+) -> Features:
     """Keep of a captured batch what its kernels need.
 
     Args:
         captured: The batch.
         names: The tracked parameters, in order.
         treatment: From ``choose``.
+        room: Where to write; by default new memory.
 
     Returns:
         Rows and factors.
@@ -248,18 +242,24 @@ def reduce(captured: Captured, names: Sequence[str], treatment: Treatment) -> Fe
     uses = captured.by_parameter()
     biased = set(treatment.riding.values())
     layers = {
-        name: Layer(_joined(uses[name], captured.n), name in biased)
+        name: Layer(_joined(uses[name], captured.n, captured.outputs.dtype), name in biased)
         for name in names
         if name in treatment.factored
     }
     widths = [captured.leaves[name].numel() for name in formed]
-    k = captured.k
-    rows = captured.outputs.new_empty(captured.n, k, sum(widths))
-    start = 0
+    k, start = captured.k, 0
+    dtype = torch.promote_types(captured.outputs.dtype, torch.float32)  # half precision is not summed in
+    rows = captured.outputs.new_empty(captured.n, k, sum(widths), dtype=dtype) if room is None else room.rows
     for name, width in zip(formed, widths, strict=True):
         rows[:, :, start : start + width] = captured.rows(name).reshape(captured.n, k, width)
         start += width
-    return Features(captured.n, k, rows, layers, captured.outputs)
+    if room is None:
+        return Features(captured.n, k, rows, layers, captured.outputs)
+    room.outputs.copy_(captured.outputs)
+    for name, layer in room.layers.items():
+        layer.factors.a.copy_(layers[name].factors.a)
+        layer.factors.g.copy_(layers[name].factors.g)
+    return room
 
 
 def _require_same(captured: Captured, treatment: Treatment) -> None:
@@ -274,11 +274,11 @@ def _require_same(captured: Captured, treatment: Treatment) -> None:
             raise TreatmentChanged(weight)
 
 
-def _joined(uses: list[Use], n: int) -> Factors:
+def _joined(uses: list[Use], n: int, dtype: torch.dtype) -> Factors:
     """All uses of one parameter as one: their positions side by side, so all pairs of uses count."""
     parts = [factors(use, n) for use in uses]
-    if len(parts) == 1:
-        return Factors(parts[0].a.contiguous(), parts[0].g.contiguous(), parts[0].transposed)
-    a = torch.cat([part.a for part in parts], 2)
-    g = torch.cat([part.g for part in parts], 3)
-    return Factors(a, g, parts[0].transposed)
+    wide = torch.promote_types(dtype, torch.float32)
+    a = parts[0].a if len(parts) == 1 else torch.cat([part.a for part in parts], 2)
+    g = parts[0].g if len(parts) == 1 else torch.cat([part.g for part in parts], 3)
+    a = a.to(wide) if a.is_floating_point() else a
+    return Factors(a.contiguous(), g.to(wide).contiguous(), parts[0].transposed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -94,7 +95,8 @@ class Functional:
     def fingerprint(self) -> str:
         """A hash of the network's weights, buffers and selected names; equal for equal linearizations."""
         state = self.model.state_dict()
-        return hash_tensors([state[key] for key in sorted(state) if isinstance(state[key], Tensor)])[:32]
+        values = hash_tensors([state[key] for key in sorted(state) if isinstance(state[key], Tensor)])
+        return hashlib.sha256(f"{values} {self.names}".encode()).hexdigest()[:32]
 
     @in_exact_mode
     def check_runs(self, x: Inputs) -> Tensor:

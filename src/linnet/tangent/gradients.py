@@ -65,7 +65,12 @@ def batched_grad(outputs: Tensor, inputs: Sequence[Any], cotangents: Tensor) -> 
         except RuntimeError:
             pass  # an operation without a batching rule: take the cotangents one by one
     each = [torch.autograd.grad(outputs, inputs, u, retain_graph=True, allow_unused=True) for u in cotangents]
-    return [None if column[0] is None else torch.stack(column) for column in zip(*each, strict=True)]
+    return [None if column[0] is None else _stacked(column) for column in zip(*each, strict=True)]
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Side by side on a new first axis; a single one without a copy."""
+    return parts[0][None] if len(parts) == 1 else torch.stack(list(parts))
 
 
 def exact_rows(function: Functional, x: Inputs, names: Sequence[str], cotangents: Tensor) -> Params:

@@ -17,7 +17,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.memory import Plan, format_bytes, parse_bytes, require
 from linnet.progress import track
-from linnet.tangent.batch import Inputs, batch_size, check_finite, take, tensors_in
+from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, take, tensors_in
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.captured import Outputs
 from linnet.tangent.features import Features, Treatment, TreatmentChanged, choose, reduce
@@ -43,8 +43,8 @@ class GramPlan:
         capture: Examples differentiated at once.
         hold: Examples whose features stay in memory.
         product: Examples on each side of a matrix product.
-        shape: Shape of the result.
         dtype: Type of the result.
+        template: Features without numbers, of the kind that is kept.
     """
 
     memory: Plan
@@ -52,8 +52,8 @@ class GramPlan:
     capture: int
     hold: int
     product: int
-    shape: tuple[int, ...]
     dtype: torch.dtype
+    template: Features
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,16 @@ def _compute(
 ) -> Tensor:
     """Plan, and run every step."""
     plan = plan_gram(task, memory, to_disk=file is not None)
-    require(plan.memory, ["keep it on disk with file='kernel.npy'", 'take outputs="trace"', "raise memory="])
-    store = GramFile(file, plan.shape, plan.dtype, _identity(task, plan)) if file is not None else None
+    ways = ["raise memory="]
+    if task.outputs == "full":
+        ways.insert(0, 'take outputs="trace"')
+    if file is None:
+        ways.insert(0, "keep it on disk with linnet.spectrum.gram(..., file='kernel.npy')")
+    require(plan.memory, [*ways, "use fewer examples"])
+    shape = _shape(*task.sizes, plan.template.outputs.shape[1], task.outputs)
+    store = GramFile(file, shape, plan.dtype, _identity(task, plan)) if file is not None else None
     device = task.function.device
-    result = torch.empty(plan.shape, dtype=plan.dtype, device=device) if store is None else store.array
+    result = torch.empty(shape, dtype=plan.dtype, device=device) if store is None else store.array
     steps = _steps(task, plan)
     for step in track(steps, f"kernel of {task.sizes[0]} × {task.sizes[1]} examples", len(steps), progress):
         if store is None or not store.is_done(step):
@@ -179,7 +185,7 @@ def plan_gram(task: GramTask, memory: str | int | None = None, to_disk: bool = F
         ("tile", tile),
     )
     name = f"kernel ({task.outputs}) of {n} × {m} examples"
-    return GramPlan(Plan(name, budget, items), treatment, block, hold, product, shape, dtype)
+    return GramPlan(Plan(name, budget, items), treatment, block, hold, product, dtype, features)
 
 
 def _probe(task: GramTask) -> tuple[Treatment, Features, int]:
@@ -253,13 +259,9 @@ def _run(step: Step, task: GramTask, plan: GramPlan, result: Tensor) -> None:
 
 def _hold(task: GramTask, plan: GramPlan, rows: tuple[int, int]) -> Features:
     """Features of a range of x1, side by side."""
-    held: Features | None = None
-    for start, features in _stream(task, plan, task.x1, rows):
-        if held is None:
-            held = features if features.n == rows[1] - rows[0] else features.room_for(rows[1] - rows[0])
-        if held is not features:
-            held.put(start - rows[0], features)
-    assert held is not None
+    held = plan.template.room_for(rows[1] - rows[0], task.function.device)
+    for start, stop in _ranges(*rows, plan.capture):
+        _features(task, plan, task.x1, (start, stop), held.part(start - rows[0], stop - rows[0]))
     return held
 
 
@@ -268,11 +270,15 @@ def _stream(
 ) -> Iterator[tuple[int, Features]]:
     """Features of small blocks, with the index of their first example."""
     for start, stop in _ranges(*wanted, plan.capture):
-        block = x if (start, stop) == (0, batch_size(x)) else take(x, slice(start, stop))
-        captured = capture(task.function, block, task.outputs)
-        features = reduce(captured, task.function.names, plan.treatment)
-        del captured
-        yield start, features
+        yield start, _features(task, plan, x, (start, stop))
+
+
+def _features(
+    task: GramTask, plan: GramPlan, x: Inputs, wanted: tuple[int, int], room: Features | None = None
+) -> Features:
+    """Features of a few examples."""
+    block = x if wanted == (0, batch_size(x)) else take(x, slice(*wanted))
+    return reduce(capture(task.function, block, task.outputs), task.function.names, plan.treatment, room)
 
 
 def _symmetric_tiles(held: Features, offset: int, task: GramTask, plan: GramPlan, result: Tensor) -> None:
@@ -311,19 +317,25 @@ def _accumulation(accumulate: str | None) -> torch.dtype | None:
     """The type named by ``accumulate``."""
     known = {None: None, "float32": None, "float64": torch.float64}
     if accumulate not in known:
-        raise InputError(f"accumulate={accumulate!r}", expected='"float32" or "float64"')
+        raise InputError(
+            f"accumulate={accumulate!r}", expected='"float32" or "float64"', remedy="leave accumulate= out"
+        )
     return known[accumulate]
 
 
 def _check(task: GramTask) -> None:
     """Raise on values that cannot work."""
     if task.outputs not in OUTPUTS:
-        raise InputError(f"outputs={task.outputs!r}", expected=", ".join(map(repr, OUTPUTS)))
+        raise InputError(
+            f"outputs={task.outputs!r}",
+            expected=", ".join(map(repr, OUTPUTS)),
+            remedy='leave outputs= out for "full"',
+        )
     for name, x in (("x1", task.x1), ("x2", task.x2)):
         if x is None:
             continue
         if batch_size(x) == 0:
-            raise InputError(f"{name} is empty", expected="at least one example")
+            raise InputError(f"{name} is empty", expected="at least one example", remedy=EMPTY)
         check_finite(x, name)
 
 
@@ -335,6 +347,7 @@ def _identity(task: GramTask, plan: GramPlan) -> dict[str, object]:
         "capture": plan.capture,
         "product": plan.product,
         "weights": task.function.fingerprint(),
+        "output": getattr(task.function.output, "__qualname__", task.function.output),
         "x1": hash_tensors(tensors_in(task.x1)),
         "x2": None if task.x2 is None else hash_tensors(tensors_in(task.x2)),
     }

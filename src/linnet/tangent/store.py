@@ -43,7 +43,11 @@ class GramFile:
     ) -> None:
         self.path = Path(file)
         if self.path.suffix != ".npy":
-            raise InputError(f"file={str(file)!r}", expected="a name that ends in .npy")
+            raise InputError(
+                f"file={str(file)!r}",
+                expected="a name that ends in .npy",
+                remedy=f"pass file={str(self.path.with_suffix('.npy'))!r}",
+            )
         if not self.path.parent.is_dir():
             raise InputError(
                 f"file={str(file)!r}: its folder does not exist",
@@ -55,6 +59,8 @@ class GramFile:
         self.identity = {**identity, "shape": list(shape), "dtype": str(dtype)}
         self.done = self._resume()
         mode: Any = "r+" if self.done else "w+"
+        if not self.done:  # the record of another task must not outlive its matrix
+            self.record.unlink(missing_ok=True)
         kind = torch.empty(0, dtype=dtype).numpy().dtype
         self.map = np.lib.format.open_memmap(self.partial, mode=mode, dtype=kind, shape=shape)
         self.array = torch.from_numpy(self.map)
@@ -68,7 +74,15 @@ class GramFile:
         except ValueError:
             return set()
         same = isinstance(record, dict) and record.get("identity") == self.identity
-        return set(record["done"]) if same else set()
+        return set(record.get("done", ())) if same and self._is_whole() else set()
+
+    def _is_whole(self) -> bool:
+        """Whether the partial matrix can be opened as what it was begun as."""
+        try:
+            found = np.lib.format.open_memmap(self.partial, mode="r")
+        except (ValueError, OSError):
+            return False
+        return list(found.shape) == self.identity["shape"]
 
     def is_done(self, step: _Keyed) -> bool:
         """Whether an earlier run finished this step."""
