@@ -177,11 +177,17 @@ def table(rows: Sequence[Row]) -> str:
 def publish(title: str, rows: Sequence[Row], path: Path | None, **details: Any) -> None:
     """Print the table and, when asked, write it as JSON."""
     print(f"## {title}\n\n{table(rows)}\n", flush=True)
+    facts = environment()
+    load = facts["load_average"]
+    if load is not None and load > facts["threads"] + 1:
+        print(
+            f"Load average {load:.1f}: other work disturbs these numbers; repeat when the machine is quiet.\n"
+        )
     if path is None:
         return
     payload = {
         "title": title,
-        "environment": environment(),
+        "environment": facts,
         "rows": [asdict(row) | {"met": row.met} for row in rows],
         "details": details,
     }

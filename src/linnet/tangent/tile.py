@@ -30,7 +30,7 @@ def kernel_tile(
     """
     total = _rows_tile(left.rows, right.rows, outputs, accumulate)
     for name, layer in left.layers.items():
-        total += _layer_tile(layer, right.layers[name], outputs)
+        _add_layer(total, layer, right.layers[name], outputs)
     return total
 
 
@@ -57,11 +57,12 @@ def _product(left: Tensor, right: Tensor, accumulate: torch.dtype | None) -> Ten
     return total
 
 
-def _layer_tile(left: Layer, right: Layer, outputs: Outputs) -> Tensor:
-    """Products of gradients that stay factored."""
+def _add_layer(total: Tensor, left: Layer, right: Layer, outputs: Outputs) -> None:
+    """Add the products of gradients that stay factored."""
     if left.factors.g.shape[3] == 1 and right.factors.g.shape[3] == 1:
-        return _unshared_tile(left, right, outputs)
-    return _shared_tile(left, right, outputs)
+        _add_unshared(total, left, right, outputs)
+    else:
+        total += _shared_tile(left, right, outputs)
 
 
 def _input_gram(left: Layer, right: Layer) -> Tensor:
@@ -79,20 +80,29 @@ def _by_group(a: Tensor) -> Tensor:
     return a.transpose(0, 1).flatten(1, 2)
 
 
-def _unshared_tile(left: Layer, right: Layer, outputs: Outputs) -> Tensor:
-    """S = 1: K = (A₁A₂ᵀ + 1) ∘ (G₁G₂ᵀ), summed over groups."""
-    a = _input_gram(left, right)  # (R, N, M)
-    g1, g2 = left.factors.g[:, :, :, 0], right.factors.g[:, :, :, 0]  # (K, N, R, c)
-    if outputs == "diagonal":
-        g = torch.einsum("knrc,kmrc->rnmk", g1, g2)
-        return (a[..., None] * g).sum(0)
-    if outputs == "trace":
-        return (a * torch.einsum("knrc,kmrc->rnm", g1, g2)).sum(0)
-    n, k, m = g1.shape[1], g1.shape[0], g2.shape[1]
-    flat1, flat2 = (g.permute(2, 1, 0, 3).flatten(1, 2) for g in (g1, g2))  # (R, N·K, c)
-    g = (flat1 @ flat2.mT).view(-1, n, k, m, k)
-    full = (g * a[:, :, None, :, None]).sum(0) if g.shape[0] > 1 else g[0] * a[0, :, None, :, None]
-    return full[:, 0, :, 0] if outputs == "sum" else full
+def _add_unshared(total: Tensor, left: Layer, right: Layer, outputs: Outputs) -> None:
+    """S = 1: K += (A₁A₂ᵀ + 1) ∘ (G₁G₂ᵀ) for each group, in one pass over K."""
+    gram = _input_gram(left, right)  # (R, N, M)
+    for r in range(gram.shape[0]):
+        a, g1, g2 = (
+            gram[r].to(total.dtype),
+            left.factors.g[:, :, r, 0],
+            right.factors.g[:, :, r, 0],
+        )  # (K, N, c)
+        k, n, m = g1.shape[0], g1.shape[1], g2.shape[1]
+        if outputs == "diagonal":
+            total.addcmul_(a[..., None], (g1 @ g2.mT).permute(1, 2, 0).to(total.dtype))
+        elif outputs == "trace":
+            g = _outputs_joined(g1) @ _outputs_joined(g2).T  # Σ_k g_nk·g_mk
+            total.addcmul_(a, g.to(total.dtype))
+        else:
+            g = g1.transpose(0, 1).reshape(n * k, -1) @ g2.transpose(0, 1).reshape(m * k, -1).T
+            total.view(n, k, m, k).addcmul_(a[:, None, :, None], g.view(n, k, m, k).to(total.dtype))
+
+
+def _outputs_joined(g: Tensor) -> Tensor:
+    """(K, N, c) as (N, K·c)."""
+    return g.transpose(0, 1).flatten(1)
 
 
 def _shared_tile(left: Layer, right: Layer, outputs: Outputs) -> Tensor:
