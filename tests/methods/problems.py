@@ -115,3 +115,16 @@ def refused(kind: type[LinnetError], call: Callable[[], object], *words: str) ->
     assert error.expected, f"no expectation in: {error}"
     assert error.remedy, f"no remedy in: {error}"
     return error
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most bytes of tensors that a call holds at once, by the profiler's record of allocations."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        kept = call()
+    del kept
+    live = peak = 0
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak

@@ -18,7 +18,7 @@ from linnet.methods.head import RECORD
 from linnet.methods.linear_fit import LinearFit, Record, base_outputs
 from linnet.methods.primal import CGSettings, Primal
 from linnet.methods.targets import ALPHA, Targets, make_targets
-from linnet.tangent.batch import Inputs, batch_size, gather_data, take
+from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, take
 from linnet.tangent.gram import GramTask, gram, plan_gram
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.jacobian import jvp_columns, vjp_columns
@@ -96,6 +96,7 @@ def fit(
         (torch.Size([12, 1]), 'dual')
     """
     _check(lin, loss, ridge, solver, scale)
+    settings = CGSettings(tolerance, max_steps, rank)
     started = time.perf_counter()
     x, y = gather_data(data, lin.function.device)
     lin.function.check_runs(take(x, slice(0, 1)))
@@ -114,7 +115,6 @@ def fit(
     if chosen == "dual":
         system, reasons["ridge"] = _solve_dual(lin, x, residual, made, ridge, memory, file, seconds)
     else:
-        settings = CGSettings(tolerance, max_steps, rank)
         system, reasons["ridge"] = _solve_primal(lin, x, residual, ridge, settings, preconditioner, why)
     seconds["solve"] = time.perf_counter() - started - seconds.get("kernel", 0.0)
     criterion = ridge if isinstance(ridge, str) else "given"
@@ -157,6 +157,7 @@ def _explicit(targets: Tensor, f0: Tensor, y: Tensor) -> Targets:
             expected=f"{tuple(f0.shape)}, like the outputs",
             remedy="pass one row of targets for each example, or leave targets= out",
         )
+    check_finite(targets, "targets")
     made = make_targets(targets.to(f0), f0.shape[1])
     one_hot = (
         not y.is_floating_point() and y.ndim == 1 and bool((targets.argmax(1) == y.to(targets.device)).all())
@@ -168,14 +169,16 @@ def _choose_solver(
     lin: Linearized, x: Inputs, c: int, ridge: float | str, solver: str, memory: str | int | None
 ) -> tuple[str, str]:
     """The solver, and one sentence that says why."""
+    budget = parse_bytes(memory, lin.function.device)
     if solver != "auto":
-        if solver == "dual":
+        if solver == "cg":
+            require(_primal_memory(lin, budget), ["use fewer parameters with params=", "raise memory="])
+        else:
             require(
                 _dual_memory(lin, x, c, ridge, memory),
                 ['solve matrix-free with solver="cg"', "raise memory="],
             )
         return solver, "asked for"
-    budget = parse_bytes(memory, lin.function.device)
     dual = Cost(_dual_seconds(lin, x, c, ridge), _dual_memory(lin, x, c, ridge, memory))
     if isinstance(ridge, str):
         require(dual.memory, ['give the ridge as a number, so that solver="cg" can be used', "raise memory="])
@@ -203,9 +206,9 @@ def _dual_memory(lin: Linearized, x: Inputs, c: int, ridge: float | str, memory:
     n = batch_size(x) * c
     forming = plan_gram(_task(lin, x), memory).memory
     square = 8 * n * n
-    solving = [("kernel in float64", square), ("factor", square)]
+    solving = [("kernel in float64", square), ("kernel + ridge", square), ("factor", square)]
     if isinstance(ridge, str):
-        solving += [("eigenvectors", square), ("workspace of the eigendecomposition", 2 * square)]
+        solving[1:] = [("eigenvectors", square), ("workspace of the eigendecomposition", 3 * square)]
     solved = Plan(f"dual fit of {n} equations", forming.budget, tuple(solving))
     return solved if solved.peak > forming.peak else Plan(solved.operation, forming.budget, forming.items)
 

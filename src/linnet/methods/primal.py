@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from linnet.errors import InputError
 from linnet.linalg.operator import LinearOperator
+from linnet.methods.arguments import check_positive
 from linnet.progress import track
 from linnet.solvers.cg import cg
 from linnet.solvers.nystrom import nystrom_preconditioner
@@ -37,6 +39,16 @@ class CGSettings:
     max_steps: int = 2000
     rank: int = 0
     columns: int = 32
+
+    def __post_init__(self) -> None:
+        """Raise on values of the wrong kind; conjugate gradients check their ranges."""
+        check_positive("tolerance", self.tolerance, "leave tolerance= out for 1e-5")
+        for name, least in (("max_steps", 1), ("rank", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InputError(
+                    f"{name}={value!r}", expected=f"an integer of at least {least}", remedy=f"leave {name}= out"
+                )
 
 
 class Primal:
@@ -70,6 +82,7 @@ class Primal:
             settings,
         )
         self.n, self.c = residual.shape
+        self._blocks: Tensor | None = None
         self.jacobian = JacobianOperator(function, x, self.c)
         self.normal = NormalOperator(self.jacobian)
         if preconditioner is None and settings.rank > 0:
@@ -106,10 +119,12 @@ class Primal:
             yield part, self.solve(rows)
 
     def inverse_blocks(self) -> Tensor:
-        """M_ii = (I − J_i (JᵀJ + ρI)⁻¹ J_iᵀ)/ρ, (N, C, C)."""
-        eye = torch.eye(self.c, dtype=self.function.dtype, device=self.function.device)
-        blocks = [(eye - own) / self.ridge for own in self._quadratic(self.x, "leave-one-out")]
-        return torch.stack(blocks)
+        """M_ii = (I − J_i (JᵀJ + ρI)⁻¹ J_iᵀ)/ρ, (N, C, C); N·C solves, done once."""
+        if self._blocks is None:
+            eye = torch.eye(self.c, dtype=self.function.dtype, device=self.function.device)
+            blocks = [(eye - own) / self.ridge for own in self._quadratic(self.x, "leave-one-out")]
+            self._blocks = torch.stack(blocks)
+        return self._blocks
 
     def _quadratic(self, x: Inputs, what: str) -> list[Tensor]:
         """J(x_i) (JᵀJ + ρI)⁻¹ J(x_i)ᵀ, a list of (C, C)."""

@@ -202,12 +202,19 @@ def _two(item: Any, name: str) -> tuple[Any, Any]:
 
 
 def _tensorize(x: Any) -> Inputs:
-    """Arrays and numbers turned into tensors, structure kept."""
+    """Arrays and numbers turned into tensors, structure kept; nested lists of numbers are one array."""
     if isinstance(x, Mapping):
         return {key: _tensorize(value) for key, value in x.items()}
-    if isinstance(x, list | tuple) and any(isinstance(value, Tensor | Mapping | list | tuple) for value in x):
+    if isinstance(x, list | tuple) and _holds_arrays(x):
         return tuple(_tensorize(value) for value in x)
     return _as_tensor(x, "x")
+
+
+def _holds_arrays(x: Any) -> bool:
+    """Whether anything in nested lists is an input of its own: a tensor, an array or a dict."""
+    if isinstance(x, list | tuple):
+        return any(_holds_arrays(value) for value in x)
+    return isinstance(x, Mapping) or getattr(x, "ndim", 0) > 0
 
 
 def _as_tensor(value: Any, name: str) -> Tensor:
