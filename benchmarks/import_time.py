@@ -23,7 +23,7 @@ NAMES = (
     "import torch, time; t = time.perf_counter(); import linnet; "
     "[getattr(linnet, name) for name in linnet.__all__]; print(time.perf_counter() - t)"
 )
-HELP = "import sys; sys.argv = ['linnet', '--help']; from linnet.cli import main; main()"
+HELP = "import sys; sys.argv = ['linnet', '--help']; from linnet.cli import main; sys.exit(main())"
 NO_TORCH = (
     "import sys, contextlib, io\n"
     "sys.argv = ['linnet', '--help']\n"

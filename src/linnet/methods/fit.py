@@ -14,13 +14,12 @@ from linnet.linalg.operator import LinearOperator
 from linnet.memory import Plan, format_bytes, parse_bytes, require
 from linnet.methods.arguments import check_positive, check_ridge
 from linnet.methods.dual import Dual, RidgePath, Spectrum
-from linnet.methods.head import RECORD
+from linnet.methods.head import RECORD, label_hash
 from linnet.methods.linear_fit import LinearFit, Record, base_outputs
 from linnet.methods.primal import CGSettings, Primal
 from linnet.methods.targets import ALPHA, Targets, make_targets
 from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, take
 from linnet.tangent.gram import GramTask, gram, plan_gram
-from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.jacobian import jvp_columns, vjp_columns
 from linnet.tangent.linearized import Linearized
 
@@ -312,7 +311,7 @@ def _solve_primal(
 def _warnings(lin: Linearized, y: Tensor) -> tuple[str, ...]:
     """What a reader of leave-one-out figures must know."""
     record = getattr(lin.model, RECORD, None)
-    if record and record.get("labels") == hash_tensors([y.cpu()]):
+    if record and record.get("labels") == label_hash(y):
         return (
             "the head was fitted on these same labels, so leave-one-out and the quantities chosen by it are "
             "optimistic, and forgetting an example does not undo its part in the head",

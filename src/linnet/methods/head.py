@@ -82,10 +82,15 @@ def with_head(
             weight, bias = linear_probe(features(model, x), make_targets(y, classes, scale), ridge)
             new.weight.copy_(weight)
             new.bias.copy_(bias)
-            record["labels"] = hash_tensors([y])
+            record["labels"] = label_hash(y)
     _replace(clone, name, new)
     setattr(clone, RECORD, record)
     return clone
+
+
+def label_hash(y: Tensor) -> str:
+    """A fingerprint of labels, whatever integer type they come in."""
+    return hash_tensors([y if y.is_floating_point() else y.long().flatten()])
 
 
 def _check(model: nn.Module, classes: int, init: str, data: Any) -> None:

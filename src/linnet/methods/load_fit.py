@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from linnet.errors import FileFormatError, InputError
@@ -13,7 +14,7 @@ from linnet.methods.fit_files import read_fit
 from linnet.methods.linear_fit import LinearFit, Record
 from linnet.methods.primal import CGSettings, Primal
 from linnet.methods.targets import Targets
-from linnet.tangent.batch import Inputs, map_tensors
+from linnet.tangent.batch import Inputs, map_tensors, take
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
 
@@ -54,6 +55,7 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
     x = map_tensors(lambda t: t.to(device), x)
     targets = Targets(tensors["targets"].to(device), metadata["classes"], metadata["scale"])
     record = Record(**{**metadata["record"], "warnings": tuple(metadata["record"]["warnings"])})
+    _check_outputs(function, x, targets.values, tensors["residual"].to(device), path)
     system = _system(function, x, tensors, metadata)
     return LinearFit(Linearized(function), x, targets, system, record)
 
@@ -74,6 +76,20 @@ def _matching(model: nn.Module, metadata: dict[str, Any], output: OutputAdapter,
         expected="the network that was linearized, with the same weights",
         remedy="load the same checkpoint, with the same head, before load_fit",
     )
+
+
+def _check_outputs(function: Functional, x: Inputs, targets: Tensor, residual: Tensor, path: Path) -> None:
+    """Raise if the network, for all its equal weights, computes something else: f₀ = t − r on one example."""
+    with torch.no_grad():
+        found = function.flat(function.theta, take(x, slice(0, 1))).double()
+    expected = (targets[:1].double() - residual[:1].double()).reshape(1, -1)
+    scale = float(targets.abs().max()) + float(residual.abs().max()) + 1e-12
+    if found.shape != expected.shape or float((found - expected).abs().max()) > 1e-3 * scale:
+        raise FileFormatError(
+            f"{path} was made on another network: the weights are equal but the outputs differ",
+            expected="the network that was linearized",
+            remedy="build it with the same code and the same output=, before load_fit",
+        )
 
 
 def _system(

@@ -64,7 +64,7 @@ def probe_jvp(function: Function, at: Params) -> tuple[JvpPath, str]:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, at the first forward-mode pass of a process
-        direction = _random_like(at)
+        direction = random_direction(at)
         reference = _reverse_reference(function, at, direction)
         causes: list[str] = []
         for path, jvp in _PATHS:
@@ -93,8 +93,15 @@ def _try(
     return None if agrees else "disagrees with reverse mode"
 
 
-def _random_like(at: Params) -> Params:
-    """A fixed random direction; the global generator is not touched."""
+def random_direction(at: Params) -> Params:
+    """A fixed random direction in parameter space; the global generator is not touched.
+
+    Args:
+        at: The point of linearization.
+
+    Returns:
+        Normal numbers on the scale of each parameter.
+    """
     generator = torch.Generator().manual_seed(0)
     return {
         n: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t)

@@ -13,7 +13,15 @@ from linnet.linalg.space import Vector
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import capture, capture_bytes
-from linnet.tangent.forward_mode import JvpPath, Params, jvp_double_backward, jvp_forward, probe_jvp
+from linnet.tangent.folding import Folding, Normalization, Unfoldable, find_folds
+from linnet.tangent.forward_mode import (
+    JvpPath,
+    Params,
+    jvp_double_backward,
+    jvp_forward,
+    probe_jvp,
+    random_direction,
+)
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad
 from linnet.tangent.modes import differentiable_kernels, in_exact_mode
@@ -70,11 +78,62 @@ def jvp(function: Functional, x: Inputs, direction: Params) -> tuple[Tensor, Ten
     path, _ = jvp_path(function, x)
     if path == "rows":
         return _jvp_rows(function, x, direction)
-    product = jvp_forward if path == "forward" else jvp_double_backward
-    at = function.theta
-    hold = path == "forward" and bool(function.padding)
     with differentiable_kernels(function.recurrent):
-        return product(lambda p: function(_padded(function, p, at) if hold else p, x), at, direction)
+        if path == "double-backward":
+            return jvp_double_backward(lambda p: function(p, x), function.theta, direction)
+        folds = _folds(function, x)
+        if folds:
+            try:
+                return jvp_forward(lambda p: _folded(function, p, x, folds), function.theta, direction)
+            except Unfoldable:
+                function.cache["folds"] = {}
+        return _jvp_plain(function, x, direction)
+
+
+def _jvp_plain(function: Functional, x: Inputs, direction: Params) -> tuple[Tensor, Tensor]:
+    """Forward mode through the network as it is, padding rows held."""
+    at = function.theta
+    hold = bool(function.padding)
+    return jvp_forward(lambda p: function(_padded(function, p, at) if hold else p, x), at, direction)
+
+
+def _folds(function: Functional, x: Inputs) -> dict[int, Normalization]:
+    """Convolutions that take their normalization in; found and proved on two examples, then remembered."""
+    if torch.compiler.is_compiling() or function.padding:
+        return {}
+    if "folds" not in function.cache:
+        function.cache["folds"] = {}
+        probe = take(x, slice(0, min(2, batch_size(x))))
+        folds = find_folds(function, probe)
+        if folds and _proved(function, probe, folds):
+            function.cache["folds"] = folds
+    found: dict[int, Normalization] = function.cache["folds"]
+    return found
+
+
+@torch.no_grad()
+def _proved(function: Functional, probe: Inputs, folds: dict[int, Normalization]) -> bool:
+    """Whether folding changes neither outputs nor their derivative."""
+    direction = random_direction(function.theta)
+    plain = _jvp_plain(function, probe, direction)
+    try:
+        folded = jvp_forward(lambda p: _folded(function, p, probe, folds), function.theta, direction)
+    except Unfoldable:
+        return False
+    tolerance = 1e-9 if function.dtype == torch.float64 else 1e-3
+    return all(
+        bool((a - b).abs().max() <= tolerance * (a.abs().max() + 1e-12))
+        for a, b in zip(plain, folded, strict=True)
+    )
+
+
+def _folded(function: Functional, params: Params, x: Inputs, folds: dict[int, Normalization]) -> Tensor:
+    """f(θ, x) with normalizations inside the convolutions before them."""
+    folding = Folding(folds, params)
+    with folding:
+        output = function(params, x)
+    folding.finish(output)
+    return output
 
 
 def _jvp_rows(function: Functional, x: Inputs, direction: Params) -> tuple[Tensor, Tensor]:

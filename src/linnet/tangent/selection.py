@@ -42,6 +42,7 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
         raise ModelError(
             f"model ({type(model).__name__}) has no floating-point parameter",
             expected="a network with weights to linearize in",
+            remedy="pass the network that holds the weights",
         )
     chosen = _chosen(model, named, params)
     if not chosen:
@@ -71,6 +72,12 @@ def _chosen(model: nn.Module, named: dict[str, nn.Parameter], params: Selector) 
         return {n for n, p in named.items() if id(p) in inside}
     if callable(params):
         return {n for n, p in named.items() if params(n, p)}
+    if not isinstance(params, Sequence):
+        raise InputError(
+            f"params={params!r} is {type(params).__name__}",
+            expected="a keyword, regular expression, list of names, module or predicate",
+            remedy='pass params="all" for every parameter',
+        )
     return _by_name(model, named, params)
 
 
@@ -89,7 +96,9 @@ def _by_keyword(model: nn.Module, named: dict[str, nn.Parameter], word: str) -> 
         pattern = re.compile(word)
     except re.error as error:
         raise InputError(
-            f"params={word!r} is no regular expression: {error}", expected="a keyword or a regex"
+            f"params={word!r} is no regular expression: {error}",
+            expected="a keyword or a regular expression",
+            remedy="pass a list of names to have them taken literally",
         ) from error
     return {n for n in named if pattern.search(n)}
 
@@ -112,6 +121,7 @@ def _by_name(model: nn.Module, named: dict[str, nn.Parameter], names: Sequence[s
         raise InputError(
             f"params names {_some(missing)}, not among the floating-point parameters",
             expected=f"names such as {_some(list(named))}",
+            remedy="see dict(model.named_parameters()) for all of them",
         )
     return {first[id(every[n])] for n in names}
 

@@ -1,0 +1,248 @@
+"""Batches of any structure, and data of any kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from linnet.errors import DataError, InputError
+from linnet.tangent.batch import (
+    batch_size,
+    check_finite,
+    concatenate,
+    gather_data,
+    map_tensors,
+    split,
+    take,
+    tensors_in,
+)
+from tests.methods.problems import real, refused
+
+A, B, SHARED = real(5, 2), real(5, 3, seed=1), real(7, seed=2)
+FORMS: dict[str, Any] = {
+    "tensor": A,
+    "tuple": (A, B),
+    "list": [A, B],
+    "dict": {"a": A, "b": B, "shared": SHARED, "number": torch.tensor(2.0)},
+    "nested": (A, {"b": B, "flag": True}),
+}
+
+
+def equal(x: Any, y: Any) -> bool:
+    left, right = tensors_in(x), tensors_in(y)
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_number_of_examples(form: str) -> None:
+    assert batch_size(FORMS[form]) == 5
+
+
+@pytest.mark.parametrize("x", [{}, (), None, 3.0, "text", torch.tensor(1.0), {"n": torch.tensor(1)}])
+def test_no_examples_at_all(x: Any) -> None:
+    refused(InputError, lambda: batch_size(x), "x is", type(x).__name__, "example axis")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("index", [slice(1, 3), [4, 0], torch.tensor([2]), slice(0, 0)])
+def test_taking_examples(form: str, index: Any) -> None:
+    taken = take(FORMS[form], index)
+    for old, new in zip(tensors_in(FORMS[form]), tensors_in(taken), strict=True):
+        shared = old.ndim == 0 or old.shape[0] != 5
+        assert torch.equal(new, old if shared else old[index])
+
+
+@given(st.integers(1, 9), st.integers(1, 12), st.sampled_from(sorted(FORMS)))
+def test_splitting_and_joining(n: int, size: int, form: str) -> None:
+    x = take(FORMS[form], [i % 5 for i in range(n)])
+    if n == 7:
+        return  # as long as the shared tensor, which is then taken for examples
+    parts = list(split(x, size))
+    assert [batch_size(part) for part in parts] == [min(size, n - i) for i in range(0, n, size)]
+    assert equal(concatenate(parts), x)
+
+
+def test_splitting_a_batch_that_fits_copies_nothing() -> None:
+    (part,) = split(FORMS["dict"], 5)
+    assert part is FORMS["dict"]
+
+
+def test_joining_what_cannot_be() -> None:
+    refused(DataError, lambda: concatenate([real(2, 3), real(2, 4)]), "ragged", "(3,)", "(4,)", "resize")
+    refused(InputError, lambda: concatenate([A, (A, B)]), "structure", "Tensor", "tuple")
+    refused(InputError, lambda: concatenate([{"a": A}, {"b": A}]), "structure", "keys")
+    refused(InputError, lambda: concatenate([(A, B), (A,)]), "structure")
+
+
+def test_mapping_keeps_structure_and_other_values() -> None:
+    doubled = map_tensors(lambda t: 2 * t, FORMS["nested"])
+    assert torch.equal(doubled[1]["b"], 2 * B)
+    assert doubled[1]["flag"] is True
+    assert isinstance(doubled, tuple)
+
+
+def test_tensors_in_order() -> None:
+    assert [t.shape for t in tensors_in(FORMS["dict"])] == [A.shape, B.shape, SHARED.shape, ()]
+
+
+# --- finiteness -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_the_first_example_that_is_not_finite_is_named(value: float) -> None:
+    x = B.clone()
+    x[3, 1] = x[4, 0] = value
+    refused(DataError, lambda: check_finite((A, x), "x2"), "x2", "2 example(s)", "index 3")
+    refused(DataError, lambda: check_finite(torch.tensor(value), "x"), "x", "index 0")
+
+
+def test_integers_and_empty_tensors_are_finite() -> None:
+    check_finite((torch.ones(2, 2).long(), A, torch.zeros(0, 3), torch.tensor([True])), "x")
+
+
+# --- data -------------------------------------------------------------------------------------------
+
+
+class Pairs(Dataset[Any]):
+    """Samples made by a function."""
+
+    def __init__(self, n: int, sample: Any) -> None:
+        self.n, self.sample = n, sample
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> Any:
+        return self.sample(i)
+
+
+class Duck:
+    """Samples without torch's base class, as other libraries have them."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, i: int) -> Any:
+        return {"a": A[i].numpy(), "n": i}, float(i)
+
+
+Y = torch.arange(5) % 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (A, Y),
+        [A, Y],
+        (A.numpy(), Y.numpy()),
+        (A.numpy(), Y.tolist()),
+        TensorDataset(A, Y),
+        DataLoader(TensorDataset(A, Y), batch_size=2),
+        Pairs(5, lambda i: (A[i], Y[i])),
+        Pairs(5, lambda i: (A[i].numpy(), int(Y[i]))),
+        Pairs(5, lambda i: (A[i].numpy(), np.int64(Y[i]))),
+        Pairs(5, lambda i: [A[i], Y[i]]),
+    ],
+)
+def test_data_of_every_kind_are_one_pair(data: Any) -> None:
+    x, y = gather_data(data)
+    assert torch.equal(x, A)
+    assert torch.equal(y, Y)
+
+
+def test_lists_of_numbers_are_one_array() -> None:
+    x, y = gather_data(([[1.0, 2.0], [3.0, 4.0]], [0, 1]))
+    assert torch.equal(x, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert torch.equal(y, torch.tensor([0, 1]))
+
+
+def test_structured_samples() -> None:
+    x, y = gather_data(Pairs(5, lambda i: ({"a": A[i], "b": B[i]}, Y[i])))
+    assert equal(x, {"a": A, "b": B})
+    x, y = gather_data(Pairs(5, lambda i: ((A[i], B[i]), Y[i])))
+    assert isinstance(x, tuple)
+    assert equal(x, (A, B))
+    x, y = gather_data(Duck())
+    assert torch.equal(x["n"], torch.arange(5))
+    assert torch.equal(x["a"], A)
+    assert y.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_arrays_side_by_side_are_inputs_of_their_own() -> None:
+    x, _ = gather_data(((A.numpy(), [b.tolist() for b in B]), Y))
+    assert isinstance(x, tuple)
+    assert x[1].shape == B.shape
+
+
+def test_a_data_loader_is_read_in_its_own_order() -> None:
+    order = [3, 1, 4, 0, 2]
+    x, y = gather_data(DataLoader(TensorDataset(A, Y), batch_size=2, sampler=order))
+    assert torch.equal(x, A[order])
+    assert torch.equal(y, Y[order])
+
+
+def test_a_tensor_shared_by_all_examples_is_not_repeated() -> None:
+    def batches(samples: list[Any]) -> Any:
+        return {"a": torch.stack([a for a, _ in samples]), "shared": SHARED}, torch.stack([y for _, y in samples])
+
+    x, y = gather_data(DataLoader(TensorDataset(A, Y), batch_size=2, collate_fn=batches))
+    assert torch.equal(x["shared"], SHARED)
+    assert torch.equal(x["a"], A)
+    assert torch.equal(y, Y)
+
+
+def test_device() -> None:
+    x, y = gather_data((A, Y), torch.device("meta"))
+    assert (x.device.type, y.device.type) == ("meta", "meta")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ((A[:0], Y[:0]), ["data is empty", "0 examples"]),
+        (Pairs(0, lambda i: (A[i], Y[i])), ["data is empty"]),
+        ((A, Y[:4]), ["5 inputs", "(4,)"]),
+        ((A, torch.tensor(0)), ["5 inputs", "()"]),
+        ((A, torch.tensor([0, 1, 0, 1, float("nan")])), ["y", "index 4"]),
+        (Pairs(3, lambda i: (torch.zeros(2 + i), 0)), ["ragged", "(2,)", "(3,)"]),
+        (Pairs(3, lambda i: (torch.zeros(2), torch.zeros(1 + i))), ["ragged", "(1,)", "(2,)"]),
+    ],
+)
+def test_data_that_cannot_be_used(data: Any, words: list[str]) -> None:
+    refused(DataError, lambda: gather_data(data), *words)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (None, ["data is NoneType"]),
+        ("train.npz", ["data is str", "(x, y)"]),
+        ({"train": 1}, ["data is dict of length 1"]),
+        (A, ["data is Tensor"]),
+        ((A, Y, Y), ["data is tuple of length 3"]),
+        (Pairs(2, lambda i: A[i]), ["sample 0 of the data set is Tensor"]),
+        (Pairs(2, lambda i: ("a", 0)), ["x is str"]),
+        (Pairs(2, lambda i: (A[i], "cat")), ["y is str"]),
+        (Pairs(2, lambda i: (A[i] if i else (A[i], A[i]), 0)), ["structure"]),
+        ((object(), Y), ["x is object"]),
+        ((A, object()), ["y is object"]),
+    ],
+)
+def test_what_is_no_data(data: Any, words: list[str]) -> None:
+    refused(InputError, lambda: gather_data(data), *words)
+
+
+def test_the_users_tensors_are_not_changed() -> None:
+    x, y = A.clone(), Y.clone()
+    before: list[Tensor] = [x.clone(), y.clone()]
+    gathered = gather_data((x, y))
+    assert gathered[0] is x
+    assert torch.equal(x, before[0])
+    assert torch.equal(y, before[1])

@@ -1,0 +1,82 @@
+"""The Gram matrix on disk: what is recorded is on the disk, and nothing foreign is ever resumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from linnet.errors import InputError
+from linnet.tangent.store import GramFile
+from tests.methods.problems import refused
+
+
+@dataclass(frozen=True)
+class Named:
+    key: str
+
+
+def opened(path: Path, **changes: Any) -> GramFile:
+    options: dict[str, Any] = {"shape": (3, 2), "dtype": torch.float64, "identity": {"weights": "a"}, **changes}
+    return GramFile(path, options["shape"], options["dtype"], options["identity"])
+
+
+def test_a_finished_matrix(tmp_path: Path) -> None:
+    store = opened(tmp_path / "k.npy")
+    store.array.copy_(torch.arange(6.0).view(3, 2))
+    assert not (tmp_path / "k.npy").exists()
+    kept = store.finish()
+    assert kept.tolist() == np.load(tmp_path / "k.npy").tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    assert [p.name for p in tmp_path.iterdir()] == ["k.npy"]
+    kept[0, 0] = 9.0  # backed by the file
+    assert np.load(tmp_path / "k.npy")[0, 0] == 9.0
+
+
+def test_steps_are_remembered(tmp_path: Path) -> None:
+    store = opened(tmp_path / "k.npy")
+    store.array[0] = 1.0
+    store.mark_done(Named("first"))
+    store.array[1] = 2.0  # not recorded
+    again = opened(tmp_path / "k.npy")
+    assert again.is_done(Named("first"))
+    assert not again.is_done(Named("second"))
+    assert again.array[0].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "change", [{"shape": (2, 3)}, {"dtype": torch.float32}, {"identity": {"weights": "b"}}, {"identity": {}}]
+)
+def test_another_task_is_not_resumed(change: dict[str, Any], tmp_path: Path) -> None:
+    store = opened(tmp_path / "k.npy")
+    store.array.fill_(7.0)
+    store.mark_done(Named("first"))
+    other = opened(tmp_path / "k.npy", **change)
+    assert not other.is_done(Named("first"))
+    assert not other.array.any()
+    assert tuple(other.array.shape) == change.get("shape", (3, 2))
+    # the other task has overwritten the matrix: the first may not be resumed either
+    back = opened(tmp_path / "k.npy")
+    assert not back.is_done(Named("first"))
+    assert not back.array.any()
+
+
+def test_an_old_finished_file_is_replaced(tmp_path: Path) -> None:
+    np.save(tmp_path / "k.npy", np.ones(4))
+    store = opened(tmp_path / "k.npy")
+    assert np.load(tmp_path / "k.npy").shape == (4,)
+    store.finish()
+    assert np.load(tmp_path / "k.npy").shape == (3, 2)
+
+
+@pytest.mark.parametrize("name", ["k.npz", "k", "k.npy.gz"])
+def test_other_suffixes(name: str, tmp_path: Path) -> None:
+    refused(InputError, lambda: opened(tmp_path / name), "file", name, ".npy")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    refused(InputError, lambda: opened(tmp_path / "runs" / "k.npy"), "file", "folder", "create", "runs")
