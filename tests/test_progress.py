@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 from collections.abc import Generator
 
 import pytest
@@ -106,3 +107,20 @@ def test_an_abandoned_loop_closes_its_bar(clock: list[float], monkeypatch: pytes
 )
 def test_format_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_waiting_speaks_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_DELAY", 0.01)
+    monkeypatch.setattr(progress, "_LINE_INTERVAL", 0.02)
+    with progress.waiting("thinking", seconds=90):
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1
+    assert lines[0].startswith("thinking: 0 s so far, about 1 min 30 s left")
+    with progress.waiting("thinking"):
+        pass
+    with progress.waiting("thinking", enabled=False):
+        time.sleep(0.05)
+    assert capsys.readouterr().err == ""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -66,6 +68,47 @@ def track(
     finally:
         if meter is not None:
             meter.close()
+
+
+@contextmanager
+def waiting(description: str, seconds: float | None = None, enabled: bool | None = None) -> Iterator[None]:
+    """Say that one long step without countable parts is under way, once two seconds have passed.
+
+    A line at first and then every ten seconds, on standard error, with the time left where it can be guessed.
+
+    Args:
+        description: What is being done, in a few words.
+        seconds: How long it will take, if anybody knows.
+        enabled: False silences it; None follows the environment variable ``LINNET_PROGRESS``.
+
+    Yields:
+        Nothing; the step belongs inside.
+
+    Example:
+        >>> with waiting("adding"):
+        ...     1 + 1
+        2
+    """
+    if not _is_enabled(enabled):
+        yield
+        return
+    done, start = threading.Event(), time.monotonic()
+
+    def speak() -> None:
+        pause = _DELAY
+        while not done.wait(pause):
+            elapsed, pause = time.monotonic() - start, _LINE_INTERVAL
+            left = "" if seconds is None else f", about {format_seconds(max(seconds - elapsed, 1))} left"
+            sys.stderr.write(f"{description}: {format_seconds(elapsed)} so far{left}\n")
+            sys.stderr.flush()
+
+    thread = threading.Thread(target=speak, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _is_enabled(enabled: bool | None) -> bool:

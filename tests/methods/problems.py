@@ -119,7 +119,9 @@ def refused(kind: type[LinnetError], call: Callable[[], object], *words: str) ->
 
 def peak_bytes(call: Callable[[], object]) -> int:
     """The most bytes of tensors that a call holds at once, by the profiler's record of allocations."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         kept = call()
     del kept
     live = peak = 0

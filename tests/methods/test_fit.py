@@ -78,7 +78,9 @@ def test_module_and_predictions_agree(solver: str) -> None:
     assert torch.equal(fit.module(p.x_test), fit.predict(p.x_test))
     assert fit.module is not lin
     assert all(not v.any() for v in lin.delta.values())
-    assert {name: v.shape for name, v in fit.delta.items()} == {name: v.shape for name, v in lin.delta.items()}
+    assert {name: v.shape for name, v in fit.delta.items()} == {
+        name: v.shape for name, v in lin.delta.items()
+    }
     assert not any(v.requires_grad for v in fit.delta.values())
 
 
@@ -136,7 +138,9 @@ def test_noise_has_the_highest_evidence(solver: str) -> None:
     covariance = p.kernel + rho * torch.eye(21, dtype=torch.float64)
 
     def density(noise: float) -> float:
-        normal = torch.distributions.MultivariateNormal(torch.zeros(21, dtype=torch.float64), noise / rho * covariance)
+        normal = torch.distributions.MultivariateNormal(
+            torch.zeros(21, dtype=torch.float64), noise / rho * covariance
+        )
         return normal.log_prob(p.residual).item()
 
     assert density(fit.noise) > max(density(0.99 * fit.noise), density(1.01 * fit.noise))
@@ -168,7 +172,10 @@ def test_repeated_data_with_the_ridge_repeated_has_the_same_solution() -> None:
     near(flat(twice.delta), flat(once.delta))
     near(twice.predict(p.x_test), once.predict(p.x_test))
     # the noise σ² = ρ rᵀβ / n is that of one copy, and so σ²/ρ halves: the covariance does too
-    near(twice.predictive(p.x_test).covariance / twice.noise, once.predictive(p.x_test).covariance / once.noise / 2)
+    near(
+        twice.predictive(p.x_test).covariance / twice.noise,
+        once.predictive(p.x_test).covariance / once.noise / 2,
+    )
     # left-out examples still have their twin: the fit must be closer to them than without
     assert (twice.loo()[:7] - p.t).norm() < (once.loo() - p.t).norm()
 
@@ -212,7 +219,9 @@ def test_a_linear_network_is_ridge_regression_whatever_its_weights(solver: str) 
     fit = linnet.fit(linnet.linearize(model), (x, t), ridge=rho, solver=solver, tolerance=1e-13)
     design = torch.cat([x, torch.ones(9, 1, dtype=torch.float64)], 1)
     start = torch.cat([model[0].weight, model[0].bias[:, None]], 1).detach().T  # type: ignore[arg-type, union-attr]
-    step = torch.linalg.solve(design.T @ design + rho * torch.eye(5, dtype=torch.float64), design.T @ (t - design @ start))
+    step = torch.linalg.solve(
+        design.T @ design + rho * torch.eye(5, dtype=torch.float64), design.T @ (t - design @ start)
+    )
     near(fit.predict(x), design @ (start + step))
 
 
@@ -258,7 +267,9 @@ def test_inputs_of_any_structure(solver: str, form: str) -> None:
     torch.manual_seed(3)
     model = TwoInputs().double()
     a, b, y = real(6, 3, seed=1), real(6, 2, seed=2), torch.arange(6) % 2
-    x: Any = {"tuple": (a, b), "list": [a, b], "dict": {"b": b, "a": a}}.get(form, {"a": a, "b": b, "scale": real(11)})
+    x: Any = {"tuple": (a, b), "list": [a, b], "dict": {"b": b, "a": a}}.get(
+        form, {"a": a, "b": b, "scale": real(11)}
+    )
     j, f0 = jacobian_oracle(model, x), output_oracle(model, x)
     t = 15.0 * nn.functional.one_hot(y, 2).double()
     fit = linnet.fit(linnet.linearize(model), (x, y), ridge=0.3, solver=solver, tolerance=1e-13)
@@ -270,7 +281,9 @@ def test_inputs_of_any_structure(solver: str, form: str) -> None:
     smaller = fit.forget([1, 4])
     near(flat(smaller.delta), without, 1e-9)
     pick = lambda index: (  # noqa: E731
-        {k: v if k == "scale" else v[index] for k, v in x.items()} if isinstance(x, dict) else [v[index] for v in x]
+        {k: v if k == "scale" else v[index] for k, v in x.items()}
+        if isinstance(x, dict)
+        else [v[index] for v in x]
     )
     order = [*kept, 1, 4]
     again = smaller.update((pick([1, 4]), y[[1, 4]]))
@@ -321,7 +334,9 @@ def test_temperature_is_fitted_to_left_out_predictions(solver: str) -> None:
     variance = torch.empty(n, 3, dtype=torch.float64)
     for i in range(n):
         kept = [k for k in range(n) if k != i]
-        _, covariance = posterior_oracle(p.j[kept], t[kept], p.f0[kept], rho, fit.noise, p.j[i : i + 1], p.f0[i : i + 1])
+        _, covariance = posterior_oracle(
+            p.j[kept], t[kept], p.f0[kept], rho, fit.noise, p.j[i : i + 1], p.f0[i : i + 1]
+        )
         variance[i] = covariance[0].diag()
 
     def loss(temperature: float) -> float:

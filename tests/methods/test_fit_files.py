@@ -34,7 +34,12 @@ def check_same(fit: Any, loaded: Any, x_test: Any, relative: float = 1e-12) -> N
     near(loaded.influence(x_test), fit.influence(x_test), relative)
     near(loaded.informativeness(), fit.informativeness(), relative)
     near(loaded.targets, fit.targets, 0.0)
-    assert (loaded.ridge, loaded.classes, loaded.solver, loaded.n) == (fit.ridge, fit.classes, fit.solver, fit.n)
+    assert (loaded.ridge, loaded.classes, loaded.solver, loaded.n) == (
+        fit.ridge,
+        fit.classes,
+        fit.solver,
+        fit.n,
+    )
     assert loaded.noise == pytest.approx(fit.noise, rel=1e-9)
     if fit.classes is not None:
         assert torch.equal(loaded.labels, fit.labels)
@@ -90,7 +95,9 @@ def test_after_a_change(tmp_path: Path) -> None:
     check_same(smaller, loaded, P.x_test)
 
 
-@pytest.mark.parametrize("name", ["two-inputs", "bert-eager", "tied-linears", "tied-embedding", "dict-output", "lora"])
+@pytest.mark.parametrize(
+    "name", ["two-inputs", "bert-eager", "tied-linears", "tied-embedding", "dict-output", "lora"]
+)
 def test_networks_of_the_zoo(name: str, tmp_path: Path) -> None:
     """Tuple and dict inputs, tied weights, adapters of the output, frozen parameters."""
     animal = BY_NAME[name]
@@ -129,9 +136,19 @@ def test_an_adapter_by_name_is_kept_and_a_callable_one_asked_for(tmp_path: Path)
     check_same(fit, linnet.load_fit(tmp_path / "name", Named()), P.x_test)
     fit = linnet.fit(linnet.linearize(Named(), output=lambda r: 2 * r["scores"]), (P.x, P.y))
     fit.save(tmp_path / "call")
-    refused(InputError, lambda: linnet.load_fit(tmp_path / "call", Named()), "output", "callable", "linnet.linearize")
+    refused(
+        InputError,
+        lambda: linnet.load_fit(tmp_path / "call", Named()),
+        "output",
+        "callable",
+        "linnet.linearize",
+    )
     check_same(fit, linnet.load_fit(tmp_path / "call", Named(), output=lambda r: 2 * r["scores"]), P.x_test)
-    refused(FileFormatError, lambda: linnet.load_fit(tmp_path / "call", Named(), output=lambda r: r["scores"]), "outputs")
+    refused(
+        FileFormatError,
+        lambda: linnet.load_fit(tmp_path / "call", Named(), output=lambda r: r["scores"]),
+        "outputs",
+    )
 
 
 # --- what must not be loaded -------------------------------------------------------------------------
@@ -142,7 +159,9 @@ def test_other_weights(tmp_path: Path) -> None:
     other = network()
     with torch.no_grad():
         other[0].bias[0] += 1e-9  # type: ignore[index]
-    refused(FileFormatError, lambda: linnet.load_fit(path, other), str(path), "weights differ", "same checkpoint")
+    refused(
+        FileFormatError, lambda: linnet.load_fit(path, other), str(path), "weights differ", "same checkpoint"
+    )
     refused(FileFormatError, lambda: linnet.load_fit(path, network(hidden=6)), "weights differ")
     refused(FileFormatError, lambda: linnet.load_fit(path, network().float()), "weights differ")
     wrapped = nn.Sequential(nn.Sequential(network()))
@@ -174,7 +193,7 @@ def test_any_flipped_bit(tmp_path: Path) -> None:
         altered = bytearray(content)
         altered[place] ^= 1
         path.write_bytes(bytes(altered))
-        with pytest.raises(FileFormatError, match="truncated|altered|was not|format|kind"):
+        with pytest.raises(FileFormatError, match=r"truncated|altered|was not|format|kind"):
             linnet.load_fit(path, P.model)
     assert len(places) > 8
 
@@ -196,7 +215,13 @@ def test_foreign_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["nothing", "nothing/here.safetensors"])
 def test_a_missing_file(name: str, tmp_path: Path) -> None:
-    refused(InputError, lambda: linnet.load_fit(tmp_path / name, P.model), "nothing", "existing file", "check the path")
+    refused(
+        InputError,
+        lambda: linnet.load_fit(tmp_path / name, P.model),
+        "nothing",
+        "existing file",
+        "check the path",
+    )
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

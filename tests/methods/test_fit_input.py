@@ -53,7 +53,9 @@ def test_losses(loss: Any) -> None:
 
 
 def test_a_criterion_without_kernel() -> None:
-    refused(InputError, lambda: P.fit(solver="cg", ridge="loo"), "ridge='loo'", 'solver="cg"', 'solver="dual"')
+    refused(
+        InputError, lambda: P.fit(solver="cg", ridge="loo"), "ridge='loo'", 'solver="cg"', 'solver="dual"'
+    )
 
 
 @pytest.mark.parametrize("memory", ["lots", 0, -5, "2XB", 1.5])
@@ -64,7 +66,9 @@ def test_budgets(memory: Any, solver: str) -> None:
 
 @pytest.mark.parametrize("lin", [network(), None, "resnet", P.x])
 def test_what_is_no_linearization(lin: Any) -> None:
-    refused(InputError, lambda: linnet.fit(lin, (P.x, P.y)), "lin", type(lin).__name__, "linnet.linearize(model)")
+    refused(
+        InputError, lambda: linnet.fit(lin, (P.x, P.y)), "lin", type(lin).__name__, "linnet.linearize(model)"
+    )
 
 
 @pytest.mark.parametrize("file", ["kernel.pt", "kernel"])
@@ -112,7 +116,9 @@ class Empty(Dataset[Any]):
     ],
 )
 def test_empty_data(data: Any, solver: str) -> None:
-    refused(DataError, lambda: linnet.fit(P.lin, data, solver=solver), "data is empty", "at least one example")
+    refused(
+        DataError, lambda: linnet.fit(P.lin, data, solver=solver), "data is empty", "at least one example"
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +152,9 @@ def test_ragged_samples() -> None:
 
 @pytest.mark.parametrize("y", [P.y[:6], torch.tensor(1), torch.cat([P.y, P.y])])
 def test_lengths_that_differ(y: Tensor) -> None:
-    refused(DataError, lambda: linnet.fit(P.lin, (P.x, y)), "7 inputs", str(tuple(y.shape)), "one target for each")
+    refused(
+        DataError, lambda: linnet.fit(P.lin, (P.x, y)), "7 inputs", str(tuple(y.shape)), "one target for each"
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -237,7 +245,9 @@ class Explodes(nn.Module):
 
 def test_outputs_that_are_not_finite() -> None:
     lin = linnet.linearize(Explodes().double())
-    refused(ModelError, lambda: linnet.fit(lin, (9 * P.x.abs(), P.y)), "NaN or infinite outputs", "scale of x")
+    refused(
+        ModelError, lambda: linnet.fit(lin, (9 * P.x.abs(), P.y)), "NaN or infinite outputs", "scale of x"
+    )
 
 
 def test_a_bad_call_leaves_no_file(tmp_path: Any) -> None:

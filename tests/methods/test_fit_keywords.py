@@ -179,7 +179,9 @@ def ill_conditioned() -> Any:
 
 def test_rank_preconditions() -> None:
     lin, x, y = ill_conditioned()
-    plain, nystrom = (linnet.fit(lin, (x, y), solver="cg", ridge=0.01, tolerance=1e-8, rank=r) for r in (0, 25))
+    plain, nystrom = (
+        linnet.fit(lin, (x, y), solver="cg", ridge=0.01, tolerance=1e-8, rank=r) for r in (0, 25)
+    )
     assert nystrom.system.steps < plain.system.steps / 2
     near(flat(nystrom.delta), flat(plain.delta), 1e-5)
     again = linnet.fit(lin, (x, y), solver="cg", ridge=0.01, tolerance=1e-8, rank=25)

@@ -93,7 +93,9 @@ def test_chosen_by_cross_validation_score() -> None:
     def score(rho: float) -> float:
         penalty = rho * torch.eye(7, dtype=torch.float64)
         penalty[-1, -1] = 0
-        rest = torch.eye(12, dtype=torch.float64) - design @ torch.linalg.solve(design.T @ design + penalty, design.T)
+        rest = torch.eye(12, dtype=torch.float64) - design @ torch.linalg.solve(
+            design.T @ design + penalty, design.T
+        )
         return ((rest @ t).square().sum() / rest.trace() ** 2).item()
 
     scores = [score(rho) for rho in grid_of(phi)]
@@ -139,7 +141,10 @@ def test_scale_and_ridge_matter() -> None:
     near(linnet.with_head(body(), 3, data=(X, Y), ridge=0.5, scale=3.0)(X), default.detach() / 5, 1e-9)
     strong = linnet.with_head(body(), 3, data=(X, Y), ridge=1e9)(X)
     near(strong, one_hot(Y).mean(0).expand(12, 3), 1e-6)
-    chosen = {r: linnet.with_head(body(), 3, data=(X, Y), ridge=r)[2].weight.norm().item() for r in ("loo", "evidence")}  # type: ignore[index, operator]
+    chosen = {
+        r: linnet.with_head(body(), 3, data=(X, Y), ridge=r)[2].weight.norm().item()
+        for r in ("loo", "evidence")
+    }  # type: ignore[index, operator]
     assert chosen["loo"] != chosen["evidence"]
 
 
@@ -170,7 +175,9 @@ def test_zero() -> None:
 
 
 def test_random(generator: torch.Generator) -> None:
-    head = linnet.with_head(nn.Sequential(nn.Linear(4, 4), nn.Linear(400, 10)), 50, "random", generator=generator)
+    head = linnet.with_head(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(400, 10)), 50, "random", generator=generator
+    )
     weight = head[1].weight  # type: ignore[index]
     bound = 400**-0.5
     assert weight.abs().max() <= bound
@@ -199,8 +206,16 @@ def test_any_place_and_any_input() -> None:
     model = Nested().double().train()
     head = linnet.with_head(model, 3, data=({"image": X}, Y), ridge=0.5)
     phi = model.eval().body(X).detach()
-    near(head.eval()(X), phi @ dense_probe(phi, one_hot(Y), 0.5)[0].T + dense_probe(phi, one_hot(Y), 0.5)[1], 1e-9)
-    near(linnet.with_head(Nested().double(), 3, data=((X,), Y), ridge=0.5).eval()(X).sum(1), torch.full((12,), 15.0), 1e-9)
+    near(
+        head.eval()(X),
+        phi @ dense_probe(phi, one_hot(Y), 0.5)[0].T + dense_probe(phi, one_hot(Y), 0.5)[1],
+        1e-9,
+    )
+    near(
+        linnet.with_head(Nested().double(), 3, data=((X,), Y), ridge=0.5).eval()(X).sum(1),
+        torch.full((12,), 15.0),
+        1e-9,
+    )
 
 
 def test_float_targets_give_a_regression_head() -> None:
@@ -228,7 +243,7 @@ def test_a_fit_on_the_labels_of_its_head_says_that_leave_one_out_is_optimistic()
 
 
 def test_leave_one_out_of_a_probe_is_that_of_the_fixed_network() -> None:
-    """It leaves out what the labels did to the fit, not what they did to θ₀: that is what the warning says."""
+    """It leaves out what the labels did to the fit, not what they did to θ₀, as the warning says."""
     from linnet.testing.oracles import jacobian_oracle, output_oracle
 
     head = linnet.with_head(body(), 3, data=(X, Y))
@@ -294,9 +309,23 @@ class EndsElsewhere(nn.Module):
 
 
 def test_networks_without_a_linear_head() -> None:
-    refused(ModelError, lambda: linnet.with_head(nn.Conv2d(1, 2, 3), 3, "zero"), "Conv2d", "nn.Linear", "linnet.linearize")
-    refused(ModelError, lambda: linnet.with_head(nn.Linear(4, 2), 3, "zero"), "single nn.Linear", "nn.Sequential")
+    refused(
+        ModelError,
+        lambda: linnet.with_head(nn.Conv2d(1, 2, 3), 3, "zero"),
+        "Conv2d",
+        "nn.Linear",
+        "linnet.linearize",
+    )
+    refused(
+        ModelError, lambda: linnet.with_head(nn.Linear(4, 2), 3, "zero"), "single nn.Linear", "nn.Sequential"
+    )
     elsewhere = EndsElsewhere().double()
-    refused(ModelError, lambda: linnet.with_head(elsewhere, 3, data=(X, Y)), "EndsElsewhere", "gate", "last nn.Linear")
+    refused(
+        ModelError,
+        lambda: linnet.with_head(elsewhere, 3, data=(X, Y)),
+        "EndsElsewhere",
+        "gate",
+        "last nn.Linear",
+    )
     softmax = nn.Sequential(body(), nn.Softmax(1))
     refused(ModelError, lambda: linnet.with_head(softmax, 3, data=(X, Y)), "last nn.Linear", "0.2")

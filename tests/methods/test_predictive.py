@@ -131,4 +131,6 @@ def test_temperature_is_the_likeliest(scale: float, uncertain: bool, generator: 
 def test_temperature_of_outputs_in_other_units() -> None:
     outputs, labels = real(50, 3), torch.arange(50) % 3
     outputs[torch.arange(50), labels] += 1.5
-    assert fit_temperature(1000 * outputs, labels) == pytest.approx(1000 * fit_temperature(outputs, labels), rel=1e-3)
+    assert fit_temperature(1000 * outputs, labels) == pytest.approx(
+        1000 * fit_temperature(outputs, labels), rel=1e-3
+    )

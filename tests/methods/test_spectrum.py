@@ -19,7 +19,9 @@ OUTPUTS: tuple[Literal["full", "trace", "diagonal", "sum"], ...] = ("full", "tra
 
 
 @pytest.mark.parametrize("outputs", OUTPUTS)
-def test_a_network_is_linearized_in_all_its_parameters(outputs: Literal["full", "trace", "diagonal", "sum"]) -> None:
+def test_a_network_is_linearized_in_all_its_parameters(
+    outputs: Literal["full", "trace", "diagonal", "sum"],
+) -> None:
     near(linnet.spectrum.gram(P.model, P.x, outputs=outputs), kernel_oracle(P.j, outputs=outputs))
     near(linnet.spectrum.gram(P.lin, P.x_test, P.x, outputs=outputs), kernel_oracle(P.j_test, P.j, outputs))
 
@@ -73,12 +75,18 @@ def test_inputs_that_cannot_be() -> None:
 
 
 def test_a_budget_too_small_says_what_to_do(tmp_path: Path) -> None:
-    error = refused(MemoryBudgetError, lambda: linnet.spectrum.gram(P.lin, P.x, memory=2000), "2.00 kB", "7 × 7 examples")
+    error = refused(
+        MemoryBudgetError, lambda: linnet.spectrum.gram(P.lin, P.x, memory=2000), "2.00 kB", "7 × 7 examples"
+    )
     assert "file='kernel.npy'" in str(error)
     assert 'outputs="trace"' in str(error)
-    error = refused(MemoryBudgetError, lambda: linnet.spectrum.gram(P.lin, P.x, outputs="trace", memory=500), "500 B")
+    error = refused(
+        MemoryBudgetError, lambda: linnet.spectrum.gram(P.lin, P.x, outputs="trace", memory=500), "500 B"
+    )
     assert 'outputs="trace"' not in str(error)
     file = tmp_path / "k.npy"
-    error = refused(MemoryBudgetError, lambda: linnet.spectrum.gram(P.lin, P.x, file=file, memory=500), "500 B")
+    error = refused(
+        MemoryBudgetError, lambda: linnet.spectrum.gram(P.lin, P.x, file=file, memory=500), "500 B"
+    )
     assert "file=" not in str(error)
     assert list(tmp_path.iterdir()) == []

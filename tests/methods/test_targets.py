@@ -56,9 +56,19 @@ def test_one_class_is_enough_where_classes_are_not_asked_to_vary() -> None:
     refused(DataError, lambda: make_targets(torch.tensor([1, 1]), outputs=2), "y", "one class only", "1")
 
 
-@pytest.mark.parametrize(("labels", "wrong", "place"), [([0, 3, 1], "3", "index 1"), ([0, 1, -1], "-1", "index 2")])
+@pytest.mark.parametrize(
+    ("labels", "wrong", "place"), [([0, 3, 1], "3", "index 1"), ([0, 1, -1], "-1", "index 2")]
+)
 def test_labels_out_of_range(labels: list[int], wrong: str, place: str) -> None:
-    refused(DataError, lambda: make_targets(torch.tensor(labels), outputs=3), "y", wrong, place, "0 to 2", "with_head")
+    refused(
+        DataError,
+        lambda: make_targets(torch.tensor(labels), outputs=3),
+        "y",
+        wrong,
+        place,
+        "0 to 2",
+        "with_head",
+    )
 
 
 @pytest.mark.parametrize("y", [torch.tensor([True, False]), torch.tensor([1j, 2j])])
@@ -67,7 +77,13 @@ def test_types_that_are_neither(y: torch.Tensor) -> None:
 
 
 def test_labels_with_a_second_axis() -> None:
-    refused(InputError, lambda: make_targets(torch.zeros(3, 2, dtype=torch.long), outputs=2), "y", "(3, 2)", "(N,)")
+    refused(
+        InputError,
+        lambda: make_targets(torch.zeros(3, 2, dtype=torch.long), outputs=2),
+        "y",
+        "(3, 2)",
+        "(N,)",
+    )
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 2), (4, 2, 2)])

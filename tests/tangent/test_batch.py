@@ -190,7 +190,9 @@ def test_a_data_loader_is_read_in_its_own_order() -> None:
 
 def test_a_tensor_shared_by_all_examples_is_not_repeated() -> None:
     def batches(samples: list[Any]) -> Any:
-        return {"a": torch.stack([a for a, _ in samples]), "shared": SHARED}, torch.stack([y for _, y in samples])
+        return {"a": torch.stack([a for a, _ in samples]), "shared": SHARED}, torch.stack(
+            [y for _, y in samples]
+        )
 
     x, y = gather_data(DataLoader(TensorDataset(A, Y), batch_size=2, collate_fn=batches))
     assert torch.equal(x["shared"], SHARED)

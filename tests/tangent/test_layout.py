@@ -22,7 +22,9 @@ def place(t: Tensor, layout: Layout) -> Tensor:
     n=st.integers(1, 4), m=st.integers(1, 3), rest=st.lists(st.integers(1, 3), max_size=3),
     axis=st.integers(0, 3), outer=st.booleans(), skip=st.integers(0, 2),
 )  # fmt: skip
-def test_examples_first_undoes_the_placing(n: int, m: int, rest: list[int], axis: int, outer: bool, skip: int) -> None:
+def test_examples_first_undoes_the_placing(
+    n: int, m: int, rest: list[int], axis: int, outer: bool, skip: int
+) -> None:
     layout = Layout(min(axis, len(rest)), outer)
     leading = [2, 3][:skip]
     t = real(*leading, n, m, *rest)

@@ -68,7 +68,10 @@ def ordered(names: list[str]) -> list[str]:
         (NET.blocks[0], [f"blocks.0.{n}" for n in BLOCK]),
         (NET.decoder, ["embed.weight", "decoder.bias"]),
         (NET, ALL),
-        (lambda name, p: p.ndim == 2 and "lora" not in name, [n for n in ALL if n.endswith("weight") and "norm" not in n]),
+        (
+            lambda name, p: p.ndim == 2 and "lora" not in name,
+            [n for n in ALL if n.endswith("weight") and "norm" not in n],
+        ),
     ],
 )
 def test_selections(params: Any, expected: list[str]) -> None:
@@ -91,7 +94,10 @@ def test_frozen_parameters_are_left_out_unless_all_are_frozen() -> None:
 
 
 def test_the_last_layer_of_a_network_that_ends_in_a_norm_or_a_bare_parameter() -> None:
-    assert select_parameters(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)), "last-layer") == ["0.weight", "0.bias"]
+    assert select_parameters(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)), "last-layer") == [
+        "0.weight",
+        "0.bias",
+    ]
     assert select_parameters(nn.Conv1d(1, 2, 3), "last-layer") == ["weight", "bias"]
 
 

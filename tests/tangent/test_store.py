@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from linnet.errors import InputError
+from linnet.tangent import store as store_module
 from linnet.tangent.store import GramFile
 from tests.methods.problems import refused
 
@@ -21,7 +22,12 @@ class Named:
 
 
 def opened(path: Path, **changes: Any) -> GramFile:
-    options: dict[str, Any] = {"shape": (3, 2), "dtype": torch.float64, "identity": {"weights": "a"}, **changes}
+    options: dict[str, Any] = {
+        "shape": (3, 2),
+        "dtype": torch.float64,
+        "identity": {"weights": "a"},
+        **changes,
+    }
     return GramFile(path, options["shape"], options["dtype"], options["identity"])
 
 
@@ -36,7 +42,8 @@ def test_a_finished_matrix(tmp_path: Path) -> None:
     assert np.load(tmp_path / "k.npy")[0, 0] == 9.0
 
 
-def test_steps_are_remembered(tmp_path: Path) -> None:
+def test_steps_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "RECORD_SECONDS", 0.0)
     store = opened(tmp_path / "k.npy")
     store.array[0] = 1.0
     store.mark_done(Named("first"))
@@ -47,6 +54,23 @@ def test_steps_are_remembered(tmp_path: Path) -> None:
     assert again.array[0].tolist() == [1.0, 1.0]
 
 
+def test_the_record_is_written_every_few_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flushing the matrix is dear, so it does not happen with every small step."""
+    now = [0.0]
+    monkeypatch.setattr(store_module.time, "monotonic", lambda: now[0])
+    store = opened(tmp_path / "k.npy")
+    record = tmp_path / "k.npy.steps.json"
+    store.mark_done(Named("first"))
+    assert not record.exists()
+    now[0] = store_module.RECORD_SECONDS
+    store.mark_done(Named("second"))
+    assert '"first"' in record.read_text()
+    before = record.read_text()
+    now[0] *= 1.5
+    store.mark_done(Named("third"))
+    assert record.read_text() == before
+
+
 @pytest.mark.parametrize(
     "change", [{"shape": (2, 3)}, {"dtype": torch.float32}, {"identity": {"weights": "b"}}, {"identity": {}}]
 )
@@ -54,6 +78,7 @@ def test_another_task_is_not_resumed(change: dict[str, Any], tmp_path: Path) -> 
     store = opened(tmp_path / "k.npy")
     store.array.fill_(7.0)
     store.mark_done(Named("first"))
+    store.write_record()
     other = opened(tmp_path / "k.npy", **change)
     assert not other.is_done(Named("first"))
     assert not other.array.any()

@@ -19,8 +19,8 @@ def update(
 
     Args:
         run: The folder that linnet adapt, forget or update wrote; it stays as it is.
-        data: The samples with their answers: folders of images named for the classes, an ``.npz`` archive with
-            x and y (or x_train and y_train), or a ``.csv`` table.
+        data: The samples with their answers: folders of images named for the classes, an ``.npz`` archive
+            with x and y (or x_train and y_train), or a ``.csv`` table.
         out: The folder for the new run.
         verify: Also fit anew on all samples, kernel included, and compare.
         memory: The budget, such as 2GB; half of what is free by default.

@@ -18,6 +18,7 @@ from linnet.methods.head import RECORD, label_hash
 from linnet.methods.linear_fit import LinearFit, Record, base_outputs
 from linnet.methods.primal import CGSettings, Primal
 from linnet.methods.targets import ALPHA, Targets, make_targets
+from linnet.progress import waiting
 from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, take
 from linnet.tangent.gram import GramTask, gram, plan_gram
 from linnet.tangent.jacobian import jvp_columns, vjp_columns
@@ -275,7 +276,8 @@ def _solve_dual(
     seconds["kernel"] = time.perf_counter() - start
     if not isinstance(ridge, str):
         return Dual(kernel, residual.double(), float(ridge)), "given"
-    spectrum = Spectrum(kernel, residual.double())
+    with waiting(f"eigenvalues of {size} equations", 20 * size**3 / _multiply_rate(kernel.device)):
+        spectrum = Spectrum(kernel, residual.double())
     path = spectrum.path(spectrum.grid(), targets.classes is not None, targets.values)
     rho = path.best(ridge)
     return Dual(kernel, residual.double(), rho), _explain(path, ridge, rho)

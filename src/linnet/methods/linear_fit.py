@@ -36,7 +36,7 @@ from linnet.tangent.batch import (
     tensors_in,
 )
 from linnet.tangent.forward_mode import Params
-from linnet.tangent.gram import gram
+from linnet.tangent.gram import gram, own_kernels
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.linearized import Linearized
 
@@ -194,18 +194,11 @@ class LinearFit:
 
     def _dual_covariance(self, dual: Dual, x: Inputs) -> Tensor:
         """[K(x,x) − K(x,X) M K(X,x)]/ρ, example by example, (T, C, C)."""
-        own, cross = self._own_kernel(x), self._kernel_to_train(x)
+        own = own_kernels(self.module.function, x, self.memory)
+        cross = self._kernel_to_train(x)
         weighted = dual.cross(cross)
         explained = torch.einsum("tcnd,tend->tce", weighted, cross.to(weighted.dtype))
         return (own.to(explained.dtype) - explained) / dual.ridge
-
-    def _own_kernel(self, x: Inputs) -> Tensor:
-        """K(x_i, x_i), (T, C, C)."""
-        blocks = []
-        for part in split(x, 16):
-            full = gram(self.module.function, part, outputs="full", memory=self.memory, progress=False)
-            blocks.append(full.diagonal(dim1=0, dim2=2).permute(2, 0, 1))
-        return torch.cat(blocks)
 
     def _kernel_to_train(self, x: Inputs) -> Tensor:
         """K(x, X), (T, C, N, C), kept for the last x."""

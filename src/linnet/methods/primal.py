@@ -47,7 +47,9 @@ class CGSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise InputError(
-                    f"{name}={value!r}", expected=f"an integer of at least {least}", remedy=f"leave {name}= out"
+                    f"{name}={value!r}",
+                    expected=f"an integer of at least {least}",
+                    remedy=f"leave {name}= out",
                 )
 
 

@@ -1,12 +1,14 @@
-"""Batch normalization folded into the convolution before it, for faster directional derivatives.
+"""Batch normalization folded into the convolution before it, for the tangent of a pass.
 
-In evaluation mode, with r = 1/√(var + ε) and s = γ r,
+In evaluation mode, with r = 1/√(var + ε) and s = γ r, the directional derivative of
+z = bn(conv(x, W) + c) along (dx, dW, dc, dγ, dβ) is
 
-    bn(conv(x, W) + c) = conv(x, s W) + β + s (c − mean),
+    dz = conv(dx, s W) + conv(x, s dW + r W dγ) + dβ + s dc + r (c − mean) dγ,
 
-so the tangents of γ and β act on weights (kilobytes) instead of on maps (megabytes), and the
-normalized map is never formed. Only a convolution whose result goes to one normalization and
-nowhere else is folded; should a later pass break that, it is run again without folding.
+so dγ and dβ act on weights (kilobytes) instead of on maps (megabytes), and the normalized map is
+never differentiated. The pass itself is left as it is, so outputs and derivatives belong to the same
+activations to the bit. Only a convolution whose result goes to one normalization and nowhere else is
+folded; should a later pass break that, it is run again without folding.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from linnet.tangent.batch import Inputs, tensors_in
@@ -24,6 +27,7 @@ from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
 
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
+Dual = tuple[Tensor | None, Tensor | None]  # a value and its tangent, None for zero
 PARTS = ("running_mean", "running_var", "weight", "bias")
 
 
@@ -40,20 +44,56 @@ class Normalization:
     tensors: dict[str, str | Tensor | None]
     eps: float
 
-    def folded(self, params: Params, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The weight s W and the bias β + s (c − mean)."""
-        mean, variance, gamma, beta = (self._value(params, part) for part in PARTS)
+    def tangents(
+        self, params: Params, weight: Dual, bias: Dual
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The weights s W and s dW + r W dγ, and the bias dβ + s dc + r (c − mean) dγ; ``None`` is zero."""
+        mean, variance = (self._value(params, part) for part in PARTS[:2])
+        (gamma, d_gamma), (_, d_beta) = (_dual(self._value(params, part)) for part in PARTS[2:])
         assert mean is not None
         assert variance is not None
+        assert weight[0] is not None
         r = torch.rsqrt(variance + self.eps)
         s = r if gamma is None else gamma * r
-        shift = -mean * s if bias is None else (bias - mean) * s
-        return weight * s.view(-1, *[1] * (weight.ndim - 1)), shift if beta is None else beta + shift
+        centered = -mean if bias[0] is None else bias[0] - mean
+        d_weight = _sum(
+            _times(_column(s, weight[0]), weight[1]), _times(_column(r, weight[0]) * weight[0], d_gamma)
+        )
+        d_bias = _sum(_sum(d_beta, _times(s, bias[1])), _times(r * centered, d_gamma))
+        return _column(s, weight[0]) * weight[0], d_weight, d_bias
 
     def _value(self, params: Params, part: str) -> Tensor | None:
         """The tensor of this pass."""
         found = self.tensors[part]
         return params[found] if isinstance(found, str) else found
+
+
+def _dual(t: Tensor | None) -> Dual:
+    """Value and tangent of a tensor in forward mode."""
+    if t is None:
+        return None, None
+    pair = forward_ad.unpack_dual(t)
+    return pair.primal, pair.tangent
+
+
+def _primal(argument: Any) -> Any:
+    """The value of a tensor, anything else as it is."""
+    return _dual(argument)[0] if isinstance(argument, Tensor) else argument
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum where ``None`` is zero."""
+    return b if a is None else a if b is None else a + b
+
+
+def _times(a: Tensor, b: Tensor | None) -> Tensor | None:
+    """The product where ``None`` is zero; a vector scales the first axis of a weight."""
+    return None if b is None else a * (_column(b, a) if b.ndim < a.ndim else b)
+
+
+def _column(scale: Tensor, like: Tensor) -> Tensor:
+    """(c,) as (c, 1, ..., 1), to scale the first axis."""
+    return scale.view(-1, *[1] * (like.ndim - 1))
 
 
 class Unfoldable(Exception):
@@ -126,12 +166,21 @@ def batch_norm_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
+@dataclass(frozen=True)
+class _Pending:
+    """A convolution whose tangent waits for its normalization."""
+
+    index: int
+    convolve: Callable[..., Tensor]
+    inputs: tuple[Dual, Dual, Dual]  # input, weight, bias
+
+
 class Folding(TorchFunctionMode):
-    """Runs a pass with convolutions folded.
+    """Runs a pass in forward mode with the tangents of normalizations folded.
 
     Args:
         folds: From ``find_folds``.
-        params: The parameters of this pass.
+        params: The parameters of this pass, dual.
 
     Raises:
         Unfoldable: From within the pass, if the result of a folded convolution goes elsewhere.
@@ -149,8 +198,7 @@ class Folding(TorchFunctionMode):
         if name in CONVOLUTIONS:
             return self._convolve(func, *args, **kwargs)
         if name == "batch_norm" and hasattr(args[0], "_linnet_fold"):
-            self.closed += 1
-            return args[0].view_as(args[0])
+            return self._normalize(func, args, kwargs)
         result = func(*args, **kwargs)
         if (
             isinstance(result, Tensor | tuple | list)
@@ -162,22 +210,46 @@ class Folding(TorchFunctionMode):
 
     def _convolve(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., Tensor],
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """The convolution, with its normalization if it has one."""
+        """The convolution; its tangent is left to its normalization, if it has one."""
         index, self.seen = self.seen, self.seen + 1
         if index not in self.folds:
-            result: Tensor = func(input, weight, bias, *args, **kwargs)
-            return result
-        weight, bias = self.folds[index].folded(self.params, weight, bias)
-        result = func(input, weight, bias, *args, **kwargs)
+            return func(input, weight, bias, *args, **kwargs)
+        inputs = _dual(input), _dual(weight), _dual(bias)
+
+        def convolve(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+            return func(x, w, b, *args, **kwargs)
+
+        assert inputs[0][0] is not None
+        assert inputs[1][0] is not None
+        result = convolve(inputs[0][0], inputs[1][0], inputs[2][0])
         result._linnet_fold = index  # type: ignore[attr-defined]
+        result._linnet_pending = _Pending(index, convolve, inputs)  # type: ignore[attr-defined]
         return result
+
+    def _normalize(
+        self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """The normalization of a pending convolution, and the tangent of both."""
+        self.closed += 1
+        pending: _Pending = args[0]._linnet_pending
+        (x, d_x), weight, bias = pending.inputs
+        with torch.no_grad():
+            value = func(*map(_primal, args), **{key: _primal(arg) for key, arg in kwargs.items()})
+        scaled, d_weight, d_bias = self.folds[pending.index].tangents(self.params, weight, bias)
+        assert x is not None
+        tangent = None if d_x is None else pending.convolve(d_x, scaled, None)
+        if d_weight is not None:
+            tangent = _sum(tangent, pending.convolve(x, d_weight, d_bias))
+        elif d_bias is not None:
+            tangent = _sum(tangent, _column(d_bias, value[0]).expand_as(value))
+        return value if tangent is None else forward_ad.make_dual(value, tangent)
 
     def finish(self, output: Tensor) -> None:
         """Make sure that every folded convolution met its normalization.

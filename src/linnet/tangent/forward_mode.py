@@ -30,6 +30,8 @@ def jvp_double_backward(function: Function, at: Params, direction: Params) -> tu
     with torch.enable_grad():
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in at.items()}
         value = function(leaves)
+        if not value.requires_grad:  # the outputs depend on no parameter
+            return value, torch.zeros_like(value)
         u = torch.zeros_like(value, requires_grad=True)  # the value does not matter: Jᵀu is linear in u
         inputs = list(leaves.values())
         pulled = torch.autograd.grad(value, inputs, u, create_graph=True, allow_unused=True)

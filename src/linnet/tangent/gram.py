@@ -7,7 +7,6 @@ set only tiles on one side of the diagonal are computed and the result is symmet
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.store import GramFile
-from linnet.tangent.tile import kernel_tile, tile_bytes
+from linnet.tangent.tile import kernel_tile, own_tile, tile_bytes
 
 OUTPUTS = ("full", "trace", "diagonal", "sum")
 CAPTURE = 64  # examples differentiated at once, memory permitting
@@ -119,8 +118,39 @@ def gram(
         try:
             return _compute(task, memory, file, progress)
         except TreatmentChanged as change:  # a later batch uses a parameter differently: form its gradients
-            function.cache.setdefault("formed", set()).add(change.name)
-            function.cache.pop("gram", None)
+            _form(function, change.name)
+
+
+@in_exact_mode
+def own_kernels(function: Functional, x: Inputs, memory: str | int | None = None) -> Tensor:
+    """K(x_i, x_i) of every example with itself; no other entry of the kernel is formed.
+
+    Args:
+        function: The network and its tracked parameters.
+        x: N examples.
+        memory: Budget; by default half of what is available.
+
+    Returns:
+        (N, C, C).
+
+    Raises:
+        MemoryBudgetError: If not even one example fits.
+    """
+    task = GramTask(function, x, x, "full", None)
+    plan = plan_gram(task, memory, to_disk=True)  # the N × N result is never formed
+    try:
+        ranges = _ranges(0, task.sizes[0], plan.capture)
+        parts = [own_tile(_features(task, plan, x, wanted)) for wanted in ranges]
+    except TreatmentChanged as change:
+        _form(function, change.name)
+        return own_kernels(function, x, memory)
+    return torch.cat(parts)
+
+
+def _form(function: Functional, name: str) -> None:
+    """From now on, form the gradients of a parameter that batches use differently."""
+    function.cache.setdefault("formed", set()).add(name)
+    function.cache.pop("gram", None)
 
 
 def _compute(
@@ -139,11 +169,24 @@ def _compute(
     device = task.function.device
     result = torch.empty(shape, dtype=plan.dtype, device=device) if store is None else store.array
     steps = _steps(task, plan)
-    for step in track(steps, f"kernel of {task.sizes[0]} × {task.sizes[1]} examples", len(steps), progress):
-        if store is None or not store.is_done(step):
-            _run(step, task, plan, result)
+    if store is not None:
+        steps = [step for step in steps if not store.is_done(step)]
+    rows: tuple[int, int] = (0, 0)
+    held: Features | None = None
+    try:
+        for step in track(
+            steps, f"kernel of {task.sizes[0]} × {task.sizes[1]} examples", len(steps), progress
+        ):
+            if held is None or rows != step.rows:
+                held = None  # the old block goes before the new one comes
+                rows, held = step.rows, _hold(task, plan, step.rows)
+            _run(step, held, task, plan, result)
             if store is not None:
                 store.mark_done(step)
+    except BaseException:
+        if store is not None:
+            store.write_record()
+        raise
     return result if store is None else store.finish()
 
 
@@ -209,33 +252,33 @@ def _probe(task: GramTask) -> tuple[Treatment, Features, int]:
 
 @dataclass(frozen=True)
 class Step:
-    """One stationary block of rows, and the range of columns that stream past it.
+    """A part of the products of one stationary block of rows; ranges are (first, last + 1) example.
 
     Args:
-        rows: First and last + 1 example of the block that stays.
-        columns: First and last + 1 example that streams, ``None`` for the block itself.
+        rows: The block that stays from step to step.
+        own: Those of its rows that are multiplied with the block itself, or ``None``.
+        columns: Examples that stream past the block, or ``None``.
     """
 
     rows: tuple[int, int]
+    own: tuple[int, int] | None
     columns: tuple[int, int] | None
 
     @property
     def key(self) -> str:
         """A name for the record of finished steps."""
-        return f"{self.rows}-{self.columns}"
+        return f"{self.rows}-{self.own}-{self.columns}"
 
 
 def _steps(task: GramTask, plan: GramPlan) -> list[Step]:
-    """The work in order; one step holds its rows and streams all columns that are left."""
+    """The work in order: block after block, first with itself, then with the columns that are left."""
     n, m = task.sizes
     steps = []
     for rows in _ranges(0, n, plan.hold):
-        if task.x2 is not None:
-            steps.append(Step(rows, (0, m)))
-            continue
-        steps.append(Step(rows, None))
-        if rows[1] < n:
-            steps.append(Step(rows, (rows[1], n)))
+        own = _ranges(*rows, plan.product) if task.x2 is None else []
+        columns = _ranges(rows[1] if task.x2 is None else 0, m, plan.capture)
+        steps += [Step(rows, part, None) for part in own]
+        steps += [Step(rows, None, part) for part in columns]
     return steps
 
 
@@ -244,17 +287,15 @@ def _ranges(start: int, stop: int, size: int) -> list[tuple[int, int]]:
     return [(i, min(i + size, stop)) for i in range(start, stop, size)]
 
 
-def _run(step: Step, task: GramTask, plan: GramPlan, result: Tensor) -> None:
+def _run(step: Step, held: Features, task: GramTask, plan: GramPlan, result: Tensor) -> None:
     """Compute the tiles of one step."""
-    held = _hold(task, plan, step.rows)
-    if step.columns is None:
-        _symmetric_tiles(held, step.rows[0], task, plan, result)
-        return
-    source = task.x1 if task.x2 is None else task.x2
-    for start, features in _stream(task, plan, source, step.columns):
+    if step.own is not None:
+        _symmetric_tiles(step, held, task, plan, result)
+    if step.columns is not None:
+        features = _features(task, plan, task.x1 if task.x2 is None else task.x2, step.columns)
         for left in _ranges(0, held.n, plan.product):
             tile = kernel_tile(held.part(*left), features, task.outputs, task.accumulate)
-            _write(result, tile, step.rows[0] + left[0], start, mirror=task.x2 is None)
+            _write(result, tile, step.rows[0] + left[0], step.columns[0], mirror=task.x2 is None)
 
 
 def _hold(task: GramTask, plan: GramPlan, rows: tuple[int, int]) -> Features:
@@ -265,14 +306,6 @@ def _hold(task: GramTask, plan: GramPlan, rows: tuple[int, int]) -> Features:
     return held
 
 
-def _stream(
-    task: GramTask, plan: GramPlan, x: Inputs, wanted: tuple[int, int]
-) -> Iterator[tuple[int, Features]]:
-    """Features of small blocks, with the index of their first example."""
-    for start, stop in _ranges(*wanted, plan.capture):
-        yield start, _features(task, plan, x, (start, stop))
-
-
 def _features(
     task: GramTask, plan: GramPlan, x: Inputs, wanted: tuple[int, int], room: Features | None = None
 ) -> Features:
@@ -281,15 +314,16 @@ def _features(
     return reduce(capture(task.function, block, task.outputs), task.function.names, plan.treatment, room)
 
 
-def _symmetric_tiles(held: Features, offset: int, task: GramTask, plan: GramPlan, result: Tensor) -> None:
-    """Tiles of a block with itself: on and to the right of the diagonal, then mirrored."""
-    ranges = _ranges(0, held.n, plan.product)
-    for i, left in enumerate(ranges):
-        for right in ranges[i:]:
-            tile = kernel_tile(held.part(*left), held.part(*right), task.outputs, task.accumulate)
-            if left == right:
-                tile = (tile + _transposed(tile)) / 2
-            _write(result, tile, offset + left[0], offset + right[0], mirror=left != right)
+def _symmetric_tiles(step: Step, held: Features, task: GramTask, plan: GramPlan, result: Tensor) -> None:
+    """Tiles of some rows of a block with the block: on and to the right of the diagonal, then mirrored."""
+    assert step.own is not None
+    offset = step.rows[0]
+    left = (step.own[0] - offset, step.own[1] - offset)
+    for right in _ranges(left[0], held.n, plan.product):
+        tile = kernel_tile(held.part(*left), held.part(*right), task.outputs, task.accumulate)
+        if left == right:
+            tile = (tile + _transposed(tile)) / 2
+        _write(result, tile, offset + left[0], offset + right[0], mirror=left != right)
 
 
 def _transposed(tile: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from linnet.errors import InputError
 from linnet.linalg.operator import LinearOperator
@@ -84,7 +85,7 @@ def jvp(function: Functional, x: Inputs, direction: Params) -> tuple[Tensor, Ten
         folds = _folds(function, x)
         if folds:
             try:
-                return jvp_forward(lambda p: _folded(function, p, x, folds), function.theta, direction)
+                return _jvp_folded(function, x, direction, folds)
             except Unfoldable:
                 function.cache["folds"] = {}
         return _jvp_plain(function, x, direction)
@@ -117,7 +118,7 @@ def _proved(function: Functional, probe: Inputs, folds: dict[int, Normalization]
     direction = random_direction(function.theta)
     plain = _jvp_plain(function, probe, direction)
     try:
-        folded = jvp_forward(lambda p: _folded(function, p, probe, folds), function.theta, direction)
+        folded = _jvp_folded(function, probe, direction, folds)
     except Unfoldable:
         return False
     tolerance = 1e-9 if function.dtype == torch.float64 else 1e-3
@@ -127,13 +128,18 @@ def _proved(function: Functional, probe: Inputs, folds: dict[int, Normalization]
     )
 
 
-def _folded(function: Functional, params: Params, x: Inputs, folds: dict[int, Normalization]) -> Tensor:
-    """f(θ, x) with normalizations inside the convolutions before them."""
-    folding = Folding(folds, params)
-    with folding:
-        output = function(params, x)
-    folding.finish(output)
-    return output
+def _jvp_folded(
+    function: Functional, x: Inputs, direction: Params, folds: dict[int, Normalization]
+) -> tuple[Tensor, Tensor]:
+    """Forward mode with the tangents of normalizations inside the convolutions before them."""
+    with forward_ad.dual_level():
+        params = {name: forward_ad.make_dual(t, direction[name]) for name, t in function.theta.items()}
+        folding = Folding(folds, params)
+        with folding:
+            output = function(params, x)
+        folding.finish(output)
+        value, tangent = forward_ad.unpack_dual(output)
+    return value, torch.zeros_like(value) if tangent is None else tangent
 
 
 def _jvp_rows(function: Functional, x: Inputs, direction: Params) -> tuple[Tensor, Tensor]:
@@ -162,6 +168,9 @@ def jvp_columns(function: Functional, x: Inputs, v: Vector) -> Tensor:
     if params[first].ndim == function.theta[first].ndim:
         return _flat(jvp(function, x, params)[1])
     columns = range(params[first].shape[-1])
+    if not columns:
+        value = function.check_runs(x)
+        return value.new_zeros(*_flat(value).shape, 0)
     return torch.stack(
         [_flat(jvp(function, x, {n: t[..., k] for n, t in params.items()})[1]) for k in columns], -1
     )
@@ -187,10 +196,12 @@ def vjp_columns(function: Functional, x: Inputs, u: Tensor) -> Tensor:
         value = function.flat(leaves, x)
     if u.shape[:2] != value.shape or u.ndim > 3:
         raise InputError(
-            f"u has shape {tuple(u.shape)}", expected=f"{tuple(value.shape)} or {(*value.shape, 'K')}"
+            f"u has shape {tuple(u.shape)}",
+            expected=f"{tuple(value.shape)} or {(*value.shape, 'K')}",
+            remedy="pass one cotangent for each output of lin.base(x)",
         )
     columns = u[None] if u.ndim == 2 else u.movedim(2, 0)
-    if not value.requires_grad:
+    if not value.requires_grad or not u.numel():
         return u.new_zeros(function.space.dim, *u.shape[2:])
     grads = batched_grad(value, list(leaves.values()), columns)
     parts = [

@@ -27,7 +27,7 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
         The names, tied parameters once.
 
     Raises:
-        InputError: If nothing is selected, or a name or module is not in the network.
+        InputError: If ``model`` is no module, nothing is selected, or a name or module is not in the network.
         ModelError: If the network has no floating-point parameter.
 
     Example:
@@ -37,6 +37,10 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
         >>> select_parameters(net, r"^0\\.")
         ['0.weight', '0.bias']
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
+        )
     named = {n: p for n, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
     if not named:
         raise ModelError(

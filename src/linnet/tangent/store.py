@@ -8,6 +8,7 @@ other starts anew.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.files import read_json, write_json
+
+RECORD_SECONDS = 5.0  # between two records of finished steps: what a killed run may lose
 
 
 class _Keyed(Protocol):
@@ -64,6 +67,7 @@ class GramFile:
         kind = torch.empty(0, dtype=dtype).numpy().dtype
         self.map = np.lib.format.open_memmap(self.partial, mode=mode, dtype=kind, shape=shape)
         self.array = torch.from_numpy(self.map)
+        self.written = time.monotonic()
 
     def _resume(self) -> set[str]:
         """Steps finished by an earlier run of the same task."""
@@ -82,17 +86,23 @@ class GramFile:
             found = np.lib.format.open_memmap(self.partial, mode="r")
         except (ValueError, OSError):
             return False
-        return list(found.shape) == self.identity["shape"]
+        return bool(list(found.shape) == self.identity["shape"])
 
     def is_done(self, step: _Keyed) -> bool:
         """Whether an earlier run finished this step."""
         return step.key in self.done
 
     def mark_done(self, step: _Keyed) -> None:
-        """Flush the matrix, then record the step: never the other way round."""
-        self.map.flush()
+        """Remember a finished step; the record is written every few seconds."""
         self.done.add(step.key)
+        if time.monotonic() - self.written >= RECORD_SECONDS:
+            self.write_record()
+
+    def write_record(self) -> None:
+        """Flush the matrix, then record the finished steps: never the other way round."""
+        self.map.flush()
         write_json(self.record, {"identity": self.identity, "done": sorted(self.done)})
+        self.written = time.monotonic()
 
     def finish(self) -> Tensor:
         """Rename the matrix to its final name and map it anew.

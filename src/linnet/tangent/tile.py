@@ -34,6 +34,16 @@ def kernel_tile(
     return total
 
 
+def own_tile(features: Features) -> Tensor:
+    """K of every example with itself, (N, K, K)."""
+    total = features.rows @ features.rows.mT
+    for i in range(features.n if features.layers else 0):
+        own = features.part(i, i + 1)
+        for layer in own.layers.values():
+            _add_layer(total[i].view(1, own.k, 1, own.k), layer, layer, "full")
+    return total
+
+
 def _rows_tile(left: Tensor, right: Tensor, outputs: Outputs, accumulate: torch.dtype | None) -> Tensor:
     """Products of gradients that were formed: (N, K, Q) and (M, K, Q)."""
     n, k, q = left.shape

@@ -1,0 +1,159 @@
+"""Products with the Jacobian, its rows, and the operators over a data set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import linnet
+from linnet.errors import InputError, MemoryBudgetError
+from linnet.tangent.functional import Functional
+from linnet.tangent.jacobian import (
+    JacobianOperator,
+    NormalOperator,
+    jacobian,
+    jvp_columns,
+    jvp_path,
+    vjp_columns,
+)
+from linnet.testing.conformance import check_operator
+from linnet.testing.oracles import jacobian_oracle
+from tests.methods.problems import near, network, peak_bytes, real, refused
+
+MODEL = network()
+FUNCTION = Functional(MODEL)
+X = real(7, 3, seed=1)
+J = jacobian_oracle(MODEL, X)  # (7, 3, 38)
+
+
+@given(st.integers(1, 7), st.integers(0, 4), st.integers(0, 99))
+def test_products_with_columns(n: int, k: int, seed: int) -> None:
+    columns = () if k == 0 else (k,)
+    v, u = real(38, *columns, seed=seed), real(n, 3, *columns, seed=seed + 1)
+    near(jvp_columns(FUNCTION, X[:n], v), torch.einsum("ncp,p...->nc...", J[:n], v))
+    near(vjp_columns(FUNCTION, X[:n], u), torch.einsum("ncp,nc...->p...", J[:n], u))
+
+
+def test_products_with_parameters_by_name() -> None:
+    for columns in ((), (3,)):
+        v = real(38, *columns)
+        named = FUNCTION.space.to_params(v)
+        near(jvp_columns(FUNCTION, X, named), torch.einsum("ncp,p...->nc...", J, v))
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 2), (6, 3), (7, 3, 2, 1)])
+def test_cotangents_of_another_shape(shape: tuple[int, ...]) -> None:
+    refused(InputError, lambda: vjp_columns(FUNCTION, X, real(*shape)), "u has shape", str(shape), "(7, 3)")
+
+
+@pytest.mark.parametrize("v", [real(37), real(38, 2, 2), {"0.weight": real(5, 3)}])
+def test_directions_that_do_not_fit(v: object) -> None:
+    with pytest.raises(InputError, match=r"38|parameter"):
+        linnet.linearize(MODEL).jvp(X, v)
+
+
+@pytest.mark.parametrize("memory", [None, 12_000, "1MB"])
+def test_rows_in_any_budget(memory: int | str | None) -> None:
+    near(jacobian(FUNCTION, X, memory), J)
+
+
+def test_a_jacobian_that_does_not_fit() -> None:
+    error = refused(
+        MemoryBudgetError, lambda: jacobian(FUNCTION, X, 5000), "7 examples × 3 outputs × 38", "5.00 kB"
+    )
+    assert "lin.jvp" in str(error)
+    assert "lin.kernel" in str(error)
+
+
+def test_memory_of_the_rows_was_planned() -> None:
+    model = nn.Sequential(nn.Linear(20, 100), nn.Tanh(), nn.Linear(100, 4))
+    function, x = Functional(model), real(100, 20, dtype=torch.float32)
+    size = 100 * 4 * function.space.dim * 4
+    peak = peak_bytes(lambda: jacobian(function, x, 2 * size))
+    assert size <= peak <= 1.2 * 2 * size
+
+
+@pytest.mark.parametrize("block", [1, 3, 128])
+def test_the_operator_over_a_data_set(block: int) -> None:
+    operator = JacobianOperator(FUNCTION, X, 3, block)
+    near(operator.dense(), J.flatten(0, 1))
+    near(operator.T.dense(), J.flatten(0, 1).T)
+    assert operator.T.T is operator
+    check_operator(operator, J.flatten(0, 1))
+    normal = NormalOperator(operator)
+    near(normal.dense(), J.flatten(0, 1).T @ J.flatten(0, 1))
+    assert normal.T is normal
+    check_operator(normal, J.flatten(0, 1).T @ J.flatten(0, 1))
+
+
+def test_passes_are_counted() -> None:
+    passes: list[int] = []
+    normal = NormalOperator(JacobianOperator(FUNCTION, X, 3, 2), on_pass=lambda: passes.append(1))
+    normal.mv(real(38))
+    normal.mm(real(38, 4))
+    assert len(passes) == 2
+
+
+def test_operators_take_parameters_by_name() -> None:
+    operator = JacobianOperator(FUNCTION, X, 3)
+    v = real(38)
+    near(operator @ FUNCTION.space.to_params(v), J.flatten(0, 1) @ v)
+    product = NormalOperator(operator) @ FUNCTION.space.to_params(v)
+    assert list(product) == FUNCTION.names
+
+
+class Counted(nn.Module):
+    """Counts how often it is run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.runs = network(), [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs[0] += 1
+        return self.net(x)
+
+
+def test_each_product_runs_the_network_once() -> None:
+    function = Functional(Counted())
+    jvp_columns(function, X, real(38))  # which way works is found out once
+    runs = function.model.runs  # type: ignore[union-attr]
+    for call, expected in (
+        (lambda: jvp_columns(function, X, real(38)), 1),
+        (lambda: vjp_columns(function, X, real(7, 3)), 1),
+        (lambda: vjp_columns(function, X, real(7, 3, 5)), 1),
+        (lambda: NormalOperator(JacobianOperator(function, X, 3)).mv(real(38)), 2),
+        (lambda: NormalOperator(JacobianOperator(function, X, 3, block=3)).mv(real(38)), 6),
+    ):
+        before = runs[0]
+        call()
+        assert runs[0] - before == expected
+
+
+def test_the_way_is_found_once_and_remembered() -> None:
+    function = Functional(MODEL)
+    assert jvp_path(function, X) == ("forward", "")
+    function.cache["jvp"] = ("double-backward", "told to")
+    assert jvp_path(function, X) == ("double-backward", "told to")
+    v = real(38)
+    near(jvp_columns(function, X, v), J @ v)
+    function.cache["jvp"] = ("rows", "told to")
+    near(jvp_columns(function, X, v), J @ v)
+
+
+def test_a_network_that_does_not_depend_on_its_parameters() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, :2]
+
+    function = Functional(Constant())
+    assert not vjp_columns(function, X, real(7, 2)).any()
+    assert not jvp_columns(function, X, real(2)).any()
+    assert not jacobian(function, X).any()

@@ -1,0 +1,204 @@
+"""One rule per kind of use, each against autograd one example at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from linnet.tangent.capture import capture
+from linnet.tangent.functional import Functional
+from linnet.tangent.rules import factors, outer_rows, patches, use_rows
+from linnet.testing.oracles import jacobian_oracle
+from tests.methods.problems import near, real
+
+
+class Net(nn.Module):
+    """One parameter, read in one way, between smooth layers without parameters."""
+
+    def __init__(self, shape: tuple[int, ...], body: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(real(*shape, seed=7))
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.body(x, self.w)).flatten(1)[:, :5]
+
+
+Spec = tuple[str, tuple[int, ...], tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]
+SPECS: dict[str, Spec] = {
+    "linear": ("linear", (4, 3), (3,), lambda x, w: F.linear(x, w)),
+    "linear over positions": ("linear", (4, 3), (6, 3), lambda x, w: F.linear(x, w)),
+    "linear, examples second": (
+        "linear",
+        (4, 3),
+        (6, 3),
+        lambda x, w: F.linear(x.transpose(0, 1), w).transpose(0, 1),
+    ),
+    "linear, merged axes": (
+        "linear",
+        (4, 3),
+        (6, 3),
+        lambda x, w: F.linear(x.flatten(0, 1), w).unflatten(0, (-1, 6)),
+    ),
+    "linear, merged inside": (
+        "linear",
+        (4, 3),
+        (6, 3),
+        lambda x, w: F.linear(x.transpose(0, 1).flatten(0, 1), w).unflatten(0, (6, -1)).transpose(0, 1),
+    ),
+    "matmul": ("linear", (3, 4), (3,), lambda x, w: x @ w),
+    "matmul from the left": ("linear", (4, 6), (6, 3), lambda x, w: w @ x),
+    "transposed by hand": ("linear", (4, 3), (3,), lambda x, w: x @ w.t()),
+    "conv1d": ("conv", (4, 2, 3), (2, 9), lambda x, w: F.conv1d(x, w, stride=2, padding=1)),
+    "conv2d": ("conv", (4, 2, 3, 3), (2, 6, 5), lambda x, w: F.conv2d(x, w, padding=(1, 0))),
+    "conv2d, dilated": (
+        "conv",
+        (4, 2, 2, 3),
+        (2, 7, 7),
+        lambda x, w: F.conv2d(x, w, dilation=(2, 3), stride=(1, 2)),
+    ),
+    "conv2d, grouped": ("conv", (4, 1, 3, 3), (2, 5, 5), lambda x, w: F.conv2d(x, w, groups=2)),
+    "conv2d, depthwise": (
+        "conv",
+        (3, 1, 2, 2),
+        (3, 4, 4),
+        lambda x, w: F.conv2d(x, w, groups=3, padding="same"),
+    ),
+    "conv2d, even kernel kept in size": (
+        "conv",
+        (4, 2, 2, 4),
+        (2, 5, 5),
+        lambda x, w: F.conv2d(x, w, padding="same"),
+    ),
+    "conv3d": ("conv", (2, 1, 2, 2, 2), (1, 3, 4, 3), lambda x, w: F.conv3d(x, w, padding=1)),
+    "conv over frames": (
+        "conv",
+        (2, 1, 2, 2),
+        (3, 1, 4, 4),
+        lambda x, w: F.conv2d(x.flatten(0, 1), w).unflatten(0, (-1, 3)).sum(1),
+    ),
+    "scale": ("scale", (3,), (4, 3), lambda x, w: x * w),
+    "scale of channels": ("scale", (3, 1, 1), (3, 2, 2), lambda x, w: w * x),
+    "scale by one number": ("scale", (), (4,), lambda x, w: x * w),
+    "layer norm": ("scale", (3,), (4, 3), lambda x, w: F.layer_norm(x, (3,), w)),
+    "rms norm": ("scale", (3,), (4, 3), lambda x, w: F.rms_norm(x, (3,), w)),
+    "group norm": ("scale", (4,), (4, 3), lambda x, w: F.group_norm(x, 2, w)),
+    "batch norm": (
+        "scale",
+        (4,),
+        (4, 3),
+        lambda x, w: F.batch_norm(x, torch.ones(4).double(), torch.ones(4).double(), w),
+    ),
+    "shift": ("shift", (3,), (4, 3), lambda x, w: x + w),
+    "shift, subtracted": ("shift", (3,), (4, 3), lambda x, w: w - x),
+    "shift, taken away": ("shift", (3,), (4, 3), lambda x, w: x - w),
+    "shift of positions": ("shift", (4, 1), (4, 3), lambda x, w: x + w),
+    "shift of channels": (
+        "shift",
+        (4,),
+        (2, 5, 5),
+        lambda x, w: F.conv2d(x, torch.ones(4, 2, 2, 2).double(), w),
+    ),
+    "shift in addmm": ("shift", (2,), (3,), lambda x, w: torch.addmm(w, x, torch.ones(3, 2).double())),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")  # torch's own, once
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_gradients_of_every_example(name: str, n: int) -> None:
+    kind, shape, inputs, body = SPECS[name]
+    model, x = Net(shape, body), real(n, *inputs, seed=3)
+    captured = capture(Functional(model), x)
+    assert captured.exact == {}, "no rule was found for it"
+    (use,) = captured.uses
+    assert use.kind == kind
+    expected = jacobian_oracle(model, x).unflatten(2, shape) if shape else jacobian_oracle(model, x)[:, :, 0]
+    near(captured.rows("w"), expected)
+    near(use_rows(use, n).reshape(expected.shape), expected)
+
+
+class Table(nn.Module):
+    """An embedding, with or without a padding row."""
+
+    def __init__(self, padding_idx: int | None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 3, padding_idx=padding_idx).double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.sin(self.table(ids)).sum(1)
+
+
+@pytest.mark.parametrize("padding_idx", [None, 0, -1])
+def test_embedding(padding_idx: int | None) -> None:
+    model = Table(padding_idx)
+    ids = torch.tensor([[0, 1, 1], [5, 2, 0], [3, 3, 3]])
+    captured = capture(Functional(model), ids)
+    (use,) = captured.uses
+    assert use.kind == "embedding"
+    near(captured.rows("table.weight"), jacobian_oracle(model, ids).unflatten(2, (6, 3)))
+    found = factors(use, 3)
+    assert found.is_embedding
+    near(outer_rows(found, torch.Size((6, 3))), captured.rows("table.weight"), 1e-14)
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize(("stride", "dilation", "groups"), [(1, 1, 1), (2, 1, 2), (1, 2, 1), (3, 2, 2)])
+def test_patches_are_those_of_unfold(padding: int, stride: int, dilation: int, groups: int) -> None:
+    x = real(2, 4, 9, 8)
+    options = {
+        "groups": groups,
+        "stride": (stride, stride),
+        "dilation": (dilation, dilation),
+        "padding": [(padding, padding)] * 2,
+    }
+    expected = F.unfold(x, (3, 2), dilation, padding, stride).unflatten(1, (groups, -1))
+    assert torch.equal(patches(x, torch.Size((3, 2)), options), expected)
+
+
+def test_one_parameter_read_twice_sums_its_uses() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(real(3, 3, seed=1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x @ self.w) @ self.w.t() + x * self.w[0]
+
+    model, x = Twice(), real(4, 3)
+    captured = capture(Functional(model), x)
+    near(captured.rows("w"), jacobian_oracle(model, x).unflatten(2, (3, 3)))
+    assert len(captured.uses) == 3
+    assert [use.direct for use in captured.uses] == [True, True, False]
+
+
+UNRULED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "power": lambda x, w: x ** w.exp()[:3],
+    "division": lambda x, w: x / (2 + w[:3].sin()),
+    "both sides": lambda x, w: (x @ w[:3, None]) * w[0],
+    "maximum": lambda x, w: torch.maximum(x, w[:3]),
+    "einsum": lambda x, w: torch.einsum("nd,d->n", x, w[:3])[:, None],
+}
+
+
+@pytest.mark.parametrize("name", UNRULED)
+def test_what_no_rule_covers_is_exact_all_the_same(name: str) -> None:
+    model, x = Net((3,), UNRULED[name]), real(4, 3).abs() + 0.1
+    captured = capture(Functional(model), x)
+    near(captured.rows("w"), jacobian_oracle(model, x))
+
+
+@pytest.mark.parametrize("cotangents", ["sum", "given"])
+def test_other_cotangents(cotangents: str) -> None:
+    model, x = Net((4, 3), SPECS["linear"][3]), real(3, 3)
+    j = jacobian_oracle(model, x)
+    u: Any = real(2, 3, 4) if cotangents == "given" else "sum"
+    captured = capture(Functional(model), x, u)
+    weights = u if cotangents == "given" else torch.ones(1, 3, 4, dtype=torch.float64)
+    near(captured.rows("w").flatten(2), torch.einsum("knc,ncp->nkp", weights, j))
+    assert captured.k == weights.shape[0]
