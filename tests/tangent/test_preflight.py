@@ -260,7 +260,7 @@ def test_batches_that_the_network_cannot_take() -> None:
     )
     refused(ModelError, lambda: linnet.preflight(network(), real(4, 5)), "float64(4, 5)")
     refused(ModelError, lambda: linnet.preflight(network(), X.float()), "float32", "float64")
-    refused(ModelError, lambda: linnet.preflight(network(), "image.png"), "x", "str")
+    refused(InputError, lambda: linnet.preflight(network(), "image.png"), "x", "str")
     refused(InputError, lambda: linnet.preflight("resnet", X), "model", "str")
     refused(InputError, lambda: linnet.preflight(network(), X, params="encoder"), "params='encoder'")
     refused(InputError, lambda: linnet.preflight(network(), X, memory="much"), "memory", "'much'")

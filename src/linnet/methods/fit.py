@@ -89,9 +89,10 @@ def fit(
         Achille et al., CVPR 2021, eq. (3), (4), with ρ = λ/2 for sums over examples.
 
     Example:
+        >>> import linnet
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         >>> x = torch.linspace(-1, 1, 12)[:, None] * torch.ones(1, 2)
-        >>> solved = fit(linearize(net), (x, x.prod(1, keepdim=True)), ridge="loo")
+        >>> solved = fit(linnet.linearize(net), (x, x.prod(1, keepdim=True)), ridge="loo")
         >>> solved.predict(x).shape, solved.solver
         (torch.Size([12, 1]), 'dual')
     """

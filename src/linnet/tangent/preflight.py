@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linnet.errors import DataError
 from linnet.memory import Plan
-from linnet.tangent.batch import Inputs, batch_size, take
+from linnet.tangent.batch import EMPTY, Inputs, batch_size, take
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gram import GramTask, plan_gram
 from linnet.tangent.jacobian import jvp_path
@@ -129,7 +130,8 @@ def preflight(
 
     Raises:
         ModelError: If the network cannot run on the batch, or has no usable derivative.
-        InputError: If ``params`` selects nothing.
+        DataError: If the batch is empty.
+        InputError: If ``params`` selects nothing, or an argument has the wrong type.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -137,6 +139,8 @@ def preflight(
         True
     """
     function = model.function if isinstance(model, Linearized) else Functional(model, params, output)
+    if batch_size(batch) == 0:
+        raise DataError("batch is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
     value = function.check_runs(batch)
     fatal = [*_randomness(function, batch), *_batch_dependence(function, batch, value)]
     path, why = jvp_path(function, batch)

@@ -34,7 +34,7 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
         >>> net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
         >>> select_parameters(net, "last-layer")
         ['2.weight', '2.bias']
-        >>> select_parameters(net, r"^0\\.")
+        >>> select_parameters(net, r"^0\.")
         ['0.weight', '0.bias']
     """
     if not isinstance(model, nn.Module):
