@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from linnet.methods import spectrum as spectrum
     from linnet.methods.fit import fit as fit
-    from linnet.methods.load_fit import load_fit as load_fit
     from linnet.methods.head import with_head as with_head
     from linnet.methods.linear_fit import LinearFit as LinearFit
+    from linnet.methods.load_fit import load_fit as load_fit
     from linnet.methods.predictive import Predictive as Predictive
     from linnet.tangent.linearized import Linearized as Linearized
     from linnet.tangent.linearized import linearize as linearize

@@ -72,7 +72,7 @@ def test_auto_takes_the_exact_solver_for_a_small_problem_and_says_why() -> None:
     assert fit.solver == "dual"
     reason = fit.summary()["reasons"]["solver"]
     assert "exact and faster" in reason
-    assert " s" in reason
+    assert "operations" in reason
     assert "conjugate gradients" in reason
 
 
@@ -86,11 +86,10 @@ def test_auto_iterates_where_the_kernel_does_not_fit() -> None:
 
 def test_auto_iterates_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem()
-    monkeypatch.setattr(fit_function_module(), "_dual_seconds", lambda *_: 100.0)
-    monkeypatch.setattr(fit_function_module(), "_primal_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(fit_function_module(), "_operations", lambda *_: (1e9, 1e6))
     fit = p.fit(solver="auto", tolerance=1e-8)
     assert fit.solver == "cg"
-    assert "1e+02 s" in fit.summary()["reasons"]["solver"]
+    assert "1.0e+09" in fit.summary()["reasons"]["solver"]
     assert "faster" in fit.summary()["reasons"]["solver"]
 
 

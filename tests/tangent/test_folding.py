@@ -1,4 +1,4 @@
-"""Batch normalization inside the convolution before it: found where allowed, exact, undone when a pass differs."""
+"""Normalization inside the convolution before it: found where allowed, exact, undone when a pass differs."""
 
 from __future__ import annotations
 

@@ -63,6 +63,7 @@ class Dual:
         ridge: ρ > 0.
         beta: β if it is already known, (N, C).
         factor: Cholesky factor of K + ρI if it is already known.
+        spectrum: Eigendecomposition of K if it is already known.
     """
 
     def __init__(
@@ -72,14 +73,22 @@ class Dual:
         ridge: float,
         beta: Tensor | None = None,
         factor: Tensor | None = None,
+        spectrum: Spectrum | None = None,
     ) -> None:
         self.kernel = kernel
         self.residual = residual.to(kernel.dtype)
         self.ridge = float(ridge)
         self.n, self.c = residual.shape
-        self._factor = factor
+        self._factor, self._spectrum = factor, spectrum
         self._inverse: Tensor | None = None
         self.beta = self.solve(self.residual.reshape(-1, 1)).view(self.n, self.c) if beta is None else beta
+
+    @property
+    def spectrum(self) -> Spectrum:
+        """The eigendecomposition of K, for paths of ridges."""
+        if self._spectrum is None:
+            self._spectrum = Spectrum(self.kernel, self.residual)
+        return self._spectrum
 
     @property
     def factor(self) -> Tensor:

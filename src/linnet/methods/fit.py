@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from linnet.errors import InputError, MemoryBudgetError
+from linnet.errors import InputError
 from linnet.linalg.operator import LinearOperator
 from linnet.memory import Plan, format_bytes, parse_bytes, require
 from linnet.methods.arguments import check_positive, check_ridge
 from linnet.methods.dual import Dual, RidgePath, Spectrum
-from linnet.methods.head import RECORD, label_hash
+from linnet.methods.head import RECORD, example_hashes
 from linnet.methods.linear_fit import LinearFit, Record, base_outputs
 from linnet.methods.primal import CGSettings, Primal
 from linnet.methods.targets import ALPHA, Targets, make_targets
 from linnet.progress import waiting
 from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, take
 from linnet.tangent.gram import GramTask, gram, plan_gram
-from linnet.tangent.jacobian import jvp_columns, vjp_columns
 from linnet.tangent.linearized import Linearized
 
 SOLVERS = ("auto", "dual", "cg")
 CG_STEPS = 300  # steps assumed when conjugate gradients are planned
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Predicted seconds and bytes of one solver.
-
-    Args:
-        seconds: Predicted time.
-        memory: Predicted bytes.
-    """
-
-    seconds: float
-    memory: Plan
+EIGEN_RATE = 5e10  # operations a second that the progress of an eigendecomposition assumes
+NETWORK_PENALTY = 4.0  # a network's operations take about four times as long as those of one large product
 
 
 def fit(
@@ -67,7 +54,7 @@ def fit(
         targets: Targets (N, C) to use instead of those made from y.
         ridge: ρ > 0, or the criterion that chooses it: ``"loo"``, ``"gcv"`` or ``"evidence"``.
         solver: ``"dual"`` (the N·C × N·C kernel), ``"cg"`` (matrix-free in the weights), or
-            ``"auto"``, which predicts time and memory and says what it chose and why.
+            ``"auto"``, which predicts operations and memory and says what it chose and why.
         scale: α of one-hot targets.
         memory: Budget such as ``"4GB"``; by default half of what is available.
         file: A ``.npy`` file for the kernel; an interrupted run resumes from it.
@@ -119,7 +106,7 @@ def fit(
         system, reasons["ridge"] = _solve_primal(lin, x, residual, ridge, settings, preconditioner, why)
     seconds["solve"] = time.perf_counter() - started - seconds.get("kernel", 0.0)
     criterion = ridge if isinstance(ridge, str) else "given"
-    record = Record(chosen, criterion, reasons, _warnings(lin, y), seconds)
+    record = Record(chosen, criterion, reasons, _warnings(lin, x, y), seconds)
     return LinearFit(module, x, made, system, record, memory)
 
 
@@ -180,26 +167,19 @@ def _choose_solver(
                 ['solve matrix-free with solver="cg"', "raise memory="],
             )
         return solver, "asked for"
-    dual = Cost(_dual_seconds(lin, x, c, ridge), _dual_memory(lin, x, c, ridge, memory))
+    dual_memory = _dual_memory(lin, x, c, ridge, memory)
     if isinstance(ridge, str):
-        require(dual.memory, ['give the ridge as a number, so that solver="cg" can be used', "raise memory="])
-        return "dual", f"the kernel gives every ridge at once ({format_bytes(dual.memory.peak)})"
-    other = Cost(_primal_seconds(lin, x, c), _primal_memory(lin, budget))
-    times = f"about {dual.seconds:.2g} s and {format_bytes(dual.memory.peak)} against {other.seconds:.2g} s"
-    if dual.memory.peak > budget:
-        if other.memory.peak > budget:
-            raise MemoryBudgetError(
-                f"the fit needs {format_bytes(min(dual.memory.peak, other.memory.peak))}",
-                expected=f"at most {format_bytes(budget)}",
-                remedy="use fewer parameters with params=, or raise memory=",
-            )
-        return (
-            "cg",
-            f"the dual would need {format_bytes(dual.memory.peak)} of a budget of {format_bytes(budget)}",
-        )
-    if other.seconds < dual.seconds:
-        return "cg", f"faster: dual {times} by conjugate gradients"
-    return "dual", f"exact and faster: {times} by conjugate gradients"
+        require(dual_memory, ['give the ridge as a number, so that solver="cg" can be used', "raise memory="])
+        return "dual", f"the kernel gives every ridge at once ({format_bytes(dual_memory.peak)})"
+    if dual_memory.peak > budget:
+        require(_primal_memory(lin, budget), ["use fewer parameters with params=", "raise memory="])
+        needed = format_bytes(dual_memory.peak)
+        return "cg", f"the dual would need {needed} of a budget of {format_bytes(budget)}"
+    dual, primal = _operations(lin, x, c)
+    counts = f"about {dual:.1e} operations and {format_bytes(dual_memory.peak)} against {primal:.1e}"
+    if primal < dual:
+        return "cg", f"faster: dual {counts} by conjugate gradients"
+    return "dual", f"exact and faster: {counts} by conjugate gradients"
 
 
 def _dual_memory(lin: Linearized, x: Inputs, c: int, ridge: float | str, memory: str | int | None) -> Plan:
@@ -219,45 +199,29 @@ def _task(lin: Linearized, x: Inputs) -> GramTask:
     return GramTask(lin.function, x, None, "full", None)
 
 
-def _dual_seconds(lin: Linearized, x: Inputs, c: int, ridge: float | str) -> float:
-    """Predicted time of the kernel and its factorization."""
-    n = batch_size(x) * c
-    rate = _multiply_rate(lin.function.device)
-    kernel = n * n * lin.space.dim  # half of 2 n² P, symmetric
-    solve = 2 * n**3 / 3 if not isinstance(ridge, str) else 20 * n**3
-    return (kernel + solve) / rate + batch_size(x) * c * _pass_seconds(lin, x) / 3
+def _operations(lin: Linearized, x: Inputs, c: int) -> tuple[float, float]:
+    """Predicted operations of the dual and the primal solver; counted, not timed, so alike on every day."""
+    n = batch_size(x)
+    forward = NETWORK_PENALTY * _forward_operations(lin, x)  # one example
+    kernel = (n * c) ** 2 * lin.space.dim  # half of 2 (N·C)² P, symmetric
+    dual = kernel + 2 * (n * c) ** 3 / 3 + n * forward * (1 + 2 * c)
+    # a JVP costs two forward passes, a VJP three
+    return dual, CG_STEPS * n * forward * 5
 
 
-def _primal_seconds(lin: Linearized, x: Inputs, c: int) -> float:
-    """Predicted time of the iterations."""
-    return CG_STEPS * batch_size(x) * _pass_seconds(lin, x)
+def _forward_operations(lin: Linearized, x: Inputs) -> float:
+    """Operations of one example's forward pass; at least two for each weight."""
+    if "operations" not in lin.function.cache:
+        with FlopCounterMode(display=False) as counter:
+            lin.function.check_runs(take(x, slice(0, 1)))
+        lin.function.cache["operations"] = max(counter.get_total_flops(), 2 * lin.space.dim)
+    return float(lin.function.cache["operations"])
 
 
 def _primal_memory(lin: Linearized, budget: int) -> Plan:
     """Bytes of a primal fit."""
     vector = lin.space.dim * lin.function.dtype.itemsize
     return Plan("primal fit", budget, (("vectors of conjugate gradients", 8 * vector),))
-
-
-def _pass_seconds(lin: Linearized, x: Inputs) -> float:
-    """Measured time of one JVP and one VJP, for one example; kept with the network."""
-    if "pass" not in lin.function.cache:
-        part = take(x, slice(0, min(8, batch_size(x))))
-        v = torch.zeros(lin.space.dim, dtype=lin.function.dtype, device=lin.function.device)
-        vjp_columns(lin.function, part, jvp_columns(lin.function, part, v))  # warm up
-        start = time.perf_counter()
-        vjp_columns(lin.function, part, jvp_columns(lin.function, part, v))
-        lin.function.cache["pass"] = (time.perf_counter() - start) / batch_size(part)
-    return float(lin.function.cache["pass"])
-
-
-def _multiply_rate(device: torch.device) -> float:
-    """Floating-point operations a second of a matrix product here, measured on a small one."""
-    a = torch.ones(512, 512, device=device)
-    a @ a
-    start = time.perf_counter()
-    a @ a
-    return 2 * 512**3 / max(time.perf_counter() - start, 1e-6)
 
 
 def _solve_dual(
@@ -277,11 +241,11 @@ def _solve_dual(
     seconds["kernel"] = time.perf_counter() - start
     if not isinstance(ridge, str):
         return Dual(kernel, residual.double(), float(ridge)), "given"
-    with waiting(f"eigenvalues of {size} equations", 20 * size**3 / _multiply_rate(kernel.device)):
+    with waiting(f"eigenvalues of {size} equations", 20 * size**3 / EIGEN_RATE):
         spectrum = Spectrum(kernel, residual.double())
     path = spectrum.path(spectrum.grid(), targets.classes is not None, targets.values)
     rho = path.best(ridge)
-    return Dual(kernel, residual.double(), rho), _explain(path, ridge, rho)
+    return Dual(kernel, residual.double(), rho, spectrum=spectrum), _explain(path, ridge, rho)
 
 
 def _explain(path: RidgePath, criterion: str, ridge: float) -> str:
@@ -311,12 +275,13 @@ def _solve_primal(
     return Primal(lin.function, x, residual, ridge, settings, preconditioner=preconditioner), "given"
 
 
-def _warnings(lin: Linearized, y: Tensor) -> tuple[str, ...]:
+def _warnings(lin: Linearized, x: Inputs, y: Tensor) -> tuple[str, ...]:
     """What a reader of leave-one-out figures must know."""
-    record = getattr(lin.model, RECORD, None)
-    if record and record.get("labels") == label_hash(y):
+    seen = getattr(lin.model, RECORD, {}).get("examples", frozenset())
+    again = sum(example in seen for example in example_hashes(x, y)) if seen else 0
+    if again:
         return (
-            "the head was fitted on these same labels, so leave-one-out and the quantities chosen by it are "
+            f"the head was fitted on {again} of these {len(y)} examples, so leave-one-out and the quantities chosen by it are "
             "optimistic, and forgetting an example does not undo its part in the head",
         )
     return ()

@@ -13,7 +13,7 @@ from linnet.errors import InputError, ModelError
 from linnet.methods.arguments import check_positive, check_ridge
 from linnet.methods.dual import Spectrum
 from linnet.methods.targets import ALPHA, Targets, make_targets
-from linnet.tangent.batch import Inputs, gather_data, split, take
+from linnet.tangent.batch import Inputs, gather_data, split, take, tensors_in
 from linnet.tangent.functional import Functional
 from linnet.tangent.hashing import hash_tensors
 
@@ -69,7 +69,7 @@ def with_head(
     name, old = _last_linear(clone)
     reference = old.weight
     new = nn.Linear(old.in_features, classes, device=reference.device, dtype=reference.dtype)
-    record: dict[str, Any] = {"init": init, "layer": name, "labels": None}
+    record: dict[str, Any] = {"init": init, "layer": name, "examples": frozenset()}
     with torch.no_grad():
         new.weight.zero_()
         new.bias.zero_()
@@ -82,15 +82,16 @@ def with_head(
             weight, bias = linear_probe(features(model, x), make_targets(y, classes, scale), ridge)
             new.weight.copy_(weight)
             new.bias.copy_(bias)
-            record["labels"] = label_hash(y)
+            record["examples"] = frozenset(example_hashes(x, y))
     _replace(clone, name, new)
     setattr(clone, RECORD, record)
     return clone
 
 
-def label_hash(y: Tensor) -> str:
-    """A fingerprint of labels, whatever integer type they come in."""
-    return hash_tensors([y if y.is_floating_point() else y.long().flatten()])
+def example_hashes(x: Inputs, y: Tensor) -> list[str]:
+    """A fingerprint of every labeled example, whatever integer type its label comes in."""
+    labels = y if y.is_floating_point() else y.long().flatten()
+    return [hash_tensors([*tensors_in(part), labels[i]]) for i, part in enumerate(split(x, 1))]
 
 
 def _check(model: nn.Module, classes: int, init: str, data: Any) -> None:

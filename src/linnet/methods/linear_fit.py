@@ -10,6 +10,7 @@ is Σᵢ ‖·‖² + ½ λ‖δ‖², so its λ is 2ρ; with a mean over N exam
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
+from linnet.memory import parse_bytes
 from linnet.methods.arguments import positions, ridge_grid
-from linnet.methods.dual import Dual, RidgePath, Spectrum
+from linnet.methods.dual import Dual, RidgePath
 from linnet.methods.fit_files import write_fit
 from linnet.methods.predictive import Predictive, fit_temperature
 from linnet.methods.primal import Primal
@@ -194,18 +196,26 @@ class LinearFit:
 
     def _dual_covariance(self, dual: Dual, x: Inputs) -> Tensor:
         """[K(x,x) − K(x,X) M K(X,x)]/ρ, example by example, (T, C, C)."""
+        explained = []
+        for cross in self._kernel_to_train(x):
+            weighted = dual.cross(cross)
+            explained.append(torch.einsum("tcnd,tend->tce", weighted, cross.to(weighted.dtype)))
         own = own_kernels(self.module.function, x, self.memory)
-        cross = self._kernel_to_train(x)
-        weighted = dual.cross(cross)
-        explained = torch.einsum("tcnd,tend->tce", weighted, cross.to(weighted.dtype))
-        return (own.to(explained.dtype) - explained) / dual.ridge
+        return (own.to(explained[0].dtype) - torch.cat(explained)) / dual.ridge
 
-    def _kernel_to_train(self, x: Inputs) -> Tensor:
-        """K(x, X), (T, C, N, C), kept for the last x."""
+    def _kernel_to_train(self, x: Inputs) -> Iterator[Tensor]:
+        """K(x, X), (T, C, N, C), in as many parts as the memory budget asks for; one part is kept."""
         key = hash_tensors(tensors_in(x))
-        if key not in self._cross:
-            self._cross = {key: gram(self.module.function, x, self.x, outputs="full", memory=self.memory)}
-        return self._cross[key]
+        if key in self._cross:
+            yield self._cross[key]
+            return
+        row = (self.n * self.system.c) * self.system.c * (self.module.function.dtype.itemsize + 3 * 8)
+        budget = parse_bytes(self.memory, self.module.function.device)
+        size = max(1, int(0.5 * budget) // row)
+        for part in split(x, size):
+            cross = gram(self.module.function, part, self.x, outputs="full", memory=self.memory)
+            self._cross = {key: cross} if batch_size(part) == batch_size(x) else {}
+            yield cross
 
     # -- audits ----------------------------------------------------------------------------------
 
@@ -237,11 +247,12 @@ class LinearFit:
         """
         x = self._checked(x)
         if isinstance(self.system, Primal):
-            cross = self.system.cross(x)
+            parts: Iterable[Tensor] = [self.system.cross(x)]
         else:
-            cross = self.system.cross(self._kernel_to_train(x))
+            parts = map(self.system.cross, self._kernel_to_train(x))
+        residuals = self.system.loo_residuals()
         # f(x) − f₋ᵢ(x) = K(x,X) M_·i (M_ii)⁻¹ β_i
-        return torch.einsum("tcnd,nd->ntc", cross, self.system.loo_residuals().to(cross))
+        return torch.cat([torch.einsum("tcnd,nd->ntc", part, residuals.to(part)) for part in parts], 1)
 
     def informativeness(self, x: Inputs | None = None) -> Tensor:
         """How much predictions would change without each training example: its functional information.
@@ -287,7 +298,7 @@ class LinearFit:
                 remedy='fit again with solver="dual", or fit at each ridge',
             )
         given = None if ridges is None else ridge_grid(ridges)
-        spectrum = Spectrum(self.system.kernel, self.system.residual)
+        spectrum = self.system.spectrum
         grid = spectrum.grid() if given is None else given.to(spectrum.values.device)
         return spectrum.path(grid, self.classes is not None, self.targets)
 
