@@ -31,7 +31,7 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Timing:
-        """Summarise raw seconds."""
+        """Summarize raw seconds."""
         return cls(statistics.median(seconds), min(seconds), len(seconds))
 
 

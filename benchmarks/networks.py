@@ -1,4 +1,4 @@
-"""The networks that the benchmarks measure, in plain PyTorch with the default initialisation."""
+"""The networks that the benchmarks measure, in plain PyTorch with the default initialization."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def lenet(classes: int = 1, pool: str = "max") -> nn.Sequential:
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions with batch normalisation beside a shortcut that has no parameters.
+    """Two 3x3 convolutions with batch normalization beside a shortcut that has no parameters.
 
     He et al., "Deep residual learning for image recognition" (2016), section 4.2, option A: where the map is
     halved the shortcut takes every second pixel and fills the new channels with zeros.

@@ -72,21 +72,21 @@ def lenet(pooling: str) -> Callable[[Weights, Any], Any]:
 
 
 def resnet(statistics_: Weights) -> Callable[[Weights, Any], Any]:
-    """Residual network in evaluation mode: batch normalisation scales and shifts a standardised input."""
+    """Residual network in evaluation mode: batch normalization scales and shifts a standardized input."""
 
-    def normalise(w: Weights, name: str, x: Any) -> Any:
+    def normalize(w: Weights, name: str, x: Any) -> Any:
         inverse = 1 / np.sqrt(statistics_[name + ".running_var"] + 1e-5)
         return (x - statistics_[name + ".running_mean"]) * inverse * w[name + ".weight"] + w[name + ".bias"]
 
     def function(w: Weights, x: Any) -> Any:
-        x = jax.nn.relu(normalise(w, "bn1", convolution(x, w["conv1.weight"], 1, 1)))
+        x = jax.nn.relu(normalize(w, "bn1", convolution(x, w["conv1.weight"], 1, 1)))
         index = 0
         while f"blocks.{index}.conv1.weight" in w:
             prefix = f"blocks.{index}."
             first = w[prefix + "conv1.weight"]
             stride = 2 if first.shape[2] != first.shape[3] else 1
-            inner = jax.nn.relu(normalise(w, prefix + "bn1", convolution(x, first, stride, 1)))
-            inner = normalise(w, prefix + "bn2", convolution(inner, w[prefix + "conv2.weight"], 1, 1))
+            inner = jax.nn.relu(normalize(w, prefix + "bn1", convolution(x, first, stride, 1)))
+            inner = normalize(w, prefix + "bn2", convolution(inner, w[prefix + "conv2.weight"], 1, 1))
             if stride == 2:
                 pad = (first.shape[3] - first.shape[2]) // 2
                 x = jnp.pad(x[:, ::2, ::2], ((0, 0), (0, 0), (0, 0), (pad, pad)))

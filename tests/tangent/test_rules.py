@@ -182,7 +182,7 @@ UNRULED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "division": lambda x, w: x / (2 + w[:3].sin()),
     "both sides": lambda x, w: (x @ w[:3, None]) * w[0],
     "maximum": lambda x, w: torch.maximum(x, w[:3]),
-    "einsum": lambda x, w: torch.einsum("nd,d->n", x, w[:3])[:, None],
+    "einsum": lambda x, w: torch.einsum("ij,j->i", x, w[:3])[:, None],
 }
 
 

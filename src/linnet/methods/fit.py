@@ -281,7 +281,7 @@ def _warnings(lin: Linearized, x: Inputs, y: Tensor) -> tuple[str, ...]:
     again = sum(example in seen for example in example_hashes(x, y)) if seen else 0
     if again:
         return (
-            f"the head was fitted on {again} of these {len(y)} examples, so leave-one-out and the quantities chosen by it are "
-            "optimistic, and forgetting an example does not undo its part in the head",
+            f"the head was fitted on {again} of these {len(y)} examples, so leave-one-out and the "
+            "quantities chosen by it are optimistic, and forgetting an example does not undo its part in the head",
         )
     return ()

@@ -80,6 +80,14 @@ class LinearFit:
         x: Training inputs.
         system: The solved equations, dual or primal.
         record: What was chosen and why.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        >>> x = torch.ones(3, 2).cumsum(0)
+        >>> fit = linnet.fit(linnet.linearize(net), (x, x[:, :1]))
+        >>> fit.loo().shape, fit.forget([0]).n
+        (torch.Size([3, 1]), 2)
     """
 
     def __init__(

@@ -20,6 +20,11 @@ class Predictive:
         covariance: Cov[f], (N, C, C).
         noise: σ², variance of a target about f.
         temperature: T of the softmax that turns outputs into probabilities, ``None`` for regression.
+
+    Example:
+        >>> prediction = Predictive(torch.zeros(1, 2), torch.eye(2)[None], noise=0.5)
+        >>> prediction.with_noise().variance
+        tensor([[1.5000, 1.5000]])
     """
 
     mean: Tensor

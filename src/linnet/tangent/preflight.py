@@ -60,6 +60,11 @@ class Preflight:
         findings: Everything a user should know, most serious first.
         ok: Whether results can be trusted.
         memory: Predicted memory of the kernel of the batch.
+
+    Example:
+        >>> checked = preflight(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.ones(2, 3))
+        >>> checked.total, checked.parameters[0].treatment
+        (26, 'linear')
     """
 
     model: str
