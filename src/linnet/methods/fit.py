@@ -76,7 +76,7 @@ def fit(
         Achille et al., CVPR 2021, eq. (3), (4), with ρ = λ/2 for sums over examples.
 
     Example:
-        >>> import linnet
+        >>> import linnet, torch
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         >>> x = torch.linspace(-1, 1, 12)[:, None] * torch.ones(1, 2)
         >>> solved = fit(linnet.linearize(net), (x, x.prod(1, keepdim=True)), ridge="loo")
@@ -282,6 +282,7 @@ def _warnings(lin: Linearized, x: Inputs, y: Tensor) -> tuple[str, ...]:
     if again:
         return (
             f"the head was fitted on {again} of these {len(y)} examples, so leave-one-out and the "
-            "quantities chosen by it are optimistic, and forgetting an example does not undo its part in the head",
+            "quantities chosen by it are optimistic, and forgetting an example does not undo its part "
+            "in the head",
         )
     return ()
