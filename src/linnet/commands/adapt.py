@@ -44,8 +44,9 @@ def adapt(
             Where the kernel is too large for the memory, auto chooses it on some of the samples.
         solver: How to solve: dual (the kernel), cg (conjugate gradients), or auto.
         params: The parameters to fit, by name or regular expression; all of them by default.
-        head: The head to start from: probe (a linear probe), random, zero or keep; auto is a probe, or keep
-            where a regression fits the network's outputs.
+        head: The head to start from: probe (a linear probe), random, zero or keep. auto keeps it where a
+            regression fits the network's outputs; else it is a probe, or random where there are fewer samples
+            than features, which a probe would fit by heart.
         mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas.
         std: Standard deviations that go with numbers in mean.
         size: Height and width that images are scaled to, in pixels.
