@@ -96,7 +96,7 @@ def test_certain_outputs_give_the_plain_softmax() -> None:
 
 def test_moderation_is_mackays_formula() -> None:
     """One output with mean m and variance v: κ = 1/√(1 + π v / 8) with everything in units of T."""
-    mean, v, t = torch.tensor([[2.0, 0.0]]), torch.tensor([[3.0, 0.0]]), 1.5
+    mean, v, t = torch.tensor([[2.0, 0.0]]), torch.tensor([[4.0, 2.0]]), 1.5  # mean variance 3
     kappa = 1 / math.sqrt(1 + math.pi * (3.0 / t**2) / 8)
     expected = 1 / (1 + math.exp(-2.0 / t * kappa))
     assert probabilities(mean, v, t)[0, 0].item() == pytest.approx(expected, rel=1e-6)
@@ -134,3 +134,10 @@ def test_temperature_of_outputs_in_other_units() -> None:
     assert fit_temperature(1000 * outputs, labels) == pytest.approx(
         1000 * fit_temperature(outputs, labels), rel=1e-3
     )
+
+
+def test_the_most_probable_class_is_that_of_the_largest_mean() -> None:
+    """Unequal variances shrink all classes alike, so probabilities and predictions agree."""
+    mean = torch.tensor([[2.0, 1.9, 0.0]], dtype=torch.float64)
+    covariance = torch.diag_embed(torch.tensor([[90.0, 0.1, 0.1]], dtype=torch.float64))
+    assert Predictive(mean, covariance, 1.0, 0.5).probs.argmax(1) == mean.argmax(1)

@@ -6,7 +6,8 @@ leave-one-out on it would say that nothing remains to be learned. The head is li
     f₀(x) + J(x) δ  =  J_body(x) δ_body + φ(x)ᵀ(W₀ + δ_W)
 
 is fitted as well with the ridge on W₀ + δ_W in place of δ_W: the head is drawn to zero and not to the probe.
-In the fit this is f₀ ≡ 0 with the same J, and the labels enter f₀ no more.
+In the fit this is f₀ ≡ 0 with the same J. The labels enter f₀ no more, but through W₀ they still enter
+the derivatives of the layers below, so leave-one-out stays optimistic where samples are fewer than features.
 """
 
 from __future__ import annotations

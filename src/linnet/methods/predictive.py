@@ -73,8 +73,9 @@ class Predictive:
     def probs(self) -> Tensor:
         """Class probabilities (N, C): the softmax with uncertain outputs shrunk toward each other.
 
-        softmax(μ / (T √(1 + π/8 · v / T²))) for mean μ and variance v, class by class (MacKay 1992;
-        one variance a class). T is fitted to leave-one-out predictions.
+        softmax(μ / (T √(1 + π/8 · v / T²))) for mean μ and v the mean variance of the example's
+        outputs (MacKay 1992), so that the most probable class is that of the largest mean. T is
+        fitted to leave-one-out predictions.
 
         Raises:
             InputError: For regression.
@@ -101,8 +102,9 @@ def probabilities(mean: Tensor, variance: Tensor | None, temperature: float) -> 
     """
     scaled = mean / temperature
     if variance is not None:
+        shared = variance.mean(1, keepdim=True)  # one for all classes: their order is that of the means
         # κ = 1 / √(1 + π/8 v): MacKay, "The evidence framework applied to classification networks", 1992
-        scaled = scaled / torch.sqrt(1 + math.pi / 8 * variance / temperature**2)
+        scaled = scaled / torch.sqrt(1 + math.pi / 8 * shared / temperature**2)
     return scaled.softmax(1)
 
 
