@@ -1,0 +1,374 @@
+"""From a trained network and a few samples to a fit, its scores and a run folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from linnet.data import TaskData, draw_shots, load_data
+from linnet.errors import InputError, MemoryBudgetError, ModelError
+from linnet.memory import parse_bytes
+from linnet.methods.baselines import fine_tune, held_out_probe
+from linnet.methods.centered import with_centered_head
+from linnet.methods.fit import fit as fit_linear
+from linnet.methods.head import RECORD, features, with_head
+from linnet.methods.linear_fit import LinearFit
+from linnet.methods.predictive import fit_temperature, probabilities
+from linnet.models import load_model
+from linnet.report import Comparison, Reliability
+from linnet.report.wording import number
+from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
+from linnet.runs.folder import Origin, SavedRun, TestSource, TrainingSamples, check_out, test_digest
+from linnet.runs.settings import Network, Settings, Solving, Source
+from linnet.runs.stages import Stages
+from linnet.tangent.batch import split
+from linnet.tangent.functional import Functional
+from linnet.tangent.linearized import Linearized, linearize
+from linnet.tangent.preflight import Preflight, preflight
+
+PILOT = 1500  # equations of the small dual fit that chooses the ridge of a large one
+KERNEL_FILE = "kernel.npy"
+PROBED = (
+    "The derivatives of the lower layers are taken at a linear probe that was fitted on the same labels: "
+    "leave-one-out, influence and forgetting are exact for the fit, and leave that probe as it is."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Adaptation:
+    """What an adaptation found.
+
+    Args:
+        run: What is kept.
+        task: The data, as they were used.
+        preflight: The check of the network.
+        predictions: For the test samples.
+        rows: Scores of the fit and of what it is compared with.
+        reliability: Their calibration.
+        stages: Time of each step.
+    """
+
+    run: SavedRun
+    task: TaskData
+    preflight: Preflight
+    predictions: Predictions
+    rows: tuple[Comparison, ...]
+    reliability: tuple[Reliability, ...]
+    stages: Stages
+
+
+def adapt(settings: Settings, out: Path) -> Adaptation:
+    """Adapt a network: load, check, put on a head, fit, evaluate, compare.
+
+    Nothing is written but the kernel while it grows, so that an interrupted run can continue.
+
+    Args:
+        settings: What is asked for.
+        out: The run folder, for that file.
+
+    Returns:
+        What was found; ``linnet.runs.folder.save_run`` keeps it.
+
+    Raises:
+        ModelError: The preflight says that results could not be trusted.
+        LinnetError: Whatever is wrong with the network, its weights, the data or the arguments.
+    """
+    check_out(out)
+    with _folder(out):
+        return _adapt(settings, out)
+
+
+def _adapt(settings: Settings, out: Path) -> Adaptation:
+    """The steps, in order."""
+    stages, network, solving = Stages(), settings.network, settings.solving
+    torch.manual_seed(settings.source.seed)  # factories without weights start at random
+    with stages.measure("reading the data"):
+        task = _read(settings.source)
+        x, y = (t.to(solving.device) for t in task.tensors("train"))
+    with stages.measure("building the network"):
+        old = load_model(network.spec, network.weights, network.arguments).to(solving.device)
+        probe, head = _headed(old, network, task, (x, y))
+        centered = hasattr(probe, RECORD) and getattr(probe, RECORD)["init"] == "probe"
+        model = with_centered_head(probe) if centered else probe
+    with stages.measure("preflight"):
+        report = _checked(probe, x, solving)  # a centered head would hide randomness
+    with stages.measure("fit"):
+        fit, pilot = _solve(linearize(model, params=solving.params), (x, y), solving, out)
+    temperature = None if task.classes is None else (pilot or fit).temperature
+    if centered:
+        fit.record = replace(fit.record, warnings=(*fit.record.warnings, PROBED))
+    run = SavedRun(
+        _origin(network, head, centered), fit, _samples(task), task.classes, (task.transform, task.targets),
+        _test_source(settings.source, task), temperature,
+    )  # fmt: skip
+    with stages.measure("evaluation on the test samples"):
+        predictions = _predict_test(run, task, std=pilot is None)
+    rows, diagrams = _own_scores(run, task, predictions, sum(fit.record.seconds.values()))
+    for row, diagram in _Others(settings, task, probe, old).scores(head is not None, stages):
+        rows.append(row)
+        diagrams += [diagram] if diagram else []
+    return Adaptation(run, task, report, predictions, tuple(rows), tuple(diagrams), stages)
+
+
+def _checked(model: nn.Module, x: Tensor, solving: Solving) -> Preflight:
+    """The preflight of a network that can be linearized."""
+    report = preflight(model, x[:4], params=solving.params, memory=solving.memory)
+    if not report.ok:
+        raise ModelError(
+            f"the network cannot be linearized: {report.findings[0]}",
+            expected="a network whose outputs for a sample depend on that sample alone, the same every time",
+            remedy="linnet check shows the whole preflight",
+        )
+    return report
+
+
+def _read(source: Source) -> TaskData:
+    """The task with the samples asked for."""
+    task = load_data(source.path, source.transform, seed=source.seed, target=source.target)
+    if source.shots is not None:
+        if task.classes is None:
+            if source.shots < 1:
+                raise InputError(f"shots is {source.shots}", expected="a positive number of samples")
+            order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(source.seed))
+            task = task.subset("train", np.sort(order[: source.shots].numpy()))
+        else:
+            task = task.shots(source.shots, source.seed)
+    if source.tests is not None and source.tests < len(task.test):
+        if source.tests < 1:
+            raise InputError(f"tests is {source.tests}", expected="a positive number of test samples")
+        order = torch.randperm(len(task.test), generator=torch.Generator().manual_seed(source.seed))
+        task = task.subset("test", np.sort(order[: source.tests].numpy()))
+    return task
+
+
+def _headed(
+    model: nn.Module, network: Network, task: TaskData, data: tuple[Tensor, Tensor]
+) -> tuple[nn.Module, int | None]:
+    """The network with the head for the task, and the outputs of a new head."""
+    x, y = data
+    outputs = len(task.classes) if task.classes is not None else y.shape[1]
+    own = Functional(model).check_runs(x[:2])
+    width = own.reshape(len(own), -1).shape[1]
+    init = network.head
+    if init == "auto":
+        init = "keep" if task.classes is None and width == outputs else choose_head(model, x[:1], len(x))
+    if init == "keep":
+        if width != outputs:
+            raise ModelError(
+                f"the network has {width} outputs, the data need {outputs}",
+                expected="as many outputs as classes or targets",
+                remedy="leave --head out, which puts on a new one",
+            )
+        return model, None
+    generator = torch.Generator().manual_seed(0)
+    return with_head(
+        model, outputs, init=init, data=(x, y) if init == "probe" else None, generator=generator
+    ), outputs
+
+
+def choose_head(model: nn.Module, x: Tensor, samples: int) -> str:
+    """The head to start from, where nobody has said.
+
+    A linear probe with fewer samples than features fits any labels. The derivatives that pass through it then
+    hold the labels, and leave-one-out would be optimistic: a random head knows nothing of them.
+
+    Args:
+        model: The network.
+        x: One sample.
+        samples: Training samples, N.
+
+    Returns:
+        ``"probe"``, or ``"random"`` where N is smaller than the number of features of the last layer.
+    """
+    return "probe" if samples >= features(model, x).shape[1] else "random"
+
+
+def _solve(
+    lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, out: Path
+) -> tuple[LinearFit, LinearFit | None]:
+    """The fit, and the pilot fit that chose for it where the kernel is too large."""
+    file = out / KERNEL_FILE
+    if solving.solver != "cg":
+        solver = "dual" if isinstance(solving.criterion, str) else solving.solver
+        try:
+            found = fit_linear(
+                lin, data, ridge=solving.criterion, solver=solver, memory=solving.memory, file=str(file)
+            )
+            if found.solver == "dual":
+                return found, None
+        except MemoryBudgetError:
+            if solving.solver == "dual":
+                raise
+        finally:
+            file.unlink(missing_ok=True)  # the fit has it from here on; a partial one stays for the next run
+    return _solve_large(lin, data, solving)
+
+
+@contextmanager
+def _folder(out: Path) -> Iterator[None]:
+    """The run folder, as it was if anything goes wrong; only an interruption leaves the partial kernel."""
+    made = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        if made:
+            for path in out.glob(f"*{KERNEL_FILE}*"):
+                path.unlink()
+            out.rmdir()
+        raise
+
+
+def _solve_large(
+    lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving
+) -> tuple[LinearFit, LinearFit]:
+    """Conjugate gradients, with the ridge and the temperature of a dual fit of some of the samples."""
+    x, y = data
+    outputs = lin.base(x[:1]).shape[1]
+    count = max(2, min(len(x), PILOT // outputs))
+    if y.is_floating_point():
+        rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:count].sort().values
+    else:
+        shots = max(1, min(count // outputs, int(torch.bincount(y.cpu(), minlength=outputs).min())))
+        rows = torch.from_numpy(draw_shots(y.cpu().numpy(), shots, 0, [str(c) for c in range(outputs)]))
+    rows = rows.to(x.device)
+    budget = parse_bytes(solving.memory, lin.function.device)
+    rank = min(100, len(x), budget // (16 * lin.space.dim * lin.function.dtype.itemsize))
+    pilot = fit_linear(lin, (x[rows], y[rows]), ridge=solving.criterion, solver="dual", memory=solving.memory)
+    fit = fit_linear(lin, data, ridge=pilot.ridge, solver="cg", memory=solving.memory, rank=int(rank))
+    if isinstance(solving.criterion, str):
+        fit.record.reasons["ridge"] = (
+            f"chosen by {solving.criterion} on {len(rows)} of the samples: the kernel of all is too large"
+        )
+    return fit, pilot
+
+
+def _origin(network: Network, head: int | None, centered: bool) -> Origin:
+    """The network's origin, with absolute paths."""
+    source, colon, name = network.spec.rpartition(":")
+    spec = f"{Path(source).resolve()}:{name}" if colon and source.endswith(".py") else network.spec
+    weights = None if network.weights is None else str(Path(network.weights).resolve())
+    return Origin(spec, dict(network.arguments), head, centered, weights)
+
+
+def _samples(task: TaskData) -> TrainingSamples:
+    """The training samples as people see them."""
+    images = np.ascontiguousarray(task.train.x) if task.image_mode else None
+    return TrainingSamples(images, np.ascontiguousarray(task.train.y), task.train.ids)
+
+
+def _test_source(source: Source, task: TaskData) -> TestSource:
+    """Where the test samples can be read again."""
+    positions = None
+    if source.tests is not None:
+        whole = load_data(source.path, source.transform, seed=source.seed, target=source.target).test.ids
+        places = {name: place for place, name in enumerate(whole)}
+        positions = tuple(places[name] for name in task.test.ids)
+    return TestSource(
+        str(source.path.resolve()), source.seed, source.target, _columns(source), positions, test_digest(task)
+    )
+
+
+def _columns(source: Source) -> tuple[str, ...] | None:
+    """The feature columns of a table."""
+    if source.path.suffix.lower() != ".csv":
+        return None
+    from linnet.data.table import read_numbers
+
+    names, _, _ = read_numbers(source.path)
+    target = names[-1] if source.target is None else source.target
+    return tuple(name for name in names if name != target)
+
+
+def _predict_test(run: SavedRun, task: TaskData, std: bool) -> Predictions:
+    """Predictions for the test samples."""
+    x = task.tensors("test")[0].to(run.fit.module.function.device)
+    return predict(run.fit, x, run.transforms[1], run.temperature, std)
+
+
+def _own_scores(
+    run: SavedRun, task: TaskData, found: Predictions, seconds: float
+) -> tuple[list[Comparison], list[Reliability]]:
+    """Scores of the linear fit."""
+    if found.probs is None:
+        return [score_values("linear fit", found.mean, task.test.y, found.std, seconds)], []
+    note = f"{run.fit.solver} solver, ridge {number(run.fit.ridge)}"
+    row = score_classes("linear fit", found.probs, task.test.y, seconds, note)
+    return [row], [reliability("linear fit", found.probs, task.test.y)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Others:
+    """What the fit is compared with."""
+
+    settings: Settings
+    task: TaskData
+    model: nn.Module
+    old: nn.Module
+
+    def scores(self, new_head: bool, stages: Stages) -> list[tuple[Comparison, Reliability | None]]:
+        """The network at θ₀ and plain fine-tuning."""
+        device = self.settings.solving.device
+        x, y = (t.to(device) for t in self.task.tensors("train"))
+        test = self.task.tensors("test")[0].to(device)
+        with stages.measure("linear probe"):
+            start = time.perf_counter()
+            name, model, temperature = "network as it is", self.model, None
+            if new_head:
+                classes = len(self.task.classes) if self.task.classes is not None else y.shape[1]
+                name, model = "linear probe", with_head(self.old, classes, data=(x, y))
+            outputs = _outputs(model, test)
+            if self.task.classes is not None:
+                held = held_out_probe(self.model, (x, y), len(self.task.classes))
+                temperature = fit_temperature(held, y)
+            seconds = time.perf_counter() - start
+        found = [
+            self._row(name, outputs, temperature, seconds, "ridge regression on the last features" * new_head)
+        ]
+        if self.settings.baseline:
+            with stages.measure("plain fine-tuning"):
+                found.append(self._tuned(x, y, test, new_head))
+        return found
+
+    def _tuned(
+        self, x: Tensor, y: Tensor, test: Tensor, new_head: bool
+    ) -> tuple[Comparison, Reliability | None]:
+        """Plain fine-tuning, from a random head where there is a new one."""
+        start = time.perf_counter()
+        seed = self.settings.source.seed
+        classes = len(self.task.classes) if self.task.classes is not None else y.shape[1]
+        generator = torch.Generator().manual_seed(seed)
+        model = with_head(self.old, classes, init="random", generator=generator) if new_head else self.model
+        tuned = fine_tune(model, (x, y), self.settings.baseline, seed=seed)
+        seconds = time.perf_counter() - start
+        tried = len(tuned.held_out)
+        note = f"SGD, {tuned.steps} steps at {tuned.rate:g}, the best of {tried} rates on held-out samples"
+        temperature = 1.0 if self.task.classes is not None else None
+        return self._row("plain fine-tuning", tuned.predict(test), temperature, seconds, note)
+
+    def _row(
+        self, name: str, outputs: Tensor, temperature: float | None, seconds: float, note: str
+    ) -> tuple[Comparison, Reliability | None]:
+        """Scores of some outputs."""
+        truth = self.task.test.y
+        if temperature is None:
+            values = self.task.targets.inverse(outputs) if self.task.targets else outputs
+            return score_values(name, values.double().cpu().numpy(), truth, None, seconds, note), None
+        probs = probabilities(outputs.double(), None, temperature).cpu().numpy()
+        return score_classes(name, probs, truth, seconds, note), reliability(name, probs, truth)
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, x: Tensor) -> Tensor:
+    """Outputs of a network, batch by batch."""
+    function = Functional(model)
+    return torch.cat([function.flat(function.theta, part) for part in split(x, 128)])

@@ -1,0 +1,223 @@
+"""Forgetting training samples and taking in new ones, without training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from linnet.data import TaskData
+from linnet.errors import InputError
+from linnet.methods.dual import Dual
+from linnet.methods.fit import fit as fit_linear
+from linnet.methods.linear_fit import LinearFit
+from linnet.report import Comparison, FitRecord, Forgetting, Notes, Run, Scores, Timing, TrainingSet
+from linnet.report.wording import duration
+from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
+from linnet.runs.folder import SavedRun, TrainingSamples, load_test
+from linnet.runs.newdata import NewSamples
+from linnet.runs.pages import choices, facts, held_out, seen, suspects, training_set
+from linnet.tangent.linearized import Linearized
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """A run before and after its training samples changed.
+
+    Args:
+        before: The run before.
+        after: The run after.
+        seconds: Time that the change took.
+        difference: Largest difference of outputs from a fit solved anew; None when that was not tried.
+        refit_seconds: Time of that fit.
+        removed: Positions of forgotten samples, in the run before.
+        verified: Whether the network was run again for that fit, kernel included.
+    """
+
+    before: SavedRun
+    after: SavedRun
+    seconds: float
+    difference: float | None = None
+    refit_seconds: float | None = None
+    removed: tuple[int, ...] = ()
+    verified: bool = False
+
+
+def forget(run: SavedRun, indices: Sequence[int], verify: bool = False) -> Change:
+    """Forget training samples.
+
+    Args:
+        run: The run.
+        indices: Their positions among its training samples.
+        verify: Fit the network anew without them, kernel included, and compare.
+
+    Returns:
+        The run before and after, with the difference from a solution from scratch.
+
+    Raises:
+        InputError: An index is out of range or named twice, none is given, or nothing would be left.
+    """
+    if not indices:
+        raise InputError("indices are empty", expected=f"one or more positions from 0 to {run.fit.n - 1}")
+    start = time.perf_counter()
+    fit = run.fit.forget(list(indices))
+    seconds = time.perf_counter() - start
+    keep = np.setdiff1d(np.arange(run.fit.n), np.asarray(indices))
+    after = run.changed(fit, run.samples.take(keep))
+    difference, refit_seconds = _compare(fit, verify)
+    return Change(run, after, seconds, difference, refit_seconds, tuple(int(i) for i in indices), verify)
+
+
+def update(run: SavedRun, new: NewSamples, answers: Array, name: str, verify: bool = False) -> Change:
+    """Take in new training samples.
+
+    Args:
+        run: The run.
+        new: The samples.
+        answers: Their labels (N,), or targets (N, T) in their own units.
+        name: Name of their source, put before their ids.
+        verify: Fit the network anew on all, kernel included, and compare.
+
+    Returns:
+        The run before and after.
+    """
+    start = time.perf_counter()
+    fit = run.fit.update((run.inputs(new.x), run.answers(answers)))
+    seconds = time.perf_counter() - start
+    images = new.x if run.samples.images is not None else None
+    more = TrainingSamples(images, np.asarray(answers), tuple(f"{name}/{sample}" for sample in new.ids))
+    after = run.changed(fit, run.samples.joined(more))
+    difference, refit_seconds = _compare(fit, verify)
+    return Change(run, after, seconds, difference, refit_seconds, (), verify)
+
+
+@torch.no_grad()
+def _compare(fit: LinearFit, verify: bool) -> tuple[float | None, float | None]:
+    """Largest difference of training outputs from a solution from scratch, and its time."""
+    start = time.perf_counter()
+    if verify:
+        labels = fit.labels
+        data = (fit.x, fit.targets if labels is None else labels)
+        scale = fit._targets.scale
+        anew = fit_linear(
+            Linearized(fit.module.function), data, ridge=fit.ridge, solver=fit.solver, scale=scale
+        )
+        seconds = time.perf_counter() - start
+        return float((anew.predict(fit.x) - fit.predict(fit.x)).abs().max()), seconds
+    if not isinstance(fit.system, Dual):
+        return None, None
+    system = Dual(fit.system.kernel, fit.system.residual, fit.ridge)
+    seconds = time.perf_counter() - start
+    # outputs on the training samples are f₀ + Kβ
+    gap = fit.system.kernel @ (system.beta - fit.system.beta).reshape(-1)
+    return float(gap.abs().max()), seconds
+
+
+def report_change(change: Change, command: str, out: Path, title: str) -> tuple[dict[str, Any], Run]:
+    """The result and the page of a change.
+
+    Args:
+        change: What changed.
+        command: ``"forget"`` or ``"update"``.
+        out: The new run's folder.
+        title: Title of the page.
+
+    Returns:
+        The result as plain values, and the report.
+    """
+    before, after = change.before, change.after
+    task, why = load_test(before)
+    scores = []
+    shown: Predictions | None = None
+    if task is not None:
+        scores.append(_score("after", after, task, change.seconds))
+        scores.append(_score("before", before, task, None))
+        shown = scores[0][1]
+    forgotten = _forgetting(change, scores) if change.removed else None
+    train = training_set(after)
+    if change.removed:
+        doubted = suspects(before.fit) if before.fit.solver == "dual" else ()
+        train = TrainingSet(seen(before.samples), None, doubted, None, forgotten)
+    rows = tuple(row for row, _ in scores)
+    test = None
+    if task is not None and shown is not None:
+        chosen: list[int] | None = [] if change.removed else None
+        test = held_out(after, task.test, shown, task.image_mode is not None, chosen)
+    diagrams = () if shown is None or shown.probs is None or task is None else (
+        reliability("after", shown.probs, task.test.y),
+    )  # fmt: skip
+    warnings = (*after.fit.record.warnings, *((why,) if why else ()))
+    notes = Notes(_headline(change, rows), warnings, facts(after))
+    timings = [Timing(command, change.seconds)]
+    if change.refit_seconds is not None:
+        timings.append(
+            Timing(
+                "the same from scratch" if change.verified else "solving from scratch", change.refit_seconds
+            )
+        )
+    record = FitRecord(choices=choices(after), timings=tuple(timings))
+    page = Run(title, after.classes, notes, Scores(rows, diagrams), record, train, test)
+    summary = after.fit.summary()
+    result = {
+        "command": command, "train_before": before.fit.n, "train": after.fit.n,
+        "scores": [asdict(row) for row in rows], "certificate": summary["certificate"],
+        "difference": change.difference, "verified": change.verified, "removed": list(change.removed),
+        "seconds": change.seconds, "refit_seconds": change.refit_seconds, "fit": summary,
+        "findings": [why] if why else [], "out": str(out),
+    }  # fmt: skip
+    return result, page
+
+
+def _score(name: str, run: SavedRun, task: TaskData, seconds: float | None) -> tuple[Comparison, Predictions]:
+    """Scores on the test samples; without standard deviations where they are expensive."""
+    x = task.tensors("test")[0].to(run.fit.module.function.device)
+    found = predict(run.fit, x, run.transforms[1], run.temperature, std=run.fit.solver == "dual")
+    if found.probs is None:
+        return score_values(name, found.mean, task.test.y, found.std, seconds), found
+    return score_classes(name, found.probs, task.test.y, seconds), found
+
+
+def _headline(change: Change, rows: tuple[Comparison, ...]) -> tuple[str, ...]:
+    """What happened, in sentences."""
+    count = len(change.removed)
+    if count:
+        first = (
+            f"{count} of {change.before.fit.n} training samples were forgotten in {duration(change.seconds)}."
+        )
+    else:
+        added = change.after.fit.n - change.before.fit.n
+        first = f"{added} training samples were added to {change.before.fit.n} in {duration(change.seconds)}."
+    if not rows:
+        return (first,)
+    now, then = rows
+    if now.accuracy is not None and then.accuracy is not None:
+        was, becomes = 100 * then.accuracy, 100 * now.accuracy
+        return first, f"The test accuracy was {was:.1f} % before and is {becomes:.1f} % after."
+    return first, f"The test RMSE was {then.rmse:.4g} before and is {now.rmse:.4g} after."
+
+
+def _forgetting(change: Change, scores: list[tuple[Comparison, Predictions]]) -> Forgetting:
+    """The part of the page about forgetting."""
+    before, after = change.before.fit, change.after.fit
+    table: list[tuple[str, float | str, float | str]] = [("training samples", before.n, after.n)]
+    if scores:
+        (now, _), (then, _) = scores
+        for what, field in (("test accuracy", "accuracy"), ("test log loss", "nll"), ("test RMSE", "rmse")):
+            if getattr(now, field) is not None:
+                table.append((what, getattr(then, field), getattr(now, field)))
+    table.append(
+        ("relative residual of the equations", before.system.certificate(), after.system.certificate())
+    )
+    how = "The comparison ran the network again, kernel included." if change.verified else (
+        "The comparison solves the equations of the remaining samples from scratch."
+    )  # fmt: skip
+    return Forgetting(
+        change.removed, tuple(table), change.difference, change.seconds, change.refit_seconds, how
+    )

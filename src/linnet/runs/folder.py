@@ -1,0 +1,381 @@
+"""A run folder: everything that predicting, explaining, forgetting and updating need.
+
+``model.safetensors``       the network at θ₀, its new head included
+``linear-fit.safetensors``  the solved fit, training inputs included
+``samples.safetensors``     the training samples as people see them
+``run.json``                how to build the network, what the data were, and the checksums of the above
+
+Each file is written whole or not at all, and ``run.json`` last: a folder without it is no finished run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from linnet.data import ImageTransform, Standardize, TaskData, load_data
+from linnet.errors import FileFormatError, InputError, LinnetError
+from linnet.files import load_tensors, read_json, save_tensors, write_json
+from linnet.methods.centered import with_centered_head
+from linnet.methods.head import with_head
+from linnet.methods.linear_fit import LinearFit
+from linnet.methods.load_fit import load_fit
+from linnet.models import apply_weights, load_model
+
+Array = np.ndarray[Any, Any]
+RECORD = "run.json"
+_KIND = "run"
+_TENSORS = ("model", "linear-fit", "samples")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run's network came from.
+
+    Args:
+        spec: The network's name; a file's path is absolute.
+        arguments: Keyword arguments of the factory.
+        head: Outputs of the new head, or None where the old one was kept.
+        centered: Whether the head starts at zero, see :mod:`linnet.methods.centered`.
+        weights: The weights that it started from, for the reader.
+    """
+
+    spec: str
+    arguments: dict[str, Any]
+    head: int | None
+    centered: bool
+    weights: str | None = None
+
+
+@dataclass(frozen=True)
+class TestSource:
+    """Where a run's test samples are read from.
+
+    Args:
+        path: The data's absolute path.
+        seed: Seed of the split.
+        target: Column of a table.
+        columns: Feature columns of a table.
+        positions: Positions of the test samples that were used; None for all.
+        digest: Hash of their names and answers, so that changed data are noticed.
+    """
+
+    path: str
+    seed: int
+    target: str | None
+    columns: tuple[str, ...] | None
+    positions: tuple[int, ...] | None
+    digest: str
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingSamples:
+    """Training samples as people see them.
+
+    Args:
+        images: Bytes (N, H, W, C), or None when samples are no images.
+        answers: Labels int64 (N,), or targets in their own units (N, T).
+        ids: A stable name for each sample.
+    """
+
+    images: Array | None
+    answers: Array
+    ids: tuple[str, ...]
+
+    def take(self, positions: Array) -> TrainingSamples:
+        """Some of the samples.
+
+        Args:
+            positions: Their positions, (K,).
+
+        Returns:
+            K samples.
+        """
+        images = None if self.images is None else self.images[positions]
+        return TrainingSamples(images, self.answers[positions], tuple(self.ids[p] for p in positions))
+
+    def joined(self, other: TrainingSamples) -> TrainingSamples:
+        """These samples, then others.
+
+        Args:
+            other: The others.
+
+        Returns:
+            Both; without pictures where the others have none of the same size.
+        """
+        images = None
+        if (
+            self.images is not None
+            and other.images is not None
+            and self.images.shape[1:] == other.images.shape[1:]
+        ):
+            images = np.concatenate([self.images, other.images])
+        return TrainingSamples(images, np.concatenate([self.answers, other.answers]), self.ids + other.ids)
+
+
+@dataclass(frozen=True, eq=False)
+class SavedRun:
+    """What a run folder holds.
+
+    Args:
+        origin: Where the network came from.
+        fit: The solved fit.
+        samples: The training samples.
+        classes: Names of the classes; None for a regression.
+        transforms: From stored samples to inputs, and the scale of regression targets.
+        test: Where the test samples are; None when there are none.
+        temperature: T of the softmax; None for a regression.
+    """
+
+    origin: Origin
+    fit: LinearFit
+    samples: TrainingSamples
+    classes: tuple[str, ...] | None
+    transforms: tuple[ImageTransform | Standardize | None, Standardize | None]
+    test: TestSource | None
+    temperature: float | None
+
+    def changed(self, fit: LinearFit, samples: TrainingSamples) -> SavedRun:
+        """The run after its training samples changed.
+
+        Args:
+            fit: The new fit.
+            samples: Its samples.
+
+        Returns:
+            A run with the temperature of the new fit.
+        """
+        temperature = fit.temperature if fit.solver == "dual" else self.temperature
+        return replace(self, fit=fit, samples=samples, temperature=temperature)
+
+    def inputs(self, x: Array) -> Tensor:
+        """Stored samples as the network's inputs, on its device.
+
+        Args:
+            x: Images uint8 (N, H, W, C), or features (N, ...).
+
+        Returns:
+            Inputs (N, ...).
+        """
+        transform, function = self.transforms[0], self.fit.module.function
+        if transform is not None:
+            return transform(x, function.dtype).to(function.device)
+        value = torch.from_numpy(x)
+        return value.to(function.device, function.dtype if value.is_floating_point() else value.dtype)
+
+    def answers(self, y: Array) -> Tensor:
+        """Stored answers as the fit takes them.
+
+        Args:
+            y: Labels (N,), or targets in their own units (N, T).
+
+        Returns:
+            Labels int64 (N,), or scaled targets (N, T).
+        """
+        if self.classes is not None:
+            return torch.from_numpy(y)
+        dtype, scale = self.fit.module.function.dtype, self.transforms[1]
+        return scale(y, dtype) if scale else torch.from_numpy(y).to(dtype)
+
+
+def check_out(out: Path, source: Path | None = None) -> None:
+    """Require a place where a run can be written.
+
+    Args:
+        out: The folder.
+        source: The run that is read meanwhile, which must be another one.
+
+    Raises:
+        InputError: A file lies there or above, or it is the run that is read.
+    """
+    for place in (out, *out.absolute().parents):
+        if place.exists():
+            if not place.is_dir():
+                raise InputError(f"out is {out}, but {place} is a file", expected="a folder, new or old")
+            break
+    if source is not None and out.resolve() == source.resolve():
+        raise InputError(
+            f"out and run are the same folder, {out}",
+            expected="another folder, so that the old run stays as it is",
+        )
+
+
+def save_run(folder: Path, run: SavedRun) -> None:
+    """Write a run; the record last, so that an interruption leaves no run that looks finished.
+
+    Args:
+        folder: The folder; made if missing.
+        run: The run.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RECORD).unlink(missing_ok=True)
+    save_tensors(folder, "model", dict(run.fit.module.model.state_dict()), {})
+    run.fit.save(folder)
+    arrays = {"answers": torch.from_numpy(run.samples.answers)}
+    if run.samples.images is not None:
+        arrays["images"] = torch.from_numpy(run.samples.images)
+    save_tensors(folder, "samples", arrays, {"ids": list(run.samples.ids)})
+    transform, scale = run.transforms
+    record = {
+        "origin": asdict(run.origin),
+        "classes": run.classes,
+        "transform": None if transform is None else {"kind": type(transform).__name__, **asdict(transform)},
+        "scale": None if scale is None else asdict(scale),
+        "test": None if run.test is None else asdict(run.test),
+        "temperature": run.temperature,
+        "files": {name: _checksum(folder / f"{name}.safetensors") for name in _TENSORS},
+    }
+    write_json(folder / RECORD, record, kind=_KIND)
+
+
+def load_run(folder: Path, device: str = "cpu", memory: str | None = None) -> SavedRun:
+    """Read a run.
+
+    Args:
+        folder: The folder.
+        device: Where to compute.
+        memory: Budget of what is computed from it.
+
+    Returns:
+        The run.
+
+    Raises:
+        InputError: There is no such folder.
+        FileFormatError: It is no finished run, a file is damaged or of another run, or the factory makes
+            another network now.
+    """
+    record = _read_record(folder)
+    origin = Origin(**record["origin"])
+    model = _build(folder, origin).to(device)
+    fit = load_fit(folder, model)
+    fit.memory = memory
+    arrays, names = load_tensors(folder / "samples.safetensors", "samples")
+    images = arrays["images"].numpy() if "images" in arrays else None
+    samples = TrainingSamples(images, arrays["answers"].numpy(), tuple(names["ids"]))
+    _check_network(folder, fit, origin)
+    test = record["test"]
+    if test is not None:
+        lists = {key: None if test[key] is None else tuple(test[key]) for key in ("columns", "positions")}
+        test = TestSource(**{**test, **lists})
+    classes = None if record["classes"] is None else tuple(record["classes"])
+    transforms = (
+        _transform(record["transform"]),
+        None if record["scale"] is None else Standardize(**record["scale"]),
+    )
+    fit._temperature = record["temperature"]
+    return SavedRun(origin, fit, samples, classes, transforms, test, record["temperature"])
+
+
+def load_test(run: SavedRun) -> tuple[TaskData | None, str]:
+    """Read a run's test samples again.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The task with the test samples that were used, or None with the reason why not.
+    """
+    if run.test is None:
+        return None, "the run has no test samples"
+    transform = run.transforms[0] if isinstance(run.transforms[0], ImageTransform) else None
+    try:
+        task = load_data(run.test.path, transform, run.test.seed, target=run.test.target)
+        if run.test.positions is not None:
+            task = task.subset("test", run.test.positions)
+    except LinnetError as error:
+        return None, f"the test samples cannot be read again: {error.what}"
+    if test_digest(task) != run.test.digest:
+        return None, f"the test samples in {run.test.path} are not those of the run any more"
+    if isinstance(run.transforms[0], Standardize):
+        task = replace(task, transform=run.transforms[0], targets=run.transforms[1])
+    return task, ""
+
+
+def test_digest(task: TaskData) -> str:
+    """A hash of the test samples' names and answers.
+
+    Args:
+        task: The task.
+
+    Returns:
+        SHA-256, 64 hexadecimal digits.
+    """
+    digest = hashlib.sha256("\0".join(task.test.ids).encode())
+    digest.update(np.ascontiguousarray(task.test.y).tobytes())
+    return digest.hexdigest()
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    """The record of a finished run whose files are its own."""
+    if not folder.is_dir():
+        raise InputError(f"there is no run folder {folder}", expected="a folder written by linnet adapt")
+    if not (folder / RECORD).is_file():
+        raise FileFormatError(
+            f"{folder} holds no finished run: {RECORD} is missing",
+            expected="a folder written by linnet adapt, forget or update",
+            remedy="run linnet adapt again with the same --out; an interrupted run continues there",
+        )
+    record: dict[str, Any] = read_json(folder / RECORD, _KIND)
+    for name, checksum in record["files"].items():
+        path = folder / f"{name}.safetensors"
+        if not path.is_file():
+            raise FileFormatError(
+                f"{path} is missing", expected="all files of the run", remedy="copy the whole folder"
+            )
+        if _checksum(path) != checksum:
+            raise FileFormatError(
+                f"{path} is truncated, altered or of another run: its content does not match {RECORD}",
+                expected="the file exactly as linnet wrote it",
+                remedy="restore it from a copy, or run linnet adapt again",
+            )
+    return record
+
+
+def _build(folder: Path, origin: Origin) -> nn.Module:
+    """The network at θ₀."""
+    model = load_model(origin.spec, None, origin.arguments, pretrained=False)
+    if origin.head is not None:
+        model = with_head(model, origin.head, init="zero")
+    if origin.centered:
+        model = with_centered_head(model)
+    state, _ = load_tensors(folder / "model.safetensors", "model")
+    apply_weights(model, state)
+    return model.eval()
+
+
+@torch.no_grad()
+def _check_network(folder: Path, fit: LinearFit, origin: Origin) -> None:
+    """Require that the network still computes what it computed when it was fitted."""
+    from linnet.tangent.batch import take
+
+    rows = slice(0, min(4, fit.n))
+    # on the training samples f = t − ρβ
+    known = (fit.targets.double() - fit.ridge * fit.system.beta.double())[rows]
+    now = fit.predict(take(fit.x, rows)).double()
+    # float32 outputs on another machine or device may differ in the last digits
+    if not torch.allclose(now, known, rtol=1e-2, atol=1e-3 * (1 + float(known.abs().max()))):
+        raise FileFormatError(
+            f"the network that {origin.spec} makes does not compute what it did when {folder} was written",
+            expected="the same factory",
+            remedy="restore the factory's file, or run linnet adapt again",
+        )
+
+
+def _transform(record: dict[str, Any] | None) -> ImageTransform | Standardize | None:
+    """The transform that a record describes."""
+    if record is None:
+        return None
+    values = {key: value for key, value in record.items() if key != "kind"}
+    return ImageTransform(**values) if record["kind"] == "ImageTransform" else Standardize(**values)
+
+
+def _checksum(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,288 @@
+"""Reports of runs: from what was found to the page and the result file."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from linnet import __version__
+from linnet.data import Part
+from linnet.files import write_json
+from linnet.methods.dual import Spectrum as Eigen
+from linnet.methods.linear_fit import LinearFit
+from linnet.report import (
+    Choice,
+    Coverage,
+    Explanation,
+    FitRecord,
+    HeldOutSet,
+    Neighbor,
+    Notes,
+    PreflightText,
+    Run,
+    Samples,
+    Scores,
+    Spectrum,
+    Suspect,
+    Timing,
+    TrainingSet,
+    write_report,
+)
+from linnet.report.measures import ranking
+from linnet.runs.adaptation import Adaptation
+from linnet.runs.evaluation import Predictions, ridge_path, spectrum_of
+from linnet.runs.folder import SavedRun, TrainingSamples
+from linnet.tangent.preflight import Preflight
+
+Array = np.ndarray[Any, Any]
+_NEIGHBORS = 5  # training samples shown on each side of an explanation
+_EXPLAINED = 6  # test samples explained in a report
+
+
+def write(folder: Path, result: dict[str, Any], page: Run) -> None:
+    """Write ``report.html`` and ``result.json``: the result, and every number of the page.
+
+    Args:
+        folder: Where.
+        result: The result of a command.
+        page: Its report.
+    """
+    write_report(folder / "report.html", page)
+    write_json(folder / "result.json", {**result, "report": page.to_dict()})
+
+
+def adaptation_page(found: Adaptation, title: str) -> Run:
+    """The report of an adaptation.
+
+    Args:
+        found: What was found.
+        title: Title of the page.
+
+    Returns:
+        The report.
+    """
+    run, task = found.run, found.task
+    with found.stages.measure("ridge path and spectrum"):
+        eigen = spectrum_of(run.fit)
+        path = None
+        if eigen is not None:
+            x = task.tensors("test")[0].to(run.fit.module.function.device)
+            path = ridge_path(run.fit, eigen, x, task.test.y if task.classes else None)
+    with found.stages.measure("influence and leave-one-out"):
+        train = training_set(run)
+        test = held_out(run, task.test, found.predictions, task.image_mode is not None)
+    record = FitRecord(
+        path, _spectrum(run.fit, eigen), choices(run), _preflight(found.preflight),
+        tuple(Timing(name, seconds) for name, seconds in _timings(found).items()),
+    )  # fmt: skip
+    notes = Notes(warnings=(*run.fit.record.warnings, *task.findings), facts=facts(run))
+    scores = Scores(found.rows, found.reliability, len(task.test))
+    return Run(title, run.classes, notes, scores, record, train, test)
+
+
+def training_set(run: SavedRun) -> TrainingSet:
+    """The training samples, how much each of them moved the fit, and whose labels it doubts.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The part of the report; without measures for a fit by conjugate gradients, where each costs a solve.
+    """
+    samples = seen(run.samples)
+    if run.fit.solver != "dual":
+        return TrainingSet(samples)
+    informative = run.fit.informativeness().double().cpu().numpy()
+    return TrainingSet(samples, informative, suspects(run.fit))
+
+
+def doubts(fit: LinearFit) -> Array:
+    """How much the fit of all the other samples contradicts each label.
+
+    Args:
+        fit: A dual fit of classes.
+
+    Returns:
+        The norm of the leave-one-out residual, in units of the targets, (N,).
+    """
+    outputs = fit.loo()
+    return np.asarray((fit.targets.to(outputs) - outputs).norm(dim=1).cpu().numpy())
+
+
+def suspects(fit: LinearFit) -> tuple[Suspect, ...]:
+    """Training samples whose label the fit of all the others contradicts.
+
+    Args:
+        fit: A dual fit.
+
+    Returns:
+        Most doubtful first.
+    """
+    if fit.labels is None:
+        return ()
+    given, suggested, doubt = fit.labels.cpu(), fit.loo().argmax(1).cpu(), doubts(fit)
+    order = [int(i) for i in ranking(doubt) if suggested[i] != given[i]]
+    return tuple(Suspect(i, int(given[i]), int(suggested[i]), float(doubt[i])) for i in order)
+
+
+def held_out(
+    run: SavedRun, part: Part, found: Predictions, images: bool, chosen: list[int] | None = None
+) -> HeldOutSet:
+    """Test samples with their predictions, some of them explained.
+
+    Args:
+        run: The run.
+        part: The samples.
+        found: Their predictions.
+        images: Whether they are images.
+        chosen: Positions of those to explain; by default a telling selection.
+
+    Returns:
+        The part of the report.
+    """
+    samples = Samples(part.x if images else None, part.y, part.ids)
+    if chosen is None:
+        chosen = _telling(found, part.y, run.classes is not None)
+    explained: tuple[Explanation, ...] = ()
+    if chosen and run.fit.solver == "dual":
+        explained = explanations(run, part.take(np.asarray(chosen)).x, chosen, found)
+    if found.probs is not None:
+        return HeldOutSet(samples, probs=found.probs, uncertainty=found.uncertainty, explanations=explained)
+    return HeldOutSet(samples, None, found.mean, found.std, found.uncertainty, explained)
+
+
+def explanations(
+    run: SavedRun, x: Array, places: list[int], found: Predictions, top: int = _NEIGHBORS
+) -> tuple[Explanation, ...]:
+    """The training samples that pushed some predictions up and down.
+
+    Args:
+        run: The run.
+        x: The samples to explain, as stored, (K, ...).
+        places: Their positions among the predictions, (K,).
+        found: Predictions of all samples.
+        top: Training samples on each side.
+
+    Returns:
+        One explanation a sample, of the predicted class, or of the first value of a regression.
+    """
+    influence = run.fit.influence(run.inputs(x)).double().cpu().numpy()
+    scale = run.transforms[1]
+    made = []
+    for row, place in enumerate(places):
+        output = int(found.predicted[place]) if run.classes is not None else 0
+        pushed = influence[:, row, output] * (scale.std[0] if scale else 1.0)
+        order = ranking(pushed)
+        up = tuple(Neighbor(int(i), float(pushed[i])) for i in order[:top] if pushed[i] > 0)
+        down = tuple(Neighbor(int(i), float(pushed[i])) for i in order[::-1][:top] if pushed[i] < 0)
+        made.append(Explanation(place, output if run.classes is not None else None, up, down))
+    return tuple(made)
+
+
+def _telling(found: Predictions, answers: Array, classes: bool) -> list[int]:
+    """The surest right predictions of two classes, the two surest wrong ones, and the two least sure."""
+    unsure = found.uncertainty
+    if unsure is None:
+        return list(range(min(len(answers), _EXPLAINED)))
+    order = ranking(unsure)
+    if not classes:
+        return sorted({int(i) for i in (*order[:3], *order[::-1][:3])})
+    wrong = found.predicted != answers
+    sure = order[::-1]
+    right, mistaken = sure[~wrong[sure]], sure[wrong[sure]]
+    others = right[found.predicted[right] != found.predicted[right[:1]]] if len(right) else right
+    picked = [*right[:1], *others[:1], *mistaken[:2], *order[:2]]
+    return list(dict.fromkeys(int(i) for i in picked))
+
+
+def seen(samples: TrainingSamples) -> Samples:
+    """Training samples for the page.
+
+    Args:
+        samples: The samples of a run.
+
+    Returns:
+        Pictures, labels and names.
+    """
+    return Samples(samples.images, samples.answers, samples.ids)
+
+
+def choices(run: SavedRun) -> tuple[Choice, ...]:
+    """What was decided and why.
+
+    Args:
+        run: The run.
+
+    Returns:
+        One line a decision.
+    """
+    fit, reasons = run.fit, run.fit.record.reasons
+    head, why = "kept", "the network's outputs fit the task"
+    if run.origin.head:
+        head, why = f"new, {run.origin.head} outputs", "the labels have no part in it"
+    if run.origin.centered:
+        head, why = f"{head}, linear probe", "more samples than features; the ridge draws it to zero"
+    made = [
+        Choice("head", head, why),
+        Choice("solver", fit.solver, reasons.get("solver", "")),
+        Choice("ridge", f"{fit.ridge:.4g}", reasons.get("ridge", "")),
+        Choice("noise variance", f"{fit.noise:.4g}", "highest evidence at this ridge"),
+    ]  # fmt: skip
+    if run.temperature is not None:
+        made.append(
+            Choice("softmax temperature", f"{run.temperature:.4g}", "likeliest leave-one-out predictions")
+        )
+    if "change" in reasons:
+        made.append(Choice("change", reasons["change"], "by linear algebra on the fit before"))
+    return tuple(made)
+
+
+def facts(run: SavedRun) -> tuple[tuple[str, str], ...]:
+    """Versions and sizes for the foot of the page.
+
+    Args:
+        run: The run.
+
+    Returns:
+        Pairs of a name and a text.
+    """
+    fit = run.fit
+    return (
+        ("linnet", __version__),
+        ("torch", torch.__version__),
+        ("Python", platform.python_version()),
+        ("network", Path(run.origin.spec).name),
+        ("weights fitted", f"{fit.module.space.dim:,}"),
+        ("training samples", str(fit.n)),
+        ("certificate (relative residual)", f"{fit.system.certificate():.1e}"),
+    )
+
+
+def _spectrum(fit: LinearFit, eigen: Eigen | None) -> Spectrum | None:
+    """The kernel's eigenvalues."""
+    return None if eigen is None else Spectrum(eigen.values.cpu().numpy(), fit.ridge)
+
+
+def _preflight(report: Preflight) -> PreflightText:
+    """The preflight for the page."""
+    return PreflightText(
+        str(report),
+        tuple(Coverage(p.name, p.shape, p.uses, p.treatment) for p in report.parameters),
+        report.memory.items, report.memory.budget, report.findings,
+    )  # fmt: skip
+
+
+def _timings(found: Adaptation) -> dict[str, float]:
+    """Seconds of each step, with the fit in its parts."""
+    parts = found.run.fit.record.seconds
+    seconds: dict[str, float] = {}
+    for name, value in found.stages.seconds.items():
+        if name == "fit":
+            seconds |= {f"fit: {part}": s for part, s in parts.items()}
+        else:
+            seconds[name] = value
+    return seconds

@@ -1,0 +1,241 @@
+"""Questions to a run: what it predicts for new samples, and which training samples are behind it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linnet.data import Part
+from linnet.data.task import InMemory
+from linnet.errors import InputError
+from linnet.files import write_atomic
+from linnet.report import HeldOutSet, Notes, Run, Samples, Scores, TrainingSet
+from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
+from linnet.runs.folder import SavedRun, load_test
+from linnet.runs.newdata import NewSamples
+from linnet.runs.pages import explanations, facts, held_out, seen
+
+Array = np.ndarray[Any, Any]
+
+
+def predict_new(run: SavedRun, new: NewSamples, std: bool = True) -> Predictions:
+    """Predict new samples.
+
+    Args:
+        run: The run.
+        new: The samples.
+        std: Whether to compute standard deviations.
+
+    Returns:
+        The predictions.
+    """
+    return predict(run.fit, run.inputs(new.x), run.transforms[1], run.temperature, std)
+
+
+def prediction_rows(run: SavedRun, new: NewSamples, found: Predictions) -> list[dict[str, Any]]:
+    """Predictions as rows of a table.
+
+    Args:
+        run: The run.
+        new: The samples.
+        found: Their predictions.
+
+    Returns:
+        For classes: id, predicted class, its probability, the standard deviation of its output, and the
+        probability of every class. For a regression: id, and each value with its standard deviation, noise
+        included.
+    """
+    rows = []
+    for i, name in enumerate(new.ids):
+        row: dict[str, Any] = {"id": name}
+        if found.probs is not None and run.classes is not None:
+            best = int(found.predicted[i])
+            row |= {"predicted": run.classes[best], "probability": float(found.probs[i, best])}
+            row["std"] = None if found.std is None else float(found.std[i, best])
+            row |= {f"p({c})": float(p) for c, p in zip(run.classes, found.probs[i], strict=True)}
+        else:
+            for column in range(found.mean.shape[1]):
+                end = "" if found.mean.shape[1] == 1 else f"_{column}"
+                row[f"predicted{end}"] = float(found.mean[i, column])
+                row[f"std{end}"] = None if found.std is None else float(found.std[i, column])
+        rows.append(row)
+    return rows
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as ``.csv`` or ``.json``.
+
+    Args:
+        path: The file.
+        rows: The rows, alike in their columns.
+
+    Raises:
+        InputError: The suffix is neither.
+    """
+    check_table(path)
+    if path.suffix.lower() == ".json":
+        text = json.dumps(rows, indent=2) + "\n"
+    else:
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        text = buffer.getvalue()
+    write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def check_table(path: Path) -> None:
+    """Require a name that a table can be written to.
+
+    Args:
+        path: The file.
+
+    Raises:
+        InputError: It ends in neither ``.csv`` nor ``.json``, or is a folder.
+    """
+    if path.suffix.lower() not in (".csv", ".json") or path.is_dir():
+        raise InputError(f"out is {path}", expected="a file that ends in .csv or .json")
+
+
+def prediction_page(
+    run: SavedRun, new: NewSamples, found: Predictions, title: str
+) -> tuple[dict[str, Any], Run]:
+    """The result and the page of predictions.
+
+    Args:
+        run: The run.
+        new: The samples.
+        found: Their predictions.
+        title: Title of the page.
+
+    Returns:
+        The result as plain values, and the report.
+    """
+    scores = Scores()
+    if new.y is not None:
+        row = (
+            score_values("linear fit", found.mean, new.y, found.std, None) if found.probs is None
+            else score_classes("linear fit", found.probs, new.y, None)
+        )  # fmt: skip
+        diagrams = () if found.probs is None else (reliability("linear fit", found.probs, new.y),)
+        scores = Scores((row,), diagrams, len(new.ids))
+    images = new.x if run.samples.images is not None else None
+    std = found.std if found.probs is None else None
+    mean = found.mean if found.probs is None else None
+    test = HeldOutSet(Samples(images, new.y, new.ids), found.probs, mean, std, found.uncertainty)
+    headline = (
+        () if new.y is not None else (f"{len(new.ids)} samples were predicted; their answers are not known.",)
+    )
+    page = Run(title, run.classes, Notes(headline, run.fit.record.warnings, facts(run)), scores, test=test)
+    counts = None
+    if run.classes is not None:
+        counts = {name: int((found.predicted == label).sum()) for label, name in enumerate(run.classes)}
+    result = {
+        "command": "predict", "samples": len(new.ids), "scores": [asdict(row) for row in scores.comparison],
+        "predicted": counts,
+        "mean_std": None if found.std is None else float(found.std.mean()),
+    }  # fmt: skip
+    return result, page
+
+
+@dataclass(frozen=True, eq=False)
+class Explained:
+    """Explanations of some samples.
+
+    Args:
+        lines: For people.
+        result: As plain values.
+        page: The report.
+    """
+
+    lines: list[str]
+    result: dict[str, Any]
+    page: Run
+
+
+def explain(run: SavedRun, new: NewSamples | None, indices: Sequence[int], top: int, title: str) -> Explained:
+    """Name the training samples behind some predictions.
+
+    Args:
+        run: The run.
+        new: The samples that ``indices`` count in; None for the run's own test samples.
+        indices: Positions of the samples to explain.
+        top: Training samples to name on each side.
+        title: Title of the page.
+
+    Returns:
+        The training samples that pushed each prediction up and down.
+
+    Raises:
+        InputError: An index is out of range, none is given, ``top`` is not positive, or the test samples
+            cannot be read again.
+    """
+    part = _part(run, new)
+    wrong = [i for i in indices if not 0 <= i < len(part.ids)]
+    if wrong or not indices:
+        what = f"index holds {wrong[0]}" if wrong else "index is empty"
+        raise InputError(what, expected=f"positions from 0 to {len(part.ids) - 1} of the samples to explain")
+    if top < 1:
+        raise InputError(f"top is {top}", expected="a positive number of training samples")
+    chosen = part.take(np.asarray(list(dict.fromkeys(indices))))
+    found = predict(run.fit, run.inputs(chosen.x), run.transforms[1], run.temperature)
+    images = run.samples.images is not None
+    known = new is None or new.y is not None
+    made = explanations(run, chosen.x, list(range(len(chosen.ids))), found, top)
+    base = held_out(run, chosen, found, images, [])
+    samples = base.samples if known else Samples(base.samples.images, None, chosen.ids)
+    test = HeldOutSet(samples, base.probs, base.mean, base.std, None, made)
+    headline = (f"The training samples behind {len(chosen.ids)} predictions.",)
+    train = TrainingSet(seen(run.samples))
+    page = Run(
+        title, run.classes, Notes(headline, run.fit.record.warnings, facts(run)), train=train, test=test
+    )
+    told = page.to_dict()["test"]["explanations"]
+    answers = chosen.y if known else None
+    lines = [line for i, item in enumerate(told) for line in _lines(run, item, answers, found, i)]
+    result = {"command": "explain", "index": list(indices), "explanations": told}
+    return Explained(lines, result, page)
+
+
+def _part(run: SavedRun, new: NewSamples | None) -> Part:
+    """The samples to choose from."""
+    if new is not None:
+        y = np.zeros(len(new.ids), dtype=np.int64) if new.y is None else new.y
+        if new.y is None and run.classes is None:
+            y = np.zeros((len(new.ids), run.fit.system.c))
+        return Part(InMemory(new.x), np.arange(len(new.ids)), y, new.ids)
+    task, why = load_test(run)
+    if task is None:
+        raise InputError(
+            why, expected="the data that the run was made from", remedy="give the samples with --data"
+        )
+    return task.test
+
+
+def _lines(
+    run: SavedRun, item: dict[str, Any], answers: Array | None, found: Predictions, row: int
+) -> list[str]:
+    """One explanation for people."""
+    if run.classes is not None and found.probs is not None:
+        label = int(found.predicted[row])
+        head = f"{item['id']}: predicted {run.classes[label]} ({100 * found.probs[row, label]:.0f} %)"
+        if answers is not None:
+            head += f", labeled {run.classes[int(answers[row])]}"
+    else:
+        head = f"{item['id']}: predicted {found.mean[row, 0]:.4g}"
+        if answers is not None:
+            head += f", known to be {float(np.reshape(answers[row], -1)[0]):.4g}"
+    lines = [head]
+    for word, side in (("up", item["up"]), ("down", item["down"])):
+        for n in side:
+            answer = run.samples.answers[n["sample"]]
+            known = run.classes[int(answer)] if run.classes else f"{float(np.reshape(answer, -1)[0]):.4g}"
+            lines.append(f"  {word:<5}{n['influence']:+9.3f}  {n['sample']:>5}  {n['id']}  ({known})")
+    return lines

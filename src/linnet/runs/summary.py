@@ -1,0 +1,176 @@
+"""Results as plain values, and as a few lines for people."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from linnet.report import Comparison
+from linnet.report.wording import duration, number, percent
+from linnet.runs.adaptation import Adaptation
+from linnet.runs.folder import SavedRun, save_run
+from linnet.runs.pages import adaptation_page, write
+
+
+def keep_adaptation(found: Adaptation, out: Path, title: str) -> dict[str, Any]:
+    """Write an adaptation's run folder with its report.
+
+    Args:
+        found: What was found.
+        out: The folder.
+        title: Title of the report.
+
+    Returns:
+        The result as plain values.
+    """
+    page = adaptation_page(found, title)
+    task, fit = found.task, found.run.fit
+    result = {
+        "command": "adapt",
+        "title": title,
+        "train": len(task.train),
+        "test": len(task.test),
+        "scores": [asdict(row) for row in found.rows],
+        "fit": fit.summary(),
+        "data": {"classes": task.classes, "findings": list(task.findings)},
+        "preflight": {"parameters": found.preflight.total, "findings": list(found.preflight.findings)},
+        "seconds": dict(found.stages.seconds),
+        "out": str(out),
+    }
+    save_run(out, found.run)
+    write(out, result, page)
+    return result
+
+
+def print_adaptation(result: dict[str, Any]) -> list[str]:
+    """An adaptation for people.
+
+    Args:
+        result: The result of ``keep_adaptation``.
+
+    Returns:
+        Lines.
+    """
+    fit = result["fit"]
+    classes = result["data"]["classes"]
+    task = f"{len(classes)} classes" if classes else f"{fit['outputs']} value(s)"
+    lines = [
+        f"{result['title']}: {result['train']} training and {result['test']} test samples, {task}; "
+        f"{fit['parameters']:,} weights",
+        *score_table([Comparison(**row) for row in result["scores"]]),
+        f"ridge {number(fit['ridge'])}: {fit['reasons'].get('ridge', '')}",
+        f"solver {fit['solver']}: {fit['reasons'].get('solver', '')}",
+        *(f"note: {text}" for text in (*fit["warnings"], *result["data"]["findings"])),
+        *written(Path(result["out"])),
+    ]
+    return [line.replace("\u202f", " ") for line in lines]
+
+
+def score_table(rows: list[Comparison]) -> list[str]:
+    r"""Scores as aligned text.
+
+    Args:
+        rows: One a method.
+
+    Returns:
+        Lines, the heading first.
+
+    Example:
+        >>> print("\n".join(score_table([Comparison("linear fit", accuracy=0.9, nll=0.3)])))
+                        accuracy  log loss
+          linear fit      90.0 %     0.300
+    """
+    columns = [
+        ("accuracy", "accuracy", percent),
+        ("nll", "log loss", number),
+        ("ece", "calibration error", percent),
+        ("rmse", "RMSE", number),
+        ("seconds", "time", duration),
+    ]
+    shown = [c for c in columns if any(getattr(row, c[0]) is not None for row in rows)]
+    width = max(len(row.name) for row in rows)
+    wide = [max(len(heading), 8) for _, heading, _ in shown]
+    head = " " * (width + 2) + "".join(f"  {c[1]:>{w}}" for c, w in zip(shown, wide, strict=True))
+    body = [
+        f"  {row.name:<{width}}"
+        + "".join(f"  {_cell(c[2], getattr(row, c[0])):>{w}}" for c, w in zip(shown, wide, strict=True))
+        for row in rows
+    ]
+    return [head, *body]
+
+
+def _cell(form: Any, value: float | None) -> str:
+    """A value in its format."""
+    return str(form(value)).replace("\u202f", " ")
+
+
+def written(out: Path) -> list[str]:
+    """Where the report and the result are.
+
+    Args:
+        out: The folder.
+
+    Returns:
+        One line.
+    """
+    return [f"report: {out / 'report.html'}   numbers: {out / 'result.json'}"]
+
+
+def describe(run: SavedRun) -> str:
+    """A run in a phrase.
+
+    Args:
+        run: The run.
+
+    Returns:
+        Such as ``"linear fit of 50 samples, 5 classes"``.
+    """
+    kind = f"{len(run.classes)} classes" if run.classes else f"{run.fit.system.c} value(s)"
+    return f"linear fit of {run.fit.n} samples, {kind}"
+
+
+def print_prediction(result: dict[str, Any]) -> list[str]:
+    """Predictions for people.
+
+    Args:
+        result: The result of ``linnet predict``.
+
+    Returns:
+        Lines.
+    """
+    lines = [f"{result['samples']} samples predicted: {result['predictions']}"]
+    if result["predicted"]:
+        lines.append(
+            "  " + ", ".join(f"{name} {count}" for name, count in result["predicted"].items() if count)
+        )
+    if result["scores"]:
+        lines += score_table([Comparison(**row) for row in result["scores"]])
+    return [*lines, *written(Path(result["out"]))]
+
+
+def print_change(result: dict[str, Any]) -> list[str]:
+    """A change for people.
+
+    Args:
+        result: The result of ``linnet forget`` or ``linnet update``.
+
+    Returns:
+        Lines.
+    """
+    text = "forgotten" if result["command"] == "forget" else "added"
+    count = abs(result["train"] - result["train_before"])
+    lines = [
+        f"{count} training samples {text} in {_cell(duration, result['seconds'])}; {result['train']} now"
+    ]
+    if result["scores"]:
+        lines += score_table([Comparison(**row) for row in reversed(result["scores"])])
+    lines.append(f"certificate: relative residual of the equations {result['certificate']:.1e}")
+    if result["difference"] is not None:
+        how = "the whole fit made anew" if result["verified"] else "the equations solved from scratch"
+        lines.append(
+            f"largest difference of outputs from {how}: {result['difference']:.1e} "
+            f"({_cell(duration, result['refit_seconds'])})"
+        )
+    lines += [f"note: {text}" for text in (*result["fit"]["warnings"], *result["findings"])]
+    return [*lines, *written(Path(result["out"]))]

@@ -1,0 +1,344 @@
+"""`linnet adapt`: what it writes, that it repeats and resumes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from linnet import cli
+from linnet.files import load_tensors
+from linnet.runs.adaptation import choose_head
+from linnet.runs.folder import load_run
+from tests.runs.small_tasks import write_nets, write_pictures, write_table
+
+RUN_FILES = {
+    "model.safetensors", "linear-fit.safetensors", "samples.safetensors", "run.json",
+    "result.json", "report.html", "run.yaml",
+}  # fmt: skip
+
+
+def adapt(
+    folder: Path, *words: str, model: str = "conv", data: str = "pictures.npz", out: str = "run"
+) -> int:
+    """Run the command in a folder."""
+    given = [
+        "--model",
+        f"{folder / 'nets.py'}:{model}",
+        "--data",
+        str(folder / data),
+        "--out",
+        str(folder / out),
+    ]
+    return cli.main(["adapt", *given, *words])
+
+
+def result(run: Path) -> dict:  # type: ignore[type-arg]
+    """What a run says of itself."""
+    return json.loads((run / "result.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Factories and data."""
+    write_nets(tmp_path)
+    write_pictures(tmp_path / "pictures.npz")
+    write_table(tmp_path / "prices.csv")
+    return tmp_path
+
+
+def test_a_run_holds_everything(workshop: Path) -> None:
+    run = workshop / "pictures"
+    assert {path.name for path in run.iterdir()} >= RUN_FILES
+    assert not list(run.glob("*kernel*"))
+    found = result(run)
+    scores = {row["name"]: row for row in found["scores"]}
+    assert set(scores) == {"linear fit", "linear probe", "plain fine-tuning"}
+    assert scores["linear fit"]["accuracy"] > 0.8
+    assert all(0 <= row["ece"] <= 1 and row["nll"] > 0 and row["seconds"] > 0 for row in scores.values())
+    assert found["fit"]["criterion"] == "loo"
+    assert found["fit"]["certificate"] < 1e-10
+    assert found["report"]["ridge_path"]["test_accuracy"] is not None
+    page = (run / "report.html").read_text()
+    assert "slanted" in page
+    assert "How the ridge was chosen" in page
+
+
+def test_the_test_accuracy_is_that_of_the_kernel(workshop: Path) -> None:
+    report = result(workshop / "pictures")["report"]
+    at = int(np.argmin(np.abs(np.array(report["ridge_path"]["ridges"]) - report["ridge_path"]["chosen"])))
+    # along the path predictions are f0 + K beta, for the score f0 + J delta: the same numbers
+    assert report["ridge_path"]["test_accuracy"][at] == pytest.approx(report["comparison"][0]["accuracy"])
+
+
+def test_the_same_command_gives_the_same_fit(workshop: Path, folder: Path) -> None:
+    assert adapt(folder, "--baseline-steps", "4") == 0
+    first, _ = load_tensors(workshop / "pictures" / "linear-fit.safetensors", "linear-fit")
+    second, _ = load_tensors(folder / "run" / "linear-fit.safetensors", "linear-fit")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert result(folder / "run")["scores"][2]["nll"] == result(workshop / "pictures")["scores"][2]["nll"]
+
+
+def test_options_change_the_outcome(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--shots", "4", "--ridge", "2.5", "--params", "^3", "--tests", "9", "--no-baseline", "--json"]
+    assert adapt(folder, *words, "--mean", "half", "--size", "8") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["train"], found["test"], found["fit"]["ridge"]) == (12, 9, 2.5)
+    assert found["fit"]["parameters"] == 9 * 8 * 3 + 3
+    assert len(found["scores"]) == 2
+    assert "report" not in found
+    record = json.loads((folder / "run" / "run.json").read_text())["content"]
+    assert record["transform"] == {
+        "kind": "ImageTransform",
+        "mean": [0.5],
+        "std": [0.5],
+        "size": 8,
+        "channels": None,
+    }
+
+
+@pytest.mark.parametrize("criterion", ["gcv", "evidence"])
+def test_other_criteria(folder: Path, criterion: str) -> None:
+    assert adapt(folder, "--ridge", criterion, "--no-baseline") == 0
+    found = result(folder / "run")
+    path = found["report"]["ridge_path"]
+    scores = path["gcv"] if criterion == "gcv" else [-value for value in path["evidence"]]
+    assert found["fit"]["ridge"] == pytest.approx(path["ridges"][int(np.argmin(scores))])
+
+
+@pytest.mark.parametrize(
+    ("head", "rows"), [("random", "linear probe"), ("zero", "linear probe"), ("keep", "network as it is")]
+)
+def test_heads(folder: Path, head: str, rows: str) -> None:
+    assert adapt(folder, "--head", head, "--no-baseline", "--ridge", "1") == 0
+    found = result(folder / "run")
+    assert found["fit"]["warnings"] == []
+    assert found["scores"][1]["name"] == rows
+
+
+def test_a_probe_head_starts_at_zero(folder: Path) -> None:
+    assert adapt(folder, "--head", "probe", "--no-baseline") == 0
+    assert "linear probe" in result(folder / "run")["fit"]["warnings"][0]
+    run = load_run(folder / "run")
+    assert float(run.fit.module.base(run.fit.x).abs().max()) == 0
+    assert cli.main(["predict", "--run", str(folder / "run"), "--data", str(folder / "pictures.npz")]) == 0
+
+
+def test_the_head_is_a_probe_where_there_are_more_samples_than_features(folder: Path) -> None:
+    network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+    x = torch.ones(1, 4)
+    assert (choose_head(network, x, 6), choose_head(network, x, 5)) == ("probe", "random")
+    assert adapt(folder, "--no-baseline", "--model-args", '{"width": 2}') == 0  # 18 features, 24 samples
+    assert load_run(folder / "run").origin.centered
+    assert adapt(folder, "--no-baseline") == 0  # 72 features
+    assert not load_run(folder / "run").origin.centered
+
+
+def test_old_weights_go_into_the_old_head(folder: Path) -> None:
+    from linnet.models import load_model
+
+    old = load_model(f"{folder / 'nets.py'}:conv", model_args={"classes": 7})
+    with torch.no_grad():
+        old[0].weight.mul_(2)  # type: ignore[index, operator]
+    torch.save({"state_dict": old.state_dict()}, folder / "old.pt")
+    assert (
+        adapt(folder, "--weights", str(folder / "old.pt"), "--model-args", '{"classes": 7}', "--no-baseline")
+        == 0
+    )
+    state, _ = load_tensors(folder / "run" / "model.safetensors", "model")
+    assert torch.equal(state["0.weight"], old.state_dict()["0.weight"])
+    assert state["3.weight"].shape == (3, 72)
+
+
+def test_regression(workshop: Path) -> None:
+    found = result(workshop / "prices")
+    fit, as_it_is = found["scores"]
+    assert (fit["name"], as_it_is["name"]) == ("linear fit", "network as it is")
+    assert fit["rmse"] < 12 < as_it_is["rmse"]  # the target's deviation is about 22
+    assert fit["accuracy"] is None
+    assert "Interval" in (workshop / "prices" / "report.html").read_text() or fit["nll"] is not None
+
+
+def test_regression_with_a_new_head_and_fine_tuning(folder: Path) -> None:
+    words = ["--model-args", '{"outputs": 4}', "--baseline-steps", "30", "--target", "a"]
+    assert adapt(folder, *words, model="mlp", data="prices.csv") == 0
+    names = [row["name"] for row in result(folder / "run")["scores"]]
+    assert names == ["linear fit", "linear probe", "plain fine-tuning"]
+
+
+def test_conjugate_gradients_take_over_where_the_kernel_is_too_large(folder: Path) -> None:
+    assert adapt(folder, "--solver", "cg", "--no-baseline") == 0
+    found = result(folder / "run")
+    assert found["fit"]["solver"] == "cg"
+    assert "of the samples" in found["fit"]["reasons"]["ridge"]
+    assert found["scores"][0]["accuracy"] > 0.8
+    assert (
+        cli.main(["forget", "--run", str(folder / "run"), "--indices", "1", "--out", str(folder / "less")])
+        == 0
+    )
+
+
+KILLED_AT_THE_FOURTH_STEP = """
+import itertools, os, signal, sys
+from linnet import cli
+from linnet.tangent import gram, store
+
+store.RECORD_SECONDS = 0.0  # record every step at once
+run, count = gram._run, itertools.count(1)
+
+def step(*arguments):
+    if next(count) == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    run(*arguments)
+
+gram._run = step
+sys.exit(cli.main(["adapt", *sys.argv[1:]]))
+"""
+
+
+def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The steps of kernels that are computed from now on."""
+    from linnet.tangent import gram
+
+    counted: list[object] = []
+    run = gram._run
+    monkeypatch.setattr(gram, "_run", lambda step, *rest: (counted.append(step), run(step, *rest)))
+    return counted
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills with SIGKILL")
+def test_a_killed_run_resumes_to_the_same_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pictures(folder / "many.npz", train=10, test=2)
+    words = ["--model", f"{folder / 'nets.py'}:conv", "--model-args", '{"width": 300}', "--memory", "1500kB"]
+    words += ["--data", str(folder / "many.npz"), "--no-baseline"]
+    run, whole = folder / "killed", folder / "whole"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_AT_THE_FOURTH_STEP, *words, "--out", str(run)], env=environment
+    )
+    assert done.returncode == -signal.SIGKILL
+    finished = json.loads((run / "kernel.npy.steps.json").read_text())["done"]
+    assert len(finished) == 3
+    assert not (run / "run.json").exists()
+    assert cli.main(["predict", "--run", str(run), "--data", str(folder / "many.npz")]) == 2
+    counted = count_steps(monkeypatch)
+    assert cli.main(["adapt", *words, "--out", str(run)]) == 0
+    resumed = len(counted)
+    assert cli.main(["adapt", *words, "--out", str(whole)]) == 0
+    assert resumed == len(counted) - resumed - len(finished)  # what was done is not done again
+    assert not list(run.glob("*kernel*"))
+    first, _ = load_tensors(run / "linear-fit.safetensors", "linear-fit")
+    second, _ = load_tensors(whole / "linear-fit.safetensors", "linear-fit")
+    assert all(torch.equal(first[name], second[name]) for name in second)
+
+
+def npz(folder: Path, **changes: np.ndarray) -> str:
+    """An archive with some arrays changed."""
+    with np.load(folder / "pictures.npz") as old:
+        np.savez(folder / "bad.npz", **{**old, **changes})
+    return "bad.npz"
+
+
+def bad_data(folder: Path, kind: str) -> str:
+    """The name of a data file that cannot be used."""
+    if kind == "truncated":
+        (folder / "bad.npz").write_bytes((folder / "pictures.npz").read_bytes()[:900])
+    if kind == "foreign":
+        (folder / "bad.npz").write_bytes(b"not an archive at all")
+    if kind == "nan":
+        (folder / "bad.csv").write_text("a,b,c,price\n" + "1,2,nan,3\n" * 9)
+        return "bad.csv"
+    arrays = {
+        "empty": {"x_train": np.zeros((0, 8, 8), np.uint8), "y_train": np.zeros(0, int)},
+        "one class": {"y_train": np.zeros(24, int)},
+        "out of range": {"y_train": np.full(24, 9)},
+        "not integers": {"y_train": np.linspace(0, 1, 24)},
+        "ragged": {"x_test": np.zeros((30, 9, 9), np.uint8)},
+    }
+    return npz(folder, **arrays[kind]) if kind in arrays else "bad.npz"
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("empty", "x_train is empty"),
+        ("one class", "one class only"),
+        ("out of range", "y_train holds 9"),
+        ("not integers", "y_train holds"),
+        ("ragged", "x_test"),
+        ("truncated", "truncated"),
+        ("foreign", "not an .npz archive"),
+        ("nan", "nan"),
+    ],
+)
+def test_bad_data(folder: Path, kind: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(folder, [], what, capsys, data=bad_data(folder, kind))
+
+
+def refused(
+    folder: Path, words: list[str], what: str, capsys: pytest.CaptureFixture[str], **where: str
+) -> None:
+    """Three short lines, status 2, and nothing written."""
+    before = {path.name for path in folder.iterdir()}
+    capsys.readouterr()
+    assert adapt(folder, *words, **where) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert what in lines[0]
+    assert 2 <= len(lines) <= 3
+    assert {path.name for path in folder.iterdir() if path.name != "__pycache__"} == before - {"__pycache__"}
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--shots", "9"], "shots is 9"),
+        (["--tests", "0"], "tests is 0"),
+        (["--ridge", "-1"], "ridge is -1"),
+        (["--ridge", "best"], "ridge is 'best'"),
+        (["--head", "new"], "head is 'new'"),
+        (["--solver", "lu"], "solver"),
+        (["--memory", "20kB"], "need"),
+        (["--memory", "much"], "memory is 'much'"),
+        (["--device", "abacus"], "device is 'abacus'"),
+        (["--params", "nothing"], "params"),
+        (["--mean", "dark"], "mean is 'dark'"),
+        (["--baseline-steps", "-1"], "-1"),
+        (["--model-args", '{"depht": 3}'], "raised TypeError"),
+        (["--weights", "absent.pt"], "absent.pt"),
+        (["--size", "4"], "cannot run on x"),
+    ],
+)
+def test_bad_options(folder: Path, words: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(folder, words, what, capsys)
+
+
+@pytest.mark.parametrize(
+    ("model", "what"), [("broken", "no weights today"), ("noisy", "two passes differ"), ("absent", "absent")]
+)
+def test_bad_networks(folder: Path, model: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(folder, [], what, capsys, model=model)
+
+
+def test_bad_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from linnet.models import load_model
+
+    state = load_model(f"{folder / 'nets.py'}:conv").state_dict()
+    torch.save({**state, "extra": torch.zeros(1)}, folder / "w.pt")
+    refused(folder, ["--weights", str(folder / "w.pt")], "extra", capsys)
+    state["0.weight"][0] = torch.nan
+    torch.save(state, folder / "w.pt")
+    refused(folder, ["--weights", str(folder / "w.pt")], "0.weight", capsys)
+
+
+def test_a_file_in_the_way(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "run").write_text("mine")
+    refused(folder, [], "is a file", capsys)
+    assert (folder / "run").read_text() == "mine"
