@@ -41,7 +41,7 @@ def write_atomic(path: str | os.PathLike[str], writer: Callable[[Path], object])
         The path written.
 
     Raises:
-        InputError: ``path`` is a folder.
+        InputError: ``path`` is a folder, or cannot be written.
 
     Example:
         >>> import tempfile
@@ -52,10 +52,17 @@ def write_atomic(path: str | os.PathLike[str], writer: Callable[[Path], object])
     path = Path(path)
     if path.is_dir():
         raise InputError(f"path {path} is a folder", expected="a file to write", remedy="add a file name")
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(6)}{_PARTIAL}{path.suffix}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary.touch()
+    except OSError as error:
+        raise InputError(
+            f"path {path} cannot be written: {error.strerror}",
+            expected="a folder that can be written",
+            remedy="name another folder, or change its permissions",
+        ) from error
+    try:
         mode = temporary.stat().st_mode
         writer(temporary)
         temporary.chmod(mode)  # a writer may have made a file of its own, for the owner alone

@@ -235,7 +235,7 @@ def test_a_fit_on_the_labels_of_its_head_says_that_leave_one_out_is_optimistic()
     assert "optimistic" in warning
     assert "forget" in warning
     assert linnet.fit(lin, (X, Y.to(torch.int32))).summary()["warnings"], "the same labels in another type"
-    (some,) = linnet.fit(lin, (X[3:7], Y[3:7])).summary()["warnings"]
+    some = linnet.fit(lin, (X[3:7], Y[3:7])).summary()["warnings"][0]
     assert "4 of these 4 examples" in some
     mixed = torch.cat([X[:2], real(4, 4, seed=8)]), torch.arange(6) % 3
     assert "of these 6 examples" in linnet.fit(lin, mixed).summary()["warnings"][0]

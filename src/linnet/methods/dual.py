@@ -211,13 +211,17 @@ class Spectrum:
         self.n, self.c = residual.shape
         values, self.vectors = eigh(kernel, "kernel")
         self.values = values.clamp_min(0)
+        # K has no negative eigenvalue: the most negative one found measures its rounding errors
+        self.rounding = max(0.0, -float(values.min()))
         self.coordinates = self.vectors.T @ self.residual.reshape(-1)
 
     def grid(self, per_decade: int = 4, low: float = -7, high: float = 2) -> Tensor:
-        """Ridges in steps of a decade's parts, relative to the mean of K's diagonal."""
+        """Ridges in steps of a decade's parts, relative to the mean of K's diagonal, above its rounding."""
         scale = float(self.values.mean()) or 1.0
         steps = int((high - low) * per_decade) + 1
-        return scale * torch.logspace(low, high, steps, dtype=torch.float64, device=self.values.device)
+        every = scale * torch.logspace(low, high, steps, dtype=torch.float64, device=self.values.device)
+        sound = every[every >= 10 * self.rounding]
+        return sound if len(sound) else every[-1:]
 
     def path(self, ridges: Tensor, classes: bool, targets: Tensor) -> RidgePath:
         """All criteria at each ridge.

@@ -106,7 +106,7 @@ def fit(
         system, reasons["ridge"] = _solve_primal(lin, x, residual, ridge, settings, preconditioner, why)
     seconds["solve"] = time.perf_counter() - started - seconds.get("kernel", 0.0)
     criterion = ridge if isinstance(ridge, str) else "given"
-    record = Record(chosen, criterion, reasons, _warnings(lin, x, y), seconds)
+    record = Record(chosen, criterion, reasons, _warnings(lin, x, y, made), seconds)
     return LinearFit(module, x, made, system, record, memory)
 
 
@@ -275,14 +275,20 @@ def _solve_primal(
     return Primal(lin.function, x, residual, ridge, settings, preconditioner=preconditioner), "given"
 
 
-def _warnings(lin: Linearized, x: Inputs, y: Tensor) -> tuple[str, ...]:
+def _warnings(lin: Linearized, x: Inputs, y: Tensor, targets: Targets) -> tuple[str, ...]:
     """What a reader of leave-one-out figures must know."""
+    found = []
     seen = getattr(lin.model, RECORD, {}).get("examples", frozenset())
     again = sum(example in seen for example in example_hashes(x, y)) if seen else 0
     if again:
-        return (
+        found.append(
             f"the head was fitted on {again} of these {len(y)} examples, so leave-one-out and the "
             "quantities chosen by it are optimistic, and forgetting an example does not undo its part "
-            "in the head",
+            "in the head"
         )
-    return ()
+    if targets.labels is not None and (single := int((targets.labels.bincount() == 1).sum())):
+        found.append(
+            f"{single} class(es) have a single example: leaving it out leaves out its class, so "
+            'leave-one-out says little; ridge="evidence" does without it'
+        )
+    return tuple(found)

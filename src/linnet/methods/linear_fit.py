@@ -109,6 +109,7 @@ class LinearFit:
         )
         self._cross: dict[str, Tensor] = {}
         self._temperature: float | None = None
+        self._point_temperature: float | None = None
         _set_delta(module, x, system)
 
     # -- what was fitted -------------------------------------------------------------------------
@@ -155,12 +156,20 @@ class LinearFit:
 
     @property
     def temperature(self) -> float | None:
-        """T of the softmax, fitted to the leave-one-out predictions; ``None`` for regression."""
+        """T of the softmax of outputs with their variance, by leave-one-out; ``None`` for regression."""
         labels = self.labels
         if labels is not None and self._temperature is None:
             variances = self.noise * self.system.loo_variances().diagonal(dim1=1, dim2=2)
             self._temperature = fit_temperature(self.loo(), labels, variances.clamp_min(0))
         return self._temperature
+
+    @property
+    def point_temperature(self) -> float | None:
+        """T for outputs without their variance, fitted to the leave-one-out predictions alike."""
+        labels = self.labels
+        if labels is not None and self._point_temperature is None:
+            self._point_temperature = fit_temperature(self.loo(), labels)
+        return self._point_temperature
 
     # -- predictions -----------------------------------------------------------------------------
 

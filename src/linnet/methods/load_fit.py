@@ -24,7 +24,7 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
 
     Args:
         directory: The folder.
-        model: The network that was linearized, with the same weights.
+        model: The network that was linearized, with the same weights, or its linearization.
         output: The output adapter, if the fit was made with a callable one.
 
     Returns:
@@ -43,6 +43,7 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
         >>> load_fit(folder, net).ridge
         1.0
     """
+    model = model.model if isinstance(model, Linearized) else model
     path, tensors, x, metadata = read_fit(directory)
     if metadata["custom_output"] and not callable(output):
         raise InputError(

@@ -59,7 +59,7 @@ class Predictive:
         Raises:
             InputError: If n is not positive.
         """
-        if n < 1:
+        if not isinstance(n, int) or n < 1:
             raise InputError(f"n={n}", expected="at least one draw", remedy="pass n=1 or more")
         # V √λ: also for a covariance of lower rank, with rounding errors below zero removed
         values, vectors = torch.linalg.eigh(self.covariance)

@@ -234,7 +234,7 @@ def plan_gram(task: GramTask, memory: str | int | None = None, to_disk: bool = F
 def _probe(task: GramTask) -> tuple[Treatment, Features, int]:
     """The treatment, shapes of the features of a few examples, bytes of one captured example; remembered."""
     n, m = task.sizes
-    shapes = tuple((tuple(t.shape[1:]), t.dtype) for t in tensors_in(task.x1))
+    shapes = tuple(_form_of(task.x1))
     known = task.function.cache.setdefault("gram", {})
     key = (shapes, task.outputs, n, m)
     if key not in known:
@@ -371,6 +371,13 @@ def _check(task: GramTask) -> None:
         if batch_size(x) == 0:
             raise InputError(f"{name} is empty", expected="at least one example", remedy=EMPTY)
         check_finite(x, name)
+    if task.x2 is not None and _form_of(task.x1) != _form_of(task.x2):
+        task.function.check_runs(take(task.x2, slice(0, 2)))
+
+
+def _form_of(x: Inputs) -> list[tuple[torch.Size, torch.dtype]]:
+    """Shapes of an example's tensors, and their types."""
+    return [(t.shape[1:], t.dtype) for t in tensors_in(x)]
 
 
 def _identity(task: GramTask, plan: GramPlan) -> dict[str, object]:

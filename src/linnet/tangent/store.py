@@ -65,7 +65,14 @@ class GramFile:
         if not self.done:  # the record of another task must not outlive its matrix
             self.record.unlink(missing_ok=True)
         kind = torch.empty(0, dtype=dtype).numpy().dtype
-        self.map = np.lib.format.open_memmap(self.partial, mode=mode, dtype=kind, shape=shape)
+        try:
+            self.map = np.lib.format.open_memmap(self.partial, mode=mode, dtype=kind, shape=shape)
+        except OSError as error:
+            raise InputError(
+                f"file={str(file)!r} cannot be written: {error.strerror}",
+                expected="a folder that can be written, with room for the kernel",
+                remedy="name another file",
+            ) from error
         self.array = torch.from_numpy(self.map)
         self.written = time.monotonic()
 
