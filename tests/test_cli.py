@@ -131,6 +131,8 @@ def test_settings_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     file.write_text("second: 0.25\n")
     assert cli.main(["doctor", "--config", str(file)]) == 2
     assert "--second" in capsys.readouterr().err
+    assert cli.main(["doctor", "--config", str(tmp_path / "absent.yaml")]) == 2
+    assert "there is no such file" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -274,7 +276,7 @@ def test_a_failed_run_writes_no_settings(
     assert capsys.readouterr().err.splitlines()[-3:] == [
         "error:     the plan needs 8 GB",
         "expected:  4 GB",
-        "to fix it: use memory='9GB'",
+        "to fix it: use --memory 9GB",
     ]
 
 

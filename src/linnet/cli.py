@@ -38,6 +38,7 @@ _FLAGS = {
     "--traceback": "Show where in the program an error came from.",
 }
 _REPLAY = "run.yaml"
+_ARGUMENTS = "memory|solver|params|ridge|channels|size|mean|std|head|seed|target|shots|tests|device"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _run(words)
-    except KeyboardInterrupt:
-        print("linnet: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"linnet: interrupted{'; ' * bool(stop.args)}{' '.join(stop.args)}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader of our output has gone (`linnet ... | head`); Python must not complain at exit either.
@@ -97,11 +98,17 @@ def _run(words: list[str]) -> int:
 def _execute(command: Command, settings: Settings, as_json: bool) -> int:
     """Call the command; afterwards leave the settings beside what it wrote, even when it was interrupted."""
     folder = settings.values.get("out")
+    if "overwrite" in settings.values and settings.values.get("run") != folder:
+        from linnet.runs.place import check_unused
+
+        check_unused(Path(str(folder)), command.name, settings.yaml, bool(settings.values["overwrite"]))
     try:
         with contextlib.redirect_stdout(io.StringIO()) if as_json else contextlib.nullcontext():
             result = command.function(**settings.values)
     except KeyboardInterrupt:
         _write_replay(command.name, settings, folder)
+        if command.name == "adapt":
+            raise KeyboardInterrupt("the same command continues where it stopped") from None
         raise
     _write_replay(command.name, settings, folder)
     if as_json:
@@ -115,13 +122,14 @@ def _write_replay(name: str, settings: Settings, folder: object) -> None:
     if not isinstance(folder, str | os.PathLike) or not Path(folder).is_dir():
         return
     from linnet.files import write_atomic
+    from linnet.runs.place import plain_settings
 
     path = Path(folder) / _REPLAY
     if path.exists() and f"linnet {name} " not in path.read_text(encoding="utf-8"):
         path = path.with_name(f"run-{name}.yaml")  # the folder was made by another command: keep its settings
     text = (
         f"# linnet {__version__}. To run this again, from the folder where it was first run:\n"
-        f"#   linnet {name} --config {path}\n{settings.yaml}"
+        f"#   linnet {name} --config {path}\n{plain_settings(settings.yaml)}"
     )
     write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
@@ -167,7 +175,19 @@ def _print_error(error: LinnetError) -> None:
     lines = [("error", error.what), ("expected", error.expected), ("to fix it", error.remedy)]
     for label, text in lines:
         if text:
-            print(f"{label + ':':<11}{text}", file=sys.stderr)
+            print(f"{label + ':':<11}{_in_options(text)}", file=sys.stderr)
+
+
+def _in_options(text: str) -> str:
+    """An error that speaks of Python arguments, in the words of the command line."""
+    text = re.sub(r"keep it on disk with \S+\(.*?\), or ", "", text)
+    text = re.sub(rf"\b({_ARGUMENTS})=None\b", lambda match: f"no {_option(match[1])}", text)
+
+    def spell(match: re.Match[str]) -> str:
+        value = match[3] or match[4] or ""
+        return f"{_option(match[1])}{' ' * bool(value)}{value}"
+
+    return re.sub(rf"(?<!-)\b({_ARGUMENTS})=(?:(['\"])(.*?)\2|([\w.]*\w))?", spell, text)
 
 
 def _unknown_command(name: str) -> InputError:
@@ -318,9 +338,11 @@ class Command:
             )
         if match := re.match(r"the following arguments are required: (.*)", message):
             missing = [_option(name) for name in match[1].split(", ")]
-            return InputError(f"{' and '.join(missing)} must be given", remedy=page)
+            text = " and ".join(missing)
+            return InputError(f"{text} must be given", expected=f"linnet {self.name} {text} ...", remedy=page)
         if match := re.match(r"argument (\S+): expected one argument", message):
-            return InputError(f"{_option(match[1].lstrip('-'))} has no value", remedy=page)
+            word = _option(match[1].lstrip("-"))
+            return InputError(f"{word} has no value", expected=f"a value after {word}", remedy=page)
         key = re.match(r'Parser key "(\w+)"', message)
         given = re.search(r"(?:Given|Got) value: (.*)", message)
         if key and given and key[1] in parameters:
@@ -329,7 +351,18 @@ class Command:
                 expected=_kind(parameters[key[1]].annotation),
                 remedy=page,
             )
-        return InputError(textwrap.shorten(message, 300), remedy=page)
+        if "--config" in message or "Problems parsing config" in message or 'key "config"' in message:
+            absent = "o such file" in message or "not exist" in message
+            reason = "there is no such file" if absent else "it is no YAML that can be read"
+            file = re.search(r"[^\s'\"]+\.ya?ml", message)
+            return InputError(
+                f"--config{f' {file[0]}' if file else ''} cannot be used: {reason}",
+                expected="a file of settings, such as the run.yaml of an earlier run",
+                remedy=f"linnet {self.name} ... --print_config shows what such a file holds",
+            )
+        return InputError(
+            textwrap.shorten(message, 300), expected=f"the options of linnet {self.name}", remedy=page
+        )
 
 
 def _option(name: str) -> str:

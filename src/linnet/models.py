@@ -11,7 +11,9 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 import sys
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 
 from linnet.errors import FileFormatError, InputError, ModelError, WeightsError
 from linnet.files import read_safetensors, require_file
-from linnet.integrations.pretrained import BUILDERS, require_module
+from linnet.integrations.pretrained import BUILDERS
 from linnet.npz import read_npz
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".th", ".tar", ".bin", ".ckpt")
@@ -93,10 +95,16 @@ def _parse_arguments(model_args: Mapping[str, Any] | str | None) -> dict[str, An
         arguments = json.loads(model_args) if isinstance(model_args, str) else model_args
     except ValueError as error:
         raise InputError(
-            f"model_args {model_args!r} is not JSON ({error})", expected='a JSON object such as {"depth": 20}'
+            f"model_args {model_args!r} is not JSON ({error})",
+            expected='a JSON object such as {"depth": 20}',
+            remedy="put double quotes around names and text, and single quotes around the whole",
         ) from error
     if not isinstance(arguments, Mapping):
-        raise InputError(f"model_args is {arguments!r}", expected='a JSON object such as {"depth": 20}')
+        raise InputError(
+            f"model_args is {arguments!r}",
+            expected='a JSON object such as {"depth": 20}',
+            remedy="name each argument of the factory",
+        )
     return dict(arguments)
 
 
@@ -106,7 +114,10 @@ def _from_file(spec: str, arguments: dict[str, Any]) -> nn.Module:
     try:
         path = require_file(location)
     except InputError as error:
-        raise ModelError(f"model {spec!r} cannot be built: {error.what}", _SPECS, error.remedy) from error
+        remedy = error.remedy
+        if Path(f"{location}.py").is_file():
+            remedy = f"did you mean {location}.py:{name}?"
+        raise ModelError(f"model {spec!r} cannot be built: {error.what}", _SPECS, remedy) from error
     with _importable(path.parent):
         module = _execute(path)
         factory = getattr(module, name, None)
@@ -114,6 +125,7 @@ def _from_file(spec: str, arguments: dict[str, Any]) -> nn.Module:
             raise ModelError(
                 f"{path} has no factory {name!r}",
                 expected=f"a function or class that returns a network; it defines: {_definitions(path)}",
+                remedy=f"name one of these, such as {path}:FUNCTION",
             )
         try:
             model = factory(**arguments)
@@ -123,7 +135,13 @@ def _from_file(spec: str, arguments: dict[str, Any]) -> nn.Module:
                 expected="a network",
                 remedy=f"check model_args, now {json.dumps(arguments, default=str)}, and the factory itself",
             ) from error
-    return require_module(model, f"the factory {name} of {path}")
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"the factory {name} of {path} returned an object of type {type(model).__name__}",
+            expected="a torch.nn.Module",
+            remedy="return the network itself",
+        )
+    return model
 
 
 @contextmanager
@@ -195,9 +213,12 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise InputError(
             f"weights {path} have the unknown suffix {suffix!r}",
             expected=f".safetensors, .npz, {', '.join(_TORCH_SUFFIXES)}",
+            remedy="rename the file for what it holds, or save the weights anew",
         )
     if not weights:
-        raise FileFormatError(f"{path} holds no tensors", expected="a network's weights")
+        raise FileFormatError(
+            f"{path} holds no tensors", expected="a network's weights", remedy="save model.state_dict()"
+        )
     return _without_wrappers(weights)
 
 
@@ -207,7 +228,9 @@ def _as_tensor(path: Path, name: str, array: Any) -> Tensor:
         return torch.from_numpy(array)
     except TypeError as error:
         raise FileFormatError(
-            f"array {name} of {path} has the type {array.dtype}", expected="arrays of numbers only"
+            f"array {name} of {path} has the type {array.dtype}",
+            expected="arrays of numbers only",
+            remedy="save the weights alone",
         ) from error
 
 
@@ -219,10 +242,12 @@ def _read_torch(path: Path) -> object:
                 damaged = archive.testzip()  # torch.load does not compare the checksums
             if damaged:
                 raise zipfile.BadZipFile(f"bad checksum of {damaged}")
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch says of old formats helps nobody who only reads
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise FileFormatError(
-            f"{path} holds more than weights, or is no torch file ({str(error).splitlines()[0]})",
+            f"{path} holds more than weights, or is no torch file{_found_in(error)}",
             expected="a dictionary of tensors, which can be read without running code",
             remedy="where you trust it, load it and save model.state_dict() with torch.save or safetensors",
         ) from error
@@ -234,6 +259,13 @@ def _read_torch(path: Path) -> object:
         ) from error
 
 
+def _found_in(error: Exception) -> str:
+    """What torch refused to load, without its colors and its advice."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    match = re.search(r"(?:GLOBAL|global|class) '?([\w.]+)'?", text)
+    return f" (it holds a {match[1]})" if match and "." in match[1] else ""
+
+
 def _find_state_dict(path: Path, content: object) -> dict[str, Tensor]:
     """The dictionary of tensors in a checkpoint."""
     while isinstance(content, Mapping):
@@ -242,7 +274,11 @@ def _find_state_dict(path: Path, content: object) -> dict[str, Tensor]:
             break
         content = content[nested]
     if not isinstance(content, Mapping):
-        raise FileFormatError(f"{path} holds a {type(content).__name__}", expected="a dictionary of tensors")
+        raise FileFormatError(
+            f"{path} holds a {type(content).__name__}",
+            expected="a dictionary of tensors",
+            remedy="save model.state_dict()",
+        )
     others = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
     if others:
         raise FileFormatError(
@@ -290,12 +326,17 @@ def apply_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     }
     found = {what: names for what, names in findings.items() if names}
     if found:
+        remedy = (
+            "build the network that was trained (see model_args), its old head included; "
+            "the head for a new task is put on afterwards"
+        )
+        if set(found) == {"not finite"}:
+            remedy = "load an intact checkpoint: training diverged, or the file is damaged"
         counts = "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in found.items())
         raise WeightsError(
             f"the weights do not fit {type(model).__name__}: {counts}",
             expected=f"finite values for exactly its {len(own)} tensors",
-            remedy="build the network that was trained (see model_args), its old head included; "
-            "the head for a new task is put on afterwards",
+            remedy=remedy,
         )
     model.load_state_dict(dict(weights), strict=False)  # strict has been checked, ties included
 

@@ -11,6 +11,7 @@ from torch import nn
 import linnet
 from linnet.errors import InputError, ModelError
 from linnet.methods.dual import Spectrum
+from linnet.methods.predictive import fit_temperature
 
 
 def network() -> nn.Module:
@@ -46,12 +47,20 @@ def test_the_temperature_without_variance_is_a_temperature_of_its_own() -> None:
     assert labels is not None
 
     def loss(t: float) -> float:
-        return float(torch.nn.functional.cross_entropy(held / t, labels))
+        log_p = torch.log_softmax(held / t, 1)  # one more example, of no class in particular
+        return -float(log_p[torch.arange(len(labels)), labels].sum() + log_p.mean())
 
     best = fit.point_temperature
     assert best is not None
     assert best != fit.temperature
     assert loss(best) <= min(loss(best * 1.05), loss(best / 1.05)) + 1e-12
+
+
+def test_right_predictions_alone_do_not_make_certainty() -> None:
+    labels = torch.arange(30) % 3
+    outputs = 15.0 * torch.nn.functional.one_hot(labels, 3).double()
+    confident = (outputs / fit_temperature(outputs, labels)).softmax(1).max(1).values
+    assert 0.9 < float(confident.min()) < 1 - 1 / 1000
 
 
 def test_a_fit_loads_onto_the_linearization_too(tmp_path: Path) -> None:

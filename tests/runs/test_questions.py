@@ -45,7 +45,7 @@ def test_a_run_loads_as_it_was(workshop: Path) -> None:
     assert accuracy == result(workshop / "pictures")["scores"][0]["accuracy"]
     assert run.samples.images is not None
     assert run.samples.ids[0] == "train/0"
-    assert run.fit.temperature == run.temperature
+    assert (run.fit.temperature, run.fit.point_temperature) == run.temperatures
 
 
 def test_predict_new_pictures(workshop: Path, tmp_path: Path) -> None:

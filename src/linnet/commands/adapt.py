@@ -29,6 +29,7 @@ def adapt(
     memory: str | None = None,
     device: str = "cpu",
     seed: int = 0,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Fit a trained network to a new task in closed form, and report how good and how sure it is.
 
@@ -36,17 +37,20 @@ def adapt(
         model: The network: ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``.
         data: The data: an image folder with one folder a class, an ``.npz`` archive or a ``.csv`` table.
         out: The run folder to write. After an interruption the same command continues there.
+        overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
         weights: A file of weights for the network with its old head: ``.safetensors``, ``.npz``, or torch's.
         model_args: Keyword arguments of the factory, as a JSON object.
         shots: Training samples of each class, or of all in a regression; all there are by default.
         tests: Test samples to evaluate on, drawn at random; all by default.
-        ridge: The ridge, a positive number, or how to choose it: auto (by leave-one-out), loo, gcv, evidence.
+        ridge: The ridge, a positive number, or how to choose it: auto (by leave-one-out, or by evidence where
+            a class has one sample), loo, gcv, evidence.
             Where the kernel is too large for the memory, auto chooses it on some of the samples.
         solver: How to solve: dual (the kernel), cg (conjugate gradients), or auto.
         params: The parameters to fit, by name or regular expression; all of them by default.
         head: The head to start from: probe (a linear probe), random, zero or keep. auto keeps it where a
             regression fits the network's outputs; else it is a probe, or random where there are fewer samples
-            than features, which a probe would fit by heart.
+            than features, which a probe would fit by heart. Where params fits its weights too, a probe only
+            gives the derivatives, and the fit starts from outputs of zero; else it starts from the probe's.
         mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas.
         std: Standard deviations that go with numbers in mean.
         size: Height and width that images are scaled to, in pixels.
@@ -63,6 +67,7 @@ def adapt(
     """
     from linnet.data import image_transform
     from linnet.runs.adaptation import adapt as run_adaptation
+    from linnet.runs.place import clear_run
     from linnet.runs.settings import Network, Settings, Solving, Source
     from linnet.runs.summary import keep_adaptation, print_adaptation
 
@@ -73,6 +78,8 @@ def adapt(
         baseline_steps if baseline else 0,
     )
     found = run_adaptation(settings, out)
+    if overwrite:
+        clear_run(out)
     result = keep_adaptation(found, out, f"{data.stem} from {model.rpartition(':')[2]}")
     for line in print_adaptation(result):
         print(line)

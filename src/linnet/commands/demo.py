@@ -19,7 +19,7 @@ def demo(*, out: Path = Path("runs/demo"), seed: int = 0) -> dict[str, Any]:
     """
     from linnet.report import Comparison
     from linnet.runs.demonstration import FLIPPED, adapt_digits, forget_flipped, prepare
-    from linnet.runs.folder import check_out
+    from linnet.runs.place import check_out
     from linnet.runs.summary import print_adaptation, print_change
 
     check_out(out)

@@ -31,9 +31,10 @@ def explain(
         For each sample the training samples with their influence: the predicted output with the sample minus
         without it.
     """
-    from linnet.runs.folder import check_out, load_run
+    from linnet.runs.folder import load_run
     from linnet.runs.newdata import read_new
     from linnet.runs.pages import write
+    from linnet.runs.place import check_out
     from linnet.runs.queries import explain as explain_samples
     from linnet.runs.settings import check_device
     from linnet.runs.summary import written

@@ -14,6 +14,7 @@ def forget(
     verify: bool = False,
     memory: str | None = None,
     device: str = "cpu",
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Forget training samples: the fit as if they had never been there, without training.
 
@@ -21,6 +22,7 @@ def forget(
         run: The folder that linnet adapt, forget or update wrote; it stays as it is.
         indices: Positions of the samples in the run's training set, such as 3,17.
         out: The folder for the new run.
+        overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
         verify: Also fit anew without the samples, kernel included, and compare.
         memory: The budget, such as 2GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.
@@ -31,8 +33,9 @@ def forget(
     """
     from linnet.runs.changes import forget as forget_samples
     from linnet.runs.changes import report_change
-    from linnet.runs.folder import check_out, load_run, save_run
+    from linnet.runs.folder import load_run, save_run
     from linnet.runs.pages import write
+    from linnet.runs.place import check_out, clear_run, made_folder
     from linnet.runs.settings import check_device
     from linnet.runs.summary import print_change
 
@@ -42,8 +45,11 @@ def forget(
     result, page = report_change(
         change, "forget", out, f"{run.name}, {len(indices)} training samples forgotten"
     )
-    save_run(out, change.after)
-    write(out, result, page)
+    with made_folder(out):
+        if overwrite:
+            clear_run(out)
+        save_run(out, change.after)
+        write(out, result, page)
     for line in print_change(result):
         print(line)
     return result

@@ -37,7 +37,8 @@ def predict(
     from linnet.runs.summary import print_prediction
 
     table = out or run / "predictions.csv"
-    check_table(table)
+    if out is not None:
+        check_table(out)
     check_device(device)
     saved = load_run(run, device, memory)
     new = read_new(data, saved, prefer="test")

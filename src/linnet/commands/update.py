@@ -14,6 +14,7 @@ def update(
     verify: bool = False,
     memory: str | None = None,
     device: str = "cpu",
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Take new training samples into a fit, as if they had always been there, without training.
 
@@ -22,6 +23,7 @@ def update(
         data: The samples with their answers: folders of images named for the classes, an ``.npz`` archive
             with x and y (or x_train and y_train), or a ``.csv`` table.
         out: The folder for the new run.
+        overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
         verify: Also fit anew on all samples, kernel included, and compare.
         memory: The budget, such as 2GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.
@@ -31,9 +33,10 @@ def update(
     """
     from linnet.runs.changes import report_change
     from linnet.runs.changes import update as update_samples
-    from linnet.runs.folder import check_out, load_run, save_run
+    from linnet.runs.folder import load_run, save_run
     from linnet.runs.newdata import read_new, required_answers
     from linnet.runs.pages import write
+    from linnet.runs.place import check_out, clear_run, made_folder
     from linnet.runs.settings import check_device
     from linnet.runs.summary import print_change
 
@@ -42,9 +45,13 @@ def update(
     saved = load_run(run, device, memory)
     new = read_new(data, saved, prefer="train")
     change = update_samples(saved, new, required_answers(new, data), data.name, verify)
-    result, page = report_change(change, "update", out, f"{run.name}, {len(new.ids)} training samples added")
-    save_run(out, change.after)
-    write(out, result, page)
+    added = change.after.fit.n - saved.fit.n
+    result, page = report_change(change, "update", out, f"{run.name}, {added} training samples added")
+    with made_folder(out):
+        if overwrite:
+            clear_run(out)
+        save_run(out, change.after)
+        write(out, result, page)
     for line in print_change(result):
         print(line)
     return result

@@ -134,7 +134,9 @@ def _check_samples(member: Member, train: Member) -> None:
         f"{member.name} of {member.path} has the shape {member.header.shape} and type {member.header.dtype}"
     )
     if kind not in "fiu" or not shape or 0 in shape:
-        raise DataError(where, expected="numbers of shape (N, features), or bytes of shape (N, H, W[, C])")
+        raise DataError(
+            where, "numbers of shape (N, features), or bytes of shape (N, H, W[, C])", "convert the array"
+        )
     if member.is_images and shape[-1] not in (1, 3):
         raise DataError(
             where,
@@ -142,7 +144,9 @@ def _check_samples(member: Member, train: Member) -> None:
             remedy="for channels first use x.transpose(0, 2, 3, 1)",
         )
     if shape != train.sample_shape or member.is_images != train.is_images:
-        raise DataError(where, expected=f"samples of shape {train.sample_shape}, as in {train.name}")
+        raise DataError(
+            where, f"samples of shape {train.sample_shape}, as in {train.name}", "make both alike"
+        )
 
 
 def _class_names(answers: dict[str, Array]) -> tuple[str, ...] | None:

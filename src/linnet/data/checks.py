@@ -52,11 +52,14 @@ def check_lengths(x_name: str, samples: int, y_name: str, answers: int) -> None:
         DataError: There are none, or the numbers differ.
     """
     if samples == 0:
-        raise DataError(f"{x_name} is empty", expected="at least one sample")
+        raise DataError(
+            f"{x_name} is empty", expected="at least one sample", remedy="look at how the file was written"
+        )
     if samples != answers:
         raise DataError(
             f"{x_name} has {samples} samples but {y_name} has {answers}",
             expected="one answer for each sample",
+            remedy="look at how the file was written; rows must correspond",
         )
 
 
@@ -86,7 +89,11 @@ def as_labels(
             remedy="for one-hot labels use argmax(axis=1)",
         )
     if y.dtype.kind not in "biuf":
-        raise DataError(f"{name} has the type {y.dtype}", expected="integer labels from 0")
+        raise DataError(
+            f"{name} has the type {y.dtype}",
+            expected="integer labels from 0",
+            remedy="number them: class_names, y = numpy.unique(y, return_inverse=True), and save both",
+        )
     check_finite(name, y, ids)
     with np.errstate(invalid="ignore"):
         labels = y.astype(np.int64)
@@ -120,6 +127,7 @@ def as_targets(name: str, y: np.ndarray[Any, Any], ids: Sequence[str]) -> np.nda
         raise DataError(
             f"{name} has the shape {y.shape} and the type {y.dtype}",
             expected="real numbers of shape (N,) or (N, T)",
+            remedy="save the targets as floating-point numbers",
         )
     check_finite(name, y, ids)
     return y.reshape(len(y), -1).astype(np.float64)
@@ -143,6 +151,7 @@ def check_classes(labels: np.ndarray[Any, Any], classes: Sequence[str]) -> list[
         raise DataError(
             f"the training samples are of one class only, {classes[int(present[0])]!r}",
             expected="samples of two classes or more",
+            remedy="add samples of another class; for a regression save y as floating-point numbers",
         )
     absent = [name for label, name in enumerate(classes) if label not in set(present.tolist())]
     return [f"no training sample of class {some(absent)}"] if absent else []
@@ -161,6 +170,19 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def check_seed(seed: int) -> None:
+    """Require a seed that every generator takes.
+
+    Args:
+        seed: The seed.
+
+    Raises:
+        InputError: It is negative or needs more than 63 bits.
+    """
+    if not 0 <= seed < 2**63:
+        raise InputError(f"seed is {seed}", expected="a whole number from 0 to 2^63 - 1", remedy="try seed=0")
+
+
 def check_fraction(test_fraction: float) -> None:
     """Require a share strictly between 0 and 1.
 
@@ -171,4 +193,6 @@ def check_fraction(test_fraction: float) -> None:
         InputError: It is not.
     """
     if not 0.0 < test_fraction < 1.0:
-        raise InputError(f"test_fraction is {test_fraction}", expected="a number between 0 and 1, e.g. 0.2")
+        raise InputError(
+            f"test_fraction is {test_fraction}", expected="a number between 0 and 1", remedy="try 0.2"
+        )

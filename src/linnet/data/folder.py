@@ -30,6 +30,7 @@ _SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", "
 _TEST_FOLDERS = ("test", "val", "valid", "validation")
 _DEEP_MODES = ("I", "F")  # more than 8 bits a channel, which conversion would clip
 _CHUNK = 256  # images decoded between two reports of progress
+NAMED = "put the images of each class into a folder that is named for the class"
 
 
 def read_folder(
@@ -62,7 +63,9 @@ def read_folder(
     """
     root = Path(root)
     if not root.is_dir():
-        raise InputError(f"there is no folder {root}", expected="a folder with one folder a class")
+        raise InputError(
+            f"there is no folder {root}", expected="a folder with one folder a class", remedy="check the path"
+        )
     if damaged not in ("error", "skip"):
         raise InputError(f"damaged is {damaged!r}", expected="'error' or 'skip'")
     transform = transform or ImageTransform()
@@ -100,7 +103,7 @@ def _class_folders(folder: Path) -> tuple[str, ...]:
     classes = _folders(folder)
     if len(classes) < 2:
         found = f"one class folder only, {classes[0]!r}" if classes else "no class folders"
-        raise DataError(f"{folder} has {found}", expected="one folder of images for each class, at least two")
+        raise DataError(f"{folder} has {found}", "one folder of images for each class, at least two", NAMED)
     return tuple(classes)
 
 
@@ -198,7 +201,7 @@ class ImageFiles:
                 f"{len(faults)} of {len(names)} images in {self.root} cannot be decoded: "
                 + some([f"{name} ({fault})" for name, fault in faults.items()]),
                 expected="complete images of 8 bits a channel",
-                remedy="replace these files, or leave them out with damaged='skip'",
+                remedy="replace these files, or move them away; in Python damaged='skip' leaves them out",
             )
         return result
 

@@ -13,6 +13,8 @@ from linnet.data.task import TaskData
 from linnet.data.transforms import ImageTransform, require_default
 from linnet.errors import InputError
 
+KINDS = "a folder of images, an .npz archive or a .csv table"
+
 
 def load_data(
     path: str | os.PathLike[str],
@@ -51,4 +53,4 @@ def load_data(
         require_default(transform, f"{path} is a table")
         return read_table(path, target, seed, test_fraction)
     what = "has an unknown kind" if path.exists() else "does not exist"
-    raise InputError(f"data {path} {what}", expected="a folder of images, an .npz archive or a .csv table")
+    raise InputError(f"data {path} {what}", expected=KINDS, remedy="check the path and its ending")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from linnet.data.checks import check_fraction
+from linnet.data.checks import check_fraction, check_seed
 from linnet.errors import DataError, InputError
 
 Indices = np.ndarray[Any, Any]  # sorted positions of samples, int64
@@ -36,7 +36,9 @@ def split_at_random(samples: int, test_fraction: float, seed: int) -> tuple[Indi
     """
     check_fraction(test_fraction)
     if samples < 2:
-        raise DataError(f"{samples} sample cannot be split", expected="at least one to train and one to test")
+        raise DataError(
+            f"{samples} sample cannot be split", "at least one to train and one to test", "add samples"
+        )
     order = _permutation(samples, _generator(seed))
     held = _held_out(samples, test_fraction)
     return np.sort(order[held:]), np.sort(order[:held])
@@ -74,7 +76,11 @@ def split_by_class(labels: Indices, test_fraction: float, seed: int) -> tuple[In
         train.append(order[held:])
         test.append(order[:held])
     if not sum(map(len, test)):
-        raise DataError("no class has two samples, so none is left to test", expected="more samples")
+        raise DataError(
+            "no class has two samples, so none is left to test",
+            expected="more samples",
+            remedy="add samples, or a test part of their own",
+        )
     return np.sort(np.concatenate(train)), np.sort(np.concatenate(test))
 
 
@@ -101,7 +107,9 @@ def draw_shots(labels: Indices, shots: int, seed: int, classes: Sequence[str]) -
         6
     """
     if shots < 1:
-        raise InputError(f"shots is {shots}", expected="at least one sample a class")
+        raise InputError(
+            f"shots is {shots}", expected="at least one sample a class", remedy="leave shots out to take all"
+        )
     counts = np.bincount(labels, minlength=len(classes))
     if counts.min() < shots:
         scarce = int(counts.argmin())
@@ -119,6 +127,7 @@ def draw_shots(labels: Indices, shots: int, seed: int, classes: Sequence[str]) -
 
 def _generator(seed: int) -> torch.Generator:
     """A generator of its own, so that no other randomness is touched."""
+    check_seed(seed)
     return torch.Generator().manual_seed(seed)
 
 

@@ -15,6 +15,7 @@ from linnet.data.checks import check_finite
 from linnet.data.splits import draw_shots
 from linnet.data.transforms import ImageTransform, Standardize
 from linnet.errors import DataError, InputError
+from linnet.memory import Plan, parse_bytes, require
 
 Array = np.ndarray[Any, Any]
 PartName = Literal["train", "test"]
@@ -174,6 +175,24 @@ class TaskData:
         if self.classes is not None:
             return x, torch.from_numpy(part.y)
         return x, self.targets(part.y, dtype) if self.targets else torch.from_numpy(part.y).to(dtype)
+
+    def require_memory(self, memory: str | int | None = None) -> None:
+        """Require that images scaled to a size fit a memory budget, before any is decoded.
+
+        Args:
+            memory: The budget, such as ``"2GB"``; half of what is free by default.
+
+        Raises:
+            MemoryBudgetError: They do not.
+        """
+        transform = self.transform
+        if not isinstance(transform, ImageTransform) or transform.size is None:
+            return
+        samples = len(self.train) + len(self.test)
+        size = samples * (transform.channels or 3) * transform.size**2 * torch.float32.itemsize
+        what = f"{samples} images of {transform.size} x {transform.size} pixels"
+        plan = Plan(what, parse_bytes(memory), (("inputs of the network", size),))
+        require(plan, ["scale them to fewer pixels with size=", "raise memory="])
 
     def shots(self, shots: int, seed: int = 0) -> TaskData:
         """The task with a few training samples of each class; the test part stays whole.

@@ -66,7 +66,9 @@ class ImageTransform:
                 f"mean is {self.mean} and std {self.std}", expected="finite means, positive stds"
             )
         if self.size is not None and self.size < 1:
-            raise InputError(f"size is {self.size}", expected="a positive number of pixels")
+            raise InputError(
+                f"size is {self.size}", expected="a positive number of pixels", remedy="try size=224"
+            )
         if self.channels not in (None, 1, 3):
             raise InputError(f"channels is {self.channels}", expected="1, 3 or None")
 

@@ -109,7 +109,10 @@ def probabilities(mean: Tensor, variance: Tensor | None, temperature: float) -> 
 
 
 def fit_temperature(outputs: Tensor, labels: Tensor, variance: Tensor | None = None) -> float:
-    """The temperature that makes held-out outputs most likely.
+    """The temperature that makes held-out outputs most likely, with one more example of no class.
+
+    Without that example, N right predictions would ask for T = 0 and claim certainty; with it they
+    claim about what N right predictions can show (the rule of succession).
 
     Args:
         outputs: Held-out (leave-one-out) outputs (N, C).
@@ -123,7 +126,9 @@ def fit_temperature(outputs: Tensor, labels: Tensor, variance: Tensor | None = N
 
     def loss(log_t: float) -> float:
         p = probabilities(outputs.double(), None if variance is None else variance.double(), math.exp(log_t))
-        return -float(p.gather(1, labels[:, None]).clamp_min(1e-300).log().mean())
+        log_p = p.clamp_min(1e-300).log()
+        # Σᵢ log p(yᵢ) and the mean over classes and examples of log p, for the one example more
+        return -float(log_p.gather(1, labels[:, None]).sum() + log_p.mean())
 
     grid = [math.log(scale) + step for step in torch.linspace(-6, 4, 21).tolist()]
     best = min(range(len(grid)), key=lambda i: loss(grid[i]))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,16 +14,18 @@ from linnet.data import TaskData, draw_shots, load_data
 from linnet.errors import InputError, MemoryBudgetError, ModelError
 from linnet.memory import parse_bytes
 from linnet.methods.baselines import fine_tune, held_out_probe
-from linnet.methods.centered import with_centered_head
+from linnet.methods.centered import CenteredLinear, with_centered_head
 from linnet.methods.fit import fit as fit_linear
 from linnet.methods.head import RECORD, features, with_head
 from linnet.methods.linear_fit import LinearFit
 from linnet.methods.predictive import fit_temperature, probabilities
 from linnet.models import load_model
+from linnet.progress import waiting
 from linnet.report import Comparison, Reliability
 from linnet.report.wording import number
 from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
-from linnet.runs.folder import Origin, SavedRun, TestSource, TrainingSamples, check_out, test_digest
+from linnet.runs.folder import Origin, SavedRun, TestSource, TrainingSamples, temperatures_of, test_digest
+from linnet.runs.place import KERNEL_FILE, check_out, made_folder
 from linnet.runs.settings import Network, Settings, Solving, Source
 from linnet.runs.stages import Stages
 from linnet.tangent.batch import split
@@ -34,7 +34,7 @@ from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.preflight import Preflight, preflight
 
 PILOT = 1500  # equations of the small dual fit that chooses the ridge of a large one
-KERNEL_FILE = "kernel.npy"
+ALL = "leave it out to take all"
 PROBED = (
     "The derivatives of the lower layers are taken at a linear probe that was fitted on the same labels: "
     "leave-one-out, influence and forgetting are exact for the fit, and leave that probe as it is."
@@ -81,7 +81,7 @@ def adapt(settings: Settings, out: Path) -> Adaptation:
         LinnetError: Whatever is wrong with the network, its weights, the data or the arguments.
     """
     check_out(out)
-    with _folder(out):
+    with made_folder(out):
         return _adapt(settings, out)
 
 
@@ -89,32 +89,42 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
     """The steps, in order."""
     stages, network, solving = Stages(), settings.network, settings.solving
     torch.manual_seed(settings.source.seed)  # factories without weights start at random
-    with stages.measure("reading the data"):
+    with stages.measure("reading the data"), waiting("reading the data"):
         task = _read(settings.source)
+        task.require_memory(solving.memory)
         x, y = (t.to(solving.device) for t in task.tensors("train"))
-    with stages.measure("building the network"):
+    with stages.measure("building the network"), waiting("building the network"):
         old = load_model(network.spec, network.weights, network.arguments).to(solving.device)
         probe, head = _headed(old, network, task, (x, y))
         centered = hasattr(probe, RECORD) and getattr(probe, RECORD)["init"] == "probe"
-        model = with_centered_head(probe) if centered else probe
-    with stages.measure("preflight"):
+        lin = linearize(with_centered_head(probe) if centered else probe, params=solving.params)
+        if centered and not _fits_head(lin):  # what the head says must then stay in f₀
+            centered, lin = False, linearize(probe, params=solving.params)
+    with stages.measure("preflight"), waiting("preflight"):
         report = _checked(probe, x, solving)  # a centered head would hide randomness
     with stages.measure("fit"):
-        fit, pilot = _solve(linearize(model, params=solving.params), (x, y), solving, out)
-    temperature = None if task.classes is None else (pilot or fit).temperature
+        fit, pilot = _solve(lin, (x, y), solving, out)
+    temperatures = None if task.classes is None else temperatures_of(pilot or fit)
     if centered:
         fit.record = replace(fit.record, warnings=(*fit.record.warnings, PROBED))
     run = SavedRun(
         _origin(network, head, centered), fit, _samples(task), task.classes, (task.transform, task.targets),
-        _test_source(settings.source, task), temperature,
+        _test_source(settings.source, task), temperatures,
     )  # fmt: skip
-    with stages.measure("evaluation on the test samples"):
+    step = "evaluation on the test samples"
+    with stages.measure(step), waiting(step):
         predictions = _predict_test(run, task, std=pilot is None)
     rows, diagrams = _own_scores(run, task, predictions, sum(fit.record.seconds.values()))
     for row, diagram in _Others(settings, task, probe, old).scores(head is not None, stages):
         rows.append(row)
         diagrams += [diagram] if diagram else []
     return Adaptation(run, task, report, predictions, tuple(rows), tuple(diagrams), stages)
+
+
+def _fits_head(lin: Linearized) -> bool:
+    """Whether the weight of a centered head is among the parameters that are fitted."""
+    heads = [name for name, layer in lin.model.named_modules() if isinstance(layer, CenteredLinear)]
+    return any(f"{name}.weight".lstrip(".") in lin.parameter_names for name in heads)
 
 
 def _checked(model: nn.Module, x: Tensor, solving: Solving) -> Preflight:
@@ -135,14 +145,18 @@ def _read(source: Source) -> TaskData:
     if source.shots is not None:
         if task.classes is None:
             if source.shots < 1:
-                raise InputError(f"shots is {source.shots}", expected="a positive number of samples")
+                raise InputError(
+                    f"shots is {source.shots}", expected="a positive number of samples", remedy=ALL
+                )
             order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(source.seed))
             task = task.subset("train", np.sort(order[: source.shots].numpy()))
         else:
             task = task.shots(source.shots, source.seed)
     if source.tests is not None and source.tests < len(task.test):
         if source.tests < 1:
-            raise InputError(f"tests is {source.tests}", expected="a positive number of test samples")
+            raise InputError(
+                f"tests is {source.tests}", expected="a positive number of test samples", remedy=ALL
+            )
         order = torch.randperm(len(task.test), generator=torch.Generator().manual_seed(source.seed))
         task = task.subset("test", np.sort(order[: source.tests].numpy()))
     return task
@@ -195,37 +209,41 @@ def _solve(
 ) -> tuple[LinearFit, LinearFit | None]:
     """The fit, and the pilot fit that chose for it where the kernel is too large."""
     file = out / KERNEL_FILE
+    reason = "asked for"
     if solving.solver != "cg":
-        solver = "dual" if isinstance(solving.criterion, str) else solving.solver
+        criterion, why = _criterion(solving, data[1])
+        solver = "dual" if isinstance(criterion, str) else solving.solver
         try:
             found = fit_linear(
-                lin, data, ridge=solving.criterion, solver=solver, memory=solving.memory, file=str(file)
+                lin, data, ridge=criterion, solver=solver, memory=solving.memory, file=str(file)
             )
+            if isinstance(criterion, str):
+                found.record.reasons["ridge"] += why
+                if solving.solver == "auto":
+                    found.record.reasons["solver"] = "the ridge is chosen from the kernel's eigenvalues"
             if found.solver == "dual":
                 return found, None
-        except MemoryBudgetError:
+            reason = found.record.reasons["solver"]
+        except MemoryBudgetError as error:
             if solving.solver == "dual":
                 raise
+            reason = f"the kernel is too large: {error.what}"
         finally:
             file.unlink(missing_ok=True)  # the fit has it from here on; a partial one stays for the next run
-    return _solve_large(lin, data, solving)
+    fit, pilot = _solve_large(lin, data, solving)
+    fit.record.reasons["solver"] = reason
+    return fit, pilot
 
 
-@contextmanager
-def _folder(out: Path) -> Iterator[None]:
-    """The run folder, as it was if anything goes wrong; only an interruption leaves the partial kernel."""
-    made = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
-        if made:
-            for path in out.glob(f"*{KERNEL_FILE}*"):
-                path.unlink()
-            out.rmdir()
-        raise
+def _criterion(solving: Solving, y: Tensor) -> tuple[float | str, str]:
+    """The ridge or its criterion, and why it is not what auto usually is."""
+    counts = None if y.is_floating_point() else torch.bincount(y.cpu().flatten())
+    if solving.ridge == "auto" and counts is not None and bool((counts == 1).any()):
+        return "evidence", (
+            "; by evidence and not by leave-one-out, which says nothing of a class with one sample, "
+            f"and {int((counts == 1).sum())} class(es) have one"
+        )
+    return solving.criterion, ""
 
 
 def _solve_large(
@@ -243,12 +261,19 @@ def _solve_large(
     rows = rows.to(x.device)
     budget = parse_bytes(solving.memory, lin.function.device)
     rank = min(100, len(x), budget // (16 * lin.space.dim * lin.function.dtype.itemsize))
-    pilot = fit_linear(lin, (x[rows], y[rows]), ridge=solving.criterion, solver="dual", memory=solving.memory)
+    criterion, why = _criterion(solving, y[rows])
+    try:
+        pilot = fit_linear(lin, (x[rows], y[rows]), ridge=criterion, solver="dual", memory=solving.memory)
+    except MemoryBudgetError as error:
+        raise MemoryBudgetError(
+            f"the fit of {len(rows)} samples that chooses ridge and temperature is too large: {error.what}",
+            error.expected,
+            remedy="raise memory=, or fit fewer parameters with params=",
+        ) from error
     fit = fit_linear(lin, data, ridge=pilot.ridge, solver="cg", memory=solving.memory, rank=int(rank))
-    if isinstance(solving.criterion, str):
-        fit.record.reasons["ridge"] = (
-            f"chosen by {solving.criterion} on {len(rows)} of the samples: the kernel of all is too large"
-        )
+    if isinstance(criterion, str):
+        part = "all samples" if len(rows) == len(x) else f"{len(rows)} of {len(x)} of the samples"
+        fit.record.reasons["ridge"] = f"chosen by {criterion} on {part}{why}"
     return fit, pilot
 
 
@@ -292,7 +317,7 @@ def _columns(source: Source) -> tuple[str, ...] | None:
 def _predict_test(run: SavedRun, task: TaskData, std: bool) -> Predictions:
     """Predictions for the test samples."""
     x = task.tensors("test")[0].to(run.fit.module.function.device)
-    return predict(run.fit, x, run.transforms[1], run.temperature, std)
+    return predict(run.fit, x, run.transforms[1], run.temperatures, std)
 
 
 def _own_scores(
@@ -320,7 +345,7 @@ class _Others:
         device = self.settings.solving.device
         x, y = (t.to(device) for t in self.task.tensors("train"))
         test = self.task.tensors("test")[0].to(device)
-        with stages.measure("linear probe"):
+        with stages.measure("linear probe"), waiting("linear probe"):
             start = time.perf_counter()
             name, model, temperature = "network as it is", self.model, None
             if new_head:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,18 @@ import numpy as np
 import torch
 
 from linnet.data import TaskData
-from linnet.errors import InputError
+from linnet.errors import DataError, InputError
 from linnet.methods.dual import Dual
 from linnet.methods.fit import fit as fit_linear
 from linnet.methods.linear_fit import LinearFit
 from linnet.report import Comparison, FitRecord, Forgetting, Notes, Run, Scores, Timing, TrainingSet
 from linnet.report.wording import duration
 from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
-from linnet.runs.folder import SavedRun, TrainingSamples, load_test
+from linnet.runs.folder import SavedRun, TrainingSamples, load_test, test_digest
 from linnet.runs.newdata import NewSamples
 from linnet.runs.pages import choices, facts, held_out, seen, suspects, training_set
+from linnet.tangent.batch import Inputs, split, tensors_in
+from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.linearized import Linearized
 
 Array = np.ndarray[Any, Any]
@@ -35,19 +37,29 @@ class Change:
         before: The run before.
         after: The run after.
         seconds: Time that the change took.
-        difference: Largest difference of outputs from a fit solved anew; None when that was not tried.
-        refit_seconds: Time of that fit.
+        compared: Largest difference of outputs from a fit solved anew, and the time of that fit.
         removed: Positions of forgotten samples, in the run before.
         verified: Whether the network was run again for that fit, kernel included.
+        notes: What was left out, and why.
     """
 
     before: SavedRun
     after: SavedRun
     seconds: float
-    difference: float | None = None
-    refit_seconds: float | None = None
+    compared: tuple[float | None, float | None] = (None, None)
     removed: tuple[int, ...] = ()
     verified: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def difference(self) -> float | None:
+        """Largest difference of outputs from a fit solved anew; None when that was not tried."""
+        return self.compared[0]
+
+    @property
+    def refit_seconds(self) -> float | None:
+        """Time of that fit."""
+        return self.compared[1]
 
 
 def forget(run: SavedRun, indices: Sequence[int], verify: bool = False) -> Change:
@@ -65,14 +77,18 @@ def forget(run: SavedRun, indices: Sequence[int], verify: bool = False) -> Chang
         InputError: An index is out of range or named twice, none is given, or nothing would be left.
     """
     if not indices:
-        raise InputError("indices are empty", expected=f"one or more positions from 0 to {run.fit.n - 1}")
+        raise InputError(
+            "indices are empty",
+            expected=f"one or more positions from 0 to {run.fit.n - 1}",
+            remedy="name them, such as --indices 3,17",
+        )
     start = time.perf_counter()
     fit = run.fit.forget(list(indices))
     seconds = time.perf_counter() - start
     keep = np.setdiff1d(np.arange(run.fit.n), np.asarray(indices))
     after = run.changed(fit, run.samples.take(keep))
-    difference, refit_seconds = _compare(fit, verify)
-    return Change(run, after, seconds, difference, refit_seconds, tuple(int(i) for i in indices), verify)
+    compared = _compare(fit, verify)
+    return Change(run, after, seconds, compared, tuple(int(i) for i in indices), verify)
 
 
 def update(run: SavedRun, new: NewSamples, answers: Array, name: str, verify: bool = False) -> Change:
@@ -86,16 +102,66 @@ def update(run: SavedRun, new: NewSamples, answers: Array, name: str, verify: bo
         verify: Fit the network anew on all, kernel included, and compare.
 
     Returns:
-        The run before and after.
+        The run before and after. Samples that the run has already are left out; test samples that are now
+        trained on are not scored any more.
+
+    Raises:
+        DataError: The run was trained on all of these samples already.
     """
+    new, answers, notes = _unknown(run, new, answers)
     start = time.perf_counter()
     fit = run.fit.update((run.inputs(new.x), run.answers(answers)))
     seconds = time.perf_counter() - start
     images = new.x if run.samples.images is not None else None
     more = TrainingSamples(images, np.asarray(answers), tuple(f"{name}/{sample}" for sample in new.ids))
-    after = run.changed(fit, run.samples.joined(more))
-    difference, refit_seconds = _compare(fit, verify)
-    return Change(run, after, seconds, difference, refit_seconds, (), verify)
+    after, overlap = _tested_elsewhere(run.changed(fit, run.samples.joined(more)), new)
+    compared = _compare(fit, verify)
+    return Change(run, after, seconds, compared, (), verify, (*notes, *overlap))
+
+
+def _unknown(run: SavedRun, new: NewSamples, answers: Array) -> tuple[NewSamples, Array, tuple[str, ...]]:
+    """The samples that the run has not been trained on, and a note about the others."""
+    place = {name: row for row, name in enumerate(_hashes(run.fit.x))}
+    known = [(row, place[name]) for row, name in enumerate(_hashes(run.inputs(new.x))) if name in place]
+    if not known:
+        return new, answers, ()
+    row, at = known[0]
+    what = (
+        f"{len(known)} of {len(new.ids)} samples are training samples of the run already, "
+        f"first {new.ids[row]} ({run.samples.ids[at]}, position {at})"
+    )
+    if len(known) == len(new.ids):
+        raise DataError(
+            what,
+            expected="samples that the run was not trained on",
+            remedy="give other samples; linnet forget takes out those that have a wrong answer",
+        )
+    keep = np.setdiff1d(np.arange(len(new.ids)), [row for row, _ in known])
+    ids = tuple(new.ids[row] for row in keep)
+    return NewSamples(new.x[keep], answers[keep], ids), answers[keep], (f"{what}; these are left out",)
+
+
+def _tested_elsewhere(run: SavedRun, new: NewSamples) -> tuple[SavedRun, tuple[str, ...]]:
+    """The run with test samples that it has not been trained on, and a note about the others."""
+    task, _ = load_test(run)
+    if task is None or run.test is None:
+        return run, ()
+    added = set(_hashes(run.inputs(new.x)))
+    keep = [row for row, name in enumerate(_hashes(run.inputs(task.test.x))) if name not in added]
+    overlap = len(task.test) - len(keep)
+    if not overlap:
+        return run, ()
+    note = f"{overlap} of {len(task.test)} test samples are training samples now"
+    if not keep:
+        return replace(run, test=None), (f"{note}, so none is left to score on",)
+    positions = tuple(keep if run.test.positions is None else (run.test.positions[row] for row in keep))
+    test = replace(run.test, positions=positions, digest=test_digest(task.subset("test", keep)))
+    return replace(run, test=test), (f"{note}; the scores, before and after, leave them out",)
+
+
+def _hashes(x: Inputs) -> list[str]:
+    """A hash of the values of every sample."""
+    return [hash_tensors(tensors_in(part)) for part in split(x, 1)]
 
 
 @torch.no_grad()
@@ -133,7 +199,7 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
         The result as plain values, and the report.
     """
     before, after = change.before, change.after
-    task, why = load_test(before)
+    task, why = load_test(after)
     scores = []
     shown: Predictions | None = None
     if task is not None:
@@ -153,7 +219,8 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
     diagrams = () if shown is None or shown.probs is None or task is None else (
         reliability("after", shown.probs, task.test.y),
     )  # fmt: skip
-    warnings = (*after.fit.record.warnings, *((why,) if why else ()))
+    findings = (*change.notes, *((why,) if why else ()))
+    warnings = (*after.fit.record.warnings, *findings)
     notes = Notes(_headline(change, rows), warnings, facts(after))
     timings = [Timing(command, change.seconds)]
     if change.refit_seconds is not None:
@@ -170,7 +237,7 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
         "scores": [asdict(row) for row in rows], "certificate": summary["certificate"],
         "difference": change.difference, "verified": change.verified, "removed": list(change.removed),
         "seconds": change.seconds, "refit_seconds": change.refit_seconds, "fit": summary,
-        "findings": [why] if why else [], "out": str(out),
+        "findings": list(findings), "out": str(out),
     }  # fmt: skip
     return result, page
 
@@ -178,7 +245,7 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
 def _score(name: str, run: SavedRun, task: TaskData, seconds: float | None) -> tuple[Comparison, Predictions]:
     """Scores on the test samples; without standard deviations where they are expensive."""
     x = task.tensors("test")[0].to(run.fit.module.function.device)
-    found = predict(run.fit, x, run.transforms[1], run.temperature, std=run.fit.solver == "dual")
+    found = predict(run.fit, x, run.transforms[1], run.temperatures, std=run.fit.solver == "dual")
     if found.probs is None:
         return score_values(name, found.mean, task.test.y, found.std, seconds), found
     return score_classes(name, found.probs, task.test.y, seconds), found

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from linnet.data import Standardize
+from linnet.errors import NumericalError
 from linnet.memory import parse_bytes
 from linnet.methods.dual import Dual, Spectrum
 from linnet.methods.linear_fit import LinearFit
@@ -33,11 +34,13 @@ class Predictions:
         mean: Outputs (T, C).
         std: Their standard deviation (T, C), with noise for a regression; None when it was not asked for.
         probs: Class probabilities (T, C); None for a regression.
+        note: Why there are no standard deviations, where they were asked for.
     """
 
     mean: Array
     std: Array | None
     probs: Array | None
+    note: str = ""
 
     @property
     def predicted(self) -> Array:
@@ -56,7 +59,7 @@ def predict(
     fit: LinearFit,
     x: Tensor,
     scale: Standardize | None = None,
-    temperature: float | None = None,
+    temperatures: tuple[float, float] | None = None,
     std: bool = True,
 ) -> Predictions:
     """Predict in pieces that fit the memory.
@@ -65,31 +68,37 @@ def predict(
         fit: The fit.
         x: Inputs of T samples.
         scale: Scale of regression targets.
-        temperature: T of the softmax; None for a regression.
+        temperatures: T of the softmax of outputs with and without their variance; None for a regression.
         std: Whether to compute standard deviations, which needs the kernel with the training samples.
 
     Returns:
-        The predictions.
+        The predictions; without standard deviations and with a note where they could not be solved for.
     """
-    means, variances = [], []
+    means, variances, note = [], [], ""
     for part in _pieces(fit, x, "predicting"):
-        if not std:
-            means.append(fit.predict(part))
-            continue
-        found = fit.predictive(part)
-        means.append(found.mean)
-        variances.append(found.variance.clamp_min(0))
+        if std and not note:
+            try:
+                found = fit.predictive(part)
+            except NumericalError as error:
+                note = f"no standard deviations: {error.what}; --std false leaves them out from the start"
+            else:
+                means.append(found.mean)
+                variances.append(found.variance.clamp_min(0))
+                continue
+        means.append(fit.predict(part))
     mean = torch.cat(means)
-    variance = torch.cat(variances) if std else None
-    if temperature is not None:
+    variance = torch.cat(variances) if std and not note else None
+    if temperatures is not None:
+        temperature = temperatures[0 if variance is not None else 1]
         probs = probabilities(mean.double(), None if variance is None else variance.double(), temperature)
-        return Predictions(_numpy(mean), None if variance is None else _numpy(variance.sqrt()), _numpy(probs))
+        spread = None if variance is None else _numpy(variance.sqrt())
+        return Predictions(_numpy(mean), spread, _numpy(probs), note)
     if variance is not None:
         variance = variance + fit.noise
     if scale is not None:
         mean = scale.inverse(mean)
         variance = None if variance is None else scale.inverse_variance(variance)
-    return Predictions(_numpy(mean), None if variance is None else _numpy(variance.sqrt()), None)
+    return Predictions(_numpy(mean), None if variance is None else _numpy(variance.sqrt()), None, note)
 
 
 def _pieces(fit: LinearFit, x: Tensor, what: str) -> Any:

@@ -27,9 +27,9 @@ from linnet.methods.head import with_head
 from linnet.methods.linear_fit import LinearFit
 from linnet.methods.load_fit import load_fit
 from linnet.models import apply_weights, load_model
+from linnet.runs.place import RECORD
 
 Array = np.ndarray[Any, Any]
-RECORD = "run.json"
 _KIND = "run"
 _TENSORS = ("model", "linear-fit", "samples")
 
@@ -130,7 +130,7 @@ class SavedRun:
         classes: Names of the classes; None for a regression.
         transforms: From stored samples to inputs, and the scale of regression targets.
         test: Where the test samples are; None when there are none.
-        temperature: T of the softmax; None for a regression.
+        temperatures: T of the softmax of outputs with and without their variance; None for a regression.
     """
 
     origin: Origin
@@ -139,7 +139,7 @@ class SavedRun:
     classes: tuple[str, ...] | None
     transforms: tuple[ImageTransform | Standardize | None, Standardize | None]
     test: TestSource | None
-    temperature: float | None
+    temperatures: tuple[float, float] | None
 
     def changed(self, fit: LinearFit, samples: TrainingSamples) -> SavedRun:
         """The run after its training samples changed.
@@ -149,10 +149,10 @@ class SavedRun:
             samples: Its samples.
 
         Returns:
-            A run with the temperature of the new fit.
+            A run with the temperatures of the new fit, or its own where a kernel would be needed for them.
         """
-        temperature = fit.temperature if fit.solver == "dual" else self.temperature
-        return replace(self, fit=fit, samples=samples, temperature=temperature)
+        temperatures = temperatures_of(fit) if fit.solver == "dual" else self.temperatures
+        return replace(self, fit=fit, samples=samples, temperatures=temperatures)
 
     def inputs(self, x: Array) -> Tensor:
         """Stored samples as the network's inputs, on its device.
@@ -184,26 +184,17 @@ class SavedRun:
         return scale(y, dtype) if scale else torch.from_numpy(y).to(dtype)
 
 
-def check_out(out: Path, source: Path | None = None) -> None:
-    """Require a place where a run can be written.
+def temperatures_of(fit: LinearFit) -> tuple[float, float] | None:
+    """T of the softmax, fitted to leave-one-out outputs with and without their variance.
 
     Args:
-        out: The folder.
-        source: The run that is read meanwhile, which must be another one.
+        fit: A fit.
 
-    Raises:
-        InputError: A file lies there or above, or it is the run that is read.
+    Returns:
+        Both, or None for a regression.
     """
-    for place in (out, *out.absolute().parents):
-        if place.exists():
-            if not place.is_dir():
-                raise InputError(f"out is {out}, but {place} is a file", expected="a folder, new or old")
-            break
-    if source is not None and out.resolve() == source.resolve():
-        raise InputError(
-            f"out and run are the same folder, {out}",
-            expected="another folder, so that the old run stays as it is",
-        )
+    moderated, point = fit.temperature, fit.point_temperature
+    return None if moderated is None or point is None else (moderated, point)
 
 
 def save_run(folder: Path, run: SavedRun) -> None:
@@ -228,7 +219,7 @@ def save_run(folder: Path, run: SavedRun) -> None:
         "transform": None if transform is None else {"kind": type(transform).__name__, **asdict(transform)},
         "scale": None if scale is None else asdict(scale),
         "test": None if run.test is None else asdict(run.test),
-        "temperature": run.temperature,
+        "temperatures": run.temperatures,
         "files": {name: _checksum(folder / f"{name}.safetensors") for name in _TENSORS},
     }
     write_json(folder / RECORD, record, kind=_KIND)
@@ -268,8 +259,10 @@ def load_run(folder: Path, device: str = "cpu", memory: str | None = None) -> Sa
         _transform(record["transform"]),
         None if record["scale"] is None else Standardize(**record["scale"]),
     )
-    fit._temperature = record["temperature"]
-    return SavedRun(origin, fit, samples, classes, transforms, test, record["temperature"])
+    temperatures = None if record["temperatures"] is None else tuple(record["temperatures"])
+    if temperatures is not None:
+        fit._temperature, fit._point_temperature = temperatures
+    return SavedRun(origin, fit, samples, classes, transforms, test, temperatures)
 
 
 def load_test(run: SavedRun) -> tuple[TaskData | None, str]:
@@ -314,7 +307,11 @@ def test_digest(task: TaskData) -> str:
 def _read_record(folder: Path) -> dict[str, Any]:
     """The record of a finished run whose files are its own."""
     if not folder.is_dir():
-        raise InputError(f"there is no run folder {folder}", expected="a folder written by linnet adapt")
+        raise InputError(
+            f"there is no run folder {folder}",
+            expected="a folder written by linnet adapt, forget or update",
+            remedy="name the folder that was --out of linnet adapt",
+        )
     if not (folder / RECORD).is_file():
         raise FileFormatError(
             f"{folder} holds no finished run: {RECORD} is missing",

@@ -13,12 +13,14 @@ from linnet.data import ImageTransform, Standardize
 from linnet.data.arrays import Member
 from linnet.data.checks import as_labels, as_targets, check_finite, check_lengths, some
 from linnet.data.folder import ImageFiles
+from linnet.data.load import KINDS
 from linnet.data.table import read_numbers
 from linnet.errors import DataError, InputError
 from linnet.npz import npz_headers, read_npz
 from linnet.runs.folder import SavedRun
 
 Array = np.ndarray[Any, Any]
+ALIKE = "give samples of the form that the run was trained on"
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
@@ -61,7 +63,9 @@ def read_new(path: Path, run: SavedRun, prefer: str) -> NewSamples:
     if path.is_dir():
         if not images:
             raise InputError(
-                f"data {path} is a folder", expected="samples like those of the run, which are no images"
+                f"data {path} is a folder",
+                expected="samples like those of the run, which are no images",
+                remedy=ALIKE,
             )
         return _checked(_from_folder(path, run), run)
     if path.suffix.lower() == ".npz":
@@ -69,7 +73,7 @@ def read_new(path: Path, run: SavedRun, prefer: str) -> NewSamples:
     if path.suffix.lower() == ".csv":
         return _checked(_from_table(path, run), run)
     what = "has an unknown kind" if path.exists() else "does not exist"
-    raise InputError(f"data {path} {what}", expected="a folder of images, an .npz archive or a .csv table")
+    raise InputError(f"data {path} {what}", expected=KINDS, remedy="check the path and its ending")
 
 
 def _from_folder(path: Path, run: SavedRun) -> NewSamples:
@@ -84,7 +88,11 @@ def _from_folder(path: Path, run: SavedRun) -> NewSamples:
     files = [Path(at, name) for at, _, names in walked for name in sorted(names) if not name.startswith(".")]
     found = [file.relative_to(path) for file in files if file.suffix.lower() in _SUFFIXES]
     if not found:
-        raise DataError(f"{path} has no images", expected=f"files ending in {', '.join(_SUFFIXES)}")
+        raise DataError(
+            f"{path} has no images",
+            expected=f"files ending in {', '.join(_SUFFIXES)}",
+            remedy="check the path",
+        )
     ids = tuple(file.as_posix() for file in found)
     x = ImageFiles(path, ids, transform).read(np.arange(len(ids)))
     number = {name: label for label, name in enumerate(run.classes or ())}
@@ -101,6 +109,7 @@ def _from_archive(path: Path, run: SavedRun, prefer: str) -> NewSamples:
         raise DataError(
             f"{path} has no samples; it holds: {some(list(headers)) or 'nothing'}",
             expected="an array x, and y where the answers are known",
+            remedy="rename its arrays",
         )
     name = f"x{part}"
     member = Member(path, name, headers[name])
@@ -114,6 +123,7 @@ def _from_archive(path: Path, run: SavedRun, prefer: str) -> NewSamples:
         raise DataError(
             f"{name} of {path} has the shape {headers[name].shape} and type {headers[name].dtype}",
             expected=kind,
+            remedy=ALIKE,
         )
     ids = tuple(f"{part[1:] or 'x'}/{row}" for row in range(count))
     answers = read_npz(path, [f"y{part}"])[f"y{part}"] if f"y{part}" in headers else None
@@ -133,11 +143,17 @@ def _from_table(path: Path, run: SavedRun) -> NewSamples:
     columns = run.test.columns if run.test is not None else None
     if columns is None:
         raise InputError(
-            f"data {path} is a table", expected="samples like those of the run, which are no table's"
+            f"data {path} is a table",
+            expected="samples like those of the run, which are no table's",
+            remedy=ALIKE,
         )
     missing = [name for name in columns if name not in names]
     if missing:
-        raise DataError(f"{path} lacks the columns {some(missing)}", expected=f"the columns {some(columns)}")
+        raise DataError(
+            f"{path} lacks the columns {some(missing)}",
+            expected=f"the columns {some(columns)}",
+            remedy="name them in the first line",
+        )
     x = values[:, [names.index(name) for name in columns]]
     rest = [place for place, name in enumerate(names) if name not in columns]
     y = values[:, rest] if len(rest) == run.fit.system.c else None
@@ -150,7 +166,9 @@ def _checked(new: NewSamples, run: SavedRun) -> NewSamples:
     transform = run.transforms[0]
     if isinstance(transform, Standardize) and new.x.shape[1:] != (len(transform.mean),):
         raise DataError(
-            f"the new samples have the shape {new.x.shape[1:]}", expected=f"{len(transform.mean)} features"
+            f"the new samples have the shape {new.x.shape[1:]}",
+            expected=f"{len(transform.mean)} features",
+            remedy=ALIKE,
         )
     known = tuple(run.fit.x.shape[1:])
     shape = tuple(run.inputs(new.x[:1]).shape[1:])
@@ -158,7 +176,7 @@ def _checked(new: NewSamples, run: SavedRun) -> NewSamples:
         raise DataError(
             f"the new samples make inputs of shape {shape}",
             expected=f"{known}, like the samples that the run was trained on",
-            remedy="scale them to that size, or adapt with --size",
+            remedy="scale them to that size, or adapt with --size and --channels",
         )
     return new
 
@@ -180,5 +198,6 @@ def required_answers(new: NewSamples, path: Path) -> Array:
         raise DataError(
             f"{path} has no answers for its samples",
             expected="an array y, one folder for each class of the run, or the target's column",
+            remedy="add them: only labeled samples can be learned from",
         )
     return new.y

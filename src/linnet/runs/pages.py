@@ -232,9 +232,9 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
         Choice("ridge", f"{fit.ridge:.4g}", reasons.get("ridge", "")),
         Choice("noise variance", f"{fit.noise:.4g}", "highest evidence at this ridge"),
     ]  # fmt: skip
-    if run.temperature is not None:
+    if run.temperatures is not None:
         made.append(
-            Choice("softmax temperature", f"{run.temperature:.4g}", "likeliest leave-one-out predictions")
+            Choice("softmax temperature", f"{run.temperatures[0]:.4g}", "likeliest leave-one-out predictions")
         )
     if "change" in reasons:
         made.append(Choice("change", reasons["change"], "by linear algebra on the fit before"))

@@ -36,7 +36,7 @@ def predict_new(run: SavedRun, new: NewSamples, std: bool = True) -> Predictions
     Returns:
         The predictions.
     """
-    return predict(run.fit, run.inputs(new.x), run.transforms[1], run.temperature, std)
+    return predict(run.fit, run.inputs(new.x), run.transforms[1], run.temperatures, std)
 
 
 def prediction_rows(run: SavedRun, new: NewSamples, found: Predictions) -> list[dict[str, Any]]:
@@ -98,10 +98,20 @@ def check_table(path: Path) -> None:
         path: The file.
 
     Raises:
-        InputError: It ends in neither ``.csv`` nor ``.json``, or is a folder.
+        InputError: It ends in neither ``.csv`` nor ``.json``, is a folder, or has no folder to lie in.
     """
     if path.suffix.lower() not in (".csv", ".json") or path.is_dir():
-        raise InputError(f"out is {path}", expected="a file that ends in .csv or .json")
+        raise InputError(
+            f"out is {path}",
+            expected="a file that ends in .csv or .json",
+            remedy="name one, such as --out predictions.csv",
+        )
+    if not path.absolute().parent.is_dir():
+        raise InputError(
+            f"out is {path}, but there is no folder {path.parent}",
+            expected="a file in a folder that exists",
+            remedy="make the folder first, or name another",
+        )
 
 
 def prediction_page(
@@ -133,7 +143,8 @@ def prediction_page(
     headline = (
         () if new.y is not None else (f"{len(new.ids)} samples were predicted; their answers are not known.",)
     )
-    page = Run(title, run.classes, Notes(headline, run.fit.record.warnings, facts(run)), scores, test=test)
+    warnings = (*run.fit.record.warnings, *((found.note,) if found.note else ()))
+    page = Run(title, run.classes, Notes(headline, warnings, facts(run)), scores, test=test)
     counts = None
     if run.classes is not None:
         counts = {name: int((found.predicted == label).sum()) for label, name in enumerate(run.classes)}
@@ -141,6 +152,7 @@ def prediction_page(
         "command": "predict", "samples": len(new.ids), "scores": [asdict(row) for row in scores.comparison],
         "predicted": counts,
         "mean_std": None if found.std is None else float(found.std.mean()),
+        "findings": [found.note] if found.note else [],
     }  # fmt: skip
     return result, page
 
@@ -185,7 +197,7 @@ def explain(run: SavedRun, new: NewSamples | None, indices: Sequence[int], top: 
     if top < 1:
         raise InputError(f"top is {top}", expected="a positive number of training samples")
     chosen = part.take(np.asarray(list(dict.fromkeys(indices))))
-    found = predict(run.fit, run.inputs(chosen.x), run.transforms[1], run.temperature)
+    found = predict(run.fit, run.inputs(chosen.x), run.transforms[1], run.temperatures)
     images = run.samples.images is not None
     known = new is None or new.y is not None
     made = explanations(run, chosen.x, list(range(len(chosen.ids))), found, top)

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from linnet.data import ImageTransform
+from linnet.data.checks import check_seed
 from linnet.errors import InputError
 
 HEADS = ("auto", "probe", "random", "zero", "keep")
 SOLVERS = ("auto", "dual", "cg")
+LEAVE = "leave it out to have it chosen"
 CRITERIA = {"auto": "loo", "loo": "loo", "gcv": "gcv", "evidence": "evidence"}
 
 
@@ -37,7 +39,7 @@ class Network:
 
     def __post_init__(self) -> None:
         if self.head not in HEADS:
-            raise InputError(f"head is {self.head!r}", expected=f"one of {', '.join(HEADS)}")
+            raise InputError(f"head is {self.head!r}", expected=f"one of {', '.join(HEADS)}", remedy=LEAVE)
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ class Source:
         tests: Test samples to evaluate; None for all.
         seed: Seed of the split and of the draws.
         target: Column of a table to predict.
+
+    Raises:
+        InputError: The seed is out of range.
     """
 
     path: Path
@@ -59,6 +64,9 @@ class Source:
     tests: int | None = None
     seed: int = 0
     target: str | None = None
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -85,14 +93,18 @@ class Solving:
     def __post_init__(self) -> None:
         if isinstance(self.ridge, str) and self.ridge not in CRITERIA:
             raise InputError(
-                f"ridge is {self.ridge!r}", expected="a positive number, auto, loo, gcv or evidence"
+                f"ridge is {self.ridge!r}",
+                expected="a positive number, auto, loo, gcv or evidence",
+                remedy=LEAVE,
             )
         if not isinstance(self.ridge, str) and not (math.isfinite(self.ridge) and self.ridge > 0):
             raise InputError(
                 f"ridge is {self.ridge}", expected="a positive number", remedy="try --ridge auto"
             )
         if self.solver not in SOLVERS:
-            raise InputError(f"solver is {self.solver!r}", expected=f"one of {', '.join(SOLVERS)}")
+            raise InputError(
+                f"solver is {self.solver!r}", expected=f"one of {', '.join(SOLVERS)}", remedy=LEAVE
+            )
         check_device(self.device)
 
     @property
@@ -125,7 +137,9 @@ class Settings:
     def __post_init__(self) -> None:
         if self.baseline < 0:
             raise InputError(
-                f"baseline steps are {self.baseline}", expected="a positive number, or --no-baseline"
+                f"baseline steps are {self.baseline}",
+                expected="a positive number",
+                remedy="pass --no-baseline to leave the comparison out",
             )
 
 

@@ -61,6 +61,7 @@ def print_adaptation(result: dict[str, Any]) -> list[str]:
         *score_table([Comparison(**row) for row in result["scores"]]),
         f"ridge {number(fit['ridge'])}: {fit['reasons'].get('ridge', '')}",
         f"solver {fit['solver']}: {fit['reasons'].get('solver', '')}",
+        "time: " + ", ".join(f"{step} {_cell(duration, t)}" for step, t in result["seconds"].items()),
         *(f"note: {text}" for text in (*fit["warnings"], *result["data"]["findings"])),
         *written(Path(result["out"])),
     ]
@@ -146,6 +147,7 @@ def print_prediction(result: dict[str, Any]) -> list[str]:
         )
     if result["scores"]:
         lines += score_table([Comparison(**row) for row in result["scores"]])
+    lines += [f"note: {text}" for text in result["findings"]]
     return [*lines, *written(Path(result["out"]))]
 
 
