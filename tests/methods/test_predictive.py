@@ -110,8 +110,9 @@ def test_more_variance_is_less_confidence() -> None:
 
 
 def log_loss(outputs: torch.Tensor, labels: torch.Tensor, t: float, v: torch.Tensor | None = None) -> float:
-    p = probabilities(outputs, v, t)
-    return -p[torch.arange(len(labels)), labels].log().mean().item()
+    """Of the labels, and of one more example that is of no class in particular."""
+    log_p = probabilities(outputs, v, t).log()
+    return -(log_p[torch.arange(len(labels)), labels].sum() + log_p.mean()).item()
 
 
 @pytest.mark.parametrize("scale", [0.02, 1.0, 300.0])
