@@ -77,7 +77,7 @@ def test_no_forbidden_paths() -> None:
         ("written with Cla" + "ude", 1),
         ("as the {}ant said".format("assist"), 1),
         ("comes in a later is" + "sue", 1),
-        ("see https://example.org/work/page and ../shared/data and ~/tmp/x", 0),
+        ("see https://example.org/a/page and ../shared/data and ~/tmp/x", 0),
         ("a session-scoped fixture of the agent's environment", 0),
     ],
 )

@@ -98,7 +98,7 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         raise InputError(
             f"device is {name!r}, which does not work here ({_first_line(error)})",
             expected=f"one of {', '.join(map(str, _devices()))}",

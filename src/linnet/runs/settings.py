@@ -156,7 +156,7 @@ def check_device(name: str) -> None:
 
     try:
         torch.empty(1, device=name)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         raise InputError(
             f"device is {name!r}, which does not work here ({str(error).splitlines()[0][:120]})",
             expected="cpu, or a device that linnet doctor lists",
