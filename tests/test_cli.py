@@ -1,7 +1,8 @@
 """The command line, run as people run it: as a process of its own."""
 
-from __future__ import contextlib
+from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
