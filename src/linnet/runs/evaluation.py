@@ -225,7 +225,7 @@ def spectrum_of(fit: LinearFit) -> Spectrum | None:
         return None
     size = fit.n * fit.system.c
     with waiting(f"eigenvalues of {size} equations", eigen_seconds(size)):
-        return Spectrum(fit.system.kernel, fit.system.residual)
+        return fit.system.spectrum
 
 
 def eigen_seconds(size: int, probe: int = 200) -> float:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
@@ -293,8 +292,3 @@ def pull_back(rows: Tensor, target: Tensor, source: Tensor) -> Tensor:
     if pulled is None:
         return rows.new_zeros(n, k, *source.shape)
     return pulled.view(n, k, *source.shape)
-
-
-def numel(shape: Size) -> int:
-    """Number of entries of a tensor of that shape."""
-    return prod(shape)
