@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("linalg",),
     ("solvers",),
     ("tangent",),
-    ("curvature",),
+    ("curvatures",),
     ("methods",),
     ("testing",),
     ("integrations",),

@@ -1,0 +1,1 @@
+"""Curvature matrices: Gauss-Newton, Fisher and Hessian, whole or approximated."""
