@@ -116,7 +116,7 @@ class Batches:
                 batch = Batch(0, *_moved(part_x, part_y, self.device))
                 _check(batch)
                 return batch
-        raise DataError("data is empty: it yields no example", expected="at least one example", remedy=EMPTY)
+        raise _empty()
 
     def _whole(self) -> Iterator[tuple[Inputs, Tensor | None]]:
         """Batches as the data come."""
@@ -135,8 +135,7 @@ class Batches:
         n = batch_size(x)
         size = self.block or (max(n, 1) if isinstance(self._data, DataLoader) else 128)
         targets = [None] * n if y is None else split(y, size)
-        for part, target in zip(split(x, size), targets, strict=False):
-            yield part, target
+        yield from zip(split(x, size), targets, strict=False)
 
     def _compare(self, sums: _Sums) -> None:
         """Raise if this pass held other data than the first."""
@@ -161,6 +160,11 @@ class Batches:
             )
 
 
+def _empty() -> DataError:
+    """Data without an example."""
+    return DataError("data is empty: it yields no example", expected="at least one example", remedy=EMPTY)
+
+
 def _pair(item: Any) -> tuple[Inputs, Tensor | None]:
     """(x, y) or x alone."""
     if isinstance(item, TensorDataset) and len(item.tensors) == 1:
@@ -169,7 +173,7 @@ def _pair(item: Any) -> tuple[Inputs, Tensor | None]:
         return item, None
     if isinstance(item, list | tuple) and len(item) == 1:
         return item[0], None
-    return gather_data(item)
+    return gather_data(item, missing=True)
 
 
 def _read(data: Any, indices: range) -> tuple[Inputs, Tensor | None]:
@@ -180,7 +184,7 @@ def _read(data: Any, indices: range) -> tuple[Inputs, Tensor | None]:
     if isinstance(first, Tensor | Mapping):
         samples = [first, *(data[i] for i in indices[1:])]
         return torch.utils.data.default_collate(samples), None
-    return gather_data(Subset(data, list(indices)))
+    return gather_data(Subset(data, list(indices)), missing=True)
 
 
 def _moved(x: Inputs, y: Tensor | None, device: torch.device) -> tuple[Inputs, Tensor | None]:
@@ -198,7 +202,7 @@ def _check(batch: Batch) -> None:
 def _fingerprint(batch: Batch) -> tuple[float, float]:
     """Σ v and Σ v² over the inputs and targets of the examples."""
     values = [*tensors_in(batch.x), *([] if batch.y is None else [batch.y])]
-    owned = [v.detach() for v in values if v.ndim and v.shape[0] == batch.size]
+    owned = [v.detach().nan_to_num() for v in values if v.ndim and v.shape[0] == batch.size]
     first = sum(float(v.sum(dtype=torch.float64)) for v in owned)
     second = sum(float(v.double().square().sum()) for v in owned if v.numel() <= 1 << 24)
     return first, second

@@ -138,13 +138,16 @@ def split(x: Inputs, size: int) -> Iterator[Inputs]:
         yield x if size >= n else take(x, slice(start, min(start + size, n)))
 
 
-def gather_data(data: Any, device: torch.device | None = None) -> tuple[Inputs, Tensor]:
+def gather_data(
+    data: Any, device: torch.device | None = None, missing: bool = False
+) -> tuple[Inputs, Tensor]:
     """The whole of ``data`` as one (x, y) pair in memory.
 
     Args:
         data: An (x, y) pair, a ``Dataset`` of such pairs or a ``DataLoader`` over one. A
             ``DataLoader`` is read once, in its own order.
         device: Where the result should live; by default where the data are.
+        missing: Whether NaN in y is let through, as a target that is missing.
 
     Returns:
         The inputs (N, ...) and the targets (N, ...).
@@ -164,7 +167,8 @@ def gather_data(data: Any, device: torch.device | None = None) -> tuple[Inputs, 
             remedy="check that x and y come from the same split",
         )
     check_finite(x, "x")
-    check_finite(y, "y")
+    if not missing:
+        check_finite(y, "y")
     if device is not None:
         x, y = map_tensors(lambda t: t.to(device), x), y.to(device)
     return x, y
