@@ -205,6 +205,8 @@ ZOO: tuple[Animal, ...] = (
     Animal("conv3d", zoo_modules.conv3d, _real(1, 4, 4, 4), 2),
     Animal("padding-modes", zoo_modules.padding_modes, _real(2, 6, 6), 3),
     Animal("transposed-convs", zoo_modules.transposed, _real(2, 5, 5), 3),
+    Animal("decoder", zoo_modules.decoder, _real(5), 4),
+    Animal("upsampler", zoo_modules.upsampler, _real(2, 4), 3),
     Animal("norms", zoo_modules.norms, _real(2, 6, 6), 3),
     Animal("weight-norm", zoo_modules.weight_norm, _real(2, 6, 6), 3, traits=_traits(NO_FORWARD_AD)),
     Animal("spectral-norm", zoo_modules.spectral_norm, _real(6), 3),

@@ -397,6 +397,28 @@ def transposed() -> nn.Module:
     )  # fmt: skip
 
 
+def decoder() -> nn.Module:
+    """From a code to a small picture, as the second half of an autoencoder."""
+    return nn.Sequential(
+        nn.Linear(5, 24), nn.Unflatten(1, (6, 2, 2)), nn.Tanh(),
+        nn.ConvTranspose2d(6, 4, 3, stride=2, padding=1, output_padding=1, groups=2), nn.BatchNorm2d(4),
+        nn.SiLU(), nn.ConvTranspose2d(4, 4, (2, 3), (1, 2), (0, 1), groups=4, bias=False), nn.Tanh(),
+        nn.ConvTranspose2d(4, 1, 2, dilation=(2, 1), output_padding=(1, 0)), nn.Sigmoid(),
+        nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+    )  # fmt: skip
+
+
+def upsampler() -> nn.Module:
+    """Transposed convolutions in one and three dimensions."""
+    return nn.Sequential(
+        nn.ConvTranspose1d(2, 4, 4, stride=2, padding=1), nn.GELU(),
+        nn.ConvTranspose1d(4, 4, 2, stride=3, output_padding=2, groups=2), nn.Tanh(),
+        nn.AdaptiveAvgPool1d(8), nn.Unflatten(2, (2, 2, 2)),
+        nn.ConvTranspose3d(4, 2, 2, stride=(1, 2, 1), output_padding=(0, 1, 0)), nn.Tanh(),
+        nn.AdaptiveAvgPool3d(2), nn.Flatten(), nn.Linear(16, 3),
+    )  # fmt: skip
+
+
 def norms() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.GELU(approximate="tanh"), nn.Conv2d(4, 4, 3),

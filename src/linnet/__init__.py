@@ -9,6 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from linnet.curvatures import likelihoods as likelihoods
+    from linnet.curvatures.build import curvature as curvature
+    from linnet.curvatures.curvature import Curvature as Curvature
     from linnet.methods import spectrum as spectrum
     from linnet.methods.fit import fit as fit
     from linnet.methods.head import with_head as with_head
@@ -32,8 +35,12 @@ _HOME = {
     "LinearFit": "linnet.methods.linear_fit",
     "load_fit": "linnet.methods.load_fit",
     "Predictive": "linnet.methods.predictive",
+    "curvature": "linnet.curvatures.build",
+    "Curvature": "linnet.curvatures.curvature",
+    "likelihoods": "linnet.curvatures",
     "spectrum": "linnet.methods",
 }
+_NAMESPACES = ("likelihoods", "spectrum")  # modules whose contents are public
 
 __all__ = ["__version__", *_HOME]
 
@@ -42,8 +49,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
     if name not in _HOME:
         raise AttributeError(f"module 'linnet' has no attribute {name!r}")
-    if name == "spectrum":
-        value: Any = import_module("linnet.methods.spectrum")
+    if name in _NAMESPACES:
+        value: Any = import_module(f"{_HOME[name]}.{name}")
     else:
         value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value

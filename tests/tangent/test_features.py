@@ -24,7 +24,7 @@ OUTPUTS: tuple[Any, ...] = ("full", "trace", "diagonal", "sum")
 NETS = [
     "mlp-tanh", "lenet", "mobilenet", "conv1d", "conv3d", "vit-mha", "encoder-batch-second", "bert-eager",
     "tied-embedding", "tied-linears", "tied-transpose", "shared-module", "shared-conv", "padding-modes",
-    "contractions", "gpt2-eager", "padding-index",
+    "contractions", "gpt2-eager", "padding-index", "decoder", "upsampler", "transposed-convs",
 ]  # fmt: skip
 
 TWO_WAYS = ("tied-transpose", "contractions")  # weights read as they are and transposed have no common form

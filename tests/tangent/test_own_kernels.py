@@ -9,7 +9,17 @@ from tests.zoo import assert_near, case, linearized
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp-tanh", "lenet", "resnet-batchnorm", "vit-mha", "tied-embedding", "lstm", "shared-module"]
+    "name",
+    [
+        "mlp-tanh",
+        "lenet",
+        "resnet-batchnorm",
+        "vit-mha",
+        "tied-embedding",
+        "lstm",
+        "shared-module",
+        "decoder",
+    ],
 )
 def test_own_kernels_are_the_diagonal_blocks(name: str) -> None:
 

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from linnet.tangent import features
 from linnet.tangent.capture import capture
 from linnet.tangent.functional import Functional
+from linnet.tangent.gram import gram
 from linnet.tangent.rules import factors, outer_rows, patches, use_rows
 from linnet.testing.oracles import jacobian_oracle
 from tests.methods.problems import near, real
@@ -76,6 +78,51 @@ SPECS: dict[str, Spec] = {
         lambda x, w: F.conv2d(x, w, padding="same"),
     ),
     "conv3d": ("conv", (2, 1, 2, 2, 2), (1, 3, 4, 3), lambda x, w: F.conv3d(x, w, padding=1)),
+    "transposed conv1d": (
+        "conv-transposed",
+        (2, 3, 4),
+        (2, 5),
+        lambda x, w: F.conv_transpose1d(x, w, stride=2, padding=1, output_padding=1),
+    ),
+    "transposed conv2d": ("conv-transposed", (2, 3, 3, 2), (2, 4, 3), lambda x, w: F.conv_transpose2d(x, w)),
+    "transposed conv2d, grouped": (
+        "conv-transposed",
+        (4, 3, 3, 3),
+        (4, 3, 4),
+        lambda x, w: F.conv_transpose2d(x, w, None, 2, (1, 0), (1, 0), 2),
+    ),
+    "transposed conv2d, depthwise": (
+        "conv-transposed",
+        (3, 1, 2, 2),
+        (3, 3, 3),
+        lambda x, w: F.conv_transpose2d(x, w, stride=(2, 3), groups=3),
+    ),
+    "transposed conv2d, dilated, with rows that nothing reaches": (
+        "conv-transposed",
+        (2, 2, 2, 2),
+        (2, 3, 3),
+        lambda x, w: F.conv_transpose2d(
+            x, w, dilation=(3, 2), stride=1, padding=(1, 0), output_padding=(2, 1)
+        ),
+    ),
+    "transposed conv2d, kernel smaller than the stride": (
+        "conv-transposed",
+        (2, 3, 1, 1),
+        (2, 3, 3),
+        lambda x, w: F.conv_transpose2d(x, w, stride=3, output_padding=2),
+    ),
+    "transposed conv3d": (
+        "conv-transposed",
+        (2, 1, 2, 2, 2),
+        (2, 2, 3, 2),
+        lambda x, w: F.conv_transpose3d(x, w, stride=(1, 2, 1), padding=1),
+    ),
+    "transposed conv over frames": (
+        "conv-transposed",
+        (1, 2, 2, 2),
+        (3, 1, 3, 3),
+        lambda x, w: F.conv_transpose2d(x.flatten(0, 1), w).unflatten(0, (-1, 3)).sum(1),
+    ),
     "conv over frames": (
         "conv",
         (2, 1, 2, 2),
@@ -103,6 +150,12 @@ SPECS: dict[str, Spec] = {
         (4,),
         (2, 5, 5),
         lambda x, w: F.conv2d(x, torch.ones(4, 2, 2, 2).double(), w),
+    ),
+    "shift of channels after a transposed conv": (
+        "shift",
+        (3,),
+        (2, 3, 3),
+        lambda x, w: F.conv_transpose2d(x, torch.ones(2, 3, 2, 2).double(), w, stride=3),
     ),
     "shift in addmm": ("shift", (2,), (3,), lambda x, w: torch.addmm(w, x, torch.ones(3, 2).double())),
 }
@@ -175,6 +228,59 @@ def test_one_parameter_read_twice_sums_its_uses() -> None:
     near(captured.rows("w"), jacobian_oracle(model, x).unflatten(2, (3, 3)))
     assert len(captured.uses) == 3
     assert [use.direct for use in captured.uses] == [True, True, False]
+
+
+class Autoencoder(nn.Module):
+    """One kernel for a convolution and for the transposed one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(real(3, 2, 3, 3, seed=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(F.conv2d(x, self.w, stride=2, padding=1))
+        again = F.conv_transpose2d(hidden, self.w, stride=2, padding=1, output_padding=1)
+        return torch.sin(again).flatten(2).mean(2)
+
+
+class TwoGroupings(nn.Module):
+    """One kernel for convolutions with two and with four groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(real(4, 1, 3, 3, seed=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(F.conv2d(x, self.w, groups=2))
+        return torch.sin(F.conv2d(hidden, self.w, groups=4)).flatten(2).mean(2)
+
+
+@pytest.mark.parametrize("build", [Autoencoder, TwoGroupings])
+def test_one_kernel_of_two_kinds_of_convolution(build: Callable[[], nn.Module]) -> None:
+    model, x = build(), real(4, 2, 6, 6)
+    function = Functional(model)
+    captured = capture(function, x)
+    assert len(captured.uses) == 2
+    j = jacobian_oracle(model, x)
+    near(captured.rows("w").flatten(2), j)
+    near(gram(function, x), torch.einsum("ncp,mdp->ncmd", j, j))
+
+
+@pytest.mark.parametrize(("stride", "length"), [(1, 3), (2, 2)])
+def test_a_bias_does_not_ride_with_a_transposed_convolution(
+    stride: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradients are not those of the weight with a = 1: some pixels are reached by no position."""
+    monkeypatch.setattr(features, "_pays", lambda *_: True)
+    model = nn.Sequential(
+        nn.ConvTranspose1d(8, 6, 1, stride), nn.Tanh(), nn.Flatten(), nn.Linear(18, 2)
+    ).double()
+    function, x = Functional(model), real(3, 8, length)
+    treatment = features.choose(capture(function, x), function.names, (3, 3), "full")
+    assert set(treatment.factored) == {"0.weight", "3.weight"}
+    assert treatment.riding == {"3.bias": "3.weight"}
+    j = jacobian_oracle(model, x)
+    near(gram(function, x), torch.einsum("ncp,mdp->ncmd", j, j))
 
 
 UNRULED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from linnet.errors import DataError, InputError
 from linnet.tangent.batch import (
@@ -28,6 +28,7 @@ from linnet.tangent.batch import (
 )
 
 SAMPLES_A_READ = 256  # examples of a Dataset read at once
+DEFAULT_BLOCK = 128  # examples of a batch, where neither the caller nor a loader says
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,32 @@ class Batches:
                 return batch
         raise _empty()
 
+    def length(self) -> int | None:
+        """Number of batches of a pass of this process, where it can be told in advance."""
+        if isinstance(self._data, DataLoader) or self._streamed:
+            return None
+        n = batch_size(self._data[0])
+        size = self.block or DEFAULT_BLOCK
+        return len(range(self.rank, -(-n // size), self.world))
+
+    def identity(self) -> list[float]:
+        """Numbers that change when the data or their order do.
+
+        Returns:
+            Sizes and sums of the first batch.
+
+        Raises:
+            InputError: If a loader shuffles, so that its batches cannot be found again.
+        """
+        if isinstance(self._data, DataLoader) and isinstance(self._data.sampler, RandomSampler):
+            raise InputError(
+                "file= with a DataLoader that shuffles",
+                expected="batches in the same order when an interrupted pass goes on",
+                remedy="pass shuffle=False, or leave file= out",
+            )
+        first = self.first()
+        return [float(first.size), float(self.block or 0), *_fingerprint(first)]
+
     def _whole(self) -> Iterator[tuple[Inputs, Tensor | None]]:
         """Batches as the data come."""
         if isinstance(self._data, DataLoader):
@@ -133,7 +160,7 @@ class Batches:
     def _parts(self, x: Inputs, y: Tensor | None) -> Iterator[tuple[Inputs, Tensor | None]]:
         """A batch in parts of at most ``block`` examples."""
         n = batch_size(x)
-        size = self.block or (max(n, 1) if isinstance(self._data, DataLoader) else 128)
+        size = self.block or (max(n, 1) if isinstance(self._data, DataLoader) else DEFAULT_BLOCK)
         targets = [None] * n if y is None else split(y, size)
         yield from zip(split(x, size), targets, strict=False)
 

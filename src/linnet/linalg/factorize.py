@@ -100,34 +100,49 @@ def _try_cholesky(matrix: Tensor) -> Tensor | None:
 
 
 def _jittered_cholesky(matrix: Tensor, name: str) -> Tensor:
-    """The Cholesky factor of M + jitter · mean(diag M) · I for the first jitter that works."""
-    mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    """The Cholesky factor of M + jitter · mean(diag M) · I for the first jitter that works for it."""
+    batch = matrix.reshape(-1, *matrix.shape[-2:])
+    mean = batch.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    factor, info = _factor_and_info(batch)
     for jitter in _JITTERS:
-        factor = _try_cholesky(matrix + jitter * mean * identity)
-        if factor is not None:
+        bad = info != 0
+        factor[bad], info[bad] = _factor_and_info(batch[bad] + jitter * mean[bad] * identity)
+        if not info.any():
             _logger.warning("%s is nearly singular: added %.0e of its mean diagonal", name, jitter)
-            return factor
-    smallest = float(torch.linalg.eigvalsh(matrix).min())
+            return factor.reshape(matrix.shape)
+    worst = int(info.ne(0).nonzero()[0])
+    smallest = float(torch.linalg.eigvalsh(batch[worst]).min())
     raise NumericalError(
-        f"{name} is not positive definite: its smallest eigenvalue is {smallest:.3g}, "
-        f"its mean diagonal {float(mean.min()):.3g}",
+        f"{_member(name, matrix, worst)} is not positive definite: "
+        f"its smallest eigenvalue is {smallest:.3g}, its mean diagonal {float(mean[worst]):.3g}",
         expected="a positive definite matrix",
         remedy=f"add a damping or ridge of more than {max(-smallest, 0.0):.1g}",
     )
 
 
+def _factor_and_info(batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Cholesky factors, and for each a number that is zero where it is right."""
+    factor, info = torch.linalg.cholesky_ex(batch)
+    return factor, info
+
+
+def _member(name: str, matrix: Tensor, index: int) -> str:
+    """What to call one matrix of a batch; a matrix alone goes by the name itself."""
+    return name if matrix.ndim == 2 else f"matrix {index} of {name}"
+
+
 def eigh(matrix: Tensor, name: str = "matrix") -> tuple[Tensor, Tensor]:
-    """Eigenvalues (ascending) and eigenvectors of a symmetric matrix, M = Q diag(λ) Qᵀ.
+    """Eigenvalues (ascending) and eigenvectors of a symmetric matrix, M = Q diag(λ) Qᵀ, or of a batch.
 
     Matrices of 1024 rows or more are decomposed in float64, as are those on which the first try fails.
 
     Args:
-        matrix: Symmetric (n, n); only the lower triangle is read.
+        matrix: Symmetric (..., n, n); only the lower triangle is read.
         name: What to call the matrix in errors.
 
     Returns:
-        λ (n,) and Q (n, n), in the matrix's own precision.
+        λ (..., n) and Q (..., n, n), in the matrix's own precision.
 
     Raises:
         InputError: The matrix is not square or not of floating point type.
@@ -193,17 +208,44 @@ def nonnegative(values: Tensor, name: str = "matrix") -> Tensor:
     return values.clamp(min=0.0)
 
 
+def nonnegative_each(values: Tensor, name: str = "matrix") -> Tensor:
+    """Like :func:`nonnegative` for a batch of matrices, each judged by its own largest eigenvalue.
+
+    Args:
+        values: Eigenvalues (..., n), those of one matrix along the last axis.
+        name: What to call the matrices in errors.
+
+    Returns:
+        The values, those within rounding of zero raised to zero.
+
+    Raises:
+        NumericalError: A value is more negative than rounding explains; the error says in which matrix.
+
+    Example:
+        >>> nonnegative_each(torch.tensor([[-1e-9, 3.0], [0.0, 1.0]]))
+        tensor([[0., 3.],
+                [0., 1.]])
+    """
+    if values.numel() == 0 or values.ndim == 1:
+        return nonnegative(values, name)
+    each = values.reshape(-1, values.shape[-1])
+    relative = each.amin(1) / each.abs().amax(1).clamp(min=torch.finfo(values.dtype).tiny)
+    worst = int(relative.argmin())
+    nonnegative(each[worst], f"matrix {worst} of {name}")
+    return values.clamp(min=0.0)
+
+
 def root(matrix: Tensor, name: str = "matrix") -> Tensor:
-    """A square root S of a positive semi-definite matrix, M = S Sᵀ.
+    """A square root S of a positive semi-definite matrix, M = S Sᵀ, or of each of a batch.
 
     The Cholesky factor when there is one, else the symmetric root Q diag(√λ) Qᵀ.
 
     Args:
-        matrix: Symmetric positive semi-definite (n, n).
+        matrix: Symmetric positive semi-definite (..., n, n).
         name: What to call the matrix in errors.
 
     Returns:
-        S (n, n).
+        S (..., n, n).
 
     Raises:
         NumericalError: The matrix holds NaN or Inf, or has a negative eigenvalue.
@@ -219,4 +261,4 @@ def root(matrix: Tensor, name: str = "matrix") -> Tensor:
     if factor is not None:
         return factor
     values, vectors = eigh(matrix, name)
-    return (vectors * nonnegative(values, name).sqrt()) @ vectors.T
+    return (vectors * nonnegative_each(values, name).sqrt()[..., None, :]) @ vectors.mT

@@ -27,6 +27,12 @@ class LowRank(StructuredOperator):
         space: The parameter space of the columns.
         name: What to call the matrix in errors.
 
+    Attributes:
+        basis: W.
+        values: λ.
+        rest: c.
+        scale: The diagonal of D, or None.
+
     Raises:
         InputError: The shapes do not fit.
         NumericalError: Something is not finite, or a value is negative.
@@ -55,8 +61,8 @@ class LowRank(StructuredOperator):
             raise InputError(f"scale has shape {tuple(scale.shape)}", expected=f"({basis.shape[0]},)")
         require_finite(basis, f"basis of {name}")
         require_finite(values, f"values of {name}")
-        self._basis, self._values = basis, nonnegative(values, name)
-        self._rest, self._scale = require_damping(rest), scale
+        self.basis, self.values = basis, nonnegative(values, name)
+        self.rest, self.scale = require_damping(rest), scale
         self.shape = (basis.shape[0], basis.shape[0])
         self.dtype, self.device = basis.dtype, basis.device
         self.space, self.name = require_space(space, basis.shape[0]), name
@@ -100,72 +106,72 @@ class LowRank(StructuredOperator):
 
     def mm(self, v: Tensor) -> Tensor:
         """D (W λ Wᵀ + c (I − W Wᵀ)) D v."""
-        return self._scaled_by_d(self._spectral(self._values, self._rest, self._scaled_by_d(v)))
+        return self._scaled_by_d(self._spectral(self.values, self.rest, self._scaled_by_d(v)))
 
     def inverse(self) -> LowRank:
         """λ⁻¹, c⁻¹ and D⁻¹."""
         values, rest = self._positive()
-        scale = None if self._scale is None else 1 / self._scale
-        return LowRank(self._basis, 1 / values, 1 / rest, scale, self.space, f"inverse of {self.name}")
+        scale = None if self.scale is None else 1 / self.scale
+        return LowRank(self.basis, 1 / values, 1 / rest, scale, self.space, f"inverse of {self.name}")
 
     def damped(self, tau: float) -> LowRank:
         """λ + τ and c + τ; with D, the sum is decomposed anew."""
         tau = require_damping(tau)
-        if self._scale is None:
-            return LowRank(self._basis, self._values + tau, self._rest + tau, None, self.space, self.name)
+        if self.scale is None:
+            return LowRank(self.basis, self.values + tau, self.rest + tau, None, self.space, self.name)
         # M + τ I = (D W) diag(λ − c) (D W)ᵀ + c D² + τ I
-        factor, diagonal = self._scale[:, None] * self._basis, self._rest * self._scale**2 + tau
-        return LowRank.from_factor(factor, self._values - self._rest, diagonal, self.space, self.name)
+        factor, diagonal = self.scale[:, None] * self.basis, self.rest * self.scale**2 + tau
+        return LowRank.from_factor(factor, self.values - self.rest, diagonal, self.space, self.name)
 
     def scaled(self, scalar: float) -> LowRank:
         """λ and c times the number."""
         scalar = require_damping(scalar)
-        values, rest = scalar * self._values, scalar * self._rest
-        return LowRank(self._basis, values, rest, self._scale, self.space, self.name)
+        values, rest = scalar * self.values, scalar * self.rest
+        return LowRank(self.basis, values, rest, self.scale, self.space, self.name)
 
     def logdet(self) -> Tensor:
         """Σ log λ + (n − R) log c + 2 Σ log D."""
         values, rest = self._positive()
-        outside = self._basis.shape[0] - self._basis.shape[1]
+        outside = self.basis.shape[0] - self.basis.shape[1]
         inner = values.log().sum() + outside * torch.as_tensor(rest, dtype=torch.float64).log().to(values)
-        return inner if self._scale is None else inner + 2 * self._scale.log().sum()
+        return inner if self.scale is None else inner + 2 * self.scale.log().sum()
 
     def diagonal(self) -> Tensor:
         """D² (Σᵣ λᵣ Wᵢᵣ² + c (1 − Σᵣ Wᵢᵣ²))."""
-        squared = self._basis**2
-        inner = squared @ self._values + self._rest * (1 - squared.sum(1)).clamp(min=0)
-        return inner if self._scale is None else inner * self._scale**2
+        squared = self.basis**2
+        inner = squared @ self.values + self.rest * (1 - squared.sum(1)).clamp(min=0)
+        return inner if self.scale is None else inner * self.scale**2
 
     def _solve(self, b: Tensor) -> Tensor:
         return self.inverse().mm(b)
 
     def _root(self, v: Tensor) -> Tensor:
-        return self._scaled_by_d(self._spectral(self._values.sqrt(), self._rest**0.5, v))
+        return self._scaled_by_d(self._spectral(self.values.sqrt(), self.rest**0.5, v))
 
     def _root_transposed(self, v: Tensor) -> Tensor:
-        return self._spectral(self._values.sqrt(), self._rest**0.5, self._scaled_by_d(v))
+        return self._spectral(self.values.sqrt(), self.rest**0.5, self._scaled_by_d(v))
 
     def _spectral(self, values: Tensor, rest: float, v: Tensor) -> Tensor:
         """(W diag(values) Wᵀ + rest (I − W Wᵀ)) v."""
-        inside = self._basis.T @ v  # (R, K)
-        product = self._basis @ (values[:, None] * inside)
+        inside = self.basis.T @ v  # (R, K)
+        product = self.basis @ (values[:, None] * inside)
         if rest == 0.0:
             return product
-        outside = v - self._basis @ inside
-        outside = outside - self._basis @ (self._basis.T @ outside)  # twice is enough (Parlett 1998, 6.9)
+        outside = v - self.basis @ inside
+        outside = outside - self.basis @ (self.basis.T @ outside)  # twice is enough (Parlett 1998, 6.9)
         return product + rest * outside
 
     def _scaled_by_d(self, v: Tensor) -> Tensor:
         """D v."""
-        return v if self._scale is None else self._scale[:, None] * v
+        return v if self.scale is None else self.scale[:, None] * v
 
     def _positive(self) -> tuple[Tensor, float]:
         """λ and c, if M can be inverted."""
-        values = require_positive(self._values, self.name)
-        if self._basis.shape[0] == self._basis.shape[1]:
-            return values, self._rest or 1.0  # nothing is outside the span
-        require_positive(values.new_tensor([self._rest]), self.name)
-        return values, self._rest
+        values = require_positive(self.values, self.name)
+        if self.basis.shape[0] == self.basis.shape[1]:
+            return values, self.rest or 1.0  # nothing is outside the span
+        require_positive(values.new_tensor([self.rest]), self.name)
+        return values, self.rest
 
 
 def _spectrum(factor: Tensor, weights: Tensor | None, name: str) -> tuple[Tensor, Tensor]:

@@ -312,6 +312,10 @@ class Scaled(LinearOperator):
         operator: A.
         scalar: c.
 
+    Attributes:
+        operator: A.
+        scalar: c.
+
     Raises:
         InputError: c is not a number.
 
@@ -322,18 +326,18 @@ class Scaled(LinearOperator):
     """
 
     def __init__(self, operator: LinearOperator, scalar: float) -> None:
-        self._operator, self._scalar = operator, require_scalar(scalar)
+        self.operator, self.scalar = operator, require_scalar(scalar)
         self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
         self.space = operator.space
 
     def mm(self, v: Tensor) -> Tensor:
         """``c (A v)``."""
-        return self._scalar * self._operator.mm(v)
+        return self.scalar * self.operator.mm(v)
 
     @property
     def T(self) -> LinearOperator:
         """``c Aᵀ``."""
-        return Scaled(self._operator.T, self._scalar)
+        return Scaled(self.operator.T, self.scalar)
 
 
 class Damped(LinearOperator):

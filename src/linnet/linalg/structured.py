@@ -141,6 +141,9 @@ class Dense(StructuredOperator):
         space: The parameter space of its columns.
         name: What to call it in errors.
 
+    Attributes:
+        matrix: M.
+
     Raises:
         InputError: The matrix is not square or not symmetric.
         NumericalError: It holds NaN or Inf.
@@ -156,25 +159,25 @@ class Dense(StructuredOperator):
         self.shape = (matrix.shape[0], matrix.shape[1])
         self.dtype, self.device = matrix.dtype, matrix.device
         self.space, self.name = require_space(space, self.shape[0]), name
-        self._matrix = matrix
+        self.matrix = matrix
 
     @cached_property
     def _cholesky(self) -> Tensor:
         """L with M = L Lᵀ, for positive definite M."""
-        return cholesky(self._matrix, self.name)
+        return cholesky(self.matrix, self.name)
 
     @cached_property
     def _square_root(self) -> Tensor:
         """S with M = S Sᵀ, also for singular M."""
-        return root(self._matrix, self.name)
+        return root(self.matrix, self.name)
 
     def mm(self, v: Tensor) -> Tensor:
         """M v."""
-        return self._matrix @ v
+        return self.matrix @ v
 
     def dense(self) -> Tensor:
         """M itself."""
-        return self._matrix
+        return self.matrix
 
     def inverse(self) -> Dense:
         """M⁻¹ from the Cholesky factor."""
@@ -183,11 +186,11 @@ class Dense(StructuredOperator):
     def damped(self, tau: float) -> Dense:
         """M + τ I."""
         identity = torch.eye(self.shape[0], dtype=self.dtype, device=self.device)
-        return Dense(self._matrix + require_damping(tau) * identity, self.space, self.name)
+        return Dense(self.matrix + require_damping(tau) * identity, self.space, self.name)
 
     def scaled(self, scalar: float) -> Dense:
         """``c M``."""
-        return Dense(require_damping(scalar) * self._matrix, self.space, self.name)
+        return Dense(require_damping(scalar) * self.matrix, self.space, self.name)
 
     def logdet(self) -> Tensor:
         """2 Σ log Lᵢᵢ."""
@@ -195,7 +198,7 @@ class Dense(StructuredOperator):
 
     def diagonal(self) -> Tensor:
         """Mᵢᵢ."""
-        return self._matrix.diagonal()
+        return self.matrix.diagonal()
 
     def _solve(self, b: Tensor) -> Tensor:
         return torch.cholesky_solve(b, self._cholesky)
@@ -215,6 +218,9 @@ class Diagonal(StructuredOperator):
         space: The parameter space of its columns.
         name: What to call it in errors.
 
+    Attributes:
+        values: The diagonal.
+
     Raises:
         InputError: The values are not a vector, or some are negative.
         NumericalError: They hold NaN or Inf.
@@ -233,37 +239,37 @@ class Diagonal(StructuredOperator):
         self.shape = (values.shape[0], values.shape[0])
         self.dtype, self.device = values.dtype, values.device
         self.space, self.name = require_space(space, self.shape[0]), name
-        self._values = values
+        self.values = values
 
     def mm(self, v: Tensor) -> Tensor:
         """Mᵢᵢ vᵢ."""
-        return self._values[:, None] * v
+        return self.values[:, None] * v
 
     def inverse(self) -> Diagonal:
         """1 / Mᵢᵢ."""
-        return Diagonal(1 / require_positive(self._values, self.name), self.space, f"inverse of {self.name}")
+        return Diagonal(1 / require_positive(self.values, self.name), self.space, f"inverse of {self.name}")
 
     def damped(self, tau: float) -> Diagonal:
         """Mᵢᵢ + τ."""
-        return Diagonal(self._values + require_damping(tau), self.space, self.name)
+        return Diagonal(self.values + require_damping(tau), self.space, self.name)
 
     def scaled(self, scalar: float) -> Diagonal:
         """``c Mᵢᵢ``."""
-        return Diagonal(require_damping(scalar) * self._values, self.space, self.name)
+        return Diagonal(require_damping(scalar) * self.values, self.space, self.name)
 
     def logdet(self) -> Tensor:
         """Σ log Mᵢᵢ."""
-        return require_positive(self._values, self.name).log().sum()
+        return require_positive(self.values, self.name).log().sum()
 
     def diagonal(self) -> Tensor:
         """Mᵢᵢ."""
-        return self._values
+        return self.values
 
     def _solve(self, b: Tensor) -> Tensor:
-        return b / require_positive(self._values, self.name)[:, None]
+        return b / require_positive(self.values, self.name)[:, None]
 
     def _root(self, v: Tensor) -> Tensor:
-        return self._values.sqrt()[:, None] * v
+        return self.values.sqrt()[:, None] * v
 
     def _root_transposed(self, v: Tensor) -> Tensor:
         return self._root(v)
@@ -348,6 +354,10 @@ class Permuted(StructuredOperator):
         order: Which row of M each row of the result is: result[i, j] = M[order[i], order[j]].
         space: The parameter space of the result's columns.
 
+    Attributes:
+        operator: M.
+        order: The order, on the device of M.
+
     Raises:
         InputError: ``order`` is not a permutation of 0 ... n − 1.
 
@@ -362,44 +372,44 @@ class Permuted(StructuredOperator):
         n = operator.shape[0]
         if order.shape != (n,) or not torch.equal(order.sort().values.cpu(), torch.arange(n)):
             raise InputError(f"order has shape {tuple(order.shape)}", f"a permutation of 0 ... {n - 1}")
-        self._operator = operator
-        self._order = order.to(operator.device)
-        self._back = self._order.argsort()
+        self.operator = operator
+        self.order = order.to(operator.device)
+        self._back = self.order.argsort()
         self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
         self.space, self.name = require_space(space, n), operator.name
 
     def mm(self, v: Tensor) -> Tensor:
         """Π M Πᵀ v."""
-        return self._operator.mm(v[self._back])[self._order]
+        return self.operator.mm(v[self._back])[self.order]
 
     def inverse(self) -> Permuted:
         """Π M⁻¹ Πᵀ."""
-        return Permuted(self._operator.inverse(), self._order, self.space)
+        return Permuted(self.operator.inverse(), self.order, self.space)
 
     def damped(self, tau: float) -> Permuted:
         """Π (M + τ I) Πᵀ."""
-        return Permuted(self._operator.damped(tau), self._order, self.space)
+        return Permuted(self.operator.damped(tau), self.order, self.space)
 
     def scaled(self, scalar: float) -> Permuted:
         """Π c M Πᵀ."""
-        return Permuted(self._operator.scaled(scalar), self._order, self.space)
+        return Permuted(self.operator.scaled(scalar), self.order, self.space)
 
     def logdet(self) -> Tensor:
         """``log det M``."""
-        return self._operator.logdet()
+        return self.operator.logdet()
 
     def diagonal(self) -> Tensor:
         """Π diag M."""
-        return self._operator.diagonal()[self._order]
+        return self.operator.diagonal()[self.order]
 
     def _solve(self, b: Tensor) -> Tensor:
-        return self._operator._solve(b[self._back])[self._order]
+        return self.operator._solve(b[self._back])[self.order]
 
     def _root(self, v: Tensor) -> Tensor:
-        return self._operator._root(v)[self._order]
+        return self.operator._root(v)[self.order]
 
     def _root_transposed(self, v: Tensor) -> Tensor:
-        return self._operator._root_transposed(v[self._back])
+        return self.operator._root_transposed(v[self._back])
 
 
 def require_space(space: ParameterSpace | None, n: int) -> ParameterSpace | None:

@@ -6,6 +6,8 @@ never formed. ``plan`` decides what each parameter is treated by.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
@@ -18,29 +20,60 @@ from linnet.tangent.plan import PROBES, Plan, keyed, plan_for
 from linnet.tangent.rules import Use
 from linnet.tangent.trace import Trace, trace
 
+Cotangents = Tensor | Outputs | Callable[[Tensor], Tensor]
 
-@in_exact_mode
-def capture(function: Functional, x: Inputs, cotangents: Tensor | Outputs = "full") -> Captured:
+
+def capture(function: Functional, x: Inputs, cotangents: Cotangents = "full") -> Captured:
     """Differentiate the outputs on a batch with respect to every use.
 
     Args:
         function: The network.
         x: A batch of N examples.
-        cotangents: (K, N, C), or ``"sum"`` for the sum of the outputs (K = 1), otherwise every
-            output (K = C).
+        cotangents: (K, N, C), or a function that makes them from the outputs (N, C), or ``"sum"`` for
+            the sum of the outputs (K = 1), otherwise every output (K = C).
 
     Returns:
         The uses with a and g, and exact gradients where no rule holds.
     """
+    return next(capture_parts(function, x, cotangents))
+
+
+def capture_parts(
+    function: Functional, x: Inputs, cotangents: Cotangents, columns: int | None = None
+) -> Iterator[Captured]:
+    """The same, a few cotangents at once; the network runs forward once for all of them.
+
+    Args:
+        function: The network.
+        x: A batch of N examples.
+        cotangents: As for :func:`capture`.
+        columns: Cotangents at once; all by default.
+
+    Yields:
+        A captured batch for each part of the cotangents, in order. Inputs a are the same in all.
+    """
+    run, u = _run(function, x, cotangents)
+    for part in u.split(columns or max(len(u), 1)):
+        yield _capture(function, x, run, part)
+
+
+@in_exact_mode
+def _run(function: Functional, x: Inputs, cotangents: Cotangents) -> tuple[Trace, Tensor]:
+    """A traced forward pass and the cotangents at its outputs."""
     run = trace(function, x)
-    u = cotangents if isinstance(cotangents, Tensor) else output_cotangents(run.outputs, cotangents)
+    return run, _cotangents(run.outputs.detach(), cotangents)
+
+
+@in_exact_mode
+def _capture(function: Functional, x: Inputs, run: Trace, u: Tensor) -> Captured:
+    """One backward pass with some cotangents."""
     plan = plan_for(function, run, x)
     uses, surprised = _differentiate(run, plan, u)
     if surprised:  # a gradient that vanished on all probes does not vanish here
         plan = plan_for(function, run, x, renew=True)
         uses, _ = _differentiate(run, plan, u)
     exact = exact_rows(function, x, list(plan.exact), u)
-    return Captured(run.n, run.outputs.detach(), uses, run.leaves, exact, u.shape[0])
+    return Captured(run.n, run.outputs.detach(), uses, run.leaves, exact, len(u))
 
 
 def _differentiate(run: Trace, plan: Plan, u: Tensor) -> tuple[list[Use], bool]:
@@ -57,6 +90,13 @@ def _differentiate(run: Trace, plan: Plan, u: Tensor) -> tuple[list[Use], bool]:
         elif g.any():
             return [], True
     return taken, False
+
+
+def _cotangents(outputs: Tensor, wanted: Cotangents) -> Tensor:
+    """Cotangents (K, N, C), in whichever way they were asked for."""
+    if isinstance(wanted, Tensor):
+        return wanted
+    return wanted(outputs) if callable(wanted) else output_cotangents(outputs, wanted)
 
 
 def output_cotangents(outputs: Tensor, kind: Outputs) -> Tensor:

@@ -164,10 +164,14 @@ def choose(
 
 
 def _can_factor(uses: list[Use]) -> bool:
-    """Whether all uses have the outer-product form in one orientation."""
+    """Whether all uses have the outer-product form in one orientation, with the same groups."""
     if not uses or not all(use.kind in OUTER and use.direct for use in uses):
         return False
-    return len({(use.kind == "embedding", bool(use.options.get("transposed"))) for use in uses}) == 1
+    forms = {
+        (use.kind == "embedding", bool(use.options.get("transposed")), use.options.get("groups"))
+        for use in uses
+    }
+    return len(forms) == 1
 
 
 def _pays(uses: list[Use], n: int, pairs: tuple[int, int], outputs: Outputs) -> bool:
@@ -195,6 +199,11 @@ def _sizes(use: Use, n: int) -> tuple[int, int, int, int]:
         groups = use.options["groups"]
         s = use.shape[0] // n * use.shape[2:].numel()
         return s, target[1:].numel(), target[0] // groups, groups
+    if use.kind == "conv-transposed":
+        assert use.a is not None
+        groups = use.options["groups"]
+        s = use.a.shape[0] // n * use.a.shape[2:].numel()
+        return s, target[0] // groups, target[1:].numel(), groups
     c = use.shape[-2] if use.options.get("left") else use.shape[-1]
     return use.shape.numel() // (c * n), target.numel() // c, c, 1
 
@@ -206,7 +215,7 @@ def _weight_of_bias(name: str, uses: dict[str, list[Use]], factored: Collection[
         return None
     edges = [use.place for use in own]
     for weight in sorted(factored):
-        if uses[weight][0].kind == "embedding":
+        if uses[weight][0].kind in ("embedding", "conv-transposed"):  # g of the bias is another one
             continue
         c = _sizes(uses[weight][0], 1)[2] * _sizes(uses[weight][0], 1)[3]
         same = [use.place for use in uses[weight]] == edges

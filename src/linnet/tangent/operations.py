@@ -111,15 +111,45 @@ def _convolution(axes: int) -> Callable[..., Found]:
             "groups": groups,
             "padding": _padding(padding, weight.shape[2:], dilation, axes),
         }
-        # the bias of a convolution varies along axis 1
-        shift = (
-            ("shift", bias, None, {"sign": 1, "channel": True})
-            if isinstance(bias, Tensor) and _tracked(bias)
-            else None
-        )
-        return [("conv", weight, input, options) if _tracked(weight) else None, shift]
+        return [("conv", weight, input, options) if _tracked(weight) else None, _channel_shift(bias)]
 
     return read
+
+
+def _transposed_convolution(axes: int) -> Callable[..., Found]:
+    """The reader of a transposed convolution with that many spatial axes."""
+
+    def read(
+        result: Tensor,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Found:
+        if not _data(input) or input.ndim != axes + 2:
+            return None
+        # the convolution that takes the outputs back to the inputs; it does not reach the padded outputs
+        added = zip(_per_axis(padding, axes), _per_axis(output_padding, axes), strict=True)
+        options = {
+            "stride": _per_axis(stride, axes),
+            "dilation": _per_axis(dilation, axes),
+            "groups": groups,
+            "padding": [(p, p - extra) for p, extra in added],
+            "transposed": True,
+        }
+        use: Described = ("conv-transposed", weight, input, options)
+        return [use if _tracked(weight) else None, _channel_shift(bias)]
+
+    return read
+
+
+def _channel_shift(bias: Any) -> Described | None:
+    """The bias of a convolution, which varies along axis 1."""
+    return ("shift", bias, None, {"sign": 1, "channel": True}) if _tracked(bias) else None
 
 
 def _per_axis(value: Any, axes: int) -> tuple[int, ...]:
@@ -267,6 +297,7 @@ _READERS: dict[str, Callable[..., Found]] = {
     "rmatmul": _reverse_matmul,
     "addmm": _addmm,
     **{f"conv{axes}d": _convolution(axes) for axes in (1, 2, 3)},
+    **{f"conv_transpose{axes}d": _transposed_convolution(axes) for axes in (1, 2, 3)},
     "embedding": _embedding,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,

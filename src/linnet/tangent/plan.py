@@ -226,4 +226,13 @@ def _sizes(uses: Sequence[Use]) -> tuple[int, int]:
     inputs = {use.a.data_ptr(): use.a for use in uses if use.a is not None}
     edges = {use.place: use.shape.numel() for use in uses}
     item = uses[0].target.element_size() if uses else 4
-    return sum(a.nbytes for a in inputs.values()) // PROBES, sum(edges.values()) * item // PROBES
+    gradients = sum(edges.values()) + sum(map(_copied, uses))
+    return sum(a.nbytes for a in inputs.values()) // PROBES, gradients * item // PROBES
+
+
+def _copied(use: Use) -> int:
+    """How many numbers the fields of a transposed convolution hold, copied from its gradient."""
+    if use.kind != "conv-transposed" or use.a is None:
+        return 0
+    groups: int = use.options["groups"]
+    return use.a.shape[0] * use.a.shape[2:].numel() * groups * use.target.shape[1:].numel()

@@ -23,6 +23,7 @@ from linnet.tangent.trace import Trace, trace
 NAMES = {
     "linear": "linear",
     "conv": "convolution",
+    "conv-transposed": "transposed convolution",
     "embedding": "embedding",
     "scale": "scale",
     "shift": "shift",

@@ -4,6 +4,7 @@ A *use* is one operation of the forward pass that reads a parameter. With a the 
 use and g the gradient of the outputs at its result, the gradient of example n is
 
     linear, convolution    Σ_s g_ns a_nsᵀ        (s runs over the positions that share the weight)
+    transposed convolution Σ_s a_ns g_nsᵀ        (g_ns: gradients wherever input position s reaches)
     embedding              Σ_s e(id_ns) g_nsᵀ    (e: unit vectors; never formed for the kernel)
     scale (norms, x * w)   Σ_s g_ns ∘ a_ns
     shift (biases, x + b)  Σ_s g_ns
@@ -60,7 +61,7 @@ class Use:
     """One use of a tracked parameter.
 
     Args:
-        kind: ``"linear"``, ``"conv"``, ``"embedding"``, ``"scale"`` or ``"shift"``.
+        kind: ``"linear"``, ``"conv"``, ``"conv-transposed"``, ``"embedding"``, ``"scale"`` or ``"shift"``.
         operand: What the operation read.
         result: What it returned.
         a: Input of the use, in the operation's own shape; ``None`` for a shift.
@@ -141,12 +142,13 @@ class Factors:
         return not self.a.is_floating_point()
 
 
-OUTER = ("linear", "conv", "embedding")
+CONVOLUTIONS = ("conv", "conv-transposed")
+OUTER = ("linear", *CONVOLUTIONS, "embedding")
 
 
 def example_axes(use: Use) -> Sequence[int]:
     """Axes of the use's result that can hold the examples."""
-    if use.kind == "conv":
+    if use.kind in CONVOLUTIONS:
         return range(1)
     if use.kind in ("linear", "embedding"):
         return range(len(use.shape) - 1)
@@ -172,7 +174,7 @@ def factors(use: Use, n: int) -> Factors:
     """
     assert use.a is not None
     assert use.g is not None
-    if use.kind == "conv":
+    if use.kind in CONVOLUTIONS:
         return _convolution_factors(use, n)
     a, g = use.oriented(use.a), use.oriented(use.g)
     g = use.layout.examples_first(g, n, skip=1).flatten(2, -2)  # (K, N, S, c)
@@ -185,20 +187,37 @@ def factors(use: Use, n: int) -> Factors:
 
 
 def _convolution_factors(use: Use, n: int) -> Factors:
-    """Positions are output pixels; the input vector of a pixel is its receptive field."""
+    """Positions are output pixels with their receptive fields; if transposed, it is the other way round."""
     assert use.a is not None
     assert use.g is not None
-    groups, channels = use.options["groups"], use.shape[1]
-    a = patches(use.a, use.target.shape[2:], use.options).mT  # (B, R, S, d)
+    kernel, transposed = use.target.shape[2:], use.kind == "conv-transposed"
+    field = use.g.flatten(0, 1) if transposed else use.a
+    field = patches(field, kernel, use.options).mT  # (B, R, S, d), or (K·B, R, S, c)
+    a = _pixels(use.a, use.options) if transposed else field  # (B, R, S, d)
+    g = field if transposed else _pixels(use.g.flatten(0, 1), use.options)
+    g = g.unflatten(0, use.g.shape[:2])  # (K, B, R, S, c)
     a = a.unflatten(0, (n, -1)).transpose(1, 2).flatten(2, 3) if a.shape[0] != n else a
-    g = use.g.flatten(3)  # (K, B, R·c, S)
-    g = g.unflatten(2, (groups, channels // groups)).mT  # (K, B, R, S, c)
     g = g.unflatten(1, (n, -1)).transpose(2, 3).flatten(3, 4) if g.shape[1] != n else g
-    return Factors(a, g)
+    return Factors(a, g, transposed)
+
+
+def _pixels(x: Tensor, options: dict[str, Any]) -> Tensor:
+    """The channels of every pixel by group, (B, R, S, c)."""
+    groups: int = options["groups"]
+    return x.flatten(2).reshape(x.shape[0], groups, x.shape[1] // groups, -1).mT
 
 
 def patches(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:
-    """Receptive fields of a convolution, (B, R, d, S): positions last, so that rows are copied whole."""
+    """Receptive fields of a convolution, (B, R, d, S): positions last, so that rows are copied whole.
+
+    Args:
+        x: What the convolution reads (B, c, *pixels).
+        kernel: Shape of its kernel.
+        options: Its groups R, stride, dilation and padding: (before, after) for each axis, negative to crop.
+
+    Returns:
+        The fields, d = c / R · kernel.
+    """
     groups, axes = options["groups"], len(kernel)
     x = (
         F.pad(x, [p for pair in reversed(options["padding"]) for p in pair])

@@ -1,0 +1,257 @@
+"""The only loop over data: every statistic that was asked for, from one capture of each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linnet.curvatures.checkpoint import Checkpoint
+from linnet.curvatures.distributed import all_sum
+from linnet.curvatures.expectation import Expectation
+from linnet.curvatures.stream import Batch, Batches
+from linnet.curvatures.sums import Gradients, Sums
+from linnet.errors import ModelError
+from linnet.progress import track
+from linnet.tangent.batch import take, tensors_in
+from linnet.tangent.capture import capture_bytes, capture_parts
+from linnet.tangent.captured import Captured
+from linnet.tangent.functional import Functional
+
+TARGET = 192 << 20  # bytes of one captured batch: more does not run faster
+LARGEST = 512  # examples of a captured batch, at most
+FEWEST = 8  # examples of a captured batch before its columns are taken in parts
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How much is captured at once.
+
+    Args:
+        examples: Examples of a batch.
+        columns: Columns of the outputs' curvature.
+    """
+
+    examples: int
+    columns: int
+
+
+class Accumulator:
+    """Statistics of several structures, fed batch by batch.
+
+    Args:
+        function: The network.
+        expectation: Which columns stand for the outputs' curvature.
+        sums: The statistics.
+        columns: Columns at once; all by default.
+
+    Attributes:
+        sums: The statistics.
+        examples: Number of examples added, faded like the statistics, a tensor ().
+    """
+
+    def __init__(
+        self,
+        function: Functional,
+        expectation: Expectation,
+        sums: Sequence[Sums],
+        columns: int | None = None,
+    ) -> None:
+        self.function, self.expectation, self.sums, self.columns = function, expectation, sums, columns
+        self.examples = torch.zeros((), dtype=torch.float64, device=function.device)
+
+    @torch.no_grad()
+    def add(self, batch: Batch) -> None:
+        """Add a batch to all statistics.
+
+        Args:
+            batch: The examples.
+
+        Raises:
+            DataError: If targets are needed and missing, or do not fit the likelihood.
+            ModelError: If the network's outputs or activations are not finite; the layer is named.
+        """
+        marks: list[Tensor | None] = []
+
+        def columns(flat: Tensor) -> Tensor:
+            f = flat.view(-1, *self._output_shape(batch))
+            y = self.expectation.targets(f, batch.y)
+            marks.append(None if y is None else self.expectation.likelihood.mask(y))
+            return self.expectation.columns(f, y, batch.index).flatten(2)
+
+        fresh = True
+        for captured in capture_parts(self.function, batch.x, columns, self.columns):
+            if fresh:
+                require_finite_pass(captured)
+            masked = marks[0] is not None and not bool(marks[0].all())
+            gradients = Gradients(captured, fresh, masked)
+            for statistic in self.sums:
+                statistic.add(gradients)
+            fresh = False
+        self.examples += batch.size
+
+    def fade(self, decay: float) -> None:
+        """Let what was added so far count ``decay`` times as much: an exponential average.
+
+        Sums and counts fade alike, so that means have no bias towards the zero they started from.
+
+        Args:
+            decay: Between 0 and 1.
+        """
+        for statistic in self.sums:
+            statistic.fade(decay)
+        self.examples *= decay
+
+    def state(self) -> dict[str, Tensor]:
+        """All tensors that add up, to save or to share; they are not copied."""
+        tensors = {f"{i}/{name}": t for i, s in enumerate(self.sums) for name, t in s.tensors.items()}
+        return {"examples": self.examples, **tensors}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Take over saved tensors.
+
+        Args:
+            state: From :meth:`state` of an accumulator of the same statistics.
+        """
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
+
+    def share(self) -> None:
+        """Add up the statistics of all processes; a process by itself has nothing to do."""
+        all_sum(list(self.state().values()))
+
+    def _output_shape(self, batch: Batch) -> torch.Size:
+        """The network's own output shape, without the examples."""
+        shapes: dict[object, torch.Size] = self.function.cache.setdefault("output shapes", {})
+        key = tuple(tuple(t.shape[1:]) for t in tensors_in(batch.x))
+        if key not in shapes:
+            shapes[key] = self.function.check_runs(take(batch.x, slice(0, 1))).shape[1:]
+        return shapes[key]
+
+
+def require_finite_pass(captured: Captured) -> None:
+    """Raise if an activation or the outputs are not finite, naming the first layer that read one.
+
+    Args:
+        captured: A captured batch.
+
+    Raises:
+        ModelError: If so.
+    """
+    for use in captured.uses:
+        if use.a is not None and use.a.is_floating_point() and not bool(torch.isfinite(use.a).all()):
+            raise ModelError(
+                f"activations are NaN or infinite at the input of {', '.join(use.sources)}",
+                expected="finite activations",
+                remedy="check the scale of x and the layers before it",
+            )
+    if not bool(torch.isfinite(captured.outputs).all()):
+        raise ModelError(
+            "model returns NaN or infinite outputs on x",
+            expected="finite outputs",
+            remedy="check the weights and the scale of x",
+        )
+
+
+def plan_chunks(
+    function: Functional, batch: Batch, columns: int, row_bytes: int, budget: int, splittable: bool
+) -> Chunks:
+    """How many examples and columns to capture at once.
+
+    Args:
+        function: The network.
+        batch: A batch; a few of its examples are run.
+        columns: K, all columns of an example.
+        row_bytes: Bytes of the per-example gradients that are formed, for one example and column.
+        budget: Bytes that may be used.
+        splittable: Whether the columns of an example may be taken in parts.
+
+    Returns:
+        The sizes.
+    """
+    target = max(1, min(TARGET, budget // 4))
+    inputs = capture_bytes(function, batch.x, 0)
+    column = capture_bytes(function, batch.x, 1) - inputs + row_bytes
+    examples = target // max(1, inputs + columns * column)
+    if examples >= FEWEST or not splittable:
+        return Chunks(max(1, min(LARGEST, examples)), columns)
+    parts = max(1, (target // FEWEST - inputs) // max(1, column))
+    return Chunks(FEWEST if parts > 1 else max(1, examples), max(1, min(columns, parts)))
+
+
+class Passes:
+    """Passes over the data, one accumulator each, with progress and, where asked, a file to resume from.
+
+    Args:
+        function: The network.
+        batches: The data.
+        expectation: Which columns stand for the outputs' curvature.
+        columns: Columns at once.
+        checkpoint: Where unfinished sums are kept.
+    """
+
+    def __init__(
+        self,
+        function: Functional,
+        batches: Batches,
+        expectation: Expectation,
+        columns: int | None = None,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        self.function, self.batches, self.expectation, self.columns = function, batches, expectation, columns
+        self.checkpoint = checkpoint
+        self._saved = None if checkpoint is None else checkpoint.read()
+        self._finished: dict[str, Tensor] = {}
+        self._turn = 0
+
+    def run(self, sums: Sequence[Sums], what: str) -> Accumulator:
+        """One pass.
+
+        Args:
+            sums: Empty statistics.
+            what: What the progress is called.
+
+        Returns:
+            The accumulator with the statistics of all the data.
+        """
+        turn, self._turn = self._turn, self._turn + 1
+        accumulator = Accumulator(self.function, self.expectation, sums, self.columns)
+        done = self._restore(accumulator, turn)
+        if done is not None:
+            for batch in track(self.batches, what, total=self.batches.length()):
+                if batch.index >= done:
+                    accumulator.add(batch)
+                    self._note(turn, batch.index + 1, accumulator)
+            accumulator.share()
+        self._finished |= _prefixed(accumulator, turn)
+        if self.checkpoint is not None and done is not None:
+            self.checkpoint.write(turn + 1, 0, self._finished)
+        return accumulator
+
+    def finish(self) -> None:
+        """The result is complete: the file is not needed any more."""
+        if self.checkpoint is not None:
+            self.checkpoint.remove()
+
+    def _restore(self, accumulator: Accumulator, turn: int) -> int | None:
+        """Batches that are done in this pass; ``None`` if all are."""
+        if self._saved is None or self._saved[0] < turn:
+            return 0
+        saved_turn, done, tensors = self._saved
+        prefix = f"{turn}/"
+        own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        if own:
+            accumulator.load(own)
+        return None if saved_turn > turn else done
+
+    def _note(self, turn: int, done: int, accumulator: Accumulator) -> None:
+        """Write what has been summed, now and then."""
+        if self.checkpoint is not None:
+            self.checkpoint.note(turn, done, {**self._finished, **_prefixed(accumulator, turn)})
+
+
+def _prefixed(accumulator: Accumulator, turn: int) -> dict[str, Tensor]:
+    """The tensors of one pass under names of their own."""
+    return {f"{turn}/{name}": tensor for name, tensor in accumulator.state().items()}

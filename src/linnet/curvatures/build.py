@@ -1,0 +1,219 @@
+"""``linnet.curvature``: one call for every approximation of the curvature."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from linnet.curvatures.curvature import Curvature
+from linnet.curvatures.distributed import world
+from linnet.curvatures.engine import Request, by_structure
+from linnet.curvatures.expectation import EXPECTATIONS, Expectation, choose_matrix
+from linnet.curvatures.likelihood import Likelihood
+from linnet.curvatures.operators import matrix_free, whole
+from linnet.curvatures.stream import Batches
+from linnet.curvatures.treatments import EXPECTATION_ALIASES, resolve
+from linnet.errors import InputError
+from linnet.linalg.operator import LinearOperator
+from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.selection import Selector
+
+OPERATORS = ("matrix-free", "low-rank")
+
+
+def curvature(
+    model: nn.Module,
+    data: Any,
+    likelihood: Likelihood,
+    structure: str | Mapping[str, str] | Sequence[str] = "kfac",
+    expectation: str = "exact",
+    sharing: str = "expand",
+    *,
+    matrix: str = "auto",
+    params: Selector = None,
+    output: OutputAdapter = None,
+    samples: int = 1,
+    rank: int = 32,
+    seed: int = 0,
+    block: int | None = None,
+    memory: str | int | None = None,
+    file: str | Path | None = None,
+    shard: bool = True,
+    derivative: str = "exact",
+) -> Any:
+    """The Gauss-Newton, Fisher or Hessian matrix of a network over a data set, whole or approximated.
+
+    Everything is summed over the examples (and output positions) and divided by nothing.
+
+    Args:
+        model: The network, or a ``Linearized``.
+        data: An (x, y) pair, inputs alone where no targets are needed, a Dataset or a DataLoader.
+        likelihood: What the outputs mean, one of ``linnet.likelihoods``.
+        structure: ``"kfac"``, ``"ekfac"``, ``"kfra"``, ``"diagonal"``, ``"block"`` (exact layer by layer),
+            ``"full"``, ``"low-rank"``, ``"last-layer"``, or ``"matrix-free"`` (products only). A mapping from
+            regular expressions, searched in parameter names, to structures mixes them. A list of structures
+            computes them all from one pass over the data and returns a dict.
+        expectation: How the outputs' curvature Λ is taken: ``"exact"`` (all columns of its root: KFLR for
+            Kronecker factors), ``"mc"`` (labels drawn from the model: KFAC), ``"random-projection"``,
+            ``"empirical"`` (observed labels), ``"recursion"`` (KFRA).
+        sharing: Weights shared over positions: ``"expand"`` takes positions as examples of their own,
+            ``"reduce"`` takes their mean input and summed gradient.
+        matrix: ``"gauss-newton"``, ``"fisher"``, ``"hessian"``, or ``"auto"``: Gauss-Newton, except where
+            sampled or observed labels give the Fisher matrix and the two differ.
+        params: Which parameters; see :func:`linnet.linearize`.
+        output: How to turn the network's result into a tensor.
+        samples: Random columns for each example, for "mc" and "random-projection".
+        rank: Number of eigenpairs of "low-rank".
+        seed: Seed of everything random.
+        block: Examples differentiated at once; chosen by memory if left out.
+        memory: Budget such as ``"4GB"``; by default half of what is available.
+        file: A ``.safetensors`` file for unfinished sums: an interrupted call resumes from it.
+        shard: Under torch.distributed, whether to share ``data`` out; ``False`` if each process has its own.
+        derivative: ``"finite-difference"`` takes matrix-free Fisher products by the directional derivative
+            of the gradient of a KL divergence, two backward passes and no forward mode.
+
+    Returns:
+        A :class:`Curvature`; an operator with products only for "matrix-free"; a dict for a list.
+
+    Raises:
+        DataError: If the data are empty, not finite, change between passes, or lack targets.
+        InputError: If an argument has a value that is not listed, or does not go with another.
+        MemoryBudgetError: If the matrix does not fit.
+        ModelError: If the network cannot be treated in this way.
+
+    Source:
+        Botev 2020, chapters 3 and 4; Martens and Grosse 2015; George et al. 2018 (EKFAC); Eschenhagen et al.
+        2023 (weight sharing); Maddox et al. 2021 (finite differences).
+
+    Example:
+        >>> import linnet, torch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3))
+        >>> data = torch.randn(10, 2), torch.randint(3, (10,))
+        >>> G = curvature(net, data, linnet.likelihoods.Categorical(), structure="ekfac")
+        >>> G.damped(0.1).logdet().isfinite().item()
+        True
+        >>> print(G.coverage())
+        Curvature(ekfac gauss-newton, exact, 2 layers, P = 27)
+          0  4x2 + 4              ekfac
+          2  3x4 + 3              ekfac
+    """
+    if not isinstance(likelihood, Likelihood):
+        raise InputError(
+            f"likelihood is {type(likelihood).__name__}",
+            expected="one of linnet.likelihoods, such as Categorical() or Gaussian(variance=0.1)",
+            remedy="call the class: linnet.likelihoods.Categorical()",
+        )
+    several = isinstance(structure, list | tuple)
+    wanted: Sequence[Any] = structure if several else [structure]
+    if not wanted or not all(isinstance(one, str | Mapping) for one in wanted):
+        raise InputError(
+            f"structure={structure!r}",
+            expected="a structure, a mapping of them or a list of them",
+            remedy='pass structure="kfac" if in doubt',
+        )
+    names = [one if isinstance(one, str) else "mixture" for one in wanted]
+    kinds, expectation = _resolve(wanted, expectation)
+    _check_words(expectation, sharing, samples, rank, derivative)
+    if "last-layer" in kinds:
+        params, kinds = _last_layer(params, kinds)
+    function = _functional(model, params, output)
+    taken = choose_matrix(likelihood, expectation, matrix)
+    columns = Expectation(likelihood, expectation, taken, samples, seed)
+    rank_, world_ = world() if shard else (0, 1)
+    batches = Batches(data, function.device, block, rank_, world_)
+    request = Request(columns, sharing, memory, None if file is None else Path(file))
+    if any(kind in OPERATORS for kind in kinds) or taken == "hessian":
+        return _operators(function, batches, request, names, kinds, several, (rank, derivative))
+    found = by_structure(function, batches, request, list(zip(names, kinds, strict=True)))
+    return dict(zip(names, found, strict=True)) if several else found[0]
+
+
+def _operators(
+    function: Functional,
+    batches: Batches,
+    request: Request,
+    names: Sequence[str],
+    kinds: Sequence[Any],
+    several: bool,
+    settings: tuple[int, str],
+) -> LinearOperator:
+    """Structures that are made from matrix-free products; one at a time."""
+    rank, derivative = settings
+    if several and len(names) > 1:
+        raise InputError(
+            f"structure={list(names)!r}",
+            expected="structures that share one pass over the data",
+            remedy="ask for 'matrix-free', 'low-rank' and Hessian matrices in calls of their own",
+        )
+    product = matrix_free(function, batches, request.expectation, derivative)
+    if kinds[0] == "matrix-free":
+        return product
+    return whole(product, function, batches, request, kinds[0], rank)
+
+
+def _resolve(wanted: Sequence[Any], expectation: str) -> tuple[list[Any], str]:
+    """Structures and expectation in the engine's own words."""
+    implied = EXPECTATION_ALIASES.get(expectation, expectation)
+    kinds: list[Any] = []
+    for one in wanted:
+        if isinstance(one, str):
+            kind, implied = resolve(one, implied)
+            kinds.append(kind)
+        else:
+            kinds.append(one)
+    if "kfra" in kinds and implied == "exact" and expectation == "exact":
+        implied = "recursion"
+    if ("kfra" in kinds) != (implied == "recursion") or ("kfra" in kinds and len(kinds) > 1):
+        raise InputError(
+            f"structure={kinds!r} with expectation={implied!r}",
+            expected='structure="kfra" alone with expectation="recursion": the two belong together',
+            remedy="leave expectation= out, and ask for other structures in a call of their own",
+        )
+    return kinds, implied
+
+
+def _check_words(expectation: str, sharing: str, samples: int, rank: int, derivative: str) -> None:
+    """Raise on values that are not listed."""
+    words = (
+        ("expectation", expectation, EXPECTATIONS),
+        ("sharing", sharing, ("expand", "reduce")),
+        ("derivative", derivative, ("exact", "finite-difference")),
+    )
+    for name, value, known in words:
+        if value not in known:
+            raise InputError(
+                f"{name}={value!r}",
+                expected=", ".join(f'"{one}"' for one in known),
+                remedy=f"leave {name}= out",
+            )
+    for name, number in (("samples", samples), ("rank", rank)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise InputError(f"{name}={number!r}", expected="a positive integer", remedy=f"leave {name}= out")
+
+
+def _last_layer(params: Selector, kinds: Sequence[Any]) -> tuple[Selector, list[Any]]:
+    """The last layer's full matrix."""
+    if params is not None or len(kinds) > 1:
+        raise InputError(
+            f"structure='last-layer' with params={params!r} and structures {list(kinds)!r}",
+            expected="nothing else: it selects the parameters itself",
+            remedy='pass params="last-layer" with any other structure',
+        )
+    return "last-layer", ["full"]
+
+
+def _functional(model: nn.Module, params: Selector, output: OutputAdapter) -> Functional:
+    """The network as a function of the selected parameters."""
+    if isinstance(model, Linearized):
+        if params is not None or output is not None:
+            raise InputError(
+                "params= or output= with a Linearized",
+                expected="neither: a linearization has its own",
+                remedy="pass them to linnet.linearize",
+            )
+        return model.function
+    return Functional(model, params, output)

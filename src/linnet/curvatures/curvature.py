@@ -1,0 +1,178 @@
+"""The curvature of a network over a data set, as one operator made of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.curvatures.parts import Part
+from linnet.curvatures.variance import output_covariance
+from linnet.linalg.kronecker import Kronecker, factored_damping
+from linnet.linalg.structured import StructuredOperator
+from linnet.tangent.batch import Inputs
+from linnet.tangent.functional import Functional
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a curvature comes from.
+
+    Args:
+        structure: What was asked for.
+        matrix: "gauss-newton", "fisher" or "hessian".
+        expectation: How Λ was taken.
+        sharing: "expand" or "reduce".
+        likelihood: The likelihood, described.
+        examples: N, the number of examples summed over.
+        samples: Random columns for each example, where there are any.
+    """
+
+    structure: str
+    matrix: str
+    expectation: str
+    sharing: str
+    likelihood: Mapping[str, Any]
+    examples: float
+    samples: int = 1
+
+
+class Curvature(StructuredOperator):
+    """A curvature matrix, P x P, summed over the data, made of one block for each layer.
+
+    Made by :func:`linnet.curvature`. It multiplies with ``@`` (flat vectors, several columns, or Params),
+    and ``solve``, ``inverse``, ``damped``, ``scaled``, ``logdet``, ``trace``, ``diagonal``, ``sample``,
+    ``quadratic`` and ``dense`` are closed forms of its structure.
+
+    Args:
+        parts: One block a layer.
+        function: The network, frozen at θ₀.
+        made: Where the matrix comes from.
+
+    Attributes:
+        parts: The blocks.
+        function: The network.
+        made: Where the matrix comes from.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+        >>> data = torch.randn(8, 2), torch.randint(2, (8,))
+        >>> G = linnet.curvature(net, data, linnet.likelihoods.Categorical(), structure="kfac")
+        >>> G.damped(1.0).solve(torch.ones(17)).shape, [part.layer.name for part in G.parts]
+        (torch.Size([17]), ['0', '2'])
+    """
+
+    def __init__(self, parts: tuple[Part, ...], function: Functional, made: Provenance) -> None:
+        self.parts, self.function, self.made = parts, function, made
+        p = function.space.dim
+        self.shape, self.space = (p, p), function.space
+        self.dtype, self.device = parts[0].operator.dtype, parts[0].operator.device
+        self.name = f"{made.structure} {made.matrix} matrix"
+
+    def __repr__(self) -> str:
+        kind = f"{self.made.structure} {self.made.matrix}, {self.made.expectation}"
+        return f"Curvature({kind}, {len(self.parts)} layers, P = {self.shape[0]})"
+
+    def _each(self, function: Callable[[StructuredOperator, Tensor], Tensor], v: Tensor) -> Tensor:
+        """Apply a function to every block and its rows of v (P, K)."""
+        out = torch.empty_like(v)
+        for part in self.parts:
+            part.scatter(
+                function(part.operator, part.gather(v, self.function.space)), out, self.function.space
+            )
+        return out
+
+    def _with(self, function: Callable[[StructuredOperator], StructuredOperator]) -> Curvature:
+        """The same layers with other blocks."""
+        parts = tuple(replace(part, operator=function(part.operator)) for part in self.parts)
+        return Curvature(parts, self.function, self.made)
+
+    def mm(self, v: Tensor) -> Tensor:
+        """G v for v (P, K)."""
+        return self._each(lambda block, rows: block.mm(rows), v)
+
+    def inverse(self) -> Curvature:
+        """G⁻¹, layer by layer."""
+        return self._with(lambda block: block.inverse())
+
+    def damped(self, tau: float) -> Curvature:
+        """G + τ I, exactly; Kronecker products by their eigendecompositions."""
+        return self._with(lambda block: block.damped(tau))
+
+    def factored_damped(self, tau: float) -> Curvature:
+        """G + τ I with τ put into the Kronecker factors, (B + √τ/ω I) ⊗ (A + ω√τ I).
+
+        Cheaper than :meth:`damped` (Cholesky instead of eigenvalues) and larger than G + τ I; other
+        structures are damped exactly.
+
+        Args:
+            tau: τ, not negative.
+
+        Returns:
+            The damped curvature.
+
+        Source:
+            Botev 2020, eq. 4.25 to 4.27, with the trace norm.
+        """
+
+        def damp(block: StructuredOperator) -> StructuredOperator:
+            return factored_damping(block, tau) if isinstance(block, Kronecker) else block.damped(tau)
+
+        return self._with(damp)
+
+    def scaled(self, scalar: float) -> Curvature:
+        """C G."""
+        return self._with(lambda block: block.scaled(scalar))
+
+    def logdet(self) -> Tensor:
+        """Σ log det of the blocks."""
+        return torch.stack([part.operator.logdet() for part in self.parts]).sum()
+
+    def trace(self) -> Tensor:
+        """Σ trace of the blocks."""
+        return torch.stack([part.operator.trace() for part in self.parts]).sum()
+
+    def diagonal(self) -> Tensor:
+        """The diagonals of the blocks, (P,)."""
+        out = torch.empty(self.shape[0], 1, dtype=self.dtype, device=self.device)
+        for part in self.parts:
+            part.scatter(part.operator.diagonal()[:, None], out, self.function.space)
+        return out[:, 0]
+
+    def _solve(self, b: Tensor) -> Tensor:
+        return self._each(lambda block, rows: block._solve(rows), b)
+
+    def _root(self, v: Tensor) -> Tensor:
+        return self._each(lambda block, rows: block._root(rows), v)
+
+    def _root_transposed(self, v: Tensor) -> Tensor:
+        return self._each(lambda block, rows: block._root_transposed(rows), v)
+
+    def output_covariance(self, x: Inputs, memory: str | int | None = None) -> Tensor:
+        """J(x) M J(x)ᵀ for each example: the covariance of the outputs when this M is that of the weights.
+
+        Of a posterior precision take the inverse first: ``G.damped(prior).inverse().output_covariance(x)``.
+        It is summed use by use from inputs and output gradients; nothing of size N x C x P is held.
+
+        Args:
+            x: N examples.
+            memory: Budget such as ``"1GB"``; by default half of what is available.
+
+        Returns:
+            (N, C, C), outputs flattened.
+        """
+        return output_covariance(self.function, self.parts, x, memory)
+
+    def coverage(self) -> str:
+        """A table: each layer, its parameters, and how it is represented."""
+        lines = [repr(self)]
+        width = max(len(part.layer.name) for part in self.parts)
+        for part in self.parts:
+            size = " + ".join("x".join(map(str, shape)) or "1" for shape in part.layer.shapes)
+            note = f" ({part.note})" if part.note else ""
+            lines.append(f"  {part.layer.name:<{width}}  {size:<20} {part.structure}{note}")
+        return "\n".join(lines)

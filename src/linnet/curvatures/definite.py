@@ -1,0 +1,72 @@
+"""Matrices of positions that ought to be positive semi-definite, and what to do when they are not."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError, NumericalError
+from linnet.linalg.factorize import eigh
+
+Psd = Literal["raise", "clip"]
+
+
+def require_psd(psd: Any) -> Psd:
+    """The way to treat indefinite matrices as given, or an error when it is none."""
+    if psd not in ("raise", "clip"):
+        raise InputError(
+            f"psd={psd!r}",
+            expected='"raise" or "clip"',
+            remedy='pass psd="clip" to keep the positive part of an indefinite Hessian',
+        )
+    return "clip" if psd == "clip" else "raise"
+
+
+def require_semidefinite(smallest: Tensor, largest: Tensor, name: str) -> None:
+    """Check that no eigenvalue is more negative than rounding explains.
+
+    Args:
+        smallest: Smallest eigenvalues (N, T) or (N, T, any).
+        largest: Largest absolute eigenvalues, as many.
+        name: What the matrices are the Hessians of.
+
+    Raises:
+        NumericalError: One is; the error names the smallest and its example.
+    """
+    if smallest.numel() == 0:
+        return
+    eps = torch.finfo(smallest.dtype).eps
+    # curvatures below that of one nat and unit outputs by a factor of eps are rounding, too
+    tolerance = 1000 * eps * float(largest.max()) + 10 * eps
+    if float(smallest.min()) < -tolerance:
+        example, position = (smallest == smallest.min()).nonzero()[0].tolist()[:2]
+        raise NumericalError(
+            f"the Hessian of {name} has the eigenvalue {float(smallest.min()):.4g} at example {example} "
+            f"of the batch, position {position}",
+            expected="a positive semi-definite Hessian, which alone has a square root",
+            remedy='pass psd="clip" to keep its positive part, or use the Fisher information',
+        )
+
+
+def positive_root(matrix: Tensor, psd: Psd, name: str) -> Tensor:
+    """R with R Rᵀ = M, or its positive part.
+
+    Args:
+        matrix: Symmetric (N, T, C, C).
+        psd: "raise" for an error where M is indefinite beyond rounding, "clip" for its positive part.
+        name: What the matrices are the Hessians of.
+
+    Returns:
+        (N, T, C, C).
+
+    Example:
+        >>> positive_root(torch.tensor([[[[4.0]], [[-1.0]]]]), "clip", "an example").flatten()
+        tensor([2., 0.])
+    """
+    values, vectors = eigh(matrix, f"the Hessian of {name}")
+    if psd == "raise":
+        require_semidefinite(values[..., 0], values.abs().amax(-1), name)
+    # Q diag(√λ), λ ≥ 0
+    return vectors * values.clamp_min(0).sqrt()[..., None, :]

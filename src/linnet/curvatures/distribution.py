@@ -1,0 +1,312 @@
+"""Labels given outputs: their probabilities, their moments, and how outputs and labels are laid out.
+
+Outputs come in the network's own shape (N, ...). One axis holds the C classes or components; the others
+are T positions (pixels, words) at which labels are independent given the outputs. Everything is computed
+on outputs arranged into (N, T, C), the class axis last.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.errors import DataError, InputError
+from linnet.linalg.random import Seed, make_generator
+
+Moments = tuple[Tensor, Tensor]
+
+
+def uniform(shape: Sequence[int], seed: Seed, like: Tensor) -> Tensor:
+    """Numbers in [0, 1), drawn where the generator lives, with the type and device of a tensor."""
+    generator = make_generator(seed)
+    source = generator.device if generator else torch.device("cpu")
+    return torch.rand(tuple(shape), generator=generator, dtype=like.dtype, device=source).to(like.device)
+
+
+def first_of(bad: Tensor, name: str = "y") -> str:
+    """The name of the first element that is marked, for example "y[3, 1]"."""
+    return f"{name}{bad.nonzero()[0].tolist()}"
+
+
+def require_axis(axis: Any) -> int:
+    """The class axis as given, or an error when it cannot be one."""
+    if isinstance(axis, bool) or not isinstance(axis, int) or axis == 0:
+        raise InputError(
+            f"axis={axis!r}",
+            expected="the axis of the outputs that holds classes; axis 0 holds examples",
+            remedy="pass axis=1 for (N, C) and (N, C, H, W), axis=-1 for sequences (N, T, C)",
+        )
+    return axis
+
+
+class Distribution(ABC):
+    """How labels are distributed given the outputs f of a network.
+
+    Attributes:
+        axis: The axis of f that holds the C classes or components. One-dimensional outputs (N,) count
+            as (N, 1).
+        canonical: Whether the Hessian of the negative log-likelihood in f is independent of labels,
+            as for exponential families in their natural parameters; it is then the Fisher information.
+    """
+
+    axis: int
+    canonical: bool
+
+    def check(self, f: Tensor, y: Tensor) -> Tensor:
+        """Validate labels and convert them to the type that is computed with.
+
+        Args:
+            f: Outputs (N, ...).
+            y: Labels, as the family wants them.
+
+        Returns:
+            The labels, on the device of f.
+
+        Raises:
+            InputError: The outputs do not fit the family, or y is no tensor.
+        """
+        self._arrange(f)
+        if not isinstance(y, Tensor):
+            raise InputError(
+                f"y is a {type(y).__name__}", expected="a tensor of labels", remedy="pass torch.as_tensor(y)"
+            )
+        return self._check(f, y.to(f.device))
+
+    def mask(self, y: Tensor) -> Tensor | None:
+        """Positions that have a label.
+
+        Args:
+            y: Labels.
+
+        Returns:
+            (N, T) booleans, or None when all have one.
+        """
+        present = self._present(y)
+        return present.any(-1) if present is not None and present.ndim == 3 else present
+
+    def nll(self, f: Tensor, y: Tensor) -> Tensor:
+        """Negative log-likelihood −log p(y | f), with all constants.
+
+        Args:
+            f: Outputs (N, ...).
+            y: Labels; missing ones count 0.
+
+        Returns:
+            (N,), summed over positions.
+        """
+        rows, labels, counts = self._prepare(f, y)
+        return _masked_sum(self._nll(rows, labels), counts)
+
+    def sample(self, f: Tensor, n: int, generator: Seed = None) -> Tensor:
+        """Draw labels from p(y | f).
+
+        Args:
+            f: Outputs (N, ...).
+            n: Number of draws for each example.
+            generator: Source of randomness: a generator, an integer seed or None.
+
+        Returns:
+            (n, *shape of y).
+        """
+        _require_draws(n)
+        drawn = self._sample(self._arrange(f).detach(), n, make_generator(generator))
+        return self._restore_labels(drawn, f.shape, lead=1)
+
+    def kl(self, f: Tensor, g: Tensor, y: Tensor | None = None) -> Tensor:
+        """Kullback-Leibler divergence KL(p(· | f) ‖ p(· | g)), differentiable in both.
+
+        Args:
+            f: Outputs (N, ...).
+            g: Outputs of the same shape.
+            y: Labels, where positions without one are to count 0.
+
+        Returns:
+            (N,), summed over positions.
+
+        Raises:
+            InputError: The shapes differ.
+        """
+        if f.shape != g.shape:
+            raise InputError(
+                f"f has shape {tuple(f.shape)} and g {tuple(g.shape)}", expected="outputs of one shape"
+            )
+        counts = None if y is None else self._prepare(f, y)[2]
+        return _masked_sum(self._kl(self._arrange(f), self._arrange(g)), counts)
+
+    def mean(self, f: Tensor) -> Tensor:
+        """E[y | f]; class probabilities for Categorical.
+
+        Args:
+            f: Outputs (N, ...).
+
+        Returns:
+            In the layout of f.
+        """
+        return self._restore_labels(self._moments(self._arrange(f))[0], f.shape)
+
+    def variance(self, f: Tensor) -> Tensor:
+        """Var[y | f] of each component; for Categorical, of the indicator of each class.
+
+        Args:
+            f: Outputs (N, ...).
+
+        Returns:
+            In the layout of f.
+        """
+        return self._restore_labels(self._moments(self._arrange(f))[1], f.shape)
+
+    def predictive(self, mean: Tensor, covariance: Tensor) -> Tensor | Moments:
+        """The distribution of a new label when the outputs are uncertain, f ~ N(mean, covariance).
+
+        Args:
+            mean: (N, C).
+            covariance: (N, C, C), or only its diagonals (N, C).
+
+        Returns:
+            Class probabilities (N, C) (Categorical, Bernoulli), or the mean and the variance of y.
+
+        Raises:
+            InputError: The shapes do not fit.
+        """
+        if mean.ndim != 2 or covariance.shape not in (mean.shape, (*mean.shape, mean.shape[-1])):
+            raise InputError(
+                f"mean has shape {tuple(mean.shape)} and covariance {tuple(covariance.shape)}",
+                expected="(N, C) with (N, C, C) or (N, C)",
+                remedy="make each position of outputs with several an example of its own",
+            )
+        variance = covariance.diagonal(dim1=-2, dim2=-1) if covariance.ndim == 3 else covariance
+        return self._predictive(mean, variance, covariance)
+
+    def describe(self) -> dict[str, Any]:
+        """Kind and settings, in types that JSON knows.
+
+        Returns:
+            A dictionary with "kind" and the arguments of the constructor.
+        """
+        return {"kind": type(self).__name__, **self._settings(), "axis": self.axis}
+
+    def __repr__(self) -> str:
+        described = self.describe()
+        kind = described.pop("kind")
+        return f"{kind}({', '.join(f'{name}={value!r}' for name, value in described.items())})"
+
+    # Layout
+
+    def _class_axis(self, ndim: int) -> int:
+        """The class axis counted from the front; 1 for outputs that lack it."""
+        axis = self.axis if self.axis > 0 else ndim + self.axis
+        if ndim == 1:
+            return 1
+        if not 1 <= axis < ndim:
+            raise InputError(
+                f"axis={self.axis} does not fit outputs of {ndim} dimensions",
+                expected=f"an axis from 1 to {ndim - 1}, or from {1 - ndim} to -1",
+                remedy="pass axis=1 for (N, C) and (N, C, H, W), axis=-1 for sequences (N, T, C)",
+            )
+        return axis
+
+    def _arrange(self, f: Tensor, lead: int = 0) -> Tensor:
+        """Outputs (*lead, N, ...) as (*lead, N, T, C)."""
+        ndim = f.ndim - lead
+        if not f.is_floating_point() or ndim < 1:
+            raise InputError(
+                f"outputs have shape {tuple(f.shape)} and type {f.dtype}",
+                expected="a floating-point tensor (N, ...)",
+            )
+        return self._arranged(f, lead)
+
+    def _arranged(self, values: Tensor, lead: int = 0) -> Tensor:
+        """Values of any type in the layout of the outputs, as (*lead, N, T, C)."""
+        ndim = values.ndim - lead
+        if ndim == 1:
+            return values[..., None, None]
+        last = values.movedim(lead + self._class_axis(ndim), -1)
+        return last.unsqueeze(-2) if ndim == 2 else last.flatten(lead + 1, -2)
+
+    def _restore(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
+        """(*lead, N, T, D) in the layout of outputs of a shape, with D in place of C."""
+        lead = rows.ndim - 3
+        if len(shape) == 1:
+            return rows.reshape(*rows.shape[:-2]) if rows.shape[-1] == 1 else rows.squeeze(-2)
+        axis = self._class_axis(len(shape))
+        rest = [size for i, size in enumerate(shape) if i not in (0, axis)]
+        return rows.reshape(*rows.shape[:-2], *rest, rows.shape[-1]).movedim(-1, lead + axis)
+
+    def _restore_labels(self, labels: Tensor, shape: Sequence[int], lead: int = 0) -> Tensor:
+        """Labels (*lead, N, T) or (*lead, N, T, D) in the layout that outputs of a shape have."""
+        if labels.ndim == lead + 2:
+            return labels.reshape(*labels.shape[:-1], *self._label_shape(shape)[1:])
+        return self._restore(labels, shape)
+
+    def _label_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of outputs less the class axis."""
+        axis = self._class_axis(len(shape))
+        return tuple(size for i, size in enumerate(shape) if i != axis)
+
+    def _prepare(self, f: Tensor, y: Tensor | None) -> tuple[Tensor, Any, Tensor | None]:
+        """Outputs and labels arranged, and which components count; None for no labels and for all."""
+        rows = self._arrange(f)
+        if y is None:
+            return rows, None, None
+        return rows, *self._labels(f, self.check(f, y))
+
+    # What a family defines, on arranged outputs
+
+    @abstractmethod
+    def _check(self, f: Tensor, y: Tensor) -> Tensor:
+        """Labels validated and converted, in their own shape."""
+
+    @abstractmethod
+    def _present(self, y: Tensor) -> Tensor | None:
+        """Which labels are there, (N, T) or (N, T, D), None for all."""
+
+    @abstractmethod
+    def _labels(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Labels arranged, missing ones replaced, and which components of the outputs count."""
+
+    @abstractmethod
+    def _nll(self, rows: Tensor, labels: Tensor) -> Tensor:
+        """−log p in terms of (N, T, any)."""
+
+    @abstractmethod
+    def _sample(self, rows: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
+        """Labels (n, N, T) or (n, N, T, D)."""
+
+    @abstractmethod
+    def _kl(self, f: Tensor, g: Tensor) -> Tensor:
+        """Divergence in terms of (N, T, any)."""
+
+    @abstractmethod
+    def _moments(self, rows: Tensor) -> Moments:
+        """Mean and variance of y given the outputs."""
+
+    @abstractmethod
+    def _predictive(self, mean: Tensor, variance: Tensor, covariance: Tensor) -> Tensor | Moments:
+        """The predictive distribution of a label."""
+
+    @abstractmethod
+    def _settings(self) -> dict[str, Any]:
+        """Arguments of the constructor, less the axis."""
+
+
+def _require_draws(n: int) -> None:
+    """Check a number of draws."""
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise InputError(f"n={n!r}", expected="at least one draw", remedy="pass n=1 or more")
+
+
+def _masked_sum(terms: Tensor, counts: Tensor | None) -> Tensor:
+    """Terms (N, T, any) summed over all but examples, less those that do not count."""
+    if counts is not None:
+        terms = terms.masked_fill(~counts[..., : terms.shape[-1]], 0)
+    return terms.sum((-2, -1))
+
+
+def require_shape(y: Tensor, expected: Sequence[int], remedy: str) -> None:
+    """Check the shape of labels."""
+    if y.shape != torch.Size(expected):
+        raise DataError(f"y has shape {tuple(y.shape)}", expected=f"shape {tuple(expected)}", remedy=remedy)

@@ -1,0 +1,249 @@
+"""From a request to operators: find the layers, plan, pass over the data once or twice, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from linnet.curvatures.accumulate import LARGEST, Chunks, Passes, plan_chunks
+from linnet.curvatures.checkpoint import Checkpoint
+from linnet.curvatures.curvature import Curvature, Provenance
+from linnet.curvatures.distributed import all_sum
+from linnet.curvatures.ekfac import eigenvalue_sums
+from linnet.curvatures.expectation import Expectation
+from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
+from linnet.curvatures.kfra import RecursionSums
+from linnet.curvatures.layers import Layer, find_layers
+from linnet.curvatures.parts import Part
+from linnet.curvatures.stream import Batch, Batches
+from linnet.curvatures.sums import Sums
+from linnet.curvatures.treatments import Structure, by_layer, make_sums, treatment
+from linnet.memory import Plan, parse_bytes, require
+from linnet.progress import track
+from linnet.tangent.batch import take
+from linnet.tangent.capture import capture
+from linnet.tangent.functional import Functional
+
+LOOKED_AT = 4  # examples that show which parameters form layers
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for, structures apart.
+
+    Args:
+        expectation: Which columns stand for the outputs' curvature.
+        sharing: "expand" or "reduce".
+        memory: Budget.
+        file: Where unfinished sums are kept, or ``None``.
+    """
+
+    expectation: Expectation
+    sharing: str = "expand"
+    memory: str | int | None = None
+    file: Path | None = None
+
+    def provenance(self, structure: str, examples: float) -> Provenance:
+        """Where a matrix comes from."""
+        e = self.expectation
+        return Provenance(
+            structure, e.matrix, e.kind, self.sharing, e.likelihood.describe(), examples, e.samples
+        )
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """How one layer is represented in one of the structures.
+
+    Args:
+        layer: The layer.
+        how: Its treatment.
+        note: What is worth saying about it.
+    """
+
+    layer: Layer
+    how: str
+    note: str
+
+
+def by_structure(
+    function: Functional, batches: Batches, request: Request, wanted: Sequence[tuple[str, Structure]]
+) -> list[Curvature]:
+    """Several structures from the same passes over the data.
+
+    Args:
+        function: The network.
+        batches: The data.
+        request: Everything but the structures.
+        wanted: Name and structure of each.
+
+    Returns:
+        The curvatures, in order.
+    """
+    first = batches.first()
+    if any(structure == "kfra" for _, structure in wanted):
+        return [_recursion(function, batches, request, first)]
+    layers = layers_of(function, first)
+    plans = [_assign(structure, layers, function) for _, structure in wanted]
+    _require_memory(function, _first_sums(plans, request, function, torch.device("meta")), request)
+    sums = _first_sums(plans, request, function, function.device)
+    chunks = _chunks(function, first, request, sums)
+    batches.block = batches.block or chunks.examples
+    checkpoint = _checkpoint(function, batches, request, [structure for _, structure in wanted])
+    passes = Passes(function, batches, request.expectation, chunks.columns, checkpoint)
+    examples = float(passes.run(list(sums.values()), "curvature").examples)
+    corrected = _second_sums(plans, sums)
+    if corrected:
+        passes.run(list(corrected.values()), "eigenvalues")
+    passes.finish()
+    found = []
+    for (name, _), plan in zip(wanted, plans, strict=True):
+        parts = tuple(_part(a, corrected if a.how == "ekfac" else sums) for a in plan)
+        found.append(Curvature(parts, function, request.provenance(name, examples)))
+    return found
+
+
+def _checkpoint(
+    function: Functional, batches: Batches, request: Request, structures: Sequence[Structure]
+) -> Checkpoint | None:
+    """Where unfinished sums are kept, and what they belong to."""
+    if request.file is None:
+        return None
+    e = request.expectation
+    identity = {
+        "network": function.fingerprint(),
+        "settings": f"{structures} {e.kind} {e.matrix} {e.samples} {e.seed} {request.sharing}",
+        "likelihood": e.likelihood.describe(),
+        "data": batches.identity(),
+    }
+    file = request.file
+    if batches.world > 1:
+        file = file.with_name(f"{file.stem}-{batches.rank}-of-{batches.world}{file.suffix}")
+    return Checkpoint(file, identity)
+
+
+def _recursion(function: Functional, batches: Batches, request: Request, first: Batch) -> Curvature:
+    """KFRA, one pass."""
+    sums = RecursionSums(function, request.expectation, first)
+    plan = Plan(
+        f"KFRA factors of {function.space.dim} parameters",
+        parse_bytes(request.memory, function.device),
+        (("factors", sum(t.nbytes for t in sums.tensors.values())),),
+    )
+    require(plan, ['use structure="diagonal"', "select params="])
+    batches.block = batches.block or LARGEST
+    for batch in track(batches, "curvature", total=batches.length()):
+        f = function.check_runs(batch.x)
+        sums.add(batch, f, request.expectation.targets(f, batch.y))
+    all_sum(list(sums.tensors.values()))
+    blocks = sums.blocks()
+    parts = tuple(
+        Part(layer, blocks[layer.name], "kfra")
+        for layer in sorted(sums.layers, key=lambda layer: function.names.index(layer.names[0]))
+    )
+    return Curvature(parts, function, request.provenance("kfra", float(sums.tensors["count"])))
+
+
+def layers_of(function: Functional, batch: Batch) -> tuple[Layer, ...]:
+    """The layers of a network, found on a few examples.
+
+    Args:
+        function: The network.
+        batch: A batch.
+
+    Returns:
+        The layers.
+    """
+    few = take(batch.x, slice(0, min(LOOKED_AT, batch.size)))
+    captured = capture(function, few, "sum")
+    plans = function.cache.get("plans", {}).values()
+    reasons = {name: why for plan in plans for name, why in plan.exact.items()}
+    return find_layers(captured, function.names, reasons)
+
+
+def everything(function: Functional) -> Layer:
+    """All parameters as one layer."""
+    shapes = tuple(tuple(shape) for shape in function.space.shapes.values())
+    return Layer("all", tuple(function.names), shapes)
+
+
+def _assign(structure: Structure, layers: Sequence[Layer], function: Functional) -> list[Assignment]:
+    """The treatment of every layer."""
+    if structure == "full":
+        return [Assignment(everything(function), "full", "")]
+    chosen = by_layer(structure, layers)
+    return [Assignment(layer, *treatment(layer, chosen[layer.name])) for layer in layers]
+
+
+def _key(assignment: Assignment) -> tuple[str, str]:
+    """Statistics of the first pass that two structures can share."""
+    how = {"ekfac": "kfac", "full": "block"}.get(assignment.how, assignment.how)
+    return "all parameters" if assignment.how == "full" else assignment.layer.name, how
+
+
+def _first_sums(
+    plans: Sequence[Sequence[Assignment]], request: Request, function: Functional, device: torch.device
+) -> dict[tuple[str, str], Sums]:
+    """Empty statistics of all layers and structures, none twice."""
+    unique = {_key(a): a for plan in plans for a in plan}
+    return {
+        key: make_sums(a.layer, key[1], request.sharing, function.dtype, device)
+        for key, a in unique.items()
+    }
+
+
+def _second_sums(
+    plans: Sequence[Sequence[Assignment]], sums: Mapping[tuple[str, str], Sums]
+) -> dict[tuple[str, str], Sums]:
+    """Eigenvalue statistics of the layers that are eigenvalue-corrected."""
+    found = {}
+    for assignment in (a for plan in plans for a in plan if a.how == "ekfac"):
+        first = sums[_key(assignment)]
+        assert isinstance(first, KroneckerSums | RowMomentSums)
+        found[_key(assignment)] = eigenvalue_sums(first)
+    return found
+
+
+def _part(assignment: Assignment, sums: Mapping[tuple[str, str], Sums]) -> Part:
+    """A finished block."""
+    return Part(assignment.layer, sums[_key(assignment)].block(), assignment.how, assignment.note)
+
+
+def _require_memory(function: Functional, sums: Mapping[Any, Sums], request: Request) -> None:
+    """Raise if the statistics, here without numbers, would not fit."""
+    sizes = [(f"{key[1]} of {key[0]}", sum(t.nbytes for t in s.tensors.values())) for key, s in sums.items()]
+    largest = sorted(sizes, key=lambda item: -item[1])
+    few = [*largest[:5], ("the other layers", sum(size for _, size in largest[5:]))]
+    plan = Plan(
+        f"curvature of {function.space.dim} parameters",
+        parse_bytes(request.memory, function.device),
+        tuple(few),
+    )
+    require(plan, ['use structure="kfac" or "diagonal"', 'use structure="matrix-free"', "select params="])
+
+
+def _chunks(function: Functional, first: Batch, request: Request, sums: Mapping[Any, Sums]) -> Chunks:
+    """How much to capture at once."""
+    e = request.expectation
+    few = take(first.x, slice(0, 1))
+    f = function.check_runs(few)
+    y = e.targets(f, None if first.y is None else first.y[:1])
+    columns = len(e.columns(f, y, 0))
+    rows = max((_row_numbers(s) for s in sums.values()), default=0) * function.dtype.itemsize
+    mask = None if first.y is None or y is None else e.likelihood.mask(y)
+    budget = parse_bytes(request.memory, function.device)
+    return plan_chunks(function, first, columns, rows, budget, mask is None)
+
+
+def _row_numbers(statistic: Sums) -> int:
+    """Numbers in the gradients of one example and column that the statistic forms whole."""
+    closed = isinstance(statistic, KroneckerSums) or (
+        not isinstance(statistic, RowMomentSums)
+        and set(statistic.tensors) == {"squares"}
+        and (statistic.layer.factored or statistic.layer.embedding)
+    )
+    return 0 if closed else statistic.layer.size

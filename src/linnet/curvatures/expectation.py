@@ -1,0 +1,142 @@
+"""Columns u of the outputs' curvature: Σ_k u_k u_kᵀ equals Λ, or has it as its expectation.
+
+Every matrix of the engine is Σ_n Σ_k (J_nᵀ u_nk)(J_nᵀ u_nk)ᵀ for such columns (Botev 2020, section 4.3):
+
+    exact               columns of Λ^½, one for each output: KFLR, the exact diagonal, the exact blocks
+    mc                  gradients of the negative log-likelihood at labels drawn from the model: KFAC
+    random-projection   Λ^½ v for random v: the thesis' section 4.3.4
+    empirical           the gradient at the observed label: the empirical Fisher
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linnet.curvatures.likelihood import Likelihood
+from linnet.errors import DataError, InputError
+
+EXPECTATIONS = ("exact", "mc", "random-projection", "empirical", "recursion")
+MATRICES = ("gauss-newton", "fisher", "hessian")
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """Which columns stand for Λ.
+
+    Args:
+        likelihood: What the outputs mean.
+        kind: ``"exact"``, ``"mc"``, ``"random-projection"`` or ``"empirical"``.
+        matrix: ``"gauss-newton"`` or ``"fisher"``.
+        samples: K of the random ones.
+        seed: Seed; with the batch's place it fixes the samples of a batch.
+    """
+
+    likelihood: Likelihood
+    kind: str = "exact"
+    matrix: str = "gauss-newton"
+    samples: int = 1
+    seed: int = 0
+
+    def columns(self, f: Tensor, y: Tensor | None, index: int) -> Tensor:
+        """The columns of a batch.
+
+        Args:
+            f: Outputs in the network's own shape, (N, ...).
+            y: Checked targets, where they are needed.
+            index: Place of the batch in its pass.
+
+        Returns:
+            u, (K, *f.shape).
+        """
+        likelihood = self.likelihood
+        if self.kind == "exact":
+            return likelihood.fisher_root(f, y) if self.matrix == "fisher" else likelihood.root(f, y)
+        if self.kind == "empirical":
+            assert y is not None, "targets() has been asked"
+            return likelihood.gradient(f, y)[None]
+        generator = batch_generator(self.seed, index, f.device)
+        if self.kind == "mc":
+            return likelihood.sample_gradients(f, self.samples, generator, y)
+        return likelihood.project(f, self.samples, generator, y)
+
+    @property
+    def needs_labels(self) -> bool:
+        """Whether the columns depend on observed labels."""
+        if self.kind == "empirical":
+            return True
+        return not self.likelihood.canonical and self.matrix == "gauss-newton"
+
+    def targets(self, f: Tensor, y: Tensor | None) -> Tensor | None:
+        """Targets, checked.
+
+        Args:
+            f: Outputs in the network's own shape.
+            y: Targets, or ``None``.
+
+        Returns:
+            The targets, or ``None`` if there are none and none are needed.
+
+        Raises:
+            DataError: If they are needed and missing.
+        """
+        if y is not None:
+            return self.likelihood.check(f, y)
+        if self.needs_labels:
+            raise DataError(
+                f"data has no targets, which {self.kind!r} curvature of {self.likelihood!r} needs",
+                expected="(x, y) pairs",
+                remedy='pass the targets, or expectation="mc" with matrix="fisher"',
+            )
+        return None
+
+
+def batch_generator(seed: int, index: int, device: torch.device) -> torch.Generator:
+    """The random numbers of one batch: the same at every pass and on whichever process."""
+    return torch.Generator(device=device).manual_seed((seed * 1_000_003 + index) % (1 << 63))
+
+
+def choose_matrix(likelihood: Likelihood, kind: str, matrix: str) -> str:
+    """Which matrix is meant, and whether the expectation can give it.
+
+    Args:
+        likelihood: What the outputs mean.
+        kind: The expectation.
+        matrix: ``"auto"``, ``"gauss-newton"``, ``"fisher"`` or ``"hessian"``.
+
+    Returns:
+        One of the last three. For a canonical likelihood Gauss-Newton and Fisher are equal and the name is
+        "gauss-newton", except for the empirical Fisher.
+
+    Raises:
+        InputError: If sampled or observed labels are asked to give a Gauss-Newton matrix that differs from
+            the Fisher matrix.
+    """
+    if matrix not in ("auto", *MATRICES):
+        raise InputError(
+            f"matrix={matrix!r}",
+            expected='"auto", "gauss-newton", "fisher" or "hessian"',
+            remedy="leave matrix= out",
+        )
+    if kind == "empirical" and matrix in ("auto", "fisher"):
+        return "fisher"
+    if matrix == "hessian":
+        return matrix
+    if matrix == "auto":
+        return "gauss-newton" if likelihood.canonical or kind not in ("mc",) else "fisher"
+    differs = matrix == "gauss-newton" and not likelihood.canonical
+    if (kind == "mc" and differs) or (kind == "empirical" and matrix == "gauss-newton"):
+        raise InputError(
+            f"expectation={kind!r} with matrix='gauss-newton' and {likelihood!r}",
+            expected="matrix='fisher': gradients at sampled or observed labels give the Fisher matrix",
+            remedy="pass matrix='fisher', or expectation='exact' for the Gauss-Newton matrix",
+        )
+    if kind in ("random-projection", "recursion") and matrix == "fisher" and not likelihood.canonical:
+        raise InputError(
+            f"expectation={kind!r} with matrix='fisher' and {likelihood!r}",
+            expected="matrix='gauss-newton': this expectation is made of Λ itself",
+            remedy="pass matrix='gauss-newton', or expectation='mc' for the Fisher matrix",
+        )
+    return matrix

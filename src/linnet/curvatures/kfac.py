@@ -1,0 +1,111 @@
+"""Kronecker factors of a layer's Gauss-Newton block.
+
+With a the inputs and g the output gradients of the weight's uses, for one column k of Λ^½ after the other,
+
+    expand    G ≈ B ⊗ A,  A = 1/M Σ_n Σ_s â_ns â_nsᵀ,  B = Σ_n Σ_k Σ_s g_nks g_nksᵀ,   M = Σ_n S
+    reduce    G ≈ B ⊗ A,  A = 1/N Σ_n ā_n ā_nᵀ,  B = Σ_n Σ_k (Σ_s g_nks)(Σ_s g_nks)ᵀ,  ā_n = 1/S Σ_s â_ns
+
+where â = [a; 1] when a bias rides along. Both are exact for one example without weight sharing. With all
+columns of Λ^½ this is KFLR, with gradients at sampled labels KFAC (Botev 2020, 4.3.1 and 4.3.3; Martens
+and Grosse 2015; weight sharing: Eschenhagen et al. 2023, eq. 8 and 12).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from linnet.curvatures.layers import Layer, layer_factors
+from linnet.curvatures.moments import InputMoment, active, gradient_moment, input_moment, reduced
+from linnet.curvatures.sums import Gradients, Sums, layer_rows, second_moment, wide
+from linnet.linalg.grouped import GroupedKronecker
+from linnet.linalg.kronecker import Kronecker
+
+
+class KroneckerSums(Sums):
+    """Σ â âᵀ and Σ g gᵀ of a layer with factors.
+
+    Args:
+        layer: A layer with factors.
+        sharing: ``"expand"`` or ``"reduce"``.
+        dtype: Type of the network.
+        device: Where the sums are.
+    """
+
+    def __init__(self, layer: Layer, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
+        self.layer, self.sharing = layer, sharing
+        rows, columns = layer.matrix
+        d, c = (rows, columns) if layer.transposed else (columns, rows)
+        r, kind = layer.groups, wide(dtype)
+        self.tensors = {
+            "inputs": torch.zeros(r, d, d, dtype=kind, device=device),
+            "gradients": torch.zeros(r, c, c, dtype=kind, device=device),
+            "count": torch.zeros((), dtype=torch.float64, device=device),
+        }
+
+    def add(self, gradients: Gradients) -> None:
+        """Add a batch."""
+        parts = layer_factors(gradients.captured, self.layer)
+        if not parts:
+            return  # the gradient vanishes here
+        if self.sharing == "reduce":
+            parts = [reduced(parts, gradients.masked)]
+        for f in parts:
+            if gradients.fresh:
+                moment = input_moment(f, active(f) if gradients.masked else None)
+                self._add_inputs(moment)
+            self.tensors["gradients"] += gradient_moment(f)
+
+    def _add_inputs(self, moment: InputMoment) -> None:
+        """Σ â âᵀ and the number of its terms."""
+        self.tensors["inputs"] += moment.hatted() if self.layer.biased else moment.second
+        self.tensors["count"] += moment.count
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A, a mean, and B, a sum: (R, d, d) and (R, c, c)."""
+        count = max(float(self.tensors["count"]), 1e-300)
+        return self.tensors["inputs"] / count, self.tensors["gradients"]
+
+    def block(self) -> Kronecker | GroupedKronecker:
+        """B ⊗ A, or A ⊗ B for a weight stored with its inputs first."""
+        inputs, gradients = self.factors()
+        left, right = (inputs, gradients) if self.layer.transposed else (gradients, inputs)
+        name = f"curvature of {self.layer.name}"
+        if self.layer.groups == 1:
+            return Kronecker(left[0], right[0], name=name)
+        return GroupedKronecker(left, right, name=name)
+
+
+class RowMomentSums(Sums):
+    """Kronecker factors from per-example gradients, where there are no inputs and output gradients.
+
+    For gradients G (rows x columns) of a weight, L = Σ G Gᵀ and R = Σ Gᵀ G / tr L. The product L ⊗ R has
+    the trace of Σ vec(G) vec(G)ᵀ, and equals it for a single gradient of rank one.
+
+    Args:
+        layer: A layer of one parameter with at least two axes.
+        dtype: Type of the network.
+        device: Where the sums are.
+    """
+
+    def __init__(self, layer: Layer, dtype: torch.dtype, device: torch.device) -> None:
+        self.layer = layer
+        rows, kind = layer.shapes[0][0], wide(dtype)
+        columns = layer.size // rows
+        self.tensors = {
+            "left": torch.zeros(rows, rows, dtype=kind, device=device),
+            "right": torch.zeros(columns, columns, dtype=kind, device=device),
+        }
+
+    def add(self, gradients: Gradients) -> None:
+        """Add a batch."""
+        rows = layer_rows(gradients.captured, self.layer).flatten(0, 1)
+        matrices = rows.unflatten(1, (self.layer.shapes[0][0], -1)).to(self.tensors["left"].dtype)
+        self.tensors["left"] += second_moment(matrices.transpose(0, 1).flatten(1))
+        self.tensors["right"] += second_moment(matrices.flatten(0, 1).mT)
+
+    def block(self) -> Kronecker:
+        """L ⊗ R."""
+        left, right = self.tensors["left"], self.tensors["right"]
+        total = left.trace().clamp(min=torch.finfo(left.dtype).tiny)
+        return Kronecker(left, right / total, name=f"curvature of {self.layer.name}")

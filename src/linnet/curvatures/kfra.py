@@ -1,0 +1,157 @@
+"""Kronecker factors by the recursion of expected pre-activation curvatures (KFRA).
+
+For a feed-forward network h_l = W_l â_{l−1}, a_l = φ(h_l), the pre-activation Gauss-Newton matrices of one
+example satisfy G_l = B_l W_{l+1}ᵀ G_{l+1} W_{l+1} B_l with B_l = diag φ'(h_l) (Botev 2020, lemma 3.22). KFRA
+passes expectations back instead (eq. 4.7):
+
+    Ĝ_l = E[B_l W_{l+1}ᵀ Ĝ_{l+1} W_{l+1} B_l] = (W_{l+1}ᵀ Ĝ_{l+1} W_{l+1}) ∘ E[φ'(h_l) φ'(h_l)ᵀ]
+
+which needs no backward pass for each output, and is exact for one example and for linear networks.
+
+That a network is such a chain is not read off its modules but proved on the data: with random cotangents,
+the gradients must satisfy g_l = φ'(h_l) ∘ W_{l+1}ᵀ g_{l+1} with one vector φ'(h_l) for all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from linnet.curvatures.expectation import Expectation, batch_generator
+from linnet.curvatures.layers import Layer, find_layers
+from linnet.curvatures.moments import input_moment
+from linnet.curvatures.stream import Batch
+from linnet.curvatures.sums import second_moment, wide
+from linnet.errors import ModelError
+from linnet.linalg.kronecker import Kronecker
+from linnet.tangent.capture import capture
+from linnet.tangent.captured import Captured
+from linnet.tangent.functional import Functional
+from linnet.tangent.rules import factors
+
+PROBES = 4  # random cotangents from which φ' is found, and on which it is proved
+
+
+class RecursionSums:
+    """What the recursion needs of every layer: Σ â âᵀ and Σ φ' φ'ᵀ, and Σ Λ at the end.
+
+    Args:
+        function: The network.
+        expectation: The likelihood and the seed of the probes.
+        batch: A batch to find the chain on.
+
+    Attributes:
+        layers: The layers, first to last.
+        tensors: What adds up.
+
+    Raises:
+        ModelError: If the network is not a feed-forward chain of linear layers.
+    """
+
+    def __init__(self, function: Functional, expectation: Expectation, batch: Batch) -> None:
+        self.function, self.expectation = function, expectation
+        captured = capture(function, batch.x)
+        self.layers = _chain(captured, find_layers(captured, function.names, {}))
+        kind = wide(function.dtype)
+        self.tensors = {"count": torch.zeros((), dtype=torch.float64, device=function.device)}
+        for i, layer in enumerate(self.layers):
+            d, c = _sizes(layer)
+            zeros = torch.zeros(d, d, dtype=kind, device=function.device)
+            self.tensors |= {f"inputs {i}": zeros, f"slopes {i}": zeros.new_zeros(c, c)}
+        self._last = len(self.layers) - 1
+
+    def add(self, batch: Batch, f: Tensor, y: Tensor | None) -> None:
+        """Add a batch.
+
+        Args:
+            batch: The examples.
+            f: Their outputs, in the network's own shape.
+            y: Checked targets, where they are needed.
+        """
+        generator = batch_generator(self.expectation.seed, batch.index, f.device)
+        u = torch.randn(PROBES, *f.flatten(1).shape, generator=generator, dtype=f.dtype, device=f.device)
+        captured = capture(self.function, batch.x, u)
+        behind = u  # the gradient at the activations of the layer in hand
+        for i in range(self._last, -1, -1):
+            layer = self.layers[i]
+            own = factors(captured.by_parameter()[layer.names[0]][0], captured.n)
+            g = own.g[:, :, 0, 0]  # (K, N, c)
+            slopes = self._slopes(layer, g, behind)
+            if i == self._last:
+                # Σ_n φ'_n Λ_n φ'_nᵀ, with nothing averaged yet
+                hessian = self.expectation.likelihood.hessian(f, y)
+                self._require_one_position(hessian)
+                curved = slopes[:, :, None] * hessian[:, 0] * slopes[:, None]
+                self.tensors[f"slopes {i}"] += curved.sum(0)
+            else:
+                self.tensors[f"slopes {i}"] += second_moment(slopes.T)
+            moment = input_moment(own)
+            self.tensors[f"inputs {i}"] += (moment.hatted() if layer.biased else moment.second)[0]
+            behind = g @ self._weight(layer)
+        self.tensors["count"] += batch.size
+
+    def blocks(self) -> dict[str, Kronecker]:
+        """Ĝ_l ⊗ A_l of every layer, by name (A_l ⊗ Ĝ_l for weights stored with their inputs first)."""
+        count = float(self.tensors["count"])
+        found = {}
+        curvature = self.tensors[f"slopes {self._last}"]
+        for i in range(self._last, -1, -1):
+            layer = self.layers[i]
+            if i < self._last:
+                weight = self._weight(self.layers[i + 1]).to(curvature.dtype)
+                # eq. 4.7, summed over the examples
+                curvature = (weight.T @ curvature @ weight) * self.tensors[f"slopes {i}"] / count
+            curvature = (curvature + curvature.T) / 2
+            inputs = self.tensors[f"inputs {i}"] / count
+            left, right = (inputs, curvature) if layer.transposed else (curvature, inputs)
+            found[layer.name] = Kronecker(left, right, name=f"curvature of {layer.name}")
+        return found
+
+    def _weight(self, layer: Layer) -> Tensor:
+        """W (c, d)."""
+        weight = self.function.theta[layer.names[0]]
+        return weight.T if layer.transposed else weight
+
+    def _slopes(self, layer: Layer, g: Tensor, behind: Tensor) -> Tensor:
+        """φ'(h) (N, c), by least squares over the probes; proved by what is left over."""
+        if g.shape != behind.shape:
+            raise _not_a_chain(layer, f"{g.shape[-1]} outputs meet {behind.shape[-1]} inputs")
+        power = behind.square().sum(0)
+        slopes = torch.where(power > 0, (g * behind).sum(0) / power.clamp(min=torch.finfo(g.dtype).tiny), 0)
+        tolerance = 1e-8 if g.dtype == torch.float64 else 1e-3
+        if (g - slopes * behind).abs().max() > tolerance * g.abs().max():
+            raise _not_a_chain(layer, "what follows it is not elementwise, or goes more than one way")
+        return slopes
+
+    def _require_one_position(self, hessian: Tensor) -> None:
+        """Outputs with extra dimensions have no single last layer."""
+        if hessian.shape[1] != 1:
+            raise _not_a_chain(self.layers[-1], f"its outputs have {hessian.shape[1]} positions")
+
+
+def _chain(captured: Captured, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """The layers in the order of their use, if all are plain linear layers."""
+    for layer in layers:
+        if not layer.factored or layer.why != "linear":
+            raise _not_a_chain(layer, f"it is used by {layer.why}")
+        if layer.uses > 1 or layer.positions > 1:
+            raise _not_a_chain(
+                layer, f"its weight is used {max(layer.uses, layer.positions)} times an example"
+            )
+    order = {use.sources[0]: i for i, use in reversed(list(enumerate(captured.uses)))}
+    return tuple(sorted(layers, key=lambda layer: order[layer.names[0]]))
+
+
+def _not_a_chain(layer: Layer, why: str) -> ModelError:
+    """The graph cannot be taken, and where."""
+    return ModelError(
+        f"KFRA cannot follow the network at {layer.name}: {why}",
+        expected="a feed-forward chain of linear layers with elementwise activations between them",
+        remedy='use structure="kfac" with expectation="exact" or "mc", which take any network',
+    )
+
+
+def _sizes(layer: Layer) -> tuple[int, int]:
+    """D (with the one of a bias) and c of a linear layer."""
+    rows, columns = layer.matrix
+    return (rows, columns) if layer.transposed else (columns, rows)

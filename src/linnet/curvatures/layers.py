@@ -1,0 +1,225 @@
+"""Which parameters form a layer, and which form their curvature can take.
+
+A layer is a weight with the bias that is added to its product, or the parameters of one normalization, or
+a parameter by itself. A layer whose every use is a linear map or a convolution of its weight has gradients
+Σ_s g_s [a_s; 1]ᵀ, and so Kronecker factors; all others have per-example gradients only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linnet.tangent.captured import Captured
+from linnet.tangent.rules import Factors, Use, factors
+
+PRODUCTS = ("linear", "conv", "conv-transposed")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Parameters that are used together.
+
+    Args:
+        name: The common part of their names.
+        names: The parameters; of a layer with factors the weight first, then its bias.
+        shapes: Their shapes.
+        groups: R, independent parts of a grouped convolution; 1 otherwise.
+        factored: Whether the gradients have the outer-product form.
+        transposed: Whether the weight is stored (d_in, d_out).
+        positions: S, positions of one example that share the weight, all uses together.
+        uses: How often a pass uses the weight.
+        embedding: Whether the layer is an embedding table.
+        why: What the parameters are used for, or why they have no rule.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    groups: int = 1
+    factored: bool = False
+    transposed: bool = False
+    positions: int = 1
+    uses: int = 1
+    embedding: bool = False
+    why: str = ""
+
+    @property
+    def size(self) -> int:
+        """Number of scalar parameters."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes)
+
+    @property
+    def biased(self) -> bool:
+        """Whether a bias rides along with the weight."""
+        return self.factored and len(self.names) == 2
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, columns) of the matrix [W b] of one group, in the order in which it is stored."""
+        rows = self.shapes[0][0] // self.groups
+        columns = torch.Size(self.shapes[0][1:]).numel()
+        return (rows + self.biased, columns) if self.transposed else (rows, columns + self.biased)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Weight and bias as one matrix a group.
+
+        Args:
+            parts: Tensors (*batch, *shape) of every parameter of the layer, with equal batch axes.
+
+        Returns:
+            (*batch, R, rows, columns).
+        """
+        batch = parts[0].shape[: parts[0].ndim - len(self.shapes[0])]
+        rows = self.shapes[0][0] // self.groups
+        weight = parts[0].reshape(*batch, self.groups, rows, -1)
+        if not self.biased:
+            return weight
+        bias = parts[1].reshape(*batch, self.groups, -1)
+        bias = bias[..., None, :] if self.transposed else bias[..., None]
+        return torch.cat([weight, bias], -2 if self.transposed else -1)
+
+    def part(self, matrix: Tensor) -> list[Tensor]:
+        """Undo :meth:`join`.
+
+        Args:
+            matrix: (*batch, R, rows, columns).
+
+        Returns:
+            (*batch, *shape) for every parameter.
+        """
+        batch = matrix.shape[:-3]
+        if not self.biased:
+            return [matrix.reshape(*batch, *self.shapes[0])]
+        axis = -2 if self.transposed else -1
+        length = matrix.shape[axis] - 1
+        weight, bias = matrix.narrow(axis, 0, length), matrix.select(axis, length)
+        return [weight.reshape(*batch, *self.shapes[0]), bias.reshape(*batch, *self.shapes[1])]
+
+
+def find_layers(captured: Captured, names: Sequence[str], reasons: Mapping[str, str]) -> tuple[Layer, ...]:
+    """Sort the tracked parameters into layers, from one captured batch.
+
+    Args:
+        captured: A batch.
+        names: The tracked parameters, in order.
+        reasons: Why parameters are differentiated example by example, where they are.
+
+    Returns:
+        The layers, in the order of their first parameter.
+    """
+    uses = captured.by_parameter()
+    left = dict.fromkeys(names)
+    layers = []
+    while left:
+        name = next(iter(left))
+        together = _together(name, list(left), uses)
+        for member in together:
+            del left[member]
+        layers.append(_layer(together, captured, uses, reasons))
+    return tuple(layers)
+
+
+def _together(name: str, names: Iterable[str], uses: Mapping[str, list[Use]]) -> tuple[str, ...]:
+    """The parameters whose uses all share their results with those of ``name``; weights come first."""
+    places = [use.place for use in uses.get(name, [])]
+    if not places:
+        return (name,)
+    same = [other for other in names if [use.place for use in uses.get(other, [])] == places]
+    return tuple(sorted(same, key=lambda other: uses[other][0].kind == "shift"))
+
+
+def _layer(
+    names: tuple[str, ...], captured: Captured, uses: Mapping[str, list[Use]], reasons: Mapping[str, str]
+) -> Layer:
+    """What is known about parameters that are used together."""
+    shapes = tuple(tuple(captured.leaves[name].shape) for name in names)
+    own = uses.get(names[0], [])
+    name = _common(names)
+    if any(member in captured.exact for member in names):
+        why = next((reasons[member] for member in names if member in reasons), "no rule")
+        return Layer(name, names, shapes, why=why)
+    if not own:
+        return Layer(name, names, shapes, why="no gradient seen")
+    kinds = sorted({use.kind for use in own})
+    if not all(use.direct for use in own):
+        return Layer(name, names, shapes, uses=len(own), why="used through a function of it")
+    if kinds == ["embedding"] and len(names) == 1:
+        return Layer(
+            name, names, shapes, positions=_positions(own, captured.n), uses=len(own), embedding=True
+        )
+    if not all(use.kind in PRODUCTS for use in own) or not _one_form(own) or not _plain_biases(names, uses):
+        return Layer(name, names, shapes, uses=len(own), why=" and ".join(kinds))
+    groups, transposed = own[0].options.get("groups", 1), _stored_transposed(own[0])
+    positions = _positions(own, captured.n)
+    return Layer(name, names, shapes, groups, True, transposed, positions, len(own), why=kinds[0])
+
+
+def _stored_transposed(use: Use) -> bool:
+    """Whether the weight is stored with its input features first."""
+    return use.kind == "conv-transposed" or bool(use.options.get("transposed"))
+
+
+def _one_form(own: Sequence[Use]) -> bool:
+    """Whether all uses have the outer-product form in one orientation, with the same groups."""
+    return len({(_stored_transposed(use), use.options.get("groups", 1)) for use in own}) == 1
+
+
+def _plain_biases(names: tuple[str, ...], uses: Mapping[str, list[Use]]) -> bool:
+    """Whether what rides along with the weight is one plain bias: one number for each output, added."""
+    if len(names) == 1:
+        return True
+    if len(names) > 2 or any(use.kind == "conv-transposed" for use in uses[names[0]]):
+        return False
+    weight, biases = uses[names[0]][0], uses[names[1]]
+    outputs = weight.target.shape[1 if _stored_transposed(weight) else 0]
+    return (
+        all(use.kind == "shift" and use.direct and use.options["sign"] == 1 for use in biases)
+        and biases[0].target.ndim == 1
+        and biases[0].target.numel() == outputs
+        and not weight.options.get("left")
+    )
+
+
+def _positions(own: Sequence[Use], n: int) -> int:
+    """S of one example over all uses."""
+    total = 0
+    for use in own:
+        if use.kind == "conv-transposed":
+            assert use.a is not None
+            total += use.a.shape[0] // n * use.a.shape[2:].numel()
+        elif use.kind == "conv":
+            total += use.shape[0] // n * use.shape[2:].numel()
+        else:
+            features = use.shape[-2] if use.options.get("left") else use.shape[-1]
+            total += use.shape.numel() // (features * n)
+    return total
+
+
+def _common(names: tuple[str, ...]) -> str:
+    """The module that holds all the parameters, or the parameter's own name."""
+    if len(names) == 1:
+        return names[0]
+    parts = [name.split(".") for name in names]
+    shared = []
+    for pieces in zip(*parts, strict=False):
+        if len(set(pieces)) > 1:
+            break
+        shared.append(pieces[0])
+    return ".".join(shared) or names[0]
+
+
+def layer_factors(captured: Captured, layer: Layer) -> list[Factors]:
+    """The outer-product form of every use of a layer's weight.
+
+    Args:
+        captured: A captured batch.
+        layer: A layer with factors.
+
+    Returns:
+        a (N, R, S, d) and g (K, N, R, S, c) for each use.
+    """
+    return [factors(use, captured.n) for use in captured.by_parameter().get(layer.names[0], [])]

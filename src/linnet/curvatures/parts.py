@@ -1,0 +1,54 @@
+"""A layer's block of a curvature matrix, and where its rows are among all parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linnet.curvatures.layers import Layer
+from linnet.linalg.space import ParameterSpace
+from linnet.linalg.structured import StructuredOperator
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One layer's block.
+
+    Args:
+        layer: The layer.
+        operator: Its block.
+        structure: What the block is: "kfac", "ekfac", "kfra", "block", "diagonal", "full" or "low-rank".
+        note: Why it is not what was asked for, or what is approximated beyond that; empty otherwise.
+    """
+
+    layer: Layer
+    operator: StructuredOperator
+    structure: str
+    note: str = ""
+
+    @property
+    def joined(self) -> bool:
+        """Whether the block's order is that of the matrix [W b]."""
+        return self.structure in ("kfac", "ekfac", "kfra") and self.layer.factored
+
+    def gather(self, v: Tensor, space: ParameterSpace) -> Tensor:
+        """The rows of v (P, K) that belong to the layer, in the block's order."""
+        pieces = [v[space.slices[name]] for name in self.layer.names]
+        if not self.joined or not self.layer.biased:
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        shaped = [p.T.reshape(-1, *shape) for p, shape in zip(pieces, self.layer.shapes, strict=True)]
+        return self.layer.join(shaped).flatten(1).T
+
+    def scatter(self, rows: Tensor, out: Tensor, space: ParameterSpace) -> None:
+        """Undo :meth:`gather`, into ``out`` (P, K)."""
+        if self.joined and self.layer.biased:
+            rows_, columns = self.layer.matrix
+            matrices = rows.T.reshape(-1, self.layer.groups, rows_, columns)
+            pieces = [piece.flatten(1).T for piece in self.layer.part(matrices)]
+        else:
+            sizes = [torch.Size(shape).numel() for shape in self.layer.shapes]
+            pieces = list(rows.split(sizes))
+        for name, piece in zip(self.layer.names, pieces, strict=True):
+            out[space.slices[name]] = piece

@@ -1,0 +1,111 @@
+"""What all structures have in common: sums over examples of something quadratic in the gradients.
+
+Every structure keeps a few tensors that add up over batches and over processes, and turns them into an
+operator at the end. Because they add up, one capture of a batch serves all structures, an interrupted pass
+can go on, processes can share the data, and old batches can be faded out.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linnet.curvatures.layers import Layer
+from linnet.linalg.structured import StructuredOperator
+from linnet.tangent.captured import Captured
+
+BLOCK = 512  # columns at once in a product that is symmetric: the half below the diagonal is not computed
+ROWS_AT_ONCE = 1 << 24  # numbers in the per-example gradients of a layer that are formed at once
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """A captured batch with the cotangents of one expectation.
+
+    Args:
+        captured: Inputs a and gradients g of every use; the K cotangents satisfy Σ_k u uᵀ = Λ.
+        fresh: Whether these are the first columns of the batch: what depends on the inputs alone is
+            added then, and only then.
+        masked: Whether some output positions do not count.
+    """
+
+    captured: Captured
+    fresh: bool = True
+    masked: bool = False
+
+
+class Sums(ABC):
+    """The additive statistics of one structure for one layer.
+
+    Attributes:
+        layer: The layer.
+        tensors: What adds up, by name.
+    """
+
+    layer: Layer
+    tensors: dict[str, Tensor]
+
+    @abstractmethod
+    def add(self, gradients: Gradients) -> None:
+        """Add a batch."""
+
+    @abstractmethod
+    def block(self) -> StructuredOperator:
+        """The layer's part of the curvature, summed over what was added."""
+
+    def fade(self, decay: float) -> None:
+        """Multiply everything by a number, so that older batches count less; counts fade as well."""
+        for tensor in self.tensors.values():
+            tensor.mul_(decay)
+
+
+def second_moment(x: Tensor) -> Tensor:
+    """X Xᵀ, computing one half of it.
+
+    Args:
+        x: (..., d, M); any strides.
+
+    Returns:
+        (..., d, d), symmetric to the bit.
+
+    Example:
+        >>> second_moment(torch.ones(2, 3))
+        tensor([[3., 3.],
+                [3., 3.]])
+    """
+    d = x.shape[-2]
+    if d <= BLOCK:
+        product = x @ x.mT
+        return (product + product.mT) / 2
+    result = x.new_empty(*x.shape[:-1], d)
+    for start in range(0, d, BLOCK):
+        rows = x[..., start : start + BLOCK, :]
+        stop = start + rows.shape[-2]
+        product = rows @ x[..., :stop, :].mT
+        own = product[..., start:]
+        product[..., start:] = (own + own.mT) / 2
+        result[..., start:stop, :stop] = product
+        result[..., :start, start:stop] = product[..., :start].mT
+    return result
+
+
+def layer_rows(captured: Captured, layer: Layer) -> Tensor:
+    """Per-example gradients of a layer, parameter after parameter.
+
+    Args:
+        captured: A captured batch.
+        layer: The layer.
+
+    Returns:
+        (N, K, size).
+    """
+    parts = [captured.rows(name).reshape(captured.n, captured.k, -1) for name in layer.names]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums are kept: at least float32."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,181 @@
+"""How each layer is represented under each structure, and what to say about it.
+
+A Kronecker structure fits layers whose gradients have factors. The others join in with blocks of their own:
+exact if small, from the moments of their per-example gradients if they are matrices, else their diagonal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from linnet.curvatures.block import BlockSums
+from linnet.curvatures.diagonal import DiagonalSums
+from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
+from linnet.curvatures.layers import Layer
+from linnet.curvatures.sums import Sums
+from linnet.errors import InputError
+
+STRUCTURES = ("full", "block", "diagonal", "kfac", "ekfac", "kfra", "low-rank", "matrix-free", "last-layer")
+BY_LAYER = ("block", "diagonal", "kfac", "ekfac")  # what a mixture may be made of
+ALIASES = {
+    "diag": ("diagonal", None),
+    "kron": ("kfac", None),
+    "kflr": ("kfac", "exact"),
+    "kfac-mc": ("kfac", "mc"),
+    "ekfac-mc": ("ekfac", "mc"),
+    "kfra": ("kfra", "recursion"),
+    "lowrank": ("low-rank", None),
+    "low_rank": ("low-rank", None),
+    "last_layer": ("last-layer", None),
+    "matrix_free": ("matrix-free", None),
+    "dense": ("full", None),
+    "block-diagonal": ("block", None),
+}
+EXPECTATION_ALIASES = {
+    "kflr": "exact",
+    "kfac": "mc",
+    "kfra": "recursion",
+    "monte-carlo": "mc",
+    "random_projection": "random-projection",
+}
+SMALL = 512  # parameters of a layer without factors up to which its block is kept exactly
+
+Structure = str | Mapping[str, str]
+
+
+def resolve(structure: str, expectation: str) -> tuple[str, str]:
+    """The structure and expectation behind the papers' names.
+
+    Args:
+        structure: A structure, or a method's name such as ``"kflr"``.
+        expectation: An expectation, or a method's name.
+
+    Returns:
+        Both in the engine's own words.
+
+    Raises:
+        InputError: If the structure is unknown.
+
+    Example:
+        >>> resolve("kflr", "mc"), resolve("kfac", "kfac")
+        (('kfac', 'exact'), ('kfac', 'mc'))
+    """
+    expectation = EXPECTATION_ALIASES.get(expectation, expectation)
+    name = structure.lower() if isinstance(structure, str) else structure
+    if name in ALIASES:
+        name, implied = ALIASES[name]
+        expectation = implied or expectation
+    if name not in STRUCTURES:
+        raise InputError(
+            f"structure={structure!r}",
+            expected=", ".join(f'"{known}"' for known in STRUCTURES),
+            remedy='pass structure="kfac" if in doubt',
+        )
+    return name, expectation
+
+
+def treatment(layer: Layer, structure: str) -> tuple[str, str]:
+    """How one layer is represented.
+
+    Args:
+        layer: The layer.
+        structure: "block", "diagonal", "kfac" or "ekfac".
+
+    Returns:
+        "block", "diagonal", "kfac" or "ekfac", and what is worth saying about it.
+
+    Example:
+        >>> treatment(Layer("norm", ("norm.weight", "norm.bias"), ((4,), (4,)), why="scale"), "kfac")
+        ('block', 'scale: exact block')
+    """
+    if structure in ("block", "diagonal"):
+        return structure, ""
+    if layer.factored:
+        return structure, _approximations(layer)
+    if layer.size <= SMALL:
+        return "block", f"{layer.why or 'embedding'}: exact block"
+    if layer.embedding or len(layer.names) > 1 or len(layer.shapes[0]) < 2:
+        return "diagonal", f"{layer.why or 'embedding'}: exact diagonal"
+    return structure, f"{layer.why}: factors from the moments of per-example gradients"
+
+
+def _approximations(layer: Layer) -> str:
+    """What is approximated beyond E[aaᵀ ⊗ ggᵀ] ≈ E[aaᵀ] ⊗ E[ggᵀ]."""
+    notes = []
+    if layer.groups > 1:
+        notes.append(f"{layer.groups} groups taken as independent")
+    if layer.uses > 1:
+        notes.append(f"{layer.uses} uses taken as independent")
+    return ", ".join(notes)
+
+
+def by_layer(structure: Structure, layers: Sequence[Layer]) -> dict[str, str]:
+    """The structure of each layer, for one structure or a mixture of them.
+
+    Args:
+        structure: One of ``BY_LAYER``, or a mapping from regular expressions, searched in the names of
+            parameters, to structures; the first that is found decides.
+        layers: The layers.
+
+    Returns:
+        Layer name to structure.
+
+    Raises:
+        InputError: If an entry of a mixture is unknown, no expression, or a layer is left out.
+    """
+    if isinstance(structure, str):
+        return {layer.name: structure for layer in layers}
+    patterns = []
+    for text, wanted in structure.items():
+        try:
+            patterns.append((re.compile(text), resolve(wanted, "exact")[0]))
+        except re.error as error:
+            raise InputError(
+                f"structure has the key {text!r}, no regular expression: {error}",
+                expected="regular expressions to search in parameter names",
+                remedy="escape special characters with a backslash",
+            ) from error
+        found = patterns[-1][1].replace("full", "block")
+        if found not in BY_LAYER:
+            raise InputError(
+                f"structure[{text!r}]={wanted!r}",
+                expected=", ".join(f'"{known}"' for known in BY_LAYER),
+                remedy="other structures describe the whole network, not a layer",
+            )
+        patterns[-1] = (patterns[-1][0], found)
+    chosen = {}
+    for layer in layers:
+        fits = [wanted for pattern, wanted in patterns if any(pattern.search(name) for name in layer.names)]
+        if not fits:
+            raise InputError(
+                f"structure names no structure for {', '.join(layer.names)}",
+                expected="an expression that is found in every parameter's name",
+                remedy='add a last entry ".*" for all the rest',
+            )
+        chosen[layer.name] = fits[0]
+    return chosen
+
+
+def make_sums(layer: Layer, how: str, sharing: str, dtype: torch.dtype, device: torch.device) -> Sums:
+    """Empty statistics of a layer for the first pass.
+
+    Args:
+        layer: The layer.
+        how: A treatment.
+        sharing: "expand" or "reduce".
+        dtype: Type of the network.
+        device: Where the sums are.
+
+    Returns:
+        The statistics; "ekfac" starts with those of "kfac".
+    """
+    if how == "diagonal":
+        return DiagonalSums(layer, dtype, device)
+    if how in ("block", "full"):
+        return BlockSums(layer, dtype, device)
+    if layer.factored:
+        return KroneckerSums(layer, sharing, dtype, device)
+    return RowMomentSums(layer, dtype, device)

@@ -1,0 +1,198 @@
+"""J M Jᵀ without Jacobians: how a covariance of the weights spreads to the outputs.
+
+It is summed layer by layer from the inputs a and output gradients g of every use. Without weight sharing
+nothing but small products is needed:
+
+    M = L ⊗ R                           (g_k L g_k'ᵀ) (aᵀ R a)
+    M = (Q_L ⊗ Q_R) diag(λ) (...)ᵀ      Σ_c g̃_kc g̃_k'c (Σ_d λ_cd ã_d²),   g̃ = g Q_L, ã = a Q_R
+    M = diag(λ)                         the same without rotation
+
+With sharing the gradients Σ_s g_s a_sᵀ of one layer are formed, a few examples at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linnet.curvatures.layers import Layer, layer_factors
+from linnet.curvatures.parts import Part
+from linnet.curvatures.sums import layer_rows
+from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
+from linnet.linalg.kronecker import Kronecker, KroneckerEigen
+from linnet.linalg.structured import Diagonal
+from linnet.memory import Plan, parse_bytes, require
+from linnet.tangent.batch import Inputs, batch_size, check_finite, map_tensors, split, take
+from linnet.tangent.capture import capture, capture_bytes
+from linnet.tangent.captured import Captured
+from linnet.tangent.functional import Functional
+from linnet.tangent.rules import Factors
+
+FORMED = 1 << 22  # numbers in the gradients of a layer that are formed at once
+TARGET = 128 << 20  # bytes of one captured batch
+
+
+def output_covariance(
+    function: Functional, parts: Sequence[Part], x: Inputs, memory: str | int | None = None
+) -> Tensor:
+    """J(x) M J(x)ᵀ for each example.
+
+    Args:
+        function: The network.
+        parts: M, layer by layer.
+        x: N examples.
+        memory: Budget; by default half of what is available.
+
+    Returns:
+        (N, C, C).
+
+    Raises:
+        MemoryBudgetError: If not even one example fits.
+    """
+    check_finite(x, "x")
+    x = map_tensors(lambda t: t.to(function.device), x)
+    c = function.check_runs(take(x, slice(0, 1))).numel()
+    budget = parse_bytes(memory, function.device)
+    one = capture_bytes(function, x, c) + _row_bytes(parts, c)
+    plan = Plan(
+        f"output covariance of {batch_size(x)} examples x {c} outputs",
+        budget,
+        (("result", batch_size(x) * c * c * function.dtype.itemsize), ("derivatives of one example", one)),
+    )
+    require(plan, ["raise memory=", "use fewer examples at once"])
+    size = max(1, min(256, min(TARGET, budget // 2) // max(one, 1)))
+    return torch.cat([_batch_covariance(parts, capture(function, block)) for block in split(x, size)])
+
+
+def _row_bytes(parts: Sequence[Part], c: int) -> int:
+    """Bytes of the gradients of one example that are formed for blocks without closed forms."""
+    formed = [part.layer.size for part in parts if not part.layer.factored or not _has_form(part)]
+    return sum(formed) * c * parts[0].operator.dtype.itemsize
+
+
+def _batch_covariance(parts: Sequence[Part], captured: Captured) -> Tensor:
+    """Σ over the layers, (N, C, C)."""
+    k, kind = captured.k, parts[0].operator.dtype
+    total = torch.zeros(captured.n, k, k, dtype=kind, device=captured.outputs.device)
+    for part in parts:
+        total += _part_covariance(part, captured).to(total.dtype)
+    return (total + total.mT) / 2
+
+
+def _part_covariance(part: Part, captured: Captured) -> Tensor:
+    """One layer's contribution."""
+    if not part.layer.factored or not _has_form(part):
+        rows = layer_rows(captured, part.layer).to(part.operator.dtype)
+        return part.operator.quadratic(rows)
+    factors = layer_factors(captured, part.layer)
+    if not factors:
+        return torch.zeros((), dtype=part.operator.dtype, device=captured.outputs.device)
+    kind = part.operator.dtype
+    a = [F.pad(f.a.to(kind), (0, 1), value=1.0) if part.layer.biased else f.a.to(kind) for f in factors]
+    parts = [Factors(own, f.g.to(kind)) for own, f in zip(a, factors, strict=True)]
+    return _Form.of(part).covariance(parts)
+
+
+def _has_form(part: Part) -> bool:
+    """Whether the block is one of those with a formula above."""
+    products = (Kronecker, KroneckerEigen, GroupedKronecker, GroupedKroneckerEigen)
+    return isinstance(part.operator, products) if part.joined else isinstance(part.operator, Diagonal)
+
+
+class _Form:
+    """M of one layer as what it does to inputs, to output gradients, and to their products.
+
+    With products L ⊗ R: ⟨U, L U' R⟩; in an eigenbasis: ⟨Ũ, λ ∘ Ũ'⟩ for Ũ = Q_Lᵀ U Q_R.
+    """
+
+    def __init__(self, inputs: Tensor | None, gradients: Tensor | None, values: Tensor | None) -> None:
+        self.inputs, self.gradients, self.values = inputs, gradients, values
+
+    @classmethod
+    def of(cls, part: Part) -> _Form:
+        """The form of a block; matrices (R, d, d) and (R, c, c), values (R, c, d)."""
+        operator, layer = part.operator, part.layer
+        if isinstance(operator, Diagonal):
+            return cls(None, None, _diagonal_values(operator.values, layer))
+        if isinstance(operator, Kronecker | GroupedKronecker):
+            left, right, values = operator.left, operator.right, None
+        else:
+            assert isinstance(operator, KroneckerEigen | GroupedKroneckerEigen)
+            left, right, values = operator.left_vectors, operator.right_vectors, operator.values
+        if layer.groups == 1 and left.ndim == 2:
+            left, right, values = left[None], right[None], None if values is None else values[None]
+        if layer.transposed:
+            left, right, values = right, left, None if values is None else values.mT
+        return cls(right, left, values)
+
+    def covariance(self, parts: list[Factors]) -> Tensor:
+        """(N, C, C) from the factors of all uses."""
+        if len(parts) == 1 and parts[0].a.shape[2] == 1:
+            return self._without_sharing(parts[0].a[:, :, 0], parts[0].g[:, :, :, 0])
+        k, n, r, _, c = parts[0].g.shape
+        size = max(1, FORMED // max(1, k * r * c * parts[0].a.shape[-1]))
+        found = [self._with_sharing(parts, slice(i, i + size)) for i in range(0, n, size)]
+        return torch.cat(found)
+
+    def _without_sharing(self, a: Tensor, g: Tensor) -> Tensor:
+        """A (N, R, d) and g (K, N, R, c)."""
+        g = g.permute(1, 2, 0, 3)  # (N, R, K, c)
+        turned = g if self.gradients is None else g @ self.gradients
+        mapped = a if self.inputs is None else torch.einsum("nrd,rde->nre", a, self.inputs)
+        if self.values is None:
+            scale = (mapped * a).sum(2)  # aᵀ R a
+            return ((turned @ g.mT) * scale[:, :, None, None]).sum(1)
+        weight = torch.einsum("nrd,rcd->nrc", mapped.square(), self.values)
+        return ((turned * weight[:, :, None]) @ turned.mT).sum(1)
+
+    def _with_sharing(self, parts: list[Factors], examples: slice) -> Tensor:
+        """From the gradients of some examples, formed."""
+        k, _, _, _, c = parts[0].g.shape
+        s, d = sum(f.a.shape[2] for f in parts), parts[0].a.shape[-1]
+        first = s * (d * d + k * c * c) + s * k * c * d < k * (c * c * d + c * d * d)
+        identity: Callable[[Tensor], Tensor] = lambda t: t  # noqa: E731
+        on_a = identity if self.inputs is None else lambda a: a @ self.inputs
+        on_g = identity if self.gradients is None else lambda g: g @ self.gradients
+        plain = _formed(parts, examples, identity, identity) if self.values is None or not first else None
+        if first:
+            mapped = _formed(parts, examples, on_a, on_g)
+        else:
+            assert plain is not None
+            mapped = plain if self.inputs is None else plain @ self.inputs[:, None]
+            mapped = mapped if self.gradients is None else self.gradients.mT[:, None] @ mapped
+        if self.values is None:
+            assert plain is not None
+            left = plain
+        else:
+            left, mapped = mapped, mapped * self.values[:, None]
+        return (left.flatten(3) @ mapped.flatten(3).mT).sum(1)
+
+
+def _formed(
+    parts: list[Factors],
+    examples: slice,
+    on_a: Callable[[Tensor], Tensor],
+    on_g: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Σ_s g_s a_sᵀ of some examples, mapped first, (n, R, K, c, d)."""
+    total: Tensor | None = None
+    for f in parts:
+        a = on_a(f.a[examples])  # (n, R, S, d)
+        g = f.g[:, examples].permute(1, 2, 0, 3, 4)  # (n, R, K, S, c)
+        n, r, k, s, c = g.shape
+        g = on_g(g.permute(0, 1, 3, 2, 4).reshape(n, r, s * k, c)).reshape(n * r, s, k * c)
+        rows = g.mT @ a.reshape(n * r, s, -1)
+        total = rows if total is None else total + rows
+    assert total is not None
+    return total.view(n, r, k, c, -1)
+
+
+def _diagonal_values(values: Tensor, layer: Layer) -> Tensor:
+    """A diagonal, parameter after parameter, as (R, c, d) of the matrix [W b]."""
+    sizes = [torch.Size(shape).numel() for shape in layer.shapes]
+    shaped = [v.reshape(shape) for v, shape in zip(values.split(sizes), layer.shapes, strict=True)]
+    matrix = layer.join(shaped)
+    return matrix.mT if layer.transposed else matrix

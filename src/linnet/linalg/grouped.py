@@ -1,0 +1,362 @@
+"""Block diagonals of equally large Kronecker products, all blocks treated at once.
+
+The weight of a grouped convolution, (R · n, m) with R groups, has a Kronecker product for each group and
+nothing between the groups. A depthwise convolution has as many groups as channels, with n = 1: a loop
+over a list of small blocks would take longer than all other layers together.
+
+Order: ``GroupedKronecker(left, right)`` with (R, n, n) and (R, m, m) is
+``torch.block_diag(*map(torch.kron, left, right))``. It acts on an (R, n, m) tensor V, flattened, as
+vec(L_r V_r R_rᵀ) for every group r; see :mod:`linnet.linalg.kronecker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property, partial
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+from linnet.linalg.factorize import cholesky, eigh, nonnegative_each, require_finite, require_square, root
+from linnet.linalg.operator import require_damping
+from linnet.linalg.space import ParameterSpace
+from linnet.linalg.structured import StructuredOperator, require_positive, require_space
+
+
+class GroupedKronecker(StructuredOperator):
+    """The block diagonal matrix of L_r ⊗ R_r for r = 1 ... R, symmetric positive semi-definite.
+
+    Args:
+        left: All L_r (R, n, n).
+        right: All R_r (R, m, m).
+        space: The parameter space of the R n m columns.
+        name: What to call the matrix in errors.
+
+    Attributes:
+        left: All L_r.
+        right: All R_r.
+
+    Raises:
+        InputError: A factor is not square or not symmetric, or their numbers or types differ.
+        NumericalError: A factor holds NaN or Inf.
+
+    Example:
+        >>> M = GroupedKronecker(torch.tensor([[[1.0]], [[2.0]]]), torch.eye(2).expand(2, 2, 2))
+        >>> M.diagonal()
+        tensor([1., 1., 2., 2.])
+    """
+
+    def __init__(
+        self,
+        left: Tensor,
+        right: Tensor,
+        space: ParameterSpace | None = None,
+        name: str = "grouped Kronecker product",
+    ) -> None:
+        _require_symmetric(left, f"left factors of {name}")
+        _require_symmetric(right, f"right factors of {name}")
+        _require_alike(left, right, f"factors of {name}")
+        self.left, self.right = left, right
+        size = left.shape[0] * left.shape[1] * right.shape[1]
+        self.shape, self.dtype, self.device = (size, size), left.dtype, left.device
+        self.space, self.name = require_space(space, size), name
+
+    @cached_property
+    def _choleskys(self) -> tuple[Tensor, Tensor]:
+        """The Cholesky factors of all L_r and R_r."""
+        left = cholesky(self.left, f"left factors of {self.name}")
+        return left, cholesky(self.right, f"right factors of {self.name}")
+
+    @cached_property
+    def _roots(self) -> tuple[Tensor, Tensor]:
+        """The square roots of all L_r and R_r."""
+        left = root(self.left, f"left factors of {self.name}")
+        return left, root(self.right, f"right factors of {self.name}")
+
+    def mm(self, v: Tensor) -> Tensor:
+        """vec(L_r V_r R_rᵀ)."""
+        return grouped_mm(self.left, self.right, v)
+
+    def inverse(self) -> GroupedKronecker:
+        """L_r⁻¹ ⊗ R_r⁻¹."""
+        left, right = (torch.cholesky_inverse(factor) for factor in self._choleskys)
+        return GroupedKronecker(left, right, self.space, f"inverse of {self.name}")
+
+    def damped(self, tau: float) -> GroupedKroneckerEigen:
+        """L_r ⊗ R_r + τ I, exactly, by the eigendecompositions of all factors."""
+        return GroupedKroneckerEigen.of(self).damped(tau)
+
+    def scaled(self, scalar: float) -> GroupedKronecker:
+        """(√c L_r) ⊗ (√c R_r)."""
+        c = sqrt(require_damping(scalar))
+        return GroupedKronecker(c * self.left, c * self.right, self.space, self.name)
+
+    def logdet(self) -> Tensor:
+        """``Σ_r m log det L_r + n log det R_r``."""
+        left, right = (2 * _diagonals(factor).log().sum() for factor in self._choleskys)
+        return self.right.shape[1] * left + self.left.shape[1] * right
+
+    def trace(self) -> Tensor:
+        """``Σ_r tr L_r tr R_r``."""
+        return (_diagonals(self.left).sum(1) * _diagonals(self.right).sum(1)).sum()
+
+    def diagonal(self) -> Tensor:
+        """``diag L_r ⊗ diag R_r``."""
+        return (_diagonals(self.left)[:, :, None] * _diagonals(self.right)[:, None]).flatten()
+
+    def _solve(self, b: Tensor) -> Tensor:
+        left, right = (partial(_cholesky_solve, factor) for factor in self._choleskys)
+        return _on_both_sides(left, right, b, self.left.shape[1], self.right.shape[1])
+
+    def _root(self, v: Tensor) -> Tensor:
+        return grouped_mm(*self._roots, v)
+
+    def _root_transposed(self, v: Tensor) -> Tensor:
+        left, right = self._roots
+        return grouped_mm(left.mT, right.mT, v)
+
+
+class GroupedKroneckerEigen(StructuredOperator):
+    """The block diagonal matrix of (Q_Lr ⊗ Q_Rr) diag(λ_r) (Q_Lr ⊗ Q_Rr)ᵀ for r = 1 ... R.
+
+    What :class:`~linnet.linalg.KroneckerEigen` is for one Kronecker product: the exactly damped product, or
+    the eigenvalue-corrected approximation (EKFAC, George et al. 2018).
+
+    Args:
+        left_vectors: All Q_Lr (R, n, n), orthogonal.
+        right_vectors: All Q_Rr (R, m, m), orthogonal.
+        values: All λ_r (R, n, m), not negative.
+        space: The parameter space of the R n m columns.
+        name: What to call the matrix in errors.
+
+    Attributes:
+        left_vectors: All Q_Lr.
+        right_vectors: All Q_Rr.
+        values: All λ_r.
+
+    Raises:
+        InputError: The shapes do not fit.
+        NumericalError: Something is not finite, or a value is negative.
+
+    Example:
+        >>> eyes = torch.eye(2).expand(3, 2, 2)
+        >>> M = GroupedKroneckerEigen.of(GroupedKronecker(torch.ones(3, 1, 1), eyes)).damped(1.0)
+        >>> M.solve(torch.ones(6))
+        tensor([0.5000, 0.5000, 0.5000, 0.5000, 0.5000, 0.5000])
+    """
+
+    def __init__(
+        self,
+        left_vectors: Tensor,
+        right_vectors: Tensor,
+        values: Tensor,
+        space: ParameterSpace | None = None,
+        name: str = "grouped Kronecker product",
+    ) -> None:
+        for vectors, side in ((left_vectors, "left"), (right_vectors, "right")):
+            _require_matrices(vectors, f"{side} eigenvectors of {name}")
+        _require_alike(left_vectors, right_vectors, f"eigenvectors of {name}")
+        expected = (*left_vectors.shape[:2], right_vectors.shape[1])
+        if values.shape != expected:
+            raise InputError(f"values of {name} has shape {tuple(values.shape)}", expected=f"{expected}")
+        require_finite(values, f"eigenvalues of {name}")
+        self.left_vectors, self.right_vectors = left_vectors, right_vectors
+        self.values = nonnegative_each(values.flatten(1), name).view(expected)
+        self.shape = (values.numel(), values.numel())
+        self.dtype, self.device = values.dtype, values.device
+        self.space, self.name = require_space(space, values.numel()), name
+
+    @classmethod
+    def of(cls, product: GroupedKronecker) -> GroupedKroneckerEigen:
+        """The eigendecomposition of a Kronecker product for each group.
+
+        Args:
+            product: All L_r ⊗ R_r.
+
+        Returns:
+            The same matrix, λ_r = λ_Lr λ_Rrᵀ.
+        """
+        left_name, right_name = f"left factors of {product.name}", f"right factors of {product.name}"
+        left_values, left_vectors = eigh(product.left, left_name)
+        right_values, right_vectors = eigh(product.right, right_name)
+        left_values = nonnegative_each(left_values, left_name)
+        right_values = nonnegative_each(right_values, right_name)
+        values = left_values[:, :, None] * right_values[:, None]
+        return cls(left_vectors, right_vectors, values, product.space, product.name)
+
+    def rotate(self, matrices: Tensor) -> Tensor:
+        """Matrices in the eigenbasis, Q_Lrᵀ V_r Q_Rr.
+
+        Args:
+            matrices: V (..., R, n, m), for example per-example gradients of a grouped weight.
+
+        Returns:
+            (..., R, n, m).
+        """
+        rotated = torch.einsum("rni,...rnm->...rim", self.left_vectors, matrices)
+        return torch.einsum("...rim,rmj->...rij", rotated, self.right_vectors)
+
+    def with_values(self, values: Tensor) -> GroupedKroneckerEigen:
+        """Other eigenvalues in the same basis.
+
+        Args:
+            values: λ (R, n, m), for example Σ (Q_Lrᵀ G_r Q_Rr)² over gradients G (George et al. 2018,
+                section 3).
+
+        Returns:
+            The corrected matrix.
+        """
+        return GroupedKroneckerEigen(self.left_vectors, self.right_vectors, values, self.space, self.name)
+
+    def mm(self, v: Tensor) -> Tensor:
+        """Q diag(λ) Qᵀ v."""
+        return self._spectral(self.values, v)
+
+    def inverse(self) -> GroupedKroneckerEigen:
+        """Q diag(λ⁻¹) Qᵀ."""
+        return self.with_values(1 / require_positive(self.values, self.name))
+
+    def damped(self, tau: float) -> GroupedKroneckerEigen:
+        """Q diag(λ + τ) Qᵀ."""
+        return self.with_values(self.values + require_damping(tau))
+
+    def scaled(self, scalar: float) -> GroupedKroneckerEigen:
+        """Q diag(c λ) Qᵀ."""
+        return self.with_values(require_damping(scalar) * self.values)
+
+    def logdet(self) -> Tensor:
+        """Σ log λ."""
+        return require_positive(self.values, self.name).log().sum()
+
+    def trace(self) -> Tensor:
+        """Σ λ."""
+        return self.values.sum()
+
+    def diagonal(self) -> Tensor:
+        """(Q_Lr ∘ Q_Lr) λ_r (Q_Rr ∘ Q_Rr)ᵀ."""
+        return (self.left_vectors**2 @ self.values @ (self.right_vectors**2).mT).flatten()
+
+    def _solve(self, b: Tensor) -> Tensor:
+        return self._spectral(1 / require_positive(self.values, self.name), b)
+
+    def _root(self, v: Tensor) -> Tensor:
+        return self._spectral(self.values.sqrt(), v)
+
+    def _root_transposed(self, v: Tensor) -> Tensor:
+        return self._spectral(self.values.sqrt(), v)
+
+    def _spectral(self, values: Tensor, v: Tensor) -> Tensor:
+        """Q diag(values) Qᵀ v for v (R n m, K)."""
+        rotated = grouped_mm(self.left_vectors.mT, self.right_vectors.mT, v)
+        return grouped_mm(self.left_vectors, self.right_vectors, values.reshape(-1, 1) * rotated)
+
+
+def grouped_mm(left: Tensor, right: Tensor, v: Tensor) -> Tensor:
+    """The block diagonal matrix of L_r ⊗ R_r times several v, without forming the products.
+
+    Args:
+        left: All L_r (R, p, n).
+        right: All R_r (R, q, m).
+        v: (R n m, K).
+
+    Returns:
+        (R p q, K).
+
+    Example:
+        >>> grouped_mm(torch.ones(2, 1, 1), torch.tensor([[[1.0]], [[3.0]]]), torch.ones(2, 1)).T
+        tensor([[1., 3.]])
+    """
+    return _on_both_sides(left.matmul, right.matmul, v, left.shape[2], right.shape[2])
+
+
+def grouped_factored_damping(product: GroupedKronecker, tau: float) -> GroupedKronecker:
+    """L_r ⊗ R_r + τ I for every group, approximated by Kronecker products again.
+
+    Each group is damped as by :func:`~linnet.linalg.factored_damping`, with an ω of its own.
+
+    Args:
+        product: All L_r ⊗ R_r.
+        tau: τ, not negative.
+
+    Returns:
+        The damped products.
+
+    Raises:
+        InputError: τ is negative.
+
+    Example:
+        >>> product = GroupedKronecker(torch.tensor([[[4.0]], [[0.0]]]), torch.ones(2, 1, 1))
+        >>> grouped_factored_damping(product, tau=1.0).diagonal()
+        tensor([9., 1.])
+    """
+    tau = require_damping(tau)
+    left_mean, right_mean = _diagonals(product.left).mean(1), _diagonals(product.right).mean(1)  # (R,)
+    is_zero = (left_mean <= 0) | (right_mean <= 0)  # such a product is zero, and ω is undefined
+    omega = torch.where(is_zero, 1.0, (right_mean / left_mean).sqrt())[:, None, None]
+    left = product.left.masked_fill(is_zero[:, None, None], 0.0)
+    right = product.right.masked_fill(is_zero[:, None, None], 0.0)
+    # (L + √τ/ω I) ⊗ (R + ω√τ I) (Botev 2020, eq. 4.25 to 4.27)
+    damped_left = left + sqrt(tau) / omega * torch.eye(left.shape[1]).to(left)
+    damped_right = right + sqrt(tau) * omega * torch.eye(right.shape[1]).to(right)
+    return GroupedKronecker(damped_left, damped_right, product.space, product.name)
+
+
+def _on_both_sides(
+    left: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor], v: Tensor, n: int, m: int
+) -> Tensor:
+    """Apply a linear map of columns (R, n, ...) and one of columns (R, m, ...) to both sides of every V_r."""
+    # columns stay side by side: each map is one product a group, however many vectors v (R n m, K) has
+    groups, k = v.shape[0] // (n * m), v.shape[1]
+    matrices = left(v.reshape(groups, n, m * k))  # L V, (R, p, m K)
+    p = matrices.shape[1]
+    matrices = matrices.reshape(groups, p, m, k).transpose(1, 2).reshape(groups, m, p * k)
+    matrices = right(matrices)  # R (L V)ᵀ, (R, q, p K)
+    q = matrices.shape[1]
+    return matrices.reshape(groups, q, p, k).transpose(1, 2).reshape(groups * p * q, k)
+
+
+def _cholesky_solve(factor: Tensor, columns: Tensor) -> Tensor:
+    """M⁻¹ v from the Cholesky factors L of many small M, L⁻ᵀ (L⁻¹ v); batched better than cholesky_solve."""
+    inner = torch.linalg.solve_triangular(factor, columns, upper=False)
+    solution: Tensor = torch.linalg.solve_triangular(factor.mT, inner, upper=True)
+    return solution
+
+
+def _diagonals(matrices: Tensor) -> Tensor:
+    """The diagonal of each matrix, (R, n)."""
+    return matrices.diagonal(dim1=1, dim2=2)
+
+
+def _require_matrices(matrices: Tensor, name: str) -> None:
+    """One finite square matrix a group."""
+    require_square(matrices, name)
+    if matrices.ndim != 3 or matrices.shape[0] == 0:
+        raise InputError(f"{name} has shape {tuple(matrices.shape)}", "a matrix for each group, (R, n, n)")
+    require_finite(matrices, name)
+
+
+def _require_symmetric(matrices: Tensor, name: str) -> None:
+    """Each matrix is square, finite and symmetric up to rounding."""
+    _require_matrices(matrices, name)
+    if matrices.numel() == 0:
+        return
+    tolerance = 1e3 * torch.finfo(matrices.dtype).eps * matrices.abs().amax((1, 2))
+    asymmetry = (matrices - matrices.mT).abs().amax((1, 2))
+    if bool((asymmetry > tolerance).any()):
+        worst = int((asymmetry - tolerance).argmax())
+        raise InputError(
+            f"matrix {worst} of {name} is not symmetric: two mirrored entries differ by "
+            f"{float(asymmetry[worst]):.3g}",
+            expected="symmetric matrices",
+            remedy="pass (M + M.mT) / 2 if the difference is rounding",
+        )
+
+
+def _require_alike(left: Tensor, right: Tensor, name: str) -> None:
+    """As many matrices on the left as on the right, of one type on one device."""
+    if left.shape[0] != right.shape[0]:
+        raise InputError(f"the {name} are {left.shape[0]} and {right.shape[0]}", "one pair for each group")
+    if left.dtype != right.dtype or left.device != right.device:
+        raise InputError(f"the {name} are {left.dtype} and {right.dtype}", "one dtype and device")

@@ -1,0 +1,308 @@
+"""The kernel of a data set as a matrix that is stored, lies in a file, or is never formed.
+
+Everything spectral starts from one of three things: a network and inputs, a Gram matrix that was
+computed before, or any symmetric operator. Here each becomes a matrix or a ``LinearOperator``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from linnet.errors import InputError
+from linnet.linalg.operator import FunctionOperator, LinearOperator
+from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, map_tensors, split, take
+from linnet.tangent.captured import Outputs
+from linnet.tangent.functional import Functional
+from linnet.tangent.gram import gram as _gram
+from linnet.tangent.jacobian import jvp_columns, vjp_columns
+from linnet.tangent.linearized import Linearized, linearize
+
+KERNELS = ("full", "trace", "sum")  # "diagonal" is C kernels, not one
+COLUMNS = 8  # vectors in parameter space held at once
+
+Source: TypeAlias = Linearized | nn.Module | Tensor | LinearOperator
+
+
+def gram(
+    lin_or_model: Linearized | nn.Module,
+    x: Inputs,
+    x2: Inputs | None = None,
+    outputs: Outputs = "full",
+    *,
+    memory: str | int | None = None,
+    file: str | Path | None = None,
+    accumulate: str | None = None,
+    progress: bool | None = None,
+) -> Tensor:
+    """The Gram matrix of the tangent kernel, in tiles under a memory budget.
+
+    Args:
+        lin_or_model: A linearized network, or a network that is linearized in all its parameters.
+        x: N examples.
+        x2: M examples; by default ``x``, and the result is exactly symmetric.
+        outputs: ``"full"`` (N, C, M, C), ``"trace"`` (N, M), ``"diagonal"`` (N, M, C) or ``"sum"`` (N, M).
+        memory: Budget such as ``"4GB"``; by default half of what is available.
+        file: A ``.npy`` file for the result; an interrupted run resumes from it.
+        accumulate: ``"float64"`` keeps sums over parameters in double precision.
+        progress: Show progress; by default only when it takes over two seconds.
+
+    Returns:
+        The Gram matrix, memory-mapped if ``file`` is given.
+
+    Raises:
+        InputError: If an argument has a value that is not listed.
+        MemoryBudgetError: If not even the smallest tiles fit.
+
+    Source:
+        Ortiz-Jimenez, Moosavi-Dezfooli, Frossard, NeurIPS 2021, supplement B.
+
+    Example:
+        >>> import torch
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+        >>> gram(net, torch.ones(4, 2), outputs="trace").shape
+        torch.Size([4, 4])
+    """
+    function = tangent_of(lin_or_model)
+    x = on_device(x, function)
+    x2 = None if x2 is None else on_device(x2, function)
+    return _gram(
+        function,
+        x,
+        x2,
+        outputs=outputs,
+        memory=memory,
+        file=file,
+        accumulate=accumulate,
+        progress=progress,
+    )
+
+
+def tangent_of(lin_or_model: Linearized | nn.Module) -> Functional:
+    """The frozen network behind a linearization, or behind a network linearized in all its parameters."""
+    return (lin_or_model if isinstance(lin_or_model, Linearized) else linearize(lin_or_model)).function
+
+
+def on_device(x: Inputs, function: Functional) -> Inputs:
+    """Inputs where the network's parameters live."""
+    here = function.device
+    return map_tensors(lambda t: t.to(here), x)
+
+
+def check_kernel(outputs: str) -> None:
+    """Raise unless ``outputs`` names one kernel.
+
+    Args:
+        outputs: ``"full"``, ``"trace"`` or ``"sum"``.
+
+    Raises:
+        InputError: If it is something else.
+    """
+    if outputs not in KERNELS:
+        raise InputError(
+            f"outputs={outputs!r}",
+            expected='"full", "trace" or "sum"',
+            remedy='leave outputs= out for "full"; "diagonal" is one kernel for each output, not one in all',
+        )
+
+
+def check_inputs(function: Functional, x: Inputs) -> tuple[int, ...]:
+    """The shape of the outputs of one example, after checking that the network can take ``x``.
+
+    Args:
+        function: The network.
+        x: N examples.
+
+    Returns:
+        The outputs' own shape without the example axis; (1,) for a network that gives (N,).
+
+    Raises:
+        InputError: If ``x`` is empty.
+    """
+    if batch_size(x) == 0:
+        raise InputError("x is empty", expected="at least one example", remedy=EMPTY)
+    check_finite(x, "x")
+    return tuple(function.check_runs(take(x, slice(0, 1))).shape[1:])
+
+
+def values_of_one(shape: tuple[int, ...], outputs: str) -> int:
+    """Q, the numbers that a function of this kernel's space has for one example: C for ``"full"``, else 1."""
+    return torch.Size(shape).numel() if outputs == "full" else 1
+
+
+def flat_gram(matrix: Tensor, name: str = "gram") -> Tensor:
+    """A Gram matrix with the axes of examples and outputs joined.
+
+    Args:
+        matrix: (N, N) or (N, C, N, C), symmetric.
+        name: What to call it in errors.
+
+    Returns:
+        (N·C, N·C), a view where possible.
+
+    Raises:
+        InputError: If it has another shape or holds integers.
+    """
+    shape = tuple(matrix.shape)
+    if matrix.ndim not in (2, 4) or shape[: matrix.ndim // 2] != shape[matrix.ndim // 2 :] or not all(shape):
+        raise InputError(
+            f"{name} has shape {shape}",
+            expected="a square Gram matrix, (N, N) or (N, C, N, C)",
+            remedy='compute it with linnet.spectrum.gram(model, x, outputs="trace" or "full")',
+        )
+    if not matrix.is_floating_point():
+        raise InputError(
+            f"{name} has type {matrix.dtype}",
+            expected="a floating point matrix",
+            remedy="convert it with .double()",
+        )
+    return matrix if matrix.ndim == 2 else matrix.reshape(shape[0] * shape[1], -1)
+
+
+def kernel_matrix(
+    source: Source,
+    x: Inputs | None = None,
+    outputs: Outputs = "full",
+    memory: str | int | None = None,
+    name: str = "source",
+) -> Tensor:
+    """The kernel as a matrix (R, R), with R = N, or N·C for ``"full"``.
+
+    Args:
+        source: A network (then x is needed), a Gram matrix, or an operator, which is made dense.
+        x: N examples.
+        outputs: Which kernel of a network.
+        memory: Budget of its computation.
+        name: What to call the source in errors.
+
+    Returns:
+        The matrix.
+
+    Raises:
+        InputError: If x is missing, or not wanted.
+    """
+    check_kernel(outputs)
+    _check_source(source, x, name)
+    if isinstance(source, Tensor):
+        return flat_gram(source, name)
+    if isinstance(source, LinearOperator):
+        return source.dense()
+    return flat_gram(gram(source, x, outputs=outputs, memory=memory))
+
+
+def kernel_operator(
+    source: Source, x: Inputs | None = None, outputs: Outputs = "full", memory: str | int | None = None
+) -> LinearOperator:
+    """The kernel of a source as an operator; the Gram matrix of a network is computed and stored.
+
+    Args:
+        source: A network (then x is needed), a Gram matrix, or a symmetric operator.
+        x: N examples.
+        outputs: Which kernel of a network.
+        memory: Budget of the Gram matrix.
+
+    Returns:
+        A symmetric operator.
+
+    Raises:
+        InputError: If x is missing, or the operator is not square.
+    """
+    if isinstance(source, LinearOperator):
+        _check_source(source, x, "source")
+        if source.shape[0] != source.shape[1]:
+            raise InputError(
+                f"source is {source!r}", expected="a square, symmetric operator", remedy="pass A.T @ A"
+            )
+        return source
+    return stored_operator(kernel_matrix(source, x, outputs, memory))
+
+
+def stored_operator(matrix: Tensor) -> LinearOperator:
+    """A stored symmetric matrix as an operator, without copies or checks that would read it all."""
+    shape = (matrix.shape[0], matrix.shape[1])
+    return FunctionOperator(lambda v: matrix @ v, shape, matrix.dtype, matrix.device, symmetric=True)
+
+
+def _check_source(source: object, x: Inputs | None, name: str) -> None:
+    """Raise if x is missing for a network, or given for something else."""
+    if not isinstance(source, Tensor | LinearOperator | nn.Module):
+        raise InputError(
+            f"{name} is {type(source).__name__}",
+            expected="a network, a Gram matrix or a LinearOperator",
+            remedy="pass a torch.nn.Module with x, or linnet.spectrum.gram(...)",
+        )
+    needs = isinstance(source, nn.Module)
+    if needs and x is None:
+        raise InputError(
+            f"x is missing, and {name} is a network",
+            expected="the inputs on which its kernel is evaluated",
+            remedy="pass x=",
+        )
+    if not needs and x is not None:
+        raise InputError(
+            f"x is given, but {name} is a {type(source).__name__} already",
+            expected="x with a network only",
+            remedy="leave x= out",
+        )
+
+
+class KernelOperator(LinearOperator):
+    """K = JJᵀ on a data set without forming it: vector-Jacobian products, then Jacobian-vector products.
+
+    A product with one vector costs two passes over the data (2 C for ``"trace"``) and no memory for K.
+
+    Args:
+        function: The network.
+        x: N examples.
+        outputs: ``"full"`` (N·C rows), ``"trace"`` or ``"sum"`` (N rows).
+        block: Examples differentiated at once.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+        >>> KernelOperator(linearize(net).function, torch.ones(4, 2), "trace").shape
+        (4, 4)
+    """
+
+    def __init__(self, function: Functional, x: Inputs, outputs: Outputs = "full", block: int = 128) -> None:
+        check_kernel(outputs)
+        self.function, self.x, self.outputs, self.block = function, x, outputs, block
+        self.c = torch.Size(check_inputs(function, x)).numel()
+        rows = batch_size(x) * (self.c if outputs == "full" else 1)
+        self.shape = (rows, rows)
+        self.dtype, self.device, self.space = function.dtype, function.device, None
+
+    def mm(self, v: Tensor) -> Tensor:
+        """K v."""
+        return torch.cat([self._product(part) for part in v.split(COLUMNS, dim=1)], 1)
+
+    def _product(self, v: Tensor) -> Tensor:
+        """K v for few columns."""
+        if self.outputs == "full":
+            return self._tangent(v.reshape(-1, self.c, v.shape[1])).reshape(v.shape)
+        if self.outputs == "sum":
+            return self._tangent(v[:, None].expand(-1, self.c, -1)).sum(1)
+        total = torch.zeros_like(v)
+        for c in range(self.c):  # Σ_c J_c J_cᵀ v
+            u = v.new_zeros(v.shape[0], self.c, v.shape[1])
+            u[:, c] = v
+            total += self._tangent(u)[:, c]
+        return total
+
+    def _tangent(self, u: Tensor) -> Tensor:
+        """J Jᵀ u, (N, C, K) to (N, C, K)."""
+        start, pulled = 0, u.new_zeros(self.function.space.dim, u.shape[2])
+        for part in split(self.x, self.block):
+            n = batch_size(part)
+            pulled += vjp_columns(self.function, part, u[start : start + n])
+            start += n
+        with torch.no_grad():
+            parts = [jvp_columns(self.function, part, pulled) for part in split(self.x, self.block)]
+        return torch.cat(parts)
+
+    @property
+    def T(self) -> LinearOperator:
+        """Itself."""
+        return self
