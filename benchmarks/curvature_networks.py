@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from networks import resnet20
+from networks import Block, ResNet, resnet20
 from torch import nn
 
 CLASSES = 10
@@ -112,6 +112,38 @@ def small_convolution() -> nn.Sequential:
     )
 
 
+def in_modules(model: nn.Module, parallel: Callable[..., nn.Module]) -> nn.Module:
+    """A ``ResNet`` as a sequence of modules around the same layers, other networks as they are.
+
+    Shortcuts that change their shape become 1x1 convolutions with fixed weights of zeros and ones.
+
+    Args:
+        model: Any network.
+        parallel: Module that adds the results of the modules it is made of.
+
+    Returns:
+        A network that computes the same function.
+    """
+    if not isinstance(model, ResNet):
+        return model
+    layers: list[nn.Module] = [model.conv1, model.bn1, nn.ReLU()]
+    for block in model.blocks:
+        inner = nn.Sequential(block.conv1, block.bn1, nn.ReLU(), block.conv2, block.bn2)
+        layers += [parallel(_shortcut(block), inner), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AvgPool2d(8), nn.Flatten(), model.linear).eval()
+
+
+def _shortcut(block: Block) -> nn.Module:
+    """The shortcut of a block as a module."""
+    if block.stride == 1:
+        return nn.Identity()
+    fan_in, fan_out = block.conv1.in_channels, block.conv1.out_channels
+    result = nn.Conv2d(fan_in, fan_out, 1, block.stride, bias=False).requires_grad_(False)
+    result.weight.zero_()
+    result.weight[block.padding : block.padding + fan_in, :, 0, 0] = torch.eye(fan_in)
+    return result
+
+
 @dataclass(frozen=True)
 class Problem:
     """A network in evaluation mode, N examples, and which parameters the curvature is about.
@@ -137,7 +169,7 @@ class Problem:
         return {name: every[name] for name in self.names}
 
     def vectors(self, columns: int) -> Parameters:
-        """The same unit-variance directions in every process: one (\\*shape, columns) for each parameter."""
+        """The same unit-variance directions in every process: with columns last."""
         generator = torch.Generator().manual_seed(1)
         return {
             name: torch.randn(*value.shape, columns, generator=generator, dtype=value.dtype)
@@ -204,7 +236,9 @@ def problem(
         names = tuple(name for name in names if name.endswith(".weight"))
     for name, value in model.named_parameters():
         value.requires_grad_(name in names)
-    function = nn.CrossEntropyLoss(reduction="sum") if loss == "cross-entropy" else nn.MSELoss(reduction="sum")
+    function = (
+        nn.CrossEntropyLoss(reduction="sum") if loss == "cross-entropy" else nn.MSELoss(reduction="sum")
+    )
     return Problem(model, x[:kept], y[:kept], function, names)
 
 

@@ -1,4 +1,4 @@
-"""Likelihoods with outputs, labels and an independent formula of their density, for the tests of all of them."""
+"""Likelihoods with outputs, labels and an independent formula of their density, for tests of all of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VARIANCES = torch.tensor([0.5, 1.0, 2.0, 0.25])
 
 @dataclass(frozen=True)
 class Case:
-    """A likelihood, and how its labels are drawn and what torch calls the distribution, both on rows (M, C)."""
+    """A likelihood, how its labels are made and what torch calls the distribution, both on rows (M, C)."""
 
     make: Callable[..., Likelihood]
     classes: int

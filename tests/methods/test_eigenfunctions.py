@@ -75,7 +75,7 @@ def test_nystrom_extension(outputs: Kind) -> None:
     expected = cross @ found.functions.reshape(-1, 4) / (10 * found.values)
     near(found(MANY.x_test).reshape(-1, 4), expected, 1e-8)
     near(found(MANY.x_test, [2, 0]), found(MANY.x_test)[..., [2, 0]])
-    near(found(MANY.x_test, memory=4000), found(MANY.x_test))
+    near(found(MANY.x_test, memory=8000), found(MANY.x_test))
 
 
 def test_the_choice_of_the_method(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -95,7 +95,8 @@ def test_the_choice_of_the_method(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     near(torch.from_numpy(np.load(tmp_path / "k.npy")).reshape(40, 40), dense(WIDE, "full"))
     monkeypatch.setattr(kernel_eigenpairs, "PATIENCE", 0.0)  # too few steps for Lanczos
     assert run(tolerance=1e-12).method == "eigh"
-    refused(NumericalError, lambda: run(method="lanczos", tolerance=1e-30), "Lanczos for 3 eigenfunctions")
+    with pytest.raises(NumericalError, match="Lanczos for 3 eigenfunctions ended after 14 steps"):
+        run(method="lanczos", tolerance=1e-30)
 
 
 def test_a_gram_matrix_is_used_as_it_is() -> None:
@@ -143,6 +144,7 @@ def test_energy_concentration_is_its_definition(outputs: Kind, k: int) -> None:
     near(one, expected[0], 1e-8)
 
 
+@hypothesis.settings(max_examples=6)
 @hypothesis.given(scale=st.floats(0.1, 10), seed=st.integers(0, 50))
 def test_concentration_is_scale_free_and_permutation_free(scale: float, seed: int) -> None:
     y = real(16, seed=seed)

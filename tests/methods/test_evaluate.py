@@ -20,7 +20,7 @@ from linnet.methods.calibration import equal_mass, equal_width
 from linnet.methods.evaluate import batches_of, evaluate
 from linnet.methods.predictive import Predictive
 from linnet.methods.reports import Report
-from tests.methods.problems import near, real, refused
+from tests.methods.problems import near, peak_bytes, real, refused
 
 metrics = pytest.importorskip("sklearn.metrics")
 
@@ -266,6 +266,16 @@ def test_batches_do_not_matter(batch_size: int) -> None:
     assert found.to_dict() == report(p, y).to_dict()
     assert max(sizes) == min(batch_size, 60)
     assert sum(sizes) == 60
+
+
+def test_memory_holds_a_few_numbers_an_example() -> None:
+    """All probabilities at once would be 80 MB in float64, one batch of their samples 1 MB."""
+    x, y = torch.zeros(5_000, 1), torch.zeros(5_000, dtype=torch.long)
+
+    def predict(x: Tensor) -> Tensor:
+        return torch.full((10, len(x), 200), 1 / 200)
+
+    assert peak_bytes(lambda: evaluate(predict, (x, y), batch_size=100)) < 4e6
 
 
 def test_any_data_and_any_answer() -> None:

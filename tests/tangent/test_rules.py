@@ -56,6 +56,20 @@ SPECS: dict[str, Spec] = {
     "matmul": ("linear", (3, 4), (3,), lambda x, w: x @ w),
     "matmul from the left": ("linear", (4, 6), (6, 3), lambda x, w: w @ x),
     "transposed by hand": ("linear", (4, 3), (3,), lambda x, w: x @ w.t()),
+    "einsum": ("linear", (4, 3), (6, 3), lambda x, w: torch.einsum("...i,oi->...o", x, w)),
+    "einsum, weight first": ("linear", (3, 4), (6, 3), lambda x, w: torch.einsum("io, nsi -> nso", [w, x])),
+    "einsum, axes in another order": (
+        "linear",
+        (4, 3),
+        (6, 3, 2),
+        lambda x, w: torch.einsum("nsia,oi->anso", x, w).transpose(0, 1),
+    ),
+    "einsum, numbered axes": (
+        "linear",
+        (3, 4),
+        (3,),
+        lambda x, w: torch.einsum(x, [0, 1], w, [1, 2], [0, 2]),
+    ),
     "conv1d": ("conv", (4, 2, 3), (2, 9), lambda x, w: F.conv1d(x, w, stride=2, padding=1)),
     "conv2d": ("conv", (4, 2, 3, 3), (2, 6, 5), lambda x, w: F.conv2d(x, w, padding=(1, 0))),
     "conv2d, dilated": (
@@ -290,6 +304,29 @@ UNRULED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "maximum": lambda x, w: torch.maximum(x, w[:3]),
     "einsum": lambda x, w: torch.einsum("ij,j->i", x, w[:3])[:, None],
 }
+
+
+EINSUMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
+    "outputs not last": ((4, 3), (5, 3), lambda x, w: torch.einsum("nsi,oi->nos", x, w)),
+    "diagonal": ((3, 3), (5, 3), lambda x, w: torch.einsum("nsd,dd->nsd", x, w)),
+    "weight summed": ((4, 3), (5, 3), lambda x, w: torch.einsum("nsi,oi->ns", x, w)),
+    "data summed": ((4, 3), (5, 3), lambda x, w: torch.einsum("nsi,oi->no", x, w)),
+    "trace of the data": ((4, 3), (5, 5, 3), lambda x, w: torch.einsum("nssi,oi->no", x, w)),
+    "scale": ((3, 4), (5, 3), lambda x, w: torch.einsum("nsi,io->nsio", x, w)),
+    "matrices": ((2, 3, 4), (2, 3), lambda x, w: torch.einsum("nri,rio->nro", x, w)),
+    "no arrow": ((3, 4), (3,), lambda x, w: torch.einsum("ni,io", x, w)),
+    "three operands": ((3, 4), (3,), lambda x, w: torch.einsum("ni,io,op->np", x, w, w.mT)),
+    "stretched axis": ((4, 1), (5, 3), lambda x, w: torch.einsum("nsi,oi->nso", x, w)),
+}
+
+
+@pytest.mark.parametrize("name", EINSUMS)
+def test_other_einsums_are_exact_without_a_rule(name: str) -> None:
+    shape, inputs, body = EINSUMS[name]
+    model, x = Net(shape, body), real(4, *inputs)
+    captured = capture(Functional(model), x)
+    assert set(captured.exact) == {"w"}
+    near(captured.rows("w").flatten(2), jacobian_oracle(model, x))
 
 
 @pytest.mark.parametrize("name", UNRULED)

@@ -22,6 +22,7 @@ from linnet.tangent.functional import Functional
 
 TARGET = 192 << 20  # bytes of one captured batch: more does not run faster
 LARGEST = 512  # examples of a captured batch, at most
+LONG = 1 << 20  # bytes of one column's gradients from which a CPU does better with one column at a time
 FEWEST = 8  # examples of a captured batch before its columns are taken in parts
 
 
@@ -74,19 +75,22 @@ class Accumulator:
             ModelError: If the network's outputs or activations are not finite; the layer is named.
         """
         marks: list[Tensor | None] = []
+        counts: list[int] = []
 
         def columns(flat: Tensor) -> Tensor:
             f = flat.view(-1, *self._output_shape(batch))
             y = self.expectation.targets(f, batch.y)
             marks.append(None if y is None else self.expectation.likelihood.mask(y))
-            return self.expectation.columns(f, y, batch.index).flatten(2)
+            u = self.expectation.columns(f, y, batch.index).flatten(2)
+            counts.append(len(u))
+            return u
 
         fresh = True
         for captured in capture_parts(self.function, batch.x, columns, self.columns):
             if fresh:
                 require_finite_pass(captured)
             masked = marks[0] is not None and not bool(marks[0].all())
-            gradients = Gradients(captured, fresh, masked)
+            gradients = Gradients(captured, fresh, masked, counts[0])
             for statistic in self.sums:
                 statistic.add(gradients)
             fresh = False
@@ -174,6 +178,9 @@ def plan_chunks(
     target = max(1, min(TARGET, budget // 4))
     inputs = capture_bytes(function, batch.x, 0)
     column = capture_bytes(function, batch.x, 1) - inputs + row_bytes
+    alone = min(LARGEST, target // max(1, inputs + column))
+    if splittable and columns > 1 and function.device.type == "cpu" and alone * column >= LONG:
+        return Chunks(max(1, alone), 1)
     examples = target // max(1, inputs + columns * column)
     if examples >= FEWEST or not splittable:
         return Chunks(max(1, min(LARGEST, examples)), columns)

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.distributed import world
 from linnet.curvatures.engine import Request, by_structure
 from linnet.curvatures.expectation import EXPECTATIONS, Expectation, choose_matrix

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linnet.curvatures.definite import Psd, positive_root, require_psd
 from linnet.curvatures.discrete import draw_classes
-from linnet.curvatures.distribution import Moments, first_of, require_axis
+from linnet.curvatures.distribution import Moments, first_of, flatten_positions, require_axis
 from linnet.curvatures.likelihood import Likelihood
 from linnet.errors import DataError, InputError
 
@@ -35,7 +35,7 @@ class Custom(Likelihood):
         support: All labels that there are, where they are few.
         moments: From outputs (M, C) to the mean and the variance of the labels, each (M, ...); by default
             sums over ``support``.
-        canonical: Whether Λ is independent of y; tested on a few positions where there is a ``support``.
+        canonical: Whether Λ is independent of y; tested on the first few positions with a ``support``.
         psd: What to do where Λ is indefinite: "raise" leaves Λ as it is and makes its root an error,
             "clip" replaces Λ by its positive part everywhere.
         axis: The axis of the outputs that holds the C components.
@@ -68,6 +68,7 @@ class Custom(Likelihood):
         self._function, self._sampler, self._given_moments = nll, sample, moments
         self._support = None if support is None else _label_tensor(support)
         self.canonical, self.psd, self.axis = bool(canonical), require_psd(psd), require_axis(axis)
+        self._doubtful = self.canonical and self._support is not None
 
     # Labels
 
@@ -106,7 +107,7 @@ class Custom(Likelihood):
         """Labels (N, T, ...)."""
         expected, axis = self._label_shape(f.shape), self._class_axis(f.ndim)
         if y.shape == torch.Size(expected):
-            return y.reshape(len(y), -1)
+            return flatten_positions(y)
         if y.ndim == f.ndim and all(
             a == b for i, (a, b) in enumerate(zip(y.shape, f.shape, strict=True)) if i != axis
         ):
@@ -132,8 +133,9 @@ class Custom(Likelihood):
 
     def _given_or_any(self, rows: Tensor, labels: Tensor | None) -> Tensor:
         """The labels, or some label for each position where Λ is independent of it."""
-        if self.canonical and self._support is not None:
+        if self._doubtful and rows.numel():
             self._probe(rows)
+            self._doubtful = False
         if labels is not None:
             return labels
         if self._support is not None:
@@ -146,9 +148,9 @@ class Custom(Likelihood):
         """Test on a few positions that Λ is the same at all labels of the support."""
         few = rows.detach().flatten(0, 1)[:_PROBED, None]
         each = [self._exact(few, self._at(label, few)) for label in self._table()]
-        largest = max(float(h.abs().max()) for h in each) if few.numel() else 0.0
+        largest = max(float(h.abs().max()) for h in each)
         for label, h in zip(self._table(), each, strict=True):
-            gap = float((h - each[0]).abs().max()) if few.numel() else 0.0
+            gap = float((h - each[0]).abs().max())
             if gap > 1e3 * torch.finfo(h.dtype).eps * max(largest, 1.0):
                 raise InputError(
                     f"canonical=True, but the Hessian at label {label.tolist()} differs from that at "
@@ -318,9 +320,9 @@ class Custom(Likelihood):
             slopes = torch.stack([_grad(c.sum(), point, False, retain=True) for c in columns], 1)
         # Var[y] ≈ Var[y | E f] + gᵀ Σ g with g = ∂E[y | f]/∂f
         spread = (
-            torch.einsum("ndi,nij,ndj->nd", slopes, covariance, slopes)
+            torch.einsum("aki,aij,akj->ak", slopes, covariance, slopes)
             if covariance.ndim == 3
-            else torch.einsum("ndi,ni->nd", slopes**2, variance)
+            else torch.einsum("aki,ai->ak", slopes**2, variance)
         )
         return center.detach(), noise.detach() + spread.reshape(noise.shape)
 
@@ -367,9 +369,9 @@ def _mixture_nll(f: Tensor, y: Tensor) -> Tensor:
         )
     gate, first, second = f.unbind(-1)
     sign = 2 * y.to(f.dtype) - 1
-    return -torch.logaddexp(
-        F.logsigmoid(gate) + F.logsigmoid(sign * first), F.logsigmoid(-gate) + F.logsigmoid(sign * second)
-    )
+    a, b = F.logsigmoid(gate) + F.logsigmoid(sign * first), F.logsigmoid(-gate) + F.logsigmoid(sign * second)
+    # log(eᵃ + eᵇ) = a − log σ(a − b), from the larger: the second derivative of logaddexp overflows
+    return -torch.where(a >= b, a - F.logsigmoid(a - b), b - F.logsigmoid(b - a))
 
 
 def _label_tensor(support: Iterable[Any]) -> Tensor:

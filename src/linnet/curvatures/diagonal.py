@@ -41,7 +41,7 @@ class DiagonalSums(Sums):
         if not self.layer.factored:
             squares += layer_rows(captured, self.layer).to(squares.dtype).square().sum((0, 1))
             return
-        parts = layer_factors(captured, self.layer)
+        parts = layer_factors(captured, self.layer, keep=gradients.columns > captured.k)
         if parts:
             squares += torch.cat([t.flatten() for t in self._factored(parts)]).to(squares.dtype)
 

@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.curvatures.components import IndependentComponents
-from linnet.curvatures.distribution import Moments, first_of, require_axis, require_shape, uniform
+from linnet.curvatures.distribution import (
+    Moments,
+    first_of,
+    flatten_positions,
+    require_axis,
+    require_shape,
+    uniform,
+)
 from linnet.curvatures.likelihood import Likelihood
 from linnet.errors import DataError, InputError
 from linnet.linalg.random import signs
@@ -105,13 +112,13 @@ class Categorical(Likelihood):
     def _present(self, y: Tensor) -> Tensor | None:
         if y.is_floating_point():
             return None
-        present = (y != self.ignore_index).reshape(len(y), -1)
+        present = flatten_positions(y != self.ignore_index)
         return None if bool(present.all()) else present
 
     def _labels(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
         if y.is_floating_point():
             return self._arranged(y), None
-        present, labels = self._present(y), y.reshape(len(y), -1)
+        present, labels = self._present(y), flatten_positions(y)
         if present is None:
             return labels, None
         return labels.masked_fill(~present, 0), present[..., None]

@@ -7,6 +7,7 @@ on outputs arranged into (N, T, C), the class axis last.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +42,11 @@ def require_axis(axis: Any) -> int:
             remedy="pass axis=1 for (N, C) and (N, C, H, W), axis=-1 for sequences (N, T, C)",
         )
     return axis
+
+
+def flatten_positions(y: Tensor) -> Tensor:
+    """Labels (N, ...) as (N, T), for empty batches, too."""
+    return y.reshape(len(y), math.prod(y.shape[1:]))
 
 
 class Distribution(ABC):
@@ -112,7 +118,7 @@ class Distribution(ABC):
         Returns:
             (n, *shape of y).
         """
-        _require_draws(n)
+        require_draws(n)
         drawn = self._sample(self._arrange(f).detach(), n, make_generator(generator))
         return self._restore_labels(drawn, f.shape, lead=1)
 
@@ -192,7 +198,8 @@ class Distribution(ABC):
     def __repr__(self) -> str:
         described = self.describe()
         kind = described.pop("kind")
-        return f"{kind}({', '.join(f'{name}={value!r}' for name, value in described.items())})"
+        given = (f"{name}={value!r}" for name, value in described.items() if value is not None)
+        return f"{kind}({', '.join(given)})"
 
     # Layout
 
@@ -293,7 +300,7 @@ class Distribution(ABC):
         """Arguments of the constructor, less the axis."""
 
 
-def _require_draws(n: int) -> None:
+def require_draws(n: int) -> None:
     """Check a number of draws."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise InputError(f"n={n!r}", expected="at least one draw", remedy="pass n=1 or more")

@@ -42,48 +42,63 @@ class EigenvalueSums(Sums):
         if self.layer.groups == 1:
             left, right = left[None], right[None]
         self._inputs, self._gradients = (left, right) if self.layer.transposed else (right, left)
+        self._turned: list[Tensor] = []  # rotated inputs of the batch in hand
         self.tensors = {
             "values": left.new_zeros(self.layer.groups, self._gradients.shape[-1], self._inputs.shape[-1])
         }
 
     def add(self, gradients: Gradients) -> None:
         """Add a batch."""
-        parts = [_hatted(f, self.layer.biased) for f in layer_factors(gradients.captured, self.layer)]
+        again = gradients.columns > gradients.captured.k
+        parts = layer_factors(gradients.captured, self.layer, keep=again)
         if not parts:
             return
         kind = self.tensors["values"].dtype
-        parts = [Factors(f.a.to(kind), f.g.to(kind)) for f in parts]
-        if len(parts) == 1 and parts[0].a.shape[2] == 1:
+        if gradients.fresh:
+            self._turned = []
+        a, turned = self._inputs_of(parts, gradients.columns, kind)
+        g = [f.g.to(kind) for f in parts]
+        if len(parts) == 1 and a[0].shape[2] == 1:
             # (Q_Bᵀ g)² ((Q_Aᵀ a)²)ᵀ
-            a, g = parts[0].a[:, :, 0], parts[0].g[:, :, :, 0]  # (N, R, d), (K, N, R, c)
-            a = torch.einsum("nrd,rde->rne", a, self._inputs).square_()
-            g = torch.einsum("knrc,rce->rkne", g, self._gradients).square_().sum(1)
-            self.tensors["values"] += g.mT @ a
-            return
-        k, n, _, _, c = parts[0].g.shape
-        d = parts[0].a.shape[-1]
-        size = max(1, ROWS_AT_ONCE // max(1, k * self.layer.groups * c * d))
-        for start in range(0, n, size):
-            rows = self._rotated_rows(parts, slice(start, start + size))
-            self.tensors["values"] += rows.square_().sum((0, 2))
+            gs = torch.einsum("knrc,rce->rkne", g[0][:, :, :, 0], self._gradients).square_().sum(1)
+            self.tensors["values"] += gs.mT @ a[0][:, :, 0].square().transpose(0, 1)
+        else:
+            self._add_rows(a, g, turned)
+        if not again:
+            self._turned = []
 
-    def _rotated_rows(self, parts: list[Factors], examples: slice) -> Tensor:
-        """Q_Bᵀ G_nk Q_A of some examples, (n, R, K, c, d)."""
-        k, _, r, _, c = parts[0].g.shape
-        s, d = sum(f.a.shape[2] for f in parts), parts[0].a.shape[-1]
-        first = s * (d * d + k * c * c) < k * (c * c * d + c * d * d)
-        total: Tensor | None = None
-        for f in parts:
-            a, g = f.a[examples], f.g[:, examples].permute(1, 2, 0, 3, 4)  # (n, R, S, d), (n, R, K, S, c)
-            if first:
-                a, g = a @ self._inputs, g @ self._gradients[:, None]
-            n, s_f = a.shape[0], a.shape[2]
-            # one product for each example and group: (K·c × S)(S × d)
-            rows = g.mT.reshape(n * r, k * c, s_f) @ a.reshape(n * r, s_f, d)
-            total = rows if total is None else total + rows
-        assert total is not None
-        formed = total.view(-1, r, k, c, d)
-        return formed if first else self._gradients.mT[:, None] @ (formed @ self._inputs[:, None])
+    def _inputs_of(self, parts: list[Factors], columns: int, kind: torch.dtype) -> tuple[list[Tensor], bool]:
+        """â of every use, and whether it has been rotated: kept for the batch's other columns if so."""
+        k, c, d = columns, self._gradients.shape[-1], self._inputs.shape[-1]
+        s = sum(f.a.shape[2] for f in parts)
+        turned = s == 1 or s * (d * d + k * c * c) < k * (c * c * d + c * d * d)
+        if turned and self._turned:
+            return self._turned, True
+        ones = (0, 1) if self.layer.biased else (0, 0)
+        a = [F.pad(f.a.to(kind), ones, value=1.0) for f in parts]  # (N, R, S, d)
+        if turned:
+            a = self._turned = [one @ self._inputs for one in a]
+        return a, turned
+
+    def _add_rows(self, a: list[Tensor], g: list[Tensor], turned: bool) -> None:
+        """Σ (Q_Bᵀ G Q_A)² from gradients that are formed, a few examples at once."""
+        k, n, r, _, c = g[0].shape
+        d = a[0].shape[-1]
+        size = max(1, ROWS_AT_ONCE // max(1, k * r * c * d))
+        for start in range(0, n, size):
+            examples = slice(start, start + size)
+            total: Tensor | None = None
+            for own_a, own_g in zip(a, g, strict=True):
+                part = own_g[:, examples].permute(1, 2, 0, 3, 4)  # (n, R, K, S, c)
+                part = part @ self._gradients[:, None] if turned else part
+                # one product for each example and group: (K·c × S)(S × d)
+                rows = part.mT.flatten(0, 1).flatten(1, 2) @ own_a[examples].flatten(0, 1)
+                total = rows if total is None else total + rows
+            assert total is not None
+            formed = total.view(-1, r, k, c, d)
+            if not turned:
+                formed = self._gradients.mT[:, None] @ (formed @ self._inputs[:, None])
+            self.tensors["values"] += formed.square_().sum((0, 2))
 
     def block(self) -> KroneckerEigen | GroupedKroneckerEigen:
         """The corrected product."""
@@ -127,8 +142,3 @@ def eigenvalue_sums(first: KroneckerSums | RowMomentSums) -> Sums:
         Sums of eigenvalues, to be filled by one more pass.
     """
     return EigenvalueSums(first) if isinstance(first, KroneckerSums) else RowEigenvalueSums(first)
-
-
-def _hatted(f: Factors, biased: bool) -> Factors:
-    """Inputs with a one appended when a bias rides along."""
-    return Factors(F.pad(f.a, (0, 1), value=1.0), f.g) if biased else f

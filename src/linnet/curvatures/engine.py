@@ -167,8 +167,7 @@ def layers_of(function: Functional, batch: Batch) -> tuple[Layer, ...]:
 
 def everything(function: Functional) -> Layer:
     """All parameters as one layer."""
-    shapes = tuple(tuple(shape) for shape in function.space.shapes.values())
-    return Layer("all", tuple(function.names), shapes)
+    return Layer("all", {name: tuple(shape) for name, shape in function.space.shapes.items()})
 
 
 def _assign(structure: Structure, layers: Sequence[Layer], function: Functional) -> list[Assignment]:
@@ -191,8 +190,7 @@ def _first_sums(
     """Empty statistics of all layers and structures, none twice."""
     unique = {_key(a): a for plan in plans for a in plan}
     return {
-        key: make_sums(a.layer, key[1], request.sharing, function.dtype, device)
-        for key, a in unique.items()
+        key: make_sums(a.layer, key[1], request.sharing, function.dtype, device) for key, a in unique.items()
     }
 
 

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from linnet.curvatures.layers import Layer, layer_factors
-from linnet.curvatures.moments import InputMoment, active, gradient_moment, input_moment, reduced
+from linnet.curvatures.moments import (
+    InputMoment,
+    active,
+    factor_moments,
+    gradient_moment,
+    input_moment,
+    masked_input_moment,
+    reduced,
+)
 from linnet.curvatures.sums import Gradients, Sums, layer_rows, second_moment, wide
 from linnet.linalg.grouped import GroupedKronecker
 from linnet.linalg.kronecker import Kronecker
@@ -45,16 +53,26 @@ class KroneckerSums(Sums):
 
     def add(self, gradients: Gradients) -> None:
         """Add a batch."""
+        captured = gradients.captured
+        if self.sharing == "reduce" or gradients.masked:
+            self._add_factors(gradients)
+            return
+        for use in captured.by_parameter().get(self.layer.names[0], []):
+            if gradients.fresh:
+                self._add_inputs(input_moment(use))
+            self.tensors["gradients"] += gradient_moment(use)
+
+    def _add_factors(self, gradients: Gradients) -> None:
+        """The same where positions are not all alike."""
         parts = layer_factors(gradients.captured, self.layer)
-        if not parts:
-            return  # the gradient vanishes here
-        if self.sharing == "reduce":
+        if parts and self.sharing == "reduce":
             parts = [reduced(parts, gradients.masked)]
         for f in parts:
+            inputs, outputs = factor_moments(f)
             if gradients.fresh:
-                moment = input_moment(f, active(f) if gradients.masked else None)
-                self._add_inputs(moment)
-            self.tensors["gradients"] += gradient_moment(f)
+                masked = gradients.masked and self.sharing == "expand"
+                self._add_inputs(masked_input_moment(f, active(f)) if masked else inputs)
+            self.tensors["gradients"] += outputs
 
     def _add_inputs(self, moment: InputMoment) -> None:
         """Σ â âᵀ and the number of its terms."""

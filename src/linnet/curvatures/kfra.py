@@ -85,7 +85,7 @@ class RecursionSums:
                 self.tensors[f"slopes {i}"] += curved.sum(0)
             else:
                 self.tensors[f"slopes {i}"] += second_moment(slopes.T)
-            moment = input_moment(own)
+            moment = input_moment(captured.by_parameter()[layer.names[0]][0])
             self.tensors[f"inputs {i}"] += (moment.hatted() if layer.biased else moment.second)[0]
             behind = g @ self._weight(layer)
         self.tensors["count"] += batch.size
@@ -134,9 +134,9 @@ def _chain(captured: Captured, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
     for layer in layers:
         if not layer.factored or layer.why != "linear":
             raise _not_a_chain(layer, f"it is used by {layer.why}")
-        if layer.uses > 1 or layer.positions > 1:
+        if layer.form.uses > 1 or layer.form.positions > 1:
             raise _not_a_chain(
-                layer, f"its weight is used {max(layer.uses, layer.positions)} times an example"
+                layer, f"its weight is used {max(layer.form.uses, layer.form.positions)} times an example"
             )
     order = {use.sources[0]: i for i, use in reversed(list(enumerate(captured.uses)))}
     return tuple(sorted(layers, key=lambda layer: order[layer.names[0]]))

@@ -20,32 +20,70 @@ PRODUCTS = ("linear", "conv", "conv-transposed")
 
 
 @dataclass(frozen=True)
+class Form:
+    """How a layer's weight is used.
+
+    Args:
+        kind: "product" (linear maps and convolutions: the gradients are outer products), "embedding" (rows
+            that are looked up) or "rows" (nothing is known but per-example gradients).
+        groups: R, independent parts of a grouped convolution; 1 otherwise.
+        transposed: Whether the weight is stored (d_in, d_out).
+        positions: S, positions of one example that share the weight, all uses together.
+        uses: How often a pass uses the weight.
+    """
+
+    kind: str = "rows"
+    groups: int = 1
+    transposed: bool = False
+    positions: int = 1
+    uses: int = 1
+
+
+@dataclass(frozen=True)
 class Layer:
     """Parameters that are used together.
 
     Args:
         name: The common part of their names.
-        names: The parameters; of a layer with factors the weight first, then its bias.
-        shapes: Their shapes.
-        groups: R, independent parts of a grouped convolution; 1 otherwise.
-        factored: Whether the gradients have the outer-product form.
-        transposed: Whether the weight is stored (d_in, d_out).
-        positions: S, positions of one example that share the weight, all uses together.
-        uses: How often a pass uses the weight.
-        embedding: Whether the layer is an embedding table.
+        shapes_by_name: The parameters with their shapes; of products the weight first, then its bias.
+        form: How the weight is used.
         why: What the parameters are used for, or why they have no rule.
     """
 
     name: str
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    groups: int = 1
-    factored: bool = False
-    transposed: bool = False
-    positions: int = 1
-    uses: int = 1
-    embedding: bool = False
+    shapes_by_name: Mapping[str, tuple[int, ...]]
+    form: Form = Form()
     why: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters."""
+        return tuple(self.shapes_by_name)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Their shapes."""
+        return tuple(self.shapes_by_name.values())
+
+    @property
+    def factored(self) -> bool:
+        """Whether the gradients have the outer-product form."""
+        return self.form.kind == "product"
+
+    @property
+    def embedding(self) -> bool:
+        """Whether the layer is an embedding table."""
+        return self.form.kind == "embedding"
+
+    @property
+    def groups(self) -> int:
+        """R, groups of a convolution."""
+        return self.form.groups
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the weight is stored (d_in, d_out)."""
+        return self.form.transposed
 
     @property
     def size(self) -> int:
@@ -136,26 +174,24 @@ def _layer(
     names: tuple[str, ...], captured: Captured, uses: Mapping[str, list[Use]], reasons: Mapping[str, str]
 ) -> Layer:
     """What is known about parameters that are used together."""
-    shapes = tuple(tuple(captured.leaves[name].shape) for name in names)
+    shapes = {name: tuple(captured.leaves[name].shape) for name in names}
     own = uses.get(names[0], [])
     name = _common(names)
     if any(member in captured.exact for member in names):
         why = next((reasons[member] for member in names if member in reasons), "no rule")
-        return Layer(name, names, shapes, why=why)
+        return Layer(name, shapes, why=why)
     if not own:
-        return Layer(name, names, shapes, why="no gradient seen")
+        return Layer(name, shapes, why="no gradient seen")
     kinds = sorted({use.kind for use in own})
+    count, positions = len(own), _positions(own, captured.n)
     if not all(use.direct for use in own):
-        return Layer(name, names, shapes, uses=len(own), why="used through a function of it")
+        return Layer(name, shapes, Form(uses=count), "used through a function of it")
     if kinds == ["embedding"] and len(names) == 1:
-        return Layer(
-            name, names, shapes, positions=_positions(own, captured.n), uses=len(own), embedding=True
-        )
+        return Layer(name, shapes, Form("embedding", 1, True, positions, count), "embedding")
     if not all(use.kind in PRODUCTS for use in own) or not _one_form(own) or not _plain_biases(names, uses):
-        return Layer(name, names, shapes, uses=len(own), why=" and ".join(kinds))
+        return Layer(name, shapes, Form(uses=count), " and ".join(kinds))
     groups, transposed = own[0].options.get("groups", 1), _stored_transposed(own[0])
-    positions = _positions(own, captured.n)
-    return Layer(name, names, shapes, groups, True, transposed, positions, len(own), why=kinds[0])
+    return Layer(name, shapes, Form("product", groups, transposed, positions, count), kinds[0])
 
 
 def _stored_transposed(use: Use) -> bool:
@@ -193,7 +229,7 @@ def _positions(own: Sequence[Use], n: int) -> int:
             total += use.a.shape[0] // n * use.a.shape[2:].numel()
         elif use.kind == "conv":
             total += use.shape[0] // n * use.shape[2:].numel()
-        else:
+        elif use.kind in ("linear", "embedding"):
             features = use.shape[-2] if use.options.get("left") else use.shape[-1]
             total += use.shape.numel() // (features * n)
     return total
@@ -212,14 +248,15 @@ def _common(names: tuple[str, ...]) -> str:
     return ".".join(shared) or names[0]
 
 
-def layer_factors(captured: Captured, layer: Layer) -> list[Factors]:
+def layer_factors(captured: Captured, layer: Layer, keep: bool = False) -> list[Factors]:
     """The outer-product form of every use of a layer's weight.
 
     Args:
         captured: A captured batch.
         layer: A layer with factors.
+        keep: Whether receptive fields are kept for the batch's other columns.
 
     Returns:
         a (N, R, S, d) and g (K, N, R, S, c) for each use.
     """
-    return [factors(use, captured.n) for use in captured.by_parameter().get(layer.names[0], [])]
+    return [factors(use, captured.n, keep) for use in captured.by_parameter().get(layer.names[0], [])]

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from linnet.curvatures.distribution import Distribution, _require_draws
+from linnet.curvatures.distribution import Distribution, require_draws
 from linnet.errors import InputError
 from linnet.linalg.random import Seed, make_generator, signs
 
@@ -122,7 +122,7 @@ class Likelihood(Distribution, ABC):
         Returns:
             (n, *shape of f).
         """
-        _require_draws(n)
+        require_draws(n)
         rows, labels, counts = self._prepare_second(f, y)
         drawn = self._project(rows, n, make_generator(generator), labels) / n**0.5
         return self._restore(_masked(drawn, counts), f.shape)
@@ -139,7 +139,7 @@ class Likelihood(Distribution, ABC):
         Returns:
             (n, *shape of f).
         """
-        _require_draws(n)
+        require_draws(n)
         rows, _, counts = self._prepare(f, y)
         labels = self._sample(rows.detach(), n, make_generator(generator))
         drawn = self._gradient(rows.expand(n, *rows.shape), labels) / n**0.5

@@ -6,12 +6,16 @@ Index letters as in the rules: n example, k column, s position, r group, d and c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
-from linnet.curvatures.sums import second_moment
-from linnet.tangent.rules import Factors
+from linnet.curvatures.sums import BLOCK, second_moment
+from linnet.tangent.rules import Factors, Use, padded, patches, windows
+
+FEW_CHANNELS = 256  # channels up to which products example by example are large enough to be fast
+COPYING = 20.0  # multiplications that take as long as copying one number
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,25 +44,144 @@ def active(f: Factors) -> Tensor:
     return (f.g != 0).any(-1).any(0)
 
 
-def input_moment(f: Factors, weight: Tensor | None = None) -> InputMoment:
-    """Moments of the inputs over all positions.
+def masked_input_moment(f: Factors, weight: Tensor) -> InputMoment:
+    """Moments of the inputs over the positions that count.
 
     Args:
         f: Factors of one use.
-        weight: Which positions count, (N, R, S); all by default.
+        weight: Which positions count, (N, R, S).
 
     Returns:
         The moments.
     """
-    a = f.a if weight is None else f.a * weight[..., None]
-    flat = a.transpose(0, 1).flatten(1, 2)  # (R, N·S, d)
-    count = float(a.shape[0] * a.shape[2]) if weight is None else float(weight[:, 0].sum())
-    return InputMoment(second_moment(flat.mT), flat.sum(1), count)
+    flat = (f.a * weight[..., None]).transpose(0, 1).flatten(1, 2)  # (R, N·S, d)
+    return InputMoment(second_moment(flat.mT), flat.sum(1), float(weight[:, 0].sum()))
 
 
-def gradient_moment(f: Factors) -> Tensor:
-    """Σ g gᵀ over columns and positions, (R, c, c)."""
-    return second_moment(f.g.permute(2, 4, 0, 1, 3).flatten(2))
+def factor_moments(f: Factors) -> tuple[InputMoment, Tensor]:
+    """Moments of inputs and gradients of factors as they are, all positions alike."""
+    flat = f.a.transpose(0, 1).flatten(1, 2)  # (R, N·S, d)
+    count = float(f.a.shape[0] * f.a.shape[2])
+    g = second_moment(f.g.permute(2, 4, 0, 1, 3).flatten(2))
+    return InputMoment(second_moment(flat.mT), flat.sum(1), count), g
+
+
+def input_moment(use: Use) -> InputMoment:
+    """Moments of a use's inputs over all examples and positions.
+
+    Args:
+        use: A use.
+
+    Returns:
+        The moments.
+    """
+    assert use.a is not None
+    if use.kind == "conv":
+        return _patch_moment(use.a, use.target.shape[2:], use.options)
+    if use.kind == "conv-transposed":
+        a = use.a.unflatten(1, (use.options["groups"], -1)).flatten(3)  # (B, R, d, S)
+        return InputMoment(pixel_moment(a), a.sum((0, 3)), float(a.shape[0] * a.shape[3]))
+    a = use.oriented(use.a)
+    flat = a.reshape(-1, a.shape[-1])[None]  # (1, N·S, d): where the examples are makes no difference
+    return InputMoment(second_moment(flat.mT), flat.sum(1), float(flat.shape[1]))
+
+
+def gradient_moment(use: Use) -> Tensor:
+    """Σ g gᵀ over columns, examples and positions, (R, c, c)."""
+    assert use.g is not None
+    if use.kind == "conv":
+        g = use.g.flatten(0, 1)
+        return pixel_moment(g.unflatten(1, (use.options["groups"], -1)).flatten(3))
+    if use.kind == "conv-transposed":
+        g = patches(use.g.flatten(0, 1), use.target.shape[2:], use.options)  # (K·B, R, c, S)
+        return pixel_moment(g)
+    g = use.oriented(use.g)
+    return second_moment(g.reshape(1, -1, g.shape[-1]).mT)
+
+
+def pixel_moment(x: Tensor) -> Tensor:
+    """Σ x xᵀ over examples and positions.
+
+    Many positions of few channels are multiplied example by example, as they lie in memory; otherwise
+    the positions are copied together first.
+
+    Args:
+        x: (B, R, c, S).
+
+    Returns:
+        (R, c, c).
+    """
+    b, r, c, s = x.shape
+    if s >= c and c < FEW_CHANNELS:
+        flat = x.reshape(b * r, c, s)
+        return torch.bmm(flat, flat.mT).view(b, r, c, c).sum(0)
+    return second_moment(x.permute(1, 2, 0, 3).flatten(2))
+
+
+def _patch_moment(x: Tensor, kernel: Size, options: dict[str, Any]) -> InputMoment:
+    """Moments of the receptive fields of a convolution's input."""
+    first = windows(x.sum(0, keepdim=True), kernel, options)  # (1, R, c, *positions, *kernel)
+    axes = len(kernel)
+    positions = first.shape[3 : 3 + axes].numel()
+    total = first.sum(tuple(range(3, 3 + axes)))[0].flatten(1)  # (R, c · kernel)
+    count = float(x.shape[0] * positions)
+    if axes == 2 and options["groups"] == 1 and _rows_pay(x, kernel, options, positions):
+        return InputMoment(_moment_by_rows(padded(x, options), kernel, options)[None], total, count)
+    fields = windows(x, kernel, options)
+    order = (1, 2, *range(3 + axes, 3 + 2 * axes), 0, *range(3, 3 + axes))
+    flat = fields.permute(order).flatten(2 + axes).flatten(1, 1 + axes)  # (R, d, B·S)
+    return InputMoment(second_moment(flat), total, count)
+
+
+def _rows_pay(x: Tensor, kernel: Size, options: dict[str, Any], positions: int) -> bool:
+    """Whether products of whole rows of pixels are cheaper than products of receptive fields."""
+    reach = [k * d for k, d in zip(kernel, options["dilation"], strict=True)]
+    height, width = (
+        size + before + after for size, (before, after) in zip(x.shape[2:], options["padding"], strict=True)
+    )
+    d = x.shape[1] * kernel.numel()
+    pairs = height * reach[0] - reach[0] * (reach[0] - 1) // 2
+    by_rows = pairs * (width * x.shape[1]) ** 2
+    fields = COPYING * positions * d + (0.65 if d > BLOCK else 1.0) * positions * d * d
+    return by_rows < fields
+
+
+def _moment_by_rows(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:
+    """Σ a aᵀ of receptive fields a without forming them, (d, d).
+
+    Receptive fields overlap, so that the same products of pixels appear in many entries. With M the second
+    moment of whole rows of pixels, each pair of near rows multiplied once,
+
+        A[(c, i, j), (c', i', j')] = Σ_s M[s₁ + i, s₂ + j, c; s₁ + i', s₂ + j', c']
+
+    Args:
+        x: Padded input (B, c, height, width).
+        kernel: Shape of the kernel.
+        options: Stride and dilation.
+
+    Returns:
+        The moment, features in the order of the weight.
+    """
+    channels, height, width = x.shape[1:]
+    (k1, k2), (t1, t2), (d1, d2) = kernel, options["stride"], options["dilation"]
+    rows = x.permute(2, 3, 1, 0).reshape(height, width * channels, -1)  # (height, width · c, B)
+    out1, out2 = (height - d1 * (k1 - 1) - 1) // t1 + 1, (width - d2 * (k2 - 1) - 1) // t2 + 1
+    moment = x.new_zeros(channels, k1, k2, channels, k1, k2)
+    for shift in range(k1):
+        # Σ over the row positions s₁, for every kernel row i and i' = i + shift
+        needed = max(0, height - shift * d1)
+        products = torch.bmm(rows[:needed], rows[shift * d1 :].mT)
+        for i in range(k1 - shift):
+            both = products[i * d1 : i * d1 + (out1 - 1) * t1 + 1 : t1].sum(0)
+            both = both.view(width, channels, width, channels)
+            for j in range(k2):
+                for other in range(k2):
+                    span = torch.arange(out2, device=x.device) * t2
+                    picked = both[span + j * d2, :, span + other * d2].sum(0)  # (c, c')
+                    moment[:, i, j, :, i + shift, other] = picked
+                    moment[:, i + shift, other, :, i, j] = picked.T
+    d = channels * k1 * k2
+    return moment.view(d, d)
 
 
 def reduced(parts: list[Factors], masked: bool) -> Factors:

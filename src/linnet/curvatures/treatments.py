@@ -88,7 +88,7 @@ def treatment(layer: Layer, structure: str) -> tuple[str, str]:
         "block", "diagonal", "kfac" or "ekfac", and what is worth saying about it.
 
     Example:
-        >>> treatment(Layer("norm", ("norm.weight", "norm.bias"), ((4,), (4,)), why="scale"), "kfac")
+        >>> treatment(Layer("norm", {"norm.weight": (4,), "norm.bias": (4,)}, why="scale"), "kfac")
         ('block', 'scale: exact block')
     """
     if structure in ("block", "diagonal"):
@@ -96,9 +96,9 @@ def treatment(layer: Layer, structure: str) -> tuple[str, str]:
     if layer.factored:
         return structure, _approximations(layer)
     if layer.size <= SMALL:
-        return "block", f"{layer.why or 'embedding'}: exact block"
+        return "block", f"{layer.why}: exact block"
     if layer.embedding or len(layer.names) > 1 or len(layer.shapes[0]) < 2:
-        return "diagonal", f"{layer.why or 'embedding'}: exact diagonal"
+        return "diagonal", f"{layer.why}: exact diagonal"
     return structure, f"{layer.why}: factors from the moments of per-example gradients"
 
 
@@ -107,8 +107,8 @@ def _approximations(layer: Layer) -> str:
     notes = []
     if layer.groups > 1:
         notes.append(f"{layer.groups} groups taken as independent")
-    if layer.uses > 1:
-        notes.append(f"{layer.uses} uses taken as independent")
+    if layer.form.uses > 1:
+        notes.append(f"{layer.form.uses} uses taken as independent")
     return ", ".join(notes)
 
 

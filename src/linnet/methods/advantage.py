@@ -328,7 +328,7 @@ def _step(
     loss = task.loss(_forward(module, take(task.x, index)), task.y[index])
     if not torch.isfinite(loss):
         raise NumericalError(
-            f"training of the {name} diverged at iteration {step}: the loss is {float(loss)}",
+            f"training of the {name} diverged at iteration {step}: the loss is {float(loss.detach())}",
             expected="a finite loss",
             remedy="use a smaller learning rate in make_optimizer",
         )

@@ -26,6 +26,12 @@ class AttackPoint:
         step: Step size η.
         iterations: Number of steps taken.
         report: The predictions there; scores that need labels are there if the data had any.
+
+    Example:
+        >>> predict = lambda x: torch.cat([-x, x], 1).softmax(1)
+        >>> attack = fgsm(predict, torch.ones(1, 1), step=0.25, iterations=2)
+        >>> [(point.step, point.iterations, round(point.report.entropy, 2)) for point in attack.points]
+        [(0.25, 1, 0.48), (0.25, 2, 0.58)]
     """
 
     step: float

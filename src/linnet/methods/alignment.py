@@ -31,8 +31,10 @@ from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
 BLOCK = 256  # examples differentiated at once, memory permitting
+ROWS = 4096  # parameters squared at once
 
 
+@in_exact_mode
 def alignment(
     model: Linearized | nn.Module,
     data: Any,
@@ -80,6 +82,7 @@ def alignment(
     return values.shaped(_alpha(task, values, memory, progress))
 
 
+@in_exact_mode
 def kernel_norm_bound(
     model: Linearized | nn.Module,
     data: Any,
@@ -162,7 +165,6 @@ def _prepare(model: Linearized | nn.Module, data: Any, outputs: Outputs) -> tupl
     return _Task(function, x, torch.Size(shape).numel(), outputs), values
 
 
-@in_exact_mode
 def _alpha(task: _Task, values: FunctionValues, memory: str | int | None, progress: bool | None) -> Tensor:
     """α of every target, (T,)."""
     group, block = _plan(task, values, memory)
@@ -182,10 +184,17 @@ def _alpha(task: _Task, values: FunctionValues, memory: str | int | None, progre
             total[name].addmm_(rows.T, t)  # Σ_i ∇f₀(x_i) f(x_i)ᵀ
         if start + block >= n:
             # α = ‖Σ_i ∇f₀(x_i) f(x_i)‖² / N²
-            squares = [sums.square().sum(0, dtype=torch.float64) for sums in total.values()]
-            results.append(torch.stack(squares).sum(0) / n**2)
+            results.append(torch.stack([_squares(sums) for sums in total.values()]).sum(0) / n**2)
             total = {}
     return torch.cat(results)
+
+
+def _squares(sums: Tensor) -> Tensor:
+    """Squared norms of the columns, (T,), in float64 without a copy of the whole."""
+    total = sums.new_zeros(sums.shape[1], dtype=torch.float64)
+    for part in sums.split(ROWS):
+        total += part.double().square().sum(0)
+    return total
 
 
 def _terms(task: _Task, x: Inputs, t: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -29,11 +29,13 @@ from linnet.tangent.batch import EMPTY, check_finite, split
 from linnet.tangent.captured import Outputs
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad
+from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
 BLOCK = 64  # examples of an average differentiated at once
 COLUMNS = 16  # directions multiplied at once
+WRONG = 0.5  # relative difference beyond which a derivative is not one
 
 
 @dataclass(frozen=True)
@@ -45,17 +47,21 @@ class AnisotropyDirections:
         directions: u_j (k, *input shape), orthonormal; each one's entry of largest size is positive.
             For vector-valued predictors (``outputs="full"``) (k, C, *input shape).
         residual: The largest ‖MᵀM u − s² u‖ / s₁².
+        mismatch: How far M v is from the central difference of gradients along a random v, relative to its
+            norm. Near zero where the network is smooth; of order one at a kink (ReLU or ties in
+            max-pooling at the origin), where the directions depend on how torch breaks the tie.
 
     Example:
         >>> one = torch.zeros(1, 3, 8, 8)
         >>> one[0, 0, 0, 0] = 1.0
-        >>> AnisotropyDirections(torch.ones(1), one, 0.0).fourier_magnitudes()[0, 0, 3, 5].item()
+        >>> AnisotropyDirections(torch.ones(1), one, 0.0, 0.0).fourier_magnitudes()[0, 0, 3, 5].item()
         1.0
     """
 
     singular_values: Tensor
     directions: Tensor
     residual: float
+    mismatch: float
 
     def images(self) -> Tensor:
         """The directions as pictures.
@@ -85,6 +91,7 @@ class AnisotropyDirections:
         return found
 
 
+@in_exact_mode
 def anisotropy_directions(
     model: Linearized | nn.Module,
     at: Tensor,
@@ -103,7 +110,7 @@ def anisotropy_directions(
 
     Args:
         model: A network or a linearization; smooth activations (GELU, tanh) are wanted, since those with
-            kinks have no derivative exactly at the origin.
+            kinks have no derivative exactly at the origin (see ``.mismatch``).
         at: One input without the example axis, or a batch (N, *input shape) over which the derivative is
             averaged.
         k: How many directions.
@@ -142,7 +149,7 @@ def anisotropy_directions(
     columns = mixed.shape[1]
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= columns:
         raise InputError(f"k is {k!r}", f"1 to {columns}, the numbers of an input", "pass a smaller k=")
-    mixed.check_derivative()
+    mismatch = mixed.check_derivative()
     default = 1e-10 if mixed.dtype == torch.float64 else 1e-5
     solution = eigenpairs(
         mixed.T @ mixed,
@@ -159,7 +166,7 @@ def anisotropy_directions(
     directions = directions * torch.where(largest < 0, -1.0, 1.0).to(directions)
     copies = [mixed.outputs] if outputs == "full" and mixed.outputs > 1 else []
     shaped = directions.reshape(k, *copies, *points.shape[1:])
-    return AnisotropyDirections(values, shaped, solution.residual)
+    return AnisotropyDirections(values, shaped, solution.residual, mismatch)
 
 
 def separable_data(
@@ -260,29 +267,54 @@ class MixedDerivative(LinearOperator):
         """Mᵀw, (P, K) to (D, K)."""
         return torch.cat([self._backward(part) for part in w.split(COLUMNS, dim=1)], 1)
 
-    def check_derivative(self) -> None:
-        """Raise if the network cannot be differentiated twice, or M vanishes on a random direction.
+    def check_derivative(self) -> float:
+        """Compare M with differences of gradients, after checking that it exists and is not zero.
+
+        Returns:
+            ‖M v − difference‖ / ‖M v‖ for a random v.
 
         Raises:
-            ModelError: Saying which.
+            ModelError: If the network cannot be differentiated twice, or M vanishes on v.
         """
-        name = type(self.function.model).__name__
+        v = normal((self.shape[1], 1), 0, self.dtype, self.device)
+        name = f"model ({type(self.function.model).__name__})"
         try:
-            product = self.mm(normal((self.shape[1], 1), 0, self.dtype, self.device))
+            product = self.mm(v)
             self.transposed_mm(product)
         except RuntimeError as error:
-            raise ModelError(
-                f"model ({name}) has no second derivative: {str(error).strip().splitlines()[0]}",
-                expected="a network that torch can differentiate twice",
-                remedy="replace the operation that has no second derivative",
-            ) from error
+            raise _no_derivative(name, str(error).strip().splitlines()[0]) from error
         if not bool(product.isfinite().all()) or not bool(product.any()):
             state = "vanishes" if bool(product.isfinite().all()) else "is not finite"
             raise ModelError(
-                f"the mixed derivative of model ({name}) in input and weights {state} at the given point",
+                f"the mixed derivative of {name} in input and weights {state} at the given point",
                 expected="a derivative that is finite and not zero",
                 remedy="use smooth activations such as GELU, or take at= away from a kink",
             )
+        mismatch = float((product[:, 0] - self._difference(v)).norm() / product.norm())
+        if (
+            mismatch > WRONG
+        ):  # a kink, or a second derivative that torch has dropped and that is wrong everywhere
+            noise = normal(self.points[:1].shape, 1, self.dtype, self.device)
+            elsewhere = MixedDerivative(self.function, self.points[:1] + noise, self.kind)
+            product = elsewhere.mm(v)
+            if float((product[:, 0] - elsewhere._difference(v)).norm()) > WRONG * float(product.norm()):
+                raise _no_derivative(name, "what torch returns is not the derivative of its gradient")
+        return mismatch
+
+    def _difference(self, v: Tensor) -> Tensor:
+        """M v by central differences of the gradients in the weights, (rows,)."""
+        n = self.points.shape[0]
+        scale = max(1.0, float(self.points.double().square().mean().sqrt()))
+        step = scale * float(torch.finfo(self.dtype).eps ** (1 / 3))
+        parts = [v.new_zeros(self.function.space.dim) for _ in range(self.outputs)]
+        for points in split(self.points, BLOCK):
+            for c in range(self.outputs):
+                u = v.new_zeros(points.shape[0], self.outputs)
+                u[:, c] = 1 / (2 * step * n)
+                shift = step * self._column_block(v, c).reshape(1, *points.shape[1:])
+                parts[c] += vjp_columns(self.function, points + shift, u)
+                parts[c] -= vjp_columns(self.function, points - shift, u)
+        return torch.cat(parts) if self.kind == "trace" else torch.stack(parts).sum(0)
 
     @in_exact_mode
     def _forward(self, v: Tensor) -> Tensor:
@@ -354,6 +386,15 @@ class _Transposed(LinearOperator):
     def T(self) -> LinearOperator:
         """M."""
         return self.forward
+
+
+def _no_derivative(name: str, why: str) -> ModelError:
+    """The error for a network that torch cannot differentiate twice."""
+    return ModelError(
+        f"{name} has no second derivative: {why}",
+        expected="a network that torch can differentiate twice",
+        remedy="replace the operation that has no second derivative",
+    )
 
 
 def _pulled(value: Tensor | None, inputs: Sequence[Tensor], u: Tensor) -> Tensor:

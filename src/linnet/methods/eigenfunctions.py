@@ -35,6 +35,7 @@ from linnet.tangent.captured import Outputs
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
 
 
 @dataclass(frozen=True)
@@ -266,6 +267,7 @@ def _example(x: Inputs, i: int, n: int) -> Any:
     return map_tensors(lambda t: t[i] if t.ndim and t.shape[0] == n else t, x)
 
 
+@in_exact_mode
 def eigenfunctions(
     lin_or_model: Linearized | nn.Module,
     x: Inputs,
@@ -326,6 +328,7 @@ def eigenfunctions(
     return Eigenfunctions(function, x, pairs.values / n, vectors, outputs, pairs.method, pairs.residual)
 
 
+@in_exact_mode
 def energy_concentration(
     model: Linearized | nn.Module,
     data: Any,

@@ -20,6 +20,7 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
 from linnet.tangent.jacobian import jvp_columns, vjp_columns
 from linnet.tangent.linearized import Linearized, linearize
+from linnet.tangent.modes import in_exact_mode
 
 KERNELS = ("full", "trace", "sum")  # "diagonal" is C kernels, not one
 COLUMNS = 8  # vectors in parameter space held at once
@@ -27,6 +28,7 @@ COLUMNS = 8  # vectors in parameter space held at once
 Source: TypeAlias = Linearized | nn.Module | Tensor | LinearOperator
 
 
+@in_exact_mode
 def gram(
     lin_or_model: Linearized | nn.Module,
     x: Inputs,
@@ -162,6 +164,7 @@ def flat_gram(matrix: Tensor, name: str = "gram") -> Tensor:
     return matrix if matrix.ndim == 2 else matrix.reshape(shape[0] * shape[1], -1)
 
 
+@in_exact_mode
 def kernel_matrix(
     source: Source,
     x: Inputs | None = None,

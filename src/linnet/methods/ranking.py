@@ -56,15 +56,17 @@ class Detection:
     @property
     def auroc(self) -> float:
         """P(score outside > score inside) + ½ P(equal): the area under the ROC curve."""
-        return float(_placements(self.inside, self.outside).mean())
+        # In whole numbers: 2 · #(inside < outside) + #(inside = outside), over 2NM
+        twice = int(_placements(self.inside, self.outside).sum())
+        return twice / (2 * self.inside.numel() * self.outside.numel())
 
     @property
     def auroc_stderr(self) -> float:
         """Standard error of the AUROC (DeLong, DeLong and Clarke-Pearson 1988); infinite for one example."""
         if min(self.inside.numel(), self.outside.numel()) < 2:
             return math.inf
-        found = _placements(self.inside, self.outside)
-        missed = _placements(self.outside, self.inside)
+        found = _placements(self.inside, self.outside).double() / (2 * self.inside.numel())
+        missed = _placements(self.outside, self.inside).double() / (2 * self.outside.numel())
         # Var = Var_outside[P(inside < s)] / M + Var_inside[P(outside > s)] / N
         return math.sqrt(float(found.var() / found.numel() + missed.var() / missed.numel()))
 
@@ -81,29 +83,29 @@ class Detection:
     @property
     def fpr95(self) -> float:
         """Share of inside examples that are flagged when at least 95 % of those outside are found."""
-        return self.fpr(0.95)
+        return self.false_positive_rate(0.95)
 
     @property
     def fpr95_in(self) -> float:
         """Share of outside examples that pass when at least 95 % of those inside do (Liang et al. 2018)."""
         return Detection(self.score, -self.outside, -self.inside).fpr95
 
-    def fpr(self, tpr: float) -> float:
+    def false_positive_rate(self, recall: float) -> float:
         """Share of inside examples that are flagged at the highest threshold that finds enough outside.
 
         Args:
-            tpr: Share of outside examples to be found, in (0, 1].
+            recall: Share of outside examples to be found, in (0, 1].
 
         Returns:
             The false positive rate.
 
         Raises:
-            InputError: If tpr is not in (0, 1].
+            InputError: If the recall is not in (0, 1].
         """
-        if not 0 < tpr <= 1:
-            raise InputError(f"tpr={tpr}", expected="a share in (0, 1]", remedy="pass tpr=0.95")
+        if not 0 < recall <= 1:
+            raise InputError(f"recall={recall}", expected="a share in (0, 1]", remedy="pass recall=0.95")
         true, false = _counts(self.inside, self.outside)
-        enough = true >= tpr * self.outside.numel() * (1 - 1e-12)
+        enough = true >= recall * self.outside.numel() * (1 - 1e-12)
         return int(false[enough][0]) / self.inside.numel()
 
     def roc(self) -> tuple[Tensor, Tensor]:
@@ -138,10 +140,10 @@ class Detection:
 
 
 def _placements(lower: Tensor, upper: Tensor) -> Tensor:
-    """For each value in ``upper`` the share of ``lower`` below it, ties half."""
+    """For each value in ``upper`` twice the number of ``lower`` below it, equal ones once."""
     ordered = lower.sort().values
     below, not_above = (torch.searchsorted(ordered, upper, right=right) for right in (False, True))
-    return (below + not_above).double() / (2 * lower.numel())
+    return below + not_above
 
 
 def _counts(negatives: Tensor, positives: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from linnet.methods.kernel_matrix import check_inputs, check_kernel, flat_gram, 
 from linnet.tangent.batch import Inputs, batch_size, gather_data
 from linnet.tangent.captured import Outputs
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class Recorder:
         self._first: Tensor | None = None
         self._last: Tensor | None = None
 
+    @in_exact_mode
     def note(self, model: Linearized | nn.Module, step: int) -> KernelNote | None:
         """Record the kernel of a network as it is now.
 

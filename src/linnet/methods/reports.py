@@ -65,7 +65,7 @@ class Report:
 
     @property
     def nll(self) -> float:
-        """Mean negative log-likelihood of the true classes; :func:`linnet.methods.judged.judge` on zeros."""
+        """Mean negative log-likelihood of the true classes; p = 0 counts as its type's smallest number."""
         return float(self._column("nll").mean())
 
     @property

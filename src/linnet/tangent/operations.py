@@ -89,6 +89,35 @@ def _addmm(
     return None if product is None else [*product, _shift(input)]
 
 
+def _einsum(result: Tensor, equation: Any, *operands: Any) -> Found:
+    """A matrix applied to one axis of the data, with its outputs on the last: "...i,oi->...o" and its kin."""
+    operands = (
+        tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    )
+    if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
+        return None
+    *inputs, outputs = equation.replace(" ", "").replace("->", ",").split(",")
+    (data, read), (weight, own) = sorted(
+        zip(operands, inputs, strict=True), key=lambda pair: _tracked(pair[0])
+    )
+    if not _data(data) or not _tracked(weight) or weight.ndim != 2:
+        return None
+    dots = [str(i) for i in range(data.ndim - len(read.replace(".", "")))]  # axes that have no letter
+    axes, (*batch, c) = _axes(read, dots), _axes(outputs, dots) or [""]
+    inner = [axis for axis in axes if axis not in batch]
+    is_linear = sorted(axes) == sorted([*batch, *inner]) and sorted(own) == sorted([*inner, c])
+    if not batch or len(inner) != 1 or not is_linear or c in axes:  # y[batch, c] = Σ_d x[batch, d] W[c, d]
+        return None
+    a = data.permute([axes.index(axis) for axis in (*batch, *inner)])
+    return [("linear", weight, a, {"transposed": own[0] == inner[0]})]
+
+
+def _axes(letters: str, dots: list[str]) -> list[str]:
+    """One name for each axis of an operand of einsum."""
+    before, found, after = letters.partition("...")
+    return [*before, *(dots if found else []), *after]
+
+
 def _convolution(axes: int) -> Callable[..., Found]:
     """The reader of a convolution with that many spatial axes."""
 
@@ -296,6 +325,7 @@ _READERS: dict[str, Callable[..., Found]] = {
     **dict.fromkeys(("matmul", "mm", "imatmul"), _matmul),
     "rmatmul": _reverse_matmul,
     "addmm": _addmm,
+    "einsum": _einsum,
     **{f"conv{axes}d": _convolution(axes) for axes in (1, 2, 3)},
     **{f"conv_transpose{axes}d": _transposed_convolution(axes) for axes in (1, 2, 3)},
     "embedding": _embedding,

@@ -68,6 +68,7 @@ class Use:
         options: What the operation was told: transposed, stride, groups, ...
         layout: Where the examples are in the result (and in ``a``).
         g: Gradients at the result, (K, *shape).
+        kept: What was computed from ``a`` and is wanted again for other cotangents.
     """
 
     kind: str
@@ -77,6 +78,7 @@ class Use:
     options: dict[str, Any] = field(default_factory=dict)
     layout: Layout = PLAIN
     g: Tensor | None = None
+    kept: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def target(self) -> Tensor:
@@ -162,12 +164,13 @@ def _broadcast_axis(shape: Size, target: Size, axis: int) -> bool:
     return own < 0 or target[own] == 1
 
 
-def factors(use: Use, n: int) -> Factors:
+def factors(use: Use, n: int, keep: bool = False) -> Factors:
     """The outer-product form of a linear, convolution or embedding use.
 
     Args:
         use: A use with its gradients ``g``.
         n: Number of examples.
+        keep: Whether receptive fields are kept with the use, for its other cotangents.
 
     Returns:
         a and g with examples, groups and positions apart.
@@ -175,7 +178,7 @@ def factors(use: Use, n: int) -> Factors:
     assert use.a is not None
     assert use.g is not None
     if use.kind in CONVOLUTIONS:
-        return _convolution_factors(use, n)
+        return _convolution_factors(use, n, keep)
     a, g = use.oriented(use.a), use.oriented(use.g)
     g = use.layout.examples_first(g, n, skip=1).flatten(2, -2)  # (K, N, S, c)
     if use.kind == "embedding":
@@ -186,13 +189,18 @@ def factors(use: Use, n: int) -> Factors:
     return Factors(a[:, None], g[:, :, None], bool(use.options.get("transposed")))
 
 
-def _convolution_factors(use: Use, n: int) -> Factors:
+def _convolution_factors(use: Use, n: int, keep: bool) -> Factors:
     """Positions are output pixels with their receptive fields; if transposed, it is the other way round."""
     assert use.a is not None
     assert use.g is not None
     kernel, transposed = use.target.shape[2:], use.kind == "conv-transposed"
-    field = use.g.flatten(0, 1) if transposed else use.a
-    field = patches(field, kernel, use.options).mT  # (B, R, S, d), or (K·B, R, S, c)
+    if transposed or "patches" not in use.kept:
+        field = use.g.flatten(0, 1) if transposed else use.a
+        field = patches(field, kernel, use.options).mT  # (B, R, S, d), or (K·B, R, S, c)
+        if keep and not transposed:
+            use.kept["patches"] = field
+    else:
+        field = use.kept["patches"]
     a = _pixels(use.a, use.options) if transposed else field  # (B, R, S, d)
     g = field if transposed else _pixels(use.g.flatten(0, 1), use.options)
     g = g.unflatten(0, use.g.shape[:2])  # (K, B, R, S, c)
@@ -218,19 +226,36 @@ def patches(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:
     Returns:
         The fields, d = c / R · kernel.
     """
-    groups, axes = options["groups"], len(kernel)
-    x = (
-        F.pad(x, [p for pair in reversed(options["padding"]) for p in pair])
-        if any(map(any, options["padding"]))
-        else x
-    )
+    axes = len(kernel)
+    x = windows(x, kernel, options)
+    positions, fields = range(3, 3 + axes), range(3 + axes, 3 + 2 * axes)
+    return x.permute(0, 1, 2, *fields, *positions).flatten(3 + axes).flatten(2, 2 + axes)
+
+
+def padded(x: Tensor, options: dict[str, Any]) -> Tensor:
+    """What a convolution reads, with its padding of zeros (negative: cropped)."""
+    if not any(map(any, options["padding"])):
+        return x
+    return F.pad(x, [p for pair in reversed(options["padding"]) for p in pair])
+
+
+def windows(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:
+    """Receptive fields without a copy, (B, R, c / R, *positions, *kernel).
+
+    Args:
+        x: What the convolution reads (B, c, *pixels).
+        kernel: Shape of its kernel.
+        options: As for :func:`patches`.
+
+    Returns:
+        A view of the padded input.
+    """
+    x = padded(x, options)
     for axis, (size, stride, dilation) in enumerate(
         zip(kernel, options["stride"], options["dilation"], strict=True), start=2
     ):
         x = x.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
-    x = x.unflatten(1, (groups, -1))  # (B, R, c_in, *positions, *kernel)
-    positions, fields = range(3, 3 + axes), range(3 + axes, 3 + 2 * axes)
-    return x.permute(0, 1, 2, *fields, *positions).flatten(3 + axes).flatten(2, 2 + axes)
+    return x.unflatten(1, (options["groups"], -1))
 
 
 def outer_rows(f: Factors, shape: Size) -> Tensor:

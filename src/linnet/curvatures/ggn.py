@@ -1,0 +1,184 @@
+"""The Gauss-Newton matrix as an operator, and what every sum over a data set has in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from linnet.curvatures.distributed import all_sum
+from linnet.curvatures.expectation import Expectation
+from linnet.curvatures.likelihood import Likelihood
+from linnet.curvatures.products import factored, require_finite, weighted
+from linnet.curvatures.stream import Batch, Batches
+from linnet.errors import InputError
+from linnet.linalg.operator import LinearOperator
+from linnet.progress import track
+from linnet.tangent.functional import Functional
+
+
+class SummedOperator(LinearOperator, ABC):
+    """A symmetric P x P matrix that is a sum over the examples of a data set.
+
+    A product, with however many vectors, is one pass over the data; under ``torch.distributed`` each
+    process passes over its share, and the product is the same on all of them.
+
+    Attributes:
+        function: The network.
+        data: The data.
+        passes: Number of passes so far.
+        on_pass: Called after every pass.
+    """
+
+    description: str
+
+    def __init__(
+        self, function: Functional, data: Batches, on_pass: Callable[[], None] | None = None
+    ) -> None:
+        self.function, self.data, self.on_pass = function, data, on_pass
+        self.shape = (function.space.dim, function.space.dim)
+        self.dtype, self.device, self.space = function.dtype, function.device, function.space
+        self.passes = 0
+
+    @abstractmethod
+    def product(self, batch: Batch, v: Tensor) -> Tensor:
+        """A batch's part of the product.
+
+        Args:
+            batch: Some examples.
+            v: (P, K) with K > 0.
+
+        Returns:
+            (P, K).
+        """
+
+    def mm(self, v: Tensor) -> Tensor:
+        """A v: (P, K) to (P, K), in one pass over the data."""
+        total = torch.zeros_like(v, memory_format=torch.contiguous_format)
+        if v.shape[1] == 0:
+            return total
+        shown = None if self.data.rank == 0 else False
+        for batch in track(self.data, self.description, total=self.data.length(), enabled=shown):
+            total += self.product(batch, v)
+        if self.data.world > 1:
+            all_sum([total])
+        self.passes += 1
+        if self.on_pass is not None:
+            self.on_pass()
+        return total
+
+    @property
+    def T(self) -> LinearOperator:
+        """Itself."""
+        return self
+
+
+class GaussNewtonOperator(SummedOperator):
+    """The Gauss-Newton matrix G = Σ_n J_nᵀ Λ_n J_n of a negative log-likelihood, summed over examples.
+
+    Schraudolph, "Fast curvature matrix-vector products for second-order gradient descent", 2002.
+
+    Args:
+        function: The network.
+        data: The data; targets are needed where Λ depends on them.
+        likelihood: What the outputs mean; it owns Λ.
+        expectation: ``"exact"``, or ``"random-projection"``: Λ^½ v vᵀ Λ^½ for random signs v in place of Λ
+            (Botev 2020, section 4.3.4), unbiased, the same v for a batch at every product.
+        samples: Number of random columns an example.
+        seed: Seed of the random columns.
+        on_pass: Called after every pass over the data.
+
+    Raises:
+        InputError: If the expectation is not one of the two.
+
+    Example:
+        >>> from linnet.curvatures.likelihoods import Gaussian
+        >>> net = torch.nn.Linear(1, 1, bias=False)
+        >>> data = Batches((torch.tensor([[1.0], [2.0]]), torch.zeros(2, 1)), torch.device("cpu"))
+        >>> GaussNewtonOperator(Functional(net), data, Gaussian()) @ torch.ones(1)
+        tensor([5.])
+    """
+
+    description = "product with the Gauss-Newton matrix"
+
+    def __init__(
+        self,
+        function: Functional,
+        data: Batches,
+        likelihood: Likelihood,
+        expectation: str = "exact",
+        samples: int = 1,
+        seed: int = 0,
+        on_pass: Callable[[], None] | None = None,
+    ) -> None:
+        if expectation not in ("exact", "random-projection"):
+            raise InputError(
+                f"expectation={expectation!r}",
+                expected='"exact" or "random-projection"',
+                remedy="for sampled or observed labels take FisherOperator",
+            )
+        super().__init__(function, data, on_pass)
+        self.likelihood = likelihood
+        self.expectation = Expectation(likelihood, expectation, "gauss-newton", samples, seed)
+
+    def product(self, batch: Batch, v: Tensor) -> Tensor:
+        """Σ Jᵀ Λ J v over a batch."""
+        if self.expectation.kind != "exact":
+            return sampled_product(self.function, batch, v, self.expectation)
+        likelihood = self.likelihood
+
+        def weigh(f: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
+            return likelihood.product(f, t, y)
+
+        return exact_product(self.function, batch, v, self.expectation, weigh)
+
+
+def exact_product(
+    function: Functional,
+    batch: Batch,
+    v: Tensor,
+    expectation: Expectation,
+    weigh: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+) -> Tensor:
+    """Σ Jᵀ Λ J v over a batch, Λ given by what it does.
+
+    Args:
+        function: The network.
+        batch: The examples.
+        v: (P, K).
+        expectation: Checks the targets.
+        weigh: Λ t from f (N, ...), t (K, N, ...) and the targets of the same examples.
+
+    Returns:
+        (P, K).
+    """
+
+    def checked(f: Tensor, t: Tensor, place: slice) -> Tensor:
+        require_finite(f, batch.index, place.start)
+        y = None if batch.y is None else batch.y[place]
+        return weigh(f, t, expectation.targets(f, y))
+
+    return weighted(function, batch.x, v, checked)
+
+
+def sampled_product(function: Functional, batch: Batch, v: Tensor, expectation: Expectation) -> Tensor:
+    """Σ_s (Jᵀ s)(Jᵀ s)ᵀ v over a batch, for the columns s of an expectation.
+
+    Args:
+        function: The network.
+        batch: The examples.
+        v: (P, K).
+        expectation: Random or empirical columns.
+
+    Returns:
+        (P, K).
+    """
+
+    def columns(f: Tensor) -> Tensor:
+        require_finite(f, batch.index)
+        return expectation.columns(f, expectation.targets(f, batch.y), batch.index)
+
+    count = 1 if expectation.kind == "empirical" else expectation.samples
+    return factored(function, batch.x, v, columns, count)

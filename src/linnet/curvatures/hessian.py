@@ -1,0 +1,104 @@
+"""The Hessian of a negative log-likelihood in the parameters, as an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from linnet.curvatures.ggn import SummedOperator
+from linnet.curvatures.likelihood import Likelihood
+from linnet.curvatures.products import require_finite
+from linnet.curvatures.stream import Batch, Batches
+from linnet.errors import DataError, ModelError
+from linnet.tangent.functional import Functional
+from linnet.tangent.modes import differentiable_kernels, in_exact_mode
+
+
+class HessianOperator(SummedOperator):
+    """H = ∇²_θ Σ_n −log p(y_n | f(θ, x_n)): the Gauss-Newton matrix and the curvature of the network itself.
+
+    It may be indefinite. A product differentiates the gradient along v: Pearlmutter, "Fast exact
+    multiplication by the Hessian", 1994; the gradient with its graph is shared by all vectors.
+
+    Args:
+        function: The network.
+        data: (x, y) pairs.
+        likelihood: What the outputs mean.
+        on_pass: Called after every pass over the data.
+
+    Example:
+        >>> from linnet.curvatures.likelihoods import Gaussian
+        >>> net = torch.nn.Linear(1, 1, bias=False)
+        >>> data = Batches((torch.tensor([[1.0], [2.0]]), torch.zeros(2, 1)), torch.device("cpu"))
+        >>> HessianOperator(Functional(net), data, Gaussian()) @ torch.ones(1)
+        tensor([5.])
+    """
+
+    description = "product with the Hessian"
+
+    def __init__(
+        self,
+        function: Functional,
+        data: Batches,
+        likelihood: Likelihood,
+        on_pass: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(function, data, on_pass)
+        self.likelihood = likelihood
+
+    def product(self, batch: Batch, v: Tensor) -> Tensor:
+        """∇(gᵀ v) over a batch, g = ∇ Σ −log p."""
+        if batch.y is None:
+            raise DataError(
+                f"data has no targets, which the Hessian of {self.likelihood!r} needs",
+                expected="(x, y) pairs",
+                remedy="pass the targets, or take the Gauss-Newton matrix",
+            )
+        try:
+            return _hessian_product(self.function, batch, self.likelihood, v)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ModelError(
+                f"model ({type(self.function.model).__name__}) has no second derivative in torch: {first}",
+                expected="operations that can be differentiated twice",
+                remedy="take the Gauss-Newton matrix, which needs first derivatives alone",
+            ) from error
+
+
+@in_exact_mode
+def _hessian_product(function: Functional, batch: Batch, likelihood: Likelihood, v: Tensor) -> Tensor:
+    """One gradient with its graph, then one backward pass through it for each vector."""
+    leaves = {name: t.detach().requires_grad_() for name, t in function.theta.items()}
+    inputs = list(leaves.values())
+    with torch.enable_grad(), differentiable_kernels(function.recurrent):
+        f = function(leaves, batch.x)
+        require_finite(f, batch.index)
+        assert batch.y is not None
+        loss = likelihood.nll(f, batch.y).sum()
+        if not loss.requires_grad:  # the outputs depend on no parameter
+            return torch.zeros_like(v)
+        found = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
+        used = [(g, name) for g, name in zip(found, leaves, strict=True) if g is not None and g.requires_grad]
+        if not used:  # linear in every parameter
+            return torch.zeros_like(v)
+        return torch.stack([_along(function, inputs, used, v[:, k]) for k in range(v.shape[1])], 1)
+
+
+def _along(
+    function: Functional, inputs: Sequence[Tensor], gradient: list[tuple[Tensor, str]], v: Tensor
+) -> Tensor:
+    """∇(gᵀ v) for one vector, flat."""
+    named = function.space.to_params(v)
+    second = torch.autograd.grad(
+        [g for g, _ in gradient],
+        inputs,
+        [named[name] for _, name in gradient],
+        retain_graph=True,
+        allow_unused=True,
+    )
+    pairs = zip(second, inputs, strict=True)
+    return torch.cat([(torch.zeros_like(t) if g is None else g).reshape(-1) for g, t in pairs])

@@ -1,0 +1,360 @@
+"""Jᵀ Λ J v of one batch, for K vectors at once, by whichever way costs less.
+
+With F the cost of a forward pass, S the number of columns that Λ is made of (C for Λ itself, the number of
+samples for a sampled one) and K the number of vectors:
+
+    by tangents  5 K F            Jv in forward mode, then its transpose by differentiating Jv in v, which
+                                  reuses the pass: the primal, two products a layer forwards and two back
+    by rows      (1 + 2 S) F      S backward passes give the gradients at every layer's result; with them
+                                  per-example gradients are formed, or contracted with v where that is less
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from linnet.errors import ModelError
+from linnet.linalg.space import ParameterSpace
+from linnet.tangent.batch import Inputs, batch_size, split, take, tensors_in
+from linnet.tangent.capture import capture, capture_bytes
+from linnet.tangent.captured import Captured
+from linnet.tangent.forward_mode import Params
+from linnet.tangent.functional import Functional
+from linnet.tangent.gradients import batched_grad
+from linnet.tangent.jacobian import jvp, jvp_path
+from linnet.tangent.modes import differentiable_kernels, in_exact_mode
+from linnet.tangent.rules import OUTER, Factors, Use, factors
+
+Weigh = Callable[[Tensor, Tensor, slice], Tensor]  # f (N, ...), t (K, N, ...) of some examples to Λ t
+Columns = Callable[[Tensor], Tensor]  # f (N, ...) to s (S, N, ...)
+
+CAPTURED_BYTES = 192 << 20  # of one captured part of a batch
+ROWS_BYTES = 64 << 20  # of the per-example gradients of one captured part
+FEWEST = 4  # examples of a part, where there are as many
+
+
+def output_shape(function: Functional, x: Inputs) -> torch.Size:
+    """The shape of the outputs of one example, remembered for every shape of inputs.
+
+    Args:
+        function: The network.
+        x: A batch.
+
+    Returns:
+        The network's own shape without the example axis.
+    """
+    shapes: dict[object, torch.Size] = function.cache.setdefault("output shapes", {})
+    key = tuple(tuple(t.shape[1:]) for t in tensors_in(x))
+    if key not in shapes:
+        shapes[key] = function.check_runs(take(x, slice(0, 1))).shape[1:]
+    return shapes[key]
+
+
+def require_finite(f: Tensor, index: int, start: int = 0) -> None:
+    """Raise if outputs are not finite, naming the first example.
+
+    Args:
+        f: Outputs (N, ...).
+        index: Place of the batch in its pass.
+        start: Place of the first of these examples in the batch.
+
+    Raises:
+        ModelError: If so.
+    """
+    good = torch.isfinite(f).reshape(f.shape[0], -1).all(1)
+    if not bool(good.all()):
+        first = start + int((~good).nonzero()[0])
+        raise ModelError(
+            f"model returns NaN or infinite outputs on example {first} of batch {index}",
+            expected="finite outputs",
+            remedy="check the weights and the scale of x",
+        )
+
+
+@in_exact_mode
+@torch.no_grad()
+def weighted(function: Functional, x: Inputs, v: Tensor, weigh: Weigh) -> Tensor:
+    """Σ_n J_nᵀ Λ_n J_n V.
+
+    Args:
+        function: The network.
+        x: N examples.
+        v: V, (P, K).
+        weigh: Λ t from the outputs f (n, ...) and t (K, n, ...) of some of the examples, and their place.
+
+    Returns:
+        (P, K).
+    """
+    shape = output_shape(function, x)
+    outputs = math.prod(shape)
+    if not _rows_pay(function, x, outputs, v.shape[1]):
+        return _by_tangents(function, x, v, weigh)
+    total, start = torch.zeros_like(v), 0
+    for jacobian in _captured(function, x, outputs, v.shape[1], None):
+        n = jacobian.captured.n
+        f = jacobian.captured.outputs.reshape(n, *shape)
+        t = jacobian.times(v).movedim(-1, 0).reshape(-1, *f.shape)  # from (N, C, K)
+        u = weigh(f, t, slice(start, start + n)).reshape(t.shape[0], n, outputs)
+        total += jacobian.transposed(u.movedim(0, -1))
+        start += n
+    return total
+
+
+@in_exact_mode
+@torch.no_grad()
+def factored(function: Functional, x: Inputs, v: Tensor, columns: Columns, count: int) -> Tensor:
+    """Σ_n Σ_s (J_nᵀ s)(J_nᵀ s)ᵀ V for some columns s in the space of the outputs.
+
+    Args:
+        function: The network.
+        x: N examples.
+        v: V, (P, K).
+        columns: From the outputs f (N, ...) of the whole batch to s (S, N, ...); called once.
+        count: S.
+
+    Returns:
+        (P, K).
+    """
+    shape = output_shape(function, x)
+    if not _rows_pay(function, x, count, v.shape[1]):
+        return _by_tangents(function, x, v, _OuterProducts(columns))
+
+    def own(flat: Tensor) -> Tensor:
+        return columns(flat.reshape(flat.shape[0], *shape)).flatten(2)
+
+    # random columns belong to the whole batch, also where it is captured in parts
+    whole = _part_size(function, x, count) >= batch_size(x)
+    cotangents: Tensor | Columns = own if whole else own(function.flat(function.theta, x))
+    total = torch.zeros_like(v)
+    for jacobian in _captured(function, x, count, v.shape[1], cotangents):
+        total += jacobian.transposed(jacobian.times(v))
+    return total
+
+
+class _OuterProducts:
+    """Σ_s s sᵀ t, with the columns s made once."""
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns = columns
+        self.made: Tensor | None = None
+
+    def __call__(self, f: Tensor, t: Tensor, place: slice) -> Tensor:
+        if self.made is None:
+            self.made = self.columns(f)
+        s, flat = self.made.flatten(2), t.flatten(2)
+        return torch.einsum("snc,snk->knc", s, torch.einsum("snc,knc->snk", s, flat)).reshape(t.shape)
+
+
+def _rows_pay(function: Functional, x: Inputs, columns: int, vectors: int) -> bool:
+    """Whether per-example gradients cost less than tangents, or are all there is."""
+    return columns <= 2 * vectors or jvp_path(function, x)[0] == "rows"
+
+
+# --- by tangents ----------------------------------------------------------------------------------
+
+
+def _by_tangents(function: Functional, x: Inputs, v: Tensor, weigh: Weigh) -> Tensor:
+    """One vector after the other, or all on one graph where the network is differentiated twice."""
+    if jvp_path(function, x)[0] == "double-backward":
+        return _by_double_backward(function, x, v, weigh)
+    parts = []
+    for k in range(v.shape[1]):
+        direction = function.space.to_params(v[:, k].contiguous())
+        leaves = {name: t.detach().requires_grad_() for name, t in direction.items()}
+        with torch.enable_grad():
+            f, tangent = jvp(function, x, leaves)
+        u = weigh(f.detach(), tangent.detach()[None], slice(0, f.shape[0]))[0]
+        # Jv is linear in v: its gradient in v along u is Jᵀu
+        parts.append(_gradient(tangent, leaves, u[None])[:, 0])
+    return torch.stack(parts, 1)
+
+
+def _by_double_backward(function: Functional, x: Inputs, v: Tensor, weigh: Weigh) -> Tensor:
+    """One pass with its graph for all vectors: J v = ∂/∂u ⟨Jᵀu, v⟩, then Jᵀ."""
+    leaves = {name: t.detach().requires_grad_() for name, t in function.theta.items()}
+    with torch.enable_grad(), differentiable_kernels(function.recurrent):
+        f = function(leaves, x)
+        if not f.requires_grad:
+            return torch.zeros_like(v)
+        u = torch.zeros_like(f, requires_grad=True)
+        pulled = torch.autograd.grad(f, list(leaves.values()), u, create_graph=True, allow_unused=True)
+        used = [(g, name) for g, name in zip(pulled, leaves, strict=True) if g is not None]
+    tangents = []
+    for k in range(v.shape[1]):
+        along = function.space.to_params(v[:, k])
+        pairs = [(g, along[name]) for g, name in used if g.requires_grad]
+        (t,) = torch.autograd.grad([g for g, _ in pairs], u, [w for _, w in pairs], retain_graph=True)
+        tangents.append(t)
+    weighed = weigh(f.detach(), torch.stack(tangents), slice(0, f.shape[0]))
+    return _gradient(f, leaves, weighed)
+
+
+def _gradient(value: Tensor, leaves: Params, cotangents: Tensor) -> Tensor:
+    """The transposed derivative of a value in the leaves, (P, K) for K cotangents."""
+    k = cotangents.shape[0]
+    if not value.requires_grad:
+        return cotangents.new_zeros(sum(leaf.numel() for leaf in leaves.values()), k)
+    grads = batched_grad(value, list(leaves.values()), cotangents)
+    parts = [
+        leaf.new_zeros(leaf.numel(), k) if g is None else g.reshape(k, -1).T
+        for g, leaf in zip(grads, leaves.values(), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+# --- by rows --------------------------------------------------------------------------------------
+
+
+def _part_size(function: Functional, x: Inputs, columns: int) -> int:
+    """Examples that are captured at once."""
+    key = ("captured examples", columns, tuple(tuple(t.shape[1:]) for t in tensors_in(x)))
+    if key not in function.cache:
+        captured = CAPTURED_BYTES // max(1, capture_bytes(function, x, columns))
+        rows = ROWS_BYTES // max(1, columns * function.space.dim * function.dtype.itemsize)
+        function.cache[key] = max(1, min(captured, max(FEWEST, rows)))
+    found: int = function.cache[key]
+    return found
+
+
+def _captured(
+    function: Functional, x: Inputs, columns: int, vectors: int, cotangents: Tensor | Columns | None
+) -> Iterator[RowProducts]:
+    """The batch in parts, each with the gradients of its outputs along the cotangents."""
+    start = 0
+    for part in split(x, _part_size(function, x, columns)):
+        n = batch_size(part)
+        wanted = cotangents[:, start : start + n] if isinstance(cotangents, Tensor) else cotangents
+        captured = capture(function, part, "full" if wanted is None else wanted)
+        yield RowProducts(captured, function.space, vectors)
+        start += n
+
+
+class RowProducts:
+    """The per-example gradients of a captured batch as a matrix (N·S, P), never whole.
+
+    A weight's gradient Σ_s g_s a_sᵀ is formed where that costs less and there is room; otherwise V is
+    contracted with a and g, position by position.
+
+    Args:
+        captured: The batch, with S cotangents.
+        space: The parameters.
+        vectors: K, the number of vectors it will be multiplied with.
+    """
+
+    def __init__(self, captured: Captured, space: ParameterSpace, vectors: int) -> None:
+        self.captured, self.space = captured, space
+        uses, self.rows, self.pairs = captured.by_parameter(), {}, {}
+        for name, place in space.slices.items():
+            pairs = _pairs(captured, name, uses.get(name, []))
+            size = place.stop - place.start
+            if pairs is not None and _contracting_pays(captured, pairs, size, vectors):
+                self.pairs[name] = pairs
+            else:
+                self.rows[name] = captured.rows(name).reshape(captured.n * captured.k, size)
+
+    def times(self, v: Tensor) -> Tensor:
+        """⟨gradient of example n along cotangent s, v_k⟩.
+
+        Args:
+            v: V, (P, K).
+
+        Returns:
+            (N, S, K).
+        """
+        n, s, k = self.captured.n, self.captured.k, v.shape[1]
+        total = v.new_zeros(n * s, k)
+        for name, rows in self.rows.items():
+            total.addmm_(rows, v[self.space.slices[name]])
+        for name, pairs in self.pairs.items():
+            for pair in pairs:
+                total += _contract(pair, v[self.space.slices[name]]).reshape(n * s, k)
+        return total.view(n, s, k)
+
+    def transposed(self, u: Tensor) -> Tensor:
+        """Σ_ns of the gradients, weighted.
+
+        Args:
+            u: (N, S, K).
+
+        Returns:
+            (P, K).
+        """
+        flat = u.reshape(-1, u.shape[2])
+        total = u.new_zeros(self.space.dim, u.shape[2])
+        for name, rows in self.rows.items():
+            torch.mm(rows.T, flat, out=total[self.space.slices[name]])
+        for name, pairs in self.pairs.items():
+            for pair in pairs:
+                _expand(pair, u, total[self.space.slices[name]])
+        return total
+
+
+def _pairs(captured: Captured, name: str, uses: list[Use]) -> list[Factors] | None:
+    """The outer-product form of all uses of a parameter, if they have it."""
+    if name in captured.exact or not uses or not all(use.kind in OUTER and use.direct for use in uses):
+        return None
+    return [factors(use, captured.n) for use in uses]
+
+
+def _contracting_pays(captured: Captured, pairs: list[Factors], size: int, vectors: int) -> bool:
+    """Whether V is contracted with a and g rather than with gradients that are formed."""
+    n, s = captured.n, captured.k
+    positions = sum(pair.g.shape[3] for pair in pairs)
+    outputs = pairs[0].g.shape[2] * pairs[0].g.shape[4]  # groups x features
+    if pairs[0].is_embedding or s * n * size * pairs[0].g.element_size() > 2 * ROWS_BYTES:
+        return True
+    form = s * positions * size + 2 * s * vectors * size
+    contract = 2 * vectors * positions * (size + s * outputs)
+    return contract < form
+
+
+def _by_group(pair: Factors, v: Tensor) -> Tensor:
+    """Rows of V that belong to one parameter, (R, c, d, K) or, for an embedding, (ids, c, K)."""
+    _, _, groups, _, c = pair.g.shape
+    if pair.is_embedding:
+        return v.reshape(-1, c, v.shape[1])
+    d = pair.a.shape[3]
+    return v.view(groups, d, c, -1).transpose(1, 2) if pair.transposed else v.view(groups, c, d, -1)
+
+
+def _contract(pair: Factors, v: Tensor) -> Tensor:
+    """Σ_s g_sᵀ V_k a_s, (N, S, K)."""
+    k = v.shape[1]
+    s, n, groups, positions, c = pair.g.shape
+    own = _by_group(pair, v)
+    if pair.is_embedding:
+        h = own[pair.a[:, 0]][:, None]  # (N, 1, positions, c, K)
+    else:
+        # V a at every position: (R, N·positions, d)(R, d, c·K)
+        a = pair.a.transpose(0, 1).reshape(groups, n * positions, -1)
+        h = torch.bmm(a, own.transpose(1, 2).reshape(groups, a.shape[2], c * k))
+        h = h.view(groups, n, positions, c, k).transpose(0, 1)
+    g = pair.g.transpose(0, 1).reshape(n, s, -1)
+    return torch.bmm(g, h.reshape(n, -1, k))
+
+
+def _expand(pair: Factors, u: Tensor, out: Tensor) -> None:
+    """Σ_n Σ_s (Σ_j u_njk g_njs) a_nsᵀ, added to (rows of the parameter, K)."""
+    k = u.shape[2]
+    s, n, groups, positions, c = pair.g.shape
+    g = pair.g.transpose(0, 1).reshape(n, s, -1)
+    h = torch.bmm(g.mT, u).view(n, groups, positions, c, k)
+    if pair.is_embedding:
+        ids, width = pair.a.reshape(-1), c * k
+        out.view(-1, width).index_add_(0, ids, h.reshape(-1, width))
+        return
+    a = pair.a.transpose(0, 1).reshape(groups, n * positions, -1)
+    h = h.transpose(0, 1).reshape(groups, n * positions, c * k)
+    grown = torch.bmm(a.mT, h).view(groups, a.shape[2], c, k)
+    out.view(_by_shape(pair, k)).add_(grown if pair.transposed else grown.transpose(1, 2))
+
+
+def _by_shape(pair: Factors, k: int) -> tuple[int, int, int, int]:
+    """The shape in which a parameter is stored, by group."""
+    _, _, groups, _, c = pair.g.shape
+    d = pair.a.shape[3]
+    return (groups, d, c, k) if pair.transposed else (groups, c, d, k)
