@@ -79,11 +79,13 @@ def curvlinops(task: str, given: Problem, batch: int) -> Job:
         return operator
 
     def decompose(operator: Any) -> dict[str, Any]:
-        def factors() -> None:
-            for factor in (*operator._input_covariances.values(), *operator._gradient_covariances.values()):
-                torch.linalg.eigh(factor)
-
-        return {"decompose": timed(factors)[0]} if structure == "ekfac" else {}
+        if structure != "ekfac":
+            return {}
+        # the factors themselves are gone: decompose others of their eigenvectors
+        kept = (operator._input_covariances_eigenvectors, operator._gradient_covariances_eigenvectors)
+        vectors = [matrix for family in kept for matrix in family.values()]
+        factors = [(q * torch.arange(1.0, len(q) + 1, dtype=q.dtype)) @ q.T for q in vectors]
+        return {"decompose": timed(lambda: [torch.linalg.eigh(factor) for factor in factors])[0]}
 
     return Job(run, lambda operator: columns(operator, given.vectors(3)), decompose)
 

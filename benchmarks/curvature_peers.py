@@ -131,8 +131,8 @@ def measure_job(
     make: Callable[[Problem], Job], given: Problem, few: Problem, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Time a job in turns with the epoch, and take its peak memory on the first call."""
-    job, small = make(given), make(few)
-    small.run()
+    make(few).run()
+    job = make(given)  # only now: BackPACK's jobs share global state
     plain = epoch(given, options.batch)
     epoch(few, options.batch)()
     record: dict[str, Any] = {"load": os.getloadavg()[0]}

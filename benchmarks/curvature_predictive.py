@@ -2,14 +2,14 @@
 
     python benchmarks/curvature_predictive.py --peer-python peer/bin/python --json curvature_predictive.json
 
-The environment of the peer is described in ``curvature_peers.py``. LeNet and ResNet-20, ten classes; posteriors
-of precision G + 1 with G diagonal, Kronecker-factored or (linnet alone; compared with the peer's Kronecker
-posterior) eigenvalue-corrected, on all linear layers and convolutions, fitted beforehand on 40 examples. The
-peer is laplace-torch's GLM predictive with the probit link in batches of 10, which form the Jacobians (N, C, P);
-it is measured on 40 points (100 with its BackPACK backend) and extrapolated, as linnet is on ResNet-20, from
-500. Diagonal posteriors are the same matrix, and their variances are compared; the Kronecker factors of the
-peer keep weights and biases apart, where linnet joins them. Peak memory stands beside the size of the
-Jacobians of all points, which linnet must stay far below.
+The environment of the peer is described in ``curvature_peers.py``. LeNet and ResNet-20, ten classes;
+posteriors of precision G + 1 with G diagonal, Kronecker-factored or eigenvalue-corrected (of the last the
+peer has none; it is compared with the peer's Kronecker posterior), on all linear layers and convolutions,
+fitted beforehand on 40 examples. The peer is laplace-torch's GLM predictive with the probit link in batches
+of 10, which form the Jacobians (N, C, P); it is measured on 40 points (100 with its BackPACK backend) and
+extrapolated, as linnet is on ResNet-20, from 500. Diagonal posteriors are the same matrix, and their
+variances are compared; the Kronecker factors of the peer keep weights and biases apart, where linnet joins
+them. Peak memory stands beside the size of the Jacobians of all points, which linnet must stay far below.
 """
 
 from __future__ import annotations

@@ -12,12 +12,20 @@ if TYPE_CHECKING:
     from linnet.curvatures import likelihoods as likelihoods
     from linnet.curvatures.build import curvature as curvature
     from linnet.curvatures.curvature import Curvature as Curvature
+    from linnet.curvatures.saved import load_curvature as load_curvature
     from linnet.methods import spectrum as spectrum
+    from linnet.methods.adversarial import Attack as Attack
+    from linnet.methods.adversarial import fgsm as fgsm
+    from linnet.methods.evaluate import evaluate as evaluate
     from linnet.methods.fit import fit as fit
     from linnet.methods.head import with_head as with_head
     from linnet.methods.linear_fit import LinearFit as LinearFit
     from linnet.methods.load_fit import load_fit as load_fit
+    from linnet.methods.ood import Separation as Separation
+    from linnet.methods.ood import ood as ood
     from linnet.methods.predictive import Predictive as Predictive
+    from linnet.methods.reports import RegressionReport as RegressionReport
+    from linnet.methods.reports import Report as Report
     from linnet.tangent.linearized import Linearized as Linearized
     from linnet.tangent.linearized import linearize as linearize
     from linnet.tangent.preflight import Preflight as Preflight
@@ -37,7 +45,15 @@ _HOME = {
     "Predictive": "linnet.methods.predictive",
     "curvature": "linnet.curvatures.build",
     "Curvature": "linnet.curvatures.curvature",
+    "load_curvature": "linnet.curvatures.saved",
     "likelihoods": "linnet.curvatures",
+    "evaluate": "linnet.methods.evaluate",
+    "Report": "linnet.methods.reports",
+    "RegressionReport": "linnet.methods.reports",
+    "ood": "linnet.methods.ood",
+    "Separation": "linnet.methods.ood",
+    "fgsm": "linnet.methods.adversarial",
+    "Attack": "linnet.methods.adversarial",
     "spectrum": "linnet.methods",
 }
 _NAMESPACES = ("likelihoods", "spectrum")  # modules whose contents are public

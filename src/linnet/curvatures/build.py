@@ -16,7 +16,6 @@ from linnet.curvatures.operators import matrix_free, whole
 from linnet.curvatures.stream import Batches
 from linnet.curvatures.treatments import EXPECTATION_ALIASES, resolve
 from linnet.errors import InputError
-from linnet.linalg.operator import LinearOperator
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.selection import Selector
@@ -43,6 +42,7 @@ def curvature(
     file: str | Path | None = None,
     shard: bool = True,
     derivative: str = "exact",
+    method: str = "lanczos",
 ) -> Any:
     """The Gauss-Newton, Fisher or Hessian matrix of a network over a data set, whole or approximated.
 
@@ -74,6 +74,7 @@ def curvature(
         shard: Under torch.distributed, whether to share ``data`` out; ``False`` if each process has its own.
         derivative: ``"finite-difference"`` takes matrix-free Fisher products by the directional derivative
             of the gradient of a KL divergence, two backward passes and no forward mode.
+        method: Of "low-rank": ``"lanczos"`` (to convergence) or ``"randomized"`` (one product).
 
     Returns:
         A :class:`Curvature`; an operator with products only for "matrix-free"; a dict for a list.
@@ -107,7 +108,7 @@ def curvature(
             remedy="call the class: linnet.likelihoods.Categorical()",
         )
     several = isinstance(structure, list | tuple)
-    wanted: Sequence[Any] = structure if several else [structure]
+    wanted: list[Any] = [*structure] if several else [structure]
     if not wanted or not all(isinstance(one, str | Mapping) for one in wanted):
         raise InputError(
             f"structure={structure!r}",
@@ -116,7 +117,8 @@ def curvature(
         )
     names = [one if isinstance(one, str) else "mixture" for one in wanted]
     kinds, expectation = _resolve(wanted, expectation)
-    _check_words(expectation, sharing, samples, rank, derivative)
+    words = {"expectation": expectation, "sharing": sharing, "derivative": derivative, "method": method}
+    _check_words(words, {"samples": samples, "rank": rank})
     if "last-layer" in kinds:
         params, kinds = _last_layer(params, kinds)
     function = _functional(model, params, output)
@@ -126,32 +128,19 @@ def curvature(
     batches = Batches(data, function.device, block, rank_, world_)
     request = Request(columns, sharing, memory, None if file is None else Path(file))
     if any(kind in OPERATORS for kind in kinds) or taken == "hessian":
-        return _operators(function, batches, request, names, kinds, several, (rank, derivative))
+        if len(names) > 1:
+            raise InputError(
+                f"structure={names!r}",
+                expected="structures that share one pass over the data",
+                remedy="ask for 'matrix-free', 'low-rank' and Hessian matrices in calls of their own",
+            )
+        product = matrix_free(function, batches, columns, derivative)
+        if kinds[0] == "matrix-free":
+            return {names[0]: product} if several else product
+        made = whole(product, batches, request, kinds[0], rank, method)
+        return {names[0]: made} if several else made
     found = by_structure(function, batches, request, list(zip(names, kinds, strict=True)))
     return dict(zip(names, found, strict=True)) if several else found[0]
-
-
-def _operators(
-    function: Functional,
-    batches: Batches,
-    request: Request,
-    names: Sequence[str],
-    kinds: Sequence[Any],
-    several: bool,
-    settings: tuple[int, str],
-) -> LinearOperator:
-    """Structures that are made from matrix-free products; one at a time."""
-    rank, derivative = settings
-    if several and len(names) > 1:
-        raise InputError(
-            f"structure={list(names)!r}",
-            expected="structures that share one pass over the data",
-            remedy="ask for 'matrix-free', 'low-rank' and Hessian matrices in calls of their own",
-        )
-    product = matrix_free(function, batches, request.expectation, derivative)
-    if kinds[0] == "matrix-free":
-        return product
-    return whole(product, function, batches, request, kinds[0], rank)
 
 
 def _resolve(wanted: Sequence[Any], expectation: str) -> tuple[list[Any], str]:
@@ -175,21 +164,24 @@ def _resolve(wanted: Sequence[Any], expectation: str) -> tuple[list[Any], str]:
     return kinds, implied
 
 
-def _check_words(expectation: str, sharing: str, samples: int, rank: int, derivative: str) -> None:
+WORDS = {
+    "expectation": EXPECTATIONS,
+    "sharing": ("expand", "reduce"),
+    "derivative": ("exact", "finite-difference"),
+    "method": ("lanczos", "randomized"),
+}
+
+
+def _check_words(words: Mapping[str, str], numbers: Mapping[str, int]) -> None:
     """Raise on values that are not listed."""
-    words = (
-        ("expectation", expectation, EXPECTATIONS),
-        ("sharing", sharing, ("expand", "reduce")),
-        ("derivative", derivative, ("exact", "finite-difference")),
-    )
-    for name, value, known in words:
-        if value not in known:
+    for name, value in words.items():
+        if value not in WORDS[name]:
             raise InputError(
                 f"{name}={value!r}",
-                expected=", ".join(f'"{one}"' for one in known),
+                expected=", ".join(f'"{one}"' for one in WORDS[name]),
                 remedy=f"leave {name}= out",
             )
-    for name, number in (("samples", samples), ("rank", rank)):
+    for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise InputError(f"{name}={number!r}", expected="a positive integer", remedy=f"leave {name}= out")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +12,15 @@ from torch import Tensor
 
 from linnet.curvatures.parts import Part
 from linnet.curvatures.variance import output_covariance
+from linnet.files import save_tensors
+from linnet.linalg.grouped import GroupedKronecker, grouped_factored_damping
 from linnet.linalg.kronecker import Kronecker, factored_damping
+from linnet.linalg.stored import to_tensors
 from linnet.linalg.structured import StructuredOperator
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional
+
+KIND = "curvature"
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,8 @@ class Curvature(StructuredOperator):
         """
 
         def damp(block: StructuredOperator) -> StructuredOperator:
+            if isinstance(block, GroupedKronecker):
+                return grouped_factored_damping(block, tau)
             return factored_damping(block, tau) if isinstance(block, Kronecker) else block.damped(tau)
 
         return self._with(damp)
@@ -166,6 +174,32 @@ class Curvature(StructuredOperator):
             (N, C, C), outputs flattened.
         """
         return output_covariance(self.function, self.parts, x, memory)
+
+    def save(self, directory: str | Path) -> Path:
+        """Write everything to one checksummed file; see :func:`linnet.load_curvature`.
+
+        Args:
+            directory: The folder; made if it is missing.
+
+        Returns:
+            The file's path.
+        """
+        tensors: dict[str, Tensor] = {}
+        entries = []
+        for i, part in enumerate(self.parts):
+            spec, own = to_tensors(part.operator)
+            tensors |= {f"{i}/{name}": tensor for name, tensor in own.items()}
+            entries.append({**part.describe(), "operator": spec})
+        adapter = self.function.output
+        metadata = {
+            "parts": entries,
+            "made": asdict(self.made),
+            "parameters": self.function.names,
+            "weights": self.function.fingerprint(),
+            "output": None if callable(adapter) else adapter,
+            "custom_output": callable(adapter),
+        }
+        return save_tensors(directory, KIND, tensors, metadata)
 
     def coverage(self) -> str:
         """A table: each layer, its parameters, and how it is represented."""

@@ -85,6 +85,7 @@ def _hessian_product(function: Functional, batch: Batch, likelihood: Likelihood,
         used = [(g, name) for g, name in zip(found, leaves, strict=True) if g is not None and g.requires_grad]
         if not used:  # linear in every parameter
             return torch.zeros_like(v)
+        _require_second(used)
         return torch.stack([_along(function, inputs, used, v[:, k]) for k in range(v.shape[1])], 1)
 
 
@@ -102,3 +103,17 @@ def _along(
     )
     pairs = zip(second, inputs, strict=True)
     return torch.cat([(torch.zeros_like(t) if g is None else g).reshape(-1) for g, t in pairs])
+
+
+def _require_second(gradient: list[tuple[Tensor, str]]) -> None:
+    """Raise if an operation of the gradient refuses to be differentiated: torch leaves it out silently."""
+    waiting = [g.grad_fn for g, _ in gradient]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::Error":
+            raise RuntimeError("an operation is marked as differentiable once (once_differentiable)")
+        waiting.extend(following for following, _ in node.next_functions)

@@ -141,9 +141,9 @@ def _rows_pay(x: Tensor, kernel: Size, options: dict[str, Any], positions: int) 
     )
     d = x.shape[1] * kernel.numel()
     pairs = height * reach[0] - reach[0] * (reach[0] - 1) // 2
-    by_rows = pairs * (width * x.shape[1]) ** 2
+    by_rows = float(pairs * (width * x.shape[1]) ** 2)
     fields = COPYING * positions * d + (0.65 if d > BLOCK else 1.0) * positions * d * d
-    return by_rows < fields
+    return bool(by_rows < fields)
 
 
 def _moment_by_rows(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:

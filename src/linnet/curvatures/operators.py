@@ -2,12 +2,145 @@
 
 from __future__ import annotations
 
-from typing import Any
+import torch
+from torch import Tensor
+
+from linnet.curvatures.curvature import Curvature
+from linnet.curvatures.engine import Request, everything, layers_of
+from linnet.curvatures.expectation import Expectation
+from linnet.curvatures.fisher import FiniteDifferenceFisher, FisherOperator
+from linnet.curvatures.ggn import GaussNewtonOperator, SummedOperator
+from linnet.curvatures.hessian import HessianOperator
+from linnet.curvatures.layers import Layer
+from linnet.curvatures.parts import Part
+from linnet.curvatures.stream import Batches
+from linnet.errors import InputError
+from linnet.linalg.lowrank import LowRank
+from linnet.linalg.structured import Dense
+from linnet.memory import Plan, parse_bytes, require
+from linnet.solvers.lanczos import eigenpairs
+from linnet.solvers.nystrom import nystrom
+from linnet.tangent.functional import Functional
+
+COLUMNS = 64  # columns of a dense Hessian computed at once
+LANCZOS_TOLERANCE = 1e-4
 
 
-def matrix_free(*a: Any) -> Any:
-    raise NotImplementedError
+def matrix_free(
+    function: Functional, batches: Batches, expectation: Expectation, derivative: str
+) -> SummedOperator:
+    """Products with the whole matrix, one pass over the data each.
+
+    Args:
+        function: The network.
+        batches: The data.
+        expectation: Which matrix, and which columns stand for the outputs' curvature.
+        derivative: "exact" or "finite-difference".
+
+    Returns:
+        The operator.
+
+    Raises:
+        InputError: If the expectation and the matrix do not go together.
+    """
+    likelihood, kind = expectation.likelihood, expectation.kind
+    if derivative == "finite-difference":
+        equal = likelihood.canonical and expectation.matrix == "gauss-newton"
+        if kind != "exact" or not (equal or expectation.matrix == "fisher"):
+            raise InputError(
+                f"derivative='finite-difference' with matrix={expectation.matrix!r}, expectation={kind!r}",
+                expected='matrix="fisher" with expectation="exact"',
+                remedy="leave derivative= out for the other matrices",
+            )
+        return FiniteDifferenceFisher(function, batches, likelihood)
+    if expectation.matrix == "hessian":
+        if kind != "exact":
+            raise InputError(
+                f"matrix='hessian' with expectation={kind!r}",
+                expected='expectation="exact": a Hessian has no columns to draw',
+                remedy="leave expectation= out",
+            )
+        return HessianOperator(function, batches, likelihood)
+    settings = (function, batches, likelihood, kind, expectation.samples, expectation.seed)
+    if expectation.matrix == "fisher":
+        return FisherOperator(*settings)
+    return GaussNewtonOperator(*settings)
 
 
-def whole(*a: Any) -> Any:
-    raise NotImplementedError
+def whole(
+    product: SummedOperator,
+    batches: Batches,
+    request: Request,
+    structure: str,
+    rank: int,
+    method: str,
+) -> Curvature:
+    """A matrix with closed forms from products with the whole one.
+
+    Args:
+        product: Products with the matrix.
+        batches: The data.
+        request: What was asked for.
+        structure: "low-rank"; for a Hessian "full" or "block".
+        rank: Eigenpairs of "low-rank".
+        method: "lanczos" or "randomized".
+
+    Returns:
+        The curvature.
+
+    Raises:
+        InputError: If a Hessian is asked for with another structure.
+        MemoryBudgetError: If the matrix does not fit.
+    """
+    function, kept = product.function, request.expectation.matrix
+    examples = float(sum(batch.size for batch in batches))
+    made = request.provenance(structure, examples)
+    if structure == "low-rank" and kept != "hessian":
+        low = _low_rank(product, rank, method, request)
+        return Curvature((Part(everything(function), low, "low-rank"),), function, made)
+    if kept != "hessian" or structure not in ("full", "block"):
+        raise InputError(
+            f"structure={structure!r} with matrix={kept!r}",
+            expected='"matrix-free", "full" or "block" for a Hessian',
+            remedy="use the Gauss-Newton matrix for approximations that must be positive semi-definite",
+        )
+    layers = [everything(function)] if structure == "full" else layers_of(function, batches.first())
+    largest = sum(layer.size**2 for layer in layers) * function.dtype.itemsize
+    budget = parse_bytes(request.memory, function.device)
+    require(
+        Plan(f"{structure} Hessian of {function.space.dim} parameters", budget, (("matrix", largest),)),
+        ['use structure="matrix-free"', "select fewer parameters with params="],
+    )
+    parts = tuple(Part(layer, Dense(_dense(product, layer)), structure) for layer in layers)
+    return Curvature(parts, function, made)
+
+
+def _low_rank(product: SummedOperator, rank: int, method: str, request: Request) -> LowRank:
+    """The leading eigenpairs."""
+    p = product.shape[0]
+    rank = min(rank, p)
+    held = {"lanczos": 2 * rank * 20, "randomized": 3 * rank}[method] * p * product.dtype.itemsize
+    budget = parse_bytes(request.memory, product.device)
+    require(
+        Plan(f"{rank} eigenpairs of {p} parameters", budget, (("basis", held),)),
+        ["lower rank=", 'use method="randomized"'],
+    )
+    if method == "randomized":
+        return nystrom(product, rank, request.expectation.seed)
+    pairs = eigenpairs(product, rank, tolerance=LANCZOS_TOLERANCE, generator=request.expectation.seed)
+    found = pairs.require("the leading eigenpairs of the curvature")
+    return LowRank(found.vectors, found.values.clamp(min=0), space=product.space, name="low-rank curvature")
+
+
+def _dense(product: SummedOperator, layer: Layer) -> Tensor:
+    """A layer's diagonal block, column by column."""
+    space = product.function.space
+    rows = torch.cat([torch.arange(space.dim)[space.slices[name]] for name in layer.names])
+    rows = rows.to(product.device)
+    matrix = torch.empty(len(rows), len(rows), dtype=product.dtype, device=product.device)
+    for start in range(0, len(rows), COLUMNS):
+        own = rows[start : start + COLUMNS]
+        unit = torch.zeros(space.dim, len(own), dtype=product.dtype, device=product.device)
+        unit[own, torch.arange(len(own), device=own.device)] = 1
+        matrix[:, start : start + len(own)] = product.mm(unit)[rows]
+    return (matrix + matrix.T) / 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,17 @@ class Part:
     def joined(self) -> bool:
         """Whether the block's order is that of the matrix [W b]."""
         return self.structure in ("kfac", "ekfac", "kfra") and self.layer.factored
+
+    def describe(self) -> dict[str, Any]:
+        """The layer and what is kept of it, for JSON; the block itself apart."""
+        return {
+            "layer": self.layer.name,
+            "shapes": {name: list(shape) for name, shape in self.layer.shapes_by_name.items()},
+            "form": asdict(self.layer.form),
+            "why": self.layer.why,
+            "structure": self.structure,
+            "note": self.note,
+        }
 
     def gather(self, v: Tensor, space: ParameterSpace) -> Tensor:
         """The rows of v (P, K) that belong to the layer, in the block's order."""

@@ -65,7 +65,7 @@ class Batches:
 
     Args:
         data: An (x, y) pair, inputs alone, a ``Dataset`` or a ``DataLoader``; samples may lack targets.
-        device: Where batches are put.
+        device: Where batches are put; ``None`` for where they are.
         block: Largest number of examples in a batch; ``None`` for a loader's own batches and 128 otherwise.
         rank: This process among ``world`` that share the data; it gets every ``world``-th batch.
         world: Number of processes.
@@ -80,7 +80,7 @@ class Batches:
     """
 
     def __init__(
-        self, data: Any, device: torch.device, block: int | None = None, rank: int = 0, world: int = 1
+        self, data: Any, device: torch.device | None, block: int | None = None, rank: int = 0, world: int = 1
     ) -> None:
         if block is not None and (isinstance(block, bool) or not isinstance(block, int) or block < 1):
             raise InputError(f"block={block!r}", expected="a positive integer", remedy="leave block= out")
@@ -214,8 +214,10 @@ def _read(data: Any, indices: range) -> tuple[Inputs, Tensor | None]:
     return gather_data(Subset(data, list(indices)), missing=True)
 
 
-def _moved(x: Inputs, y: Tensor | None, device: torch.device) -> tuple[Inputs, Tensor | None]:
+def _moved(x: Inputs, y: Tensor | None, device: torch.device | None) -> tuple[Inputs, Tensor | None]:
     """A batch on the device."""
+    if device is None:
+        return x, y
     return map_tensors(lambda t: t.to(device), x), None if y is None else y.to(device)
 
 

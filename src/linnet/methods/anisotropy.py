@@ -11,9 +11,10 @@ the input.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from linnet.tangent.modes import in_exact_mode
 
 BLOCK = 64  # examples of an average differentiated at once
 COLUMNS = 16  # directions multiplied at once
+STEP = 1e-8  # of differences: so short that next to no unit of a wide network crosses a kink
 WRONG = 0.5  # relative difference beyond which a derivative is not one
 
 
@@ -49,7 +51,8 @@ class AnisotropyDirections:
         residual: The largest ‖MᵀM u − s² u‖ / s₁².
         mismatch: How far M v is from the central difference of gradients along a random v, relative to its
             norm. Near zero where the network is smooth; of order one at a kink (ReLU or ties in
-            max-pooling at the origin), where the directions depend on how torch breaks the tie.
+            max-pooling at the origin), where the directions depend on how torch breaks the tie. NaN if the
+            network does not run in double precision, in which it is measured.
 
     Example:
         >>> one = torch.zeros(1, 3, 8, 8)
@@ -149,7 +152,8 @@ def anisotropy_directions(
     columns = mixed.shape[1]
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= columns:
         raise InputError(f"k is {k!r}", f"1 to {columns}, the numbers of an input", "pass a smaller k=")
-    mismatch = mixed.check_derivative()
+    mixed.check()
+    mismatch = _mismatch(mixed)
     default = 1e-10 if mixed.dtype == torch.float64 else 1e-5
     solution = eigenpairs(
         mixed.T @ mixed,
@@ -267,14 +271,11 @@ class MixedDerivative(LinearOperator):
         """Mᵀw, (P, K) to (D, K)."""
         return torch.cat([self._backward(part) for part in w.split(COLUMNS, dim=1)], 1)
 
-    def check_derivative(self) -> float:
-        """Compare M with differences of gradients, after checking that it exists and is not zero.
-
-        Returns:
-            ‖M v − difference‖ / ‖M v‖ for a random v.
+    def check(self) -> None:
+        """Raise if the derivative does not exist, or vanishes on a random vector.
 
         Raises:
-            ModelError: If the network cannot be differentiated twice, or M vanishes on v.
+            ModelError: If the network cannot be differentiated twice, or M v is zero or not finite.
         """
         v = normal((self.shape[1], 1), 0, self.dtype, self.device)
         name = f"model ({type(self.function.model).__name__})"
@@ -282,7 +283,7 @@ class MixedDerivative(LinearOperator):
             product = self.mm(v)
             self.transposed_mm(product)
         except RuntimeError as error:
-            raise _no_derivative(name, str(error).strip().splitlines()[0]) from error
+            _refuse(name, str(error).strip().splitlines()[0], error)
         if not bool(product.isfinite().all()) or not bool(product.any()):
             state = "vanishes" if bool(product.isfinite().all()) else "is not finite"
             raise ModelError(
@@ -290,31 +291,26 @@ class MixedDerivative(LinearOperator):
                 expected="a derivative that is finite and not zero",
                 remedy="use smooth activations such as GELU, or take at= away from a kink",
             )
-        mismatch = float((product[:, 0] - self._difference(v)).norm() / product.norm())
-        if (
-            mismatch > WRONG
-        ):  # a kink, or a second derivative that torch has dropped and that is wrong everywhere
-            noise = normal(self.points[:1].shape, 1, self.dtype, self.device)
-            elsewhere = MixedDerivative(self.function, self.points[:1] + noise, self.kind)
-            product = elsewhere.mm(v)
-            if float((product[:, 0] - elsewhere._difference(v)).norm()) > WRONG * float(product.norm()):
-                raise _no_derivative(name, "what torch returns is not the derivative of its gradient")
-        return mismatch
 
-    def _difference(self, v: Tensor) -> Tensor:
-        """M v by central differences of the gradients in the weights, (rows,)."""
+    def mismatch(self) -> float:
+        """How far M v is from central differences of gradients, for a random v, in double precision.
+
+        Returns:
+            ‖M v − difference‖ / ‖M v‖; infinite if only M v is zero.
+        """
+        v = normal((self.shape[1], 1), 0, self.dtype, self.device)
         n = self.points.shape[0]
-        scale = max(1.0, float(self.points.double().square().mean().sqrt()))
-        step = scale * float(torch.finfo(self.dtype).eps ** (1 / 3))
         parts = [v.new_zeros(self.function.space.dim) for _ in range(self.outputs)]
         for points in split(self.points, BLOCK):
             for c in range(self.outputs):
                 u = v.new_zeros(points.shape[0], self.outputs)
-                u[:, c] = 1 / (2 * step * n)
-                shift = step * self._column_block(v, c).reshape(1, *points.shape[1:])
+                u[:, c] = 1 / (2 * STEP * n)
+                shift = STEP * self._column_block(v, c).reshape(1, *points.shape[1:])
                 parts[c] += vjp_columns(self.function, points + shift, u)
                 parts[c] -= vjp_columns(self.function, points - shift, u)
-        return torch.cat(parts) if self.kind == "trace" else torch.stack(parts).sum(0)
+        difference = torch.cat(parts) if self.kind == "trace" else torch.stack(parts).sum(0)
+        product = self.mv(v[:, 0])
+        return float((product - difference).norm() / product.norm())
 
     @in_exact_mode
     def _forward(self, v: Tensor) -> Tensor:
@@ -388,13 +384,34 @@ class _Transposed(LinearOperator):
         return self.forward
 
 
-def _no_derivative(name: str, why: str) -> ModelError:
-    """The error for a network that torch cannot differentiate twice."""
-    return ModelError(
+def _mismatch(mixed: MixedDerivative) -> float:
+    """The mismatch at the points, in double precision; NaN where the network does not run in it."""
+    twin = mixed.function.copy()
+    device = torch.device("cpu") if mixed.device.type == "mps" else mixed.device
+    twin.model = twin.model.to(device, torch.float64)
+    points = mixed.points.to(device, torch.float64)
+    try:
+        found = MixedDerivative(twin, points, mixed.kind).mismatch()
+        if found <= WRONG:
+            return found
+        # a kink, or wrong everywhere? Torch drops the second derivative of some operations without a word.
+        noise = normal(points[:1].shape, 1, points.dtype, device)
+        elsewhere = MixedDerivative(twin, points[:1] + noise, mixed.kind).mismatch()
+    except (RuntimeError, ModelError):
+        return math.nan
+    if elsewhere > WRONG:
+        name = f"model ({type(twin.model).__name__})"
+        _refuse(name, "what torch returns is not the derivative of its gradient")
+    return found
+
+
+def _refuse(name: str, why: str, cause: Exception | None = None) -> NoReturn:
+    """Raise for a network that torch cannot differentiate twice."""
+    raise ModelError(
         f"{name} has no second derivative: {why}",
         expected="a network that torch can differentiate twice",
         remedy="replace the operation that has no second derivative",
-    )
+    ) from cause
 
 
 def _pulled(value: Tensor | None, inputs: Sequence[Tensor], u: Tensor) -> Tensor:

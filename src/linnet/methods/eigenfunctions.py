@@ -296,7 +296,7 @@ def eigenfunctions(
             Gram matrix does not fit.
         gram: The Gram matrix, where it is known already: (N, N) or (N, C, N, C).
         tolerance: Lanczos stops at ‖K u − σ u‖ ≤ tolerance · σ₁; by default 1e-9 in double precision
-            and 1e-5 in single.
+            and 2e-6 in single.
         seed: Generator or seed of the start vectors.
         memory: Budget such as ``"4GB"``; by default half of what is available.
         file: A ``.npy`` file for the Gram matrix; an interrupted run resumes from it.

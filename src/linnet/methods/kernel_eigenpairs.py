@@ -25,7 +25,7 @@ from linnet.tangent.gram import gram as _gram
 Method = Literal["auto", "lanczos", "matrix-free", "eigh"]
 METHODS = ("auto", "lanczos", "matrix-free", "eigh")
 SMALL = 512  # matrices up to this size are decomposed in full by "auto"
-PATIENCE = 0.5  # share of the space that Lanczos may fill before "auto" decomposes in full instead
+PATIENCE = 0.3  # share of the space that Lanczos may fill before "auto" decomposes in full instead
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _full(request: Request, matrix: Tensor, memory: str | int | None, progress: 
 
 def _lanczos(request: Request, operator: LinearOperator, steps: int | None) -> Pairs:
     """Leading eigenpairs by block Lanczos."""
-    default = 1e-9 if operator.dtype == torch.float64 else 1e-5
+    default = 1e-9 if operator.dtype == torch.float64 else 2e-6
     tolerance = default if request.tolerance is None else request.tolerance
     name = "matrix-free" if isinstance(operator, KernelOperator) else "lanczos"
     solution = eigenpairs(operator, request.k, tolerance=tolerance, max_steps=steps, generator=request.seed)

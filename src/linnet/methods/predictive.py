@@ -41,10 +41,10 @@ class Predictive:
         """The distribution of a new target: the noise σ² added.
 
         Returns:
-            A predictive distribution with covariance Cov[f] + σ² I.
+            A predictive distribution with covariance Cov[f] + σ² I; it has no noise left to add again.
         """
         eye = torch.eye(self.mean.shape[1], dtype=self.covariance.dtype, device=self.covariance.device)
-        return replace(self, covariance=self.covariance + self.noise * eye)
+        return replace(self, covariance=self.covariance + self.noise * eye, noise=0.0)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw outputs, independently for each example.

@@ -195,14 +195,14 @@ def _convolution_factors(use: Use, n: int, keep: bool) -> Factors:
     assert use.g is not None
     kernel, transposed = use.target.shape[2:], use.kind == "conv-transposed"
     if transposed or "patches" not in use.kept:
-        field = use.g.flatten(0, 1) if transposed else use.a
-        field = patches(field, kernel, use.options).mT  # (B, R, S, d), or (K·B, R, S, c)
+        fields = use.g.flatten(0, 1) if transposed else use.a
+        fields = patches(fields, kernel, use.options).mT  # (B, R, S, d), or (K·B, R, S, c)
         if keep and not transposed:
-            use.kept["patches"] = field
+            use.kept["patches"] = fields
     else:
-        field = use.kept["patches"]
-    a = _pixels(use.a, use.options) if transposed else field  # (B, R, S, d)
-    g = field if transposed else _pixels(use.g.flatten(0, 1), use.options)
+        fields = use.kept["patches"]
+    a = _pixels(use.a, use.options) if transposed else fields  # (B, R, S, d)
+    g = fields if transposed else _pixels(use.g.flatten(0, 1), use.options)
     g = g.unflatten(0, use.g.shape[:2])  # (K, B, R, S, c)
     a = a.unflatten(0, (n, -1)).transpose(1, 2).flatten(2, 3) if a.shape[0] != n else a
     g = g.unflatten(1, (n, -1)).transpose(2, 3).flatten(3, 4) if g.shape[1] != n else g

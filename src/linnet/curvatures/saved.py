@@ -1,0 +1,89 @@
+"""``linnet.load_curvature``: a saved curvature, on the network that it was computed for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from linnet.curvatures.curvature import KIND, Curvature, Provenance
+from linnet.curvatures.layers import Form, Layer
+from linnet.curvatures.parts import Part
+from linnet.errors import FileFormatError, InputError
+from linnet.files import load_tensors
+from linnet.linalg.stored import from_tensors
+from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.linearized import Linearized
+
+
+def load_curvature(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> Curvature:
+    """Read a curvature that ``Curvature.save`` wrote.
+
+    Args:
+        directory: The folder.
+        model: The network that it was computed for, with the same weights, or its linearization.
+        output: The output adapter, if there was a callable one.
+
+    Returns:
+        The curvature, able to do all that it could before.
+
+    Raises:
+        FileFormatError: If the file is truncated, altered, foreign, or of another network.
+        InputError: If there is no such file, or ``output`` is needed and not given.
+
+    Example:
+        >>> import linnet, tempfile, torch
+        >>> net, folder = nn.Linear(2, 3), tempfile.mkdtemp()
+        >>> data = torch.randn(5, 2), torch.randint(3, (5,))
+        >>> G = linnet.curvature(net, data, linnet.likelihoods.Categorical())
+        >>> _ = G.save(folder)
+        >>> torch.equal(load_curvature(folder, net).dense(), G.dense())
+        True
+    """
+    path = Path(directory) / f"{KIND}.safetensors"
+    tensors, metadata = load_tensors(path, KIND)
+    model = model.model if isinstance(model, Linearized) else model
+    if metadata["custom_output"] and not callable(output):
+        raise InputError(
+            "output is missing",
+            expected="the callable that the curvature was computed with",
+            remedy="pass output= as to linnet.curvature",
+        )
+    function = _matching(model, metadata, output, path)
+    parts = tuple(
+        _part(entry, {n: t.to(function.device) for n, t in _own(tensors, i).items()})
+        for i, entry in enumerate(metadata["parts"])
+    )
+    return Curvature(parts, function, Provenance(**metadata["made"]))
+
+
+def _own(tensors: dict[str, Tensor], i: int) -> dict[str, Tensor]:
+    """The tensors of one part."""
+    prefix = f"{i}/"
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def _part(entry: dict[str, Any], tensors: dict[str, Tensor]) -> Part:
+    """A part as it was."""
+    shapes = {name: tuple(shape) for name, shape in entry["shapes"].items()}
+    layer = Layer(entry["layer"], shapes, Form(**entry["form"]), entry["why"])
+    operator = from_tensors(entry["operator"], tensors)
+    return Part(layer, operator, entry["structure"], entry["note"])
+
+
+def _matching(model: nn.Module, metadata: dict[str, Any], output: OutputAdapter, path: Path) -> Functional:
+    """The network as a function, if it is the one that the curvature was computed for."""
+    names = {name for name, _ in model.named_parameters()}
+    missing = [name for name in metadata["parameters"] if name not in names]
+    if not missing:
+        adapter = output if callable(output) else metadata["output"]
+        function = Functional(model, metadata["parameters"], adapter)
+        if function.fingerprint() == metadata["weights"]:
+            return function
+    detail = f"it lacks {missing[0]!r}" if missing else "its weights differ"
+    raise FileFormatError(
+        f"{path} was computed for another network: {detail}",
+        expected="the same network with the same weights",
+        remedy="load the same checkpoint before load_curvature, or compute the curvature anew",
+    )

@@ -1,0 +1,86 @@
+"""Processes that share the data multiply with the same matrix as one process alone.
+
+Run as a script (``RANK WORLD FOLDER``) this file is one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from linnet.curvatures.distributed import all_sum, world
+from linnet.curvatures.fisher import FisherOperator
+from linnet.curvatures.ggn import GaussNewtonOperator
+from linnet.curvatures.likelihoods import Categorical
+from linnet.curvatures.stream import Batches
+from tests.zoo import assert_near, case, linearize
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "mlp-tanh"
+
+
+def multiplied(rank: int, size: int) -> dict[str, Tensor]:
+    """Products with an exact and a sampled matrix; a batch of three, so that shares are unequal."""
+    function, v = linearize(NAME).function, case(NAME).direction(1, columns=2)
+    data = Batches(case(NAME).x1, torch.device("cpu"), 3, rank, size)
+    likelihood = Categorical()
+    return {
+        "exact": GaussNewtonOperator(function, data, likelihood) @ v,
+        "mc": FisherOperator(function, data, likelihood, "mc", 2, seed=5) @ v,
+    }
+
+
+def run_rank(rank: int, size: int, folder: Path) -> None:
+    """One rank."""
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(str(folder / "store"), size)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    assert world() == (rank, size)
+    strided = torch.ones(2, 3).T * (rank + 1)
+    all_sum([strided])
+    assert bool((strided == sum(range(1, size + 1))).all())
+    torch.save(multiplied(rank, size), folder / f"rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_a_process_alone() -> None:
+    ones = torch.ones(2)
+    all_sum([ones])
+    assert world() == (0, 1)
+    assert bool((ones == 1).all())
+
+
+@pytest.mark.dist
+def test_two_ranks_multiply_like_one(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__).resolve())]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(tmp_path)], env=environment, cwd=ROOT,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = []
+    try:
+        said = [process.communicate(timeout=120)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
+    alone = multiplied(0, 1)
+    for rank in range(2):
+        found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
+        for kind, product in alone.items():
+            assert_near(found[kind], product)
+
+
+if __name__ == "__main__":
+    run_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
