@@ -183,8 +183,8 @@ def factors(use: Use, n: int, keep: bool = False) -> Factors:
     g = use.layout.examples_first(g, n, skip=1).flatten(2, -2)  # (K, N, S, c)
     if use.kind == "embedding":
         ids = use.layout.examples_first(a, n).reshape(n, 1, -1)
-        keep = ids != use.options.get("padding_idx", -1)
-        return Factors(ids, (g * keep[:, 0, :, None])[:, :, None], transposed=True)
+        counted = ids != use.options.get("padding_idx", -1)
+        return Factors(ids, (g * counted[:, 0, :, None])[:, :, None], transposed=True)
     a = use.layout.examples_first(a, n).flatten(1, -2)  # (N, S, d)
     return Factors(a[:, None], g[:, :, None], bool(use.options.get("transposed")))
 
@@ -255,7 +255,8 @@ def windows(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:
         zip(kernel, options["stride"], options["dilation"], strict=True), start=2
     ):
         x = x.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
-    return x.unflatten(1, (options["groups"], -1))
+    fields: Tensor = x.unflatten(1, (options["groups"], -1))
+    return fields
 
 
 def outer_rows(f: Factors, shape: Size) -> Tensor:
