@@ -270,3 +270,45 @@ def test_too_little_memory_for_a_full_decomposition() -> None:
         return linnet.spectrum.eigenfunctions(ONE.model, ONE.x, None, gram=given, memory=2000)
 
     refused(MemoryBudgetError, run, "16 rows", "lanczos")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s, **m: s.eigenfunctions(ONE.model, ONE.x, 2, method="lanczos", **m),
+        lambda s, **m: s.energy_concentration(ONE.model, (ONE.x, ONE.y), 2, method="eigh", **m),
+        lambda s, **m: s.kernel_norm_bound(ONE.model, (ONE.x, ONE.y), **m),
+        lambda s, **m: s.kernel_distance(ONE.model, ONE.lin, ONE.x, **m),
+        lambda s, **m: s.centered_alignment(ONE.model, ONE.lin, ONE.x, **m),
+        lambda s, **m: s.effective_dimension(ONE.model, 1.0, ONE.x, **m),
+        lambda s, **m: s.condition_number(ONE.model, ONE.x, **m),
+        lambda s, **m: s.spectral_density(ONE.model, ONE.x, **m),
+        lambda s, **m: s.Recorder(ONE.x, k=2, **m).note(ONE.model, 0),
+    ],
+)
+def test_every_budget_is_kept(call: Any) -> None:
+    call(linnet.spectrum, memory="1GB")
+    refused(MemoryBudgetError, lambda: call(linnet.spectrum, memory=700), "700 B")
+
+
+def test_concentration_keeps_its_gram_matrix_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "kernel.npy"
+    share = linnet.spectrum.energy_concentration(ONE.model, (ONE.x, ONE.y), 2, file=file)
+    near(torch.from_numpy(np.load(file)).reshape(16, 16), dense(ONE, "full"))
+    near(
+        share, linnet.spectrum.energy_concentration(ONE.model, (ONE.x, ONE.y), 2, method="matrix-free"), 1e-7
+    )
+
+
+def test_a_long_decomposition_says_what_it_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LINNET_PROGRESS", raising=False)
+    monkeypatch.setattr("linnet.progress._DELAY", 0.0)
+    for progress in (None, False):
+        linnet.spectrum.alignment(ONE.model, (ONE.x, ONE.y), progress=progress)
+        linnet.spectrum.kernel_norm_bound(ONE.model, (ONE.x, ONE.y), progress=progress)
+        linnet.spectrum.energy_concentration(ONE.model, (ONE.x, ONE.y), 2, progress=progress)
+        shown = capsys.readouterr().err
+        assert ("alignment of 1 targets" in shown) == (progress is None)
+        assert ("kernel of 16" in shown) == (progress is None)

@@ -20,7 +20,7 @@ from linnet.tangent.capture import capture_bytes, capture_parts
 from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
 
-TARGET = 192 << 20  # bytes of one captured batch: more does not run faster
+TARGET = 256 << 20  # bytes of one captured batch: more does not run faster
 LARGEST = 512  # examples of a captured batch, at most
 LONG = 1 << 20  # bytes of one column's gradients from which a CPU does better with one column at a time
 FEWEST = 8  # examples of a captured batch before its columns are taken in parts
@@ -75,25 +75,25 @@ class Accumulator:
             ModelError: If the network's outputs or activations are not finite; the layer is named.
         """
         marks: list[Tensor | None] = []
-        counts: list[int] = []
+        widths: list[int] = []
 
         def columns(flat: Tensor) -> Tensor:
             f = flat.view(-1, *self._output_shape(batch))
             y = self.expectation.targets(f, batch.y)
             marks.append(None if y is None else self.expectation.likelihood.mask(y))
             u = self.expectation.columns(f, y, batch.index).flatten(2)
-            counts.append(len(u))
+            widths.append(len(u))
             return u
 
-        fresh = True
+        seen = 0
         for captured in capture_parts(self.function, batch.x, columns, self.columns):
-            if fresh:
+            if seen == 0:
                 require_finite_pass(captured)
-            masked = marks[0] is not None and not bool(marks[0].all())
-            gradients = Gradients(captured, fresh, masked, counts[0])
+            counts = None if marks[0] is None or bool(marks[0].all()) else marks[0]
+            fresh, seen = seen == 0, seen + captured.k
+            gradients = Gradients(captured, fresh, seen == widths[0], counts, widths[0])
             for statistic in self.sums:
                 statistic.add(gradients)
-            fresh = False
         self.examples += batch.size
 
     def fade(self, decay: float) -> None:
@@ -159,9 +159,7 @@ def require_finite_pass(captured: Captured) -> None:
         )
 
 
-def plan_chunks(
-    function: Functional, batch: Batch, columns: int, row_bytes: int, budget: int, splittable: bool
-) -> Chunks:
+def plan_chunks(function: Functional, batch: Batch, columns: int, row_bytes: int, budget: int) -> Chunks:
     """How many examples and columns to capture at once.
 
     Args:
@@ -170,7 +168,6 @@ def plan_chunks(
         columns: K, all columns of an example.
         row_bytes: Bytes of the per-example gradients that are formed, for one example and column.
         budget: Bytes that may be used.
-        splittable: Whether the columns of an example may be taken in parts.
 
     Returns:
         The sizes.
@@ -179,10 +176,10 @@ def plan_chunks(
     inputs = capture_bytes(function, batch.x, 0)
     column = capture_bytes(function, batch.x, 1) - inputs + row_bytes
     alone = min(LARGEST, target // max(1, inputs + column))
-    if splittable and columns > 1 and function.device.type == "cpu" and alone * column >= LONG:
+    if columns > 1 and function.device.type == "cpu" and alone * column >= LONG:
         return Chunks(max(1, alone), 1)
     examples = target // max(1, inputs + columns * column)
-    if examples >= FEWEST or not splittable:
+    if examples >= FEWEST:
         return Chunks(max(1, min(LARGEST, examples)), columns)
     parts = max(1, (target // FEWEST - inputs) // max(1, column))
     return Chunks(FEWEST if parts > 1 else max(1, examples), max(1, min(columns, parts)))

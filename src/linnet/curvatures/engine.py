@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from linnet.curvatures.accumulate import LARGEST, Chunks, Passes, plan_chunks
 from linnet.curvatures.checkpoint import Checkpoint
@@ -137,8 +138,9 @@ def _recursion(function: Functional, batches: Batches, request: Request, first: 
     require(plan, ['use structure="diagonal"', "select params="])
     batches.block = batches.block or LARGEST
     for batch in track(batches, "curvature", total=batches.length()):
-        f = function.check_runs(batch.x)
-        sums.add(batch, f, request.expectation.targets(f, batch.y))
+        counted, f, y = _counted(function, request.expectation, batch)
+        if len(f):
+            sums.add(counted, f, y)
     all_sum(list(sums.tensors.values()))
     blocks = sums.blocks()
     parts = tuple(
@@ -146,6 +148,19 @@ def _recursion(function: Functional, batches: Batches, request: Request, first: 
         for layer in sorted(sums.layers, key=lambda layer: function.names.index(layer.names[0]))
     )
     return Curvature(parts, function, request.provenance("kfra", float(sums.tensors["count"])))
+
+
+def _counted(
+    function: Functional, expectation: Expectation, batch: Batch
+) -> tuple[Batch, Tensor, Tensor | None]:
+    """The examples of a batch that are not masked, their outputs and checked targets."""
+    f = function.check_runs(batch.x)
+    y = expectation.targets(f, batch.y)
+    mask = None if y is None else expectation.likelihood.mask(y)
+    if y is None or mask is None or bool(mask.all()):
+        return batch, f, y
+    kept = mask.any(1)
+    return Batch(batch.index, take(batch.x, kept), y[kept]), f[kept], y[kept]
 
 
 def layers_of(function: Functional, batch: Batch) -> tuple[Layer, ...]:
@@ -232,9 +247,8 @@ def _chunks(function: Functional, first: Batch, request: Request, sums: Mapping[
     y = e.targets(f, None if first.y is None else first.y[:1])
     columns = len(e.columns(f, y, 0))
     rows = max((_row_numbers(s) for s in sums.values()), default=0) * function.dtype.itemsize
-    mask = None if first.y is None or y is None else e.likelihood.mask(y)
     budget = parse_bytes(request.memory, function.device)
-    return plan_chunks(function, first, columns, rows, budget, mask is None)
+    return plan_chunks(function, first, columns, rows, budget)
 
 
 def _row_numbers(statistic: Sums) -> int:

@@ -12,7 +12,7 @@ from linnet.curvatures.ggn import SummedOperator, exact_product, sampled_product
 from linnet.curvatures.likelihood import Likelihood
 from linnet.curvatures.products import require_finite
 from linnet.curvatures.stream import Batch, Batches
-from linnet.errors import InputError
+from linnet.errors import InputError, ModelError
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
@@ -113,6 +113,7 @@ class FiniteDifferenceFisher(SummedOperator):
 
     Raises:
         InputError: If the step is not positive.
+        ModelError: If an embedding with a padding row shares its table with another layer.
 
     Example:
         >>> from linnet.curvatures.likelihoods import Gaussian
@@ -136,6 +137,13 @@ class FiniteDifferenceFisher(SummedOperator):
         if step is not None and not step > 0:
             raise InputError(f"step={step!r}", expected="a positive number", remedy="leave step= out")
         super().__init__(function, data, on_pass)
+        tied = [name for name, (_, shared) in function.padding.items() if shared]
+        if tied:
+            raise ModelError(
+                f"{tied[0]} has a padding row and is the table of another layer too",
+                expected="padding rows that are used for nothing else: a difference cannot hold half of a use",
+                remedy="take FisherOperator, which differentiates",
+            )
         self.likelihood = likelihood
         self.step: float = torch.finfo(function.dtype).eps ** 0.5 / 3 if step is None else step
 
@@ -150,6 +158,7 @@ class FiniteDifferenceFisher(SummedOperator):
 
     def _column(self, batch: Batch, f: Tensor, y: Tensor | None, v: Tensor) -> Tensor:
         """F v over a batch for one vector."""
+        v = _held(self.function, v)
         length = torch.linalg.vector_norm(v)
         if not length > 0:
             return torch.zeros_like(v)
@@ -202,6 +211,16 @@ def _outputs(function: Functional, params: Params, x: Inputs) -> Tensor:
     with differentiable_kernels(function.recurrent):
         value = function(params, x)
     return value
+
+
+def _held(function: Functional, v: Tensor) -> Tensor:
+    """v without its part in padding rows of embeddings, which have no gradient."""
+    if not function.padding:
+        return v
+    held = v.clone()
+    for name, (row, _) in function.padding.items():
+        held[function.space.slices[name]].view(function.space.shapes[name])[row] = 0
+    return held
 
 
 def _root_mean_square(t: Tensor) -> float:

@@ -19,15 +19,18 @@ from linnet.curvatures.layers import Layer, layer_factors
 from linnet.curvatures.moments import (
     InputMoment,
     active,
-    factor_moments,
+    counting,
     gradient_moment,
     input_moment,
-    masked_input_moment,
-    reduced,
+    mean_input,
+    output_moment,
+    summed_gradients,
+    weighted_input_moment,
 )
 from linnet.curvatures.sums import Gradients, Sums, layer_rows, second_moment, wide
 from linnet.linalg.grouped import GroupedKronecker
 from linnet.linalg.kronecker import Kronecker
+from linnet.tangent.rules import Factors
 
 
 class KroneckerSums(Sums):
@@ -42,6 +45,7 @@ class KroneckerSums(Sums):
 
     def __init__(self, layer: Layer, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
         self.layer, self.sharing = layer, sharing
+        self._reached: list[Tensor] = []  # positions that the columns of the batch in hand reach
         rows, columns = layer.matrix
         d, c = (rows, columns) if layer.transposed else (columns, rows)
         r, kind = layer.groups, wide(dtype)
@@ -54,7 +58,7 @@ class KroneckerSums(Sums):
     def add(self, gradients: Gradients) -> None:
         """Add a batch."""
         captured = gradients.captured
-        if self.sharing == "reduce" or gradients.masked:
+        if self.sharing == "reduce" or gradients.counts is not None:
             self._add_factors(gradients)
             return
         for use in captured.by_parameter().get(self.layer.names[0], []):
@@ -63,16 +67,23 @@ class KroneckerSums(Sums):
             self.tensors["gradients"] += gradient_moment(use)
 
     def _add_factors(self, gradients: Gradients) -> None:
-        """The same where positions are not all alike."""
+        """The same where positions are not all alike; inputs once all columns have been seen."""
         parts = layer_factors(gradients.captured, self.layer)
-        if parts and self.sharing == "reduce":
-            parts = [reduced(parts, gradients.masked)]
-        for f in parts:
-            inputs, outputs = factor_moments(f)
-            if gradients.fresh:
-                masked = gradients.masked and self.sharing == "expand"
-                self._add_inputs(masked_input_moment(f, active(f)) if masked else inputs)
-            self.tensors["gradients"] += outputs
+        if not parts:
+            return
+        reached = [active(f) for f in parts]
+        if not gradients.fresh:
+            reached = [a | b for a, b in zip(reached, self._reached, strict=True)]
+        self._reached = [] if gradients.last else reached
+        weights = counting(reached, gradients.counts)
+        if self.sharing == "reduce":
+            parts = [Factors(mean_input(parts, weights), summed_gradients(parts), parts[0].transposed)]
+            # an example that is masked whole has no mean input
+            weights = [torch.cat(weights, 2).any(2, keepdim=True)]
+        for f, weight in zip(parts, weights, strict=True):
+            self.tensors["gradients"] += output_moment(f)
+            if gradients.last:
+                self._add_inputs(weighted_input_moment(f, weight))
 
     def _add_inputs(self, moment: InputMoment) -> None:
         """Σ â âᵀ and the number of its terms."""

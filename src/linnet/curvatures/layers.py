@@ -7,8 +7,9 @@ a parameter by itself. A layer whose every use is a linear map or a convolution 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -158,7 +159,9 @@ def find_layers(captured: Captured, names: Sequence[str], reasons: Mapping[str, 
         for member in together:
             del left[member]
         layers.append(_layer(together, captured, uses, reasons))
-    return tuple(layers)
+    often = Counter(layer.name for layer in layers)
+    # several layers of one module go by their first parameters
+    return tuple(layer if often[layer.name] == 1 else replace(layer, name=layer.names[0]) for layer in layers)
 
 
 def _together(name: str, names: Iterable[str], uses: Mapping[str, list[Use]]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ Index letters as in the rules: n example, k column, s position, r group, d and c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from linnet.tangent.rules import Factors, Use, padded, patches, windows
 
 FEW_CHANNELS = 256  # channels up to which products example by example are large enough to be fast
 COPYING = 20.0  # multiplications that take as long as copying one number
+WRITING = 40.0  # multiplications that take as long as writing a product and adding it up
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,16 +42,35 @@ class InputMoment:
 
 
 def active(f: Factors) -> Tensor:
-    """Positions that any column reaches, (N, R, S): the others are padding or left out of the loss."""
-    return (f.g != 0).any(-1).any(0)
+    """Positions that any column reaches, (N, 1, S)."""
+    return (f.g != 0).any(-1).any(0).any(1, keepdim=True)
 
 
-def masked_input_moment(f: Factors, weight: Tensor) -> InputMoment:
+def counting(reached: Sequence[Tensor], counts: Tensor | None) -> list[Tensor]:
+    """Which positions of every use count, where some output positions do not.
+
+    All positions of examples without masked outputs count and none of examples that are masked whole. Of the
+    others those count that any column reaches: what reaches masked outputs alone is left out like them.
+
+    Args:
+        reached: Positions that any column reaches, (N, 1, S) for each use.
+        counts: Output positions that count, (N, T); ``None`` if all do.
+
+    Returns:
+        (N, 1, S) for each use.
+    """
+    if counts is None:
+        return [torch.ones_like(one) for one in reached]
+    whole, some = counts.all(1)[:, None, None], counts.any(1)[:, None, None]
+    return [(one | whole) & some for one in reached]
+
+
+def weighted_input_moment(f: Factors, weight: Tensor) -> InputMoment:
     """Moments of the inputs over the positions that count.
 
     Args:
         f: Factors of one use.
-        weight: Which positions count, (N, R, S).
+        weight: Which positions count, (N, 1, S).
 
     Returns:
         The moments.
@@ -58,12 +79,9 @@ def masked_input_moment(f: Factors, weight: Tensor) -> InputMoment:
     return InputMoment(second_moment(flat.mT), flat.sum(1), float(weight[:, 0].sum()))
 
 
-def factor_moments(f: Factors) -> tuple[InputMoment, Tensor]:
-    """Moments of inputs and gradients of factors as they are, all positions alike."""
-    flat = f.a.transpose(0, 1).flatten(1, 2)  # (R, N·S, d)
-    count = float(f.a.shape[0] * f.a.shape[2])
-    g = second_moment(f.g.permute(2, 4, 0, 1, 3).flatten(2))
-    return InputMoment(second_moment(flat.mT), flat.sum(1), count), g
+def output_moment(f: Factors) -> Tensor:
+    """Σ g gᵀ over columns, examples and positions of factors, (R, c, c)."""
+    return second_moment(f.g.permute(2, 4, 0, 1, 3).flatten(2))
 
 
 def input_moment(use: Use) -> InputMoment:
@@ -141,8 +159,9 @@ def _rows_pay(x: Tensor, kernel: Size, options: dict[str, Any], positions: int) 
     )
     d = x.shape[1] * kernel.numel()
     pairs = height * reach[0] - reach[0] * (reach[0] - 1) // 2
-    by_rows = float(pairs * (width * x.shape[1]) ** 2)
-    fields = COPYING * positions * d + (0.65 if d > BLOCK else 1.0) * positions * d * d
+    examples = x.shape[0]
+    by_rows = float(pairs * (width * x.shape[1]) ** 2 * (examples + WRITING))
+    fields = examples * positions * d * (COPYING + (0.6 if d > BLOCK else 1.0) * d)
     return bool(by_rows < fields)
 
 
@@ -184,21 +203,22 @@ def _moment_by_rows(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:
     return moment.view(d, d)
 
 
-def reduced(parts: list[Factors], masked: bool) -> Factors:
-    """All positions of an example as one: the mean of its inputs, the sum of its gradients.
+def mean_input(parts: list[Factors], weights: Sequence[Tensor]) -> Tensor:
+    """The mean input of an example over all its positions.
 
     Args:
         parts: Factors of every use of a weight.
-        masked: Whether positions that no column reaches are left out of the mean.
+        weights: Which positions count, (N, 1, S) for each use.
 
     Returns:
-        Factors with S = 1.
+        (N, R, 1, d).
     """
-    weights = [active(f) if masked else torch.ones_like(f.a[..., 0]) for f in parts]
-    count = sum(w.sum(-1) for w in weights)  # (N, R)
-    assert isinstance(count, Tensor)
-    total = sum((f.a * w[..., None]).sum(2) for f, w in zip(parts, weights, strict=True))
-    assert isinstance(total, Tensor)
-    mean = total / count.clamp(min=1)[..., None]
-    g = torch.stack([f.g.sum(3) for f in parts]).sum(0)  # (K, N, R, c)
-    return Factors(mean[:, :, None], g[:, :, :, None], parts[0].transposed)
+    count = torch.stack([w.sum(-1) for w in weights]).sum(0)  # (N, 1)
+    total = torch.stack([(f.a * w[..., None]).sum(2) for f, w in zip(parts, weights, strict=True)]).sum(0)
+    mean: Tensor = total / count.clamp(min=1)[..., None]
+    return mean[:, :, None]
+
+
+def summed_gradients(parts: list[Factors]) -> Tensor:
+    """The gradient of an example, summed over all its positions, (K, N, R, 1, c)."""
+    return torch.stack([f.g.sum(3) for f in parts]).sum(0)[:, :, :, None]

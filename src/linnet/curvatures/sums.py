@@ -17,7 +17,7 @@ from linnet.curvatures.layers import Layer
 from linnet.linalg.structured import StructuredOperator
 from linnet.tangent.captured import Captured
 
-BLOCK = 256  # columns at once in a product that is symmetric: the half below the diagonal is not computed
+BLOCK = 128  # columns at once in a product that is symmetric: the half below the diagonal is not computed
 ROWS_AT_ONCE = 1 << 24  # numbers in the per-example gradients of a layer that are formed at once
 
 
@@ -29,13 +29,15 @@ class Gradients:
         captured: Inputs a and gradients g of every use; the K cotangents satisfy Σ_k u uᵀ = Λ.
         fresh: Whether these are the first columns of the batch: what depends on the inputs alone is
             added then, and only then.
-        masked: Whether some output positions do not count.
+        last: Whether these are the last columns of the batch.
+        counts: Which output positions count, (N, T); ``None`` if all do.
         columns: Columns of the batch in all, of which these are some.
     """
 
     captured: Captured
     fresh: bool = True
-    masked: bool = False
+    last: bool = True
+    counts: Tensor | None = None
     columns: int = 1
 
 

@@ -378,7 +378,7 @@ def energy_concentration(
     x, y = gather_data(data, function.device)
     function_values(y, check_inputs(function, x), outputs, function.dtype)  # before the long computation
     options: dict[str, Any] = {"method": method, "gram": gram, "memory": memory, "file": file}
-    found = eigenfunctions(model, x, k, outputs, progress=progress, **options)
+    found = eigenfunctions(Linearized(function), x, k, outputs, progress=progress, **options)
     return found.energy_concentration(y, squared=squared)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
@@ -33,13 +34,18 @@ class Captured:
     exact: Params
     k: int
 
-    def by_parameter(self) -> dict[str, list[Use]]:
-        """The uses of each parameter."""
+    @cached_property
+    def _by_parameter(self) -> dict[str, list[Use]]:
+        """The uses of each parameter, sorted once."""
         found: dict[str, list[Use]] = {}
         for use in self.uses:
             for name in use.sources:
                 found.setdefault(name, []).append(use)
         return found
+
+    def by_parameter(self) -> dict[str, list[Use]]:
+        """The uses of each parameter."""
+        return self._by_parameter
 
     def rows(self, name: str) -> Tensor:
         """Gradient of every example and cotangent in one parameter, (N, K, *shape); all uses summed."""
@@ -47,9 +53,7 @@ class Captured:
             return self.exact[name]
         leaf = self.leaves[name]
         total: Tensor | None = None
-        for use in self.uses:
-            if name not in use.sources:
-                continue
+        for use in self._by_parameter.get(name, []):
             part = use_rows(use, self.n)
             part = part if use.direct else pull_back(part, use.target, leaf)
             total = part if total is None else total + part

@@ -78,7 +78,7 @@ class Use:
     options: dict[str, Any] = field(default_factory=dict)
     layout: Layout = PLAIN
     g: Tensor | None = None
-    kept: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     @property
     def target(self) -> Tensor:
