@@ -345,3 +345,15 @@ def test_other_cotangents(cotangents: str) -> None:
     weights = u if cotangents == "given" else torch.ones(1, 3, 4, dtype=torch.float64)
     near(captured.rows("w").flatten(2), torch.einsum("knc,ncp->nkp", weights, j))
     assert captured.k == weights.shape[0]
+
+
+def test_an_example_whose_units_are_all_dead_does_not_unsettle_the_plan() -> None:
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)).double()
+    with torch.no_grad():
+        net[0].weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
+        net[0].bias.zero_()
+    x = torch.tensor([[-1.0, -1.0], [1.0, 2.0], [0.5, 0.1], [2.0, 1.0]], dtype=torch.float64)
+    function = Functional(net)
+    captured = capture(function, x)  # the first of three probes has no gradient in the first layer
+    assert not captured.exact
+    near(captured.rows("0.weight").flatten(2), jacobian_oracle(net, x, ["0.weight"]))
