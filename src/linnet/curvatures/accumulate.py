@@ -208,6 +208,7 @@ class Passes:
         self.checkpoint = checkpoint
         self._saved = None if checkpoint is None else checkpoint.read()
         self._finished: dict[str, Tensor] = {}
+        self._data: dict[str, Tensor] = {}
         self._turn = 0
 
     def run(self, sums: Sequence[Sums], what: str) -> Accumulator:
@@ -228,10 +229,13 @@ class Passes:
                 if batch.index >= done:
                     accumulator.add(batch)
                     self._note(turn, batch.index + 1, accumulator)
+                elif batch.index + 1 == done:
+                    self._require_same_data(turn)
             accumulator.share()
+            self._data[f"{turn}/data"] = self.batches.passed()
         self._finished |= _prefixed(accumulator, turn)
         if self.checkpoint is not None and done is not None:
-            self.checkpoint.write(turn + 1, 0, self._finished)
+            self.checkpoint.write(turn + 1, 0, {**self._finished, **self._data})
         return accumulator
 
     def finish(self) -> None:
@@ -248,12 +252,24 @@ class Passes:
         own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         if own:
             accumulator.load(own)
-        return None if saved_turn > turn else done
+        if saved_turn <= turn:
+            return done
+        self._data[f"{turn}/data"] = own["data"]
+        self.batches.expect(own["data"])
+        return None
 
     def _note(self, turn: int, done: int, accumulator: Accumulator) -> None:
         """Write what has been summed, now and then."""
         if self.checkpoint is not None:
-            self.checkpoint.note(turn, done, {**self._finished, **_prefixed(accumulator, turn)})
+            data = {**self._data, f"{turn}/data": self.batches.passed()}
+            self.checkpoint.note(turn, done, {**self._finished, **_prefixed(accumulator, turn), **data})
+
+    def _require_same_data(self, turn: int) -> None:
+        """Raise if the batches that were summed before the interruption held other data."""
+        assert self._saved is not None
+        assert self.checkpoint is not None
+        if not self.batches.has_passed(self._saved[2][f"{turn}/data"]):
+            self.checkpoint.refuse(["data"])
 
 
 def _prefixed(accumulator: Accumulator, turn: int) -> dict[str, Tensor]:

@@ -115,7 +115,7 @@ def curvature(
             expected="a structure, a mapping of them or a list of them",
             remedy='pass structure="kfac" if in doubt',
         )
-    names = [one if isinstance(one, str) else "mixture" for one in wanted]
+    names = _names(wanted)
     kinds, expectation = _resolve(wanted, expectation)
     words = {"expectation": expectation, "sharing": sharing, "derivative": derivative, "method": method}
     _check_words(words, {"samples": samples, "rank": rank})
@@ -141,6 +141,16 @@ def curvature(
         return {names[0]: made} if several else made
     found = by_structure(function, batches, request, list(zip(names, kinds, strict=True)))
     return dict(zip(names, found, strict=True)) if several else found[0]
+
+
+def _names(wanted: Sequence[Any]) -> list[str]:
+    """What the structures are called: strings as they are; mixtures are counted."""
+    mixtures = 0
+    names = []
+    for one in wanted:
+        mixtures += not isinstance(one, str)
+        names.append(one if isinstance(one, str) else f"mixture {mixtures}" if mixtures > 1 else "mixture")
+    return names
 
 
 def _resolve(wanted: Sequence[Any], expectation: str) -> tuple[list[Any], str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -52,12 +52,23 @@ class Checkpoint:
         found = metadata.get("identity", {})
         different = [key for key, value in self.identity.items() if found.get(key) != value]
         if different:
-            raise InputError(
-                f"file={str(self.path)!r} holds sums with another {', '.join(different)}",
-                expected="the file of this very computation",
-                remedy="delete it to start anew, or choose another name",
-            )
+            self.refuse(different)
         return int(metadata["pass"]), int(metadata["batches"]), tensors
+
+    def refuse(self, different: Sequence[str]) -> NoReturn:
+        """Raise because the file belongs to something else.
+
+        Args:
+            different: In what it differs.
+
+        Raises:
+            InputError: Always.
+        """
+        raise InputError(
+            f"file={str(self.path)!r} holds sums with another {', '.join(different)}",
+            expected="the file of this very computation",
+            remedy="delete it to start anew, or choose another name",
+        )
 
     def note(self, turn: int, batches: int, tensors: Mapping[str, Tensor]) -> None:
         """Write, if the last write is long enough ago.

@@ -92,11 +92,23 @@ def _summed_rows(parts: list[Factors], examples: slice, shape: tuple[int, ...]) 
 
 def _embedding_squares(parts: list[Factors], shape: tuple[int, ...]) -> Tensor:
     """Σ_n Σ_k (Σ_{s: id_ns = v} g_nks)² for every row v of a table."""
+    seen, sums = looked_up(parts, shape[0])
+    return sums.new_zeros(shape).index_add_(0, seen % shape[0], sums.square().sum(0))
+
+
+def looked_up(parts: list[Factors], rows: int) -> tuple[Tensor, Tensor]:
+    """The gradients of an embedding table, example by example, in the rows that each has looked up.
+
+    Args:
+        parts: Factors of every use.
+        rows: V, rows of the table.
+
+    Returns:
+        n V + v of each example n and row v that it looks up (U,), and Σ_{s: id_ns = v} g_nks (K, U, c).
+    """
     ids = torch.cat([f.a[:, 0] for f in parts], 1)  # (N, S)
     g = torch.cat([f.g[:, :, 0] for f in parts], 2)  # (K, N, S, c)
-    n = ids.shape[0]
-    places = ids + shape[0] * torch.arange(n, device=ids.device)[:, None]
+    places = ids + rows * torch.arange(ids.shape[0], device=ids.device)[:, None]
     seen, which = places.unique(return_inverse=True)
     sums = g.new_zeros(g.shape[0], len(seen), g.shape[-1])
-    sums.index_add_(1, which.flatten(), g.flatten(1, 2))  # same example, same row
-    return g.new_zeros(shape).index_add_(0, seen % shape[0], sums.square().sum(0))
+    return seen, sums.index_add_(1, which.flatten(), g.flatten(1, 2))

@@ -141,7 +141,7 @@ class FiniteDifferenceFisher(SummedOperator):
         if tied:
             raise ModelError(
                 f"{tied[0]} has a padding row and is the table of another layer too",
-                expected="padding rows that are used for nothing else: a difference cannot hold half of a use",
+                expected="padding rows used for nothing else: a difference cannot hold half of a use",
                 remedy="take FisherOperator, which differentiates",
             )
         self.likelihood = likelihood
@@ -214,7 +214,7 @@ def _outputs(function: Functional, params: Params, x: Inputs) -> Tensor:
 
 
 def _held(function: Functional, v: Tensor) -> Tensor:
-    """v without its part in padding rows of embeddings, which have no gradient."""
+    """The vector without its part in padding rows of embeddings, which have no gradient."""
     if not function.padding:
         return v
     held = v.clone()

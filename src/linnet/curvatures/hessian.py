@@ -12,8 +12,12 @@ from linnet.curvatures.likelihood import Likelihood
 from linnet.curvatures.products import require_finite
 from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import DataError, ModelError
+from linnet.linalg.random import normal
+from linnet.tangent.batch import take
 from linnet.tangent.functional import Functional
 from linnet.tangent.modes import differentiable_kernels, in_exact_mode
+
+PROBED = "second derivative"  # in the cache of a function: it was looked at
 
 
 class HessianOperator(SummedOperator):
@@ -57,16 +61,40 @@ class HessianOperator(SummedOperator):
                 remedy="pass the targets, or take the Gauss-Newton matrix",
             )
         try:
+            _probe(self.function, batch, self.likelihood)
             return _hessian_product(self.function, batch, self.likelihood, v)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ModelError(
-                f"model ({type(self.function.model).__name__}) has no second derivative in torch: {first}",
+                f"{type(self.function.model).__name__} has no usable second derivative in torch: {first}",
                 expected="operations that can be differentiated twice",
                 remedy="take the Gauss-Newton matrix, which needs first derivatives alone",
             ) from error
+
+
+def _probe(function: Functional, batch: Batch, likelihood: Likelihood) -> None:
+    """Raise where torch's second derivative is not symmetric, hence wrong; tried once, on two examples.
+
+    That of ``torch.nn.utils.parametrizations.weight_norm`` is such a one in torch 2.13.
+
+    Raises:
+        RuntimeError: If so; the caller says which network it is.
+    """
+    if PROBED in function.cache:
+        return
+    assert batch.y is not None
+    few = slice(0, min(2, batch.size))
+    part = Batch(batch.index, take(batch.x, few), batch.y[few])
+    generator = torch.Generator().manual_seed(0)
+    v = normal((function.space.dim, 2), generator, function.dtype, function.device)
+    # ⟨u, H w⟩ and ⟨w, H u⟩, term by term
+    terms = v.double().flip(1) * _hessian_product(function, part, likelihood, v).double()
+    difference, size = (terms[:, 0].sum() - terms[:, 1].sum()).abs(), torch.linalg.vector_norm(terms)
+    if difference > (1e-6 if function.dtype == torch.float64 else 1e-2) * size:
+        raise RuntimeError("the second derivative of one of its operations is wrong: it is not symmetric")
+    function.cache[PROBED] = True
 
 
 @in_exact_mode
@@ -85,7 +113,8 @@ def _hessian_product(function: Functional, batch: Batch, likelihood: Likelihood,
         used = [(g, name) for g, name in zip(found, leaves, strict=True) if g is not None and g.requires_grad]
         if not used:  # linear in every parameter
             return torch.zeros_like(v)
-        _require_second(used)
+        if PROBED not in function.cache:
+            _require_second(used)
         return torch.stack([_along(function, inputs, used, v[:, k]) for k in range(v.shape[1])], 1)
 
 
@@ -106,7 +135,11 @@ def _along(
 
 
 def _require_second(gradient: list[tuple[Tensor, str]]) -> None:
-    """Raise if an operation of the gradient refuses to be differentiated: torch leaves it out silently."""
+    """Raise if an operation of the gradient refuses to be differentiated: torch leaves it out silently.
+
+    Raises:
+        RuntimeError: If so; the caller says which network it is.
+    """
     waiting = [g.grad_fn for g, _ in gradient]
     seen = set()
     while waiting:

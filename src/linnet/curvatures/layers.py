@@ -114,10 +114,10 @@ class Layer:
         """
         batch = parts[0].shape[: parts[0].ndim - len(self.shapes[0])]
         rows = self.shapes[0][0] // self.groups
-        weight = parts[0].reshape(*batch, self.groups, rows, -1)
+        weight = parts[0].reshape(*batch, self.groups, rows, torch.Size(self.shapes[0][1:]).numel())
         if not self.biased:
             return weight
-        bias = parts[1].reshape(*batch, self.groups, -1)
+        bias = parts[1].reshape(*batch, self.groups, self.shapes[1][0] // self.groups)
         bias = bias[..., None, :] if self.transposed else bias[..., None]
         return torch.cat([weight, bias], -2 if self.transposed else -1)
 

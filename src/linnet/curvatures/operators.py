@@ -62,7 +62,7 @@ def matrix_free(
             )
         return HessianOperator(function, batches, likelihood)
     settings = (function, batches, likelihood, kind, expectation.samples, expectation.seed)
-    if expectation.matrix == "fisher":
+    if expectation.matrix == "fisher" or kind in ("mc", "empirical"):
         return FisherOperator(*settings)
     return GaussNewtonOperator(*settings)
 

@@ -50,14 +50,14 @@ class Part:
         pieces = [v[space.slices[name]] for name in self.layer.names]
         if not self.joined or not self.layer.biased:
             return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        shaped = [p.T.reshape(-1, *shape) for p, shape in zip(pieces, self.layer.shapes, strict=True)]
+        shaped = [p.T.reshape(v.shape[1], *shape) for p, shape in zip(pieces, self.layer.shapes, strict=True)]
         return self.layer.join(shaped).flatten(1).T
 
     def scatter(self, rows: Tensor, out: Tensor, space: ParameterSpace) -> None:
         """Undo :meth:`gather`, into ``out`` (P, K)."""
         if self.joined and self.layer.biased:
             rows_, columns = self.layer.matrix
-            matrices = rows.T.reshape(-1, self.layer.groups, rows_, columns)
+            matrices = rows.T.reshape(rows.shape[1], self.layer.groups, rows_, columns)
             pieces = [piece.flatten(1).T for piece in self.layer.part(matrices)]
         else:
             sizes = [torch.Size(shape).numel() for shape in self.layer.shapes]

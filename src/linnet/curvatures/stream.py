@@ -55,9 +55,16 @@ class Batch:
 class _Sums:
     """What two passes over the same data have in common, in whatever order."""
 
-    examples: int
-    first: float
-    second: float
+    examples: int = 0
+    first: float = 0.0
+    second: float = 0.0
+
+    def agrees(self, other: _Sums) -> bool:
+        """Whether the other pass holds the same, up to the rounding of another order."""
+        return self.examples == other.examples and all(
+            abs(a - b) <= 1e-6 * (abs(a) + abs(b) + 1e-12)
+            for a, b in ((self.first, other.first), (self.second, other.second))
+        )
 
 
 class Batches:
@@ -90,10 +97,11 @@ class Batches:
         )
         self._data = data if self._streamed else _pair(data)
         self._seen: _Sums | None = None
+        self._now = _Sums()
 
     def __iter__(self) -> Iterator[Batch]:
         """One pass; each batch is checked, and the pass as a whole compared with the first."""
-        examples, first, second = 0, 0.0, 0.0
+        self._now = now = _Sums()
         index = 0
         for x, y in self._whole():
             for part_x, part_y in self._parts(x, y):
@@ -101,14 +109,15 @@ class Batches:
                     batch = Batch(index, *_moved(part_x, part_y, self.device))
                     _check(batch)
                     total = _fingerprint(batch)
-                    examples, first, second = examples + batch.size, first + total[0], second + total[1]
+                    now = _Sums(now.examples + batch.size, now.first + total[0], now.second + total[1])
+                    self._now = now
                     yield batch
                 index += 1
         if index == 0:
             raise DataError(
                 "data is empty: it yields no example", expected="at least one example", remedy=EMPTY
             )
-        self._compare(_Sums(examples, first, second))
+        self._compare(now)
 
     def first(self) -> Batch:
         """The first batch of a pass, whichever process asks; the pass is not compared."""
@@ -145,6 +154,26 @@ class Batches:
         first = self.first()
         return [float(first.size), float(self.block or 0), *_fingerprint(first)]
 
+    def passed(self) -> Tensor:
+        """What tells the examples of the pass so far from others: their number and sums over them, (3,)."""
+        return torch.tensor([self._now.examples, self._now.first, self._now.second], dtype=torch.float64)
+
+    def has_passed(self, sums: Tensor) -> bool:
+        """Whether the pass so far holds the same examples as another one did.
+
+        Args:
+            sums: From :meth:`passed`.
+        """
+        return self._now.agrees(_Sums(int(sums[0]), float(sums[1]), float(sums[2])))
+
+    def expect(self, sums: Tensor) -> None:
+        """Compare the passes to come with one that was made before.
+
+        Args:
+            sums: From :meth:`passed` at its end.
+        """
+        self._seen = _Sums(int(sums[0]), float(sums[1]), float(sums[2]))
+
     def _whole(self) -> Iterator[tuple[Inputs, Tensor | None]]:
         """Batches as the data come."""
         if isinstance(self._data, DataLoader):
@@ -170,11 +199,7 @@ class Batches:
             self._seen = sums
             return
         before = self._seen
-        same = before.examples == sums.examples and all(
-            abs(a - b) <= 1e-6 * (abs(a) + abs(b) + 1e-12)
-            for a, b in ((before.first, sums.first), (before.second, sums.second))
-        )
-        if not same:
+        if not before.agrees(sums):
             change = (
                 f"{before.examples} examples, then {sums.examples}"
                 if before.examples != sums.examples

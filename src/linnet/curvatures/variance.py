@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from linnet.curvatures.diagonal import looked_up
 from linnet.curvatures.layers import Layer, layer_factors
 from linnet.curvatures.parts import Part
 from linnet.curvatures.sums import layer_rows
@@ -29,7 +30,7 @@ from linnet.tangent.batch import Inputs, batch_size, check_finite, map_tensors, 
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
-from linnet.tangent.rules import Factors
+from linnet.tangent.rules import Factors, factors
 
 FORMED = 1 << 22  # numbers in the gradients of a layer that are formed at once
 TARGET = 128 << 20  # bytes of one captured batch
@@ -56,7 +57,7 @@ def output_covariance(
     x = map_tensors(lambda t: t.to(function.device), x)
     c = function.check_runs(take(x, slice(0, 1))).numel()
     budget = parse_bytes(memory, function.device)
-    one = capture_bytes(function, x, c) + _row_bytes(parts, c)
+    one = capture_bytes(function, x, c) + row_bytes(parts, c)
     plan = Plan(
         f"output covariance of {batch_size(x)} examples x {c} outputs",
         budget,
@@ -64,17 +65,33 @@ def output_covariance(
     )
     require(plan, ["raise memory=", "use fewer examples at once"])
     size = max(1, min(256, min(TARGET, budget // 2) // max(one, 1)))
-    return torch.cat([_batch_covariance(parts, capture(function, block)) for block in split(x, size)])
+    return torch.cat([batch_covariance(parts, capture(function, block)) for block in split(x, size)])
 
 
-def _row_bytes(parts: Sequence[Part], c: int) -> int:
-    """Bytes of the gradients of one example that are formed for blocks without closed forms."""
-    formed = [part.layer.size for part in parts if not part.layer.factored or not _has_form(part)]
+def row_bytes(parts: Sequence[Part], c: int) -> int:
+    """Bytes of the gradients of one example that are formed for blocks without closed forms.
+
+    Args:
+        parts: M, layer by layer.
+        c: Number of outputs.
+
+    Returns:
+        The bytes.
+    """
+    formed = [part.layer.size for part in parts if not _looked_up(part) and not _is_closed(part)]
     return sum(formed) * c * parts[0].operator.dtype.itemsize
 
 
-def _batch_covariance(parts: Sequence[Part], captured: Captured) -> Tensor:
-    """Σ over the layers, (N, C, C)."""
+def batch_covariance(parts: Sequence[Part], captured: Captured) -> Tensor:
+    """J(x) M J(x)ᵀ for each example of a batch that has been differentiated already.
+
+    Args:
+        parts: M, layer by layer.
+        captured: The batch.
+
+    Returns:
+        (N, C, C).
+    """
     k, kind = captured.k, parts[0].operator.dtype
     total = torch.zeros(captured.n, k, k, dtype=kind, device=captured.outputs.device)
     for part in parts:
@@ -84,16 +101,42 @@ def _batch_covariance(parts: Sequence[Part], captured: Captured) -> Tensor:
 
 def _part_covariance(part: Part, captured: Captured) -> Tensor:
     """One layer's contribution."""
-    if not part.layer.factored or not _has_form(part):
+    if _looked_up(part):
+        return _embedding_covariance(part, captured)
+    if not _is_closed(part):
         rows = layer_rows(captured, part.layer).to(part.operator.dtype)
         return part.operator.quadratic(rows)
-    factors = layer_factors(captured, part.layer)
-    if not factors:
+    found = layer_factors(captured, part.layer)
+    if not found:
         return torch.zeros((), dtype=part.operator.dtype, device=captured.outputs.device)
     kind = part.operator.dtype
-    a = [F.pad(f.a.to(kind), (0, 1), value=1.0) if part.layer.biased else f.a.to(kind) for f in factors]
-    parts = [Factors(own, f.g.to(kind)) for own, f in zip(a, factors, strict=True)]
+    a = [F.pad(f.a.to(kind), (0, 1), value=1.0) if part.layer.biased else f.a.to(kind) for f in found]
+    parts = [Factors(own, f.g.to(kind)) for own, f in zip(a, found, strict=True)]
     return _Form.of(part).covariance(parts)
+
+
+def _looked_up(part: Part) -> bool:
+    """Whether the block is the diagonal of an embedding table, most of which no example looks up."""
+    return part.layer.embedding and isinstance(part.operator, Diagonal)
+
+
+def _embedding_covariance(part: Part, captured: Captured) -> Tensor:
+    """Σ over the rows v of a table that an example looks up, of g_kv diag(λ_v) g_k'vᵀ."""
+    k, n, rows = captured.k, captured.n, part.layer.shapes[0][0]
+    assert isinstance(part.operator, Diagonal)
+    total = part.operator.values.new_zeros(n, k, k)
+    uses = captured.by_parameter().get(part.layer.names[0], [])
+    if uses:
+        seen, sums = looked_up([factors(use, n) for use in uses], rows)
+        sums = sums.to(total.dtype).transpose(0, 1)  # (U, K, c)
+        weight = part.operator.values.view(rows, -1)[seen % rows]
+        total.index_add_(0, seen // rows, (sums * weight[:, None]) @ sums.mT)
+    return total
+
+
+def _is_closed(part: Part) -> bool:
+    """Whether the layer has factors and its block one of the formulas above."""
+    return part.layer.factored and _has_form(part)
 
 
 def _has_form(part: Part) -> bool:
