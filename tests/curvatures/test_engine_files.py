@@ -19,11 +19,13 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import linnet
 from linnet.curvatures import stream
 from linnet.curvatures.checkpoint import Checkpoint
+from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.likelihoods import Categorical, Gaussian
-from linnet.errors import FileFormatError, InputError
+from linnet.errors import DataError, FileFormatError, InputError
 from linnet.files import load_tensors, save_tensors
+from linnet.linalg.stored import to_tensors
 from tests.curvatures.curvature_oracles import Problem
-from tests.zoo import BY_NAME, case
+from tests.zoo import BY_NAME, assert_near, case
 
 ROOT = Path(__file__).resolve().parents[2]
 STRUCTURES = ("full", "block", "diagonal", "kfac", "ekfac", "kfra", "low-rank", "last-layer")
@@ -103,14 +105,14 @@ def test_missing_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match="truncated"):
         linnet.load_curvature(tmp_path, model)
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(FileFormatError, match="(?i)checksum|altered|damaged"):
+    with pytest.raises(FileFormatError, match=r"(?i)checksum|altered|damaged"):
         linnet.load_curvature(tmp_path, model)
     path.write_bytes(b"not at all")
     with pytest.raises(FileFormatError, match=FILE):
         linnet.load_curvature(tmp_path, model)
     path.unlink()
     save_tensors(tmp_path, "curvature", {"a": torch.ones(2)}, {"note": "of another kind"}, "fit")
-    with pytest.raises(FileFormatError, match="(?s)fit.*curvature"):
+    with pytest.raises(FileFormatError, match=r"(?s)fit.*curvature"):
         linnet.load_curvature(tmp_path, model)
 
 
@@ -149,17 +151,21 @@ def long_data() -> tuple[Tensor, Tensor]:
 
 
 def compute(data: Any, structure: Any = "ekfac", file: Path | None = None, **options: Any) -> Any:
+    model, likelihood = options.pop("model", case("lenet").model()), options.pop("likelihood", Categorical())
     options = {"expectation": "mc", "samples": 2, "block": 2, **options}
-    return linnet.curvature(case("lenet").model(), data, Categorical(), structure, file=file, **options)
+    return linnet.curvature(model, data, likelihood, structure, file=file, **options)
 
 
-@pytest.mark.parametrize("reads", range(7, 31, 4))
+@pytest.mark.parametrize("reads", [*range(7, 39, 5), 100])
 @pytest.mark.usefixtures("at_every_batch")
 def test_an_interrupted_run_goes_on_to_the_same_bits(reads: int, tmp_path: Path) -> None:
     x, y = long_data()
     structures = ["ekfac", "diagonal", "kfac"]
-    whole = compute(Breaking(x, y, None), structures)
     file = tmp_path / "sums.safetensors"
+    samples = Breaking(x, y, 1000)
+    whole = compute(samples, structures, file)
+    needed = 1000 - samples.left
+    assert not file.exists()
     try:
         found = compute(Breaking(x, y, reads), structures, file)
         interrupted = False
@@ -167,7 +173,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(reads: int, tmp_path: Path)
         interrupted = True
         # what has been summed is on disk, once a batch has been
         found = compute(Breaking(x, y, None), structures, file)
-    assert interrupted == (reads < 24)  # 4 for the first looks, 10 in either pass
+    assert interrupted == (reads < needed)
     assert not file.exists()
     for structure, G in found.items():
         assert torch.equal(G.dense(), whole[structure].dense())
@@ -217,10 +223,8 @@ def test_sums_of_anything_else_are_refused(tmp_path: Path) -> None:
         ("data", lambda: compute((x, y), "kfac", file, block=5)),
         ("data", lambda: compute((later, y), "kfac", file)),
         ("data", lambda: compute((x, (y + 1) % 4), "kfac", file)),
-        ("network", lambda: linnet.curvature(other, (x, y), Categorical(), "kfac", "mc", samples=2, file=file, block=2)),
-        ("likelihood", lambda: linnet.curvature(
-            case("lenet").model(), (x, y), Categorical(ignore_index=-1), "kfac", "mc", samples=2, file=file, block=2
-        )),
+        ("network", lambda: compute((x, y), "kfac", file, model=other)),
+        ("likelihood", lambda: compute((x, y), "kfac", file, likelihood=Categorical(ignore_index=-1))),
     ]  # fmt: skip
     for what, attempt in tries:
         with pytest.raises(InputError, match=rf"(?s)sums\.safetensors.*another.*{what}.*delete it") as caught:
@@ -234,11 +238,25 @@ def test_data_that_differ_only_where_they_were_read_before_are_refused(tmp_path:
     x, y = long_data()
     file = tmp_path / "sums.safetensors"
     with pytest.raises(Stop):
-        compute(Breaking(x, y, 11), "kfac", file)
+        compute(Breaking(x, y, 14), "kfac", file)
     later = x.clone()
     later[3] += 1.0  # in the second batch, which has been summed
-    with pytest.raises((InputError, linnet.errors.DataError), match="data"):
+    with pytest.raises((InputError, DataError), match="data"):
         compute(Breaking(later, y, None), "kfac", file)
+
+
+@pytest.mark.parametrize("reads", [26, 30])
+@pytest.mark.usefixtures("at_every_batch")
+def test_data_that_change_after_the_first_pass_are_refused(reads: int, tmp_path: Path) -> None:
+    x, y = long_data()
+    file = tmp_path / "sums.safetensors"
+    with pytest.raises(Stop):
+        compute(Breaking(x, y, reads), "ekfac", file)
+    assert load_tensors(file, "curvature-sums")[1]["pass"] == 1
+    later = x.clone()
+    later[9] += 1.0  # read in the first pass, and not yet in the second
+    with pytest.raises((InputError, DataError), match="data"):
+        compute(Breaking(later, y, None), "ekfac", file)
 
 
 @pytest.mark.usefixtures("at_every_batch")

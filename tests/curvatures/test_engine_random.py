@@ -13,7 +13,7 @@ from linnet.curvatures.likelihoods import Categorical, Custom, Gaussian
 from tests.curvatures.curvature_oracles import Problem
 from tests.zoo import assert_near, case
 
-DRAWS = 300
+DRAWS = 150
 STRUCTURES = ("kfac", "diagonal", "block", "full")
 
 
@@ -46,7 +46,7 @@ def test_estimates_are_unbiased_and_samples_are_averaged(expectation: str) -> No
             assert bool((error <= 5 * stderr + 1e-12).all()), f"{name}: {(error / stderr).max():.1f} errors"
         if not name.startswith("A"):
             ratio = float(few[name].var(0).sum() / many[name].var(0).sum())
-            assert 3.0 < ratio < 5.4, f"{name}: four samples have a {ratio:.2f} times smaller variance"
+            assert 2.7 < ratio < 6.0, f"{name}: four samples have a {ratio:.2f} times smaller variance"
 
 
 @pytest.mark.parametrize("structure", [*STRUCTURES, "ekfac", "matrix-free", "low-rank"])

@@ -383,11 +383,8 @@ def deviations(draws: Tensor, expected: Tensor) -> Tensor:
     return (draws.mean(0) - expected).abs() / (error + 1e-9 * expected.abs().max())
 
 
-@pytest.mark.parametrize(
-    ("name", "expectation"),
-    [(name, e) for name in ("categorical", "bernoulli", "poisson") for e in ("mc", "random-projection")]
-    + [("gaussian", "mc")],
-)
+@pytest.mark.parametrize("expectation", ["mc", "random-projection"])
+@pytest.mark.parametrize("name", CANONICAL)
 def test_sections_4_3_3_and_4_3_4_sampled_factors_are_unbiased(name: str, expectation: str) -> None:
     loss = LOSSES[name]
     network, xs, ys = problem(loss, 3)

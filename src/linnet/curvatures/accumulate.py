@@ -15,10 +15,11 @@ from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.sums import Gradients, Sums
 from linnet.errors import ModelError
 from linnet.progress import track
-from linnet.tangent.batch import take, tensors_in
+from linnet.tangent.batch import Inputs, take, tensors_in
 from linnet.tangent.capture import capture_bytes, capture_parts
 from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
+from linnet.tangent.trace import Trace, trace
 
 TARGET = 256 << 20  # bytes of one captured batch: more does not run faster
 LARGEST = 512  # examples of a captured batch, at most
@@ -135,11 +136,36 @@ class Accumulator:
         return shapes[key]
 
 
-def require_finite_pass(captured: Captured) -> None:
+def require_runs(function: Functional, x: Inputs) -> None:
+    """Raise if the network cannot run on x, or not with finite activations.
+
+    Args:
+        function: The network.
+        x: A few examples.
+
+    Raises:
+        ModelError: If so; it says why, and at which layer.
+    """
+    run = _traced(function, x)
+    if run is None:
+        function.check_runs(x)  # says why
+        run = trace(function, x)
+    require_finite_pass(run)
+
+
+def _traced(function: Functional, x: Inputs) -> Trace | None:
+    """A traced pass, if the network can run on x."""
+    try:
+        return trace(function, x)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        return None
+
+
+def require_finite_pass(captured: Captured | Trace) -> None:
     """Raise if an activation or the outputs are not finite, naming the first layer that read one.
 
     Args:
-        captured: A captured batch.
+        captured: A captured batch, or a traced pass.
 
     Raises:
         ModelError: If so.

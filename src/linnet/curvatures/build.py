@@ -68,7 +68,8 @@ def curvature(
         samples: Random columns for each example, for "mc" and "random-projection".
         rank: Number of eigenpairs of "low-rank".
         seed: Seed of everything random.
-        block: Examples differentiated at once; chosen by memory if left out.
+        block: Examples differentiated at once; chosen by memory if left out. Random columns are drawn batch
+            by batch, so that another block draws others.
         memory: Budget such as ``"4GB"``; by default half of what is available.
         file: A ``.safetensors`` file for unfinished sums: an interrupted call resumes from it.
         shard: Under torch.distributed, whether to share ``data`` out; ``False`` if each process has its own.
@@ -119,10 +120,12 @@ def curvature(
     kinds, expectation = _resolve(wanted, expectation)
     words = {"expectation": expectation, "sharing": sharing, "derivative": derivative, "method": method}
     _check_words(words, {"samples": samples, "rank": rank})
+    _check_seed(seed)
     if "last-layer" in kinds:
         params, kinds = _last_layer(params, kinds)
     function = _functional(model, params, output)
     taken = choose_matrix(likelihood, expectation, matrix)
+    _check_file(file, kinds, taken)
     columns = Expectation(likelihood, expectation, taken, samples, seed)
     rank_, world_ = world() if shard else (0, 1)
     batches = Batches(data, function.device, block, rank_, world_)
@@ -194,6 +197,26 @@ def _check_words(words: Mapping[str, str], numbers: Mapping[str, int]) -> None:
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise InputError(f"{name}={number!r}", expected="a positive integer", remedy=f"leave {name}= out")
+
+
+def _check_seed(seed: Any) -> None:
+    """Raise unless the seed is an integer."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise InputError(f"seed={seed!r}", expected="an integer", remedy="leave seed= out")
+
+
+def _check_file(file: Any, kinds: Sequence[Any], matrix: str) -> None:
+    """Raise on a file that is none, or that nothing would be written to."""
+    if file is None:
+        return
+    if not isinstance(file, str | Path):
+        raise InputError(f"file={file!r}", expected="a path", remedy='pass file="sums.safetensors"')
+    if matrix == "hessian" or any(kind in (*OPERATORS, "kfra") for kind in kinds):
+        raise InputError(
+            f"file={str(file)!r} with structure={[*kinds]!r} and matrix={matrix!r}",
+            expected="a structure whose sums can be resumed: full, block, diagonal, kfac or ekfac",
+            remedy="leave file= out",
+        )
 
 
 def _last_layer(params: Selector, kinds: Sequence[Any]) -> tuple[Selector, list[Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.curvatures.accumulate import LARGEST, Chunks, Passes, plan_chunks
+from linnet.curvatures.accumulate import LARGEST, Chunks, Passes, plan_chunks, require_runs
 from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.distributed import all_sum
@@ -86,6 +86,7 @@ def by_structure(
         The curvatures, in order.
     """
     first = batches.first()
+    require_runs(function, take(first.x, slice(0, LOOKED_AT)))
     if any(structure == "kfra" for _, structure in wanted):
         return [_recursion(function, batches, request, first)]
     layers = layers_of(function, first)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from linnet.curvatures.accumulate import require_finite_pass
 from linnet.curvatures.expectation import Expectation, batch_generator
 from linnet.curvatures.layers import Layer, find_layers
 from linnet.curvatures.moments import input_moment
@@ -71,6 +72,7 @@ class RecursionSums:
         generator = batch_generator(self.expectation.seed, batch.index, f.device)
         u = torch.randn(PROBES, *f.flatten(1).shape, generator=generator, dtype=f.dtype, device=f.device)
         captured = capture(self.function, batch.x, u)
+        require_finite_pass(captured)
         behind = u  # the gradient at the activations of the layer in hand
         for i in range(self._last, -1, -1):
             layer = self.layers[i]
@@ -132,6 +134,8 @@ class RecursionSums:
 def _chain(captured: Captured, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
     """The layers in the order of their use, if all are plain linear layers."""
     for layer in layers:
+        if layer.why == "no gradient seen":
+            raise _not_a_chain(layer, "no example of the first batch has a gradient there: its units are dead")
         if not layer.factored or layer.why != "linear":
             raise _not_a_chain(layer, f"it is used by {layer.why}")
         if layer.form.uses > 1 or layer.form.positions > 1:

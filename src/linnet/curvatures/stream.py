@@ -163,6 +163,9 @@ class Batches:
 
         Args:
             sums: From :meth:`passed`.
+
+        Returns:
+            Whether number and sums agree.
         """
         return self._now.agrees(_Sums(int(sums[0]), float(sums[1]), float(sums[2])))
 

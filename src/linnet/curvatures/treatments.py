@@ -132,7 +132,7 @@ def by_layer(structure: Structure, layers: Sequence[Layer]) -> dict[str, str]:
     for text, wanted in structure.items():
         try:
             patterns.append((re.compile(text), resolve(wanted, "exact")[0]))
-        except re.error as error:
+        except (re.error, TypeError) as error:
             raise InputError(
                 f"structure has the key {text!r}, no regular expression: {error}",
                 expected="regular expressions to search in parameter names",

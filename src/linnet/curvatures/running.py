@@ -1,0 +1,377 @@
+"""A curvature that is fed batch by batch while the network changes: exponential averages for training.
+
+After batches 1 ... t with weights w_s = decay^(t−s), every statistic is Σ_s w_s (statistic of batch s) and so
+is the number of examples it stands for. Nothing starts from zero or from an identity, so that there is no
+bias to correct: constant batches give the curvature of one of them at every step, for any decay.
+
+EKFAC takes its eigenvalues in a basis that is renewed now and then. What has been averaged in the old basis
+is carried over: the new eigenvalues are the old matrix' diagonal in the new basis,
+(Q′_Bᵀ Q_B)² Λ ((Q′_Aᵀ Q_A)²)ᵀ with squares by element, which keeps the trace.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.curvatures.accumulate import Accumulator, plan_chunks
+from linnet.curvatures.curvature import Curvature, Provenance
+from linnet.curvatures.distributed import all_sum, world
+from linnet.curvatures.ekfac import EigenvalueSums, RowEigenvalueSums, eigenvalue_sums
+from linnet.curvatures.engine import everything, layers_of
+from linnet.curvatures.expectation import EXPECTATIONS, Expectation, choose_matrix
+from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
+from linnet.curvatures.layers import Layer
+from linnet.curvatures.likelihood import Likelihood
+from linnet.curvatures.parts import Part
+from linnet.curvatures.stream import Batch, Batches
+from linnet.curvatures.sums import Sums
+from linnet.curvatures.treatments import BY_LAYER, Structure, by_layer, make_sums, resolve, treatment
+from linnet.errors import DataError, InputError
+from linnet.memory import parse_bytes
+from linnet.tangent.batch import Inputs, batch_size, take
+from linnet.tangent.functional import Functional
+from linnet.tangent.linearized import Linearized
+
+RENEWAL = 10  # batches between two bases of EKFAC
+KEPT = ("plans", "output shapes")  # what is known of the architecture, whatever the weights
+
+
+class RunningCurvature:
+    """A curvature as an exponential average over batches, for optimizers and continual learners.
+
+    Args:
+        model: The network, a ``Linearized`` or a ``Functional``; it is copied, :meth:`refresh` follows it.
+        likelihood: What the outputs mean.
+        structure: ``"kfac"``, ``"ekfac"``, ``"diagonal"``, ``"block"``, ``"full"``, or a mapping that mixes
+            them, as in :func:`linnet.curvature`.
+        expectation: ``"exact"``, ``"mc"``, ``"random-projection"`` or ``"empirical"``.
+        sharing: ``"expand"`` or ``"reduce"``.
+        decay: How much older batches count when one is added; 1 for plain sums.
+        seed: Seed of everything random.
+
+    Attributes:
+        function: The frozen copy of the network.
+        examples: Number of examples that the sums stand for, each faded like its batch.
+        batches: Number of batches added.
+
+    Raises:
+        InputError: If an argument has a value that is not listed.
+
+    Source:
+        Martens and Grosse 2015, section 5 (averages); George et al. 2018, section 4.2 (bases).
+
+    Example:
+        >>> from linnet.curvatures.likelihoods import Categorical
+        >>> net = nn.Linear(3, 2)
+        >>> running = RunningCurvature(net, Categorical(), "kfac", decay=0.9)
+        >>> for _ in range(3):
+        ...     running.add(torch.ones(4, 3))
+        >>> running.batches, running.curvature(examples=100).made.examples
+        (3, 100.0)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Functional,
+        likelihood: Likelihood,
+        structure: Structure = "kfac",
+        expectation: str = "exact",
+        sharing: str = "expand",
+        decay: float = 0.95,
+        seed: int = 0,
+    ) -> None:
+        if isinstance(structure, str):
+            structure, expectation = resolve(structure, expectation)
+        _check(structure, expectation, sharing, decay)
+        self.structure, self.sharing, self.decay = structure, sharing, float(decay)
+        if isinstance(model, Functional):
+            self.function = model.copy()
+        else:
+            self.function = model.function.copy() if isinstance(model, Linearized) else Functional(model)
+        matrix = choose_matrix(likelihood, expectation, "auto")
+        self.expectation = Expectation(likelihood, expectation, matrix, 1, seed)
+        self.batches = 0
+        self.examples = torch.zeros((), dtype=torch.float64, device=self.function.device)
+        self._assigned: list[tuple[Layer, str, str]] = []
+        self._first: list[Sums] = []
+        self._second: dict[int, EigenvalueSums | RowEigenvalueSums] = {}
+        self._basis: dict[int, Sums] = {}  # the factors that the bases were made of
+
+    # -- averaging -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def add(self, x: Inputs, y: Tensor | None = None, shared: bool = False) -> None:
+        """Fade what was added before, and add a batch.
+
+        Args:
+            x: N examples.
+            y: Targets, where the expectation needs them.
+            shared: Whether every process of ``torch.distributed`` adds a batch of its own now, and all get
+                the sum.
+
+        Raises:
+            DataError: If the batch is empty, not finite, or lacks targets.
+            ModelError: If the outputs are not finite.
+        """
+        rank, processes = world() if shared else (0, 1)
+        whole = Batches(x if y is None else (x, y), self.function.device, max(1, batch_size(x))).first()
+        self._prepare(whole)
+        batch = replace(whole, index=self.batches * processes + rank)
+        corrected = [i for i, (_, how, _) in enumerate(self._assigned) if how == "ekfac"]
+        if corrected and self._second and self.batches % RENEWAL == 0:
+            self.renew_basis()
+        begun = bool(self._second) or not corrected
+        self.examples.mul_(self.decay)
+        size = self._add(batch, [*self._first, *self._second.values()], processes)
+        if not begun:  # a basis needs factors first: the first batch is taken twice
+            self.renew_basis()
+            self._add(batch, list(self._second.values()), processes)
+        self.examples += size
+        self.batches += 1
+
+    @torch.no_grad()
+    def renew_basis(self) -> None:
+        """Turn EKFAC's eigenvalues into the eigenbasis of the present factors; done every 10 batches."""
+        for i, (_, how, _) in enumerate(self._assigned):
+            if how == "ekfac":
+                first = _snapshot(self._first[i])
+                assert isinstance(first, KroneckerSums | RowMomentSums)
+                new = eigenvalue_sums(first)
+                assert isinstance(new, EigenvalueSums | RowEigenvalueSums)
+                if i in self._second:
+                    _carry(self._second[i], new)
+                self._second[i], self._basis[i] = new, first
+
+    def _prepare(self, batch: Batch) -> None:
+        """Find the layers, on the first batch."""
+        if self._first:
+            return
+        if self.structure == "full":
+            self._assigned = [(everything(self.function), "full", "")]
+        else:
+            layers = layers_of(self.function, batch)
+            chosen = by_layer(self.structure, layers)
+            self._assigned = [(layer, *treatment(layer, chosen[layer.name])) for layer in layers]
+        function = self.function
+        self._first = [
+            make_sums(layer, how, self.sharing, function.dtype, function.device)
+            for layer, how, _ in self._assigned
+        ]
+
+    def _add(self, batch: Batch, sums: Sequence[Sums], processes: int) -> float:
+        """Fade sums and add a batch to them; the number of examples, those of all processes."""
+        own = [_snapshot(s, empty=True) for s in sums] if processes > 1 else sums
+        if processes == 1:
+            for statistic in sums:
+                statistic.fade(self.decay)
+        size, columns = self._chunks(batch)
+        accumulator = Accumulator(self.function, self.expectation, own, columns)
+        starts = range(0, batch.size, size)
+        for k, start in enumerate(starts):
+            few = slice(start, min(start + size, batch.size))
+            part = Batch(batch.index * len(starts) + k, take(batch.x, few), None)
+            accumulator.add(part if batch.y is None else replace(part, y=batch.y[few]))
+        if processes > 1:
+            all_sum(list(accumulator.state().values()))
+            for statistic, new in zip(sums, own, strict=True):
+                statistic.fade(self.decay)
+                for name, tensor in statistic.tensors.items():
+                    tensor += new.tensors[name]
+        return float(accumulator.examples)
+
+    def _chunks(self, batch: Batch) -> tuple[int, int]:
+        """Examples and columns at once."""
+        e = self.expectation
+        f = self.function.check_runs(take(batch.x, slice(0, 1)))
+        y = e.targets(f, None if batch.y is None else batch.y[:1])
+        formed = [a.size for a, how, _ in self._assigned if how in ("block", "full") or not a.factored]
+        row = max(formed, default=0) * self.function.dtype.itemsize
+        budget = parse_bytes(None, self.function.device)
+        columns = len(e.columns(f, y, 0))
+        chunks = plan_chunks(self.function, batch, columns, row, budget)
+        return chunks.examples, chunks.columns
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def curvature(self, examples: float | None = None) -> Curvature:
+        """The average as an operator with closed forms.
+
+        It is a copy: batches added later do not change it. Its ``output_covariance`` runs the network as
+        :meth:`refresh` last left it.
+
+        Args:
+            examples: Number of examples to scale the sum to, such as the size of the training set; by
+                default the number that it stands for, ``examples``.
+
+        Returns:
+            The curvature.
+
+        Raises:
+            DataError: If no batch has been added.
+            InputError: If ``examples`` is no positive number.
+        """
+        if self.batches == 0:
+            raise DataError(
+                "no batch has been added", expected="at least one", remedy="call add(x, y) before curvature()"
+            )
+        own = float(self.examples)
+        wanted = own if examples is None else examples
+        if isinstance(wanted, bool) or not isinstance(wanted, int | float) or not 0 < wanted < float("inf"):
+            raise InputError(
+                f"examples={examples!r}", expected="a positive number", remedy="leave examples= out"
+            )
+        parts = []
+        for i, (layer, how, note) in enumerate(self._assigned):
+            block = _snapshot(self._second[i] if how == "ekfac" else self._first[i]).block()
+            parts.append(Part(layer, block if examples is None else block.scaled(wanted / own), how, note))
+        e, name = self.expectation, self.structure if isinstance(self.structure, str) else "mixture"
+        made = Provenance(
+            name, e.matrix, e.kind, self.sharing, e.likelihood.describe(), float(wanted), e.samples
+        )
+        return Curvature(tuple(parts), self.function, made)
+
+    # -- following the network -------------------------------------------------------------------
+
+    def refresh(self, model: nn.Module | Mapping[str, Tensor]) -> None:
+        """Take over the weights and buffers of a network that has been trained on.
+
+        Tensors are copied, nothing else is: layers, plans of differentiation and averages stay.
+
+        Args:
+            model: The network, of the same architecture, or tensors by name.
+
+        Raises:
+            WeightsError: If a tensor has another shape.
+            ModelError: If a value is not finite.
+        """
+        if isinstance(model, nn.Module):
+            model = getattr(model, "_orig_mod", model)
+            model = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        kept = {key: self.function.cache[key] for key in KEPT if key in self.function.cache}
+        self.function.moved(model, in_place=True)
+        self.function.cache.update(kept)
+
+    # -- keeping ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All averages, for ``torch.save`` or safetensors; copies.
+
+        Returns:
+            Tensors by name.
+        """
+        tensors = {"examples": self.examples, "batches": torch.tensor(self.batches)}
+        for kind, sums in self._groups():
+            for i, statistic in sums.items():
+                tensors |= {f"{kind}/{i}/{name}": t for name, t in statistic.tensors.items()}
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor], x: Inputs) -> None:
+        """Go on from saved averages, of the same network and settings.
+
+        Args:
+            state: From :meth:`state_dict`.
+            x: A few examples, to find the layers on.
+
+        Raises:
+            InputError: If the averages belong to another network or structure.
+        """
+        self._prepare(Batches(x, self.function.device, max(1, batch_size(x))).first())
+        self._second, self._basis = {}, {}
+        if any(name.startswith("basis/") for name in state):
+            self._fill(
+                "first", state, {i: s for i, s in enumerate(self._first) if self._corrected(i)}, "basis"
+            )
+            self.renew_basis()
+        _match({"examples", "batches"} | self._names(), set(state))
+        for kind, sums in self._groups():
+            _fill(sums, state, kind)
+        self.examples.copy_(state["examples"])
+        self.batches = int(state["batches"])
+
+    def _groups(self) -> list[tuple[str, dict[int, Sums]]]:
+        """All statistics, by kind and layer."""
+        return [("first", dict(enumerate(self._first))), ("second", {**self._second}), ("basis", self._basis)]
+
+    def _names(self) -> set[str]:
+        """Names of the tensors of all statistics."""
+        return {
+            f"{kind}/{i}/{n}" for kind, sums in self._groups() for i, s in sums.items() for n in s.tensors
+        }
+
+
+def _fill(sums: Mapping[int, Sums], state: Mapping[str, Tensor], kind: str) -> None:
+    """Copy saved tensors into statistics."""
+    for i, statistic in sums.items():
+        for name, tensor in statistic.tensors.items():
+            key = f"{kind}/{i}/{name}"
+            _match({key}, {key} & set(state))
+            if state[key].shape != tensor.shape:
+                raise InputError(
+                    f"state[{key!r}] has shape {tuple(state[key].shape)}",
+                    expected=f"{tuple(tensor.shape)}",
+                    remedy="load averages of the same network with the same structure",
+                )
+            tensor.copy_(state[key])
+
+
+def _match(wanted: set[str], found: set[str]) -> None:
+    """Raise unless saved tensors have the right names."""
+    if wanted != found:
+        missing, extra = sorted(wanted - found), sorted(found - wanted)
+        what = f"lacks {missing[0]!r}" if missing else f"holds {extra[0]!r}"
+        raise InputError(
+            f"state {what}",
+            expected="averages of the same network with the same structure",
+            remedy="build the RunningCurvature with the arguments that the saved one had",
+        )
+
+
+def _check(structure: Structure, expectation: str, sharing: str, decay: Any) -> None:
+    """Raise on values that are not listed."""
+    known = (*BY_LAYER, "full")
+    if isinstance(structure, str) and structure not in known:
+        raise InputError(
+            f"structure={structure!r}",
+            expected=", ".join(f'"{name}"' for name in known),
+            remedy="use linnet.curvature for what needs all the data at once",
+        )
+    if expectation not in EXPECTATIONS or expectation == "recursion":
+        raise InputError(
+            f"expectation={expectation!r}",
+            expected='"exact", "mc", "random-projection" or "empirical"',
+            remedy='pass expectation="mc" if in doubt',
+        )
+    if sharing not in ("expand", "reduce"):
+        raise InputError(f"sharing={sharing!r}", expected='"expand" or "reduce"', remedy="leave sharing= out")
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
+        raise InputError(
+            f"decay={decay!r}", expected="a number above 0, at most 1", remedy="pass decay=1.0 for plain sums"
+        )
+
+
+def _snapshot(statistic: Sums, empty: bool = False) -> Sums:
+    """A statistic with tensors of its own."""
+    twin = copy.copy(statistic)
+    twin.tensors = {
+        name: torch.zeros_like(t) if empty else t.clone() for name, t in statistic.tensors.items()
+    }
+    return twin
+
+
+def _carry(old: EigenvalueSums | RowEigenvalueSums, new: EigenvalueSums | RowEigenvalueSums) -> None:
+    """The eigenvalues of one basis as the diagonal in another: (Q′_Bᵀ Q_B)² Λ ((Q′_Aᵀ Q_A)²)ᵀ."""
+    block = old.block()
+    left = (new.basis.left_vectors.mT @ block.left_vectors).square()
+    right = (new.basis.right_vectors.mT @ block.right_vectors).square()
+    values = left @ block.values @ right.mT
+    if isinstance(new, EigenvalueSums) and new.layer.transposed:
+        values = values.mT
+    target = new.tensors["values"]
+    target.copy_(values.reshape(target.shape))
