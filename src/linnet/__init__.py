@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from linnet.curvatures.build import curvature as curvature
     from linnet.curvatures.curvature import Curvature as Curvature
     from linnet.curvatures.saved import load_curvature as load_curvature
+    from linnet.methods import optim as optim
     from linnet.methods import spectrum as spectrum
     from linnet.methods.adversarial import Attack as Attack
     from linnet.methods.adversarial import fgsm as fgsm
     from linnet.methods.evaluate import evaluate as evaluate
     from linnet.methods.fit import fit as fit
+    from linnet.methods.gradient_flow import Flow as Flow
+    from linnet.methods.gradient_flow import gradient_flow as gradient_flow
     from linnet.methods.head import with_head as with_head
     from linnet.methods.linear_fit import LinearFit as LinearFit
     from linnet.methods.load_fit import load_fit as load_fit
@@ -54,9 +57,12 @@ _HOME = {
     "Separation": "linnet.methods.ood",
     "fgsm": "linnet.methods.adversarial",
     "Attack": "linnet.methods.adversarial",
+    "gradient_flow": "linnet.methods.gradient_flow",
+    "Flow": "linnet.methods.gradient_flow",
+    "optim": "linnet.methods",
     "spectrum": "linnet.methods",
 }
-_NAMESPACES = ("likelihoods", "spectrum")  # modules whose contents are public
+_NAMESPACES = ("likelihoods", "optim", "spectrum")  # modules whose contents are public
 
 __all__ = ["__version__", *_HOME]
 

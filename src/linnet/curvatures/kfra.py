@@ -135,7 +135,7 @@ def _chain(captured: Captured, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
     """The layers in the order of their use, if all are plain linear layers."""
     for layer in layers:
         if layer.why == "no gradient seen":
-            raise _not_a_chain(layer, "no example of the first batch has a gradient there: its units are dead")
+            raise _not_a_chain(layer, "no example has a gradient there, its units are dead")
         if not layer.factored or layer.why != "linear":
             raise _not_a_chain(layer, f"it is used by {layer.why}")
         if layer.form.uses > 1 or layer.form.positions > 1:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.errors import ModelError
+from linnet.errors import ModelError, WeightsError
 from linnet.linalg.space import ParameterSpace
 from linnet.tangent.batch import Inputs, batch_size, tensors_in
 from linnet.tangent.forward_mode import Params
@@ -18,6 +18,7 @@ from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import differentiable_kernels, has_recurrence, in_exact_mode
 from linnet.tangent.selection import Selector, select_parameters
 
+STRUCTURAL = frozenset({"jvp", "folds", "operations"})  # what a cache knows that other weights do not change
 OutputAdapter = str | Callable[[Any], Tensor] | None
 
 
@@ -62,6 +63,45 @@ class Functional:
         """
         twin = copy.copy(self)
         twin.model, twin.cache = copy.deepcopy(self.model), {}
+        return twin
+
+    @torch.no_grad()
+    def moved(self, tensors: Mapping[str, Tensor], in_place: bool = False) -> Functional:
+        """The same function with other weights; what is known of the network's structure stays known.
+
+        Args:
+            tensors: New values of parameters and buffers by name; what is not named stays.
+            in_place: Replace the tensors of this very function, which must have no other holder.
+                Tensors that were taken from it before (``theta``) keep their values.
+
+        Returns:
+            The function with the new weights, ``self`` if in place.
+
+        Raises:
+            WeightsError: If a tensor has another shape.
+            ModelError: If a value is not finite.
+        """
+        mine = tensors_by_name(self.model)
+        given = {name: (mine[name], t.detach()) for name, t in tensors.items() if name in mine}
+        for name, (old, new) in given.items():
+            if old.shape != new.shape:
+                raise WeightsError(
+                    f"{name} has shape {tuple(new.shape)}",
+                    expected=f"{tuple(old.shape)}",
+                    remedy="pass the weights of the network that was linearized",
+                )
+            _check_finite(name, new)
+        fixed = {name for name in given if name not in self.names}
+        same = all(torch.equal(given[name][0], given[name][1].to(given[name][0])) for name in fixed)
+        twin = self if in_place else self.copy()
+        # How J v is formed depends on the architecture; folds also hold the network's fixed tensors.
+        kept = STRUCTURAL if in_place and same else STRUCTURAL - {"folds"}
+        twin.cache = {key: value for key, value in self.cache.items() if key in kept}
+        theirs = tensors_by_name(twin.model)
+        for name, (_, new) in given.items():
+            if name in self.names or not same:
+                target = theirs[name]
+                target.data = new.to(device=target.device, dtype=target.dtype, copy=True)
         return twin
 
     @property
@@ -129,6 +169,19 @@ class Functional:
         return value
 
 
+def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a network, the tensors themselves; names as in ``named_parameters()``.
+
+    Args:
+        model: The network; the wrapper of ``torch.compile`` is looked through.
+
+    Returns:
+        Tensors by name.
+    """
+    model = getattr(model, "_orig_mod", model)
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
 def _padding_rows(model: nn.Module, names: list[str]) -> dict[str, tuple[int, bool]]:
     """Embedding tables with a padding row, which has no gradient: that row, and whether the table is tied."""
     every = list(model.named_parameters(remove_duplicate=False))
@@ -164,12 +217,17 @@ def _frozen_copy(model: nn.Module) -> nn.Module:
 def _check_weights(model: nn.Module) -> None:
     """Raise if any parameter or buffer is not finite, naming the first."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ModelError(
-                f"weights: {name} of shape {tuple(tensor.shape)} holds NaN or infinite values",
-                expected="finite weights",
-                remedy="load an intact checkpoint",
-            )
+        _check_finite(name, tensor)
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
+    """Raise if a parameter or buffer is not finite."""
+    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        raise ModelError(
+            f"weights: {name} of shape {tuple(tensor.shape)} holds NaN or infinite values",
+            expected="finite weights",
+            remedy="load an intact checkpoint",
+        )
 
 
 def _arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

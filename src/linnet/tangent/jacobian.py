@@ -251,6 +251,26 @@ def jacobian(function: Functional, x: Inputs, memory: str | int | None = None) -
     return out
 
 
+@in_exact_mode
+@torch.no_grad()
+def linearity_gap(function: Functional, x: Inputs, delta: Params) -> float:
+    """‖f(θ₀ + δ) − f_lin‖ / ‖f_lin − f₀‖ on a batch; 0 at δ = 0.
+
+    Args:
+        function: The network.
+        x: A batch of N examples.
+        delta: δ, by parameter name.
+
+    Returns:
+        The gap, ≥ 0.
+    """
+    value, tangent = jvp(function, x, delta)
+    reached = function({name: t + delta[name] for name, t in function.theta.items()}, x)
+    missed = torch.linalg.vector_norm((reached - value - tangent).double())
+    predicted = torch.linalg.vector_norm(tangent.double())
+    return 0.0 if float(missed) == 0 else float(missed / predicted)
+
+
 def _flat(value: Tensor) -> Tensor:
     """Output axes joined, (N, C)."""
     return value.reshape(value.shape[0], -1)

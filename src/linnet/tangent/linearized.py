@@ -7,20 +7,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from linnet.errors import InputError
+from linnet.errors import InputError, WeightsError
 from linnet.linalg.space import ParameterSpace, Vector
 from linnet.tangent.batch import Inputs
 from linnet.tangent.captured import Outputs
 from linnet.tangent.forward_mode import Params
-from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.functional import Functional, OutputAdapter, tensors_by_name
 from linnet.tangent.gram import gram
-from linnet.tangent.jacobian import jacobian, jvp, jvp_columns, vjp_columns
+from linnet.tangent.jacobian import jacobian, jvp, jvp_columns, linearity_gap, vjp_columns
 from linnet.tangent.selection import Selector
 
 
@@ -47,21 +47,28 @@ class Linearized(nn.Module):
 
     def __init__(self, function: Functional) -> None:
         super().__init__()
-        object.__setattr__(self, "function", function)
+        object.__setattr__(self, "_function", function)
+        self._owned = False  # whether nobody else can hold the function
         self._modules["delta"] = _tree({name: torch.zeros_like(t) for name, t in function.theta.items()})
 
-    function: Functional
+    _function: Functional
+
+    @property
+    def function(self) -> Functional:
+        """The network as a function of the tracked parameters; who asks for it may keep it."""
+        self._owned = False
+        return self._function
 
     @property
     def delta(self) -> Params:
         """δ = θ − θ₀ by parameter name: the trainable parameters themselves, not copies."""
         named = dict(cast(nn.Module, self._modules["delta"]).named_parameters())
-        return {name: named[name] for name in self.function.names}
+        return {name: named[name] for name in self._function.names}
 
     @property
     def theta0(self) -> Params:
         """θ₀, the point of linearization, by parameter name."""
-        return self.function.theta
+        return self._function.theta
 
     @property
     def model(self) -> nn.Module:
@@ -71,12 +78,12 @@ class Linearized(nn.Module):
     @property
     def parameter_names(self) -> list[str]:
         """Names of the tracked parameters, in the order of ``named_parameters()``."""
-        return list(self.function.names)
+        return list(self._function.names)
 
     @property
     def space(self) -> ParameterSpace:
         """The space that δ lives in."""
-        return self.function.space
+        return self._function.space
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """f₀(x) + J(x) δ.
@@ -94,10 +101,10 @@ class Linearized(nn.Module):
         """
         x = _one(args, kwargs)
         try:
-            value, tangent = jvp(self.function, x, self.delta)
+            value, tangent = jvp(self._function, x, self.delta)
         except RuntimeError:
             if not torch.compiler.is_compiling():
-                self.function.check_runs(x)  # says what is wrong with x, if x is what is wrong
+                self._function.check_runs(x)  # says what is wrong with x, if x is what is wrong
             raise
         return value + tangent
 
@@ -113,7 +120,7 @@ class Linearized(nn.Module):
         Raises:
             ModelError: If the network cannot take x, or returns values that are not finite.
         """
-        value = self.function.check_runs(x)
+        value = self._function.check_runs(x)
         return value.reshape(value.shape[0], -1)
 
     @torch.no_grad()
@@ -130,7 +137,7 @@ class Linearized(nn.Module):
         Raises:
             InputError: If v does not fit the parameters.
         """
-        return jvp_columns(self.function, x, _moved(v, self.function))
+        return jvp_columns(self._function, x, _moved(v, self._function))
 
     def vjp(self, x: Inputs, u: Tensor, like: str = "params") -> Vector:
         """J(x)ᵀ u.
@@ -148,7 +155,7 @@ class Linearized(nn.Module):
         """
         if like not in ("params", "flat"):
             raise InputError(f"like={like!r}", expected='"params" or "flat"')
-        flat = vjp_columns(self.function, x, u)
+        flat = vjp_columns(self._function, x, u)
         return flat if like == "flat" else self.space.to_params(flat)
 
     def jacobian(self, x: Inputs, memory: str | int | None = None) -> Tensor:
@@ -164,7 +171,7 @@ class Linearized(nn.Module):
         Raises:
             MemoryBudgetError: If it would not fit; ``jvp``, ``vjp`` and ``kernel`` never form it.
         """
-        return jacobian(self.function, x, memory)
+        return jacobian(self._function, x, memory)
 
     def kernel(
         self, x1: Inputs, x2: Inputs | None = None, outputs: Outputs = "full", memory: str | int | None = None
@@ -184,31 +191,76 @@ class Linearized(nn.Module):
             InputError: If ``outputs`` is something else.
             MemoryBudgetError: If not even the smallest tiles fit.
         """
-        return gram(self.function, x1, x2, outputs=outputs, memory=memory)
+        return gram(self._function, x1, x2, outputs=outputs, memory=memory)
+
+    def gap(self, x: Inputs) -> float:
+        """The linearity gap ‖f(θ₀ + δ) − f_lin‖ / ‖f_lin − f₀‖ on a batch: how far the model holds.
+
+        Args:
+            x: A batch of N examples.
+
+        Returns:
+            0 where the network is linear between θ₀ and θ₀ + δ (and at δ = 0), 1 where what the model
+            neglects is as large as what it predicts.
+
+        Raises:
+            ModelError: If the network cannot take x.
+            RuntimeError: If torch fails for another reason.
+        """
+        try:
+            return linearity_gap(self._function, x, self.delta)
+        except RuntimeError:
+            self._function.check_runs(x)  # says what is wrong with x, if x is what is wrong
+            raise
 
     @torch.no_grad()
-    def relinearize(self) -> None:
+    def relinearize(self, at: nn.Module | Mapping[str, Tensor] | None = None) -> None:
         """θ₀ ← θ₀ + δ and δ ← 0, in place.
 
-        The frozen network is copied first: fits that were made from this linearization keep theirs.
+        Fits and curvatures that were made from this linearization keep theirs: the frozen network is
+        copied first if anybody has asked for ``function`` or ``model``. Otherwise its weights are
+        replaced, which takes no copy of the network and keeps what is known of its derivatives.
+
+        Args:
+            at: Where to linearize instead of θ₀ + δ: a network of the same architecture, or tensors
+                by the names of parameters and buffers. Its buffers and untracked parameters are taken
+                over as well.
+
+        Raises:
+            WeightsError: If a tensor is missing or does not fit.
+            ModelError: If the new weights are not finite.
         """
-        object.__setattr__(self, "function", self.function.copy())
-        every = dict(self.model.named_parameters())
-        for name, delta in self.delta.items():
-            every[name].add_(delta)
-            delta.zero_()
+        delta = self.delta
+        if at is None:
+            tensors: Mapping[str, Tensor] = {name: t + delta[name] for name, t in self.theta0.items()}
+        elif isinstance(at, nn.Module):
+            tensors = tensors_by_name(at)
+        else:
+            tensors = at
+        missing = [name for name in self._function.names if name not in tensors]
+        if missing:
+            raise WeightsError(
+                f"at has no tensor for {missing[0]!r} and {len(missing) - 1} more tracked parameters",
+                expected="a network of the same architecture, or all its tensors by name",
+                remedy="pass the network that was linearized, or leave at= out for θ₀ + δ",
+            )
+        object.__setattr__(self, "_function", self._function.moved(tensors, in_place=self._owned))
+        self._owned = True
+        for value in delta.values():
+            value.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linearized:
         """Move the frozen network along with δ; fits made from this linearization keep theirs."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        object.__setattr__(self, "function", self.function.copy())
-        self.model._apply(fn)
+        object.__setattr__(self, "_function", self._function.copy())
+        self._function.model._apply(fn)
+        self._owned = True
         return self
 
     def extra_repr(self) -> str:
         """What ``print`` shows."""
         tracked = f"{len(self.parameter_names)} parameters tracked"
-        return f"{type(self.model).__name__}, {tracked}, P = {self.space.dim}"
+        return f"{type(self._function.model).__name__}, {tracked}, P = {self.space.dim}"
 
 
 def linearize(model: nn.Module, params: Selector = None, output: OutputAdapter = None) -> Linearized:

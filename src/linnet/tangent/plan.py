@@ -181,9 +181,8 @@ def _prove(found: _Findings, function: Functional, probe: Trace) -> None:
     generator = torch.Generator().manual_seed(1)
     u = torch.randn(1, n, c, generator=generator).to(probe.outputs)
     uses = [use for key, use in found.open_uses(probe) if key in found.layouts]
-    undecided = {
-        name for key, use in found.open_uses(probe) if key not in found.layouts for name in use.sources
-    }
+    waiting = [use for key, use in found.open_uses(probe) if key not in found.layouts]
+    undecided = {*found.exact, *(name for use in waiting for name in use.sources)}
     for use, g in zip(uses, use_gradients(probe.outputs, uses, u), strict=True):
         use.g = g
     ruled = Captured(n, probe.outputs, uses, probe.leaves, {}, 1)
@@ -196,7 +195,7 @@ def _prove(found: _Findings, function: Functional, probe: Trace) -> None:
         expected = [row.get(name) for row in truth]
         if all(g is None for g in expected):
             unused.append(name)
-        elif name not in found.exact and name not in undecided and not _matches(ruled, name, expected, largest):
+        elif name not in undecided and not _matches(ruled, name, expected, largest):
             found.exact[name] = "its rule disagrees with autograd here"
     found.unused = tuple(unused)
     found.exact = {name: why for name, why in found.exact.items() if name not in unused}

@@ -1,0 +1,95 @@
+"""What iterative linearization asks of an optimizer and of a loss."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from linnet.errors import InputError, NumericalError
+
+INDEPENDENT = (
+    "the loss that closure returned does not depend on its module",
+    "a loss of closure(module), computed from module(x) with gradients on",
+    "call the module that the closure is given, not the network, and detach nothing",
+)
+
+
+def made_optimizer(
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer], parameters: dict[str, nn.Parameter]
+) -> Optimizer:
+    """The optimizer of some parameters, once it is known to train exactly these.
+
+    Args:
+        make_optimizer: Makes it from a list of parameters.
+        parameters: The parameters by name.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        InputError: If it is no optimizer, or one of other parameters.
+    """
+    optimizer = make_optimizer(list(parameters.values()))
+    if not isinstance(optimizer, Optimizer):
+        raise InputError(
+            f"make_optimizer returned {type(optimizer).__name__}",
+            expected="a torch.optim.Optimizer",
+            remedy="pass make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1)",
+        )
+    used = {id(p): tuple(p.shape) for group in optimizer.param_groups for p in group["params"]}
+    ours = {id(p): name for name, p in parameters.items()}
+    foreign = [shape for key, shape in used.items() if key not in ours]
+    missing = [name for key, name in ours.items() if key not in used]
+    if foreign or missing:
+        found = [f"has {len(foreign)} others, one of shape {foreign[0]}"] if foreign else []
+        found += [f"lacks {missing[0]!r} ({len(missing)} in all)"] if missing else []
+        raise InputError(
+            f"the optimizer that make_optimizer returned {' and '.join(found)}",
+            expected=f"exactly the {len(ours)} parameters it was given",
+            remedy="make it from its argument, and choose parameters with params=",
+        )
+    return optimizer
+
+
+def evaluates(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step needs the closure, as that of LBFGS does."""
+    parameters = inspect.signature(type(optimizer).step).parameters.values()
+    return any(p.name == "closure" and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def checked_loss(loss: Any, steps: int) -> Tensor:
+    """A closure's loss, if it can be differentiated.
+
+    Args:
+        loss: What the closure returned.
+        steps: Steps taken so far.
+
+    Returns:
+        The loss.
+
+    Raises:
+        InputError: If it is no scalar, or has no gradient.
+        NumericalError: If it is not finite.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(
+            f"closure returned {kind}",
+            expected="the loss, a tensor with one floating point number",
+            remedy="end it with return loss, summed or averaged over the batch",
+        )
+    if not loss.requires_grad:
+        raise InputError(*INDEPENDENT)
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise NumericalError(
+            f"the loss is {value:g} after {steps} steps",
+            expected="a finite loss",
+            remedy="lower the learning rate; the weights are those before this step",
+        )
+    return loss

@@ -1,0 +1,312 @@
+"""Surgery on activations: every ReLU of a network made a Leaky ReLU, wherever and however it is called.
+
+The gradient of a ReLU network at θ₀ is zero in every unit that is off, and in a linear model it stays so: a
+Leaky ReLU lets it through (Achille et al., CVPR 2021, section 3.3). Modules are replaced. Calls of functions
+and methods (``F.relu``, ``torch.relu``, ``x.relu_()``) are caught while the network runs, in a copy whose
+class is a subclass made for it: names of parameters and modules stay as they were.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from linnet.errors import InputError, ModelError
+from linnet.tangent.batch import Inputs
+from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.rectifiers import CALLS, RELU, CappedLeakyReLU, Leaking, make_leaking, mentions
+
+RECORD = "_linnet_surgery"  # attribute of a network after surgery: its report
+
+
+@dataclass(frozen=True)
+class Activation:
+    """One place where a network rectifies.
+
+    Args:
+        where: The module, by its name in the network; empty for the network itself.
+        what: What is there: a module's class or a function's name.
+        by: What it became; for a place that was left, why.
+        times: Calls in one pass; ``None`` where no example was run.
+    """
+
+    where: str
+    what: str
+    by: str
+    times: int | None = None
+
+
+@dataclass(frozen=True)
+class SurgeryReport:
+    """What surgery replaced, and what it left.
+
+    Args:
+        slope: Slope of the new activations below zero.
+        replaced: Places that changed.
+        left: Places that rectify still, and why.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> print(report(leaky_relu(net)))
+        ReLU to Leaky ReLU of slope 0.2: 1 place
+          1  ReLU -> LeakyReLU
+    """
+
+    slope: float
+    replaced: tuple[Activation, ...]
+    left: tuple[Activation, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"ReLU to Leaky ReLU of slope {self.slope:g}: {_count(self.replaced)}"]
+        lines += [_line(one, "->") for one in self.replaced]
+        if self.left:
+            lines += [f"left as they were: {_count(self.left)}"] + [_line(one, ":") for one in self.left]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain numbers and text, for JSON."""
+        return asdict(self)
+
+
+def _count(places: Collection[Activation]) -> str:
+    return f"{len(places)} place" + ("" if len(places) == 1 else "s")
+
+
+def _line(one: Activation, sign: str) -> str:
+    times = "" if one.times is None else f" ({one.times} a pass)"
+    return f"  {one.where or '(network)'}  {one.what}{'' if sign == ':' else ' '}{sign} {one.by}{times}"
+
+
+def leaky_relu(
+    model: nn.Module,
+    slope: float = 0.2,
+    example: Inputs | None = None,
+    *,
+    keep: Collection[str] = (),
+    clamps: bool = False,
+    output: OutputAdapter = None,
+) -> nn.Module:
+    """A copy of the network in which every ReLU is a Leaky ReLU.
+
+    ReLU6 and ``hardtanh(x, 0, cap)`` keep their cap and leak below zero. In-place calls stay in place.
+    ``torch.utils.checkpoint`` is put aside inside the copy, because a recomputation would run outside of it.
+
+    Args:
+        model: The network; it is not touched.
+        slope: Slope below zero, in (0, 1].
+        example: A small batch. With it the report counts the calls of functions as they happen; without it
+            they are found by their names in the code. What is replaced does not depend on it.
+        keep: Names of modules to leave as they are, with all that is inside them.
+        clamps: Whether ``clamp(min=0)`` is an activation too; it may as well guard a root or a logarithm.
+        output: How to turn the network's result into a tensor, for the run on the example.
+
+    Returns:
+        The copy, with the same names of parameters; :func:`report` says what was replaced.
+
+    Raises:
+        InputError: If an argument has a value that does not work, or the network was operated on before.
+        ModelError: If a ReLU is out of reach: in a compiled script, or inside a recurrent kernel.
+
+    Source:
+        Achille et al., CVPR 2021, section 3.3; Maas et al. 2013.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> leaky_relu(net)[1], net[1]
+        (LeakyReLU(negative_slope=0.2), ReLU())
+    """
+    model = getattr(model, "_orig_mod", model)
+    _check(model, slope, keep)
+    function = Functional(model, output=output, params=None) if example is not None else None
+    if function is not None:
+        function.check_runs(example)
+    clone = copy.deepcopy(model)
+    kept = {id(m) for name in keep for m in clone.get_submodule(name).modules()}
+    _require_reachable(clone, kept)
+    replaced, clone = _replace_modules(clone, slope, kept)
+    named = {id(m): name for name, m in reversed(list(clone.named_modules()))}
+    for module in list(clone.modules()):
+        if id(module) in kept:
+            make_leaking(module, ("forward",), None, clamps)
+            continue
+        plain: Any = type(module)
+        if found := mentions(plain):
+            make_leaking(module, tuple(found), slope, clamps)
+            replaced += [] if function else _from_code(named[id(module)], module, found)
+    if not isinstance(clone, Leaking):
+        make_leaking(clone, ("forward",), slope, clamps)
+    left = [Activation(name, type(clone.get_submodule(name)).__name__, "asked to keep") for name in keep]
+    setattr(clone, RECORD, SurgeryReport(slope, (), ()))
+    if function is not None:
+        calls, passed = _watch(clone, example, output)
+        replaced, left = _counted(replaced, calls), left + passed
+    setattr(clone, RECORD, SurgeryReport(slope, tuple(replaced), tuple(left)))
+    return clone
+
+
+def report(model: nn.Module) -> SurgeryReport:
+    """What surgery did to a network.
+
+    Args:
+        model: A network from :func:`leaky_relu`, or a copy of one.
+
+    Returns:
+        The report.
+
+    Raises:
+        InputError: If the network was not operated on.
+    """
+    for module in model.modules():
+        found = getattr(module, RECORD, None)
+        if isinstance(found, SurgeryReport):
+            return found
+    raise InputError(
+        f"model ({type(model).__name__}) has no report of surgery",
+        expected="a network from linnet.surgery.leaky_relu",
+        remedy="call linnet.surgery.leaky_relu(model)",
+    )
+
+
+def _check(model: nn.Module, slope: float, keep: Collection[str]) -> None:
+    """Raise on arguments that cannot work."""
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
+        )
+    if isinstance(slope, bool) or not isinstance(slope, int | float) or not 0 < slope <= 1:
+        raise InputError(f"slope={slope!r}", expected="a number in (0, 1]", remedy="leave slope= out for 0.2")
+    if any(hasattr(module, RECORD) for module in model.modules()):
+        raise InputError(
+            "model had surgery before",
+            expected="a network with its own activations",
+            remedy="pass the network as it was before linnet.surgery.leaky_relu",
+        )
+    names = dict(model.named_modules(remove_duplicate=False))
+    missing = [name for name in ([keep] if isinstance(keep, str) else keep) if name not in names]
+    if isinstance(keep, str) or missing:
+        raise InputError(
+            f"keep={keep!r}" + (f": there is no module {missing[0]!r}" if missing else ""),
+            expected="a list of names of modules of the network",
+            remedy="see dict(model.named_modules()) for all of them",
+        )
+
+
+def _require_reachable(model: nn.Module, kept: set[int]) -> None:
+    """Raise for a rectifier that neither a module nor a call stands for."""
+    for name, module in model.named_modules():
+        if id(module) in kept:
+            continue
+        why = ""
+        if isinstance(module, torch.jit.ScriptModule):
+            why = "is compiled by torch.jit, which no replacement reaches"
+        elif isinstance(module, nn.RNN | nn.RNNCell) and getattr(module, "nonlinearity", "") == "relu":
+            why = "rectifies inside the recurrent kernel"
+        if why:
+            raise ModelError(
+                f"module {name or '(network)'!r} ({type(module).__name__}) {why}",
+                expected="activations that are modules or calls of torch's functions",
+                remedy=f"keep it as it is: leaky_relu(model, keep=[{name!r}])",
+            )
+
+
+def _replace_modules(model: nn.Module, slope: float, kept: set[int]) -> tuple[list[Activation], nn.Module]:
+    """Put new modules where rectifying ones are; one instance used in several places stays one."""
+    made: dict[int, nn.Module] = {}
+    found: list[Activation] = []
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if id(module) in kept:
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            found += _in_transformer(name, module, slope)
+        new = made.get(id(module)) or _module_for(module, slope)
+        if new is None:
+            continue
+        made[id(module)] = new
+        found.append(Activation(name, type(module).__name__, type(new).__name__))
+        if not name:
+            return found, new
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, new)
+    return found, model
+
+
+def _module_for(module: nn.Module, slope: float) -> nn.Module | None:
+    """The replacement of a module, ``None`` where it is to stay."""
+    kind, inplace = type(module).forward, bool(getattr(module, "inplace", False))
+    new: nn.Module | None = None
+    if isinstance(module, nn.ReLU) and kind is nn.ReLU.forward:
+        new = nn.LeakyReLU(slope, inplace)
+    elif isinstance(module, nn.ReLU6 | nn.Hardtanh) and kind in (nn.ReLU6.forward, nn.Hardtanh.forward):
+        new = CappedLeakyReLU(slope, float(module.max_val), inplace) if module.min_val == 0 else None
+    elif isinstance(module, nn.Threshold) and kind is nn.Threshold.forward:
+        new = nn.LeakyReLU(slope, inplace) if module.threshold == 0 == module.value else None
+    if new is not None:
+        new.training = module.training
+        for key, value in vars(module).items():  # hooks stay
+            if "_hooks" in key:
+                new.__dict__[key] = value
+    return new
+
+
+def _in_transformer(name: str, layer: nn.Module, slope: float) -> list[Activation]:
+    """The activation of torch's own transformer layers, which also have a fused kernel for it."""
+    if getattr(layer, "activation", None) not in RELU:
+        return []
+    layer.activation = functools.partial(F.leaky_relu, negative_slope=slope)  # type: ignore[assignment]
+    layer.activation_relu_or_gelu = 0  # type: ignore[assignment]  # not the fused kernel
+    return [Activation(name, "activation=relu", "leaky_relu")]
+
+
+def _from_code(name: str, module: nn.Module, found: dict[str, frozenset[str]]) -> list[Activation]:
+    """Calls of functions as the code names them; attributes that are modules have been replaced already."""
+    return [
+        Activation(name, f"{word} in {method}", "leaky_relu")
+        for method, words in found.items()
+        for word in sorted(words)
+        if not isinstance(getattr(module, word, None), nn.Module)
+    ]
+
+
+def _watch(
+    model: nn.Module, example: Inputs, output: OutputAdapter
+) -> tuple[dict[tuple[str, str], int], list[Activation]]:
+    """Calls by module and function in one pass, and the clamps among them that were left."""
+    function = Functional(model, output=output)
+    stack = [""]
+    calls: dict[tuple[str, str], int] = {}
+    left: dict[tuple[str, str], int] = {}
+
+    def note(func: str, passed: bool) -> None:
+        into = left if passed else calls
+        key = (stack[-1], func)
+        into[key] = into.get(key, 0) + 1
+
+    def enter(name: str) -> Callable[..., None]:
+        return lambda *_: stack.append(name)
+
+    def leave(*_: Any) -> None:
+        stack.pop()
+
+    for name, module in function.model.named_modules():
+        module.register_forward_pre_hook(enter(name))
+        module.register_forward_hook(leave)
+    token = CALLS.set(note)
+    try:
+        function.check_runs(example)
+    finally:
+        CALLS.reset(token)
+    remedy = "may guard a root or a logarithm; clamps=True replaces it"
+    return calls, [Activation(where, f"{func}(min=0)", remedy, n) for (where, func), n in left.items()]
+
+
+def _counted(modules: list[Activation], calls: dict[tuple[str, str], int]) -> list[Activation]:
+    """Modules and counted calls in one list."""
+    functions = [Activation(where, func, "leaky_relu", n) for (where, func), n in calls.items()]
+    return modules + functions
