@@ -13,7 +13,7 @@ from torch import Tensor
 from linnet.curvatures.accumulate import LARGEST, Chunks, Passes, plan_chunks, require_runs
 from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.curvature import Curvature, Provenance
-from linnet.curvatures.distributed import all_sum
+from linnet.curvatures.distributed import all_sum, world
 from linnet.curvatures.ekfac import eigenvalue_sums
 from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
@@ -123,8 +123,9 @@ def _checkpoint(
         "data": batches.identity(),
     }
     file = request.file
-    if batches.world > 1:
-        file = file.with_name(f"{file.stem}-{batches.rank}-of-{batches.world}{file.suffix}")
+    rank, size = world()
+    if size > 1:
+        file = file.with_name(f"{file.stem}-{rank}-of-{size}{file.suffix}")
     return Checkpoint(file, identity)
 
 

@@ -34,7 +34,7 @@ from linnet.curvatures.sums import Sums
 from linnet.curvatures.treatments import BY_LAYER, Structure, by_layer, make_sums, resolve, treatment
 from linnet.errors import DataError, InputError
 from linnet.memory import parse_bytes
-from linnet.tangent.batch import Inputs, batch_size, take
+from linnet.tangent.batch import Inputs, batch_size, take, tensors_in
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized
 
@@ -101,6 +101,7 @@ class RunningCurvature:
         self._assigned: list[tuple[Layer, str, str]] = []
         self._first: list[Sums] = []
         self._second: dict[int, EigenvalueSums | RowEigenvalueSums] = {}
+        self._sizes: dict[Any, tuple[int, int]] = {}
         self._basis: dict[int, Sums] = {}  # the factors that the bases were made of
 
     # -- averaging -------------------------------------------------------------------------------
@@ -127,12 +128,11 @@ class RunningCurvature:
         if corrected and self._second and self.batches % RENEWAL == 0:
             self.renew_basis()
         begun = bool(self._second) or not corrected
-        self.examples.mul_(self.decay)
         size = self._add(batch, [*self._first, *self._second.values()], processes)
         if not begun:  # a basis needs factors first: the first batch is taken twice
             self.renew_basis()
             self._add(batch, list(self._second.values()), processes)
-        self.examples += size
+        self.examples.mul_(self.decay).add_(size)
         self.batches += 1
 
     @torch.no_grad()
@@ -152,6 +152,7 @@ class RunningCurvature:
         """Find the layers, on the first batch."""
         if self._first:
             return
+        self.function.check_runs(take(batch.x, slice(0, 1)))
         if self.structure == "full":
             self._assigned = [(everything(self.function), "full", "")]
         else:
@@ -166,12 +167,9 @@ class RunningCurvature:
 
     def _add(self, batch: Batch, sums: Sequence[Sums], processes: int) -> float:
         """Fade sums and add a batch to them; the number of examples, those of all processes."""
-        own = [_snapshot(s, empty=True) for s in sums] if processes > 1 else sums
-        if processes == 1:
-            for statistic in sums:
-                statistic.fade(self.decay)
+        new = [_snapshot(s, empty=True) for s in sums]
         size, columns = self._chunks(batch)
-        accumulator = Accumulator(self.function, self.expectation, own, columns)
+        accumulator = Accumulator(self.function, self.expectation, new, columns)
         starts = range(0, batch.size, size)
         for k, start in enumerate(starts):
             few = slice(start, min(start + size, batch.size))
@@ -179,23 +177,25 @@ class RunningCurvature:
             accumulator.add(part if batch.y is None else replace(part, y=batch.y[few]))
         if processes > 1:
             all_sum(list(accumulator.state().values()))
-            for statistic, new in zip(sums, own, strict=True):
-                statistic.fade(self.decay)
-                for name, tensor in statistic.tensors.items():
-                    tensor += new.tensors[name]
+        for statistic, own in zip(sums, new, strict=True):  # only now: a batch that fails changes nothing
+            statistic.fade(self.decay)
+            for name, tensor in statistic.tensors.items():
+                tensor += own.tensors[name]
         return float(accumulator.examples)
 
     def _chunks(self, batch: Batch) -> tuple[int, int]:
-        """Examples and columns at once."""
-        e = self.expectation
-        f = self.function.check_runs(take(batch.x, slice(0, 1)))
-        y = e.targets(f, None if batch.y is None else batch.y[:1])
-        formed = [a.size for a, how, _ in self._assigned if how in ("block", "full") or not a.factored]
-        row = max(formed, default=0) * self.function.dtype.itemsize
-        budget = parse_bytes(None, self.function.device)
-        columns = len(e.columns(f, y, 0))
-        chunks = plan_chunks(self.function, batch, columns, row, budget)
-        return chunks.examples, chunks.columns
+        """Examples and columns at once; found for each shape of an example once."""
+        key = tuple(tuple(t.shape[1:]) for t in tensors_in(batch.x))
+        if key not in self._sizes:
+            e = self.expectation
+            f = self.function.check_runs(take(batch.x, slice(0, 1)))
+            columns = len(e.columns(f, e.targets(f, None if batch.y is None else batch.y[:1]), 0))
+            formed = [a.size for a, how, _ in self._assigned if how in ("block", "full") or not a.factored]
+            row = max(formed, default=0) * self.function.dtype.itemsize
+            budget = parse_bytes(None, self.function.device)
+            chunks = plan_chunks(self.function, batch, columns, row, budget)
+            self._sizes[key] = chunks.examples, chunks.columns
+        return self._sizes[key]
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -282,12 +282,11 @@ class RunningCurvature:
         Raises:
             InputError: If the averages belong to another network or structure.
         """
-        self._prepare(Batches(x, self.function.device, max(1, batch_size(x))).first())
-        self._second, self._basis = {}, {}
-        if any(name.startswith("basis/") for name in state):
-            self._fill(
-                "first", state, {i: s for i, s in enumerate(self._first) if self._corrected(i)}, "basis"
-            )
+        self._first, self._second, self._basis = [], {}, {}
+        if int(state.get("batches", 1)):
+            self._prepare(Batches(x, self.function.device, max(1, batch_size(x))).first())
+            factors = {i: s for i, s in enumerate(self._first) if self._assigned[i][1] == "ekfac"}
+            _fill(factors, state, "basis")
             self.renew_basis()
         _match({"examples", "batches"} | self._names(), set(state))
         for kind, sums in self._groups():

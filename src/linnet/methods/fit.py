@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from linnet.linalg.operator import LinearOperator
 from linnet.memory import Plan, format_bytes, parse_bytes, require
 from linnet.methods.arguments import check_positive, check_ridge
 from linnet.methods.dual import Dual, RidgePath, Spectrum
+from linnet.methods.fit_preconditioner import TRIAL, check_preconditioner, preconditioner_bytes
 from linnet.methods.head import RECORD, example_hashes
 from linnet.methods.linear_fit import LinearFit, Record, base_outputs
 from linnet.methods.primal import CGSettings, Primal
@@ -23,6 +25,7 @@ from linnet.tangent.gram import GramTask, gram, plan_gram
 from linnet.tangent.linearized import Linearized
 
 SOLVERS = ("auto", "dual", "cg")
+SMALLER = ["use fewer parameters with params=", "raise memory="]
 CG_STEPS = 300  # steps assumed when conjugate gradients are planned
 EIGEN_RATE = 5e10  # operations a second that the progress of an eigendecomposition assumes
 NETWORK_PENALTY = 4.0  # a network's operations take about four times as long as those of one large product
@@ -42,7 +45,7 @@ def fit(
     tolerance: float = 1e-5,
     max_steps: int = 2000,
     rank: int = 0,
-    preconditioner: LinearOperator | None = None,
+    preconditioner: str | LinearOperator | None = "auto",
 ) -> LinearFit:
     """Solve for the one optimum δ of ½ Σᵢ ‖tᵢ − f₀(xᵢ) − Jᵢδ‖² + ½ ρ‖δ‖².
 
@@ -60,8 +63,11 @@ def fit(
         file: A ``.npy`` file for the kernel; an interrupted run resumes from it.
         tolerance: Relative residual at which conjugate gradients stop.
         max_steps: Largest number of their steps.
-        rank: Rank of their Nyström preconditioner, 0 for none.
-        preconditioner: Any operator that approximates (JᵀJ + ρI)⁻¹, used instead.
+        rank: Rank of their Nyström preconditioner; 0 for the usual one, if one is used.
+        preconditioner: ``"nystrom"``, ``"ekfac"``, ``"kfac"``, ``"diagonal"``, ``"none"`` or ``None``, or any
+            symmetric positive definite operator that approximates (JᵀJ + ρI)⁻¹. ``"auto"`` begins without
+            one and takes Nyström if the end is not near. Kept for audits, forgetting and updates; a saved
+            fit keeps its name, but no operator of your own.
 
     Returns:
         The solved fit.
@@ -84,7 +90,10 @@ def fit(
         (torch.Size([12, 1]), 'dual')
     """
     _check(lin, loss, ridge, solver, scale)
-    settings = CGSettings(tolerance, max_steps, rank)
+    check_preconditioner(preconditioner, rank)
+    operator = preconditioner if isinstance(preconditioner, LinearOperator) else None
+    name = preconditioner if isinstance(preconditioner, str) else "none" if operator is None else "given"
+    settings = CGSettings(tolerance, max_steps, rank, preconditioner=name)
     started = time.perf_counter()
     x, y = gather_data(data, lin.function.device)
     lin.function.check_runs(take(x, slice(0, 1)))
@@ -96,14 +105,17 @@ def fit(
         made = _explicit(targets, f0, y)
     residual = made.values.to(f0) - f0
     seconds = {"network": time.perf_counter() - started}
-    chosen, why = _choose_solver(lin, x, f0.shape[1], ridge, solver, memory)
+    chosen, why = _choose_solver(lin, x, f0.shape[1], ridge, solver, memory, settings)
     reasons = {"solver": why}
     started = time.perf_counter()
     system: Dual | Primal
     if chosen == "dual":
         system, reasons["ridge"] = _solve_dual(lin, x, residual, made, ridge, memory, file, seconds)
     else:
-        system, reasons["ridge"] = _solve_primal(lin, x, residual, ridge, settings, preconditioner, why)
+        assert not isinstance(ridge, str), why
+        settings = _affordable(lin, x, settings, memory)
+        system = Primal(lin.function, x, residual, ridge, settings, None, operator)
+        reasons["ridge"], reasons["preconditioner"] = "given", _explain_steps(system, name)
     seconds["solve"] = time.perf_counter() - started - seconds.get("kernel", 0.0)
     criterion = ridge if isinstance(ridge, str) else "given"
     record = Record(chosen, criterion, reasons, _warnings(lin, x, y, made), seconds)
@@ -154,13 +166,19 @@ def _explicit(targets: Tensor, f0: Tensor, y: Tensor) -> Targets:
 
 
 def _choose_solver(
-    lin: Linearized, x: Inputs, c: int, ridge: float | str, solver: str, memory: str | int | None
+    lin: Linearized,
+    x: Inputs,
+    c: int,
+    ridge: float | str,
+    solver: str,
+    memory: str | int | None,
+    settings: CGSettings,
 ) -> tuple[str, str]:
     """The solver, and one sentence that says why."""
     budget = parse_bytes(memory, lin.function.device)
     if solver != "auto":
         if solver == "cg":
-            require(_primal_memory(lin, budget), ["use fewer parameters with params=", "raise memory="])
+            require(_primal_memory(lin, x, budget, settings), SMALLER)
         else:
             require(
                 _dual_memory(lin, x, c, ridge, memory),
@@ -172,7 +190,7 @@ def _choose_solver(
         require(dual_memory, ['give the ridge as a number, so that solver="cg" can be used', "raise memory="])
         return "dual", f"the kernel gives every ridge at once ({format_bytes(dual_memory.peak)})"
     if dual_memory.peak > budget:
-        require(_primal_memory(lin, budget), ["use fewer parameters with params=", "raise memory="])
+        require(_primal_memory(lin, x, budget, settings), SMALLER)
         needed = format_bytes(dual_memory.peak)
         return "cg", f"the dual would need {needed} of a budget of {format_bytes(budget)}"
     dual, primal = _operations(lin, x, c)
@@ -218,10 +236,35 @@ def _forward_operations(lin: Linearized, x: Inputs) -> float:
     return float(lin.function.cache["operations"])
 
 
-def _primal_memory(lin: Linearized, budget: int) -> Plan:
-    """Bytes of a primal fit."""
+def _primal_memory(lin: Linearized, x: Inputs, budget: int, settings: CGSettings) -> Plan:
+    """Bytes of a primal fit; a preconditioner that is not asked for is left out if it does not fit."""
     vector = lin.space.dim * lin.function.dtype.itemsize
-    return Plan("primal fit", budget, (("vectors of conjugate gradients", 8 * vector),))
+    items = [("vectors of conjugate gradients", 8 * vector)]
+    if settings.preconditioner not in ("auto", "none", "given"):
+        name = settings.preconditioner
+        items.append((f"preconditioner {name!r}", preconditioner_bytes(lin.function, x, name, settings.rank)))
+    return Plan("primal fit", budget, tuple(items))
+
+
+def _affordable(lin: Linearized, x: Inputs, settings: CGSettings, memory: str | int | None) -> CGSettings:
+    """The settings, with no preconditioner where one may be chosen but does not fit."""
+    budget = parse_bytes(memory, lin.function.device)
+    if settings.preconditioner == "auto":
+        needed = preconditioner_bytes(lin.function, x, "auto", settings.rank)
+        if _primal_memory(lin, x, budget, settings).peak + needed > budget:
+            return replace(settings, preconditioner="none")
+    return settings
+
+
+def _explain_steps(system: Primal, asked: str) -> str:
+    """One sentence about the preconditioner and what it took."""
+    name = system.settings.preconditioner
+    steps = f"{system.steps} steps"
+    if asked != "auto" or system.settings.rank:
+        return f"{name}: {'asked for' if asked != 'given' else 'an operator'}, {steps}"
+    if name == "nystrom":
+        return f"nystrom: not at the end after {TRIAL} steps without one, {steps} in all"
+    return f"none: {steps} without one"
 
 
 def _solve_dual(
@@ -259,20 +302,6 @@ def _explain(path: RidgePath, criterion: str, ridge: float) -> str:
     edge = "; it is at the edge of the grid" if at in (0, len(path.ridges) - 1) else ""
     degrees = float(path.degrees_of_freedom[at])
     return f"{words} of {len(path.ridges)} values, {degrees:.0f} effective parameters{edge}"
-
-
-def _solve_primal(
-    lin: Linearized,
-    x: Inputs,
-    residual: Tensor,
-    ridge: float | str,
-    settings: CGSettings,
-    preconditioner: LinearOperator | None,
-    why: str,
-) -> tuple[Primal, str]:
-    """Iterate to the solution."""
-    assert not isinstance(ridge, str), why
-    return Primal(lin.function, x, residual, ridge, settings, preconditioner=preconditioner), "given"
 
 
 def _warnings(lin: Linearized, x: Inputs, y: Tensor, targets: Targets) -> tuple[str, ...]:

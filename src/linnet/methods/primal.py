@@ -8,7 +8,7 @@ with C columns for each example.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor
 from linnet.errors import InputError, NumericalError
 from linnet.linalg.operator import LinearOperator
 from linnet.methods.arguments import check_positive
+from linnet.methods.fit_preconditioner import FEW, TRIAL, make_preconditioner
 from linnet.progress import track
-from linnet.solvers.cg import cg
-from linnet.solvers.nystrom import nystrom_preconditioner
+from linnet.solvers.cg import cg, relative_residual
 from linnet.solvers.solution import Solution, Status
 from linnet.tangent.batch import Inputs, batch_size, concatenate, split, take
 from linnet.tangent.functional import Functional
@@ -33,14 +33,16 @@ class CGSettings:
     Args:
         tolerance: Relative residual to reach.
         max_steps: Largest number of steps.
-        rank: Rank of the Nyström preconditioner; 0 for none.
+        rank: Rank of the Nyström preconditioner; 0 for the usual one, if it is named.
         columns: Right-hand sides solved at once in the per-example quantities.
+        preconditioner: Its name, or ``"given"`` for an operator; a positive rank names Nyström.
     """
 
     tolerance: float = 1e-5
     max_steps: int = 2000
     rank: int = 0
     columns: int = 32
+    preconditioner: str = "none"
 
     def __post_init__(self) -> None:
         """Raise on values of the wrong kind; conjugate gradients check their ranges."""
@@ -53,6 +55,29 @@ class CGSettings:
                     expected=f"an integer of at least {least}",
                     remedy=f"leave {name}= out",
                 )
+        if self.rank and self.preconditioner in ("none", "auto"):
+            object.__setattr__(self, "preconditioner", "nystrom")
+
+    def run(
+        self, matrix: LinearOperator, b: Tensor, preconditioner: LinearOperator | None, start: Tensor | None
+    ) -> Solution[Tensor]:
+        """Conjugate gradients; where they fail with a preconditioner, they go on without it.
+
+        Args:
+            matrix: Symmetric positive definite.
+            b: Right-hand side, (n,) or (n, K).
+            preconditioner: An approximation of the inverse, or ``None``.
+            start: Where to start.
+
+        Returns:
+            The solution, with the steps of both.
+        """
+        found = _cg(matrix, b, preconditioner, start, self.tolerance, self.max_steps)
+        if preconditioner is None or found.status not in (Status.MAX_STEPS, Status.DIVERGED):
+            return found
+        at = found.value if found.residual < 1 else start
+        plain = _cg(matrix, b, None, at, self.tolerance, self.max_steps)
+        return replace(plain, steps=found.steps + plain.steps)
 
 
 STAGNATED = (
@@ -60,20 +85,24 @@ STAGNATED = (
 )
 
 
-def _accepted(solution: Solution[Any], what: str) -> Tensor:
+def _cg(*arguments: Any) -> Solution[Tensor]:
+    """Conjugate gradients on tensors."""
+    found: Solution[Any] = cg(*arguments)
+    return found
+
+
+def _accepted(solution: Solution[Tensor], what: str) -> Tensor:
     """The answer, if it converged or came as far as its precision lets it."""
     if solution.status is Status.STAGNATED and solution.residual <= STAGNATED:
-        answer: Tensor = solution.value
-        return answer
+        return solution.value
     try:
-        answer = solution.require(what)
+        return solution.require(what)
     except NumericalError as error:
         raise NumericalError(
             error.what,
             expected=f"a relative residual of at most {STAGNATED:g}",
             remedy='use solver="dual", a larger ridge, or the network in float64',
         ) from error
-    return answer
 
 
 class Primal:
@@ -86,7 +115,13 @@ class Primal:
         ridge: ρ > 0.
         settings: How to iterate.
         start: Where to start, (P,).
-        preconditioner: Any approximation of (JᵀJ + ρI)⁻¹; by default Nyström of ``settings.rank``.
+        preconditioner: Any approximation of (JᵀJ + ρI)⁻¹; by default the one that the settings name.
+
+    Attributes:
+        delta: δ, (P,).
+        beta: β, (N, C).
+        steps: Steps taken.
+        settings: How to iterate, with the preconditioner that was chosen if it was to be.
     """
 
     def __init__(
@@ -99,28 +134,55 @@ class Primal:
         start: Tensor | None = None,
         preconditioner: LinearOperator | None = None,
     ) -> None:
-        self.function, self.x, self.residual, self.ridge, self.settings = (
-            function,
-            x,
-            residual,
-            float(ridge),
-            settings,
-        )
+        self.function, self.x, self.residual, self.ridge = function, x, residual, float(ridge)
+        self.settings = settings
         self.n, self.c = residual.shape
         self._blocks: Tensor | None = None
+        self._preconditioner = preconditioner
         self.jacobian = JacobianOperator(function, x, self.c)
         self.normal = NormalOperator(self.jacobian)
-        if preconditioner is None and settings.rank > 0:
-            generator = torch.Generator(device=function.device).manual_seed(0)
-            preconditioner = nystrom_preconditioner(self.normal, self.ridge, settings.rank, generator)
-        self.preconditioner = preconditioner
         right = self.jacobian.T.mv(residual.to(function.dtype).reshape(-1))
-        solution = cg(self.matrix, right, preconditioner, start, settings.tolerance, settings.max_steps)
+        solution = self._first(right, start)
         self.delta = _accepted(solution, "the linear fit by conjugate gradients")
         self.steps, self.relative_residual = solution.steps, solution.residual
         # β = (r − Jδ)/ρ
         fitted = self.jacobian.mv(self.delta).view(self.n, self.c)
         self.beta = (residual.to(fitted.dtype) - fitted) / self.ridge
+
+    def _first(self, right: Tensor, start: Tensor | None) -> Solution[Tensor]:
+        """δ from a start; a preconditioner is made when it is needed, and chosen if it is to be."""
+        settings, steps = self.settings, 0
+        if start is not None:
+            residual = relative_residual(self.matrix, start[:, None], right[:, None])
+            if residual <= settings.tolerance:
+                self._choose("none")
+                return Solution(start, Status.CONVERGED, 0, residual)
+        if settings.preconditioner == "auto" and self._preconditioner is None:
+            limit = settings.max_steps if min(self.jacobian.shape) <= FEW else TRIAL
+            limit = min(limit, settings.max_steps)
+            found = _cg(self.matrix, right, None, start, settings.tolerance, limit)
+            if found.status is not Status.MAX_STEPS or limit == settings.max_steps:
+                self._choose("none")
+                return found
+            self._choose("nystrom")
+            start, steps = found.value, found.steps
+        solution = self.settings.run(self.matrix, right, self.preconditioner, start)
+        return replace(solution, steps=solution.steps + steps)
+
+    def _choose(self, name: str) -> None:
+        """Settle on a preconditioner, if it was left open."""
+        if self.settings.preconditioner == "auto":
+            self.settings = replace(self.settings, preconditioner=name)
+
+    @property
+    def preconditioner(self) -> LinearOperator | None:
+        """The approximation of (JᵀJ + ρI)⁻¹ that conjugate gradients use, made when first asked for."""
+        name = self.settings.preconditioner
+        if self._preconditioner is None and name not in ("none", "auto", "given"):
+            self._preconditioner = make_preconditioner(
+                name, self.normal, self.c, self.ridge, self.settings.rank
+            )
+        return self._preconditioner
 
     @property
     def matrix(self) -> LinearOperator:
@@ -129,9 +191,7 @@ class Primal:
 
     def solve(self, b: Tensor) -> Tensor:
         """(JᵀJ + ρI)⁻¹ b for columns (P, K)."""
-        solution = cg(
-            self.matrix, b, self.preconditioner, None, self.settings.tolerance, self.settings.max_steps
-        )
+        solution = self.settings.run(self.matrix, b, self.preconditioner, None)
         return _accepted(solution, "a solve by conjugate gradients")
 
     def _solved_rows(self, x: Inputs, what: str) -> Iterator[tuple[Inputs, Tensor]]:
@@ -200,7 +260,7 @@ class Primal:
             self.ridge,
             self.settings,
             self.delta,
-            self.preconditioner,
+            self._preconditioner,
         )
 
     def extended(self, x: Inputs, residual: Tensor) -> Primal:
@@ -208,5 +268,5 @@ class Primal:
         joined = torch.cat([self.residual, residual])
         every = concatenate([self.x, x])
         return Primal(
-            self.function, every, joined, self.ridge, self.settings, self.delta, self.preconditioner
+            self.function, every, joined, self.ridge, self.settings, self.delta, self._preconditioner
         )

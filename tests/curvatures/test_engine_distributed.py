@@ -1,0 +1,92 @@
+"""Processes that share the data have the sums of one process alone.
+
+Run as a script (``RANK WORLD FOLDER``) this file is one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import linnet
+from linnet.curvatures.likelihoods import Categorical
+from tests.curvatures.curvature_oracles import relative
+from tests.zoo import assert_near, case, joined
+
+ROOT = Path(__file__).resolve().parents[2]
+STRUCTURES = ["kfac", "ekfac", "diagonal", "block", "full"]
+
+
+def data_of(name: str) -> tuple[Any, Tensor]:
+    """Seven examples, so that shares are unequal."""
+    return joined(case(name).x1, case(name).x2), torch.tensor([0, 2, 1, 0, 1, 1, 2])
+
+
+def summed(file: Path | None) -> dict[str, Tensor]:
+    """Everything at once on a convolutional network, and KFRA on another."""
+    found: dict[str, Tensor] = {}
+    for expectation in ("exact", "mc"):
+        options = {"seed": 4, "block": 2, "file": file}
+        net, data = case("lenet").model(), data_of("lenet")
+        G = linnet.curvature(net, data, Categorical(), STRUCTURES, expectation, **options)
+        found |= {f"{structure} {expectation}": one.dense() for structure, one in G.items()}
+        found["examples"] = torch.tensor([one.made.examples for one in G.values()], dtype=torch.float64)
+    net, data = case("mlp-tanh").model(), data_of("mlp-tanh")
+    found["kfra"] = linnet.curvature(net, data, Categorical(), "kfra", block=2).dense()
+    found["low-rank"] = linnet.curvature(net, data, Categorical(), "low-rank", rank=5, block=2).dense()
+    return found
+
+
+def run_rank(rank: int, size: int, folder: Path) -> None:
+    """One rank: shared data, and then data of its own."""
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(str(folder / "store"), size)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    found = summed(folder / "sums.safetensors")
+    x, y = data_of("lenet")
+    own = (x[rank::size], y[rank::size])
+    file = folder / "own.safetensors"
+    apart = linnet.curvature(case("lenet").model(), own, Categorical(), "diagonal", shard=False, file=file)
+    found["apart"] = apart.dense()
+    torch.save(found, folder / f"rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.dist
+def test_two_ranks_have_the_sums_of_one(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__).resolve())]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(tmp_path)], env=environment, cwd=ROOT,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = []
+    try:
+        said = [process.communicate(timeout=120)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
+    alone = summed(None)
+    for rank in range(2):
+        found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
+        for kind, matrix in alone.items():
+            error = relative(found[kind], matrix)
+            assert error < (1e-6 if kind == "low-rank" else 1e-10), f"{kind}: {error:.1e}"
+        assert_near(found["apart"], alone["diagonal exact"])
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+if __name__ == "__main__":
+    run_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
