@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from linnet.methods.gradient_flow import Flow as Flow
     from linnet.methods.gradient_flow import gradient_flow as gradient_flow
     from linnet.methods.head import with_head as with_head
+    from linnet.methods.laplace import Laplace as Laplace
+    from linnet.methods.laplace_load import load_laplace as load_laplace
+    from linnet.methods.laplace_training import train_with_evidence as train_with_evidence
     from linnet.methods.linear_fit import LinearFit as LinearFit
     from linnet.methods.load_fit import load_fit as load_fit
     from linnet.methods.ood import Separation as Separation
@@ -50,6 +53,9 @@ _HOME = {
     "Curvature": "linnet.curvatures.curvature",
     "load_curvature": "linnet.curvatures.saved",
     "likelihoods": "linnet.curvatures",
+    "Laplace": "linnet.methods.laplace",
+    "load_laplace": "linnet.methods.laplace_load",
+    "train_with_evidence": "linnet.methods.laplace_training",
     "evaluate": "linnet.methods.evaluate",
     "Report": "linnet.methods.reports",
     "RegressionReport": "linnet.methods.reports",

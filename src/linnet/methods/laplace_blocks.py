@@ -1,0 +1,332 @@
+"""Blocks of a Laplace posterior, decomposed once: other hyper-parameters then cost a pass over eigenvalues.
+
+The precision of a block is H = s/m G + Δ: G its curvature, s the scale of the data, m the noise variance
+relative to that which G was computed with, Δ the prior precision. Where Δ = δ I an eigendecomposition of G
+gives H for all s, m and δ. A Kronecker product may instead be damped in its factors, which keeps H a product:
+
+    matrix-normal   (√N Ā + √δ I) ⊗ (√N Ḡ/m + √δ I), N = s x number of examples (Botev 2020, eq. 5.14)
+    factored        the same with the balance ω of the trace norm (eq. 4.25 to 4.27)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from linnet.curvatures.parts import Part
+from linnet.errors import InputError, NumericalError
+from linnet.linalg.factorize import cholesky, eigh, nonnegative, nonnegative_each
+from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
+from linnet.linalg.kronecker import Kronecker, KroneckerEigen
+from linnet.linalg.lowrank import LowRank
+from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
+
+DAMPINGS = ("exact", "matrix-normal", "factored")
+Rebuild = Callable[[Tensor], StructuredOperator]
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """Hyper-parameters as one block sees them, float64.
+
+    Args:
+        prior: δ, () or (p,).
+        scale: s, ().
+        noise: m, ().
+    """
+
+    prior: Tensor
+    scale: Tensor
+    noise: Tensor
+
+
+class Block(ABC):
+    """The precision of one block for any hyper-parameters.
+
+    Attributes:
+        name: What to call the block in errors.
+    """
+
+    name: str
+
+    @abstractmethod
+    def logdet(self, at: Point) -> Tensor:
+        """``log det H``, differentiable in the hyper-parameters."""
+
+    @abstractmethod
+    def covariance(self, at: Point) -> StructuredOperator:
+        """H⁻¹."""
+
+    @abstractmethod
+    def slope(self, at: Point, towards: Point) -> StructuredOperator:
+        """H⁻¹ Ḣ H⁻¹, minus the derivative of H⁻¹, for a Ḣ that is positive semi-definite.
+
+        Args:
+            at: Where.
+            towards: How fast each hyper-parameter changes.
+        """
+
+    def _positive(self, values: Tensor) -> Tensor:
+        """Eigenvalues of H, or an error."""
+        smallest = float(values.detach().min()) if values.numel() else 1.0
+        if not smallest > 0:
+            raise NumericalError(
+                f"the posterior precision of {self.name} has the eigenvalue {smallest:.4g}",
+                expected="a positive definite precision",
+                remedy="raise prior_precision, or use the Gauss-Newton matrix if this is a Hessian",
+            )
+        return values
+
+
+class EigenBlock(Block):
+    """H = Q (s/m λ + δ) Qᵀ, in whichever form Q is kept; for Q = I also with one δ a parameter.
+
+    Args:
+        name: What to call the block.
+        values: λ of the curvature.
+        rebuild: A matrix with other eigenvalues in the same basis.
+    """
+
+    def __init__(self, name: str, values: Tensor, rebuild: Rebuild) -> None:
+        self.name, self.values, self._rebuild = name, values, rebuild
+
+    def logdet(self, at: Point) -> Tensor:
+        """Σ log (s/m λ + δ)."""
+        return self._positive(self._precision(at)).log().sum()
+
+    def covariance(self, at: Point) -> StructuredOperator:
+        """Q (s/m λ + δ)⁻¹ Qᵀ."""
+        return self._rebuild(self._positive(self._precision(at)).reciprocal().to(self.values))
+
+    def slope(self, at: Point, towards: Point) -> StructuredOperator:
+        """Q λ̇ (s/m λ + δ)⁻² Qᵀ."""
+        values, change = _derivative(self._precision, at, towards)
+        return self._rebuild((change / self._positive(values).square()).to(self.values))
+
+    def _precision(self, at: Point) -> Tensor:
+        """Eigenvalues of H."""
+        return self.values.double() * (at.scale / at.noise) + at.prior
+
+
+class ProductBlock(Block):
+    """H = (a α + a′ I) ⊗ (b β + b′ I): a Kronecker product damped in its factors.
+
+    Args:
+        name: What to call the block.
+        sums: α, eigenvalues of the factor that is a sum over examples (of output gradients), (R, n).
+        means: β, eigenvalues of the factor that is a mean (of inputs), (R, m).
+        rebuild: A matrix with other eigenvalues (R, n, m) in the same basis.
+        examples: N₀, summed over; None for the balanced damping instead of eq. 5.14.
+    """
+
+    def __init__(
+        self, name: str, sums: Tensor, means: Tensor, rebuild: Rebuild, examples: float | None
+    ) -> None:
+        self.name, self.sums, self.means = name, sums, means
+        self._rebuild, self._examples = rebuild, examples
+
+    def logdet(self, at: Point) -> Tensor:
+        """Σ_r m log det of the one factor + n log det of the other."""
+        left, right = (self._positive(values) for values in self._factors(at))
+        return (right.shape[1] * left.log().sum(1) + left.shape[1] * right.log().sum(1)).sum()
+
+    def covariance(self, at: Point) -> StructuredOperator:
+        """The product of the inverses."""
+        return self._rebuild(self._positive(self._precision(at)).reciprocal().to(self.sums))
+
+    def slope(self, at: Point, towards: Point) -> StructuredOperator:
+        """Ḣ / H² of each eigenvalue."""
+        values, change = _derivative(self._precision, at, towards)
+        return self._rebuild((change / self._positive(values).square()).to(self.sums))
+
+    def _precision(self, at: Point) -> Tensor:
+        """All eigenvalues of H, (R, n, m)."""
+        left, right = self._factors(at)
+        return left[:, :, None] * right[:, None]
+
+    def _factors(self, at: Point) -> tuple[Tensor, Tensor]:
+        """Eigenvalues of both damped factors."""
+        sums, means, root = self.sums.double(), self.means.double(), at.prior.sqrt()
+        if self._examples is not None:
+            # √N Ḡ + √λ I and √N Ā + √λ I, where Ḡ = Σ/N₀ (Botev 2020, eq. 5.14)
+            n = (at.scale * self._examples).sqrt()
+            return n / (self._examples * at.noise) * sums + root, n * means + root
+        # (L + √τ/ω I) ⊗ (R + ω√τ I), ω = √((tr R / m) / (tr L / n)) (Botev 2020, eq. 4.25 to 4.27)
+        left = sums * (at.scale / at.noise)
+        one, other = left.mean(1, keepdim=True), means.mean(1, keepdim=True)
+        empty = (one <= 0) | (other <= 0)
+        ratio = torch.where(empty, 1.0, other) / torch.where(empty, 1.0, one)
+        keep, omega = (~empty).double(), ratio.sqrt()
+        return keep * left + root / omega, keep * means + omega * root
+
+
+class DenseBlock(Block):
+    """A matrix without structure: eigenvalues for one δ, a Cholesky factorization for one δ a parameter.
+
+    Args:
+        name: What to call the block.
+        matrix: G (p, p).
+        definite: Whether G is positive semi-definite, up to rounding.
+    """
+
+    def __init__(self, name: str, matrix: Tensor, definite: bool) -> None:
+        self.name, self.matrix, self._definite = name, matrix, definite
+
+    @cached_property
+    def _spectral(self) -> EigenBlock:
+        """The same with eigenvalues."""
+        values, vectors = eigh(self.matrix, self.name)
+        values = nonnegative(values, self.name) if self._definite else values
+        one = torch.ones(1, 1, dtype=values.dtype, device=values.device)
+        return EigenBlock(
+            self.name, values, lambda v: KroneckerEigen(vectors, one, v[:, None], name=self.name)
+        )
+
+    def logdet(self, at: Point) -> Tensor:
+        """``log det H``."""
+        if at.prior.ndim == 0:
+            return self._spectral.logdet(at)
+        factor, info = torch.linalg.cholesky_ex(self._precision(at))
+        if bool(info != 0):
+            self._factor(at)  # tries harder, and raises
+        total: Tensor = 2 * factor.diagonal().log().sum()
+        return total
+
+    def covariance(self, at: Point) -> StructuredOperator:
+        """H⁻¹."""
+        if at.prior.ndim == 0:
+            return self._spectral.covariance(at)
+        inverse = torch.cholesky_inverse(self._factor(at)).to(self.matrix)
+        return Dense((inverse + inverse.T) / 2, name=f"posterior covariance of {self.name}")
+
+    def slope(self, at: Point, towards: Point) -> StructuredOperator:
+        """H⁻¹ Ḣ H⁻¹."""
+        if at.prior.ndim == 0:
+            return self._spectral.slope(at, towards)
+        inverse = torch.cholesky_inverse(self._factor(at))
+        _, change = _derivative(self._precision, at, towards)
+        matrix = (inverse @ change @ inverse).to(self.matrix)
+        return Dense((matrix + matrix.T) / 2, name=self.name)
+
+    def _precision(self, at: Point) -> Tensor:
+        """H."""
+        return self.matrix.double() * (at.scale / at.noise) + torch.diag_embed(at.prior)
+
+    def _factor(self, at: Point) -> Tensor:
+        """Its Cholesky factor."""
+        return cholesky(self._precision(at).detach(), f"posterior precision of {self.name}")
+
+
+class LowRankBlock(Block):
+    """R directions with their own curvature and none in all others.
+
+    Args:
+        low: G = W diag(λ) Wᵀ.
+    """
+
+    def __init__(self, low: LowRank, name: str) -> None:
+        self.low, self.name = low, name
+
+    def logdet(self, at: Point) -> Tensor:
+        """Σ log (s/m λ + δ) + (p − R) log δ, or by the matrix determinant lemma for one δ a parameter."""
+        basis, strength = self.low.basis, at.scale / at.noise
+        values = self.low.values.double() * strength
+        if at.prior.ndim == 0:
+            outside = basis.shape[0] - basis.shape[1]
+            return (values + at.prior).log().sum() + outside * at.prior.log()
+        # log det (Δ + U Uᵀ) = log det Δ + log det (I + Uᵀ Δ⁻¹ U), U = W √(s/m λ)
+        root = basis.double() * self.low.values.double().sqrt()
+        inner = strength * root.T @ (root / at.prior[:, None])
+        identity = torch.eye(len(values), dtype=inner.dtype, device=inner.device)
+        return at.prior.log().sum() + torch.logdet(identity + inner)
+
+    def covariance(self, at: Point) -> StructuredOperator:
+        """H⁻¹, low rank plus diagonal."""
+        low, values = self.low, self.low.values.double() * float(at.scale / at.noise)
+        if at.prior.ndim == 0:
+            inside = (values + at.prior).reciprocal().to(low.values)
+            return LowRank(low.basis, inside, 1 / float(at.prior), name=self.name)
+        factor = low.basis * values.sqrt().to(low.basis)
+        return LowRank.from_factor(factor, diagonal=at.prior.to(low.basis), name=self.name).inverse()
+
+    def slope(self, at: Point, towards: Point) -> StructuredOperator:
+        """H⁻¹ Ḣ H⁻¹ for one δ."""
+        if at.prior.ndim:
+            raise InputError(
+                "the gradient of a validation likelihood with several prior precisions in a low-rank block",
+                expected="one prior precision",
+                remedy='use .tune("grid") or .tune("evidence")',
+            )
+        low = self.low
+        inside = low.values.double()
+        values, change = _derivative(lambda p: inside * (p.scale / p.noise) + p.prior, at, towards)
+        rest = float(towards.prior / at.prior**2)
+        return LowRank(low.basis, (change / values**2).to(low.values), rest, name=self.name)
+
+
+def _derivative(function: Callable[[Point], Tensor], at: Point, towards: Point) -> tuple[Tensor, Tensor]:
+    """A function of the hyper-parameters and its directional derivative."""
+    result: tuple[Tensor, Tensor] = torch.func.jvp(
+        lambda p, s, m: function(Point(p, s, m)),
+        (at.prior, at.scale, at.noise),
+        (towards.prior, towards.scale, towards.noise),
+    )  # type: ignore[assignment]
+    return result
+
+
+def make_block(part: Part, damping: str, examples: float, definite: bool) -> Block:
+    """Decompose one block of the curvature.
+
+    Args:
+        part: The block.
+        damping: "exact", "matrix-normal" or "factored"; the last two matter to Kronecker products alone.
+        examples: Number of examples that the curvature is a sum over.
+        definite: Whether the curvature is positive semi-definite.
+
+    Returns:
+        The block.
+    """
+    operator, name = part.operator, part.layer.name
+    if isinstance(operator, Kronecker | GroupedKronecker):
+        return _product_block(part, operator, damping, examples)
+    if isinstance(operator, KroneckerEigen | GroupedKroneckerEigen):
+        return EigenBlock(name, operator.values, operator.with_values)
+    if isinstance(operator, Diagonal):
+        return EigenBlock(name, operator.values, lambda v: Diagonal(v, name=name))
+    if isinstance(operator, LowRank) and operator.scale is None and operator.rest == 0:
+        return LowRankBlock(operator, name)
+    return DenseBlock(name, operator.dense(), definite)
+
+
+def _product_block(
+    part: Part, product: Kronecker | GroupedKronecker, damping: str, examples: float
+) -> EigenBlock | ProductBlock:
+    """A Kronecker product by the eigendecompositions of its factors, one after the other."""
+    name = part.layer.name
+    (left, left_vectors), (right, right_vectors) = (
+        eigh(factor, f"{side} factor of the curvature of {name}")
+        for factor, side in ((product.left, "left"), (product.right, "right"))
+    )
+    left, right = nonnegative_each(left, name), nonnegative_each(right, name)
+    values = left[..., :, None] * right[..., None, :]
+    basis: KroneckerEigen | GroupedKroneckerEigen
+    if isinstance(product, Kronecker):
+        basis = KroneckerEigen(left_vectors, right_vectors, values, name=name)
+    else:
+        basis = GroupedKroneckerEigen(left_vectors, right_vectors, values, name=name)
+    if damping == "exact":
+        return EigenBlock(name, values, basis.with_values)
+    turned = part.layer.factored and part.layer.transposed  # the left factor is that of the inputs
+    sums, means = (right, left) if turned else (left, right)
+
+    def rebuild(v: Tensor) -> StructuredOperator:
+        ordered = v.mT if turned else v
+        return basis.with_values(ordered.reshape(values.shape).contiguous())
+
+    rows = sums.reshape(-1, sums.shape[-1]), means.reshape(-1, means.shape[-1])
+    return ProductBlock(name, *rows, rebuild, examples if damping == "matrix-normal" else None)

@@ -1,0 +1,248 @@
+"""Gaussian priors on the weights: one precision, one a layer, or one a parameter.
+
+The prior is N(μ, Δ⁻¹) with Δ diagonal. Its precisions come in groups: every parameter belongs to one group,
+and each block of the posterior sees either one number or one for each of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.curvatures.parts import Part
+from linnet.errors import InputError
+from linnet.linalg.space import ParameterSpace
+
+FORMS = ("isotropic", "layer", "parameter")
+VECTOR_STRUCTURES = ("full", "block", "diagonal", "low-rank")  # exact with a precision for each parameter
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Which parameters share a prior precision.
+
+    Args:
+        form: "isotropic", "layer" or "parameter".
+        names: Names of the groups; empty for "parameter".
+        members: The group of every parameter, (P,).
+        places: For every block of the posterior its group, or that of each of its rows (p,).
+    """
+
+    form: str
+    names: tuple[str, ...]
+    members: Tensor
+    places: tuple[int | Tensor, ...]
+
+    @property
+    def count(self) -> int:
+        """G, the number of groups."""
+        return len(self.names) if self.form != "parameter" else len(self.members)
+
+    def on(self, block: int, values: Tensor) -> Tensor:
+        """The precisions that a block sees.
+
+        Args:
+            block: Number of the block.
+            values: One precision a group, (G,).
+
+        Returns:
+            () or (p,), in the block's own order.
+        """
+        return values[self.places[block]]
+
+    def sums(self, each: Tensor) -> Tensor:
+        """Numbers of the parameters, added up in each group.
+
+        Args:
+            each: (P,).
+
+        Returns:
+            (G,).
+        """
+        return each.new_zeros(self.count).index_add(0, self.members, each)
+
+
+def make_groups(form: str, parts: Sequence[Part], space: ParameterSpace, device: torch.device) -> Groups:
+    """The groups of a form.
+
+    A layer is the module that owns a parameter; modules whose parameters share one Kronecker product, as a
+    weight and a bias that another module adds, are one layer.
+
+    Args:
+        form: "isotropic", "layer" or "parameter".
+        parts: The blocks of the posterior.
+        space: All parameters.
+        device: Where the indices live.
+
+    Returns:
+        The groups.
+
+    Raises:
+        InputError: If a block cannot have as many precisions as the form gives it.
+
+    Example:
+        >>> space = ParameterSpace({"a.weight": (2,), "a.bias": (1,), "b.weight": (2,)})
+        >>> make_groups("layer", (), space, torch.device("cpu")).names
+        ('a', 'b')
+    """
+    if form not in FORMS:
+        raise InputError(
+            f"prior={form!r}", expected=", ".join(f'"{one}"' for one in FORMS), remedy="leave prior= out"
+        )
+    if form == "isotropic":
+        return Groups(
+            form, ("all",), torch.zeros(space.dim, dtype=torch.long, device=device), (0,) * len(parts)
+        )
+    if form == "layer":
+        owners = _owners(parts, space)
+        names = tuple(dict.fromkeys(owners.values()))
+        sizes = [space.shapes[name].numel() for name in space.names]
+        each = torch.tensor([names.index(owners[name]) for name in space.names])
+        members = each.repeat_interleave(torch.tensor(sizes)).to(device)
+    else:
+        names, members = (), torch.arange(space.dim, device=device)
+    places = tuple(_place(part, members, space, form) for part in parts)
+    return Groups(form, names, members, places)
+
+
+def _owners(parts: Sequence[Part], space: ParameterSpace) -> dict[str, str]:
+    """The layer of each parameter."""
+    owners = {name: name.rpartition(".")[0] or name for name in space.names}
+    for part in parts:
+        if part.structure not in VECTOR_STRUCTURES:
+            first = owners[part.layer.names[0]]
+            merged = {owners[name] for name in part.layer.names}
+            owners = {name: first if owner in merged else owner for name, owner in owners.items()}
+    return owners
+
+
+def _place(part: Part, members: Tensor, space: ParameterSpace, form: str) -> int | Tensor:
+    """The group of a block, or of each of its rows."""
+    rows = part.gather(members[:, None].double(), space)[:, 0].long()
+    if rows.numel() and bool((rows == rows[0]).all()):
+        return int(rows[0])
+    if part.structure not in VECTOR_STRUCTURES:
+        raise InputError(
+            f"a prior precision for each {form} with the {part.structure} block of {part.layer.name}",
+            expected="one precision for a Kronecker block: others would destroy its structure",
+            remedy='use structure="diagonal", "full", "block" or "low-rank", or prior="layer"',
+        )
+    return rows
+
+
+def prior_values(
+    given: Any, parts: Sequence[Part], space: ParameterSpace, device: torch.device
+) -> tuple[Groups, Tensor]:
+    """Prior precisions as the user gave them.
+
+    Args:
+        given: A number; a number for each layer, by name or (L,); or one for each parameter, flat (P,) or
+            by name in the parameters' own shapes.
+        parts: The blocks of the posterior.
+        space: All parameters.
+        device: Where they live.
+
+    Returns:
+        The groups and their precisions (G,), float64.
+
+    Raises:
+        InputError: If names or shapes do not fit, or a precision is not a positive number.
+    """
+    if isinstance(given, Mapping):
+        return _by_name(given, parts, space, device)
+    values = torch.as_tensor(given, dtype=torch.float64, device=device).flatten()
+    form = "isotropic" if len(values) == 1 else "parameter" if len(values) == space.dim else "layer"
+    groups = make_groups(form, parts, space, device)
+    if len(values) != groups.count:
+        raise InputError(
+            f"prior_precision has {len(values)} entries",
+            expected=f"1, {groups.count} (one a layer) or {space.dim} (one a parameter)",
+            remedy="pass a number, or a dict by layer name",
+        )
+    return groups, values
+
+
+def _by_name(
+    given: Mapping[str, Any], parts: Sequence[Part], space: ParameterSpace, device: torch.device
+) -> tuple[Groups, Tensor]:
+    """Precisions by the names of layers, or of parameters."""
+    by_layer = make_groups("layer", parts, space, device)
+    if set(given) == set(by_layer.names):
+        each = [float(given[name]) for name in by_layer.names]
+        return by_layer, torch.tensor(each, dtype=torch.float64, device=device)
+    if set(given) == set(space.names):
+        pieces = {
+            name: torch.as_tensor(given[name], dtype=torch.float64, device=device).expand(shape)
+            for name, shape in space.shapes.items()
+        }
+        return make_groups("parameter", parts, space, device), space.to_flat(pieces).clone()
+    raise InputError(
+        f"prior_precision has the names {sorted(given)[:8]}",
+        expected=f"a precision for each of the layers {', '.join(by_layer.names[:8])}"
+        + (" ..." if by_layer.count > 8 else ""),
+        remedy="name all layers, or pass one number",
+    )
+
+
+def check_prior(given: Any) -> None:
+    """Raise unless prior precisions are positive finite numbers, whatever they come in.
+
+    Args:
+        given: A number, a tensor, or a mapping of them.
+
+    Raises:
+        InputError: If they are not.
+
+    Example:
+        >>> check_prior({"0": 1.0, "2": 0.5})
+    """
+    for name, value in given.items() if isinstance(given, Mapping) else [("", given)]:
+        where = f"prior_precision[{name!r}]" if name else "prior_precision"
+        try:
+            numbers = torch.as_tensor(value, dtype=torch.float64).detach()
+            good = not isinstance(value, bool) and numbers.numel() > 0
+        except (TypeError, ValueError, RuntimeError):
+            numbers, good = torch.empty(0), False
+        if not good or not bool((numbers > 0).all() & numbers.isfinite().all()):
+            shown = f"holds {float(numbers.min()):.4g}" if numbers.numel() > 1 else f"is {value!r}"
+            raise InputError(
+                f"{where} {shown}",
+                expected="positive numbers: with a precision of zero the prior has no density, and what the "
+                "data leave undetermined would be infinitely uncertain",
+                remedy='pass a small positive number, or tune it: .tune("evidence")',
+            )
+
+
+def make_mean(given: Any, space: ParameterSpace, device: torch.device) -> Tensor:
+    """The prior mean of every parameter.
+
+    Args:
+        given: A number, (P,), or tensors by parameter name.
+        space: All parameters.
+        device: Where they live.
+
+    Returns:
+        μ, (P,), float64.
+
+    Raises:
+        InputError: If shapes do not fit, or it is not finite.
+
+    Example:
+        >>> make_mean(0.5, ParameterSpace({"w": (2,)}), torch.device("cpu"))
+        tensor([0.5000, 0.5000], dtype=torch.float64)
+    """
+    if isinstance(given, Mapping):
+        flat = space.to_flat({name: torch.as_tensor(value) for name, value in given.items()})
+    else:
+        flat = torch.as_tensor(given)
+    if flat.ndim > 1 or flat.numel() not in (1, space.dim) or not bool(flat.double().isfinite().all()):
+        raise InputError(
+            f"prior_mean has shape {tuple(flat.shape)}",
+            expected=f"a finite number, ({space.dim},), or tensors by parameter name",
+            remedy="leave prior_mean= out for zero",
+        )
+    return flat.detach().to(device, torch.float64).expand(space.dim).clone()
