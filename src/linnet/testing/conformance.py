@@ -5,11 +5,12 @@ Each check raises AssertionError with the question that was answered wrongly.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from linnet.curvatures.curvature import Curvature
 from linnet.errors import InputError
 from linnet.linalg import Dense, LinearOperator, ParameterSpace, StructuredOperator, Vector
 from linnet.solvers import Solution, Status
@@ -181,6 +182,52 @@ def _check_samples(operator: StructuredOperator, dense: Tensor) -> None:
         raise AssertionError("sample: the covariance of the samples is not the matrix")
     again = operator.sample(_SAMPLES, torch.Generator().manual_seed(0)).double()
     _equal("sample with the same seed", again, samples, 0.0)
+
+
+def check_curvature(
+    curvature: Curvature, dense: Tensor, x: Any, jacobian: Tensor, rtol: float | None = None
+) -> None:
+    """Check everything a curvature can do against the matrix that it should be.
+
+    Args:
+        curvature: The curvature, P x P.
+        dense: The same matrix (P, P), computed in another way.
+        x: N examples.
+        jacobian: Derivatives of their outputs in the parameters, (N, C, P).
+        rtol: Largest error relative to the largest entry; None for 1e-10 in float64, 1e-4 in float32.
+
+    Raises:
+        AssertionError: An answer is wrong; the text says which.
+
+    Example:
+        >>> import linnet
+        >>> from linnet.testing.oracles import jacobian_oracle
+        >>> net, x = torch.nn.Linear(2, 1).double(), torch.randn(5, 2).double()
+        >>> J = jacobian_oracle(net, x)
+        >>> G = linnet.curvature(net, x, linnet.likelihoods.Gaussian(), structure="full")
+        >>> check_curvature(G, J[:, 0].T @ J[:, 0], x, J)
+    """
+    rtol = _default_tolerance(dense) if rtol is None else rtol
+    names = [name for part in curvature.parts for name in part.layer.names]
+    if sorted(names) != sorted(curvature.function.names):
+        raise AssertionError(f"parts: they hold {names}, of {curvature.function.names}")
+    # singular as it is; with τ of the size of its largest entry it is not
+    tau = max(float(dense.abs().max()), 1e-3)
+    damped = dense + tau * torch.eye(*dense.shape).to(dense)
+    check_operator(curvature.damped(tau), damped, rtol)
+    _equal("dense", curvature.dense(), dense, rtol)
+    _equal("output_covariance", curvature.output_covariance(x), jacobian @ dense @ jacobian.mT, rtol)
+    _equal(
+        "output_covariance of the inverse",
+        curvature.damped(tau).inverse().output_covariance(x),
+        jacobian @ torch.linalg.solve(damped, jacobian.mT),
+        1e3 * rtol,
+    )
+    factored = curvature.factored_damped(tau)
+    excess = torch.linalg.eigvalsh((factored.dense() - damped).double())[0]
+    if float(excess) < -rtol * tau:
+        raise AssertionError(f"factored_damped: smaller than G + τ I by {-float(excess):.3g}")
+    check_operator(factored, factored.dense(), rtol)
 
 
 def check_solver(solve: Solver, dtype: torch.dtype = torch.float64, device: str = "cpu") -> None:
