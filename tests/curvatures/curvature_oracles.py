@@ -21,10 +21,7 @@ SMALL = 512  # parameters of a layer up to which a Kronecker fit keeps an exact 
 #: Weights of modules whose uses are not all of one outer-product form with a plain bias.
 EXACT_INSTEAD = {
     ("tied-embedding", "embedding.weight"),  # a table too
-    # the bias of a transposed convolution belongs to the other factor
-    ("transposed-convs", "2.weight"), ("transposed-convs", "5.weight"), ("decoder", "3.weight"),
-    ("decoder", "8.weight"), ("upsampler", "0.weight"), ("upsampler", "2.weight"), ("upsampler", "6.weight"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,6 @@ LABELS: list[tuple[Likelihood, Tensor, Any, type[LinnetError], str]] = [
     # Bernoulli
     (Bernoulli(), F32, torch.zeros(4), DataError, r"y has shape \(4,\).*shape \(4, 3\).*own target"),
     (Bernoulli(), F32, torch.zeros(4, dtype=torch.long), DataError, r"for class labels use Categorical"),
-    (Bernoulli(), torch.zeros(4, 1), torch.zeros(4), DataError, r"pass y\.unsqueeze\(1\)"),
     (
         Bernoulli(),
         F32,
@@ -266,3 +265,10 @@ def test_an_indefinite_hessian_names_its_eigenvalue_and_example() -> None:
 def test_missing_targets_do_not_make_a_hessian_indefinite() -> None:
     f, y = torch.tensor([[5.0, 0.0]]), torch.tensor([[NAN]])
     assert not HeteroscedasticGaussian(masked=True).root(f, y).any()
+
+
+def test_one_output_takes_targets_without_its_axis() -> None:
+    f, y = torch.randn(4, 1), torch.tensor([0.0, 1.0, 1.0, 0.0])
+    for likelihood in (Bernoulli(), Gaussian()):
+        assert torch.equal(likelihood.nll(f, y), likelihood.nll(f, y[:, None]))
+        assert likelihood.gradient(f, y).shape == f.shape

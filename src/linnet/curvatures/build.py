@@ -18,11 +18,13 @@ from linnet.curvatures.treatments import EXPECTATION_ALIASES, resolve
 from linnet.errors import InputError
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector
 
 OPERATORS = ("matrix-free", "low-rank")
 
 
+@in_exact_mode
 def curvature(
     model: nn.Module,
     data: Any,
@@ -49,7 +51,7 @@ def curvature(
     Everything is summed over the examples (and output positions) and divided by nothing.
 
     Args:
-        model: The network, or a ``Linearized``.
+        model: The network, or a ``Linearized``, whose outputs are taken at δ = 0.
         data: An (x, y) pair, inputs alone where no targets are needed, a Dataset or a DataLoader.
         likelihood: What the outputs mean, one of ``linnet.likelihoods``.
         structure: ``"kfac"``, ``"ekfac"``, ``"kfra"``, ``"diagonal"``, ``"block"`` (exact layer by layer),
@@ -125,6 +127,12 @@ def curvature(
         params, kinds = _last_layer(params, kinds)
     function = _functional(model, params, output)
     taken = choose_matrix(likelihood, expectation, matrix)
+    if taken == "hessian" and isinstance(model, Linearized):
+        raise InputError(
+            "matrix='hessian' of a Linearized",
+            expected="a network: the Hessian of a linear model is its Gauss-Newton matrix",
+            remedy="pass matrix='gauss-newton', or model.model for the Hessian of the network",
+        )
     _check_file(file, kinds, taken)
     columns = Expectation(likelihood, expectation, taken, samples, seed)
     rank_, world_ = world() if shard else (0, 1)

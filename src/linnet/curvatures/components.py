@@ -73,6 +73,8 @@ class IndependentComponents(Likelihood, ABC):
 
     def _check(self, f: Tensor, y: Tensor) -> Tensor:
         kind = type(self).__name__
+        if f.ndim == 2 and f.shape[1] == 1 and y.shape == f.shape[:1]:
+            y = y[:, None]  # one output: the targets may come without its axis
         require_shape(y, f.shape, self._shape_remedy(f, y))
         y = require_targets(y, f.dtype, self.masked, kind, self._missing_remedy())
         missing = y.isnan()
@@ -81,8 +83,6 @@ class IndependentComponents(Likelihood, ABC):
 
     def _shape_remedy(self, f: Tensor, y: Tensor) -> str:
         """What to do about targets of another shape than the outputs."""
-        if f.ndim == 2 and f.shape[1] == 1 and y.shape == f.shape[:1]:
-            return "pass y.unsqueeze(1)"
         if not y.is_floating_point() and y.shape == self._label_shape(f.shape):
             return "for class labels use Categorical()"
         return "give each output its own target"

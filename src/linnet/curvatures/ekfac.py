@@ -102,7 +102,8 @@ class EigenvalueSums(Sums):
 
     def block(self) -> KroneckerEigen | GroupedKroneckerEigen:
         """The corrected product."""
-        values = self.tensors["values"].mT if self.layer.transposed else self.tensors["values"]
+        values = _without_rounding(self.tensors["values"])
+        values = values.mT if self.layer.transposed else values
         if isinstance(self.basis, KroneckerEigen):
             return self.basis.with_values(values[0].contiguous())
         return self.basis.with_values(values.contiguous())
@@ -129,7 +130,12 @@ class RowEigenvalueSums(Sums):
 
     def block(self) -> KroneckerEigen:
         """The corrected product."""
-        return self.basis.with_values(self.tensors["values"])
+        return self.basis.with_values(_without_rounding(self.tensors["values"]))
+
+
+def _without_rounding(values: Tensor) -> Tensor:
+    """Second moments with what is rounding alone set to zero, so that a singular block is known for one."""
+    return torch.where(values <= torch.finfo(values.dtype).eps * values.max(), 0.0, values)
 
 
 def eigenvalue_sums(first: KroneckerSums | RowMomentSums) -> Sums:

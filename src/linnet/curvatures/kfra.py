@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from linnet.curvatures.accumulate import require_finite_pass
+from linnet.curvatures.components import IndependentComponents
 from linnet.curvatures.expectation import Expectation, batch_generator
 from linnet.curvatures.layers import Layer, find_layers
+from linnet.curvatures.likelihood import Likelihood
 from linnet.curvatures.moments import input_moment
 from linnet.curvatures.stream import Batch
 from linnet.curvatures.sums import second_moment, wide
@@ -30,6 +32,7 @@ from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
 from linnet.tangent.rules import factors
 
+HESSIANS = 1 << 22  # numbers in the Λ of some examples at once
 PROBES = 4  # random cotangents from which φ' is found, and on which it is proved
 
 
@@ -40,6 +43,7 @@ class RecursionSums:
         function: The network.
         expectation: The likelihood and the seed of the probes.
         batch: A batch to find the chain on.
+        probes: Random cotangents of a batch. One is enough to find φ'; more prove it.
 
     Attributes:
         layers: The layers, first to last.
@@ -49,8 +53,10 @@ class RecursionSums:
         ModelError: If the network is not a feed-forward chain of linear layers.
     """
 
-    def __init__(self, function: Functional, expectation: Expectation, batch: Batch) -> None:
-        self.function, self.expectation = function, expectation
+    def __init__(
+        self, function: Functional, expectation: Expectation, batch: Batch, probes: int = PROBES
+    ) -> None:
+        self.function, self.expectation, self.probes = function, expectation, probes
         captured = capture(function, batch.x)
         self.layers = _chain(captured, find_layers(captured, function.names, {}))
         kind = wide(function.dtype)
@@ -70,7 +76,7 @@ class RecursionSums:
             y: Checked targets, where they are needed.
         """
         generator = batch_generator(self.expectation.seed, batch.index, f.device)
-        u = torch.randn(PROBES, *f.flatten(1).shape, generator=generator, dtype=f.dtype, device=f.device)
+        u = torch.randn(self.probes, *f.flatten(1).shape, generator=generator, dtype=f.dtype, device=f.device)
         captured = capture(self.function, batch.x, u)
         require_finite_pass(captured)
         behind = u  # the gradient at the activations of the layer in hand
@@ -80,11 +86,9 @@ class RecursionSums:
             g = own.g[:, :, 0, 0]  # (K, N, c)
             slopes = self._slopes(layer, g, behind)
             if i == self._last:
-                # Σ_n φ'_n Λ_n φ'_nᵀ, with nothing averaged yet
-                hessian = self.expectation.likelihood.hessian(f, y)
-                self._require_one_position(hessian)
-                curved = slopes[:, :, None] * hessian[:, 0] * slopes[:, None]
-                self.tensors[f"slopes {i}"] += curved.sum(0)
+                if f.shape[:2].numel() != f.numel():
+                    raise _not_a_chain(layer, f"its outputs have {f.numel() // f.shape[:2].numel()} positions")
+                self.tensors[f"slopes {i}"] += _outer_curvature(self.expectation.likelihood, f, y, slopes)
             else:
                 self.tensors[f"slopes {i}"] += second_moment(slopes.T)
             moment = input_moment(captured.by_parameter()[layer.names[0]][0])
@@ -125,10 +129,18 @@ class RecursionSums:
             raise _not_a_chain(layer, "what follows it is not elementwise, or goes more than one way")
         return slopes
 
-    def _require_one_position(self, hessian: Tensor) -> None:
-        """Outputs with extra dimensions have no single last layer."""
-        if hessian.shape[1] != 1:
-            raise _not_a_chain(self.layers[-1], f"its outputs have {hessian.shape[1]} positions")
+
+def _outer_curvature(likelihood: Likelihood, f: Tensor, y: Tensor | None, slopes: Tensor) -> Tensor:
+    """Σ_n φ'_n Λ_n φ'_nᵀ, (C, C), with nothing averaged yet and never one Λ for each example at once."""
+    if isinstance(likelihood, IndependentComponents):  # Λ is diagonal
+        return torch.diag((likelihood.product(f, slopes.view_as(f), y).flatten(1) * slopes).sum(0))
+    total = slopes.new_zeros(slopes.shape[1], slopes.shape[1])
+    size = max(1, HESSIANS // slopes.shape[1] ** 2)
+    for start in range(0, len(f), size):
+        few = slice(start, start + size)
+        hessian = likelihood.hessian(f[few], None if y is None else y[few])[:, 0]
+        total += (slopes[few, :, None] * hessian * slopes[few, None]).sum(0)
+    return total
 
 
 def _chain(captured: Captured, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:

@@ -170,7 +170,10 @@ def _together(name: str, names: Iterable[str], uses: Mapping[str, list[Use]]) ->
     if not places:
         return (name,)
     same = [other for other in names if [use.place for use in uses.get(other, [])] == places]
-    return tuple(sorted(same, key=lambda other: uses[other][0].kind == "shift"))
+    together = tuple(sorted(same, key=lambda other: uses[other][0].kind == "shift"))
+    product = all(use.kind in PRODUCTS for use in uses[together[0]])
+    # what is added to a product without being its plain bias is a layer by itself
+    return (name,) if product and not _plain_biases(together, uses) else together
 
 
 def _layer(
@@ -191,7 +194,7 @@ def _layer(
         return Layer(name, shapes, Form(uses=count), "used through a function of it")
     if kinds == ["embedding"] and len(names) == 1:
         return Layer(name, shapes, Form("embedding", 1, True, positions, count), "embedding")
-    if not all(use.kind in PRODUCTS for use in own) or not _one_form(own) or not _plain_biases(names, uses):
+    if not all(use.kind in PRODUCTS for use in own) or not _one_form(own):
         return Layer(name, shapes, Form(uses=count), " and ".join(kinds))
     groups, transposed = own[0].options.get("groups", 1), _stored_transposed(own[0])
     return Layer(name, shapes, Form("product", groups, transposed, positions, count), kinds[0])

@@ -57,16 +57,22 @@ def resolve(structure: str, expectation: str) -> tuple[str, str]:
         Both in the engine's own words.
 
     Raises:
-        InputError: If the structure is unknown.
+        InputError: If the structure is unknown, or its name says another expectation.
 
     Example:
-        >>> resolve("kflr", "mc"), resolve("kfac", "kfac")
+        >>> resolve("kflr", "exact"), resolve("kfac", "kfac")
         (('kfac', 'exact'), ('kfac', 'mc'))
     """
     expectation = EXPECTATION_ALIASES.get(expectation, expectation)
     name = structure.lower() if isinstance(structure, str) else structure
     if name in ALIASES:
         name, implied = ALIASES[name]
+        if implied is not None and expectation not in ("exact", implied):
+            raise InputError(
+                f"structure={structure!r} with expectation={expectation!r}",
+                expected=f"expectation={implied!r}, which the name stands for",
+                remedy=f'leave expectation= out, or pass structure="{name}"',
+            )
         expectation = implied or expectation
     if name not in STRUCTURES:
         raise InputError(
