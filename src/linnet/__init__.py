@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from linnet.curvatures.build import curvature as curvature
     from linnet.curvatures.curvature import Curvature as Curvature
     from linnet.curvatures.saved import load_curvature as load_curvature
+    from linnet.methods import continual as continual
     from linnet.methods import optim as optim
     from linnet.methods import spectrum as spectrum
     from linnet.methods.adversarial import Attack as Attack
@@ -65,10 +66,11 @@ _HOME = {
     "Attack": "linnet.methods.adversarial",
     "gradient_flow": "linnet.methods.gradient_flow",
     "Flow": "linnet.methods.gradient_flow",
+    "continual": "linnet.methods",
     "optim": "linnet.methods",
     "spectrum": "linnet.methods",
 }
-_NAMESPACES = ("likelihoods", "optim", "spectrum")  # modules whose contents are public
+_NAMESPACES = ("continual", "likelihoods", "optim", "spectrum")  # modules whose contents are public
 
 __all__ = ["__version__", *_HOME]
 

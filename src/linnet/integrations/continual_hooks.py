@@ -1,0 +1,244 @@
+"""The methods of ``linnet.continual`` inside other people's training loops: Avalanche and Lightning.
+
+Each adapter only calls the method's own four functions at the right moments; the classes are made when they
+are asked for, because their bases are in packages that are not required.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from linnet.errors import DependencyError, InputError
+from linnet.methods.continual_method import ContinualMethod
+
+Count = Callable[[Any], float]
+
+
+class AvalancheHooks:
+    """What an Avalanche strategy is to call, without Avalanche.
+
+    Args:
+        method: A method of ``linnet.continual``, made with the strategy's model.
+        mean: Whether the strategy's loss is a mean over examples, as Avalanche's default is.
+
+    Attributes:
+        method: The method.
+    """
+
+    def __init__(self, method: ContinualMethod, mean: bool = True) -> None:
+        self.method, self.mean = require_method(method), mean
+
+    def before_backward(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        """Add the penalty to the loss of a mini-batch.
+
+        Args:
+            strategy: The strategy; its ``loss`` is replaced.
+            *args: Not used.
+            **kwargs: Not used.
+        """
+        examples = float(len(strategy.experience.dataset)) if self.mean else None
+        strategy.loss = strategy.loss + self.method.penalty(examples=examples)
+
+    def after_update(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        """Take note of the optimizer's step.
+
+        Args:
+            strategy: Not used.
+            *args: Not used.
+            **kwargs: Not used.
+        """
+        self.method.after_step()
+
+    def after_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        """Remember the experience that has been learned.
+
+        Args:
+            strategy: The strategy; its ``experience.dataset`` is read.
+            *args: Not used.
+            **kwargs: Not used.
+        """
+        self.method.consolidate(Pairs(strategy.experience.dataset))
+
+
+class LightningHooks:
+    """What a Lightning trainer is to call, without Lightning.
+
+    One ``fit`` is one task: the penalty's gradient enters before every optimizer step, after clipping and
+    unscaling are due, and the training data are consolidated when ``fit`` ends.
+
+    Args:
+        method: A method of ``linnet.continual``, made with the trained network.
+        mean: Whether the loss is a mean over examples.
+
+    Attributes:
+        method: The method.
+    """
+
+    def __init__(self, method: ContinualMethod, mean: bool = True) -> None:
+        self.method, self.mean = require_method(method), mean
+        self._stepped = False
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Add the penalty's gradient.
+
+        Args:
+            trainer: The trainer; the size of its training data is read.
+            pl_module: Not used.
+            optimizer: Not used.
+        """
+        examples = float(len(_training_data(trainer).dataset)) if self.mean else None
+        self.method.add_grad_(examples=examples)
+        self._stepped = True
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take note of the step, if this batch ended with one.
+
+        Args:
+            trainer: Not used.
+            pl_module: Not used.
+            outputs: Not used.
+            batch: Not used.
+            batch_idx: Not used.
+        """
+        if self._stepped:
+            self.method.after_step()
+        self._stepped = False
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Remember the task that has been learned.
+
+        Args:
+            trainer: The trainer; its training data are read.
+            pl_module: Not used.
+        """
+        self.method.consolidate(_training_data(trainer))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into Lightning's checkpoint."""
+        return self.method.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What comes out of it.
+
+        Args:
+            state_dict: From :meth:`state_dict`.
+        """
+        self.method.load_state_dict(state_dict)
+
+
+class Pairs(Dataset[Any]):
+    """A data set of (x, y, task label) samples as one of (x, y).
+
+    Args:
+        dataset: Samples with at least two entries.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        sample = self.dataset[index]
+        return sample[0], sample[1]
+
+
+def avalanche_plugin(method: ContinualMethod, mean: bool = True) -> Any:
+    """A method of ``linnet.continual`` as a plugin of an Avalanche strategy.
+
+    Args:
+        method: The method, made with the strategy's model.
+        mean: Whether the strategy's loss is a mean over examples.
+
+    Returns:
+        A ``SupervisedPlugin`` for the strategy's ``plugins``.
+
+    Raises:
+        DependencyError: If Avalanche cannot be imported.
+        InputError: If ``method`` is none.
+    """
+    require_method(method)
+    plugin = _class("avalanche.core", "SupervisedPlugin", "pip install avalanche-lib")
+    return _with_hooks(AvalancheHooks, plugin)(method, mean)
+
+
+def lightning_callback(method: ContinualMethod, mean: bool = True) -> Any:
+    """A method of ``linnet.continual`` as a callback of a Lightning trainer.
+
+    Args:
+        method: The method, made with the trained network.
+        mean: Whether the loss is a mean over examples.
+
+    Returns:
+        A ``Callback`` for the trainer's ``callbacks``.
+
+    Raises:
+        DependencyError: If Lightning cannot be imported.
+        InputError: If ``method`` is none.
+    """
+    require_method(method)
+    callback = _class("lightning.pytorch", "Callback", "pip install lightning")
+    return _with_hooks(LightningHooks, callback)(method, mean)
+
+
+def _training_data(trainer: Any) -> Any:
+    """The loader that a trainer trains on, one of them."""
+    loader = trainer.train_dataloader
+    if not hasattr(loader, "dataset"):
+        raise InputError(
+            f"the trainer's training data are {type(loader).__name__}",
+            expected="one DataLoader",
+            remedy="call method.consolidate(data) yourself for several",
+        )
+    return loader
+
+
+def require_method(method: Any) -> ContinualMethod:
+    """Raise unless a method is one of ``linnet.continual``.
+
+    Args:
+        method: What was given.
+
+    Returns:
+        The same.
+
+    Raises:
+        InputError: If it is not.
+    """
+    if not isinstance(method, ContinualMethod):
+        raise InputError(
+            f"method is {type(method).__name__}",
+            expected="a method of linnet.continual, such as OnlineLaplace",
+            remedy="make it with the model that is trained",
+        )
+    return method
+
+
+def _class(package: str, name: str, remedy: str) -> type:
+    """A class of an optional package."""
+    try:
+        found: type = getattr(importlib.import_module(package), name)
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:
+        raise DependencyError(
+            f"{package}.{name} cannot be imported ({type(error).__name__}: {error})", remedy=remedy
+        ) from error
+    return found
+
+
+def _with_hooks(hooks: type, base: type) -> Callable[..., Any]:
+    """A class with our hooks before those of a package."""
+    begin_hooks: Any = vars(hooks)["__init__"]
+    begin_base: Any = getattr(base, "__init__")  # noqa: B009
+
+    def begin(self: Any, method: ContinualMethod, mean: bool) -> None:
+        begin_base(self)
+        begin_hooks(self, method, mean)
+
+    return type(f"Continual{base.__name__}", (hooks, base), {"__init__": begin})
