@@ -16,9 +16,14 @@ if TYPE_CHECKING:
     from linnet.methods import continual as continual
     from linnet.methods import optim as optim
     from linnet.methods import spectrum as spectrum
+    from linnet.methods import surgery as surgery
     from linnet.methods.adversarial import Attack as Attack
     from linnet.methods.adversarial import fgsm as fgsm
     from linnet.methods.evaluate import evaluate as evaluate
+    from linnet.methods.augment import Augmentation as Augmentation
+    from linnet.methods.finetune import finetune as finetune
+    from linnet.methods.finetuned import Finetuned as Finetuned
+    from linnet.methods.finetuned import load_finetuned as load_finetuned
     from linnet.methods.fit import fit as fit
     from linnet.methods.gradient_flow import Flow as Flow
     from linnet.methods.gradient_flow import gradient_flow as gradient_flow
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
     from linnet.methods.load_fit import load_fit as load_fit
     from linnet.methods.ood import Separation as Separation
     from linnet.methods.ood import ood as ood
+    from linnet.methods.preconditioner import KroneckerPreconditioner as KroneckerPreconditioner
     from linnet.methods.predictive import Predictive as Predictive
     from linnet.methods.reports import RegressionReport as RegressionReport
     from linnet.methods.reports import Report as Report
@@ -64,13 +70,19 @@ _HOME = {
     "Separation": "linnet.methods.ood",
     "fgsm": "linnet.methods.adversarial",
     "Attack": "linnet.methods.adversarial",
+    "finetune": "linnet.methods.finetune",
+    "Finetuned": "linnet.methods.finetuned",
+    "load_finetuned": "linnet.methods.finetuned",
+    "Augmentation": "linnet.methods.augment",
+    "KroneckerPreconditioner": "linnet.methods.preconditioner",
+    "surgery": "linnet.methods",
     "gradient_flow": "linnet.methods.gradient_flow",
     "Flow": "linnet.methods.gradient_flow",
     "continual": "linnet.methods",
     "optim": "linnet.methods",
     "spectrum": "linnet.methods",
 }
-_NAMESPACES = ("continual", "likelihoods", "optim", "spectrum")  # modules whose contents are public
+_NAMESPACES = ("continual", "likelihoods", "optim", "spectrum", "surgery")  # modules whose contents are public
 
 __all__ = ["__version__", *_HOME]
 

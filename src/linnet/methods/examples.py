@@ -1,0 +1,98 @@
+"""Training data that are read by position, so that a run can be repeated and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from linnet.errors import DataError, InputError
+from linnet.tangent.batch import Inputs, batch_size, gather_data, map_tensors, take, tensors_in
+from linnet.tangent.hashing import hash_tensors
+
+EVALUATED = 256  # examples predicted at once
+
+
+class Examples:
+    """Data that are read by position: a pair in memory, or a Dataset that is read as it is needed.
+
+    Args:
+        data: An (x, y) pair, a map-style ``Dataset``, or a ``DataLoader`` over one, whose order, batch size
+            and workers are not used.
+        device: Where batches are put.
+
+    Raises:
+        DataError: If the data are empty or not finite.
+        InputError: If the data cannot be read by position.
+
+    Example:
+        >>> examples = Examples((torch.arange(6.0)[:, None], torch.arange(6)), torch.device("cpu"))
+        >>> examples.n, examples.batch(torch.tensor([4]))[1]
+        (6, tensor([4]))
+    """
+
+    def __init__(self, data: Any, device: torch.device) -> None:
+        self.device = device
+        self._set: Any = None
+        self._collate: Callable[[Any], Any] = default_collate
+        self.index: Tensor | None = None
+        if isinstance(data, DataLoader):
+            self._collate = data.collate_fn
+            data = data.dataset
+        if isinstance(data, IterableDataset):
+            raise InputError(
+                f"data is a {type(data).__name__}, which can only be read in its own order",
+                expected="examples that can be read by position, so that a run can be repeated and resumed",
+                remedy="pass a map-style Dataset or an (x, y) pair",
+            )
+        if isinstance(data, Dataset) and not hasattr(data, "tensors"):
+            self._set, self.n = data, len(data)  # type: ignore[arg-type]
+            if self.n == 0:
+                raise DataError(
+                    "data is empty: it holds 0 examples", "at least one example", "check the path"
+                )
+        else:
+            self._x, self._y = gather_data(data, device)
+            self.n = batch_size(self._x)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the examples are tensors, rather than read as they are needed."""
+        return self._set is None
+
+    def part(self, index: Tensor) -> Examples:
+        """Some of the examples."""
+        own = object.__new__(Examples)
+        own.__dict__.update(self.__dict__)
+        own.index = index.cpu() if self.index is None else self.index[index.cpu()]
+        own.n = len(index)
+        return own
+
+    def batch(self, index: Tensor) -> tuple[Inputs, Tensor]:
+        """The examples at some positions."""
+        rows = index if self.index is None else self.index[index]
+        if self._set is None:
+            rows = rows.to(self.device)
+            return take(self._x, rows), self._y[rows]
+        x, y = self._collate([self._set[i] for i in rows.tolist()])
+        return map_tensors(lambda t: t.to(self.device), x), torch.as_tensor(y).to(self.device)
+
+    def batches(self, size: int = EVALUATED) -> Iterator[tuple[Inputs, Tensor]]:
+        """All examples, in order."""
+        for rows in torch.arange(self.n).split(size):
+            yield self.batch(rows)
+
+    def labels(self) -> Tensor:
+        """The targets of all examples."""
+        return torch.cat([y for _, y in self.batches()])
+
+    def fingerprint(self) -> str:
+        """A hash of the examples; of a Dataset only of its length and first examples."""
+        if self._set is None and self.index is None:
+            return hash_tensors([*tensors_in(self._x), self._y])
+        x, y = self.batch(torch.arange(min(self.n, 4)))
+        own = [] if self.index is None else [self.index]
+        return hash_tensors([torch.tensor(self.n), y, *tensors_in(x), *own])
