@@ -33,12 +33,15 @@ if TYPE_CHECKING:
     from linnet.methods.laplace_training import train_with_evidence as train_with_evidence
     from linnet.methods.linear_fit import LinearFit as LinearFit
     from linnet.methods.load_fit import load_fit as load_fit
+    from linnet.methods.load_gp import load_gp as load_gp
     from linnet.methods.ood import Separation as Separation
     from linnet.methods.ood import ood as ood
     from linnet.methods.preconditioner import KroneckerPreconditioner as KroneckerPreconditioner
     from linnet.methods.predictive import Predictive as Predictive
     from linnet.methods.reports import RegressionReport as RegressionReport
     from linnet.methods.reports import Report as Report
+    from linnet.methods.tangent_gp import TangentGP as TangentGP
+    from linnet.methods.tangent_gp_predictive import TangentPredictive as TangentPredictive
     from linnet.tangent.linearized import Linearized as Linearized
     from linnet.tangent.linearized import linearize as linearize
     from linnet.tangent.preflight import Preflight as Preflight
@@ -63,6 +66,9 @@ _HOME = {
     "Laplace": "linnet.methods.laplace",
     "load_laplace": "linnet.methods.laplace_load",
     "train_with_evidence": "linnet.methods.laplace_training",
+    "TangentGP": "linnet.methods.tangent_gp",
+    "TangentPredictive": "linnet.methods.tangent_gp_predictive",
+    "load_gp": "linnet.methods.load_gp",
     "evaluate": "linnet.methods.evaluate",
     "Report": "linnet.methods.reports",
     "RegressionReport": "linnet.methods.reports",

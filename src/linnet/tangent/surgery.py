@@ -35,6 +35,10 @@ class Activation:
         what: What is there: a module's class or a function's name.
         by: What it became; for a place that was left, why.
         times: Calls in one pass; ``None`` where no example was run.
+
+    Example:
+        >>> Activation("body.relu", "ReLU", "LeakyReLU", times=2).where
+        'body.relu'
     """
 
     where: str
@@ -162,6 +166,11 @@ def report(model: nn.Module) -> SurgeryReport:
 
     Raises:
         InputError: If the network was not operated on.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> isinstance(report(leaky_relu(net)), SurgeryReport)
+        True
     """
     for module in model.modules():
         found = getattr(module, RECORD, None)

@@ -1,0 +1,131 @@
+"""A tangent Gaussian process as a BoTorch model; needs ``pip install linnet[gp]``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from linnet.errors import DependencyError, InputError
+from linnet.methods.tangent_gp import TangentGP
+
+if TYPE_CHECKING:
+    TangentModel: Any
+
+
+@cache
+def _model_class() -> Any:
+    """The class, made when BoTorch is first needed."""
+    try:
+        from botorch.models.model import Model
+    except ImportError as error:
+        raise DependencyError(
+            "TangentModel needs botorch, which is not installed", remedy="pip install 'linnet[gp]'"
+        ) from error
+
+    return type(
+        "TangentModel", (_TangentModel, Model), {"__module__": __name__, "__doc__": _TangentModel.__doc__}
+    )
+
+
+class _TangentModel:
+    """A fitted ``TangentGP`` for acquisition functions: joint posteriors, differentiable in x.
+
+    Args:
+        gp: The process, fitted.
+
+    Attributes:
+        gp: The same.
+    """
+
+    def __init__(self, gp: TangentGP) -> None:
+        super().__init__()
+        if not isinstance(gp, TangentGP):
+            raise InputError(f"gp is {type(gp).__name__}", "a linnet.TangentGP", "TangentModel(gp.fit(x, y))")
+        self.gp = gp
+        self._outputs = len(next(iter(gp._task.weights)))
+
+    @property
+    def num_outputs(self) -> int:
+        """C."""
+        return self._outputs
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """One process, no batch of them."""
+        return torch.Size()
+
+    def posterior(
+        self,
+        X: Tensor,
+        output_indices: list[int] | None = None,
+        observation_noise: bool | Tensor = False,
+        posterior_transform: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """The joint posterior of q points, for each of a batch of such sets.
+
+        Args:
+            X: (..., q, d).
+            output_indices: Which outputs; all by default.
+            observation_noise: Whether the noise is in; or its variances (..., q, C).
+            posterior_transform: Applied to the result.
+
+        Returns:
+            A ``GPyTorchPosterior``.
+        """
+        sets = X.reshape(-1, *X.shape[-2:])
+        chosen = list(range(self._outputs)) if output_indices is None else list(output_indices)
+        pairs = [self._moments(one.to(self._dtype), observation_noise is True) for one in sets]
+        mean = torch.stack([m[:, chosen] for m, _ in pairs]).to(X)
+        covariance = torch.stack([c[:, chosen][:, :, :, chosen] for _, c in pairs]).to(X)
+        size = X.shape[-2] * len(chosen)
+        covariance = covariance.reshape(*X.shape[:-2], size, size)
+        if isinstance(observation_noise, Tensor):
+            covariance = covariance + observation_noise.reshape(*X.shape[:-2], size).diag_embed()
+        from botorch.posteriors.gpytorch import GPyTorchPosterior
+
+        normal = _normal(mean.reshape(*X.shape[:-1], len(chosen)), covariance)
+        found = GPyTorchPosterior(normal)
+        return found if posterior_transform is None else posterior_transform(found)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The network's type."""
+        return self.gp._fitted.function.dtype
+
+    def _moments(self, x: Tensor, noisy: bool) -> tuple[Tensor, Tensor]:
+        """Mean (q, C) and joint covariance (q, C, q, C) of one set."""
+        prediction = self.gp.predict(x, joint=True)
+        prediction = prediction.with_noise() if noisy else prediction
+        return prediction.mean, prediction.joint_covariance
+
+    def condition_on_observations(self, X: Tensor, Y: Tensor, **_: Any) -> Any:
+        """The model with more data.
+
+        Args:
+            X: (m, d).
+            Y: (m, C).
+
+        Returns:
+            A new model.
+        """
+        return _model_class()(self.gp.update(X.detach().to(self._dtype), Y.detach().to(self._dtype)))
+
+
+def _normal(mean: Tensor, covariance: Tensor) -> Any:
+    """GPyTorch's distribution of outputs (..., q, C)."""
+    from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+
+    if mean.shape[-1] == 1:
+        return MultivariateNormal(mean[..., 0], covariance)
+    return MultitaskMultivariateNormal(mean, covariance, interleaved=True)
+
+
+def __getattr__(name: str) -> Any:
+    """``TangentModel``, made on first use."""
+    if name == "TangentModel":
+        return _model_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,179 @@
+"""In which space a tangent Gaussian process is solved, and how: by predicted operations and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.flop_counter import FlopCounterMode
+
+from linnet.memory import Plan, format_bytes, parse_bytes, require
+from linnet.tangent.batch import Inputs, batch_size, take
+from linnet.tangent.functional import Functional
+
+STEPS = 300  # of conjugate gradients, assumed
+DIRECTIONS = 100  # of the variance cache, assumed
+NETWORK_PENALTY = 4.0  # a network's operations take about four times as long as those of one large product
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to solve.
+
+    Args:
+        space: ``"function"`` or ``"parameter"``.
+        solver: ``"cholesky"`` or ``"cg"``.
+        stored: Whether the kernel is kept in memory for conjugate gradients.
+        operations: Predicted operations.
+        memory: Predicted bytes, item by item.
+    """
+
+    space: str
+    solver: str
+    stored: bool
+    operations: float
+    memory: Plan
+
+    def __str__(self) -> str:
+        name = f"{self.space} space by {self.solver}" + (" with the kernel stored" if self.stored else "")
+        return f"{name}: about {self.operations:.1e} operations, {format_bytes(self.memory.peak)}"
+
+
+@dataclass(frozen=True)
+class GPPlan:
+    """What was chosen, among what, and why.
+
+    Args:
+        chosen: The way taken.
+        ways: All ways, the chosen one among them.
+        reason: One sentence.
+        equations: N·C.
+        parameters: P.
+
+    Example:
+        >>> import torch
+        >>> plan = choose(Functional(torch.nn.Linear(2, 1)), torch.zeros(50, 2), 1, "auto", "auto", "1GB")
+        >>> plan.space, plan.solver
+        ('parameter', 'cholesky')
+    """
+
+    chosen: Way
+    ways: tuple[Way, ...]
+    reason: str
+    equations: int
+    parameters: int
+
+    @property
+    def space(self) -> str:
+        """``"function"`` or ``"parameter"``."""
+        return self.chosen.space
+
+    @property
+    def solver(self) -> str:
+        """``"cholesky"`` or ``"cg"``."""
+        return self.chosen.solver
+
+    def __str__(self) -> str:
+        head = f"{self.equations} equations, {self.parameters} parameters: {self.chosen}"
+        others = [f"  {way}" for way in self.ways if way is not self.chosen]
+        return "\n".join([head, f"  because: {self.reason}", *others])
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain numbers and text.
+
+        Returns:
+            A dict that ``json`` can write.
+        """
+        return {
+            "space": self.space,
+            "solver": self.solver,
+            "kernel stored": self.chosen.stored,
+            "reason": self.reason,
+            "equations": self.equations,
+            "parameters": self.parameters,
+            "ways": [str(way) for way in self.ways],
+        }
+
+
+def choose(
+    function: Functional, x: Inputs, outputs: int, space: str, solver: str, memory: str | int | None
+) -> GPPlan:
+    """The cheapest way among those that fit the memory.
+
+    Args:
+        function: The network.
+        x: N examples.
+        outputs: C.
+        space: ``"function"``, ``"parameter"`` or ``"auto"``.
+        solver: ``"cholesky"``, ``"cg"`` or ``"auto"``.
+        memory: Budget.
+
+    Returns:
+        The plan.
+
+    Raises:
+        MemoryBudgetError: If no way fits.
+    """
+    ways = _ways(function, x, outputs, parse_bytes(memory, function.device))
+    wanted = [way for way in ways if space in ("auto", way.space) and solver in ("auto", way.solver)]
+    fitting = [way for way in wanted if way.memory.peak <= way.memory.budget]
+    if not fitting:
+        smallest = min(wanted, key=lambda way: way.memory.peak)
+        advice = ['pass solver="cg" and space="auto"', "use fewer parameters with params=, or raise memory="]
+        require(smallest.memory, advice)
+    chosen = min(fitting, key=lambda way: way.operations)
+    size = batch_size(x) * outputs
+    return GPPlan(chosen, tuple(ways), _reason(chosen, wanted, fitting), size, function.space.dim)
+
+
+def _reason(chosen: Way, wanted: list[Way], fitting: list[Way]) -> str:
+    """Why this way."""
+    cheaper = [way for way in wanted if way not in fitting and way.operations < chosen.operations]
+    if len(wanted) == 1:
+        return "asked for"
+    if cheaper:
+        best = min(cheaper, key=lambda way: way.operations)
+        budget = format_bytes(best.memory.budget)
+        return f"the fewest operations that fit; {best} does not fit a budget of {budget}"
+    return "the fewest operations"
+
+
+def _ways(function: Functional, x: Inputs, outputs: int, budget: int) -> list[Way]:
+    """All ways, with what they would take."""
+    n, p = batch_size(x), function.space.dim
+    m, item = n * outputs, function.dtype.itemsize
+    forward = NETWORK_PENALTY * n * _forward_operations(function, x)
+    derivatives = forward * (1 + 2 * outputs)
+    kernel = derivatives + float(m) ** 2 * p  # half of 2 (N·C)² P, symmetric
+    passes = 5.0 * forward  # a JVP costs two forward passes, a VJP three
+    small = min(DIRECTIONS, m, p)
+    vectors = ("vectors of conjugate gradients", 8 * p * item)
+    directions = ("directions of the variance cache", small * p * item)
+
+    def way(space: str, solver: str, stored: bool, operations: float, *items: tuple[str, int]) -> Way:
+        plan = Plan(f"Gaussian process in {space} space by {solver}", budget, items)
+        return Way(space, solver, stored, operations, plan)
+
+    square, normal = 8 * m * m, 8 * p * p
+    products = (STEPS + small) * passes
+    return [
+        way("function", "cholesky", False, kernel + float(m) ** 3 / 3,
+            ("kernel in float64", square), ("kernel + ridge", square), ("factor", square)),
+        way("parameter", "cholesky", False, derivatives + 2.0 * m * p**2 + float(p) ** 3 / 3,
+            ("Fisher matrix in float64", normal), ("Fisher matrix + ridge", normal), ("factor", normal)),
+        way("function", "cg", True, kernel + 2.0 * (STEPS + small) * float(m) ** 2,
+            ("kernel", 2 * m * m * item), directions),
+        way("function", "cg", False, products, ("vectors in function space", (8 + small) * m * item),
+            vectors, directions),
+        # as many products on vectors of P numbers instead of N·C, which are orthogonalized
+        way("parameter", "cg", False, products + 4.0 * small**2 * p, vectors, directions),
+    ]  # fmt: skip
+
+
+def _forward_operations(function: Functional, x: Inputs) -> float:
+    """Operations of one example's forward pass; at least two for each weight."""
+    if "operations" not in function.cache:
+        with FlopCounterMode(display=False) as counter:
+            function.check_runs(take(x, slice(0, 1)))
+        function.cache["operations"] = max(counter.get_total_flops(), 2 * function.space.dim)
+    return float(function.cache["operations"])

@@ -1,0 +1,56 @@
+"""The partial Cholesky factor of a kernel, its rows chosen greedily (Harbrecht, Peters, Schneider 2012)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+
+
+def pivoted_cholesky(
+    diagonal: Tensor, row: Callable[[int], Tensor], rank: int, tolerance: float = 0.0
+) -> Tensor:
+    """L with L Lᵀ ≈ K, from the diagonal of K and ``rank`` of its rows.
+
+    Each step takes the row whose diagonal entry is the least explained.
+
+    Args:
+        diagonal: The diagonal of K (n,), not negative.
+        row: A function that gives row i of K, (n,).
+        rank: Largest number of rows.
+        tolerance: Stop when what is left of the trace is below this share of it.
+
+    Returns:
+        L (n, r), float64; K − L Lᵀ is positive semi-definite.
+
+    Raises:
+        InputError: ``rank`` is less than 1, or the diagonal is negative.
+
+    Source:
+        Gardner et al. 2018, section 4.1, use it as the preconditioner (L Lᵀ + σ²I)⁻¹ of a Gaussian process.
+
+    Example:
+        >>> K = torch.tensor([[4.0, 2.0], [2.0, 1.0]])
+        >>> pivoted_cholesky(K.diagonal(), lambda i: K[i], rank=2)
+        tensor([[2.],
+                [1.]], dtype=torch.float64)
+    """
+    if rank < 1 or not bool((diagonal >= 0).all()):
+        raise InputError(f"rank={rank!r}", "at least 1, and a diagonal that is not negative")
+    left = diagonal.double().clone()
+    total = float(left.sum())
+    factor = left.new_zeros(len(left), min(rank, len(left)))
+    rounding = 100 * torch.finfo(diagonal.dtype).eps * float(left.max()) if len(left) else 0.0
+    for k in range(factor.shape[1]):
+        pivot = int(left.argmax())
+        if float(left[pivot]) <= rounding or float(left.sum()) <= tolerance * total:
+            return factor[:, :k]
+        # column k of L: what is left of row i, over the root of its pivot
+        column = row(pivot).double() - factor[:, :k] @ factor[pivot, :k]
+        factor[:, k] = column / left[pivot].sqrt()
+        left = (left - factor[:, k] ** 2).clamp_min(0)
+        left[pivot] = 0
+    return factor
