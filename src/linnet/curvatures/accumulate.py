@@ -185,7 +185,9 @@ def require_finite_pass(captured: Captured | Trace) -> None:
         )
 
 
-def plan_chunks(function: Functional, batch: Batch, columns: int, row_bytes: int, budget: int) -> Chunks:
+def plan_chunks(
+    function: Functional, batch: Batch, columns: int, row_bytes: int, budget: int, most: int = LARGEST
+) -> Chunks:
     """How many examples and columns to capture at once.
 
     Args:
@@ -194,6 +196,7 @@ def plan_chunks(function: Functional, batch: Batch, columns: int, row_bytes: int
         columns: K, all columns of an example.
         row_bytes: Bytes of the per-example gradients that are formed, for one example and column.
         budget: Bytes that may be used.
+        most: Examples that a batch of these data can have.
 
     Returns:
         The sizes.
@@ -201,7 +204,7 @@ def plan_chunks(function: Functional, batch: Batch, columns: int, row_bytes: int
     target = max(1, min(TARGET, budget // 4))
     inputs = capture_bytes(function, batch.x, 0)
     column = capture_bytes(function, batch.x, 1) - inputs + row_bytes
-    alone = min(LARGEST, target // max(1, inputs + column))
+    alone = min(LARGEST, most, target // max(1, inputs + column))
     if columns > 1 and function.device.type == "cpu" and alone * column >= LONG:
         return Chunks(max(1, alone), 1)
     examples = target // max(1, inputs + columns * column)

@@ -56,8 +56,10 @@ def curvature(
         likelihood: What the outputs mean, one of ``linnet.likelihoods``.
         structure: ``"kfac"``, ``"ekfac"``, ``"kfra"``, ``"diagonal"``, ``"block"`` (exact layer by layer),
             ``"full"``, ``"low-rank"``, ``"last-layer"``, or ``"matrix-free"`` (products only). A mapping from
-            regular expressions, searched in parameter names, to structures mixes them. A list of structures
-            computes them all from one pass over the data and returns a dict.
+            regular expressions, searched in parameter names, to structures mixes them: the first that is
+            found in any parameter of a layer decides for the layer, weight and bias alike. A list of
+            structures computes them all from one pass over the data and returns a dict; "kfra", "low-rank",
+            "last-layer" and "matrix-free" take calls of their own.
         expectation: How the outputs' curvature Λ is taken: ``"exact"`` (all columns of its root: KFLR for
             Kronecker factors), ``"mc"`` (labels drawn from the model: KFAC), ``"random-projection"``,
             ``"empirical"`` (observed labels), ``"recursion"`` (KFRA).
@@ -73,7 +75,8 @@ def curvature(
         block: Examples differentiated at once; chosen by memory if left out. Random columns are drawn batch
             by batch, so that another block draws others.
         memory: Budget such as ``"4GB"``; by default half of what is available.
-        file: A ``.safetensors`` file for unfinished sums: an interrupted call resumes from it.
+        file: A ``.safetensors`` file for unfinished sums, written every 15 seconds and between passes: an
+            interrupted call resumes from it. Removed at the end.
         shard: Under torch.distributed, whether to share ``data`` out; ``False`` if each process has its own.
         derivative: ``"finite-difference"`` takes matrix-free Fisher products by the directional derivative
             of the gradient of a KL divergence, two backward passes and no forward mode.

@@ -12,13 +12,16 @@ from torch import Tensor
 
 from linnet.curvatures.parts import Part
 from linnet.curvatures.variance import output_covariance
+from linnet.errors import InputError
 from linnet.files import save_tensors
 from linnet.linalg.grouped import GroupedKronecker, grouped_factored_damping
 from linnet.linalg.kronecker import Kronecker, factored_damping
+from linnet.linalg.operator import LinearOperator
 from linnet.linalg.stored import to_tensors
 from linnet.linalg.structured import StructuredOperator
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional
+from linnet.tangent.modes import in_exact_mode
 
 KIND = "curvature"
 
@@ -83,6 +86,16 @@ class Curvature(StructuredOperator):
         kind = f"{self.made.structure} {self.made.matrix}, {self.made.expectation}"
         return f"Curvature({kind}, {len(self.parts)} layers, P = {self.shape[0]})"
 
+    def __add__(self, other: LinearOperator) -> LinearOperator:
+        """A + B."""
+        if not isinstance(other, LinearOperator):
+            raise InputError(
+                f"{other!r} is added to a curvature",
+                expected="another operator",
+                remedy="write G.damped(τ) for G + τ I",
+            )
+        return super().__add__(other)
+
     def _each(self, function: Callable[[StructuredOperator, Tensor], Tensor], v: Tensor) -> Tensor:
         """Apply a function to every block and its rows of v (P, K)."""
         out = torch.empty_like(v)
@@ -97,18 +110,22 @@ class Curvature(StructuredOperator):
         parts = tuple(replace(part, operator=function(part.operator)) for part in self.parts)
         return Curvature(parts, self.function, self.made)
 
+    @in_exact_mode
     def mm(self, v: Tensor) -> Tensor:
         """G v for v (P, K)."""
         return self._each(lambda block, rows: block.mm(rows), v)
 
+    @in_exact_mode
     def inverse(self) -> Curvature:
         """G⁻¹, layer by layer."""
         return self._with(lambda block: block.inverse())
 
+    @in_exact_mode
     def damped(self, tau: float) -> Curvature:
         """G + τ I, exactly; Kronecker products by their eigendecompositions."""
         return self._with(lambda block: block.damped(tau))
 
+    @in_exact_mode
     def factored_damped(self, tau: float) -> Curvature:
         """G + τ I with τ put into the Kronecker factors, (B + √τ/ω I) ⊗ (A + ω√τ I).
 
@@ -132,18 +149,22 @@ class Curvature(StructuredOperator):
 
         return self._with(damp)
 
+    @in_exact_mode
     def scaled(self, scalar: float) -> Curvature:
         """C G."""
         return self._with(lambda block: block.scaled(scalar))
 
+    @in_exact_mode
     def logdet(self) -> Tensor:
         """Σ log det of the blocks."""
         return torch.stack([part.operator.logdet() for part in self.parts]).sum()
 
+    @in_exact_mode
     def trace(self) -> Tensor:
         """Σ trace of the blocks."""
         return torch.stack([part.operator.trace() for part in self.parts]).sum()
 
+    @in_exact_mode
     def diagonal(self) -> Tensor:
         """The diagonals of the blocks, (P,)."""
         out = torch.empty(self.shape[0], 1, dtype=self.dtype, device=self.device)
@@ -151,15 +172,31 @@ class Curvature(StructuredOperator):
             part.scatter(part.operator.diagonal()[:, None], out, self.function.space)
         return out[:, 0]
 
+    @in_exact_mode
+    def quadratic(self, rows: Tensor) -> Tensor:
+        """J M Jᵀ, symmetric and positive semi-definite by construction.
+
+        Args:
+            rows: J, (..., C, P), or one row (P,).
+
+        Returns:
+            (..., C, C), or () for one row.
+        """
+        return super().quadratic(rows)
+
+    @in_exact_mode
     def _solve(self, b: Tensor) -> Tensor:
         return self._each(lambda block, rows: block._solve(rows), b)
 
+    @in_exact_mode
     def _root(self, v: Tensor) -> Tensor:
         return self._each(lambda block, rows: block._root(rows), v)
 
+    @in_exact_mode
     def _root_transposed(self, v: Tensor) -> Tensor:
         return self._each(lambda block, rows: block._root_transposed(rows), v)
 
+    @in_exact_mode
     def output_covariance(self, x: Inputs, memory: str | int | None = None) -> Tensor:
         """J(x) M J(x)ᵀ for each example: the covariance of the outputs when this M is that of the weights.
 

@@ -93,7 +93,7 @@ def by_structure(
     plans = [_assign(structure, layers, function) for _, structure in wanted]
     _require_memory(function, _first_sums(plans, request, function, torch.device("meta")), request)
     sums = _first_sums(plans, request, function, function.device)
-    chunks = _chunks(function, first, request, sums)
+    chunks = _chunks(function, first, request, sums, batches.most(first))
     batches.block = batches.block or chunks.examples
     checkpoint = _checkpoint(function, batches, request, [structure for _, structure in wanted])
     passes = Passes(function, batches, request.expectation, chunks.columns, checkpoint)
@@ -241,7 +241,9 @@ def _require_memory(function: Functional, sums: Mapping[Any, Sums], request: Req
     require(plan, ['use structure="kfac" or "diagonal"', 'use structure="matrix-free"', "select params="])
 
 
-def _chunks(function: Functional, first: Batch, request: Request, sums: Mapping[Any, Sums]) -> Chunks:
+def _chunks(
+    function: Functional, first: Batch, request: Request, sums: Mapping[Any, Sums], most: int
+) -> Chunks:
     """How much to capture at once."""
     e = request.expectation
     few = take(first.x, slice(0, 1))
@@ -250,7 +252,7 @@ def _chunks(function: Functional, first: Batch, request: Request, sums: Mapping[
     columns = len(e.columns(f, y, 0))
     rows = max((_row_numbers(s) for s in sums.values()), default=0) * function.dtype.itemsize
     budget = parse_bytes(request.memory, function.device)
-    return plan_chunks(function, first, columns, rows, budget)
+    return plan_chunks(function, first, columns, rows, budget, most)
 
 
 def _row_numbers(statistic: Sums) -> int:

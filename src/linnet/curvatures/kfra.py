@@ -23,6 +23,7 @@ from linnet.curvatures.expectation import Expectation, batch_generator
 from linnet.curvatures.layers import Layer, find_layers
 from linnet.curvatures.likelihood import Likelihood
 from linnet.curvatures.moments import input_moment
+from linnet.curvatures.products import output_shape
 from linnet.curvatures.stream import Batch
 from linnet.curvatures.sums import second_moment, wide
 from linnet.errors import ModelError
@@ -67,27 +68,31 @@ class RecursionSums:
             self.tensors |= {f"inputs {i}": zeros, f"slopes {i}": zeros.new_zeros(c, c)}
         self._last = len(self.layers) - 1
 
-    def add(self, batch: Batch, f: Tensor, y: Tensor | None) -> None:
+    def add(self, batch: Batch, f: Tensor | None, y: Tensor | None) -> None:
         """Add a batch.
 
         Args:
             batch: The examples.
-            f: Their outputs, in the network's own shape.
-            y: Checked targets, where they are needed.
+            f: Their outputs, in the network's own shape; ``None`` if they are not at hand.
+            y: Checked targets, where they are needed; not checked yet without outputs.
         """
-        generator = batch_generator(self.expectation.seed, batch.index, f.device)
-        u = torch.randn(self.probes, *f.flatten(1).shape, generator=generator, dtype=f.dtype, device=f.device)
+        size, index = batch.size, batch.index
+        c = output_shape(self.function, batch.x).numel()
+        own = self.function.theta[self.layers[-1].names[0]]
+        generator = batch_generator(self.expectation.seed, index, own.device)
+        u = torch.randn(self.probes, size, c, generator=generator, dtype=own.dtype, device=own.device)
         captured = capture(self.function, batch.x, u)
         require_finite_pass(captured)
+        if f is None:
+            f = captured.outputs.view(size, *output_shape(self.function, batch.x))
+            y = self.expectation.targets(f, y)
         behind = u  # the gradient at the activations of the layer in hand
         for i in range(self._last, -1, -1):
             layer = self.layers[i]
-            own = factors(captured.by_parameter()[layer.names[0]][0], captured.n)
-            g = own.g[:, :, 0, 0]  # (K, N, c)
+            g = factors(captured.by_parameter()[layer.names[0]][0], captured.n).g[:, :, 0, 0]  # (K, N, c)
             slopes = self._slopes(layer, g, behind)
             if i == self._last:
-                if f.shape[:2].numel() != f.numel():
-                    raise _not_a_chain(layer, f"its outputs have {f.numel() // f.shape[:2].numel()} positions")
+                self._require_one_position(f)
                 self.tensors[f"slopes {i}"] += _outer_curvature(self.expectation.likelihood, f, y, slopes)
             else:
                 self.tensors[f"slopes {i}"] += second_moment(slopes.T)
@@ -128,6 +133,12 @@ class RecursionSums:
         if (g - slopes * behind).abs().max() > tolerance * g.abs().max():
             raise _not_a_chain(layer, "what follows it is not elementwise, or goes more than one way")
         return slopes
+
+    def _require_one_position(self, f: Tensor) -> None:
+        """Outputs with extra dimensions have no single last layer."""
+        positions = f.numel() // max(1, f.shape[:2].numel())
+        if positions != 1:
+            raise _not_a_chain(self.layers[-1], f"its outputs have {positions} positions")
 
 
 def _outer_curvature(likelihood: Likelihood, f: Tensor, y: Tensor | None, slopes: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from linnet.curvatures.sums import BLOCK, second_moment
+from linnet.curvatures.sums import BLOCK, second_moment, wide
 from linnet.tangent.rules import Factors, Use, padded, patches, windows
 
 FEW_CHANNELS = 256  # channels up to which products example by example are large enough to be fast
@@ -75,13 +75,15 @@ def weighted_input_moment(f: Factors, weight: Tensor) -> InputMoment:
     Returns:
         The moments.
     """
-    flat = (f.a * weight[..., None]).transpose(0, 1).flatten(1, 2)  # (R, N·S, d)
+    a = f.a.to(wide(f.a.dtype))
+    flat = (a * weight[..., None]).transpose(0, 1).flatten(1, 2)  # (R, N·S, d)
     return InputMoment(second_moment(flat.mT), flat.sum(1), float(weight[:, 0].sum()))
 
 
 def output_moment(f: Factors) -> Tensor:
     """Σ g gᵀ over columns, examples and positions of factors, (R, c, c)."""
-    return second_moment(f.g.permute(2, 4, 0, 1, 3).flatten(2))
+    g = f.g.to(wide(f.g.dtype))
+    return second_moment(g.permute(2, 4, 0, 1, 3).flatten(2))
 
 
 def input_moment(use: Use) -> InputMoment:
@@ -94,12 +96,13 @@ def input_moment(use: Use) -> InputMoment:
         The moments.
     """
     assert use.a is not None
+    a = use.a.to(wide(use.a.dtype))
     if use.kind == "conv":
-        return _patch_moment(use.a, use.target.shape[2:], use.options)
+        return _patch_moment(a, use.target.shape[2:], use.options)
     if use.kind == "conv-transposed":
-        a = use.a.unflatten(1, (use.options["groups"], -1)).flatten(3)  # (B, R, d, S)
+        a = a.unflatten(1, (use.options["groups"], -1)).flatten(3)  # (B, R, d, S)
         return InputMoment(pixel_moment(a), a.sum((0, 3)), float(a.shape[0] * a.shape[3]))
-    a = use.oriented(use.a)
+    a = use.oriented(a)
     flat = a.reshape(-1, a.shape[-1])[None]  # (1, N·S, d): where the examples are makes no difference
     return InputMoment(second_moment(flat.mT), flat.sum(1), float(flat.shape[1]))
 
@@ -107,13 +110,14 @@ def input_moment(use: Use) -> InputMoment:
 def gradient_moment(use: Use) -> Tensor:
     """Σ g gᵀ over columns, examples and positions, (R, c, c)."""
     assert use.g is not None
+    g = use.g.to(wide(use.g.dtype))
     if use.kind == "conv":
-        g = use.g.flatten(0, 1)
+        g = g.flatten(0, 1)
         return pixel_moment(g.unflatten(1, (use.options["groups"], -1)).flatten(3))
     if use.kind == "conv-transposed":
-        g = patches(use.g.flatten(0, 1), use.target.shape[2:], use.options)  # (K·B, R, c, S)
+        g = patches(g.flatten(0, 1), use.target.shape[2:], use.options)  # (K·B, R, c, S)
         return pixel_moment(g)
-    g = use.oriented(use.g)
+    g = use.oriented(g)
     return second_moment(g.reshape(1, -1, g.shape[-1]).mT)
 
 

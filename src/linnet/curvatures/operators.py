@@ -14,7 +14,7 @@ from linnet.curvatures.hessian import HessianOperator
 from linnet.curvatures.layers import Layer
 from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import Batches
-from linnet.errors import InputError
+from linnet.errors import InputError, ModelError
 from linnet.linalg.lowrank import LowRank
 from linnet.linalg.structured import Dense
 from linnet.memory import Plan, parse_bytes, require
@@ -91,8 +91,15 @@ def whole(
     Raises:
         InputError: If a Hessian is asked for with another structure.
         MemoryBudgetError: If the matrix does not fit.
+        ModelError: If the network is of half precision.
     """
     function, kept = product.function, request.expectation.matrix
+    if function.dtype.itemsize < 4:
+        raise ModelError(
+            f"model is {function.dtype} with structure={structure!r} and matrix={kept!r}",
+            expected="float32 or float64: the matrix is made from whole products with it",
+            remedy="pass model.float(), or use a structure that sums in float32, such as kfac or diagonal",
+        )
     examples = float(sum(batch.size for batch in batches))
     made = request.provenance(structure, examples)
     if structure == "low-rank" and kept != "hessian":

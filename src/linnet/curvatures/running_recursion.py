@@ -84,7 +84,11 @@ class RunningRecursion:
         fresh = {name: torch.zeros_like(t) for name, t in sums.tensors.items()}
         kept, sums.tensors = sums.tensors, fresh
         try:
-            sums.add(*self._counted(batch))
+            mask = None if batch.y is None else self.expectation.likelihood.mask(batch.y)
+            if mask is None or bool(mask.all()):
+                sums.add(batch, None, batch.y)
+            else:
+                sums.add(*self._counted(batch))
         finally:
             sums.tensors = kept
         if processes > 1:
@@ -148,9 +152,7 @@ class RunningRecursion:
             model: The network, of the same architecture, or tensors by name.
         """
         kept = {key: self.function.cache[key] for key in KEPT if key in self.function.cache}
-        self.function.moved(
-            tensors_by_name(model) if isinstance(model, nn.Module) else model, in_place=True
-        )
+        self.function.moved(tensors_by_name(model) if isinstance(model, nn.Module) else model, in_place=True)
         self.function.cache.update(kept)
 
     def state_dict(self) -> dict[str, Tensor]:

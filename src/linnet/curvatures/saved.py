@@ -21,7 +21,7 @@ def load_curvature(directory: str | Path, model: nn.Module, output: OutputAdapte
     """Read a curvature that ``Curvature.save`` wrote.
 
     Args:
-        directory: The folder.
+        directory: The folder, or the file in it that ``save`` returned.
         model: The network that it was computed for, with the same weights, or its linearization.
         output: The output adapter, if there was a callable one.
 
@@ -41,7 +41,8 @@ def load_curvature(directory: str | Path, model: nn.Module, output: OutputAdapte
         >>> torch.equal(load_curvature(folder, net).dense(), G.dense())
         True
     """
-    path = Path(directory) / f"{KIND}.safetensors"
+    path = Path(directory)
+    path = path if path.is_file() else path / f"{KIND}.safetensors"
     tensors, metadata = load_tensors(path, KIND)
     model = model.model if isinstance(model, Linearized) else model
     if metadata["custom_output"] and not callable(output):

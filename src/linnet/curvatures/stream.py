@@ -128,6 +128,19 @@ class Batches:
                 return batch
         raise _empty()
 
+    def most(self, first: Batch) -> int:
+        """Examples that a batch can have if nobody limits them.
+
+        Args:
+            first: The first batch of a pass.
+
+        Returns:
+            A loader's own size, else the number of examples that there are.
+        """
+        if isinstance(self._data, DataLoader):
+            return first.size
+        return len(self._data) if self._streamed else batch_size(self._data[0])
+
     def length(self) -> int | None:
         """Number of batches of a pass of this process, where it can be told in advance."""
         if isinstance(self._data, DataLoader) or self._streamed:
@@ -243,10 +256,22 @@ def _read(data: Any, indices: range) -> tuple[Inputs, Tensor | None]:
 
 
 def _moved(x: Inputs, y: Tensor | None, device: torch.device | None) -> tuple[Inputs, Tensor | None]:
-    """A batch on the device."""
-    if device is None:
-        return x, y
-    return map_tensors(lambda t: t.to(device), x), None if y is None else y.to(device)
+    """A batch on the device, of tensors that autograd may keep."""
+    return map_tensors(lambda t: usable(t, device), x), None if y is None else usable(y, device)
+
+
+def usable(t: Tensor, device: torch.device | None) -> Tensor:
+    """A tensor on the device; a clone where it was made in inference mode, which autograd cannot keep.
+
+    Args:
+        t: A tensor.
+        device: The device, or ``None`` for where it is.
+
+    Returns:
+        The tensor.
+    """
+    moved = t if device is None else t.to(device)
+    return moved.clone() if moved.is_inference() else moved
 
 
 def _check(batch: Batch) -> None:

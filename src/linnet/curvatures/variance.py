@@ -21,12 +21,14 @@ from torch import Tensor
 from linnet.curvatures.diagonal import looked_up
 from linnet.curvatures.layers import Layer, layer_factors
 from linnet.curvatures.parts import Part
+from linnet.curvatures.stream import usable
 from linnet.curvatures.sums import layer_rows
+from linnet.errors import DataError
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.linalg.structured import Diagonal
 from linnet.memory import Plan, parse_bytes, require
-from linnet.tangent.batch import Inputs, batch_size, check_finite, map_tensors, split, take
+from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, map_tensors, split, take
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
@@ -51,10 +53,13 @@ def output_covariance(
         (N, C, C).
 
     Raises:
+        DataError: If there is no example, or one is not finite.
         MemoryBudgetError: If not even one example fits.
     """
+    if batch_size(x) == 0:
+        raise DataError("x is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
     check_finite(x, "x")
-    x = map_tensors(lambda t: t.to(function.device), x)
+    x = map_tensors(lambda t: usable(t, function.device), x)
     c = function.check_runs(take(x, slice(0, 1))).numel()
     budget = parse_bytes(memory, function.device)
     one = capture_bytes(function, x, c) + row_bytes(parts, c)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from linnet.methods.alignment_study import Alignment, alignment
 from linnet.methods.feature_schedules import Converged, KernelDrift, LinearityGap, Moment, Schedule, Verdict
+from linnet.methods.gauss_newton import GaussNewton
+from linnet.methods.gauss_newton_batch import GrowingBatches
+from linnet.methods.gauss_newton_settings import Damping, Settings, StepReport
 from linnet.methods.relinearize import IterativeLinearization
 from linnet.methods.relinearize_report import LinearizationReport
 
 __all__ = [
+    "GaussNewton",
+    "Damping",
+    "Settings",
+    "StepReport",
+    "GrowingBatches",
+    "alignment",
+    "Alignment",
     "IterativeLinearization",
     "LinearizationReport",
     "LinearityGap",

@@ -1,0 +1,154 @@
+"""What a newcomer stumbled over: modes of torch, half precision, many outputs of few examples, small slips."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import linnet
+from linnet.curvatures import engine
+from linnet.curvatures.accumulate import Chunks, plan_chunks
+from linnet.curvatures.stream import Batches
+from linnet.errors import DataError, InputError, ModelError
+
+P = 51
+CATEGORICAL = linnet.likelihoods.Categorical()
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+@pytest.fixture
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(8, 4), torch.randint(3, (8,))
+
+
+@pytest.mark.parametrize("structure", ["full", "block", "diagonal", "kfac", "ekfac", "low-rank"])
+def test_closed_forms_do_not_lose_digits_under_autocast(
+    structure: str, net: nn.Module, data: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    v, rows = torch.randn(P, 2), torch.randn(2, P)
+
+    def answers() -> list[torch.Tensor]:
+        made = linnet.curvature(net, data, CATEGORICAL, structure)
+        damped = made.damped(0.1)
+        posterior = damped.inverse()
+        return [
+            made @ v,
+            made.dense(),
+            damped.solve(v),
+            damped.logdet(),
+            made.trace(),
+            posterior.diagonal(),
+            posterior.quadratic(rows),
+            posterior.sample(3, 0),
+            posterior.output_covariance(data[0]),
+        ]
+
+    expected = answers()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = answers()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("structure", ["full", "kfac", "matrix-free"])
+def test_data_from_inference_mode(structure: str, net: nn.Module) -> None:
+    with torch.inference_mode():
+        x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    made = linnet.curvature(net, (x, y), CATEGORICAL, structure)
+    same = linnet.curvature(net, (x.clone(), y.clone()), CATEGORICAL, structure)
+    torch.testing.assert_close(made @ torch.ones(P), same @ torch.ones(P), rtol=0, atol=0)
+    if structure != "matrix-free":
+        assert made.damped(1.0).inverse().output_covariance(x).shape == (8, 3, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("structure", ["kfac", "ekfac"])
+def test_factors_of_half_precision_networks_are_semidefinite(
+    dtype: torch.dtype, structure: str, net: nn.Module
+) -> None:
+    conv = nn.Sequential(
+        nn.Conv2d(1, 3, 2), nn.Tanh(), nn.ConvTranspose2d(3, 2, 2), nn.Flatten(), nn.Linear(32, 3)
+    )
+    y = torch.randint(3, (8,))
+    for model, x in ((net, torch.randn(8, 4)), (conv, torch.randn(8, 1, 4, 4))):
+        whole = linnet.curvature(model, (x, y), CATEGORICAL, structure)
+        half = linnet.curvature(deepcopy(model).to(dtype), (x.to(dtype), y), CATEGORICAL, structure)
+        assert half.dtype == torch.float32
+        assert torch.linalg.eigvalsh(half.dense().double()).min() > -1e-6 * half.trace()
+        assert (half.dense() - whole.dense()).norm() < 0.05 * whole.dense().norm()
+        assert half.damped(0.1).inverse().output_covariance(x.to(dtype)).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_has_no_eigenpairs(
+    dtype: torch.dtype, net: nn.Module, data: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    half, x = net.to(dtype), data[0].to(dtype)
+    with pytest.raises(ModelError, match=r"(?s)float32 or float64.*model.float\(\)"):
+        linnet.curvature(half, (x, data[1]), CATEGORICAL, "low-rank")
+    with pytest.raises(ModelError, match=r"(?s)float32 or float64.*model.float\(\)"):
+        linnet.curvature(half, (x, data[1]), CATEGORICAL, "full", matrix="hessian")
+
+
+def test_columns_go_together_where_there_are_few_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Chunks] = []
+
+    def noted(*args: object) -> Chunks:
+        taken.append(plan_chunks(*args))  # type: ignore[arg-type]
+        return taken[-1]
+
+    monkeypatch.setattr(engine, "plan_chunks", noted)
+    data = torch.randn(4, 5), torch.randint(600, (4,))
+    net = nn.Linear(5, 600)
+    made = linnet.curvature(net, data, CATEGORICAL, "kfac")
+    # one column of 512 examples would be long, one of the four that there are is not
+    assert taken[0].columns > 100
+    p = net(data[0]).softmax(1).double()
+    expected = torch.diag(p.sum(0)) - p.T @ p
+    torch.testing.assert_close(made.parts[0].operator.left.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_most_examples_of_a_batch() -> None:
+    x, y = torch.randn(7, 2), torch.randn(7, 1)
+    whole = TensorDataset(x, y)
+    for data, most in (((x, y), 7), (whole, 7), (DataLoader(whole, 3), 3), (list_of(x, y), 7)):
+        batches = Batches(data, None)
+        assert batches.most(batches.first()) == most
+
+
+def list_of(x: torch.Tensor, y: torch.Tensor) -> torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]:
+    """A data set that is no TensorDataset."""
+    return torch.utils.data.Subset(TensorDataset(x, y), range(len(x)))
+
+
+def test_load_takes_what_save_returned(
+    tmp_path: Path, net: nn.Module, data: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    made = linnet.curvature(net, data, CATEGORICAL)
+    file = made.save(tmp_path)
+    for path in (file, str(file), tmp_path):
+        torch.testing.assert_close(linnet.load_curvature(path, net).dense(), made.dense(), rtol=0, atol=0)
+
+
+def test_a_number_is_no_operator(net: nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> None:
+    made = linnet.curvature(net, data, CATEGORICAL)
+    with pytest.raises(InputError, match=r"(?s)1\.0 is added to a curvature.*another operator.*damped"):
+        made + 1.0  # type: ignore[operator]
+    torch.testing.assert_close((made + made) @ torch.ones(P), 2 * (made @ torch.ones(P)))
+
+
+def test_output_covariance_of_no_example(net: nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> None:
+    posterior = linnet.curvature(net, data, CATEGORICAL).damped(1.0).inverse()
+    with pytest.raises(DataError, match=r"(?s)x is empty.*at least one example"):
+        posterior.output_covariance(data[0][:0])
