@@ -21,7 +21,7 @@ from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
 from linnet.tangent.trace import Trace, trace
 
-TARGET = 256 << 20  # bytes of one captured batch: more does not run faster
+TARGET = 96 << 20  # bytes of one captured batch: more does not run faster
 LARGEST = 512  # examples of a captured batch, at most
 LONG = 1 << 20  # bytes of one column's gradients from which a CPU does better with one column at a time
 FEWEST = 8  # examples of a captured batch before its columns are taken in parts

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet.curvatures.layers import Layer, layer_factors
+from linnet.curvatures.layers import Layer, as_found, layer_factors
 from linnet.curvatures.sums import ROWS_AT_ONCE, Gradients, Sums, layer_rows, wide
 from linnet.linalg.structured import Diagonal
 from linnet.tangent.rules import Factors, factors, outer_rows
@@ -27,19 +27,22 @@ class DiagonalSums(Sums):
 
     def __init__(self, layer: Layer, dtype: torch.dtype, device: torch.device) -> None:
         self.layer = layer
+        self._by_rows = False  # whether the batch in hand has nothing but per-example gradients
         self.tensors = {"squares": torch.zeros(layer.size, dtype=wide(dtype), device=device)}
 
     def add(self, gradients: Gradients) -> None:
         """Add a batch."""
         captured, squares = gradients.captured, self.tensors["squares"]
+        if gradients.fresh:
+            self._by_rows = self.layer.form.kind == "rows" or not as_found(captured, self.layer)
+        if self._by_rows:
+            squares += layer_rows(captured, self.layer).to(squares.dtype).square().sum((0, 1))
+            return
         if self.layer.embedding:
             uses = captured.by_parameter().get(self.layer.names[0], [])
             if uses:
                 found = [factors(use, captured.n) for use in uses]
                 squares += _embedding_squares(found, self.layer.shapes[0]).flatten()
-            return
-        if not self.layer.factored:
-            squares += layer_rows(captured, self.layer).to(squares.dtype).square().sum((0, 1))
             return
         parts = layer_factors(captured, self.layer, keep=gradients.columns > captured.k)
         if parts:

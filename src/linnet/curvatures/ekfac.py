@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
-from linnet.curvatures.layers import layer_factors
+from linnet.curvatures.layers import layer_factors, require_as_found
 from linnet.curvatures.sums import ROWS_AT_ONCE, Gradients, Sums, layer_rows
 from linnet.linalg.grouped import GroupedKroneckerEigen
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
@@ -49,6 +49,8 @@ class EigenvalueSums(Sums):
 
     def add(self, gradients: Gradients) -> None:
         """Add a batch."""
+        if gradients.fresh:
+            require_as_found(gradients.captured, self.layer)
         again = gradients.columns > gradients.captured.k
         parts = layer_factors(gradients.captured, self.layer, keep=again)
         if not parts:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet.curvatures.layers import Layer, layer_factors
+from linnet.curvatures.layers import Layer, layer_factors, require_as_found
 from linnet.curvatures.moments import (
     InputMoment,
     active,
@@ -58,6 +58,8 @@ class KroneckerSums(Sums):
     def add(self, gradients: Gradients) -> None:
         """Add a batch."""
         captured = gradients.captured
+        if gradients.fresh:
+            require_as_found(captured, self.layer)
         if self.sharing == "reduce" or gradients.counts is not None:
             self._add_factors(gradients)
             return

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from linnet.errors import ModelError
 from linnet.tangent.captured import Captured
 from linnet.tangent.rules import Factors, Use, factors
 
@@ -252,6 +253,49 @@ def _common(names: tuple[str, ...]) -> str:
             break
         shared.append(pieces[0])
     return ".".join(shared) or names[0]
+
+
+def as_found(captured: Captured, layer: Layer) -> bool:
+    """Whether a layer is used in a batch as it was where it was found.
+
+    Args:
+        captured: A captured batch.
+        layer: The layer.
+
+    Returns:
+        Whether what was said of its form holds; of layers without a form always.
+    """
+    if layer.form.kind == "rows":
+        return True
+    if any(name in captured.exact for name in layer.names):
+        return False
+    uses = captured.by_parameter()
+    places = [[use.place for use in uses.get(name, [])] for name in layer.names]
+    if any(own != places[0] for own in places[1:]):
+        return False
+    if not places[0]:
+        return True
+    form = _layer(layer.names, captured, uses, {}).form
+    alike = [(f.kind, f.groups, f.transposed) for f in (form, layer.form)]
+    return alike[0] == alike[1] and _plain_biases(layer.names, uses)
+
+
+def require_as_found(captured: Captured, layer: Layer) -> None:
+    """Raise if a layer's factors, found on the first batch, are not those of this one.
+
+    Args:
+        captured: A captured batch.
+        layer: The layer.
+
+    Raises:
+        ModelError: If so.
+    """
+    if not as_found(captured, layer):
+        raise ModelError(
+            f"{layer.name} is not used in every batch as it is in the first",
+            expected="the same operations in every batch, for Kronecker factors",
+            remedy=f'give it another structure: {{"^{layer.name}": "diagonal", ".*": "kfac"}}, or "block"',
+        )
 
 
 def layer_factors(captured: Captured, layer: Layer, keep: bool = False) -> list[Factors]:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.curvatures.diagonal import looked_up
-from linnet.curvatures.layers import Layer, layer_factors
+from linnet.curvatures.layers import Layer, as_found, layer_factors
 from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import usable
 from linnet.curvatures.sums import layer_rows
@@ -106,6 +106,8 @@ def batch_covariance(parts: Sequence[Part], captured: Captured) -> Tensor:
 
 def _part_covariance(part: Part, captured: Captured) -> Tensor:
     """One layer's contribution."""
+    if not as_found(captured, part.layer):
+        return part.operator.quadratic(_ordered_rows(part, captured))
     if _looked_up(part):
         return _embedding_covariance(part, captured)
     if not _is_closed(part):
@@ -118,6 +120,14 @@ def _part_covariance(part: Part, captured: Captured) -> Tensor:
     a = [F.pad(f.a.to(kind), (0, 1), value=1.0) if part.layer.biased else f.a.to(kind) for f in found]
     parts = [Factors(own, f.g.to(kind)) for own, f in zip(a, found, strict=True)]
     return _Form.of(part).covariance(parts)
+
+
+def _ordered_rows(part: Part, captured: Captured) -> Tensor:
+    """Per-example gradients of a layer in the order of its block, (N, K, size)."""
+    if not part.joined or not part.layer.biased:
+        return layer_rows(captured, part.layer).to(part.operator.dtype)
+    rows = part.layer.join([captured.rows(name).flatten(0, 1) for name in part.layer.names])
+    return rows.reshape(captured.n, captured.k, -1).to(part.operator.dtype)
 
 
 def _looked_up(part: Part) -> bool:
