@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from linnet.curvatures.saved import load_curvature as load_curvature
     from linnet.methods import continual as continual
     from linnet.methods import optim as optim
+    from linnet.methods import rivals as rivals
     from linnet.methods import spectrum as spectrum
     from linnet.methods import surgery as surgery
     from linnet.methods.adversarial import Attack as Attack
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from linnet.methods.laplace_load import load_laplace as load_laplace
     from linnet.methods.laplace_training import train_with_evidence as train_with_evidence
     from linnet.methods.linear_fit import LinearFit as LinearFit
+    from linnet.methods.linear_posterior import LinearPosterior as LinearPosterior
+    from linnet.methods.linear_posterior import linear_posterior as linear_posterior
     from linnet.methods.load_fit import load_fit as load_fit
     from linnet.methods.load_gp import load_gp as load_gp
     from linnet.methods.ood import Separation as Separation
@@ -69,6 +72,9 @@ _HOME = {
     "TangentGP": "linnet.methods.tangent_gp",
     "TangentPredictive": "linnet.methods.tangent_gp_predictive",
     "load_gp": "linnet.methods.load_gp",
+    "linear_posterior": "linnet.methods.linear_posterior",
+    "LinearPosterior": "linnet.methods.linear_posterior",
+    "rivals": "linnet.methods",
     "evaluate": "linnet.methods.evaluate",
     "Report": "linnet.methods.reports",
     "RegressionReport": "linnet.methods.reports",
@@ -88,7 +94,7 @@ _HOME = {
     "optim": "linnet.methods",
     "spectrum": "linnet.methods",
 }
-_NAMESPACES = ("continual", "likelihoods", "optim", "spectrum", "surgery")  # modules whose contents are public
+_NAMESPACES = ("continual", "likelihoods", "optim", "rivals", "spectrum", "surgery")  # modules whose contents are public
 
 __all__ = ["__version__", *_HOME]
 

@@ -357,3 +357,48 @@ def test_an_example_whose_units_are_all_dead_does_not_unsettle_the_plan() -> Non
     captured = capture(function, x)  # the first of three probes has no gradient in the first layer
     assert not captured.exact
     near(captured.rows("0.weight").flatten(2), jacobian_oracle(net, x, ["0.weight"]))
+
+
+class Routed(nn.Module):
+    """Two experts; the data say which tokens go to which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        first = flat[:, 0] > 0
+        h = flat.new_zeros(len(flat), 4)
+        for expert, chosen in zip(self.experts, (first, ~first), strict=True):
+            h = h.index_put((chosen.nonzero()[:, 0],), expert(flat[chosen]))
+        return self.head(torch.tanh(h.view(len(x), -1, 4)).mean(1))
+
+
+class Sorted(nn.Module):
+    """Works on its batch in the order of the data, and puts it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        h = torch.tanh(self.body(x[order]))
+        return self.head(h[order.argsort()])
+
+
+@pytest.mark.parametrize(("build", "shape"), [(Routed, (6, 5, 3)), (Sorted, (7, 3))])
+def test_rows_that_the_data_move_are_found(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    net, function = build().double(), None
+    function = Functional(net)
+    x = real(*shape, seed=3)
+    if build is Sorted:
+        x = x[x[:, 0].argsort()]  # in order, the probes show nothing
+        capture(function, x)
+        x = x.flip(0)
+    captured = capture(function, x)
+    rows = torch.cat([captured.rows(name).flatten(2) for name in function.names], 2)
+    near(rows, jacobian_oracle(net, x))

@@ -6,7 +6,7 @@ never formed. ``plan`` decides what each parameter is treated by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.captured import Captured, Outputs
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import exact_rows, use_gradients
+from linnet.tangent.layout import fits
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.plan import PROBES, Plan, keyed, plan_for
 from linnet.tangent.rules import Use
@@ -72,8 +73,34 @@ def _capture(function: Functional, x: Inputs, run: Trace, u: Tensor) -> Captured
     if surprised:  # a gradient that vanished on all probes does not vanish here
         plan = plan_for(function, run, x, renew=True)
         uses, _ = _differentiate(run, plan, u)
-    exact = exact_rows(function, x, list(plan.exact), u)
+    if run.moved and run.lost is None:
+        run.lost = _misplaced(run, uses)
+    lost = run.lost or set()
+    uses = [use for use in uses if not lost & set(use.sources)]
+    exact = exact_rows(function, x, [name for name in function.names if name in {*plan.exact, *lost}], u)
     return Captured(run.n, run.outputs.detach(), uses, run.leaves, exact, len(u))
+
+
+def _misplaced(run: Trace, uses: Sequence[Use]) -> set[str]:
+    """Parameters of uses whose examples are not where the plan has them, where the data move rows."""
+    # The gradients of a part of the examples must vanish outside that part. The parts are the zeros and ones
+    # of the binary digits of the examples' numbers: any two examples are told apart by one of them.
+    n = run.n
+    index = torch.arange(n, device=run.outputs.device)
+    digits = torch.stack([(index >> digit) & 1 for digit in range(max(1, (n - 1).bit_length()))])
+    generator = torch.Generator().manual_seed(2)
+    weights = torch.rand(run.outputs.shape, generator=generator).to(run.outputs) + 0.5
+    lost: set[str] = set()
+    for part in torch.cat([digits, 1 - digits]).bool():
+        gradients = use_gradients(run.outputs, uses, (weights * part[:, None])[None])
+        for use, g in zip(uses, gradients, strict=True):
+            own = use.oriented(g)
+            if (
+                not fits(own.shape[1:], use.layout.axis, n)
+                or use.layout.examples_first(own, n, skip=1)[:, ~part].any()
+            ):
+                lost |= set(use.sources)
+    return lost
 
 
 def _differentiate(run: Trace, plan: Plan, u: Tensor) -> tuple[list[Use], bool]:

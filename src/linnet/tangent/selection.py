@@ -112,6 +112,15 @@ def _last_layer(model: nn.Module, named: dict[str, nn.Parameter]) -> set[str]:
     matrices = [n for n, p in named.items() if p.ndim >= 2]
     if not matrices:
         return set()
+    every = dict(model.named_parameters(remove_duplicate=False))
+    last = next(n for n in reversed(every) if every[n].ndim >= 2 and every[n].is_floating_point())
+    if last not in named:
+        first = next(n for n, p in named.items() if p is every[last])
+        raise InputError(
+            f"params='last-layer', but {last!r}, the last matrix, is the same parameter as {first!r}",
+            expected="a last layer with parameters of its own",
+            remedy=f"name the parameters, for example params=[{first!r}], or untie them",
+        )
     owner = matrices[-1].rpartition(".")[0]
     return {n for n in named if n.rpartition(".")[0] == owner}
 

@@ -37,6 +37,8 @@ class Trace:
         leaves: The tracked parameters as leaves of that history.
         uses: Every understood use, in order.
         unhandled: Parameters with a use that no rule covers, and the operations that did it.
+        moved: Whether rows were put where the data say: routed, sorted, unpadded.
+        lost: Parameters whose examples are not where their plan has them in this pass, once that is known.
     """
 
     n: int
@@ -44,11 +46,13 @@ class Trace:
     leaves: Params
     uses: list[Use]
     unhandled: dict[str, set[str]]
+    moved: bool = False
+    lost: set[str] | None = None
 
     @property
     def signature(self) -> tuple[Any, ...]:
         """What must repeat for a plan made on one batch to hold on another."""
-        return (*(use.signature for use in self.uses), tuple(sorted(self.unhandled)))
+        return (*(use.signature for use in self.uses), tuple(sorted(self.unhandled)), self.moved)
 
 
 @in_exact_mode
@@ -69,7 +73,7 @@ def trace(function: Functional, x: Inputs) -> Trace:
     recorder = _Recorder(batch_size(x))
     with torch.enable_grad(), recorder:
         outputs = function.flat(leaves, map_tensors(_as_data, x))
-    return Trace(recorder.n, outputs, leaves, recorder.uses, recorder.unhandled)
+    return Trace(recorder.n, outputs, leaves, recorder.uses, recorder.unhandled, recorder.moved)
 
 
 def _as_data(t: Tensor) -> Tensor:
@@ -77,6 +81,13 @@ def _as_data(t: Tensor) -> Tensor:
     alias = t.detach()
     alias._linnet_data = True  # type: ignore[attr-defined]
     return alias
+
+
+# Operations that put rows where the data say, and how many of their operands must then be data.
+_MOVING = {
+    **dict.fromkeys(("getitem", "index_select", "gather", "take_along_dim", "take"), 2),
+    **dict.fromkeys(("masked_select", "nonzero", "argwhere", "unique", "pack_padded_sequence"), 1),
+}
 
 
 class _Recorder(TorchFunctionMode):
@@ -87,6 +98,7 @@ class _Recorder(TorchFunctionMode):
         self.n = n
         self.uses: list[Use] = []
         self.unhandled: dict[str, set[str]] = {}
+        self.moved = False
 
     def __torch_function__(
         self,
@@ -113,6 +125,8 @@ class _Recorder(TorchFunctionMode):
         tracked = [t for t in operands if hasattr(t, "_linnet_from") and t.requires_grad]
         has_data = any(hasattr(t, "_linnet_data") for t in operands)
         name = _name(func)
+        if name in _MOVING and sum(hasattr(t, "_linnet_data") for t in operands) >= _MOVING[name]:
+            self.moved = True
         if tracked and not has_data and not self._repeats_for_examples(name, tracked, produced):
             self._mark_derived(tracked, produced)
             return
