@@ -21,6 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("npz",),
     ("linalg",),
     ("solvers",),
+    ("likelihoods",),
     ("tangent",),
     ("curvatures",),
     ("methods",),

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from linnet.curvatures import likelihoods as likelihoods
+    from linnet import likelihoods as likelihoods
     from linnet.curvatures.build import curvature as curvature
     from linnet.curvatures.curvature import Curvature as Curvature
     from linnet.curvatures.saved import load_curvature as load_curvature
@@ -17,34 +17,34 @@ if TYPE_CHECKING:
     from linnet.methods import optim as optim
     from linnet.methods import rivals as rivals
     from linnet.methods import spectrum as spectrum
-    from linnet.methods import surgery as surgery
-    from linnet.methods.adversarial import Attack as Attack
-    from linnet.methods.adversarial import fgsm as fgsm
-    from linnet.methods.evaluate import evaluate as evaluate
-    from linnet.methods.augment import Augmentation as Augmentation
-    from linnet.methods.finetune import finetune as finetune
-    from linnet.methods.finetuned import Finetuned as Finetuned
-    from linnet.methods.finetuned import load_finetuned as load_finetuned
-    from linnet.methods.fit import fit as fit
-    from linnet.methods.gradient_flow import Flow as Flow
-    from linnet.methods.gradient_flow import gradient_flow as gradient_flow
-    from linnet.methods.head import with_head as with_head
-    from linnet.methods.laplace import Laplace as Laplace
-    from linnet.methods.laplace_load import load_laplace as load_laplace
-    from linnet.methods.laplace_training import train_with_evidence as train_with_evidence
-    from linnet.methods.linear_fit import LinearFit as LinearFit
-    from linnet.methods.linear_posterior import LinearPosterior as LinearPosterior
-    from linnet.methods.linear_posterior import linear_posterior as linear_posterior
-    from linnet.methods.load_fit import load_fit as load_fit
-    from linnet.methods.load_gp import load_gp as load_gp
-    from linnet.methods.ood import Separation as Separation
-    from linnet.methods.ood import ood as ood
-    from linnet.methods.preconditioner import KroneckerPreconditioner as KroneckerPreconditioner
-    from linnet.methods.predictive import Predictive as Predictive
-    from linnet.methods.reports import RegressionReport as RegressionReport
-    from linnet.methods.reports import Report as Report
-    from linnet.methods.tangent_gp import TangentGP as TangentGP
-    from linnet.methods.tangent_gp_predictive import TangentPredictive as TangentPredictive
+    from linnet.methods.evaluation.adversarial import Attack as Attack
+    from linnet.methods.evaluation.adversarial import fgsm as fgsm
+    from linnet.methods.evaluation.evaluate import evaluate as evaluate
+    from linnet.methods.evaluation.ood import Separation as Separation
+    from linnet.methods.evaluation.ood import ood as ood
+    from linnet.methods.evaluation.reports import RegressionReport as RegressionReport
+    from linnet.methods.evaluation.reports import Report as Report
+    from linnet.methods.finetuning import surgery as surgery
+    from linnet.methods.finetuning.augment import Augmentation as Augmentation
+    from linnet.methods.finetuning.finetune import finetune as finetune
+    from linnet.methods.finetuning.finetuned import Finetuned as Finetuned
+    from linnet.methods.finetuning.finetuned import load_finetuned as load_finetuned
+    from linnet.methods.fitting.fit import fit as fit
+    from linnet.methods.fitting.head import with_head as with_head
+    from linnet.methods.fitting.linear_fit import LinearFit as LinearFit
+    from linnet.methods.fitting.load_fit import load_fit as load_fit
+    from linnet.methods.fitting.predictive import Predictive as Predictive
+    from linnet.methods.laplace.laplace import Laplace as Laplace
+    from linnet.methods.laplace.load import load_laplace as load_laplace
+    from linnet.methods.laplace.training import train_with_evidence as train_with_evidence
+    from linnet.methods.linear_posterior.posterior import LinearPosterior as LinearPosterior
+    from linnet.methods.linear_posterior.posterior import linear_posterior as linear_posterior
+    from linnet.methods.optim.gradient_flow import Flow as Flow
+    from linnet.methods.optim.gradient_flow import gradient_flow as gradient_flow
+    from linnet.methods.optim.preconditioner import KroneckerPreconditioner as KroneckerPreconditioner
+    from linnet.methods.tangent_gp.load import load_gp as load_gp
+    from linnet.methods.tangent_gp.predictive import TangentPredictive as TangentPredictive
+    from linnet.methods.tangent_gp.tangent_gp import TangentGP as TangentGP
     from linnet.tangent.linearized import Linearized as Linearized
     from linnet.tangent.linearized import linearize as linearize
     from linnet.tangent.preflight import Preflight as Preflight
@@ -57,44 +57,45 @@ _HOME = {
     "Linearized": "linnet.tangent.linearized",
     "preflight": "linnet.tangent.preflight",
     "Preflight": "linnet.tangent.preflight",
-    "with_head": "linnet.methods.head",
-    "fit": "linnet.methods.fit",
-    "LinearFit": "linnet.methods.linear_fit",
-    "load_fit": "linnet.methods.load_fit",
-    "Predictive": "linnet.methods.predictive",
+    "with_head": "linnet.methods.fitting.head",
+    "fit": "linnet.methods.fitting.fit",
+    "LinearFit": "linnet.methods.fitting.linear_fit",
+    "load_fit": "linnet.methods.fitting.load_fit",
+    "Predictive": "linnet.methods.fitting.predictive",
     "curvature": "linnet.curvatures.build",
     "Curvature": "linnet.curvatures.curvature",
     "load_curvature": "linnet.curvatures.saved",
-    "likelihoods": "linnet.curvatures",
-    "Laplace": "linnet.methods.laplace",
-    "load_laplace": "linnet.methods.laplace_load",
-    "train_with_evidence": "linnet.methods.laplace_training",
-    "TangentGP": "linnet.methods.tangent_gp",
-    "TangentPredictive": "linnet.methods.tangent_gp_predictive",
-    "load_gp": "linnet.methods.load_gp",
-    "linear_posterior": "linnet.methods.linear_posterior",
-    "LinearPosterior": "linnet.methods.linear_posterior",
+    "likelihoods": "linnet",
+    "Laplace": "linnet.methods.laplace.laplace",
+    "load_laplace": "linnet.methods.laplace.load",
+    "train_with_evidence": "linnet.methods.laplace.training",
+    "TangentGP": "linnet.methods.tangent_gp.tangent_gp",
+    "TangentPredictive": "linnet.methods.tangent_gp.predictive",
+    "load_gp": "linnet.methods.tangent_gp.load",
+    "linear_posterior": "linnet.methods.linear_posterior.posterior",
+    "LinearPosterior": "linnet.methods.linear_posterior.posterior",
     "rivals": "linnet.methods",
-    "evaluate": "linnet.methods.evaluate",
-    "Report": "linnet.methods.reports",
-    "RegressionReport": "linnet.methods.reports",
-    "ood": "linnet.methods.ood",
-    "Separation": "linnet.methods.ood",
-    "fgsm": "linnet.methods.adversarial",
-    "Attack": "linnet.methods.adversarial",
-    "finetune": "linnet.methods.finetune",
-    "Finetuned": "linnet.methods.finetuned",
-    "load_finetuned": "linnet.methods.finetuned",
-    "Augmentation": "linnet.methods.augment",
-    "KroneckerPreconditioner": "linnet.methods.preconditioner",
-    "surgery": "linnet.methods",
-    "gradient_flow": "linnet.methods.gradient_flow",
-    "Flow": "linnet.methods.gradient_flow",
+    "evaluate": "linnet.methods.evaluation.evaluate",
+    "Report": "linnet.methods.evaluation.reports",
+    "RegressionReport": "linnet.methods.evaluation.reports",
+    "ood": "linnet.methods.evaluation.ood",
+    "Separation": "linnet.methods.evaluation.ood",
+    "fgsm": "linnet.methods.evaluation.adversarial",
+    "Attack": "linnet.methods.evaluation.adversarial",
+    "finetune": "linnet.methods.finetuning.finetune",
+    "Finetuned": "linnet.methods.finetuning.finetuned",
+    "load_finetuned": "linnet.methods.finetuning.finetuned",
+    "Augmentation": "linnet.methods.finetuning.augment",
+    "KroneckerPreconditioner": "linnet.methods.optim.preconditioner",
+    "surgery": "linnet.methods.finetuning",
+    "gradient_flow": "linnet.methods.optim.gradient_flow",
+    "Flow": "linnet.methods.optim.gradient_flow",
     "continual": "linnet.methods",
     "optim": "linnet.methods",
     "spectrum": "linnet.methods",
 }
-_NAMESPACES = ("continual", "likelihoods", "optim", "rivals", "spectrum", "surgery")  # modules whose contents are public
+# modules whose contents are public
+_NAMESPACES = ("continual", "likelihoods", "optim", "rivals", "spectrum", "surgery")
 
 __all__ = ["__version__", *_HOME]
 

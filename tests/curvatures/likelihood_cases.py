@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributions as D
 
-from linnet.curvatures.likelihoods import (
+from linnet.likelihoods import (
     Bernoulli,
     Categorical,
     Custom,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.curvatures.likelihoods import Categorical, Gaussian
 from linnet.curvatures.stream import Batches
+from linnet.likelihoods import Categorical, Gaussian
 from linnet.tangent.functional import Functional
 from tests.zoo import case, linearized
 

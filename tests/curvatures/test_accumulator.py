@@ -17,11 +17,11 @@ from linnet.curvatures import accumulate
 from linnet.curvatures.accumulate import Accumulator
 from linnet.curvatures.engine import layers_of
 from linnet.curvatures.expectation import Expectation
-from linnet.curvatures.likelihoods import Categorical, Gaussian
 from linnet.curvatures.running import RunningCurvature
 from linnet.curvatures.stream import Batch
 from linnet.curvatures.treatments import make_sums
 from linnet.errors import DataError, InputError, ModelError, WeightsError
+from linnet.likelihoods import Categorical, Gaussian
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import linearize
 from tests.zoo import assert_near

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import linnet
-from linnet.curvatures.likelihoods import Categorical
+from linnet.likelihoods import Categorical
 from tests.curvatures.curvature_oracles import relative
 from tests.zoo import assert_near, case, joined
 

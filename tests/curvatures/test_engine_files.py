@@ -20,9 +20,9 @@ import linnet
 from linnet.curvatures import stream
 from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.curvature import Curvature
-from linnet.curvatures.likelihoods import Categorical, Gaussian
 from linnet.errors import DataError, FileFormatError, InputError
 from linnet.files import load_tensors, save_tensors
+from linnet.likelihoods import Categorical, Gaussian
 from linnet.linalg.stored import to_tensors
 from tests.curvatures.curvature_oracles import Problem
 from tests.zoo import BY_NAME, assert_near, case

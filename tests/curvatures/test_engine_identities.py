@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import linnet
 from linnet.curvatures.curvature import Curvature
-from linnet.curvatures.likelihoods import Categorical, Gaussian
+from linnet.likelihoods import Categorical, Gaussian
 from tests.curvatures.curvature_oracles import Expected, Problem, families, indices
 from tests.zoo import assert_near, case, joined, rows
 

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import linnet
 from linnet.curvatures import engine
-from linnet.curvatures.likelihoods import (
+from linnet.errors import DataError, InputError, LinnetError, MemoryBudgetError, ModelError, NumericalError
+from linnet.likelihoods import (
     Bernoulli,
     Categorical,
     Custom,
@@ -19,7 +20,6 @@ from linnet.curvatures.likelihoods import (
     HeteroscedasticGaussian,
     Poisson,
 )
-from linnet.errors import DataError, InputError, LinnetError, MemoryBudgetError, ModelError, NumericalError
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.curvatures.likelihoods import Bernoulli, Categorical, Gaussian
 from linnet.errors import ModelError
+from linnet.likelihoods import Bernoulli, Categorical, Gaussian
 from linnet.testing.oracles import jacobian_oracle
 from tests.curvatures.curvature_oracles import Expected
 from tests.zoo import assert_near

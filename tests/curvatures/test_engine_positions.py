@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.curvatures import accumulate
-from linnet.curvatures.likelihoods import Bernoulli, Categorical, Gaussian
+from linnet.likelihoods import Bernoulli, Categorical, Gaussian
 from linnet.testing.oracles import jacobian_oracle, output_oracle
 from tests.curvatures.curvature_oracles import Expected, gradients_matrix
 from tests.zoo import assert_near

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import linnet
-from linnet.curvatures.likelihoods import Categorical, Custom, Gaussian
+from linnet.likelihoods import Categorical, Custom, Gaussian
 from tests.curvatures.curvature_oracles import Problem
 from tests.zoo import assert_near, case
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.curvatures.likelihoods import Categorical
+from linnet.likelihoods import Categorical
 from tests.curvatures.curvature_oracles import Problem
 from tests.zoo import BY_NAME, assert_near, case
 

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import linnet
 from linnet.curvatures import diagonal, ekfac, variance
-from linnet.curvatures.likelihoods import Categorical, Gaussian
 from linnet.errors import DataError, MemoryBudgetError
+from linnet.likelihoods import Categorical, Gaussian
 from linnet.testing.oracles import jacobian_oracle
 from tests.curvatures.curvature_oracles import Problem, families
 from tests.zoo import assert_near, case

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch import distributions as D
 
-from linnet.curvatures.likelihoods import (
+from linnet.errors import InputError
+from linnet.likelihoods import (
     Bernoulli,
     Categorical,
     Gaussian,
@@ -22,7 +23,6 @@ from linnet.curvatures.likelihoods import (
     Poisson,
     from_description,
 )
-from linnet.errors import InputError
 from tests.curvatures.likelihood_cases import (
     CANONICAL,
     CASES,

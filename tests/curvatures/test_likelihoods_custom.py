@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch import distributions as D
 
-from linnet.curvatures.likelihoods import (
+from linnet.errors import DataError, InputError, NumericalError
+from linnet.likelihoods import (
     Categorical,
     Custom,
     HeteroscedasticGaussian,
     Likelihood,
     mixture_of_classifiers,
 )
-from linnet.errors import DataError, InputError, NumericalError
 from tests.curvatures.likelihood_cases import CASES, blocks, joined, softmax_nll, student_nll
 
 close = torch.testing.assert_close

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from linnet.curvatures.likelihoods import (
+from linnet.errors import DataError, InputError, LinnetError, NumericalError
+from linnet.likelihoods import (
     Bernoulli,
     Categorical,
     Custom,
@@ -21,7 +22,6 @@ from linnet.curvatures.likelihoods import (
     from_description,
     mixture_of_classifiers,
 )
-from linnet.errors import DataError, InputError, LinnetError, NumericalError
 
 F32 = torch.zeros(4, 3)
 NAN, INF = math.nan, math.inf

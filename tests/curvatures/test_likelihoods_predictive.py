@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linnet.curvatures.likelihoods import (
+from linnet.likelihoods import (
     Bernoulli,
     Categorical,
     Custom,

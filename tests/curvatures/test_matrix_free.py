@@ -13,9 +13,9 @@ from linnet.curvatures import products
 from linnet.curvatures.fisher import FisherOperator
 from linnet.curvatures.ggn import GaussNewtonOperator, SummedOperator
 from linnet.curvatures.hessian import HessianOperator
-from linnet.curvatures.likelihoods import Categorical, Custom, Gaussian
 from linnet.curvatures.stream import Batches
 from linnet.errors import DataError, InputError, ModelError
+from linnet.likelihoods import Categorical, Custom, Gaussian
 from linnet.tangent.functional import Functional
 from linnet.tangent.modes import differentiable_kernels
 from linnet.testing.conformance import check_operator

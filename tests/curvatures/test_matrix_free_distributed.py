@@ -17,8 +17,8 @@ from torch import Tensor
 from linnet.curvatures.distributed import all_sum, world
 from linnet.curvatures.fisher import FisherOperator
 from linnet.curvatures.ggn import GaussNewtonOperator
-from linnet.curvatures.likelihoods import Categorical
 from linnet.curvatures.stream import Batches
+from linnet.likelihoods import Categorical
 from tests.zoo import assert_near, case, linearize
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,9 +7,9 @@ import torch
 
 from linnet.curvatures.fisher import FiniteDifferenceFisher, FisherOperator
 from linnet.curvatures.ggn import GaussNewtonOperator
-from linnet.curvatures.likelihoods import Categorical, Gaussian
 from linnet.curvatures.stream import Batches
 from linnet.errors import InputError, ModelError
+from linnet.likelihoods import Categorical, Gaussian
 from linnet.tangent.functional import Functional
 from linnet.testing.conformance import check_operator
 from linnet.testing.oracles import fisher_oracle, ggn_oracle

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import linnet
-from linnet.curvatures.likelihoods import Gaussian
 from linnet.errors import DependencyError, InputError
 from linnet.integrations import botorch as botorch_adapter
 from linnet.integrations import gpytorch as gpytorch_adapter
-from linnet.methods.tangent_gp import TangentGP
+from linnet.likelihoods import Gaussian
+from linnet.methods.tangent_gp.tangent_gp import TangentGP
 from tests.methods.problems import real
 from tests.methods.tangent_gp_cases import dense
 

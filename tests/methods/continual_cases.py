@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.curvatures.likelihoods import Categorical
+from linnet.likelihoods import Categorical
 from linnet.methods.continual import (
     EWC,
     ContinualMethod,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.curvatures.likelihoods import Categorical, Gaussian
-from linnet.methods.gauss_newton import GaussNewton
+from linnet.likelihoods import Categorical, Gaussian
+from linnet.methods.optim.gauss_newton import GaussNewton
 
 
 def mlp(seed: int = 0, outputs: int = 3) -> nn.Sequential:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.methods.laplace import Laplace
+from linnet.methods.laplace.laplace import Laplace
 from linnet.testing.oracles import jacobian_oracle
 from tests.methods.problems import network, real
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from linnet.curvatures.likelihoods import Categorical
 from linnet.errors import InputError
-from linnet.methods.alignment_study import Alignment, alignment
+from linnet.likelihoods import Categorical
+from linnet.methods.optim.alignment_study import Alignment, alignment
 from tests.methods.gauss_newton_cases import classes, dense_gauss_newton, gradient_of, mlp
 
 

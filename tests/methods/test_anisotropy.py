@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import linnet
 from linnet.errors import DataError, InputError, ModelError, NumericalError
-from linnet.methods.anisotropy import MixedDerivative
+from linnet.methods.spectrum.anisotropy import MixedDerivative
 from tests.methods.problems import near, real, refused
 
 Kind = Literal["full", "trace", "sum"]
@@ -86,7 +86,7 @@ def arranged(m: Tensor, outputs: Kind) -> Tensor:
 def test_products_are_those_of_the_dense_matrix(
     outputs: Kind, points: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("linnet.methods.anisotropy.BLOCK", 3)
+    monkeypatch.setattr("linnet.methods.spectrum.anisotropy.BLOCK", 3)
     model, x = mlp(outputs=3), real(points, 6, seed=1)
     dense = arranged(mixed(model, x), outputs)
     operator = MixedDerivative(linnet.linearize(model).function, x, outputs)

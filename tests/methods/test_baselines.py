@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import InputError
-from linnet.methods.baselines import fine_tune, held_out_probe, nearest_class_mean
-from linnet.methods.centered import with_centered_head
+from linnet.methods.fitting.baselines import fine_tune, held_out_probe, nearest_class_mean
+from linnet.methods.fitting.centered import with_centered_head
 
 
 def blobs(n: int = 60) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnet.curvatures.likelihoods import Categorical
 from linnet.errors import ModelError
+from linnet.likelihoods import Categorical
 from linnet.methods.continual import (
     EWC,
     ContinualMethod,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnet.curvatures.likelihoods import Categorical, Gaussian
 from linnet.errors import DataError, InputError, ModelError
+from linnet.likelihoods import Categorical, Gaussian
 from linnet.methods.continual import ContinualMethod, NonOnlineLaplace, OnlineLaplace
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.testing.oracles import ggn_oracle, jacobian_oracle, output_oracle, ridge_oracle

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.curvatures.layers import Form, Layer
-from linnet.curvatures.likelihoods import Categorical
 from linnet.errors import ModelError
+from linnet.likelihoods import Categorical
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 from linnet.methods.continual import EWC, NonOnlineLaplace, OnlineLaplace
-from linnet.methods.continual_growth import grown
-from linnet.methods.continual_merge import MERGES, scaled, summed
+from linnet.methods.continual.growth import grown
+from linnet.methods.continual.merge import MERGES, scaled, summed
 from tests.methods.continual_cases import flat, gradient, moved_away, small_network, small_task
 
 STRUCTURES = ("kfac", "ekfac", "diagonal", "block", "full", "low-rank", "kfra")

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import linnet
-from linnet.curvatures.likelihoods import Categorical
 from linnet.errors import InputError, ModelError
+from linnet.likelihoods import Categorical
 from linnet.methods.continual import EWC, NonOnlineLaplace, OnlineLaplace, convert_strength
 from tests.methods.continual_cases import (
     MAKERS,

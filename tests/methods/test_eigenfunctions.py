@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 import linnet
 from linnet.errors import DataError, InputError, MemoryBudgetError, NumericalError
-from linnet.methods import kernel_eigenpairs
-from linnet.methods.kernel_matrix import KernelOperator
+from linnet.methods.spectrum import kernel_eigenpairs
+from linnet.methods.spectrum.kernel_matrix import KernelOperator
 from linnet.testing.oracles import kernel_oracle
 from tests.methods.problems import near, problem, real, refused
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from linnet.errors import InputError
-from linnet.methods.calibration import equal_mass, equal_width
-from linnet.methods.evaluate import batches_of, evaluate
-from linnet.methods.predictive import Predictive
-from linnet.methods.reports import Report
+from linnet.methods.evaluation.calibration import equal_mass, equal_width
+from linnet.methods.evaluation.evaluate import batches_of, evaluate
+from linnet.methods.evaluation.reports import Report
+from linnet.methods.fitting.predictive import Predictive
 from tests.methods.problems import near, peak_bytes, real, refused
 
 metrics = pytest.importorskip("sklearn.metrics")

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from linnet.errors import DataError, InputError, NumericalError
-from linnet.methods.adversarial import Attack, fgsm
-from linnet.methods.evaluate import evaluate
-from linnet.methods.reports import Report
+from linnet.methods.evaluation.adversarial import Attack, fgsm
+from linnet.methods.evaluation.evaluate import evaluate
+from linnet.methods.evaluation.reports import Report
 from tests.methods.problems import near, network, real, refused
 
 MODEL = network(inputs=3, outputs=4)

@@ -16,11 +16,11 @@ from torch.distributions import Normal
 from torch.utils.data import DataLoader, TensorDataset
 
 from linnet.errors import DataError, InputError
-from linnet.methods.answers import class_probabilities
-from linnet.methods.evaluate import evaluate
-from linnet.methods.judged import join, judge
-from linnet.methods.predictive import Predictive
-from linnet.methods.reports import RegressionReport, Report
+from linnet.methods.evaluation.answers import class_probabilities
+from linnet.methods.evaluation.evaluate import evaluate
+from linnet.methods.evaluation.judged import join, judge
+from linnet.methods.evaluation.reports import RegressionReport, Report
+from linnet.methods.fitting.predictive import Predictive
 from tests.methods.problems import near, real, refused
 
 X, Y = real(4, 3), torch.tensor([0, 1, 2, 1])

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from linnet.errors import DataError, InputError
-from linnet.methods.evaluate import evaluate
-from linnet.methods.ood import ood
-from linnet.methods.ranking import Detection, inverse_cumulative, risk_coverage
-from linnet.methods.reports import Report
+from linnet.methods.evaluation.evaluate import evaluate
+from linnet.methods.evaluation.ood import ood
+from linnet.methods.evaluation.ranking import Detection, inverse_cumulative, risk_coverage
+from linnet.methods.evaluation.reports import Report
 from tests.methods.problems import near, real, refused
 
 metrics = pytest.importorskip("sklearn.metrics")

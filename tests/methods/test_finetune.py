@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import linnet
 from linnet.errors import DataError, FileFormatError, InputError, ModelError, NumericalError, WeightsError
-from linnet.methods.finetune import finetune
-from linnet.methods.finetuned import load_finetuned
-from linnet.methods.recipes import RECIPES
-from linnet.methods.surgery import leaky_relu, recover
+from linnet.methods.finetuning.finetune import finetune
+from linnet.methods.finetuning.finetuned import load_finetuned
+from linnet.methods.finetuning.recipes import RECIPES
+from linnet.methods.finetuning.surgery import leaky_relu, recover
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.surgery import report
 from tests.methods.problems import near, refused
@@ -258,7 +258,7 @@ def test_resumed_runs_have_the_same_bits(method: str, optimizer: str, tmp_path: 
 
 SCRIPT = """
 import sys, time
-from linnet.methods.finetune import finetune
+from linnet.methods.finetuning.finetune import finetune
 from tests.methods.test_finetune import images, net
 def log(values, step):
     print(step, flush=True)
@@ -322,7 +322,7 @@ def test_a_search_takes_the_best_and_trains_on_everything() -> None:
 
 
 def test_grids_share_what_does_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    import linnet.methods.recipe_runs as runs
+    import linnet.methods.finetuning.recipe_runs as runs
 
     made: list[int] = []
     plain = runs.frozen_curvature

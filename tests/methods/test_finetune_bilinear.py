@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import InputError, ModelError
-from linnet.methods.bilinear import (
+from linnet.methods.finetuning.bilinear import (
     BilinearNetwork,
     SquareRootPooling,
     eigen_root,

@@ -9,11 +9,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import linnet
 from linnet.errors import InputError, NumericalError
-from linnet.methods.augment import Augmentation
-from linnet.methods.course import Course, Objective, Optimization
-from linnet.methods.examples import Examples
-from linnet.methods.preconditioner import KroneckerPreconditioner
-from linnet.methods.recipes import Candidate, candidates_for, effective_rate, recipe_for
+from linnet.methods.finetuning.augment import Augmentation
+from linnet.methods.finetuning.course import Course, Objective, Optimization
+from linnet.methods.finetuning.examples import Examples
+from linnet.methods.finetuning.recipes import Candidate, candidates_for, effective_rate, recipe_for
+from linnet.methods.optim.preconditioner import KroneckerPreconditioner
 from tests.methods.problems import near, network, real, refused
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import linnet
 from linnet.errors import InputError, MemoryBudgetError, NumericalError
 from linnet.linalg import Dense
-from linnet.methods import fit as fit_function
-from linnet.methods.primal import CGSettings, Primal
+from linnet.methods.fitting import fit as fit_function
+from linnet.methods.fitting.primal import CGSettings, Primal
 from linnet.tangent import jacobian
 from linnet.testing.oracles import ridge_oracle
 from tests.methods.problems import flat, near, network, peak_bytes, problem, real, refused

@@ -10,8 +10,8 @@ from torch import nn
 
 import linnet
 from linnet.errors import InputError, ModelError
-from linnet.methods.dual import Spectrum
-from linnet.methods.predictive import fit_temperature
+from linnet.methods.fitting.dual import Spectrum
+from linnet.methods.fitting.predictive import fit_temperature
 
 
 def network() -> nn.Module:

@@ -13,8 +13,14 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import InputError, MemoryBudgetError, NumericalError
 from linnet.linalg import Dense, Diagonal
-from linnet.methods import fit_preconditioner, primal
-from linnet.methods.fit_preconditioner import FEW, RANK, TRIAL, make_preconditioner, preconditioner_bytes
+from linnet.methods.fitting import fit_preconditioner, primal
+from linnet.methods.fitting.fit_preconditioner import (
+    FEW,
+    RANK,
+    TRIAL,
+    make_preconditioner,
+    preconditioner_bytes,
+)
 from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import JacobianOperator, NormalOperator
 from tests.methods.problems import flat, near, network, problem, real, refused

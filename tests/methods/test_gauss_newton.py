@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnet.methods.gauss_newton import GaussNewton
-from linnet.methods.gauss_newton_model import Batch
-from linnet.methods.gauss_newton_settings import Damping
+from linnet.methods.optim.gauss_newton import GaussNewton
+from linnet.methods.optim.gauss_newton_model import Batch
+from linnet.methods.optim.gauss_newton_settings import Damping
 from tests.methods.gauss_newton_cases import (
     classes,
     classifier,

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnet.curvatures.likelihoods import Bernoulli, Categorical
 from linnet.errors import DataError, InputError, ModelError, NumericalError
-from linnet.methods.gauss_newton import GaussNewton
-from linnet.methods.gauss_newton_batch import GrowingBatches, suggested_batch
-from linnet.methods.gauss_newton_settings import Damping
+from linnet.likelihoods import Bernoulli, Categorical
+from linnet.methods.optim.gauss_newton import GaussNewton
+from linnet.methods.optim.gauss_newton_batch import GrowingBatches, suggested_batch
+from linnet.methods.optim.gauss_newton_settings import Damping
 from tests.methods.gauss_newton_cases import classes, classifier, flat, mlp, regressor, values, weight_of
 
 ROOT = Path(__file__).resolve().parents[2]

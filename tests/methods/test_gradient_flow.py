@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import DataError, InputError, MemoryBudgetError, NumericalError
-from linnet.methods.gradient_flow import Flow, gradient_flow
 from linnet.methods.optim import IterativeLinearization
+from linnet.methods.optim.gradient_flow import Flow, gradient_flow
 from tests.methods.problems import Problem, flat, near, problem, real, refused
 
 INF = math.inf

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import InputError, LinnetError, NumericalError
-from linnet.methods.laplace import Laplace
+from linnet.methods.laplace.laplace import Laplace
 from linnet.testing.oracles import ggn_oracle, jacobian_oracle
 from tests import zoo
 from tests.methods.laplace_problems import (

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import InputError
-from linnet.methods.laplace import Laplace
-from linnet.methods.laplace_training import train_with_evidence
+from linnet.methods.laplace.laplace import Laplace
+from linnet.methods.laplace.training import train_with_evidence
 from tests.methods.laplace_problems import (
     CATEGORICAL,
     DENSE,

@@ -10,8 +10,8 @@ import torch
 
 import linnet
 from linnet.errors import FileFormatError, InputError
-from linnet.methods.laplace import Laplace
-from linnet.methods.laplace_load import load_laplace
+from linnet.methods.laplace.laplace import Laplace
+from linnet.methods.laplace.load import load_laplace
 from tests.methods.laplace_problems import classes, fitted, numbers
 from tests.methods.problems import near, real
 

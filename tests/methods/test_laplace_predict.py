@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import InputError, MemoryBudgetError
-from linnet.methods import laplace_linearized
-from linnet.methods.laplace import Laplace
-from linnet.methods.laplace_links import Link, class_probabilities, log_density
-from linnet.methods.laplace_predict import GaussianPredictive, SampledPredictive
+from linnet.methods.laplace.laplace import Laplace
+from linnet.methods.laplace.laplace import linearized as laplace_linearized
+from linnet.methods.laplace.links import Link, class_probabilities, log_density
+from linnet.methods.laplace.predict import GaussianPredictive, SampledPredictive
 from tests import zoo
 from tests.methods.laplace_problems import CATEGORICAL, classes, fitted, numbers, output_covariance
 from tests.methods.problems import near, network, real
@@ -47,7 +47,7 @@ def test_joint_covariance_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     la, *_ = fitted("kfac")
     x = real(7, 3, seed=8)
     whole = la.predict(x, joint=True).joint_covariance
-    monkeypatch.setattr("linnet.methods.laplace_outputs.MOST", 3)
+    monkeypatch.setattr("linnet.methods.laplace.outputs.MOST", 3)
     near(la.predict(x, joint=True).joint_covariance, whole, 1e-12)
     assert torch.equal(whole, whole.permute(2, 3, 0, 1))
     with pytest.raises(MemoryBudgetError, match="joint"):

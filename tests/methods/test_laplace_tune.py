@@ -9,11 +9,11 @@ import torch
 
 import linnet
 from linnet.errors import InputError
-from linnet.methods.laplace import Laplace
-from linnet.methods.laplace_links import Link
-from linnet.methods.laplace_posterior import Hyper
-from linnet.methods.laplace_predict import Meaning
-from linnet.methods.laplace_scores import Scorer, left_out
+from linnet.methods.laplace.laplace import Laplace
+from linnet.methods.laplace.links import Link
+from linnet.methods.laplace.posterior import Hyper
+from linnet.methods.laplace.predict import Meaning
+from linnet.methods.laplace.scores import Scorer, left_out
 from tests.methods.laplace_problems import CATEGORICAL, LinearModel, classes, numbers
 from tests.methods.problems import near, real
 

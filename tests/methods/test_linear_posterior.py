@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import DataError, InputError, NumericalError
 from linnet.linalg import Diagonal
-from linnet.methods.laplace import Laplace
-from linnet.methods.linear_posterior import linear_posterior
-from linnet.methods.linear_posterior_draws import inverse_root
-from linnet.methods.linear_posterior_svi import divergence
+from linnet.methods.laplace.laplace import Laplace
+from linnet.methods.linear_posterior.draws import inverse_root
+from linnet.methods.linear_posterior.posterior import linear_posterior
+from linnet.methods.linear_posterior.svi import divergence
 from linnet.testing.oracles import ggn_oracle, jacobian_oracle, output_oracle
 from tests.methods.laplace_problems import classes
 from tests.methods.problems import near, network, real

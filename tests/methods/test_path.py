@@ -11,7 +11,7 @@ from torch import Tensor
 
 import linnet
 from linnet.errors import InputError
-from linnet.methods.dual import Spectrum
+from linnet.methods.fitting.dual import Spectrum
 from linnet.testing.oracles import leave_one_out_oracle
 from tests.methods.problems import Problem, near, network, problem, real, refused
 

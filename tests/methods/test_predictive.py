@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linnet.errors import InputError
-from linnet.methods.predictive import Predictive, fit_temperature, probabilities
+from linnet.methods.fitting.predictive import Predictive, fit_temperature, probabilities
 from tests.methods.problems import near, real, refused
 
 

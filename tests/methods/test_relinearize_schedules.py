@@ -12,7 +12,7 @@ from torch import nn
 import linnet
 from linnet.errors import ModelError
 from linnet.methods.optim import Converged, IterativeLinearization, KernelDrift, LinearityGap
-from linnet.methods.relinearize_report import LinearizationReport
+from linnet.methods.optim.relinearize_report import LinearizationReport
 from linnet.testing.oracles import jacobian_oracle, output_oracle
 from tests.methods.problems import near, real, refused
 from tests.methods.relinearize_cases import OPTIMIZERS, batches, cross_entropy, mlp, run, values

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import DataError, InputError, ModelError, NumericalError
-from linnet.methods.head import features
-from linnet.methods.rivals import deep_ensemble, mc_dropout, trained
-from linnet.methods.rivals_factorized import factorized_gaussian
-from linnet.methods.rivals_last_layer import last_layer
+from linnet.methods.fitting.head import features
+from linnet.methods.rivals.factorized import factorized_gaussian
+from linnet.methods.rivals.last_layer import last_layer
+from linnet.methods.rivals.sampled import deep_ensemble, mc_dropout, trained
 from tests.methods.problems import near, network, real
 
 L = linnet.likelihoods
@@ -195,7 +195,7 @@ def test_factorized_gaussian_of_a_linear_model_is_the_mean_field_optimum(make: A
 
 
 def test_which_layers_are_drawn_by_their_outputs() -> None:
-    from linnet.methods.rivals_factorized import _qualifying
+    from linnet.methods.rivals.factorized import _qualifying
     from linnet.tangent.functional import Functional
 
     plain = Functional(network(), "all")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.curvatures.likelihoods import Gaussian, HeteroscedasticGaussian
-from linnet.methods.tangent_gp import TangentGP
+from linnet.likelihoods import Gaussian, HeteroscedasticGaussian
+from linnet.methods.tangent_gp.tangent_gp import TangentGP
 from tests.methods.problems import network, real
 from tests.methods.tangent_gp_cases import DENSE, WAYS, Dense, dense
 

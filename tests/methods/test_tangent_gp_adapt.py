@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import linnet.tangent.gram as gram_module
-from linnet.curvatures.likelihoods import Gaussian, HeteroscedasticGaussian
 from linnet.errors import FileFormatError, InputError
+from linnet.likelihoods import Gaussian, HeteroscedasticGaussian
 from linnet.linalg.operator import LinearOperator
-from linnet.methods import tangent_gp_dense as dense_module
-from linnet.methods.load_gp import load_gp
-from linnet.methods.tangent_gp import TangentGP
+from linnet.methods.tangent_gp.load import load_gp
+from linnet.methods.tangent_gp.tangent_gp import TangentGP
+from linnet.methods.tangent_gp.tangent_gp import dense as dense_module
 from tests.methods.problems import network, real
 from tests.methods.tangent_gp_cases import DENSE, WAYS, dense
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import linnet
-from linnet.curvatures.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
 from linnet.errors import DataError, InputError, MemoryBudgetError, ModelError, NumericalError
-from linnet.methods.tangent_gp import TangentGP
+from linnet.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
+from linnet.methods.tangent_gp.tangent_gp import TangentGP
 from tests.methods.problems import network, real
 from tests.methods.tangent_gp_cases import dense
 

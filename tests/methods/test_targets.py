@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from linnet.errors import DataError, InputError
-from linnet.methods.targets import ALPHA, make_targets
+from linnet.methods.fitting.targets import ALPHA, make_targets
 from tests.methods.problems import real, refused
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from linnet import cli
 from linnet.errors import NumericalError
-from linnet.methods.linear_fit import LinearFit
+from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.runs.folder import load_run
 from tests.runs.small_tasks import write_nets, write_pictures
 from tests.runs.test_adapt import adapt, refused, result

@@ -11,11 +11,11 @@ from torch import nn
 from linnet.curvatures.distributed import world
 from linnet.curvatures.engine import Request, by_structure
 from linnet.curvatures.expectation import EXPECTATIONS, Expectation, choose_matrix
-from linnet.curvatures.likelihood import Likelihood
 from linnet.curvatures.operators import matrix_free, whole
 from linnet.curvatures.stream import Batches
 from linnet.curvatures.treatments import EXPECTATION_ALIASES, resolve
 from linnet.errors import InputError
+from linnet.likelihoods.likelihood import Likelihood
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode

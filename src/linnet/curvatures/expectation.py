@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.curvatures.likelihood import Likelihood
 from linnet.errors import DataError, InputError
+from linnet.likelihoods.likelihood import Likelihood
 
 EXPECTATIONS = ("exact", "mc", "random-projection", "empirical", "recursion")
 MATRICES = ("gauss-newton", "fisher", "hessian")

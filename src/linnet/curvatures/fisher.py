@@ -9,10 +9,10 @@ from torch import Tensor
 
 from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.ggn import SummedOperator, exact_product, sampled_product
-from linnet.curvatures.likelihood import Likelihood
 from linnet.curvatures.products import require_finite
 from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import InputError, ModelError
+from linnet.likelihoods.likelihood import Likelihood
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
@@ -42,7 +42,7 @@ class FisherOperator(SummedOperator):
         InputError: If the expectation is none of the three.
 
     Example:
-        >>> from linnet.curvatures.likelihoods import Categorical
+        >>> from linnet.likelihoods import Categorical
         >>> net = torch.nn.Linear(1, 2, bias=False)
         >>> _ = torch.nn.init.zeros_(net.weight)
         >>> data = Batches(torch.ones(4, 1), torch.device("cpu"))
@@ -116,7 +116,7 @@ class FiniteDifferenceFisher(SummedOperator):
         ModelError: If an embedding with a padding row shares its table with another layer.
 
     Example:
-        >>> from linnet.curvatures.likelihoods import Gaussian
+        >>> from linnet.likelihoods import Gaussian
         >>> net = torch.nn.Linear(1, 1, bias=False)
         >>> data = Batches(torch.tensor([[1.0], [2.0]]), torch.device("cpu"))
         >>> product = FiniteDifferenceFisher(Functional(net), data, Gaussian()) @ torch.ones(1)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from linnet.curvatures.distributed import all_sum
 from linnet.curvatures.expectation import Expectation
-from linnet.curvatures.likelihood import Likelihood
 from linnet.curvatures.products import factored, require_finite, weighted
 from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import InputError
+from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.operator import LinearOperator
 from linnet.progress import track
 from linnet.tangent.functional import Functional
@@ -94,7 +94,7 @@ class GaussNewtonOperator(SummedOperator):
         InputError: If the expectation is not one of the two.
 
     Example:
-        >>> from linnet.curvatures.likelihoods import Gaussian
+        >>> from linnet.likelihoods import Gaussian
         >>> net = torch.nn.Linear(1, 1, bias=False)
         >>> data = Batches((torch.tensor([[1.0], [2.0]]), torch.zeros(2, 1)), torch.device("cpu"))
         >>> GaussNewtonOperator(Functional(net), data, Gaussian()) @ torch.ones(1)

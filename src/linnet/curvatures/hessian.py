@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from linnet.curvatures.ggn import SummedOperator
-from linnet.curvatures.likelihood import Likelihood
 from linnet.curvatures.products import require_finite
 from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import DataError, ModelError
+from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.random import normal
 from linnet.tangent.batch import take
 from linnet.tangent.functional import Functional
@@ -33,7 +33,7 @@ class HessianOperator(SummedOperator):
         on_pass: Called after every pass over the data.
 
     Example:
-        >>> from linnet.curvatures.likelihoods import Gaussian
+        >>> from linnet.likelihoods import Gaussian
         >>> net = torch.nn.Linear(1, 1, bias=False)
         >>> data = Batches((torch.tensor([[1.0], [2.0]]), torch.zeros(2, 1)), torch.device("cpu"))
         >>> HessianOperator(Functional(net), data, Gaussian()) @ torch.ones(1)

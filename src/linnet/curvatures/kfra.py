@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from linnet.curvatures.accumulate import require_finite_pass
-from linnet.curvatures.components import IndependentComponents
 from linnet.curvatures.expectation import Expectation, batch_generator
 from linnet.curvatures.layers import Layer, find_layers
-from linnet.curvatures.likelihood import Likelihood
 from linnet.curvatures.moments import input_moment
 from linnet.curvatures.products import output_shape
 from linnet.curvatures.stream import Batch
 from linnet.curvatures.sums import second_moment, wide
 from linnet.errors import ModelError
+from linnet.likelihoods.components import IndependentComponents
+from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.kronecker import Kronecker
 from linnet.tangent.capture import capture
 from linnet.tangent.captured import Captured

@@ -27,12 +27,12 @@ from linnet.curvatures.engine import everything, layers_of
 from linnet.curvatures.expectation import EXPECTATIONS, Expectation, choose_matrix
 from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
 from linnet.curvatures.layers import Layer
-from linnet.curvatures.likelihood import Likelihood
 from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.sums import Sums
 from linnet.curvatures.treatments import BY_LAYER, Structure, by_layer, make_sums, resolve, treatment
 from linnet.errors import DataError, InputError
+from linnet.likelihoods.likelihood import Likelihood
 from linnet.memory import parse_bytes
 from linnet.tangent.batch import Inputs, batch_size, take, tensors_in
 from linnet.tangent.functional import Functional
@@ -67,7 +67,7 @@ class RunningCurvature:
         Martens and Grosse 2015, section 5 (averages); George et al. 2018, section 4.2 (bases).
 
     Example:
-        >>> from linnet.curvatures.likelihoods import Categorical
+        >>> from linnet.likelihoods import Categorical
         >>> net = nn.Linear(3, 2)
         >>> running = RunningCurvature(net, Categorical(), "kfac", decay=0.9)
         >>> for _ in range(3):

@@ -17,10 +17,10 @@ from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.distributed import all_sum, world
 from linnet.curvatures.expectation import Expectation, choose_matrix
 from linnet.curvatures.kfra import RecursionSums
-from linnet.curvatures.likelihood import Likelihood
 from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import DataError, InputError
+from linnet.likelihoods.likelihood import Likelihood
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.functional import Functional, tensors_by_name
 
@@ -43,7 +43,7 @@ class RunningRecursion:
         batches: Number of batches added.
 
     Example:
-        >>> from linnet.curvatures.likelihoods import Categorical
+        >>> from linnet.likelihoods import Categorical
         >>> running = RunningRecursion(Functional(nn.Linear(3, 2)), Categorical(), decay=0.9)
         >>> running.add(torch.ones(4, 3))
         >>> running.curvature(examples=1.0).made.structure

@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from linnet.errors import DependencyError, InputError
-from linnet.methods.continual_method import ContinualMethod
+from linnet.methods.continual.method import ContinualMethod
 
 Count = Callable[[Any], float]
 

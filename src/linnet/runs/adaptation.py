@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from linnet.data import TaskData, draw_shots, load_data
 from linnet.errors import InputError, MemoryBudgetError, ModelError
 from linnet.memory import parse_bytes
-from linnet.methods.baselines import fine_tune, held_out_probe
-from linnet.methods.centered import CenteredLinear, with_centered_head
-from linnet.methods.fit import fit as fit_linear
-from linnet.methods.head import RECORD, features, with_head
-from linnet.methods.linear_fit import LinearFit
-from linnet.methods.predictive import fit_temperature, probabilities
+from linnet.methods.fitting.baselines import fine_tune, held_out_probe
+from linnet.methods.fitting.centered import CenteredLinear, with_centered_head
+from linnet.methods.fitting.fit import fit as fit_linear
+from linnet.methods.fitting.head import RECORD, features, with_head
+from linnet.methods.fitting.linear_fit import LinearFit
+from linnet.methods.fitting.predictive import fit_temperature, probabilities
 from linnet.models import load_model
 from linnet.progress import waiting
 from linnet.report import Comparison, Reliability

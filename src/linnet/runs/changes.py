@@ -13,9 +13,9 @@ import torch
 
 from linnet.data import TaskData
 from linnet.errors import DataError, InputError
-from linnet.methods.dual import Dual
-from linnet.methods.fit import fit as fit_linear
-from linnet.methods.linear_fit import LinearFit
+from linnet.methods.fitting.dual import Dual
+from linnet.methods.fitting.fit import fit as fit_linear
+from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.report import Comparison, FitRecord, Forgetting, Notes, Run, Scores, Timing, TrainingSet
 from linnet.report.wording import duration
 from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from linnet.data import TaskData, load_data
 from linnet.files import save_tensors, write_atomic
 from linnet.integrations.digits import bundled_digits
-from linnet.methods.baselines import nearest_class_mean
+from linnet.methods.fitting.baselines import nearest_class_mean
 from linnet.models import load_model
 from linnet.progress import track
 from linnet.report import Comparison, Suspect, TrainingSet

@@ -14,9 +14,9 @@ from torch import Tensor
 from linnet.data import Standardize
 from linnet.errors import NumericalError
 from linnet.memory import parse_bytes
-from linnet.methods.dual import Dual, Spectrum
-from linnet.methods.linear_fit import LinearFit
-from linnet.methods.predictive import probabilities
+from linnet.methods.fitting.dual import Dual, Spectrum
+from linnet.methods.fitting.linear_fit import LinearFit
+from linnet.methods.fitting.predictive import probabilities
 from linnet.progress import track, waiting
 from linnet.report import Comparison, Reliability, RidgePath
 from linnet.report.measures import calibration_error, reliability_bins

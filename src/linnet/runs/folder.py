@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from linnet.data import ImageTransform, Standardize, TaskData, load_data
 from linnet.errors import FileFormatError, InputError, LinnetError
 from linnet.files import load_tensors, read_json, save_tensors, write_json
-from linnet.methods.centered import with_centered_head
-from linnet.methods.head import with_head
-from linnet.methods.linear_fit import LinearFit
-from linnet.methods.load_fit import load_fit
+from linnet.methods.fitting.centered import with_centered_head
+from linnet.methods.fitting.head import with_head
+from linnet.methods.fitting.linear_fit import LinearFit
+from linnet.methods.fitting.load_fit import load_fit
 from linnet.models import apply_weights, load_model
 from linnet.runs.place import RECORD
 
@@ -42,7 +42,7 @@ class Origin:
         spec: The network's name; a file's path is absolute.
         arguments: Keyword arguments of the factory.
         head: Outputs of the new head, or None where the old one was kept.
-        centered: Whether the head starts at zero, see :mod:`linnet.methods.centered`.
+        centered: Whether the head starts at zero, see :mod:`linnet.methods.fitting.centered`.
         weights: The weights that it started from, for the reader.
     """
 

@@ -12,8 +12,8 @@ import torch
 from linnet import __version__
 from linnet.data import Part
 from linnet.files import write_json
-from linnet.methods.dual import Spectrum as Eigen
-from linnet.methods.linear_fit import LinearFit
+from linnet.methods.fitting.dual import Spectrum as Eigen
+from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.report import (
     Choice,
     Coverage,

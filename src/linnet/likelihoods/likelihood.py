@@ -1,0 +1,240 @@
+"""Derivatives of negative log-likelihoods in the outputs: Λ, its square root, the Fisher information.
+
+Λ is the Hessian of −log p(y | f) in the outputs f. The Gauss-Newton matrix of a network with Jacobian J is
+the sum over examples of Jᵀ Λ J; with the Fisher information of the outputs in place of Λ it is the Fisher
+matrix. The two are equal for canonical families only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+from linnet.likelihoods.distribution import Distribution, require_draws
+from linnet.linalg.random import Seed, make_generator, signs
+
+
+class Likelihood(Distribution, ABC):
+    """A negative log-likelihood and what curvature needs of it.
+
+    Sums, never means: over the examples that a caller adds up, and over positions. Labels that are
+    missing contribute nothing to anything.
+
+    Example:
+        >>> from linnet.likelihoods import Categorical
+        >>> likelihood = Categorical()
+        >>> f = torch.zeros(1, 2)
+        >>> likelihood.hessian(f)[0, 0]
+        tensor([[ 0.2500, -0.2500],
+                [-0.2500,  0.2500]])
+        >>> likelihood.root(f)
+        tensor([[[ 0.5000, -0.5000]]])
+    """
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Derivative of the negative log-likelihood in the outputs.
+
+        Args:
+            f: Outputs (N, ...).
+            y: Labels.
+
+        Returns:
+            Like f.
+        """
+        rows, labels, counts = self._prepare(f, y)
+        return self._restore(_masked(self._gradient(rows, labels), counts), f.shape)
+
+    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """Λ of each position.
+
+        Args:
+            f: Outputs (N, ...).
+            y: Labels; needed when the likelihood is not canonical, or to leave out missing ones.
+
+        Returns:
+            (N, T, C, C).
+        """
+        rows, labels, counts = self._prepare_second(f, y)
+        return _masked_both(self._hessian(rows, labels), counts)
+
+    def product(self, f: Tensor, v: Tensor, y: Tensor | None = None) -> Tensor:
+        """Λ v, without forming Λ where it has structure.
+
+        Args:
+            f: Outputs (N, ...).
+            v: (..., *shape of f).
+            y: Labels, as for ``hessian``.
+
+        Returns:
+            Like v.
+
+        Raises:
+            InputError: v does not end in the shape of f.
+        """
+        lead = v.ndim - f.ndim
+        if lead < 0 or v.shape[lead:] != f.shape:
+            raise InputError(
+                f"v has shape {tuple(v.shape)} and f {tuple(f.shape)}", expected="(..., *shape of f)"
+            )
+        rows, labels, counts = self._prepare_second(f, y)
+        return self._restore(_masked(self._product(rows, self._arrange(v, lead), labels), counts), f.shape)
+
+    def position_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """R of each position with R Rᵀ = Λ.
+
+        Args:
+            f: Outputs (N, ...).
+            y: Labels, as for ``hessian``.
+
+        Returns:
+            (N, T, C, R): R columns at each position, as few as the family's closed form has.
+        """
+        rows, labels, counts = self._prepare_second(f, y)
+        return _masked_rows(self._root(rows, labels), counts)
+
+    def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """Columns s_k with Σ_k s_k s_kᵀ = Λ over all outputs of an example.
+
+        Args:
+            f: Outputs (N, ...).
+            y: Labels, as for ``hessian``.
+
+        Returns:
+            (K, *shape of f) with K = T · R; column t · R + r is the r-th of position t, and zero elsewhere.
+        """
+        return self._spread(self.position_root(f, y), f)
+
+    def project(self, f: Tensor, n: int, generator: Seed = None, y: Tensor | None = None) -> Tensor:
+        """Random columns s_i = Λ^½ v_i / √n with E[Σ_i s_i s_iᵀ] = Λ.
+
+        The v_i are independent random signs. Botev, *The Gauss-Newton matrix for deep learning models
+        and its applications*, 2020, section 4.3.4.
+
+        Args:
+            f: Outputs (N, ...).
+            n: Number of columns.
+            generator: Source of randomness: a generator, an integer seed or None.
+            y: Labels, as for ``hessian``.
+
+        Returns:
+            (n, *shape of f).
+        """
+        require_draws(n)
+        rows, labels, counts = self._prepare_second(f, y)
+        drawn = self._project(rows, n, make_generator(generator), labels) / n**0.5
+        return self._restore(_masked(drawn, counts), f.shape)
+
+    def sample_gradients(self, f: Tensor, n: int, generator: Seed = None, y: Tensor | None = None) -> Tensor:
+        """Gradients at labels drawn from p(y | f), over √n: their outer products sum to Fisher's expectation.
+
+        Args:
+            f: Outputs (N, ...).
+            n: Number of draws.
+            generator: Source of randomness: a generator, an integer seed or None.
+            y: Labels, only to leave out those positions that have none.
+
+        Returns:
+            (n, *shape of f).
+        """
+        require_draws(n)
+        rows, _, counts = self._prepare(f, y)
+        labels = self._sample(rows.detach(), n, make_generator(generator))
+        drawn = self._gradient(rows.expand(n, *rows.shape), labels) / n**0.5
+        return self._restore(_masked(drawn, counts), f.shape)
+
+    def fisher(self, f: Tensor) -> Tensor:
+        """Fisher information of the outputs, E[∇ log p ∇ log pᵀ] over labels drawn from p(y | f).
+
+        Args:
+            f: Outputs (N, ...).
+
+        Returns:
+            (N, T, C, C), equal to ``hessian`` for canonical families.
+        """
+        return self._fisher(self._arrange(f))
+
+    def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """Columns whose outer products sum to the Fisher information of the outputs.
+
+        Args:
+            f: Outputs (N, ...).
+            y: Labels, only to leave out those positions that have none.
+
+        Returns:
+            (K, *shape of f), laid out as those of ``root``.
+        """
+        rows, _, counts = self._prepare(f, y)
+        return self._spread(_masked_rows(self._fisher_root(rows), counts), f)
+
+    def _prepare_second(self, f: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As ``_prepare``, with an error when Λ depends on labels that are not given."""
+        if y is None and not self.canonical:
+            raise InputError(
+                f"y=None, but the Hessian of {self!r} depends on labels",
+                expected="labels",
+                remedy="pass y, or use the Fisher information (fisher, fisher_root), which needs none",
+            )
+        return self._prepare(f, y)
+
+    def _spread(self, root: Tensor, f: Tensor) -> Tensor:
+        """Columns of positions (N, T, C, R) as columns of examples (T · R, *shape of f)."""
+        positions = root.shape[1]
+        columns = root.permute(1, 3, 0, 2)  # (T, R, N, C)
+        if positions == 1:
+            return self._restore(columns[0].unsqueeze(-2), f.shape)
+        own = torch.eye(positions, dtype=root.dtype, device=root.device)
+        # s_{tr}[n, t', c] = R[n, t, c, r] where t' = t, else 0
+        spread = columns[:, :, :, None, :] * own[:, None, None, :, None]
+        return self._restore(spread.flatten(0, 1), f.shape)
+
+    # What a family defines, on arranged outputs
+
+    @abstractmethod
+    def _gradient(self, rows: Tensor, labels: Tensor) -> Tensor:
+        """Like rows (*lead, N, T, C), for labels (*lead, N, T, ...)."""
+
+    @abstractmethod
+    def _hessian(self, rows: Tensor, labels: Tensor | None) -> Tensor:
+        """Λ, (N, T, C, C)."""
+
+    @abstractmethod
+    def _product(self, rows: Tensor, v: Tensor, labels: Tensor | None) -> Tensor:
+        """Λ v for v (*lead, N, T, C)."""
+
+    @abstractmethod
+    def _root(self, rows: Tensor, labels: Tensor | None) -> Tensor:
+        """(N, T, C, R)."""
+
+    def _project(
+        self, rows: Tensor, n: int, generator: torch.Generator | None, labels: Tensor | None
+    ) -> Tensor:
+        """Λ^½ v for n random v, (n, N, T, C)."""
+        root = self._root(rows, labels)
+        v = signs((n, *root.shape[:2], root.shape[-1]), generator, rows.dtype, rows.device)
+        return torch.einsum("ntcr,kntr->kntc", root, v)
+
+    def _fisher(self, rows: Tensor) -> Tensor:
+        """Fisher information of canonical families; others define it."""
+        return self._hessian(rows, None)
+
+    def _fisher_root(self, rows: Tensor) -> Tensor:
+        """Its root for canonical families; others define it."""
+        return self._root(rows, None)
+
+
+def _masked(values: Tensor, counts: Tensor | None) -> Tensor:
+    """Values (*lead, N, T, C), zero where components do not count."""
+    return values if counts is None else values.masked_fill(~counts, 0)
+
+
+def _masked_rows(root: Tensor, counts: Tensor | None) -> Tensor:
+    """(N, T, C, R) with the rows zero of components that do not count."""
+    return root if counts is None else root.masked_fill(~counts[..., None], 0)
+
+
+def _masked_both(matrix: Tensor, counts: Tensor | None) -> Tensor:
+    """(N, T, C, C) with the rows and columns zero of components that do not count."""
+    return matrix if counts is None else matrix.masked_fill(~(counts[..., None] & counts[..., None, :]), 0)

@@ -1,0 +1,1 @@
+"""How good predictions are: scores, calibration, foreign inputs, adversarial steps."""

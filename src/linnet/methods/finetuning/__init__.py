@@ -1,0 +1,1 @@
+"""Recipes that fine-tune a network."""

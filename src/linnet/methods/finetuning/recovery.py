@@ -1,0 +1,117 @@
+"""A short training after surgery, that lets a network find back to what it could do."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.errors import InputError
+from linnet.methods.finetuning.course import Course, Log, Objective, Optimization, Reporting
+from linnet.methods.finetuning.examples import Examples
+from linnet.methods.finetuning.trainer import Trainer, outputs_of
+from linnet.tangent.batch import concatenate
+from linnet.tangent.functional import Functional, OutputAdapter
+
+
+def recover(
+    model: nn.Module,
+    data: Any,
+    teacher: nn.Module | None = None,
+    *,
+    steps: int = 200,
+    batch_size: int = 64,
+    learning_rate: float = 0.01,
+    momentum: float = 0.9,
+    weight_decay: float = 1e-4,
+    schedule: str = "cosine",
+    training_mode: bool = True,
+    output: OutputAdapter = None,
+    seed: int = 0,
+    checkpoint: str | Path | None = None,
+    log: Log | None = None,
+    progress: bool | None = None,
+) -> nn.Module:
+    """Train a copy of a network after its activations were replaced.
+
+    On the pretraining task, as the paper did for one epoch; or, where its labels are not at hand, towards the
+    outputs of the network as it was.
+
+    Args:
+        model: The network after surgery; it is not touched.
+        data: Data of the pretraining task, (x, y) or a ``Dataset``; y does not matter with a teacher.
+        teacher: The network before surgery, whose outputs are then the targets of a squared loss.
+        steps: Number of steps.
+        batch_size: Examples a step.
+        learning_rate: η at the start.
+        momentum: Of SGD.
+        weight_decay: λ, on the weights.
+        schedule: ``"cosine"`` or ``"constant"``.
+        training_mode: Whether BatchNorm takes new statistics; they shift with the activations.
+        output: How to turn the networks' result into a tensor.
+        seed: Seed of the order.
+        checkpoint: A folder; an interrupted training resumes from it.
+        log: Called with a dict of numbers and the step.
+        progress: Show progress; by default only when it takes over two seconds.
+
+    Returns:
+        The trained copy, in the mode that the network was in.
+
+    Raises:
+        InputError: If an argument has a value that does not work, or labels are needed and are not classes.
+        NumericalError: If the loss is not finite.
+
+    Source:
+        Achille et al., CVPR 2021, section A.2 (pre-training).
+
+    Example:
+        >>> from linnet.tangent.surgery import leaky_relu
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> x, leaky = torch.randn(32, 2), leaky_relu(net)
+        >>> better = recover(leaky, (x, torch.zeros(32)), teacher=net, steps=50)
+        >>> bool((better(x) - net(x)).norm() < (leaky(x) - net(x)).norm())
+        True
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
+        )
+    clone = copy.deepcopy(model).requires_grad_(True)
+    examples = Examples(data, next(clone.parameters()).device)
+    x, y = examples.batch(torch.arange(1))
+    outputs = Functional(clone, "all", output).check_runs(x).flatten(1).shape[1]
+    if teacher is not None:
+        examples = _taught(examples, teacher, output)
+    elif y.is_floating_point():
+        raise InputError(
+            f"y has type {y.dtype} and there is no teacher",
+            expected="integer classes of the pretraining task",
+            remedy="pass teacher=, the network before surgery",
+        )
+    loss = "cross-entropy" if teacher is None else "squared"
+    trainer = Trainer(
+        clone,
+        examples,
+        Objective(loss, outputs, 1.0, weight_decay),
+        Optimization("sgd", learning_rate, momentum, schedule),
+        Course(steps, batch_size, seed, evaluate_every=steps, training_mode=training_mode),
+        Reporting(log, 10, checkpoint, None, progress, "recovery after surgery"),
+    )
+    trainer.output = output
+    trainer.run()
+    for p, before in zip(clone.parameters(), model.parameters(), strict=True):
+        p.requires_grad_(before.requires_grad)
+        p.grad = None
+    return clone
+
+
+@torch.no_grad()
+def _taught(examples: Examples, teacher: nn.Module, output: OutputAdapter) -> Examples:
+    """The examples with the outputs of a network as targets."""
+    frozen = copy.deepcopy(teacher).eval()
+    parts: list[tuple[Any, Tensor]] = [(x, outputs_of(frozen, x, output)) for x, _ in examples.batches()]
+    x = concatenate([part for part, _ in parts])
+    return Examples((x, torch.cat([targets for _, targets in parts])), examples.device)

@@ -1,0 +1,1 @@
+"""The linear fit and everything it answers."""

@@ -1,0 +1,323 @@
+"""``linnet.fit``: plan, solve, and choose the ridge."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from linnet.errors import InputError
+from linnet.linalg.operator import LinearOperator
+from linnet.memory import Plan, format_bytes, parse_bytes, require
+from linnet.methods.fitting.arguments import check_positive, check_ridge
+from linnet.methods.fitting.dual import Dual, RidgePath, Spectrum
+from linnet.methods.fitting.fit_preconditioner import TRIAL, check_preconditioner, preconditioner_bytes
+from linnet.methods.fitting.head import RECORD, example_hashes
+from linnet.methods.fitting.linear_fit import LinearFit, Record, base_outputs
+from linnet.methods.fitting.primal import CGSettings, Primal
+from linnet.methods.fitting.targets import ALPHA, Targets, make_targets
+from linnet.progress import waiting
+from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, take
+from linnet.tangent.gram import GramTask, gram, plan_gram
+from linnet.tangent.linearized import Linearized
+
+SOLVERS = ("auto", "dual", "cg")
+SMALLER = ["use fewer parameters with params=", "raise memory="]
+CG_STEPS = 300  # steps assumed when conjugate gradients are planned
+EIGEN_RATE = 5e10  # operations a second that the progress of an eigendecomposition assumes
+NETWORK_PENALTY = 4.0  # a network's operations take about four times as long as those of one large product
+
+
+def fit(
+    lin: Linearized,
+    data: Any,
+    loss: str = "squared",
+    targets: Tensor | None = None,
+    ridge: float | str = 1.0,
+    solver: str = "auto",
+    *,
+    scale: float = ALPHA,
+    memory: str | int | None = None,
+    file: str | None = None,
+    tolerance: float = 1e-5,
+    max_steps: int = 2000,
+    rank: int = 0,
+    preconditioner: str | LinearOperator | None = "auto",
+) -> LinearFit:
+    """Solve for the one optimum δ of ½ Σᵢ ‖tᵢ − f₀(xᵢ) − Jᵢδ‖² + ½ ρ‖δ‖².
+
+    Args:
+        lin: A linearized network; it is left as it is, the fit has a module of its own.
+        data: Training data: an (x, y) pair, a Dataset or a DataLoader. Integer y are classes and
+            become α-scaled one-hot targets; float y (N, C) are used as they are.
+        loss: ``"squared"``.
+        targets: Targets (N, C) to use instead of those made from y.
+        ridge: ρ > 0, or the criterion that chooses it: ``"loo"``, ``"gcv"`` or ``"evidence"``.
+        solver: ``"dual"`` (the N·C × N·C kernel), ``"cg"`` (matrix-free in the weights), or
+            ``"auto"``, which predicts operations and memory and says what it chose and why.
+        scale: α of one-hot targets.
+        memory: Budget such as ``"4GB"``; by default half of what is available.
+        file: A ``.npy`` file for the kernel; an interrupted run resumes from it.
+        tolerance: Relative residual at which conjugate gradients stop.
+        max_steps: Largest number of their steps.
+        rank: Rank of their Nyström preconditioner; 0 for the usual one, if one is used.
+        preconditioner: ``"nystrom"``, ``"ekfac"``, ``"kfac"``, ``"diagonal"``, ``"none"`` or ``None``, or any
+            symmetric positive definite operator that approximates (JᵀJ + ρI)⁻¹. ``"auto"`` begins without
+            one and takes Nyström if the end is not near. Kept for audits, forgetting and updates; a saved
+            fit keeps its name, but no operator of your own.
+
+    Returns:
+        The solved fit.
+
+    Raises:
+        DataError: If the data are empty, not finite, of one class only or out of range.
+        InputError: If an argument has a value that is not listed.
+        MemoryBudgetError: If neither solver fits the budget.
+        NumericalError: If conjugate gradients do not converge.
+
+    Source:
+        Achille et al., CVPR 2021, eq. (3), (4), with ρ = λ/2 for sums over examples.
+
+    Example:
+        >>> import linnet, torch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> x = torch.linspace(-1, 1, 12)[:, None] * torch.ones(1, 2)
+        >>> solved = fit(linnet.linearize(net), (x, x.prod(1, keepdim=True)), ridge="loo")
+        >>> solved.predict(x).shape, solved.solver
+        (torch.Size([12, 1]), 'dual')
+    """
+    _check(lin, loss, ridge, solver, scale)
+    check_preconditioner(preconditioner, rank)
+    operator = preconditioner if isinstance(preconditioner, LinearOperator) else None
+    name = preconditioner if isinstance(preconditioner, str) else "none" if operator is None else "given"
+    settings = CGSettings(tolerance, max_steps, rank, preconditioner=name)
+    started = time.perf_counter()
+    x, y = gather_data(data, lin.function.device)
+    lin.function.check_runs(take(x, slice(0, 1)))
+    module = Linearized(lin.function)
+    f0 = base_outputs(module, x)
+    if targets is None:
+        made = make_targets(y, f0.shape[1], scale, dtype=f0.dtype)
+    else:
+        made = _explicit(targets, f0, y)
+    residual = made.values.to(f0) - f0
+    seconds = {"network": time.perf_counter() - started}
+    chosen, why = _choose_solver(lin, x, f0.shape[1], ridge, solver, memory, settings)
+    reasons = {"solver": why}
+    started = time.perf_counter()
+    system: Dual | Primal
+    if chosen == "dual":
+        system, reasons["ridge"] = _solve_dual(lin, x, residual, made, ridge, memory, file, seconds)
+    else:
+        assert not isinstance(ridge, str), why
+        settings = _affordable(lin, x, settings, memory)
+        system = Primal(lin.function, x, residual, ridge, settings, None, operator)
+        reasons["ridge"], reasons["preconditioner"] = "given", _explain_steps(system, name)
+    seconds["solve"] = time.perf_counter() - started - seconds.get("kernel", 0.0)
+    criterion = ridge if isinstance(ridge, str) else "given"
+    record = Record(chosen, criterion, reasons, _warnings(lin, x, y, made), seconds)
+    return LinearFit(module, x, made, system, record, memory)
+
+
+def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: float) -> None:
+    """Raise on arguments that cannot work."""
+    if not isinstance(lin, Linearized):
+        raise InputError(
+            f"lin is {type(lin).__name__}",
+            expected="a Linearized",
+            remedy="make one with linnet.linearize(model)",
+        )
+    if loss != "squared":
+        raise InputError(f"loss={loss!r}", expected='"squared"', remedy="leave loss= out")
+    check_ridge(ridge)
+    check_positive("scale", scale, "leave scale= out for α = 15")
+    if solver not in SOLVERS:
+        raise InputError(
+            f"solver={solver!r}",
+            expected='"auto", "dual" or "cg"',
+            remedy='pass solver="auto" to have it chosen',
+        )
+    if solver == "cg" and isinstance(ridge, str):
+        raise InputError(
+            f'ridge={ridge!r} with solver="cg"',
+            expected="a number: the criteria need the kernel's eigenvalues",
+            remedy='pass solver="dual", or choose the ridge on a subset first',
+        )
+
+
+def _explicit(targets: Tensor, f0: Tensor, y: Tensor) -> Targets:
+    """Targets given by the user; integer y still name the classes."""
+    if not isinstance(targets, Tensor) or targets.shape != f0.shape:
+        shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
+        raise InputError(
+            f"targets has shape {shape}",
+            expected=f"{tuple(f0.shape)}, like the outputs",
+            remedy="pass one row of targets for each example, or leave targets= out",
+        )
+    check_finite(targets, "targets")
+    made = make_targets(targets.to(f0), f0.shape[1])
+    one_hot = (
+        not y.is_floating_point() and y.ndim == 1 and bool((targets.argmax(1) == y.to(targets.device)).all())
+    )
+    return Targets(made.values, f0.shape[1] if one_hot else None, float(targets.max()))
+
+
+def _choose_solver(
+    lin: Linearized,
+    x: Inputs,
+    c: int,
+    ridge: float | str,
+    solver: str,
+    memory: str | int | None,
+    settings: CGSettings,
+) -> tuple[str, str]:
+    """The solver, and one sentence that says why."""
+    budget = parse_bytes(memory, lin.function.device)
+    if solver != "auto":
+        if solver == "cg":
+            require(_primal_memory(lin, x, budget, settings), SMALLER)
+        else:
+            require(
+                _dual_memory(lin, x, c, ridge, memory),
+                ['solve matrix-free with solver="cg"', "raise memory="],
+            )
+        return solver, "asked for"
+    dual_memory = _dual_memory(lin, x, c, ridge, memory)
+    if isinstance(ridge, str):
+        require(dual_memory, ['give the ridge as a number, so that solver="cg" can be used', "raise memory="])
+        return "dual", f"the kernel gives every ridge at once ({format_bytes(dual_memory.peak)})"
+    if dual_memory.peak > budget:
+        require(_primal_memory(lin, x, budget, settings), SMALLER)
+        needed = format_bytes(dual_memory.peak)
+        return "cg", f"the dual would need {needed} of a budget of {format_bytes(budget)}"
+    dual, primal = _operations(lin, x, c)
+    counts = f"about {dual:.1e} operations and {format_bytes(dual_memory.peak)} against {primal:.1e}"
+    if primal < dual:
+        return "cg", f"faster: dual {counts} by conjugate gradients"
+    return "dual", f"exact and faster: {counts} by conjugate gradients"
+
+
+def _dual_memory(lin: Linearized, x: Inputs, c: int, ridge: float | str, memory: str | int | None) -> Plan:
+    """Bytes of a dual fit: the kernel while it is formed, then its factorization."""
+    n = batch_size(x) * c
+    forming = plan_gram(_task(lin, x), memory).memory
+    square = 8 * n * n
+    solving = [("kernel in float64", square), ("kernel + ridge", square), ("factor", square)]
+    if isinstance(ridge, str):
+        solving[1:] = [("eigenvectors", square), ("workspace of the eigendecomposition", 3 * square)]
+    solved = Plan(f"dual fit of {n} equations", forming.budget, tuple(solving))
+    return solved if solved.peak > forming.peak else Plan(solved.operation, forming.budget, forming.items)
+
+
+def _task(lin: Linearized, x: Inputs) -> GramTask:
+    """The kernel that a dual fit needs."""
+    return GramTask(lin.function, x, None, "full", None)
+
+
+def _operations(lin: Linearized, x: Inputs, c: int) -> tuple[float, float]:
+    """Predicted operations of the dual and the primal solver; counted, not timed, so alike on every day."""
+    n = batch_size(x)
+    forward = NETWORK_PENALTY * _forward_operations(lin, x)  # one example
+    kernel = (n * c) ** 2 * lin.space.dim  # half of 2 (N·C)² P, symmetric
+    dual = kernel + 2 * (n * c) ** 3 / 3 + n * forward * (1 + 2 * c)
+    # a JVP costs two forward passes, a VJP three
+    return dual, CG_STEPS * n * forward * 5
+
+
+def _forward_operations(lin: Linearized, x: Inputs) -> float:
+    """Operations of one example's forward pass; at least two for each weight."""
+    if "operations" not in lin.function.cache:
+        with FlopCounterMode(display=False) as counter:
+            lin.function.check_runs(take(x, slice(0, 1)))
+        lin.function.cache["operations"] = max(counter.get_total_flops(), 2 * lin.space.dim)
+    return float(lin.function.cache["operations"])
+
+
+def _primal_memory(lin: Linearized, x: Inputs, budget: int, settings: CGSettings) -> Plan:
+    """Bytes of a primal fit; a preconditioner that is not asked for is left out if it does not fit."""
+    vector = lin.space.dim * lin.function.dtype.itemsize
+    items = [("vectors of conjugate gradients", 8 * vector)]
+    if settings.preconditioner not in ("auto", "none", "given"):
+        name = settings.preconditioner
+        items.append((f"preconditioner {name!r}", preconditioner_bytes(lin.function, x, name, settings.rank)))
+    return Plan("primal fit", budget, tuple(items))
+
+
+def _affordable(lin: Linearized, x: Inputs, settings: CGSettings, memory: str | int | None) -> CGSettings:
+    """The settings, with no preconditioner where one may be chosen but does not fit."""
+    budget = parse_bytes(memory, lin.function.device)
+    if settings.preconditioner == "auto":
+        needed = preconditioner_bytes(lin.function, x, "auto", settings.rank)
+        if _primal_memory(lin, x, budget, settings).peak + needed > budget:
+            return replace(settings, preconditioner="none")
+    return settings
+
+
+def _explain_steps(system: Primal, asked: str) -> str:
+    """One sentence about the preconditioner and what it took."""
+    name = system.settings.preconditioner
+    steps = f"{system.steps} steps"
+    if asked != "auto" or system.settings.rank:
+        return f"{name}: {'asked for' if asked != 'given' else 'an operator'}, {steps}"
+    if name == "nystrom":
+        return f"nystrom: not at the end after {TRIAL} steps without one, {steps} in all"
+    return f"none: {steps} without one"
+
+
+def _solve_dual(
+    lin: Linearized,
+    x: Inputs,
+    residual: Tensor,
+    targets: Targets,
+    ridge: float | str,
+    memory: str | int | None,
+    file: str | None,
+    seconds: dict[str, float],
+) -> tuple[Dual, str]:
+    """Form K, choose ρ, solve."""
+    start = time.perf_counter()
+    size = residual.numel()
+    kernel = gram(lin.function, x, outputs="full", memory=memory, file=file).reshape(size, size).double()
+    seconds["kernel"] = time.perf_counter() - start
+    if not isinstance(ridge, str):
+        return Dual(kernel, residual.double(), float(ridge)), "given"
+    with waiting(f"eigenvalues of {size} equations", 20 * size**3 / EIGEN_RATE):
+        spectrum = Spectrum(kernel, residual.double())
+    path = spectrum.path(spectrum.grid(), targets.classes is not None, targets.values)
+    rho = path.best(ridge)
+    return Dual(kernel, residual.double(), rho, spectrum=spectrum), _explain(path, ridge, rho)
+
+
+def _explain(path: RidgePath, criterion: str, ridge: float) -> str:
+    """One sentence about a chosen ridge."""
+    at = int((path.ridges - ridge).abs().argmin())
+    words = {
+        "loo": "lowest leave-one-out error",
+        "gcv": "lowest generalized cross-validation score",
+        "evidence": "highest evidence",
+    }[criterion]
+    edge = "; it is at the edge of the grid" if at in (0, len(path.ridges) - 1) else ""
+    degrees = float(path.degrees_of_freedom[at])
+    return f"{words} of {len(path.ridges)} values, {degrees:.0f} effective parameters{edge}"
+
+
+def _warnings(lin: Linearized, x: Inputs, y: Tensor, targets: Targets) -> tuple[str, ...]:
+    """What a reader of leave-one-out figures must know."""
+    found = []
+    seen = getattr(lin.model, RECORD, {}).get("examples", frozenset())
+    again = sum(example in seen for example in example_hashes(x, y)) if seen else 0
+    if again:
+        found.append(
+            f"the head was fitted on {again} of these {len(y)} examples, so leave-one-out and the "
+            "quantities chosen by it are optimistic, and forgetting an example does not undo its part "
+            "in the head"
+        )
+    if targets.labels is not None and (single := int((targets.labels.bincount() == 1).sum())):
+        found.append(
+            f"{single} class(es) have a single example: leaving it out leaves out its class, so "
+            'leave-one-out says little; ridge="evidence" does without it'
+        )
+    return tuple(found)

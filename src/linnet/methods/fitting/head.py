@@ -1,0 +1,237 @@
+"""A new last layer for a new task."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.errors import InputError, ModelError
+from linnet.methods.fitting.arguments import check_positive, check_ridge
+from linnet.methods.fitting.dual import Spectrum
+from linnet.methods.fitting.targets import ALPHA, Targets, make_targets
+from linnet.tangent.batch import Inputs, gather_data, split, take, tensors_in
+from linnet.tangent.functional import Functional
+from linnet.tangent.hashing import hash_tensors
+
+RECORD = "_linnet_head"  # attribute of a network whose head was fitted: how, and on which labels
+
+
+def with_head(
+    model: nn.Module,
+    classes: int,
+    init: str = "probe",
+    data: Any = None,
+    *,
+    ridge: str | float = "loo",
+    scale: float = ALPHA,
+    generator: torch.Generator | None = None,
+) -> nn.Module:
+    """A copy of the network with a new last linear layer.
+
+    With ``init="probe"`` the new layer is the ridge regression of the targets on the features
+    (the *linear probe*), so the linearization starts from there. A zero layer would hide every
+    lower layer: the gradient of f in them passes through the head.
+
+    Args:
+        model: The network; it is not touched.
+        classes: Number of outputs of the new layer, at least 1.
+        init: ``"probe"``, ``"random"`` or ``"zero"``.
+        data: The new task, needed for ``"probe"``: an (x, y) pair, a Dataset or a DataLoader.
+        ridge: Ridge of the probe: a number, ``"loo"``, ``"gcv"`` or ``"evidence"``.
+        scale: α of one-hot targets.
+        generator: Source of randomness for ``"random"``.
+
+    Returns:
+        The copy. A probe remembers which labels it was fitted on, so that a later fit on the same
+        data can say that its leave-one-out is optimistic.
+
+    Raises:
+        InputError: If an argument has a value that is not listed.
+        ModelError: If the network does not end in a linear layer.
+
+    Source:
+        Achille et al., CVPR 2021, section 4; linear probes: Alain and Bengio, 2016.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 10))
+        >>> x, y = torch.randn(12, 3), torch.arange(12) % 2
+        >>> with_head(net, classes=2, data=(x, y))(x).shape
+        torch.Size([12, 2])
+    """
+    _check(model, classes, init, data)
+    check_ridge(ridge)
+    check_positive("scale", scale, "leave scale= out for α = 15")
+    clone = copy.deepcopy(model)
+    name, old = _last_linear(clone)
+    reference = old.weight
+    new = nn.Linear(old.in_features, classes, device=reference.device, dtype=reference.dtype)
+    record: dict[str, Any] = {"init": init, "layer": name, "examples": frozenset()}
+    with torch.no_grad():
+        new.weight.zero_()
+        new.bias.zero_()
+        if init == "random":
+            bound = old.in_features**-0.5  # the uniform distribution of nn.Linear
+            for p in (new.weight, new.bias):
+                p.copy_((torch.rand(p.shape, generator=generator, dtype=torch.float64) * 2 - 1) * bound)
+        elif init == "probe":
+            x, y = gather_data(data, reference.device)
+            weight, bias = linear_probe(features(model, x), make_targets(y, classes, scale), ridge)
+            new.weight.copy_(weight)
+            new.bias.copy_(bias)
+            record["examples"] = frozenset(example_hashes(x, y))
+    _replace(clone, name, new)
+    setattr(clone, RECORD, record)
+    return clone
+
+
+def example_hashes(x: Inputs, y: Tensor) -> list[str]:
+    """A fingerprint of every labeled example, whatever integer type its label comes in."""
+    labels = y if y.is_floating_point() else y.long().flatten()
+    return [hash_tensors([*tensors_in(part), labels[i]]) for i, part in enumerate(split(x, 1))]
+
+
+def _check(model: nn.Module, classes: int, init: str, data: Any) -> None:
+    """Raise on arguments that cannot work."""
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
+        )
+    if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
+        raise InputError(
+            f"classes={classes!r}",
+            expected="a positive number of outputs",
+            remedy="pass the number of classes of the new task",
+        )
+    if init not in ("probe", "random", "zero"):
+        raise InputError(
+            f"init={init!r}", expected='"probe", "random" or "zero"', remedy='leave init= out for "probe"'
+        )
+    if init == "probe" and data is None:
+        raise InputError(
+            'init="probe" without data',
+            expected="data=(x, y) of the new task",
+            remedy='pass data=, or init="random"',
+        )
+
+
+def _last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
+    """The last linear layer of a network."""
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise ModelError(
+            f"model ({type(model).__name__}) has no nn.Linear to replace",
+            expected="a network that ends in a linear layer",
+            remedy="replace the head yourself and pass the network to linnet.linearize",
+        )
+    if linear[-1][0] == "":
+        raise ModelError(
+            "model is a single nn.Linear",
+            expected="a network with a linear last layer inside",
+            remedy="wrap it: nn.Sequential(layer)",
+        )
+    return linear[-1]
+
+
+def _replace(model: nn.Module, path: str, new: nn.Module) -> None:
+    """Put a module in the place that a dotted path names."""
+    *folders, leaf = path.split(".")
+    place = model
+    for folder in folders:
+        place = getattr(place, folder)
+    setattr(place, leaf, new)
+
+
+@torch.no_grad()
+def features(model: nn.Module, x: Inputs, batch: int = 256) -> Tensor:
+    """Inputs of the last linear layer.
+
+    Args:
+        model: The network; evaluated on a frozen copy.
+        x: N examples.
+        batch: Examples at once.
+
+    Returns:
+        φ(x), (N, D).
+
+    Raises:
+        ModelError: If the network cannot run on x, or does not end in that layer.
+    """
+    function = Functional(model)
+    name, layer = _last_linear(function.model)
+    function.check_runs(take(x, slice(0, 1)))
+    calls: list[tuple[Tensor, Tensor]] = []
+    handle = layer.register_forward_hook(lambda _, args, result: calls.append((args[0], result)))
+    found: list[Tensor] = []
+    try:
+        for part in split(x, batch):
+            outputs = function.flat(function.theta, part)
+            if not calls or not _same(calls[-1][1], outputs):
+                raise ModelError(
+                    f"model ({type(model).__name__}) does not return what its last nn.Linear ({name}) gives",
+                    expected="a network that ends in a linear layer",
+                    remedy="replace the head yourself and pass the network to linnet.linearize",
+                )
+            found.append(calls[-1][0].flatten(1))
+            calls.clear()
+    finally:
+        handle.remove()
+    return torch.cat(found)
+
+
+def _same(result: Tensor, outputs: Tensor) -> bool:
+    """Whether the network's outputs are those of the layer."""
+    return result.numel() == outputs.numel() and torch.equal(result.reshape(outputs.shape), outputs)
+
+
+def linear_probe(phi: Tensor, targets: Targets, ridge: str | float = "loo") -> tuple[Tensor, Tensor]:
+    """Ridge regression of the targets on features, intercept not penalized.
+
+    Args:
+        phi: Features (N, D).
+        targets: Targets (N, C).
+        ridge: ρ, or the criterion that chooses it.
+
+    Returns:
+        Weight (C, D) and bias (C,), in the type of the features.
+
+    Raises:
+        InputError: If the ridge is neither a positive number nor the name of a criterion.
+    """
+    check_ridge(ridge)
+    f, t = phi.double(), targets.values.double().to(phi.device)
+    center, mean = f.mean(0), t.mean(0)
+    f, t = f - center, t - mean
+    spectrum = Spectrum(f @ f.T, t[:, :1])  # the ridge is chosen below for all outputs together
+    rho = float(ridge) if not isinstance(ridge, str) else _probe_ridge(spectrum, t, ridge)
+    # W = Tᵀ (ΦΦᵀ + ρI)⁻¹ Φ
+    dual = spectrum.vectors @ ((spectrum.vectors.T @ t) / (spectrum.values + rho)[:, None])
+    weight = dual.T @ f
+    return weight.to(phi.dtype), (mean - weight @ center).to(phi.dtype)
+
+
+def _probe_ridge(spectrum: Spectrum, t: Tensor, criterion: str) -> float:
+    """The ridge that a criterion prefers, over all outputs."""
+    n = t.shape[0]
+    coordinates = spectrum.vectors.T @ t  # (N, C)
+    grid = spectrum.grid()
+    scores = []
+    for rho in grid:
+        weights = 1 / (spectrum.values + rho)
+        residual = spectrum.vectors @ (weights[:, None] * coordinates)  # M t
+        diagonal = spectrum.vectors**2 @ weights  # M_ii
+        # the intercept takes one more degree of freedom: 1/(nρ) of the diagonal of M
+        diagonal = (diagonal - 1 / (n * rho)).clamp_min(1e-12 * float(diagonal.mean()))
+        if criterion == "loo":
+            scores.append(float(((residual / diagonal[:, None]) ** 2).sum()))
+        elif criterion == "gcv":
+            scores.append(float((residual**2).sum()) / float(diagonal.sum()) ** 2)
+        else:  # evidence of what is left of the targets when their mean is taken out: n − 1 of n directions
+            m = t.numel() - t.shape[1]
+            quadratic = float((weights[:, None] * coordinates**2).sum())
+            logdet = -float(weights.log().sum()) - math.log(rho)
+            scores.append(m * math.log(max(quadratic / m, 1e-300)) + t.shape[1] * logdet)
+    return float(grid[min(range(len(scores)), key=scores.__getitem__)])

@@ -1,0 +1,467 @@
+"""The linear fit: the one optimum of a linearized network, and everything that follows from it.
+
+    δ = argmin ½ Σᵢ ‖tᵢ − f₀(xᵢ) − Jᵢδ‖² + ½ ρ‖δ‖²
+
+Prediction, uncertainty, leave-one-out, influence, exact forgetting and updates are linear algebra
+on this solution; none of them trains anything. LQF's objective (Achille et al., CVPR 2021, eq. 3)
+is Σᵢ ‖·‖² + ½ λ‖δ‖², so its λ is 2ρ; with a mean over N examples it is λ = 2ρ/N.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.errors import DataError, InputError
+from linnet.memory import parse_bytes
+from linnet.methods.fitting.arguments import positions, ridge_grid
+from linnet.methods.fitting.dual import Dual, RidgePath
+from linnet.methods.fitting.fit_files import write_fit
+from linnet.methods.fitting.predictive import Predictive, fit_temperature
+from linnet.methods.fitting.primal import Primal
+from linnet.methods.fitting.targets import Targets, make_targets
+from linnet.tangent.batch import (
+    Inputs,
+    batch_size,
+    check_finite,
+    concatenate,
+    gather_data,
+    map_tensors,
+    split,
+    take,
+    tensors_in,
+)
+from linnet.tangent.forward_mode import Params
+from linnet.tangent.gram import gram, own_kernels
+from linnet.tangent.hashing import hash_tensors
+from linnet.tangent.linearized import Linearized
+
+BATCH = 128  # examples predicted at once
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was chosen for a fit, why, and what it took.
+
+    Args:
+        solver: ``"dual"`` or ``"cg"``.
+        criterion: How the ridge was chosen: ``"given"``, ``"loo"``, ``"gcv"`` or ``"evidence"``.
+        reasons: One sentence for each choice.
+        warnings: What a reader of the numbers must know.
+        seconds: Time of each step.
+    """
+
+    solver: str
+    criterion: str
+    reasons: dict[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class LinearFit:
+    """A solved linear fit. ``linnet.fit`` makes it.
+
+    Args:
+        module: The linearized network; its δ is set to the solution.
+        x: Training inputs, N examples.
+        targets: Training targets.
+        system: The solved equations.
+        record: What was chosen and why.
+        memory: Budget of kernels formed later.
+
+    Attributes:
+        module: The trained ``Linearized``.
+        x: Training inputs.
+        system: The solved equations, dual or primal.
+        record: What was chosen and why.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        >>> x = torch.ones(3, 2).cumsum(0)
+        >>> fit = linnet.fit(linnet.linearize(net), (x, x[:, :1]))
+        >>> fit.loo().shape, fit.forget([0]).n
+        (torch.Size([3, 1]), 2)
+    """
+
+    def __init__(
+        self,
+        module: Linearized,
+        x: Inputs,
+        targets: Targets,
+        system: Dual | Primal,
+        record: Record,
+        memory: str | int | None = None,
+    ) -> None:
+        self.module, self.x, self._targets, self.system, self.record, self.memory = (
+            module,
+            x,
+            targets,
+            system,
+            record,
+            memory,
+        )
+        self._cross: dict[str, Tensor] = {}
+        self._temperature: float | None = None
+        self._point_temperature: float | None = None
+        _set_delta(module, x, system)
+
+    # -- what was fitted -------------------------------------------------------------------------
+
+    @property
+    def n(self) -> int:
+        """Number of training examples."""
+        return self.system.n
+
+    @property
+    def ridge(self) -> float:
+        """ρ."""
+        return self.system.ridge
+
+    @property
+    def solver(self) -> str:
+        """``"dual"`` or ``"cg"``."""
+        return self.record.solver
+
+    @property
+    def classes(self) -> int | None:
+        """Number of classes, ``None`` for regression."""
+        return self._targets.classes
+
+    @property
+    def targets(self) -> Tensor:
+        """t, (N, C)."""
+        return self._targets.values
+
+    @property
+    def labels(self) -> Tensor | None:
+        """Training classes (N,), ``None`` for regression."""
+        return self._targets.labels
+
+    @property
+    def delta(self) -> Params:
+        """δ by parameter name."""
+        return {name: t.detach() for name, t in self.module.delta.items()}
+
+    @property
+    def noise(self) -> float:
+        """σ², the noise variance of highest evidence at this ridge; the prior precision is ρ/σ²."""
+        return max(self.system.noise(), torch.finfo(torch.float64).tiny)
+
+    @property
+    def temperature(self) -> float | None:
+        """T of the softmax of outputs with their variance, by leave-one-out; ``None`` for regression."""
+        labels = self.labels
+        if labels is not None and self._temperature is None:
+            variances = self.noise * self.system.loo_variances().diagonal(dim1=1, dim2=2)
+            self._temperature = fit_temperature(self.loo(), labels, variances.clamp_min(0))
+        return self._temperature
+
+    @property
+    def point_temperature(self) -> float | None:
+        """T for outputs without their variance, fitted to the leave-one-out predictions alike."""
+        labels = self.labels
+        if labels is not None and self._point_temperature is None:
+            self._point_temperature = fit_temperature(self.loo(), labels)
+        return self._point_temperature
+
+    # -- predictions -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def predict(self, x: Inputs) -> Tensor:
+        """f₀(x) + J(x)δ.
+
+        Args:
+            x: T examples.
+
+        Returns:
+            Outputs (T, C); for classes, the largest is the prediction.
+
+        Raises:
+            DataError: If x is empty or not finite.
+        """
+        x = self._checked(x)
+        parts = [self.module(part) for part in split(x, BATCH)]
+        return torch.cat([part.reshape(part.shape[0], -1) for part in parts])
+
+    def predictive(self, x: Inputs) -> Predictive:
+        """The posterior of the outputs: mean f₀ + Jδ and covariance σ² J (JᵀJ + ρI)⁻¹ Jᵀ.
+
+        Args:
+            x: T examples.
+
+        Returns:
+            A Gaussian for each example.
+
+        Raises:
+            DataError: If x is empty or not finite.
+        """
+        x = self._checked(x)
+        if isinstance(self.system, Primal):
+            covariance = self.system.posterior(x)
+        else:
+            covariance = self._dual_covariance(self.system, x)
+        mean = self.predict(x)
+        covariance = self.noise * (covariance + covariance.mT) / 2
+        return Predictive(mean, covariance.to(mean.dtype), self.noise, self.temperature)
+
+    def _dual_covariance(self, dual: Dual, x: Inputs) -> Tensor:
+        """[K(x,x) − K(x,X) M K(X,x)]/ρ, example by example, (T, C, C)."""
+        explained = []
+        for cross in self._kernel_to_train(x):
+            weighted = dual.cross(cross)
+            explained.append(torch.einsum("tcnd,tend->tce", weighted, cross.to(weighted.dtype)))
+        own = own_kernels(self.module.function, x, self.memory)
+        return (own.to(explained[0].dtype) - torch.cat(explained)) / dual.ridge
+
+    def _kernel_to_train(self, x: Inputs) -> Iterator[Tensor]:
+        """K(x, X), (T, C, N, C), in as many parts as the memory budget asks for; one part is kept."""
+        key = hash_tensors(tensors_in(x))
+        if key in self._cross:
+            yield self._cross[key]
+            return
+        row = (self.n * self.system.c) * self.system.c * (self.module.function.dtype.itemsize + 3 * 8)
+        budget = parse_bytes(self.memory, self.module.function.device)
+        size = max(1, int(0.5 * budget) // row)
+        for part in split(x, size):
+            cross = gram(self.module.function, part, self.x, outputs="full", memory=self.memory)
+            self._cross = {key: cross} if batch_size(part) == batch_size(x) else {}
+            yield cross
+
+    # -- audits ----------------------------------------------------------------------------------
+
+    def loo(self) -> Tensor:
+        """Outputs for each training example by the fit without it: exactly, without refitting.
+
+        t_i − (M_ii)⁻¹ β_i with M = (K + ρI)⁻¹.
+
+        Returns:
+            Leave-one-out outputs (N, C).
+        """
+        residuals = self.system.loo_residuals()
+        return self.targets.to(residuals) - residuals
+
+    def influence(self, x: Inputs) -> Tensor:
+        """What each training example did to each prediction: prediction with it minus without it.
+
+        Args:
+            x: T examples.
+
+        Returns:
+            (N, T, C), in units of the outputs.
+
+        Raises:
+            DataError: If x is empty or not finite.
+
+        Source:
+            Achille et al., CVPR 2021, eq. (7), (8) and appendix A.3, without their approximation.
+        """
+        x = self._checked(x)
+        if isinstance(self.system, Primal):
+            parts: Iterable[Tensor] = [self.system.cross(x)]
+        else:
+            parts = map(self.system.cross, self._kernel_to_train(x))
+        residuals = self.system.loo_residuals()
+        # f(x) − f₋ᵢ(x) = K(x,X) M_·i (M_ii)⁻¹ β_i
+        return torch.cat([torch.einsum("tcnd,nd->ntc", part, residuals.to(part)) for part in parts], 1)
+
+    def informativeness(self, x: Inputs | None = None) -> Tensor:
+        """How much predictions would change without each training example: its functional information.
+
+        Args:
+            x: The examples whose predictions count; by default the training examples.
+
+        Returns:
+            Mean over x of ‖f(x) − f₋ᵢ(x)‖², (N,).
+
+        Raises:
+            DataError: If x is empty or not finite.
+
+        Source:
+            Achille et al., CVPR 2021, eq. (9).
+        """
+        if x is None and isinstance(self.system, Dual):
+            dual = self.system
+            # K M = I − ρM
+            blocks = -dual.ridge * dual.inverse.view(dual.n, dual.c, dual.n, dual.c)
+            change = torch.einsum("tcnd,nd->ntc", blocks, dual.loo_residuals())
+            change.diagonal(dim1=0, dim2=1).add_(dual.loo_residuals().T)
+        else:
+            change = self.influence(self.x if x is None else x)
+        return (change**2).sum(2).mean(1)
+
+    def path(self, ridges: Tensor | list[float] | None = None) -> RidgePath:
+        """Leave-one-out error, GCV, evidence and degrees of freedom along a path of ridges.
+
+        Args:
+            ridges: ρ, (R,), all positive; by default nine decades around the scale of the kernel.
+
+        Returns:
+            The table.
+
+        Raises:
+            InputError: If a ridge is not positive, or the fit was solved by conjugate gradients.
+        """
+        if not isinstance(self.system, Dual):
+            raise InputError(
+                f"path needs the kernel's eigenvalues, but the fit was solved by {self.solver!r}",
+                expected='solver="dual"',
+                remedy='fit again with solver="dual", or fit at each ridge',
+            )
+        given = None if ridges is None else ridge_grid(ridges)
+        spectrum = self.system.spectrum
+        grid = spectrum.grid() if given is None else given.to(spectrum.values.device)
+        return spectrum.path(grid, self.classes is not None, self.targets)
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    def forget(self, indices: Any) -> LinearFit:
+        """The fit as if some training examples had never been there, without refitting.
+
+        Args:
+            indices: Their positions in the training data, each once.
+
+        Returns:
+            A new fit on the remaining examples; ``summary()["certificate"]`` is the residual of
+            its own equations.
+
+        Raises:
+            InputError: If an index is out of range or given twice, or nothing would be left.
+        """
+        index = positions(indices, self.n).to(self.module.function.device)
+        start = time.perf_counter()
+        system = self.system.removed(index)
+        keep = torch.ones(self.n, dtype=torch.bool)
+        keep[index.cpu()] = False
+        kept = keep.nonzero()[:, 0].to(index.device)
+        targets = replace(self._targets, values=self.targets[kept])
+        return self._changed(take(self.x, kept), targets, system, f"forgot {_count(len(index))}", start)
+
+    def update(self, data: Any) -> LinearFit:
+        """The fit with more training examples, without refitting.
+
+        Args:
+            data: New examples: an (x, y) pair, a Dataset or a DataLoader.
+
+        Returns:
+            A new fit on all examples, old ones first.
+
+        Raises:
+            DataError: If the data are empty, not finite, or have labels out of range.
+        """
+        start = time.perf_counter()
+        x, y = gather_data(data, self.module.function.device)
+        self.module.function.check_runs(take(x, slice(0, 1)))
+        scale, dtype = self._targets.scale, self.targets.dtype
+        new = make_targets(y, self.system.c, scale, varied=False, dtype=dtype)
+        if (new.classes is None) != (self.classes is None):
+            kind = "integer classes" if self.classes is not None else "float targets (N, C)"
+            raise DataError(
+                f"y of the new data has type {y.dtype}",
+                expected=f"{kind}, as in the data before",
+                remedy="convert y with y.long() or y.float()",
+            )
+        residual = new.values.to(self.system.residual) - base_outputs(self.module, x).to(self.system.residual)
+        system: Dual | Primal
+        if isinstance(self.system, Dual):
+            cross = gram(self.module.function, self.x, x, outputs="full", memory=self.memory)
+            corner = gram(self.module.function, x, outputs="full", memory=self.memory)
+            system = self.system.extended(cross, corner, residual)
+        else:
+            system = self.system.extended(x, residual)
+        targets = replace(self._targets, values=torch.cat([self.targets, new.values.to(self.targets)]))
+        return self._changed(
+            concatenate([self.x, x]), targets, system, f"added {_count(len(residual))}", start
+        )
+
+    def _changed(
+        self, x: Inputs, targets: Targets, system: Dual | Primal, what: str, start: float
+    ) -> LinearFit:
+        """A new fit of another system on the same network."""
+        module = Linearized(self.module.function)
+        reasons = {**self.record.reasons, "change": what}
+        record = replace(self.record, reasons=reasons, seconds=dict(self.record.seconds))
+        fitted = LinearFit(module, x, targets, system, record, self.memory)
+        fitted.record.seconds["change"] = time.perf_counter() - start
+        return fitted
+
+    # -- keeping ---------------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """What was fitted, what was chosen and why, as plain numbers and text.
+
+        Returns:
+            A dict that ``json`` can write.
+        """
+        return {
+            "examples": self.n,
+            "outputs": self.system.c,
+            "parameters": self.module.space.dim,
+            "classes": self.classes,
+            "solver": self.solver,
+            "ridge": self.ridge,
+            "criterion": self.record.criterion,
+            "noise": self.noise,
+            "certificate": self.system.certificate(),
+            "reasons": dict(self.record.reasons),
+            "warnings": list(self.record.warnings),
+            "seconds": dict(self.record.seconds),
+        }
+
+    def save(self, directory: str | Path) -> Path:
+        """Write the fit to a folder: safetensors and JSON, atomically.
+
+        Args:
+            directory: The folder; made if missing.
+
+        Returns:
+            The file that ``linnet.load_fit`` reads.
+        """
+        function = self.module.function
+        return write_fit(directory, function, self.x, self._targets, self.system, asdict(self.record))
+
+    def _checked(self, x: Inputs) -> Inputs:
+        """X on the network's device, or an error."""
+        if batch_size(x) == 0:
+            raise DataError(
+                "x is empty: it holds 0 examples",
+                expected="at least one example",
+                remedy="check the path and the split that the data come from",
+            )
+        check_finite(x, "x")
+        x = map_tensors(lambda t: t.to(self.module.function.device), x)
+        self.module.function.check_runs(take(x, slice(0, 1)))
+        return x
+
+
+def _count(n: int) -> str:
+    """A number of examples in words."""
+    return f"{n} example" if n == 1 else f"{n} examples"
+
+
+@torch.no_grad()
+def base_outputs(module: Linearized, x: Inputs) -> Tensor:
+    """f₀(x), (N, C), batch by batch."""
+    return torch.cat([module.base(part) for part in split(x, BATCH)])
+
+
+@torch.no_grad()
+def _set_delta(module: Linearized, x: Inputs, system: Dual | Primal) -> None:
+    """δ = Jᵀβ."""
+    if isinstance(system, Primal):
+        flat = system.delta
+    else:
+        flat = torch.zeros(module.space.dim, dtype=module.function.dtype, device=module.function.device)
+        start = 0
+        for part in split(x, BATCH):
+            n = batch_size(part)
+            flat += module.vjp(part, system.beta[start : start + n].to(flat.dtype), like="flat")  # type: ignore[arg-type]
+            start += n
+    for name, value in module.space.to_params(flat).items():
+        module.delta[name].copy_(value)

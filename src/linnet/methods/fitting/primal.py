@@ -1,0 +1,272 @@
+"""The linear fit in the primal: (JᵀJ + ρI) δ = Jᵀr by conjugate gradients, matrix-free.
+
+The dual coordinates follow from the residual, β = (r − Jδ)/ρ, and so does everything that the
+dual offers: K(x,X) M = J(x) (JᵀJ + ρI)⁻¹ Jᵀ, and M_ii = (I − J_i (JᵀJ + ρI)⁻¹ J_iᵀ)/ρ, one solve
+with C columns for each example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError, NumericalError
+from linnet.linalg.operator import LinearOperator
+from linnet.methods.fitting.arguments import check_positive
+from linnet.methods.fitting.fit_preconditioner import FEW, TRIAL, make_preconditioner
+from linnet.progress import track
+from linnet.solvers.cg import cg, relative_residual
+from linnet.solvers.solution import Solution, Status
+from linnet.tangent.batch import Inputs, batch_size, concatenate, split, take
+from linnet.tangent.functional import Functional
+from linnet.tangent.jacobian import JacobianOperator, NormalOperator, jvp_columns, vjp_columns
+
+
+@dataclass(frozen=True)
+class CGSettings:
+    """How conjugate gradients are run.
+
+    Args:
+        tolerance: Relative residual to reach.
+        max_steps: Largest number of steps.
+        rank: Rank of the Nyström preconditioner; 0 for the usual one, if it is named.
+        columns: Right-hand sides solved at once in the per-example quantities.
+        preconditioner: Its name, or ``"given"`` for an operator; a positive rank names Nyström.
+    """
+
+    tolerance: float = 1e-5
+    max_steps: int = 2000
+    rank: int = 0
+    columns: int = 32
+    preconditioner: str = "none"
+
+    def __post_init__(self) -> None:
+        """Raise on values of the wrong kind; conjugate gradients check their ranges."""
+        check_positive("tolerance", self.tolerance, "leave tolerance= out for 1e-5")
+        for name, least in (("max_steps", 1), ("rank", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InputError(
+                    f"{name}={value!r}",
+                    expected=f"an integer of at least {least}",
+                    remedy=f"leave {name}= out",
+                )
+        if self.rank and self.preconditioner in ("none", "auto"):
+            object.__setattr__(self, "preconditioner", "nystrom")
+
+    def run(
+        self, matrix: LinearOperator, b: Tensor, preconditioner: LinearOperator | None, start: Tensor | None
+    ) -> Solution[Tensor]:
+        """Conjugate gradients; where they fail with a preconditioner, they go on without it.
+
+        Args:
+            matrix: Symmetric positive definite.
+            b: Right-hand side, (n,) or (n, K).
+            preconditioner: An approximation of the inverse, or ``None``.
+            start: Where to start.
+
+        Returns:
+            The solution, with the steps of both.
+        """
+        found = _cg(matrix, b, preconditioner, start, self.tolerance, self.max_steps)
+        if preconditioner is None or found.status not in (Status.MAX_STEPS, Status.DIVERGED):
+            return found
+        at = found.value if found.residual < 1 else start
+        plain = _cg(matrix, b, None, at, self.tolerance, self.max_steps)
+        return replace(plain, steps=found.steps + plain.steps)
+
+
+STAGNATED = (
+    1e-3  # residual up to which an answer at the limit of its precision is taken; the certificate says it
+)
+
+
+def _cg(*arguments: Any) -> Solution[Tensor]:
+    """Conjugate gradients on tensors."""
+    found: Solution[Any] = cg(*arguments)
+    return found
+
+
+def _accepted(solution: Solution[Tensor], what: str) -> Tensor:
+    """The answer, if it converged or came as far as its precision lets it."""
+    if solution.status is Status.STAGNATED and solution.residual <= STAGNATED:
+        return solution.value
+    try:
+        return solution.require(what)
+    except NumericalError as error:
+        raise NumericalError(
+            error.what,
+            expected=f"a relative residual of at most {STAGNATED:g}",
+            remedy='use solver="dual", a larger ridge, or the network in float64',
+        ) from error
+
+
+class Primal:
+    """The solution δ of the regularized least-squares problem, and solves with its matrix.
+
+    Args:
+        function: The network.
+        x: N training examples.
+        residual: r = t − f₀, (N, C).
+        ridge: ρ > 0.
+        settings: How to iterate.
+        start: Where to start, (P,).
+        preconditioner: Any approximation of (JᵀJ + ρI)⁻¹; by default the one that the settings name.
+
+    Attributes:
+        delta: δ, (P,).
+        beta: β, (N, C).
+        steps: Steps taken.
+        settings: How to iterate, with the preconditioner that was chosen if it was to be.
+    """
+
+    def __init__(
+        self,
+        function: Functional,
+        x: Inputs,
+        residual: Tensor,
+        ridge: float,
+        settings: CGSettings,
+        start: Tensor | None = None,
+        preconditioner: LinearOperator | None = None,
+    ) -> None:
+        self.function, self.x, self.residual, self.ridge = function, x, residual, float(ridge)
+        self.settings = settings
+        self.n, self.c = residual.shape
+        self._blocks: Tensor | None = None
+        self._preconditioner = preconditioner
+        self.jacobian = JacobianOperator(function, x, self.c)
+        self.normal = NormalOperator(self.jacobian)
+        right = self.jacobian.T.mv(residual.to(function.dtype).reshape(-1))
+        solution = self._first(right, start)
+        self.delta = _accepted(solution, "the linear fit by conjugate gradients")
+        self.steps, self.relative_residual = solution.steps, solution.residual
+        # β = (r − Jδ)/ρ
+        fitted = self.jacobian.mv(self.delta).view(self.n, self.c)
+        self.beta = (residual.to(fitted.dtype) - fitted) / self.ridge
+
+    def _first(self, right: Tensor, start: Tensor | None) -> Solution[Tensor]:
+        """δ from a start; a preconditioner is made when it is needed, and chosen if it is to be."""
+        settings, steps = self.settings, 0
+        if start is not None:
+            residual = relative_residual(self.matrix, start[:, None], right[:, None])
+            if residual <= settings.tolerance:
+                self._choose("none")
+                return Solution(start, Status.CONVERGED, 0, residual)
+        if settings.preconditioner == "auto" and self._preconditioner is None:
+            limit = settings.max_steps if min(self.jacobian.shape) <= FEW else TRIAL
+            limit = min(limit, settings.max_steps)
+            found = _cg(self.matrix, right, None, start, settings.tolerance, limit)
+            if found.status is not Status.MAX_STEPS or limit == settings.max_steps:
+                self._choose("none")
+                return found
+            self._choose("nystrom")
+            start, steps = found.value, found.steps
+        solution = self.settings.run(self.matrix, right, self.preconditioner, start)
+        return replace(solution, steps=solution.steps + steps)
+
+    def _choose(self, name: str) -> None:
+        """Settle on a preconditioner, if it was left open."""
+        if self.settings.preconditioner == "auto":
+            self.settings = replace(self.settings, preconditioner=name)
+
+    @property
+    def preconditioner(self) -> LinearOperator | None:
+        """The approximation of (JᵀJ + ρI)⁻¹ that conjugate gradients use, made when first asked for."""
+        name = self.settings.preconditioner
+        if self._preconditioner is None and name not in ("none", "auto", "given"):
+            self._preconditioner = make_preconditioner(
+                name, self.normal, self.c, self.ridge, self.settings.rank
+            )
+        return self._preconditioner
+
+    @property
+    def matrix(self) -> LinearOperator:
+        """JᵀJ + ρI."""
+        return self.normal.damped(self.ridge)
+
+    def solve(self, b: Tensor) -> Tensor:
+        """(JᵀJ + ρI)⁻¹ b for columns (P, K)."""
+        solution = self.settings.run(self.matrix, b, self.preconditioner, None)
+        return _accepted(solution, "a solve by conjugate gradients")
+
+    def _solved_rows(self, x: Inputs, what: str) -> Iterator[tuple[Inputs, Tensor]]:
+        """(JᵀJ + ρI)⁻¹ J(x)ᵀ block by block: the block and (P, n·C)."""
+        size = max(1, self.settings.columns // self.c)
+        for part in track(list(split(x, size)), what):
+            n = batch_size(part)
+            unit = torch.eye(n * self.c, dtype=self.function.dtype, device=self.function.device)
+            rows = vjp_columns(self.function, part, unit.view(n, self.c, n * self.c))
+            yield part, self.solve(rows)
+
+    def inverse_blocks(self) -> Tensor:
+        """M_ii = (I − J_i (JᵀJ + ρI)⁻¹ J_iᵀ)/ρ, (N, C, C); N·C solves, done once."""
+        if self._blocks is None:
+            eye = torch.eye(self.c, dtype=self.function.dtype, device=self.function.device)
+            blocks = [(eye - own) / self.ridge for own in self._quadratic(self.x, "leave-one-out")]
+            self._blocks = torch.stack(blocks)
+        return self._blocks
+
+    def _quadratic(self, x: Inputs, what: str) -> list[Tensor]:
+        """J(x_i) (JᵀJ + ρI)⁻¹ J(x_i)ᵀ, a list of (C, C)."""
+        found: list[Tensor] = []
+        for part, solved in self._solved_rows(x, what):
+            n = batch_size(part)
+            product = jvp_columns(self.function, part, solved).view(n, self.c, n, self.c)
+            found.extend(product[i, :, i] for i in range(n))
+        return found
+
+    def posterior(self, x: Inputs) -> Tensor:
+        """Cov[f(x)] / σ² = J(x) (JᵀJ + ρI)⁻¹ J(x)ᵀ, (T, C, C)."""
+        return torch.stack(self._quadratic(x, "predictive covariance"))
+
+    def cross(self, x: Inputs) -> Tensor:
+        """K(x,X) M = J(x) (JᵀJ + ρI)⁻¹ Jᵀ, (T, C, N, C)."""
+        columns = [self.jacobian.mm(solved) for _, solved in self._solved_rows(x, "influence")]  # (N·C, t·C)
+        return torch.cat(columns, 1).T.reshape(batch_size(x), self.c, self.n, self.c)
+
+    def loo_residuals(self) -> Tensor:
+        """e_i = (M_ii)⁻¹ β_i, (N, C)."""
+        residuals: Tensor = torch.linalg.solve(self.inverse_blocks(), self.beta)
+        return residuals
+
+    def loo_variances(self) -> Tensor:
+        """Cov[f(x_i)] / σ² without example i, (N, C, C)."""
+        eye = torch.eye(self.c, dtype=self.function.dtype, device=self.function.device)
+        blocks: Tensor = torch.linalg.inv(self.inverse_blocks()) / self.ridge - eye
+        return blocks
+
+    def certificate(self) -> float:
+        """Relative residual of the normal equations, checked in float64."""
+        return self.relative_residual
+
+    def noise(self) -> float:
+        """σ² of highest evidence: ρ rᵀβ / (N·C)."""
+        return float(self.ridge * (self.residual.double() * self.beta.double()).sum() / self.residual.numel())
+
+    def removed(self, index: Tensor) -> Primal:
+        """The solution without some examples, from the present one."""
+        keep = torch.ones(self.n, dtype=torch.bool, device=index.device)
+        keep[index] = False
+        rest = take(self.x, keep.nonzero()[:, 0])
+        return Primal(
+            self.function,
+            rest,
+            self.residual[keep],
+            self.ridge,
+            self.settings,
+            self.delta,
+            self._preconditioner,
+        )
+
+    def extended(self, x: Inputs, residual: Tensor) -> Primal:
+        """The solution with more examples, from the present one."""
+        joined = torch.cat([self.residual, residual])
+        every = concatenate([self.x, x])
+        return Primal(
+            self.function, every, joined, self.ridge, self.settings, self.delta, self._preconditioner
+        )

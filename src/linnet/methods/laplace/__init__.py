@@ -1,0 +1,1 @@
+"""Laplace posteriors of a network."""

@@ -1,0 +1,72 @@
+"""Predictions of the linearized network, as large as they are wanted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from linnet.curvatures.curvature import Curvature
+from linnet.curvatures.variance import batch_covariance
+from linnet.likelihoods.discrete import Categorical
+from linnet.methods.laplace.links import class_probabilities
+from linnet.methods.laplace.outputs import (
+    captured_blocks,
+    differentiable_moments,
+    joint_covariance,
+    moments,
+    plain_outputs,
+    requires_gradient,
+)
+from linnet.methods.laplace.predict import GaussianPredictive, Meaning, needs_covariance
+from linnet.tangent.batch import Inputs, batch_size
+
+KEPT = 1 << 25  # numbers of a covariance (N, C, C) that a prediction keeps; beyond, variances alone
+
+
+def linearized(
+    covariance: Curvature, x: Inputs, meaning: Meaning, joint: bool, memory: str | int | None
+) -> GaussianPredictive:
+    """Outputs N(f(x), J M Jᵀ) of the network linearized at θ*.
+
+    Args:
+        covariance: M.
+        x: N examples; where they require gradients, the moments are differentiable in them.
+        meaning: What outputs mean.
+        joint: Whether covariances between examples are wanted.
+        memory: Budget.
+
+    Returns:
+        The prediction.
+    """
+    if requires_gradient(x):
+        mean, spread = differentiable_moments(covariance, x, joint, memory)
+        return GaussianPredictive(mean, _variance(spread), spread, meaning)
+    if joint:
+        spread = joint_covariance(covariance, x, memory)
+        return GaussianPredictive(plain_outputs(covariance.function, x), _variance(spread), spread, meaning)
+    if batch_size(x) * torch.Size(meaning.shape).numel() ** 2 <= KEPT:
+        mean, spread = moments(covariance, x, memory)
+        return GaussianPredictive(mean, _variance(spread), spread, meaning)
+    return _wide(covariance, x, meaning, memory)
+
+
+def _variance(spread: Tensor) -> Tensor:
+    """The diagonal of (N, C, C) or (N, C, N, C), (N, C)."""
+    if spread.ndim == 4:
+        spread = spread.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    return spread.diagonal(dim1=1, dim2=2)
+
+
+def _wide(covariance: Curvature, x: Inputs, meaning: Meaning, memory: str | int | None) -> GaussianPredictive:
+    """A prediction that keeps variances, and class probabilities where these need more."""
+    likelihood = meaning.known()
+    if not (isinstance(likelihood, Categorical) and needs_covariance(likelihood, meaning.link)):
+        mean, variance = moments(covariance, x, memory, diagonal=True)
+        return GaussianPredictive(mean, variance, lambda: moments(covariance, x, memory)[1], meaning)
+    found = []
+    for captured in captured_blocks(covariance.function, covariance.parts, x, memory):
+        spread = batch_covariance(covariance.parts, captured)
+        p = class_probabilities(likelihood, captured.outputs, spread, meaning.shape, meaning.link)
+        found.append((captured.outputs, _variance(spread).clone(), p))
+    mean, variance, probs = (torch.cat(column) for column in zip(*found, strict=True))
+    return GaussianPredictive(mean, variance, lambda: moments(covariance, x, memory)[1], meaning, probs)

@@ -1,0 +1,1 @@
+"""Posteriors of the linear model under any likelihood."""

@@ -1,0 +1,218 @@
+"""A linear model of the outputs, f = f₀ + J δ or f = J δ, on data; and its most probable δ.
+
+The negative log posterior Φ(δ) = Σᵢ nll(fᵢ, yᵢ) + ½ λ ‖δ‖² of a likelihood that is canonical in f is convex,
+with Hessian Σᵢ Jᵢᵀ Λᵢ Jᵢ + λ I: Gauss-Newton matrix, Fisher information and Hessian are one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linnet.curvatures.ggn import SummedOperator
+from linnet.curvatures.products import weighted
+from linnet.curvatures.stream import Batch, Batches
+from linnet.errors import NumericalError
+from linnet.likelihoods.likelihood import Likelihood
+from linnet.solvers.cg import cg
+from linnet.tangent.batch import Inputs, batch_size, map_tensors, split
+from linnet.tangent.functional import Functional
+from linnet.tangent.jacobian import jvp_columns, vjp_columns
+
+BLOCK = 128  # examples at once
+CG_STEPS = 500  # of one Newton step, at most
+HALVINGS = 50
+ARMIJO = 1e-4
+
+
+class LinearModel:
+    """A network's linear model, the data that it is fitted to, and what its outputs mean.
+
+    Args:
+        function: The network at θ₀.
+        x: N examples.
+        y: Their targets.
+        likelihood: What outputs mean.
+        base: Whether f₀ is part of the outputs.
+
+    Attributes:
+        f0: The outputs at δ = 0, (N, ...), float64: f₀ or zero.
+
+    Raises:
+        InputError: If the targets do not fit the outputs.
+    """
+
+    def __init__(
+        self, function: Functional, x: Inputs, y: Tensor, likelihood: Likelihood, base: bool
+    ) -> None:
+        self.function, self.x, self.likelihood, self.base = function, x, likelihood, base
+        self.n = batch_size(x)
+        f0 = torch.cat([function.check_runs(part) for part in split(x, BLOCK)])
+        self.y = likelihood.check(f0, y)
+        self.shape = tuple(f0.shape[1:])
+        self.f0 = f0.double() if base else torch.zeros_like(f0, dtype=torch.float64)
+        self.data = Batches((x, self.y), function.device, BLOCK)
+
+    def start(self, x: Inputs) -> Tensor:
+        """The outputs at δ = 0 of other examples.
+
+        Args:
+            x: M examples.
+
+        Returns:
+            (M, C), outputs flattened.
+        """
+        f0 = self.function.check_runs(x).flatten(1)
+        return f0 if self.base else torch.zeros_like(f0)
+
+    def outputs(self, x: Inputs, delta: Tensor) -> Tensor:
+        """The outputs of other examples.
+
+        Args:
+            x: M examples.
+            delta: (P,), or K columns (P, K).
+
+        Returns:
+            (M, C), or (K, M, C); outputs flattened.
+        """
+        x = map_tensors(lambda t: t.to(self.function.device), x)
+        delta = delta.to(device=self.function.device, dtype=self.function.dtype)
+        with torch.no_grad():
+            found = [(self.start(part), jvp_columns(self.function, part, delta)) for part in split(x, BLOCK)]
+        f0, moved = (torch.cat(column) for column in zip(*found, strict=True))
+        return f0 + (moved if moved.ndim == 2 else moved.movedim(2, 0))
+
+    def tangent(self, delta: Tensor) -> Tensor:
+        """J δ on the data, in the network's own shape, (N, ...), float64."""
+        with torch.no_grad():
+            parts = [jvp_columns(self.function, part, delta) for part in split(self.x, BLOCK)]
+        return torch.cat(parts).double().reshape(self.f0.shape)
+
+    def nll(self, f: Tensor) -> Tensor:
+        """Negative log-likelihood of the data, (), float64."""
+        return self.likelihood.nll(f.double(), self.y).sum()
+
+    def gradient(self, f: Tensor) -> Tensor:
+        """Σ Jᵀ ∇nll(f, y) over the data, (P,)."""
+        slopes = self.likelihood.gradient(f.double(), self.y).to(self.function.dtype).flatten(1)
+        total = torch.zeros(self.function.space.dim, dtype=self.function.dtype, device=self.function.device)
+        for part, u in zip(split(self.x, BLOCK), slopes.split(BLOCK), strict=True):
+            total += vjp_columns(self.function, part, u)
+        return total
+
+    def curvature(self, f: Tensor) -> LinearModelCurvature:
+        """Σ Jᵀ Λ(f) J over the data, as an operator."""
+        return LinearModelCurvature(self, f)
+
+
+class LinearModelCurvature(SummedOperator):
+    """The Fisher information Σ_n J_nᵀ Λ_n J_n of a linear model, Λ at its own outputs and J at θ₀.
+
+    Args:
+        model: The linear model.
+        outputs: Its outputs on the data, (N, ...).
+    """
+
+    description = "product with the Fisher information of the linear model"
+
+    def __init__(self, model: LinearModel, outputs: Tensor) -> None:
+        super().__init__(model.function, model.data)
+        self.likelihood, self.outputs = model.likelihood, outputs.to(model.function.dtype)
+
+    def product(self, batch: Batch, v: Tensor) -> Tensor:
+        """Σ Jᵀ Λ J v over a batch."""
+        first, likelihood = batch.index * BLOCK, self.likelihood
+
+        def weigh(f: Tensor, t: Tensor, place: slice) -> Tensor:
+            own = self.outputs[first + place.start : first + place.stop]
+            return likelihood.product(own, t, None if batch.y is None else batch.y[place])
+
+        return weighted(self.function, batch.x, v, weigh)
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The most probable δ, with its certificate.
+
+    Φ is λ-strongly convex, so that the true optimum is within ‖∇Φ(δ)‖ / λ of δ.
+
+    Args:
+        delta: δ, (P,).
+        outputs: The model's outputs there, (N, ...), float64.
+        gradient_norm: ‖∇Φ(δ)‖.
+        first_norm: ‖∇Φ(0)‖.
+        distance: ‖∇Φ(δ)‖ / λ, a bound on the distance to the optimum.
+        steps: Number of Newton steps.
+    """
+
+    delta: Tensor
+    outputs: Tensor
+    gradient_norm: float
+    first_norm: float
+    distance: float
+    steps: int
+
+
+def maximize(model: LinearModel, precision: float, tolerance: float, max_steps: int) -> Optimum:
+    """Minimize Φ by Newton's method, each system solved by conjugate gradients.
+
+    Every system is solved to the relative residual min(0.1, √(‖∇Φ‖/‖∇Φ(0)‖)), which makes the convergence
+    superlinear (Nocedal and Wright 2006, theorem 7.2); outputs are linear in δ, so that a line search
+    costs one product J d and no further passes of the network.
+
+    Args:
+        model: The linear model and its data.
+        precision: λ.
+        tolerance: Stop when ‖∇Φ‖ ≤ tolerance · ‖∇Φ(0)‖.
+        max_steps: Largest number of Newton steps.
+
+    Returns:
+        The optimum.
+
+    Raises:
+        NumericalError: If the tolerance is not reached.
+    """
+    f, first = model.f0, 0.0
+    delta = torch.zeros(model.function.space.dim, dtype=model.function.dtype, device=model.function.device)
+    for step in range(max_steps + 1):
+        gradient = model.gradient(f) + precision * delta
+        norm = float(gradient.double().norm())
+        first = norm if step == 0 else first
+        if norm <= tolerance * first:
+            return Optimum(delta, f, norm, first, norm / precision, step)
+        hessian = model.curvature(f).damped(precision)
+        forcing = min(0.1, (norm / first) ** 0.5)
+        direction = cg(hessian, -gradient, tolerance=forcing, max_steps=CG_STEPS).value
+        assert isinstance(direction, Tensor), "in the kind of the gradient"
+        moved = model.tangent(direction)
+        t = _step_length(model, precision, delta, f, gradient, direction, moved)
+        if t == 0.0:
+            break
+        delta, f = delta + t * direction, f + t * moved
+    raise NumericalError(
+        f"Newton's method ended after {step} steps with the gradient norm {norm:.3g}, "
+        f"{norm / first:.2g} times that of the start",
+        expected=f"{tolerance:.2g} times that of the start",
+        remedy="raise tolerance= or max_steps=, use float64, or raise prior_precision=",
+    )
+
+
+def _step_length(
+    model: LinearModel, precision: float, delta: Tensor, f: Tensor, gradient: Tensor, d: Tensor, moved: Tensor
+) -> float:
+    """The first of 1, ½, ¼, ... that lowers Φ enough (Armijo); 0 if none does."""
+    wide, along = delta.double(), d.double()
+    slope = float(gradient.double() @ along)
+
+    def value(t: float) -> float:
+        return float(model.nll(f + t * moved) + 0.5 * precision * (wide + t * along).square().sum())
+
+    before, t = value(0.0), 1.0
+    slack = 1e-13 * abs(before)  # what rounding hides
+    for _ in range(HALVINGS):
+        if value(t) <= before + ARMIJO * t * slope + slack:
+            return t
+        t /= 2
+    return 0.0

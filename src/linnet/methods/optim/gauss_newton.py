@@ -1,0 +1,499 @@
+"""The thesis' Gauss-Newton optimizer: curvature approximated layer by layer, step sizes from the exact one.
+
+    d = −(G̃ + (λ + ζ)I)⁻¹ ∇E,    α = −dᵀ∇E / dᵀ(G + (λ + τ)I)d,    θ ← θ + α d        (eq. 4.16 to 4.23)
+
+Source: Botev, "The Gauss-Newton matrix for deep learning models and its applications", 2020, section 4.4;
+Botev, Ritter, Barber, ICML 2017; Martens and Grosse, ICML 2015.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from linnet.curvatures.treatments import Structure
+from linnet.errors import InputError, NumericalError
+from linnet.likelihoods.likelihood import Likelihood
+from linnet.methods.optim.gauss_newton_average import average_of
+from linnet.methods.optim.gauss_newton_batch import suggested_batch
+from linnet.methods.optim.gauss_newton_inverse import Inverse, Undamped
+from linnet.methods.optim.gauss_newton_model import (
+    Batch,
+    Examples,
+    Network,
+    Quadratic,
+    combined,
+    given_gradient,
+    in_parts,
+)
+from linnet.methods.optim.gauss_newton_search import Search, adapted, hopeless
+from linnet.methods.optim.gauss_newton_settings import (
+    Damping,
+    StepReport,
+    check_decay,
+    checked_damping,
+    checked_settings,
+)
+from linnet.tangent.batch import Inputs, batch_size, check_finite, concatenate
+from linnet.tangent.functional import Functional
+
+VERSION = 1  # of the state that is saved
+RAISE = 4.0  # what a rejected step multiplies τ and ζ by
+Closure = Callable[[], Any]
+
+
+class GaussNewton(torch.optim.Optimizer):
+    """Trains a network with curvature; its defaults need no tuning.
+
+    Each step takes the gradient of the mean loss, adds the batch to an exponential average of the curvature
+    G̃, and goes along d = −(G̃ + (λ + ζ)I)⁻¹∇E as far as the exact Gauss-Newton matrix of the batch says
+    (one product J d). Every 5 steps ρ = ΔE / Δq is measured, and τ falls by ω if ρ > ¾ and rises by 1/ω if
+    ρ < ¾ (the thesis' print has ρ where τ is meant); every 20 steps ζ moves to whichever of ωζ, ζ, ζ/ω gives
+    the lowest q.
+
+    It is a ``torch.optim.Optimizer``: ``param_groups`` (each with ``lr``, a factor on the step, and
+    ``weight_decay``), schedulers of ``lr``, ``add_param_group`` and ``state_dict`` work as ever. Only
+    ``step`` takes the batch, since gradients alone do not have what is needed.
+
+    Weight decay is the objective's: E = mean loss + ½ λ‖θ‖². It is in gradient, step size and curvature.
+
+    Mode. Loss and gradient use the network in the mode it is in: in training mode BatchNorm takes the
+    statistics of the batch and dropout is on. Curvature, step size and noise use a frozen copy in evaluation
+    mode, which follows weights and buffers. ρ is measured with the same random numbers, and leaves running
+    statistics as they were.
+
+    Precision. The curvature and J d are computed in the parameters' own type whatever autocast says, factors
+    and inner products in float32 or wider. Run under ``torch.autocast`` and loss and gradient are computed
+    in its type. With a ``GradScaler`` pass gradients in: ``scaler.scale(loss).backward();
+    scaler.step(optimizer, x, y, loss=float(loss))``.
+
+    Large batches. ``accumulate(x, y)`` adds examples to the batch of the next step; ``examples=`` bounds how
+    many are differentiated at once.
+
+    Several processes. Given a ``DistributedDataParallel``, losses, gradients, factors and products are summed
+    over the processes, and each inverts some of the layers and applies them for all.
+
+    A step that leads to a loss that is not finite, or absurdly high, is taken back, τ and ζ are quadrupled,
+    and training goes on; the report says so. Parameters that are frozen on the way stay where they are.
+
+    Args:
+        model: The network to train, in place.
+        likelihood: What its outputs mean; the loss is its mean negative log-likelihood.
+        structure: ``"kfac"``, ``"kflr"``, ``"kfra"``, ``"ekfac"``, ``"diagonal"``, ``"block"``, ``"full"``
+            (tiny networks), or a mapping, as in :func:`linnet.curvature`.
+        expectation: As in :func:`linnet.curvature`; by default ``"exact"`` for "block" and "full", what the
+            name of a method such as "kflr" says, and else ``"mc"``.
+        damping: τ and ζ at the start, as one number or a :class:`~linnet.optim.Damping`; by default the best
+            of a grid at the first step. They move on from there; 0 stays 0.
+        weight_decay: λ.
+        **options: See :class:`~linnet.optim.Settings`: ``lr``, ``momentum``, ``average``, ``inverse_period``,
+            ``sharing``, ``noise``, ``params``, ``output``, ``seed``, ``rejections``, ``limit``, ``examples``.
+
+    Attributes:
+        damping: How τ and ζ move.
+        tau: τ now; ``None`` before the first step if it is to be found.
+        zeta: ζ now.
+        steps: Steps taken.
+
+    Raises:
+        InputError: If an argument is wrong.
+
+    Example:
+        >>> import linnet
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> x = torch.randn(64, 2)
+        >>> y = x.prod(1, keepdim=True)
+        >>> optimizer = GaussNewton(net, linnet.likelihoods.Gaussian(variance=0.01), structure="kfra")
+        >>> losses = [optimizer.step(x, y).loss for _ in range(30)]
+        >>> losses[-1] < 0.1 * losses[0]
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        structure: Structure = "kfac",
+        expectation: str | None = None,
+        damping: float | Damping | None = None,
+        weight_decay: float = 0.0,
+        **options: Any,
+    ) -> None:
+        if not isinstance(likelihood, Likelihood):
+            raise InputError(
+                f"likelihood is {type(likelihood).__name__}",
+                expected="one of linnet.likelihoods",
+                remedy="for class labels pass linnet.likelihoods.Categorical()",
+            )
+        self.damping, self.settings = checked_damping(damping), checked_settings(options)
+        check_decay("weight_decay", weight_decay)
+        shared = isinstance(model, nn.parallel.DistributedDataParallel)
+        called = cast(nn.Module, model.module) if shared else model
+        network: nn.Module = getattr(called, "_orig_mod", called)  # torch.compile's wrapper
+        function = Functional(network, self.settings.params, self.settings.output)
+        every = dict(network.named_parameters())
+        parameters = {name: every[name] for name in function.names}
+        self._raw = network
+        self._network = Network(called, parameters, self.settings.output, likelihood, shared)
+        self._running = average_of(function, likelihood, structure, expectation, self.settings)
+        self.tau, self.zeta = self.damping.tau, self.damping.zeta
+        self.steps, self._failures, self._first = 0, 0, math.nan
+        self._pending: list[Examples] = []
+        self._inverse: Inverse | None = None
+        self._saved: Mapping[str, Any] | None = None
+        super().__init__(
+            list(parameters.values()), {"lr": self.settings.lr, "weight_decay": float(weight_decay)}
+        )
+
+    # -- as an optimizer -------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give some of the trained parameters settings of their own.
+
+        Args:
+            param_group: ``params``, and ``lr`` or ``weight_decay``. The parameters must be trained already;
+                they leave the group they were in.
+
+        Raises:
+            InputError: If a parameter is not among the trained ones.
+        """
+        given = param_group["params"]
+        given = [given] if isinstance(given, Tensor) else list(given)
+        ours = {id(p) for p in self._network.parameters.values()}
+        if not all(id(p) in ours for p in given):
+            raise InputError(
+                "param_group holds a parameter that is not trained",
+                expected="parameters of the network, selected by params=",
+                remedy="select them with params= when the optimizer is made",
+            )
+        if "weight_decay" in param_group:
+            check_decay("weight_decay", param_group["weight_decay"])
+        taken = {id(p) for p in given}
+        for group in self.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in taken]
+        super().add_param_group({**param_group, "params": given})
+
+    def accumulate(self, x: Inputs, y: Tensor) -> None:
+        """Add examples to the batch of the next step, which differentiates them one part after the other.
+
+        Args:
+            x: Some examples.
+            y: Their targets.
+
+        Raises:
+            DataError: If x is not finite.
+        """
+        check_finite(x, "x")
+        self._pending.append((x, y))
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        x: Inputs = None,
+        y: Tensor | None = None,
+        *,
+        closure: Closure | None = None,
+        loss: float | Tensor | None = None,
+    ) -> StepReport:
+        """One update of the parameters.
+
+        Args:
+            x: A batch of N examples; what was accumulated belongs to it.
+            y: Targets.
+            closure: Computes the mean loss of the batch and its gradients, in ``.grad``, as for torch's
+                optimizers; by default the likelihood does. Weight decay is not to be part of it.
+            loss: The mean loss of the batch, where its gradients are in ``.grad`` already.
+
+        Returns:
+            What was done.
+
+        Raises:
+            DataError: If the batch is not finite or does not fit the likelihood.
+            InputError: If there is no batch, or closure and loss are both given.
+            NumericalError: If the loss is not finite where training starts, or too many steps in a row had to
+                be taken back; the weights are those of before.
+        """
+        parts = self._batch(x, y, closure, loss)
+        rng = self._network.random_state()
+        value, gradient, n = self._measure(parts, closure, loss)
+        rejected = not self._acceptable(value, gradient)
+        if rejected:
+            self._take_back(value)
+            rng = self._network.random_state()
+            value, gradient, n = self._measure(parts, closure, None)
+            if not (math.isfinite(value) and bool(gradient.isfinite().all())):
+                raise NumericalError(*hopeless(value))
+        self._failures += rejected
+        self._first = value if self.steps == 0 else self._first
+        objective, decay = value + self._penalty(), self._decay()
+        gradient = gradient + decay * self._flat()
+        batch = Batch(self._running.function, self._network.likelihood, parts, decay, self._network.shared)
+        self._follow(parts)
+        self.steps += 1
+
+        def score() -> float:
+            return self._after(parts, closure if loss is None else None, rng)
+
+        direction, model, alpha = self._directions(batch, gradient, score)
+        assert self.tau is not None
+        assert self.zeta is not None
+        rate = max(float(group["lr"]) for group in self.param_groups)
+        step, reduction = combined(direction, rate * alpha), model.change(rate * alpha, self.tau)
+        noise = batch.reductions(step)[1] / math.sqrt(n) if self.settings.noise else None
+        due = self.damping.tau_period and self.steps % self.damping.tau_period == 0
+        reference = score() if due and loss is not None else objective  # the same measure before and after
+        zeta, rho = self.zeta, None
+        self._apply(step)
+        if due:
+            rho = self._adapt(reference, reduction, score())
+            rejected = rejected or rho == -math.inf
+        self._failures, self._pending = self._failures if rejected else 0, []
+        return StepReport(
+            self.steps, n, value, objective, rho, self.tau, zeta,
+            float(alpha[0]), float(alpha[1]) if len(alpha) > 1 else 0.0, reduction,
+            float(gradient.double().norm()), float(direction[0].double().norm()), float(step.double().norm()),
+            rejected, noise, None if noise is None else suggested_batch(n, noise, reduction),
+        )  # fmt: skip
+
+    # -- loss ------------------------------------------------------------------------------------
+
+    def _batch(
+        self, x: Inputs, y: Tensor | None, closure: Closure | None, loss: float | Tensor | None
+    ) -> list[Examples]:
+        """The examples of the step, in the parts in which they are differentiated."""
+        if closure is not None and loss is not None:
+            raise InputError("closure and loss are both given", expected="one of them", remedy="drop loss=")
+        if x is not None and y is None:
+            raise InputError("y is None", expected="targets", remedy="call step(x, y)")
+        if x is not None and y is not None:
+            check_finite(x, "x")
+        pairs = [*self._pending, *([] if x is None or y is None else [(x, y)])]
+        if not any(batch_size(one) for one, _ in pairs):
+            raise InputError("step got no examples", expected="a batch", remedy="call step(x, y)")
+        return in_parts(pairs, self.settings.examples)
+
+    def _measure(
+        self, parts: list[Examples], closure: Closure | None, loss: float | Tensor | None
+    ) -> tuple[float, Tensor, int]:
+        """Mean loss and its gradient at the present weights, and N."""
+        if closure is None and loss is None:
+            return self._network.gradient(parts)
+        return given_gradient(self._network, closure, loss, sum(batch_size(x) for x, _ in parts))
+
+    def _after(self, parts: list[Examples], closure: Closure | None, rng: Tensor | None) -> float:
+        """The objective at the present weights, with the random numbers of the gradient."""
+        with self._network.replayed(rng):
+            if closure is None:
+                value = self._network.loss(parts)
+            else:
+                value = given_gradient(self._network, closure, None, 1)[0]
+        return value + self._penalty()
+
+    def _acceptable(self, value: float, gradient: Tensor | None = None) -> bool:
+        """Whether training can go on from a loss."""
+        if not math.isfinite(value) or (gradient is not None and not bool(gradient.isfinite().all())):
+            return False
+        return self.steps == 0 or value <= self._first + self.settings.limit * abs(self._first)
+
+    def _take_back(self, value: float) -> None:
+        """Restore the weights of before the last step and raise τ and ζ."""
+        parameters = list(self._network.parameters.values())
+        if not all("before" in self.state[p] for p in parameters):
+            raise NumericalError(*hopeless(value))
+        for p in parameters:
+            p.copy_(self.state[p]["before"])
+            self.state[p].pop("step", None)
+        if self._failures + 1 >= self.settings.rejections:
+            raise NumericalError(
+                f"{self.settings.rejections} steps in a row were taken back; the last loss was {value:.6g}",
+                expected="steps that lead to finite losses",
+                remedy="pass larger damping=, or check the data and the network's scale",
+            )
+        assert self.tau is not None
+        assert self.zeta is not None
+        self.tau, self.zeta, self._inverse = RAISE * self.tau, RAISE * self.zeta, None
+
+    def _adapt(self, objective: float, reduction: float, after: float) -> float | None:
+        """ρ (eq. 4.21), and τ moved by it; −∞ if the step was taken back."""
+        if not self._acceptable(after):
+            self._take_back(after)
+            self._failures += 1
+            return -math.inf
+        if reduction == 0:
+            return None
+        rho = (after - objective) / reduction
+        assert self.tau is not None
+        self.tau = adapted(self.tau, rho, self.damping.decay)
+        return rho
+
+    # -- direction -------------------------------------------------------------------------------
+
+    def _follow(self, parts: list[Examples]) -> None:
+        """Add the batch to the average of the curvature at the present weights."""
+        x = concatenate([one for one, _ in parts])
+        y = torch.cat([one for _, one in parts])
+        self._running.refresh(self._raw)
+        if self._saved is not None:
+            self._running.load_state_dict(self._saved["curvature"], x)
+        self._running.add(x, y, shared=self._network.shared)
+        if self._saved is not None:
+            saved, self._saved = self._saved["inverse"], None
+            self._inverse = None if saved is None else self._undamped().restored(saved)
+
+    def _undamped(self) -> Undamped:
+        """The curvature of the mean loss, as it is averaged now."""
+        return Undamped(self._running.curvature(examples=1.0), self.damping.inversion, self._network.shared)
+
+    def _directions(
+        self, batch: Batch, gradient: Tensor, score: Callable[[], float]
+    ) -> tuple[list[Tensor], Quadratic, Tensor]:
+        """The new direction (and the step before, for momentum), the model along them and its minimum."""
+        decays = {name: self._group(p)["weight_decay"] for name, p in self._network.parameters.items()}
+
+        def along(inverse: Inverse) -> tuple[list[Tensor], Quadratic]:
+            directions = [-inverse.times(gradient) * self._scale(), *self._before()]
+            return directions, batch.quadratic(gradient, directions)
+
+        if self.tau is None or self.zeta is None:
+            search = Search(self.damping, self._undamped(), decays, along)
+            curvature = self._running.curvature(examples=1.0)
+            self.tau, self.zeta, self._inverse = search.first(
+                float(curvature.trace()) / curvature.shape[0],
+                lambda ways, alpha: self._reached(combined(ways, alpha), score),
+            )
+        elif self.damping.zeta_period and self.steps % self.damping.zeta_period == 0:
+            search = Search(self.damping, self._undamped(), decays, along)
+            self.zeta, self._inverse = search.nearby(self.tau, self.zeta)
+        elif self._inverse is None or self._is_stale():
+            self._inverse = self._undamped().inverse(self.zeta, decays)
+        directions, model = along(self._inverse)
+        assert self.tau is not None
+        return directions, model, model.best(self.tau)
+
+    def _is_stale(self) -> bool:
+        """Whether the curvature is to be inverted now; at every step while its average is young."""
+        period = self.settings.inverse_period
+        return self.steps <= period or (self.steps - 1) % period == 0
+
+    def _reached(self, step: Tensor, score: Callable[[], float]) -> float:
+        """The objective after a step, which is not taken."""
+        kept = [p.clone() for p in self._network.parameters.values()]
+        self._move(step)
+        try:
+            return score()
+        finally:
+            for p, old in zip(self._network.parameters.values(), kept, strict=True):
+                p.copy_(old)
+
+    # -- parameters ------------------------------------------------------------------------------
+
+    def _group(self, parameter: Tensor) -> dict[str, Any]:
+        """The group of a parameter."""
+        return next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
+
+    def _spread(self, value: Callable[[nn.Parameter], float]) -> Tensor | float:
+        """A number for every parameter as one for every entry, or as one number if all are equal."""
+        values = [value(p) for p in self._network.parameters.values()]
+        if len(set(values)) == 1:
+            return values[0]
+        sized = zip(values, self._network.parameters.values(), strict=True)
+        return torch.cat([p.new_full((p.numel(),), v) for v, p in sized])
+
+    def _decay(self) -> Tensor | float:
+        """λ."""
+        return self._spread(lambda p: float(self._group(p)["weight_decay"]))
+
+    def _scale(self) -> Tensor | float:
+        """Learning rates relative to the largest, 0 for frozen parameters."""
+        rate = max(float(group["lr"]) for group in self.param_groups) or 1.0
+        return self._spread(lambda p: float(self._group(p)["lr"]) / rate if p.requires_grad else 0.0)
+
+    def _flat(self) -> Tensor:
+        """θ, (P,)."""
+        return torch.cat([p.detach().reshape(-1) for p in self._network.parameters.values()])
+
+    def _penalty(self) -> float:
+        """½ Σ λ θ²."""
+        return 0.5 * sum(
+            float(group["weight_decay"]) * float(p.double().square().sum())
+            for group in self.param_groups
+            if group["weight_decay"]
+            for p in group["params"]
+        )
+
+    def _before(self) -> list[Tensor]:
+        """The step before, where momentum is on and there was one."""
+        parameters = list(self._network.parameters.values())
+        if not self.settings.momentum or not all("step" in self.state[p] for p in parameters):
+            return []
+        flat = torch.cat([self.state[p]["step"].reshape(-1) for p in parameters])
+        flat = flat * (self._scale() != 0) if isinstance(self._scale(), Tensor) else flat
+        return [flat] if bool(flat.any()) else []
+
+    def _apply(self, step: Tensor) -> None:
+        """Move the parameters and remember where they were."""
+        pieces = step.split([p.numel() for p in self._network.parameters.values()])
+        for p, piece in zip(self._network.parameters.values(), pieces, strict=True):
+            self.state[p]["before"] = p.detach().clone()
+            if self.settings.momentum:
+                self.state[p]["step"] = piece.view_as(p).clone()
+        self._move(step)
+
+    def _move(self, step: Tensor) -> None:
+        """θ ← θ + δ."""
+        pieces = step.split([p.numel() for p in self._network.parameters.values()])
+        for p, piece in zip(self._network.parameters.values(), pieces, strict=True):
+            p.add_(piece.view_as(p))
+
+    # -- keeping ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights: groups, dampings, averages, the inverse in use, and the step before.
+
+        Returns:
+            A dictionary of tensors, numbers and lists, which ``torch.load`` takes with ``weights_only=True``.
+        """
+        saved = self._saved
+        return {
+            **super().state_dict(),
+            "gauss_newton": {
+                "version": VERSION,
+                "tau": self.tau,
+                "zeta": self.zeta,
+                "steps": self.steps,
+                "failures": self._failures,
+                "first": self._first,
+                "curvature": self._running.state_dict() if saved is None else dict(saved["curvature"]),
+                "inverse": (None if self._inverse is None else self._inverse.state())
+                if saved is None
+                else saved["inverse"],
+            },
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where another optimizer of the same network and settings was.
+
+        Averages are taken over at the next step, on whose batch the layers are found.
+
+        Args:
+            state_dict: From :meth:`state_dict`; the weights are the network's own, to be loaded apart.
+
+        Raises:
+            InputError: If the state is of another optimizer.
+        """
+        own = state_dict.get("gauss_newton")
+        if not isinstance(own, Mapping) or own.get("version") != VERSION:
+            raise InputError(
+                "state_dict lacks what GaussNewton keeps",
+                expected=f"a state_dict of GaussNewton, version {VERSION}",
+                remedy="pass what state_dict() of a GaussNewton returned",
+            )
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "gauss_newton"})
+        self.tau, self.zeta = own["tau"], own["zeta"]
+        self.steps, self._failures, self._first = own["steps"], own["failures"], own["first"]
+        self._inverse, self._pending = None, []
+        self._saved = own

@@ -1,0 +1,301 @@
+"""The objective on a batch, and its quadratic model along given directions.
+
+    E(θ) = 1/N Σ_n ℓ(y_n, f(θ, x_n)) + ½ Σ_p λ_p θ_p²
+    q(δ) = E + δᵀ∇E + ½ δᵀ C δ,    δᵀ C δ' = 1/N Σ_n (J_n δ)ᵀ Λ_n (J_n δ') + Σ_p (λ_p + τ) δ_p δ'_p
+
+(Botev 2020, eq. 4.17 and 4.20). A direction costs one product J δ; no transpose is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.curvatures.distributed import all_sum
+from linnet.likelihoods.likelihood import Likelihood
+from linnet.tangent.batch import Inputs, batch_size, split
+from linnet.tangent.functional import Functional, OutputAdapter, _adapt, _arguments
+from linnet.tangent.jacobian import jvp
+
+Examples = tuple[Inputs, Tensor]
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network that is trained, in its own mode.
+
+    Args:
+        model: What is called.
+        parameters: The trained parameters by name.
+        output: How to turn the result into a tensor.
+        likelihood: What it means.
+        shared: Whether sums are taken over all processes.
+    """
+
+    model: nn.Module
+    parameters: dict[str, nn.Parameter]
+    output: OutputAdapter
+    likelihood: Likelihood
+    shared: bool
+
+    def losses(self, x: Inputs, y: Tensor) -> Tensor:
+        """ℓ of every example, (N,)."""
+        args, kwargs = _arguments(x)
+        f = _adapt(self.model(*args, **kwargs), self.output)
+        return self.likelihood.nll(f.to(_wide(f)), self.likelihood.check(f.to(_wide(f)), y))
+
+    def loss(self, parts: Sequence[Examples]) -> float:
+        """Mean loss, without a gradient."""
+        with torch.no_grad():
+            total = torch.stack([self.losses(x, y).double().sum() for x, y in parts]).sum()
+        return self._mean(total, parts)[0]
+
+    def gradient(self, parts: Sequence[Examples]) -> tuple[float, Tensor, int]:
+        """Mean loss, its gradient (P,) with zeros for frozen parameters, and N."""
+        free = [p for p in self.parameters.values() if p.requires_grad]
+        sums, total = [torch.zeros_like(p) for p in free], torch.zeros(())
+        for x, y in parts:
+            with torch.enable_grad():
+                value = self.losses(x, y).sum()
+            grads = torch.autograd.grad(value, free, allow_unused=True) if value.requires_grad else []
+            for total_p, g in zip(sums, grads, strict=False):
+                if g is not None:
+                    total_p += g
+            total = total.to(value.device) + value.detach().double()
+        found = dict(zip([id(p) for p in free], sums, strict=True))
+        flat = torch.cat(
+            [found.get(id(p), torch.zeros_like(p)).reshape(-1) for p in self.parameters.values()]
+        )
+        loss, n = self._mean(total, parts, flat)
+        return loss, flat.div_(n), n
+
+    def _mean(
+        self, total: Tensor, parts: Sequence[Examples], flat: Tensor | None = None
+    ) -> tuple[float, int]:
+        """A sum over examples as a mean, over all processes where data are shared."""
+        count = torch.tensor([float(total), sum(batch_size(x) for x, _ in parts)], dtype=torch.float64)
+        if self.shared:
+            count = count.to(next(iter(self.parameters.values())).device)
+            all_sum([count] if flat is None else [count, flat])
+        return float(count[0] / count[1]), int(count[1])
+
+    def random_state(self) -> Tensor | None:
+        """The random numbers ahead, where the network may use them."""
+        if not self.model.training:
+            return None
+        device = next(iter(self.parameters.values())).device
+        own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        return torch.cat([torch.random.get_rng_state(), *own])
+
+    @contextlib.contextmanager
+    def replayed(self, state: Tensor | None) -> Iterator[None]:
+        """The random numbers of an earlier pass again, and buffers put back afterwards."""
+        buffers = [(b, b.clone()) for b in self.model.buffers()]
+        device = next(iter(self.parameters.values())).device
+        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=state is not None):
+            if state is not None:
+                size = len(torch.random.get_rng_state())
+                torch.random.set_rng_state(state[:size])
+                if len(state) > size:
+                    torch.cuda.set_rng_state(state[size:], device)
+            yield
+        with torch.no_grad():
+            for b, old in buffers:
+                b.copy_(old)
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """q on a batch, along some directions.
+
+    Args:
+        slopes: ∇Eᵀ d_i, (K,), float64.
+        curved: d_iᵀ (G + diag λ) d_j, (K, K), float64.
+        squared: d_iᵀ d_j, (K, K), float64.
+    """
+
+    slopes: Tensor
+    curved: Tensor
+    squared: Tensor
+
+    def best(self, tau: float) -> Tensor:
+        """The coefficients that minimize q (eq. 4.18; with two directions its 2 x 2 system).
+
+        Args:
+            tau: τ.
+
+        Returns:
+            α, (K,).
+        """
+        matrix = self.curved + tau * self.squared
+        if len(self.slopes) > 1:
+            scale = matrix.diagonal().clamp(min=torch.finfo(torch.float64).tiny).rsqrt()
+            scaled = scale[:, None] * matrix * scale
+            if float(torch.linalg.det(scaled)) > 1e-10:
+                best: Tensor = -scale * torch.linalg.solve(scaled, scale * self.slopes)
+                return best
+        alpha = torch.zeros_like(self.slopes)
+        curvature = float(matrix[0, 0])
+        alpha[0] = -self.slopes[0] / curvature if curvature > 0 else 0.0
+        return alpha
+
+    def change(self, alpha: Tensor, tau: float) -> float:
+        """q(Σ α_i d_i) − q(0).
+
+        Args:
+            alpha: (K,).
+            tau: τ.
+
+        Returns:
+            The change, negative at :meth:`best`.
+        """
+        matrix = self.curved + tau * self.squared
+        return float(alpha @ self.slopes + 0.5 * alpha @ matrix @ alpha)
+
+
+@dataclass
+class Batch:
+    """A batch at the present weights, as the frozen network sees it.
+
+    Args:
+        function: The frozen network, in evaluation mode.
+        likelihood: What its outputs mean.
+        parts: The examples.
+        decay: λ of every entry, (P,), or one number for all.
+        shared: Whether sums are taken over all processes.
+    """
+
+    function: Functional
+    likelihood: Likelihood
+    parts: list[Examples]
+    decay: Tensor | float
+    shared: bool
+    products: int = 0  # J d so far
+
+    def quadratic(self, gradient: Tensor, directions: Sequence[Tensor]) -> Quadratic:
+        """The model along directions, one product J d each.
+
+        Args:
+            gradient: ∇E, (P,).
+            directions: d_i, each (P,).
+
+        Returns:
+            The model.
+        """
+        k = len(directions)
+        bent, n = torch.zeros(k, k, dtype=torch.float64, device=gradient.device), 0
+        for x, y in self.parts:
+            f, tangents = self._tangents(x, directions)
+            weighed = self.likelihood.product(f, tangents, self.likelihood.check(f, y))
+            bent += tangents.flatten(1).double() @ weighed.flatten(1).double().T
+            n += batch_size(x)
+        self.products += k
+        total = torch.cat([bent.flatten(), bent.new_tensor([n])])
+        if self.shared:
+            all_sum([total])
+        stacked = torch.stack([d.double() for d in directions])
+        squared, decayed = stacked @ stacked.T, (stacked * self.decay) @ stacked.T
+        curved = total[:-1].view(k, k) / total[-1] + decayed
+        return Quadratic(stacked @ gradient.double(), (curved + curved.T) / 2, squared)
+
+    def reductions(self, step: Tensor) -> tuple[float, float]:
+        """Mean and standard deviation over the examples of −(∇ℓ_nᵀδ + ½ δᵀG_nδ).
+
+        Args:
+            step: δ, (P,).
+
+        Returns:
+            Both.
+        """
+        sums = torch.zeros(3, dtype=torch.float64, device=step.device)
+        for x, y in self.parts:
+            f, tangents = self._tangents(x, [step])
+            y = self.likelihood.check(f, y)
+            u = self.likelihood.gradient(f, y) + 0.5 * self.likelihood.product(f, tangents, y)[0]
+            each = -(u * tangents[0]).flatten(1).double().sum(1)
+            sums += torch.stack([each.sum(), each.square().sum(), each.new_tensor(len(each))])
+        self.products += 1
+        if self.shared:
+            all_sum([sums])
+        mean = float(sums[0] / sums[2])
+        return mean, math.sqrt(max(0.0, float(sums[1] / sums[2]) - mean**2))
+
+    def _tangents(self, x: Inputs, directions: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """F (N, ...) and J d_i, (K, N, ...)."""
+        found = [jvp(self.function, x, self.function.space.to_params(d)) for d in directions]
+        return found[0][0].detach(), torch.stack([t.detach() for _, t in found])
+
+
+def in_parts(pairs: Sequence[Examples], size: int | None) -> list[Examples]:
+    """Batches cut to at most ``size`` examples.
+
+    Args:
+        pairs: (x, y) pairs.
+        size: Examples at once, or ``None`` for all.
+
+    Returns:
+        The parts.
+
+    Example:
+        >>> [len(y) for _, y in in_parts([(torch.ones(5, 1), torch.ones(5))], 2)]
+        [2, 2, 1]
+    """
+    if size is None:
+        return list(pairs)
+    return [part for x, y in pairs for part in zip(split(x, size), split(y, size), strict=True)]
+
+
+def combined(directions: Sequence[Tensor], alpha: Tensor) -> Tensor:
+    """Σ α_i d_i.
+
+    Args:
+        directions: d_i, each (P,).
+        alpha: α, (K,).
+
+    Returns:
+        (P,).
+
+    Example:
+        >>> combined([torch.ones(2), torch.ones(2)], torch.tensor([1.0, 2.0]))
+        tensor([3., 3.])
+    """
+    return torch.stack([w * d for w, d in zip(alpha.tolist(), directions, strict=True)]).sum(0)
+
+
+def given_gradient(
+    network: Network, closure: Callable[[], Any] | None, loss: Any, n: int
+) -> tuple[float, Tensor, int]:
+    """Loss and gradient that the user computed, from ``.grad``.
+
+    Args:
+        network: The network.
+        closure: Computes them, or ``None`` if they are there.
+        loss: The mean loss, where there is no closure.
+        n: Examples of the batch.
+
+    Returns:
+        As :meth:`Network.gradient`.
+    """
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    grads = [
+        torch.zeros_like(p) if p.grad is None or not p.requires_grad else p.grad
+        for p in network.parameters.values()
+    ]
+    flat = torch.cat([g.detach().reshape(-1) for g in grads])
+    sums = torch.tensor([float(loss) * n, n], dtype=torch.float64, device=flat.device)
+    if network.shared:  # means over processes of equal weight are what DistributedDataParallel makes
+        all_sum([sums])
+    return float(sums[0] / sums[1]), flat, int(sums[1])
+
+
+def _wide(f: Tensor) -> torch.dtype:
+    """At least float32, whatever autocast left."""
+    return torch.promote_types(f.dtype, torch.float32)

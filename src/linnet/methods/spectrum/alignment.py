@@ -1,0 +1,248 @@
+"""How well a target is aligned with the tangent kernel, from one pass over the data and without a kernel.
+
+Expectations are means over the N examples, as in the paper, so with the Gram matrix K (sums over parameters)
+
+    α(f) = E E f(x) Θ(x, x') f(x') = fᵀK f / N² = ‖E f(x) ∇f₀(x)‖²        (lemma 1)
+    ‖f‖₂² = fᵀf / N        ‖f‖²_Θ = fᵀK⁺f ≥ ‖f‖₂⁴ / α(f)                  (lemma 1, eq. 5)
+
+where no factor N is left in the kernel norm. For C outputs f is vector-valued and α(f) = ‖E J(x)ᵀf(x)‖²
+(``"full"``), or scalar: Σ_c ‖E f ∇f_c‖² (``"trace"``) and ‖E f ∇Σ_c f_c‖² (``"sum"``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.memory import Plan, parse_bytes, require
+from linnet.methods.spectrum.function_values import FunctionValues, function_values
+from linnet.methods.spectrum.kernel_matrix import check_inputs, check_kernel, tangent_of
+from linnet.progress import track
+from linnet.tangent.batch import Inputs, batch_size, gather_data, take
+from linnet.tangent.capture import capture, capture_bytes
+from linnet.tangent.captured import Outputs
+from linnet.tangent.functional import Functional
+from linnet.tangent.jacobian import vjp_columns
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
+
+BLOCK = 256  # examples differentiated at once, memory permitting
+ROWS = 4096  # parameters squared at once
+
+
+@in_exact_mode
+def alignment(
+    model: Linearized | nn.Module,
+    data: Any,
+    outputs: Outputs = "full",
+    *,
+    memory: str | int | None = None,
+    progress: bool | None = None,
+) -> Tensor:
+    """Target alignment α(f) = ‖E f(x) ∇f₀(x)‖², for any number of targets in one pass over the data.
+
+    The targets share the pass; each further one costs its product with the gradients alone. Where the
+    averaged Jacobians of all targets, T · P numbers, exceed the memory, targets are taken in groups
+    with one pass each.
+
+    Args:
+        model: A network or a linearization; of the latter only the tracked parameters count.
+        data: Inputs and targets: an (x, y) pair, a Dataset or a DataLoader. Float y (N,) or (N, C) is
+            one target, (N, T) (scalar-valued functions) or (N, C, T) is T of them. Integer y are
+            classes: two of them become −1 and 1; c of C becomes e_c − 1/C.
+        outputs: Which kernel of a network with C outputs: ``"full"`` for vector-valued targets,
+            ``"trace"`` or ``"sum"`` for scalar ones. The paper's networks have one output, for which
+            all three agree.
+        memory: Budget such as ``"4GB"``; by default half of what is available.
+        progress: Show progress; by default only when it takes over two seconds.
+
+    Returns:
+        α, () for one target or (T,), float64. In terms of the Gram matrix: fᵀK f / N².
+
+    Raises:
+        DataError: If the data are empty, not finite or out of range.
+        InputError: If targets do not fit the kernel.
+        MemoryBudgetError: If not even one target fits.
+
+    Source:
+        Ortiz-Jimenez, Moosavi-Dezfooli, Frossard, NeurIPS 2021, lemma 1 (supplement D.1, eq. 6).
+
+    Example:
+        The network w · x has the gradient x; with f = x₁ the mean of f ∇f is (1, 0).
+
+        >>> x = torch.tensor([[1.0, 1.0], [-1.0, 1.0]])
+        >>> alignment(nn.Linear(2, 1, bias=False), (x, x[:, 0]))
+        tensor(1., dtype=torch.float64)
+    """
+    task, values = _prepare(model, data, outputs)
+    return values.shaped(_alpha(task, values, memory, progress))
+
+
+@in_exact_mode
+def kernel_norm_bound(
+    model: Linearized | nn.Module,
+    data: Any,
+    outputs: Outputs = "full",
+    *,
+    memory: str | int | None = None,
+    progress: bool | None = None,
+) -> Tensor:
+    """A lower bound ‖f‖₂⁴ / α(f) of the squared kernel norm ‖f‖²_Θ, in one pass over the data.
+
+    A large norm means a target that the linearized network learns slowly and from many samples; the
+    norm itself, fᵀK⁺f, takes a full eigendecomposition (``Eigenfunctions.kernel_norm``).
+
+    Args:
+        model: A network or a linearization.
+        data: Inputs and targets, as for ``alignment``.
+        outputs: Which kernel, as for ``alignment``.
+        memory: Budget such as ``"4GB"``; by default half of what is available.
+        progress: Show progress; by default only when it takes over two seconds.
+
+    Returns:
+        The bound, () for one target or (T,), float64: infinite for a target that the kernel cannot
+        represent at all (α = 0), zero for the zero function.
+
+    Raises:
+        DataError: If the data are empty, not finite or out of range.
+        InputError: If targets do not fit the kernel.
+        MemoryBudgetError: If not even one target fits.
+
+    Source:
+        Ortiz-Jimenez, Moosavi-Dezfooli, Frossard, NeurIPS 2021, lemma 1 (supplement D.1, eq. 5).
+
+    Example:
+        >>> x = torch.tensor([[1.0, 1.0], [-1.0, 1.0]])
+        >>> kernel_norm_bound(nn.Linear(2, 1, bias=False), (x, x[:, 0]))
+        tensor(1., dtype=torch.float64)
+    """
+    task, values = _prepare(model, data, outputs)
+    square = values.mean_square()
+    # ‖f‖²_Θ ≥ ‖f‖₂⁴ / α(f)
+    bound = square.square() / _alpha(task, values, memory, progress).to(square)
+    return values.shaped(torch.where(square == 0, 0.0, bound))
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is differentiated.
+
+    Args:
+        function: The network.
+        x: N examples.
+        c: Number of its outputs.
+        outputs: Which kernel.
+    """
+
+    function: Functional
+    x: Inputs
+    c: int
+    outputs: Outputs
+
+    @property
+    def copies(self) -> int:
+        """How many averaged Jacobians a target has: one for each output under ``"trace"``."""
+        return self.c if self.outputs == "trace" else 1
+
+    @property
+    def backward(self) -> int:
+        """Cotangents sent back for the gradients of every example."""
+        return 1 if self.outputs == "sum" else self.c
+
+
+def _prepare(model: Linearized | nn.Module, data: Any, outputs: Outputs) -> tuple[_Task, FunctionValues]:
+    """The network, the inputs and the targets, checked."""
+    check_kernel(outputs)
+    function = tangent_of(model)
+    x, y = gather_data(data, function.device)
+    shape = check_inputs(function, x)
+    wide = torch.promote_types(function.dtype, torch.float32)
+    values = function_values(y, shape, outputs, wide)
+    return _Task(function, x, torch.Size(shape).numel(), outputs), values
+
+
+def _alpha(task: _Task, values: FunctionValues, memory: str | int | None, progress: bool | None) -> Tensor:
+    """α of every target, (T,)."""
+    group, block = _plan(task, values, memory)
+    n = batch_size(task.x)
+    steps = [
+        (targets, start) for targets in values.values.split(group, dim=2) for start in range(0, n, block)
+    ]
+    results: list[Tensor] = []
+    total: dict[str, Tensor] = {}
+    for targets, start in track(
+        steps, f"alignment of {values.values.shape[2]} targets", len(steps), progress
+    ):
+        part = task.x if block >= n else take(task.x, slice(start, start + block))
+        for name, rows, t in _terms(task, part, targets[start : start + block]):
+            if name not in total:
+                total[name] = t.new_zeros(rows.shape[1], t.shape[1])
+            total[name].addmm_(rows.T, t)  # Σ_i ∇f₀(x_i) f(x_i)ᵀ
+        if start + block >= n:
+            # α = ‖Σ_i ∇f₀(x_i) f(x_i)‖² / N²
+            results.append(torch.stack([_squares(sums) for sums in total.values()]).sum(0) / n**2)
+            total = {}
+    return torch.cat(results)
+
+
+def _squares(sums: Tensor) -> Tensor:
+    """Squared norms of the columns, (T,), in float64 without a copy of the whole."""
+    total = sums.new_zeros(sums.shape[1], dtype=torch.float64)
+    for part in sums.split(ROWS):
+        total += part.double().square().sum(0)
+    return total
+
+
+def _terms(task: _Task, x: Inputs, t: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What the examples of a block add to the sums: pairs (rows, weights) of one parameter at a time."""
+    n, count = t.shape[0], t.shape[2]
+    if count * task.copies <= task.backward:  # few targets: differentiate their sums at once
+        pulled = vjp_columns(task.function, x, _cotangents(task, t).to(task.function.dtype)).to(t.dtype)
+        # the columns (copies, T) of one target belong together, as rows of the sum
+        yield "all", pulled.unflatten(1, (task.copies, count)).flatten(0, 1).T, torch.eye(count).to(t)
+        return
+    captured = capture(task.function, x, "sum" if task.outputs == "sum" else "full")
+    for name in task.function.names:
+        rows = captured.rows(name).to(t.dtype)  # (n, K, *shape)
+        if task.outputs == "full":
+            yield name, rows.reshape(n * captured.k, -1), t.flatten(0, 1)
+        else:
+            yield name, rows.reshape(n, -1), t[:, 0]
+
+
+def _cotangents(task: _Task, t: Tensor) -> Tensor:
+    """Cotangents (n, C, copies · T) whose pulled-back sums are the averaged Jacobians of the targets."""
+    n, _, count = t.shape
+    if task.outputs == "full":
+        return t
+    if task.outputs == "sum":
+        return t.expand(n, task.c, count)
+    identity = torch.eye(task.c, dtype=t.dtype, device=t.device)
+    return torch.einsum("cd,nt->ncdt", identity, t[:, 0]).flatten(2)
+
+
+def _plan(task: _Task, values: FunctionValues, memory: str | int | None) -> tuple[int, int]:
+    """Targets in one pass, and examples in one block."""
+    n, _, count = values.values.shape
+    budget = parse_bytes(memory, task.function.device)
+    size = values.values.dtype.itemsize
+    p = task.function.space.dim
+    largest = max(t.numel() for t in task.function.theta.values())
+    one_target = task.copies * p * size
+    is_few = count * task.copies <= task.backward
+    per_example = capture_bytes(task.function, task.x, task.backward)
+    per_example += 0 if is_few else 2 * task.backward * largest * size
+    held = (3 if is_few else 1) * one_target  # a pass for few targets holds what it adds as well
+    group = max(1, min(count, (budget - per_example) // (2 * held)))
+    left = budget - group * held
+    block = max(1, min(BLOCK, n, left // max(per_example, 1)))
+    items = (("averaged Jacobians", group * held), ("derivatives of one block", block * per_example))
+    require(
+        Plan(f"alignment of {count} targets on {n} examples", budget, items),
+        ["linearize fewer parameters with linnet.linearize(model, params=...)", "raise memory="],
+    )
+    return group, block

@@ -1,0 +1,1 @@
+"""The tangent Gaussian process."""
