@@ -25,7 +25,7 @@ from tests.methods.continual_cases import MAKERS, flat, moved_away, small_networ
 NAMES = ("online", "ewc", "si")
 
 
-class Labelled(Dataset):  # type: ignore[type-arg]
+class Labeled(Dataset):  # type: ignore[type-arg]
     """Samples (x, y, task label), as Avalanche has them."""
 
     def __init__(self, seed: int) -> None:
@@ -52,7 +52,7 @@ def own_loop(net: nn.Module, method: ContinualMethod, seed: int) -> None:
 
 def avalanche_loop(net: nn.Module, plugin: Any, seed: int) -> None:
     """The order of a SupervisedTemplate: zero_grad, forward, loss, backward, update."""
-    strategy = SimpleNamespace(experience=SimpleNamespace(dataset=Labelled(seed)), loss=None)
+    strategy = SimpleNamespace(experience=SimpleNamespace(dataset=Labeled(seed)), loss=None)
     x, y = small_task(seed)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(4):
@@ -107,7 +107,7 @@ def test_sums_are_not_divided() -> None:
     method = MAKERS["online"](net)
     method.consolidate(small_task(0))
     moved_away(net)
-    strategy = SimpleNamespace(experience=SimpleNamespace(dataset=Labelled(1)), loss=torch.zeros(()))
+    strategy = SimpleNamespace(experience=SimpleNamespace(dataset=Labeled(1)), loss=torch.zeros(()))
     for mean, divisor in ((False, 1), (True, 24)):
         strategy.loss = torch.zeros(())
         AvalancheHooks(method, mean).before_backward(strategy)
@@ -170,6 +170,6 @@ def test_several_loaders_are_refused() -> None:
 
 
 def test_pairs_leave_task_labels_out() -> None:
-    pairs = Pairs(Labelled(0))
+    pairs = Pairs(Labeled(0))
     assert len(pairs) == 24
     assert len(pairs[0]) == 2

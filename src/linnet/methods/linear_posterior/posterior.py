@@ -70,6 +70,14 @@ class LinearPosterior:
         optimum: Of "map" and "laplace": the most probable δ, with ``gradient_norm`` and ``distance``, a bound
             on how far it is from the true one; None for "svi".
         bounds: Of "svi": the bound on the log evidence, epoch by epoch; empty otherwise.
+
+    Example:
+        >>> import linnet
+        >>> net, data = torch.nn.Linear(2, 3), (torch.randn(12, 2), torch.arange(12) % 3)
+        >>> likelihood = linnet.likelihoods.Categorical()
+        >>> posterior = linear_posterior(linnet.linearize(net), data, likelihood, method="map")
+        >>> posterior.predict(data[0][:2]).mean.shape
+        torch.Size([2, 3])
     """
 
     def __init__(self, model: LinearModel, method: str, prior_precision: float, found: Found) -> None:

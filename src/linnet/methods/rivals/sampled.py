@@ -295,6 +295,12 @@ def trained(
 
     Raises:
         InputError: If an argument is not positive.
+
+    Example:
+        >>> from linnet.likelihoods import Categorical
+        >>> data = torch.randn(12, 2), torch.arange(12) % 3
+        >>> trained(lambda: nn.Linear(2, 3), data, Categorical(), epochs=1).training
+        False
     """
     check_likelihood(likelihood)
     check_count("epochs", epochs)
