@@ -14,7 +14,7 @@ import linnet
 from linnet.curvatures import engine
 from linnet.curvatures.accumulate import Chunks, plan_chunks
 from linnet.curvatures.stream import Batches
-from linnet.errors import DataError, InputError, ModelError
+from linnet.errors import DataError, InputError, ModelError, NumericalError
 
 P = 51
 CATEGORICAL = linnet.likelihoods.Categorical()
@@ -186,3 +186,25 @@ def test_output_covariance_of_no_example(net: nn.Module, data: tuple[torch.Tenso
     posterior = linnet.curvature(net, data, CATEGORICAL).damped(1.0).inverse()
     with pytest.raises(DataError, match=r"(?s)x is empty.*at least one example"):
         posterior.output_covariance(data[0][:0])
+
+
+def test_a_precision_and_a_covariance_look_different(tmp_path: Path) -> None:
+    net = nn.Linear(2, 3)
+    G = linnet.curvature(net, (torch.randn(5, 2), torch.arange(5) % 3), linnet.likelihoods.Categorical())
+    posterior = G.damped(2.0).inverse()
+    assert posterior.applied == ("damped 2", "inverted")
+    assert "damped 2, inverted" in repr(posterior)
+    assert repr(linnet.load_curvature(posterior.save(tmp_path), net)) == repr(posterior)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "block", "full"])
+def test_a_solution_of_a_singular_matrix_is_refused(structure: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).to(dtype)
+    data = torch.randn(5, 6, dtype=dtype), torch.arange(5) % 4
+    G = linnet.curvature(net, data, linnet.likelihoods.Categorical(), structure=structure)
+    with pytest.raises(NumericalError, match=r"singular|not positive definite"):
+        G.solve(torch.ones(G.shape[0], dtype=dtype))
+    b = torch.ones(G.shape[0], dtype=dtype)
+    assert (G.damped(1e-2) @ G.damped(1e-2).solve(b) - b).norm() < 1e-2 * b.norm()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linnet.curvatures.parts import Part
 from linnet.curvatures.variance import output_covariance
-from linnet.errors import InputError
+from linnet.errors import InputError, NumericalError
 from linnet.files import save_tensors
 from linnet.linalg.grouped import GroupedKronecker, grouped_factored_damping
 from linnet.linalg.kronecker import Kronecker, factored_damping
@@ -24,6 +24,7 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.modes import in_exact_mode
 
 KIND = "curvature"
+LEFT_OVER = 0.1  # share of the right-hand side up to which a solution is one
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,13 @@ class Curvature(StructuredOperator):
         parts: One block a layer.
         function: The network, frozen at θ₀.
         made: Where the matrix comes from.
+        applied: What was done to it since, in words.
 
     Attributes:
         parts: The blocks.
         function: The network.
         made: Where the matrix comes from.
+        applied: What was done to it since: ``("damped 1", "inverted")``.
 
     Example:
         >>> import linnet
@@ -75,15 +78,17 @@ class Curvature(StructuredOperator):
         (torch.Size([17]), ['0', '2'])
     """
 
-    def __init__(self, parts: tuple[Part, ...], function: Functional, made: Provenance) -> None:
-        self.parts, self.function, self.made = parts, function, made
+    def __init__(
+        self, parts: tuple[Part, ...], function: Functional, made: Provenance, applied: tuple[str, ...] = ()
+    ) -> None:
+        self.parts, self.function, self.made, self.applied = parts, function, made, applied
         p = function.space.dim
         self.shape, self.space = (p, p), function.space
         self.dtype, self.device = parts[0].operator.dtype, parts[0].operator.device
         self.name = f"{made.structure} {made.matrix} matrix"
 
     def __repr__(self) -> str:
-        kind = f"{self.made.structure} {self.made.matrix}, {self.made.expectation}"
+        kind = ", ".join((f"{self.made.structure} {self.made.matrix}", self.made.expectation, *self.applied))
         return f"Curvature({kind}, {len(self.parts)} layers, P = {self.shape[0]})"
 
     def __add__(self, other: LinearOperator) -> LinearOperator:
@@ -105,10 +110,13 @@ class Curvature(StructuredOperator):
             )
         return out
 
-    def _with(self, function: Callable[[StructuredOperator], StructuredOperator]) -> Curvature:
+    def _with(
+        self, function: Callable[[StructuredOperator], StructuredOperator], what: str, by: float | None = None
+    ) -> Curvature:
         """The same layers with other blocks."""
         parts = tuple(replace(part, operator=function(part.operator)) for part in self.parts)
-        return Curvature(parts, self.function, self.made)
+        words = what if by is None else f"{what} {float(by):g}"  # after the blocks have checked the number
+        return Curvature(parts, self.function, self.made, (*self.applied, words))
 
     @in_exact_mode
     def mm(self, v: Tensor) -> Tensor:
@@ -118,12 +126,12 @@ class Curvature(StructuredOperator):
     @in_exact_mode
     def inverse(self) -> Curvature:
         """G⁻¹, layer by layer."""
-        return self._with(lambda block: block.inverse())
+        return self._with(lambda block: block.inverse(), "inverted")
 
     @in_exact_mode
     def damped(self, tau: float) -> Curvature:
         """G + τ I, exactly; Kronecker products by their eigendecompositions."""
-        return self._with(lambda block: block.damped(tau))
+        return self._with(lambda block: block.damped(tau), "damped", tau)
 
     @in_exact_mode
     def factored_damped(self, tau: float) -> Curvature:
@@ -147,12 +155,12 @@ class Curvature(StructuredOperator):
                 return grouped_factored_damping(block, tau)
             return factored_damping(block, tau) if isinstance(block, Kronecker) else block.damped(tau)
 
-        return self._with(damp)
+        return self._with(damp, "factors damped", tau)
 
     @in_exact_mode
     def scaled(self, scalar: float) -> Curvature:
-        """C G."""
-        return self._with(lambda block: block.scaled(scalar))
+        """``c G``."""
+        return self._with(lambda block: block.scaled(scalar), "scaled", scalar)
 
     @in_exact_mode
     def logdet(self) -> Tensor:
@@ -186,7 +194,7 @@ class Curvature(StructuredOperator):
 
     @in_exact_mode
     def _solve(self, b: Tensor) -> Tensor:
-        return self._each(lambda block, rows: block._solve(rows), b)
+        return self._each(_checked_solve, b)
 
     @in_exact_mode
     def _root(self, v: Tensor) -> Tensor:
@@ -231,6 +239,7 @@ class Curvature(StructuredOperator):
         metadata = {
             "parts": entries,
             "made": asdict(self.made),
+            "applied": list(self.applied),
             "parameters": self.function.names,
             "weights": self.function.fingerprint(),
             "output": None if callable(adapter) else adapter,
@@ -247,3 +256,18 @@ class Curvature(StructuredOperator):
             note = f" ({part.note})" if part.note else ""
             lines.append(f"  {part.layer.name:<{width}}  {size:<20} {part.structure}{note}")
         return "\n".join(lines)
+
+
+def _checked_solve(block: StructuredOperator, b: Tensor) -> Tensor:
+    """The solution of a block, if it is one: rounding can hide that a block is singular."""
+    x = block._solve(b)
+    left = (block.mm(x) - b).norm(dim=0)
+    wrong = left > LEFT_OVER * b.norm(dim=0)
+    if bool(wrong.any()) or not bool(torch.isfinite(left).all()):
+        worst = float((left / b.norm(dim=0).clamp(min=torch.finfo(b.dtype).tiny)).max())
+        raise NumericalError(
+            f"{block.name} is singular: its solution leaves {worst:.2g} of the right-hand side",
+            expected="a positive definite matrix",
+            remedy="add a damping first, for example G.damped(1e-3)",
+        )
+    return x

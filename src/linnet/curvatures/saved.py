@@ -56,7 +56,7 @@ def load_curvature(directory: str | Path, model: nn.Module, output: OutputAdapte
         _part(entry, {n: t.to(function.device) for n, t in _own(tensors, i).items()})
         for i, entry in enumerate(metadata["parts"])
     )
-    return Curvature(parts, function, Provenance(**metadata["made"]))
+    return Curvature(parts, function, Provenance(**metadata["made"]), tuple(metadata["applied"]))
 
 
 def _own(tensors: dict[str, Tensor], i: int) -> dict[str, Tensor]:
