@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import InputError, MemoryBudgetError
+from linnet.methods.laplace import linearized as laplace_linearized
 from linnet.methods.laplace.laplace import Laplace
-from linnet.methods.laplace.laplace import linearized as laplace_linearized
 from linnet.methods.laplace.links import Link, class_probabilities, log_density
 from linnet.methods.laplace.predict import GaussianPredictive, SampledPredictive
 from tests import zoo

@@ -13,9 +13,9 @@ import linnet.tangent.gram as gram_module
 from linnet.errors import FileFormatError, InputError
 from linnet.likelihoods import Gaussian, HeteroscedasticGaussian
 from linnet.linalg.operator import LinearOperator
+from linnet.methods.tangent_gp import dense as dense_module
 from linnet.methods.tangent_gp.load import load_gp
 from linnet.methods.tangent_gp.tangent_gp import TangentGP
-from linnet.methods.tangent_gp.tangent_gp import dense as dense_module
 from tests.methods.problems import network, real
 from tests.methods.tangent_gp_cases import DENSE, WAYS, dense
 

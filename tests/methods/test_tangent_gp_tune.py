@@ -10,8 +10,8 @@ from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
 from linnet.likelihoods import Gaussian, HeteroscedasticGaussian
+from linnet.methods.tangent_gp import iterative as tangent_gp_iterative
 from linnet.methods.tangent_gp.tangent_gp import TangentGP
-from linnet.methods.tangent_gp.tangent_gp import iterative as tangent_gp_iterative
 from tests.methods.problems import network, real
 from tests.methods.tangent_gp_cases import DENSE, WAYS, Dense, dense
 
