@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from linnet import likelihoods as likelihoods
     from linnet.curvatures.build import curvature as curvature
     from linnet.curvatures.curvature import Curvature as Curvature
+    from linnet.curvatures.running import RunningCurvature as RunningCurvature
     from linnet.curvatures.saved import load_curvature as load_curvature
     from linnet.methods import continual as continual
     from linnet.methods import optim as optim
@@ -64,6 +65,7 @@ _HOME = {
     "Predictive": "linnet.methods.fitting.predictive",
     "curvature": "linnet.curvatures.build",
     "Curvature": "linnet.curvatures.curvature",
+    "RunningCurvature": "linnet.curvatures.running",
     "load_curvature": "linnet.curvatures.saved",
     "likelihoods": "linnet",
     "Laplace": "linnet.methods.laplace.laplace",
