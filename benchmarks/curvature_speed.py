@@ -173,7 +173,7 @@ def rows(label: str, details: dict[str, Any], reference: dict[str, Any]) -> list
         claim = f"peak memory over that of the leanest, {lean}"
         result.append(Row(f"{label}, linnet", None, peak / max(peaks[lean], 1), "<=", 1.0, claim))
     if label.endswith("kfac-exact") and "ekfac" not in label:
-        ratio = seconds / reference["passes"]
+        ratio = seconds / (reference["passes"] * reference["scale"])
         result.append(Row(f"{label}, linnet", seconds, ratio, "<=", 1.3, "over C + 1 bare backward passes"))
     every = details["linnet_all"]
     if every is not None:

@@ -15,13 +15,14 @@ from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.sums import Gradients, Sums
 from linnet.errors import ModelError
 from linnet.progress import track
-from linnet.tangent.batch import Inputs, take, tensors_in
+from linnet.tangent.batch import Inputs, batch_size, take, tensors_in
 from linnet.tangent.capture import capture_bytes, capture_parts
 from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
+from linnet.tangent.plan import PROBES
 from linnet.tangent.trace import Trace, trace
 
-TARGET = 96 << 20  # bytes of one captured batch: more does not run faster
+TARGET = 256 << 20  # bytes of one captured batch: more does not run faster
 LARGEST = 512  # examples of a captured batch, at most
 LONG = 1 << 20  # bytes of one column's gradients from which a CPU does better with one column at a time
 FEWEST = 8  # examples of a captured batch before its columns are taken in parts
@@ -185,6 +186,31 @@ def require_finite_pass(captured: Captured | Trace) -> None:
         )
 
 
+def saved_bytes(function: Functional, x: Inputs) -> int:
+    """Bytes of one example's activations that autograd keeps for a backward pass, parameters apart.
+
+    Args:
+        function: The network.
+        x: A batch; a few of its examples are run.
+
+    Returns:
+        Bytes.
+    """
+    few = take(x, slice(0, min(PROBES, batch_size(x))))
+    own = {t.untyped_storage().data_ptr() for t in function.theta.values()}
+    kept: dict[int, int] = {}
+
+    def note(t: Tensor) -> Tensor:
+        place = t.untyped_storage().data_ptr()
+        if place not in own:
+            kept[place] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        trace(function, few)
+    return sum(kept.values()) // batch_size(few)
+
+
 def plan_chunks(
     function: Functional, batch: Batch, columns: int, row_bytes: int, budget: int, most: int = LARGEST
 ) -> Chunks:
@@ -202,8 +228,9 @@ def plan_chunks(
         The sizes.
     """
     target = max(1, min(TARGET, budget // 4))
-    inputs = capture_bytes(function, batch.x, 0)
-    column = capture_bytes(function, batch.x, 1) - inputs + row_bytes
+    one = capture_bytes(function, batch.x, 1) - capture_bytes(function, batch.x, 0)
+    # what autograd keeps, and what a backward pass holds besides the gradients that are asked for
+    inputs, column = saved_bytes(function, batch.x) + 3 * one, one + row_bytes
     alone = min(LARGEST, most, target // max(1, inputs + column))
     if columns > 1 and function.device.type == "cpu" and alone * column >= LONG:
         return Chunks(max(1, alone), 1)

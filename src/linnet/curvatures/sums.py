@@ -18,7 +18,7 @@ from linnet.linalg.structured import StructuredOperator
 from linnet.tangent.captured import Captured
 
 BLOCK = 128  # columns at once in a product that is symmetric: the half below the diagonal is not computed
-ROWS_AT_ONCE = 1 << 24  # numbers in the per-example gradients of a layer that are formed at once
+ROWS_AT_ONCE = 1 << 22  # numbers in the per-example gradients of a layer that are formed at once
 
 
 @dataclass(frozen=True, eq=False)
