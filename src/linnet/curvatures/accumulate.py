@@ -12,17 +12,17 @@ from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.distributed import all_sum
 from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.stream import Batch, Batches
-from linnet.curvatures.sums import Gradients, Sums
+from linnet.curvatures.sums import Gradients, Sums, wide
 from linnet.errors import ModelError
 from linnet.progress import track
-from linnet.tangent.batch import Inputs, batch_size, take, tensors_in
+from linnet.tangent.batch import Inputs, batch_size, map_tensors, take, tensors_in
 from linnet.tangent.capture import capture_bytes, capture_parts
 from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
 from linnet.tangent.plan import PROBES
 from linnet.tangent.trace import Trace, trace
 
-TARGET = 256 << 20  # bytes of one captured batch: more does not run faster
+TARGET = 128 << 20  # bytes of one captured batch: more does not run faster
 LARGEST = 512  # examples of a captured batch, at most
 LONG = 1 << 20  # bytes of one column's gradients from which a CPU does better with one column at a time
 FEWEST = 8  # examples of a captured batch before its columns are taken in parts
@@ -171,8 +171,14 @@ def require_finite_pass(captured: Captured | Trace) -> None:
     Raises:
         ModelError: If so.
     """
-    for use in captured.uses:
-        if use.a is not None and use.a.is_floating_point() and not bool(torch.isfinite(use.a).all()):
+    read = [(use, use.a) for use in captured.uses if use.a is not None and use.a.is_floating_point()]
+    distinct = {(a.data_ptr(), a.shape, a.stride()): a for _, a in read}
+    # A sum is finite only if all terms are, and reads them once; should it overflow, the terms are looked at.
+    total = sum((a.sum(dtype=wide(a.dtype)) for a in distinct.values()), captured.outputs.sum())
+    if bool(torch.isfinite(total)):
+        return
+    for use, a in read:
+        if not bool(torch.isfinite(a).all()):
             raise ModelError(
                 f"activations are NaN or infinite at the input of {', '.join(use.sources)}",
                 expected="finite activations",
@@ -196,7 +202,8 @@ def saved_bytes(function: Functional, x: Inputs) -> int:
     Returns:
         Bytes.
     """
-    few = take(x, slice(0, min(PROBES, batch_size(x))))
+    # a copy: a slice of the data would count the storage of all of them
+    few = map_tensors(torch.clone, take(x, slice(0, min(PROBES, batch_size(x)))))
     own = {t.untyped_storage().data_ptr() for t in function.theta.values()}
     kept: dict[int, int] = {}
 

@@ -12,7 +12,7 @@ With sharing the gradients Σ_s g_s a_sᵀ of one layer are formed, a few exampl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -168,6 +168,9 @@ class _Form:
 
     def __init__(self, inputs: Tensor | None, gradients: Tensor | None, values: Tensor | None) -> None:
         self.inputs, self.gradients, self.values = inputs, gradients, values
+        # λ^½, so that products with λ are symmetric; none for a matrix that is not positive
+        positive = values is not None and bool((values >= 0).all())
+        self.roots = values.sqrt() if values is not None and positive else None
 
     @classmethod
     def of(cls, part: Part) -> _Form:
@@ -211,39 +214,36 @@ class _Form:
         k, _, _, _, c = parts[0].g.shape
         s, d = sum(f.a.shape[2] for f in parts), parts[0].a.shape[-1]
         first = s * (d * d + k * c * c) + s * k * c * d < k * (c * c * d + c * d * d)
-        identity: Callable[[Tensor], Tensor] = lambda t: t  # noqa: E731
-        on_a = identity if self.inputs is None else lambda a: a @ self.inputs
-        on_g = identity if self.gradients is None else lambda g: g @ self.gradients
-        plain = _formed(parts, examples, identity, identity) if self.values is None or not first else None
-        if first:
-            mapped = _formed(parts, examples, on_a, on_g)
-        else:
-            assert plain is not None
-            mapped = plain if self.inputs is None else plain @ self.inputs[:, None]
-            mapped = mapped if self.gradients is None else self.gradients.mT[:, None] @ mapped
+        turned = _formed(parts, examples, self.inputs, self.gradients) if first else None
+        if turned is None or self.values is None:
+            plain = _formed(parts, examples)
+        if turned is None:
+            turned = plain if self.inputs is None else plain @ self.inputs[:, None]
+            turned = turned if self.gradients is None else self.gradients.mT[:, None] @ turned
         if self.values is None:
-            assert plain is not None
-            left = plain
-        else:
-            left, mapped = mapped, mapped * self.values[:, None]
-        return (left.flatten(3) @ mapped.flatten(3).mT).sum(1)
+            return (plain.flatten(3) @ turned.flatten(3).mT).sum(1)
+        if self.roots is None:
+            return ((turned * self.values[:, None]).flatten(3) @ turned.flatten(3).mT).sum(1)
+        scaled = turned.mul_(self.roots[:, None]).flatten(3)
+        return (scaled @ scaled.mT).sum(1)
 
 
 def _formed(
-    parts: list[Factors],
-    examples: slice,
-    on_a: Callable[[Tensor], Tensor],
-    on_g: Callable[[Tensor], Tensor],
+    parts: list[Factors], examples: slice, on_a: Tensor | None = None, on_g: Tensor | None = None
 ) -> Tensor:
-    """Σ_s g_s a_sᵀ of some examples, mapped first, (n, R, K, c, d)."""
+    """Σ_s g_s a_sᵀ of some examples with a times ``on_a`` and g times ``on_g``, (n, R, K, c, d)."""
     total: Tensor | None = None
     for f in parts:
-        a = on_a(f.a[examples])  # (n, R, S, d)
+        a = f.a[examples] if on_a is None else f.a[examples] @ on_a  # (n, R, S, d)
         g = f.g[:, examples].permute(1, 2, 0, 3, 4)  # (n, R, K, S, c)
         n, r, k, s, c = g.shape
-        g = on_g(g.permute(0, 1, 3, 2, 4).reshape(n, r, s * k, c)).reshape(n * r, s, k * c)
-        rows = g.mT @ a.reshape(n * r, s, -1)
-        total = rows if total is None else total + rows
+        if on_g is None and g.stride(3) == 1:  # positions side by side in memory: nothing is moved
+            lines = g.mT.reshape(n * r, k * c, s)
+        else:
+            g = g.transpose(2, 3).reshape(n, r, s * k, c)
+            lines = (g if on_g is None else g @ on_g).reshape(n * r, s, k * c).mT
+        rows = lines @ a.reshape(n * r, s, -1)
+        total = rows if total is None else total.add_(rows)
     assert total is not None
     return total.view(n, r, k, c, -1)
 

@@ -51,6 +51,7 @@ class Functional:
         self.recurrent = has_recurrence(model)
         self.padding = _padding_rows(self.model, self.names)
         self.cache: dict[Any, Any] = {}
+        self._walked: tuple[nn.Module, dict[str, nn.Parameter], dict[str, tuple[str, ...]]] | None = None
         theta = self.theta
         _check_weights(self.model)
         self.space = ParameterSpace.of(theta)
@@ -107,8 +108,8 @@ class Functional:
     @property
     def theta(self) -> Params:
         """θ₀: the selected parameters of the frozen copy."""
-        every = dict(self.model.named_parameters())
-        return {name: every[name].detach() for name in self.names}
+        tracked, _ = self._members()
+        return {name: parameter.detach() for name, parameter in tracked.items()}
 
     @property
     def device(self) -> torch.device:
@@ -123,9 +124,23 @@ class Functional:
     def __call__(self, params: Params, x: Inputs) -> Tensor:
         """f(θ, x), shape (N, ...); a network with outputs (N,) gives (N, 1)."""
         args, kwargs = _arguments(x)
+        _, places = self._members()
+        everywhere = {place: value for name, value in params.items() for place in places.get(name, (name,))}
         with differentiable_kernels(self.recurrent):
-            result = torch.func.functional_call(self.model, params, args, kwargs)
+            result = torch.func.functional_call(self.model, everywhere, args, kwargs, tie_weights=False)
         return _adapt(result, self.output)
+
+    def _members(self) -> tuple[dict[str, nn.Parameter], dict[str, tuple[str, ...]]]:
+        """The tracked parameters, and all names that each tensor goes by; the network is walked once."""
+        if self._walked is None or self._walked[0] is not self.model:
+            places: dict[int, list[str]] = {}
+            every = list(self.model.named_parameters(remove_duplicate=False))
+            for name, parameter in every:
+                places.setdefault(id(parameter), []).append(name)
+            named = dict(every)
+            ties = {name: tuple(places[id(parameter)]) for name, parameter in every}
+            self._walked = (self.model, {name: named[name] for name in self.names}, ties)
+        return self._walked[1], self._walked[2]
 
     def flat(self, params: Params, x: Inputs) -> Tensor:
         """f(θ, x) with all output axes joined, shape (N, C)."""
