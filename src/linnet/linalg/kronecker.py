@@ -24,6 +24,8 @@ from linnet.linalg.structured import (
     require_symmetric,
 )
 
+NARROW = 8  # columns up to which a matrix is cheaper to multiply side by side with others
+
 
 class Kronecker(StructuredOperator):
     """L ⊗ R for symmetric positive semi-definite L (n x n) and R (m x m).
@@ -196,7 +198,7 @@ class KroneckerEigen(StructuredOperator):
         Returns:
             (..., n, m).
         """
-        return self.left_vectors.T @ matrices @ self.right_vectors
+        return left_product(self.left_vectors.T, matrices) @ self.right_vectors
 
     def with_values(self, values: Tensor) -> KroneckerEigen:
         """Other eigenvalues in the same basis.
@@ -251,7 +253,7 @@ class KroneckerEigen(StructuredOperator):
         """Q diag(values) Qᵀ v for v (n m, K)."""
         matrices = v.T.reshape(-1, *values.shape)  # (K, n, m)
         rotated = values * self.rotate(matrices)
-        return (self.left_vectors @ rotated @ self.right_vectors.T).flatten(1).T
+        return (left_product(self.left_vectors, rotated) @ self.right_vectors.T).flatten(1).T
 
 
 def kron_mm(left: Tensor, right: Tensor, v: Tensor) -> Tensor:
@@ -270,7 +272,24 @@ def kron_mm(left: Tensor, right: Tensor, v: Tensor) -> Tensor:
         tensor([[2., 2., 2., 2.]])
     """
     matrices = v.T.reshape(-1, left.shape[1], right.shape[1])  # (K, n, m)
-    return (left @ matrices @ right.T).flatten(1).T
+    return (left_product(left, matrices) @ right.T).flatten(1).T
+
+
+def left_product(left: Tensor, matrices: Tensor) -> Tensor:
+    """L V for many V; narrow ones side by side, since each by itself would read all of L.
+
+    Args:
+        left: L (p, n).
+        matrices: V (..., n, m).
+
+    Returns:
+        (..., p, m).
+    """
+    m = matrices.shape[-1]
+    if m > NARROW:
+        return left @ matrices
+    rows = matrices.mT.reshape(-1, left.shape[1]) @ left.mT
+    return rows.view(*matrices.shape[:-2], m, left.shape[0]).mT
 
 
 def factored_damping(product: Kronecker, tau: float) -> Kronecker:
