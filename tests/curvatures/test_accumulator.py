@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,9 +22,9 @@ from linnet.errors import DataError, InputError, ModelError, WeightsError
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import linearize
+from tests.ranks import one_of_ranks, run_ranks
 from tests.zoo import assert_near
 
-ROOT = Path(__file__).resolve().parents[2]
 STRUCTURES = ("kfac", "ekfac", "diagonal", "block", "full")
 DECAYS = (1.0, 0.9, 0.3)
 
@@ -376,35 +374,17 @@ def shared_average(structure: str, rank: int, size: int) -> Tensor:
 def run_rank(rank: int, size: int, folder: Path) -> None:
     """One process."""
     torch.set_num_threads(1)
-    store = torch.distributed.FileStore(str(folder / "store"), size)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    found = {structure: shared_average(structure, rank, size) for structure in ("kfac", "diagonal")}
-    alone = running("diagonal", 1.0)
-    alone.add(*batch(rank))  # not shared: nobody waits for anybody
-    found["alone"] = alone.curvature().diagonal()
-    torch.save(found, folder / f"rank{rank}.pt")
-    torch.distributed.destroy_process_group()
+    with one_of_ranks(rank, size, folder):
+        found = {structure: shared_average(structure, rank, size) for structure in ("kfac", "diagonal")}
+        alone = running("diagonal", 1.0)
+        alone.add(*batch(rank))  # not shared: nobody waits for anybody
+        found["alone"] = alone.curvature().diagonal()
+        torch.save(found, folder / f"rank{rank}.pt")
 
 
 @pytest.mark.dist
 def test_two_processes_average_like_one(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).resolve())]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path)], env=environment, cwd=ROOT,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = []
-    try:
-        said = [process.communicate(timeout=120)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
+    run_ranks(__file__, tmp_path)
     for rank in range(2):
         found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
         for structure in ("kfac", "diagonal"):

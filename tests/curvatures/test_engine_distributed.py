@@ -5,8 +5,6 @@ Run as a script (``RANK WORLD FOLDER``) this file is one rank.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ from torch import Tensor
 import linnet
 from linnet.likelihoods import Categorical
 from tests.curvatures.curvature_oracles import relative
+from tests.ranks import one_of_ranks, run_ranks
 from tests.zoo import assert_near, case, joined
 
-ROOT = Path(__file__).resolve().parents[2]
 STRUCTURES = ["kfac", "ekfac", "diagonal", "block", "full"]
 
 
@@ -47,37 +45,21 @@ def summed(file: Path | None) -> dict[str, Tensor]:
 def run_rank(rank: int, size: int, folder: Path) -> None:
     """One rank: shared data, and then data of its own."""
     torch.set_num_threads(1)
-    store = torch.distributed.FileStore(str(folder / "store"), size)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    found = summed(folder / "sums.safetensors")
-    x, y = data_of("lenet")
-    own = (x[rank::size], y[rank::size])
-    file = folder / "own.safetensors"
-    apart = linnet.curvature(case("lenet").model(), own, Categorical(), "diagonal", shard=False, file=file)
-    found["apart"] = apart.dense()
-    torch.save(found, folder / f"rank{rank}.pt")
-    torch.distributed.destroy_process_group()
+    with one_of_ranks(rank, size, folder):
+        found = summed(folder / "sums.safetensors")
+        x, y = data_of("lenet")
+        own = (x[rank::size], y[rank::size])
+        file = folder / "own.safetensors"
+        apart = linnet.curvature(
+            case("lenet").model(), own, Categorical(), "diagonal", shard=False, file=file
+        )
+        found["apart"] = apart.dense()
+        torch.save(found, folder / f"rank{rank}.pt")
 
 
 @pytest.mark.dist
 def test_two_ranks_have_the_sums_of_one(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).resolve())]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path)], env=environment, cwd=ROOT,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = []
-    try:
-        said = [process.communicate(timeout=120)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
+    run_ranks(__file__, tmp_path)
     alone = summed(None)
     for rank in range(2):
         found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)

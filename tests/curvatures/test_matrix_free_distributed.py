@@ -5,8 +5,6 @@ Run as a script (``RANK WORLD FOLDER``) this file is one rank.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,9 +17,9 @@ from linnet.curvatures.fisher import FisherOperator
 from linnet.curvatures.ggn import GaussNewtonOperator
 from linnet.curvatures.stream import Batches
 from linnet.likelihoods import Categorical
+from tests.ranks import one_of_ranks, run_ranks
 from tests.zoo import assert_near, case, linearize
 
-ROOT = Path(__file__).resolve().parents[2]
 NAME = "mlp-tanh"
 
 
@@ -39,14 +37,12 @@ def multiplied(rank: int, size: int) -> dict[str, Tensor]:
 def run_rank(rank: int, size: int, folder: Path) -> None:
     """One rank."""
     torch.set_num_threads(1)
-    store = torch.distributed.FileStore(str(folder / "store"), size)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    assert world() == (rank, size)
-    strided = torch.ones(2, 3).T * (rank + 1)
-    all_sum([strided])
-    assert bool((strided == sum(range(1, size + 1))).all())
-    torch.save(multiplied(rank, size), folder / f"rank{rank}.pt")
-    torch.distributed.destroy_process_group()
+    with one_of_ranks(rank, size, folder):
+        assert world() == (rank, size)
+        strided = torch.ones(2, 3).T * (rank + 1)
+        all_sum([strided])
+        assert bool((strided == sum(range(1, size + 1))).all())
+        torch.save(multiplied(rank, size), folder / f"rank{rank}.pt")
 
 
 def test_a_process_alone() -> None:
@@ -58,23 +54,7 @@ def test_a_process_alone() -> None:
 
 @pytest.mark.dist
 def test_two_ranks_multiply_like_one(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).resolve())]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path)], env=environment, cwd=ROOT,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = []
-    try:
-        said = [process.communicate(timeout=120)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
+    run_ranks(__file__, tmp_path)
     alone = multiplied(0, 1)
     for rank in range(2):
         found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)

@@ -5,8 +5,6 @@ Run as a script (``RANK WORLD FOLDER``) this file is one rank of the distributed
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -19,9 +17,9 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.testing.oracles import ridge_oracle
+from tests.ranks import one_of_ranks, run_ranks
 from tests.zoo import assert_near, case, flat, linearize, named, rows, set_delta
 
-ROOT = Path(__file__).resolve().parents[2]
 Optimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -127,38 +125,20 @@ DISTRIBUTED = ("resnet-batchnorm", "vit-mha", "weight-norm")
 def run_rank(rank: int, world: int, folder: Path) -> None:
     """One rank: every second example, gradients averaged by DistributedDataParallel."""
     torch.set_num_threads(1)
-    store = torch.distributed.FileStore(str(folder / "store"), world)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    shard, reached = list(range(rank, 4, world)), {}
-    for name in DISTRIBUTED:
-        lin = linearize(name)
-        wrapped = nn.parallel.DistributedDataParallel(lin)
-        train(wrapped, list(wrapped.parameters()), rows(case(name).x1, shard), LABELS[shard])
-        reached[name] = flat({n: d.detach() for n, d in lin.delta.items()})
-        reached[name + " kernel"] = lin.kernel(case(name).x1)
-    torch.save(reached, folder / f"rank{rank}.pt")
-    torch.distributed.destroy_process_group()
+    with one_of_ranks(rank, world, folder):
+        shard, reached = list(range(rank, 4, world)), {}
+        for name in DISTRIBUTED:
+            lin = linearize(name)
+            wrapped = nn.parallel.DistributedDataParallel(lin)
+            train(wrapped, list(wrapped.parameters()), rows(case(name).x1, shard), LABELS[shard])
+            reached[name] = flat({n: d.detach() for n, d in lin.delta.items()})
+            reached[name + " kernel"] = lin.kernel(case(name).x1)
+        torch.save(reached, folder / f"rank{rank}.pt")
 
 
 @pytest.mark.dist
 def test_two_ranks_train_like_one(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).resolve())]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path)], env=environment, cwd=ROOT,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = []
-    try:
-        said = [process.communicate(timeout=120)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
+    run_ranks(__file__, tmp_path)
     reached = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
     for name in DISTRIBUTED:
         lin, expected = linearize(name), case(name)

@@ -1,0 +1,52 @@
+"""Two processes of torch.distributed: a test file run as a script, once a rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_ranks(script: str, folder: Path, world: int = 2) -> None:
+    """Run ``script RANK WORLD FOLDER`` for every rank; all must succeed.
+
+    Args:
+        script: The test file, ``__file__``.
+        folder: Where the ranks meet and leave their results.
+        world: Number of ranks.
+    """
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(script).resolve())]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(folder)], env=environment, cwd=ROOT,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    said = []
+    try:
+        said = [process.communicate(timeout=120)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0] * world, "\n".join(said)
+
+
+@contextmanager
+def one_of_ranks(rank: int, world: int, folder: Path) -> Iterator[None]:
+    """Be one rank of a group on the CPU, which meets in a file."""
+    store = torch.distributed.FileStore(str(folder / "store"), world)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
