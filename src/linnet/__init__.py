@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from linnet.curvatures.curvature import Curvature as Curvature
     from linnet.curvatures.running import RunningCurvature as RunningCurvature
     from linnet.curvatures.saved import load_curvature as load_curvature
+    from linnet.methods import audit as audit
     from linnet.methods import continual as continual
     from linnet.methods import optim as optim
     from linnet.methods import rivals as rivals
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from linnet.methods.fitting.linear_fit import LinearFit as LinearFit
     from linnet.methods.fitting.load_fit import load_fit as load_fit
     from linnet.methods.fitting.predictive import Predictive as Predictive
+    from linnet.methods.fitting.softmax_fit import SoftmaxFit as SoftmaxFit
     from linnet.methods.laplace.laplace import Laplace as Laplace
     from linnet.methods.laplace.load import load_laplace as load_laplace
     from linnet.methods.laplace.training import train_with_evidence as train_with_evidence
@@ -61,8 +63,10 @@ _HOME = {
     "with_head": "linnet.methods.fitting.head",
     "fit": "linnet.methods.fitting.fit",
     "LinearFit": "linnet.methods.fitting.linear_fit",
+    "SoftmaxFit": "linnet.methods.fitting.softmax_fit",
     "load_fit": "linnet.methods.fitting.load_fit",
     "Predictive": "linnet.methods.fitting.predictive",
+    "audit": "linnet.methods",
     "curvature": "linnet.curvatures.build",
     "Curvature": "linnet.curvatures.curvature",
     "RunningCurvature": "linnet.curvatures.running",
@@ -97,7 +101,7 @@ _HOME = {
     "spectrum": "linnet.methods",
 }
 # modules whose contents are public
-_NAMESPACES = ("continual", "likelihoods", "optim", "rivals", "spectrum", "surgery")
+_NAMESPACES = ("audit", "continual", "likelihoods", "optim", "rivals", "spectrum", "surgery")
 
 __all__ = ["__version__", *_HOME]
 

@@ -47,7 +47,7 @@ def test_solvers(solver: Any) -> None:
     refused(InputError, lambda: P.fit(solver=solver), f"solver={solver!r}", '"dual"', '"cg"')
 
 
-@pytest.mark.parametrize("loss", ["cross-entropy", "hinge", None])
+@pytest.mark.parametrize("loss", ["logistic", "hinge", None])
 def test_losses(loss: Any) -> None:
     refused(InputError, lambda: P.fit(loss=loss), f"loss={loss!r}", "squared")
 

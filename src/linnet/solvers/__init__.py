@@ -1,5 +1,6 @@
 """Textbook algorithms on any linear operator; each returns its answer together with how good it is."""
 
+from linnet.solvers.block_cg import block_cg as block_cg
 from linnet.solvers.cg import cg as cg
 from linnet.solvers.lanczos import Eigenpairs as Eigenpairs
 from linnet.solvers.lanczos import Tridiagonal as Tridiagonal
@@ -8,6 +9,7 @@ from linnet.solvers.lanczos import tridiagonalize as tridiagonalize
 from linnet.solvers.lsmr import lsmr as lsmr
 from linnet.solvers.nystrom import nystrom as nystrom
 from linnet.solvers.nystrom import nystrom_preconditioner as nystrom_preconditioner
+from linnet.solvers.shifted_cg import shifted_cg as shifted_cg
 from linnet.solvers.solution import Estimate as Estimate
 from linnet.solvers.solution import Solution as Solution
 from linnet.solvers.solution import Status as Status

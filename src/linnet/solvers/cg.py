@@ -50,7 +50,7 @@ def cg(
         >>> solution.value, solution.steps
         (tensor([1., 2.]), 2)
     """
-    max_steps = _checked_steps(operator, preconditioner, tolerance, max_steps)
+    max_steps = checked_steps(operator, preconditioner, tolerance, max_steps)
     flat = flatten(operator, b)
     columns = flat.reshape(flat.shape[0], -1)  # (n, K)
     start = None if x0 is None else flatten(operator, x0).reshape(columns.shape)
@@ -142,13 +142,26 @@ def _status(state: _State, targets: Tensor, residual: float, tolerance: float) -
     return Status.STAGNATED if recursion_met else Status.MAX_STEPS
 
 
-def _checked_steps(
+def checked_steps(
     operator: LinearOperator,
     preconditioner: LinearOperator | None,
     tolerance: float,
     max_steps: int | None,
 ) -> int:
-    """The step limit, after checking the arguments."""
+    """The step limit of conjugate gradients, after checking the arguments.
+
+    Args:
+        operator: A (n x n).
+        preconditioner: An approximation of A⁻¹, or None.
+        tolerance: Relative tolerance.
+        max_steps: The limit, or None for 10 n.
+
+    Returns:
+        The limit.
+
+    Raises:
+        InputError: An argument does not fit.
+    """
     if operator.shape[0] != operator.shape[1]:
         raise InputError(f"{operator!r} is not square", "a symmetric operator", "use lsmr for least squares")
     if preconditioner is not None and preconditioner.shape != operator.shape:

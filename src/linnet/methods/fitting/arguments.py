@@ -86,12 +86,13 @@ def ridge_grid(ridges: Any) -> Tensor:
     return grid
 
 
-def positions(indices: Any, n: int) -> Tensor:
+def positions(indices: Any, n: int, leave: int = 1) -> Tensor:
     """Distinct positions in a training set, of which at least one example is left.
 
     Args:
         indices: Integers, in anything that ``torch.as_tensor`` takes.
         n: Number of training examples.
+        leave: How many must be left, 1 or 0.
 
     Returns:
         The positions (k,), int64.
@@ -132,7 +133,7 @@ def positions(indices: Any, n: int) -> Tensor:
             expected="each example once",
             remedy="pass sorted(set(indices))",
         )
-    if index.numel() >= n:
+    if index.numel() > n - leave:
         raise InputError(
             f"indices names all {n} examples",
             expected="at least one example left to fit",

@@ -67,6 +67,6 @@ def with_centered_head(model: nn.Module) -> nn.Module:
     clone = copy.deepcopy(model)
     name, layer = _last_linear(clone)
     _replace(clone, name, CenteredLinear(layer))
-    if hasattr(clone, RECORD):
+    if hasattr(clone, RECORD) and "folds" not in getattr(clone, RECORD):
         delattr(clone, RECORD)  # the labels are in the outputs no more
     return clone

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -13,22 +14,89 @@ from linnet.errors import InputError
 from linnet.linalg.operator import LinearOperator
 from linnet.memory import Plan, format_bytes, parse_bytes, require
 from linnet.methods.fitting.arguments import check_positive, check_ridge
+from linnet.methods.fitting.cross_fit import CrossFit, find_cross_fit
 from linnet.methods.fitting.dual import Dual, RidgePath, Spectrum
 from linnet.methods.fitting.fit_preconditioner import TRIAL, check_preconditioner, preconditioner_bytes
 from linnet.methods.fitting.head import RECORD, example_hashes
 from linnet.methods.fitting.linear_fit import LinearFit, Record, base_outputs
 from linnet.methods.fitting.primal import CGSettings, Primal
+from linnet.methods.fitting.softmax_fit import SoftmaxFit
+from linnet.methods.fitting.softmax_loss import class_targets
+from linnet.methods.fitting.softmax_path import check_criterion
+from linnet.methods.fitting.softmax_solve import SoftmaxTask, solve_softmax
 from linnet.methods.fitting.targets import ALPHA, Targets, make_targets
+from linnet.methods.fitting.validation_ridge import check_validation, fit_by_validation
 from linnet.progress import waiting
 from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, take
 from linnet.tangent.gram import GramTask, gram, plan_gram
 from linnet.tangent.linearized import Linearized
 
+LOSSES = ("squared", "cross-entropy")
 SOLVERS = ("auto", "dual", "cg")
 SMALLER = ["use fewer parameters with params=", "raise memory="]
 CG_STEPS = 300  # steps assumed when conjugate gradients are planned
 EIGEN_RATE = 5e10  # operations a second that the progress of an eigendecomposition assumes
 NETWORK_PENALTY = 4.0  # a network's operations take about four times as long as those of one large product
+
+
+@overload
+def fit(
+    lin: Linearized,
+    data: Any,
+    loss: Literal["squared"] = "squared",
+    targets: Tensor | None = None,
+    ridge: float | str = 1.0,
+    solver: str = "auto",
+    *,
+    scale: float = ALPHA,
+    memory: str | int | None = None,
+    file: str | None = None,
+    tolerance: float = 1e-5,
+    max_steps: int = 2000,
+    rank: int = 0,
+    preconditioner: str | LinearOperator | None = "auto",
+    validation: Any = None,
+) -> LinearFit: ...
+
+
+@overload
+def fit(
+    lin: Linearized,
+    data: Any,
+    loss: Literal["cross-entropy"],
+    targets: Tensor | None = None,
+    ridge: float | str = 1.0,
+    solver: str = "auto",
+    *,
+    scale: float = ALPHA,
+    memory: str | int | None = None,
+    file: str | None = None,
+    tolerance: float = 1e-5,
+    max_steps: int = 2000,
+    rank: int = 0,
+    preconditioner: str | LinearOperator | None = "auto",
+    validation: Any = None,
+) -> SoftmaxFit: ...
+
+
+@overload
+def fit(
+    lin: Linearized,
+    data: Any,
+    loss: str,
+    targets: Tensor | None = None,
+    ridge: float | str = 1.0,
+    solver: str = "auto",
+    *,
+    scale: float = ALPHA,
+    memory: str | int | None = None,
+    file: str | None = None,
+    tolerance: float = 1e-5,
+    max_steps: int = 2000,
+    rank: int = 0,
+    preconditioner: str | LinearOperator | None = "auto",
+    validation: Any = None,
+) -> Any: ...
 
 
 def fit(
@@ -46,28 +114,34 @@ def fit(
     max_steps: int = 2000,
     rank: int = 0,
     preconditioner: str | LinearOperator | None = "auto",
-) -> LinearFit:
-    """Solve for the one optimum δ of ½ Σᵢ ‖tᵢ − f₀(xᵢ) − Jᵢδ‖² + ½ ρ‖δ‖².
+    validation: Any = None,
+) -> LinearFit | SoftmaxFit:
+    """Solve for the one optimum δ of Σᵢ ℓ(f₀(xᵢ) + Jᵢδ, yᵢ) + ½ ρ‖δ‖², with ℓ half the squared error to tᵢ.
 
     Args:
         lin: A linearized network; it is left as it is, the fit has a module of its own.
         data: Training data: an (x, y) pair, a Dataset or a DataLoader. Integer y are classes and
-            become α-scaled one-hot targets; float y (N, C) are used as they are.
-        loss: ``"squared"``.
-        targets: Targets (N, C) to use instead of those made from y.
-        ridge: ρ > 0, or the criterion that chooses it: ``"loo"``, ``"gcv"`` or ``"evidence"``.
+            become α-scaled one-hot targets; float y (N, C) are used as they are. For the
+            cross-entropy, y are integer classes or probabilities (N, C); 0 and 1 for one output.
+        loss: ``"squared"``, or ``"cross-entropy"`` of softmax (logistic for one output), which takes a few
+            Newton steps and returns a ``SoftmaxFit``.
+        targets: Targets (N, C) to use instead of those made from y; probabilities for the cross-entropy.
+        ridge: ρ > 0, or the criterion that chooses it: ``"loo"``, ``"gcv"`` (squared loss), ``"evidence"`` or
+            ``"validation"``.
         solver: ``"dual"`` (the N·C × N·C kernel), ``"cg"`` (matrix-free in the weights), or
             ``"auto"``, which predicts operations and memory and says what it chose and why.
-        scale: α of one-hot targets.
+        scale: α of one-hot targets, for the squared loss.
         memory: Budget such as ``"4GB"``; by default half of what is available.
         file: A ``.npy`` file for the kernel; an interrupted run resumes from it.
-        tolerance: Relative residual at which conjugate gradients stop.
-        max_steps: Largest number of their steps.
+        tolerance: Relative residual at which conjugate gradients stop; for the cross-entropy, the gradient
+            relative to that at δ = 0 at which their Newton's method does (the dual goes on to rounding).
+        max_steps: Largest number of their steps; of Newton steps for the cross-entropy in the dual.
         rank: Rank of their Nyström preconditioner; 0 for the usual one, if one is used.
         preconditioner: ``"nystrom"``, ``"ekfac"``, ``"kfac"``, ``"diagonal"``, ``"none"`` or ``None``, or any
             symmetric positive definite operator that approximates (JᵀJ + ρI)⁻¹. ``"auto"`` begins without
             one and takes Nyström if the end is not near. Kept for audits, forgetting and updates; a saved
             fit keeps its name, but no operator of your own.
+        validation: Data by which ``ridge="validation"`` chooses ρ, for the squared loss.
 
     Returns:
         The solved fit.
@@ -76,7 +150,7 @@ def fit(
         DataError: If the data are empty, not finite, of one class only or out of range.
         InputError: If an argument has a value that is not listed.
         MemoryBudgetError: If neither solver fits the budget.
-        NumericalError: If conjugate gradients do not converge.
+        NumericalError: If conjugate gradients or Newton's method do not converge.
 
     Source:
         Achille et al., CVPR 2021, eq. (3), (4), with ρ = λ/2 for sums over examples.
@@ -89,8 +163,15 @@ def fit(
         >>> solved.predict(x).shape, solved.solver
         (torch.Size([12, 1]), 'dual')
     """
-    _check(lin, loss, ridge, solver, scale)
+    held_back = ridge == "validation" or validation is not None
+    _check(lin, loss, 1.0 if held_back else ridge, solver, scale)
     check_preconditioner(preconditioner, rank)
+    if held_back:
+        check_validation(ridge, loss)
+        return fit_by_validation(
+            fit, lin, data, validation, targets=targets, solver=solver, scale=scale, memory=memory, file=file,
+            tolerance=tolerance, max_steps=max_steps, rank=rank, preconditioner=preconditioner,
+        )  # fmt: skip
     operator = preconditioner if isinstance(preconditioner, LinearOperator) else None
     name = preconditioner if isinstance(preconditioner, str) else "none" if operator is None else "given"
     settings = CGSettings(tolerance, max_steps, rank, preconditioner=name)
@@ -99,27 +180,37 @@ def fit(
     lin.function.check_runs(take(x, slice(0, 1)))
     module = Linearized(lin.function)
     f0 = base_outputs(module, x)
-    if targets is None:
-        made = make_targets(y, f0.shape[1], scale, dtype=f0.dtype)
-    else:
-        made = _explicit(targets, f0, y)
-    residual = made.values.to(f0) - f0
+    made = _targets(y, targets, f0, loss, scale)
     seconds = {"network": time.perf_counter() - started}
-    chosen, why = _choose_solver(lin, x, f0.shape[1], ridge, solver, memory, settings)
+    chosen, why = _choose_solver(lin, x, f0.shape[1], ridge, solver, memory, settings, loss)
     reasons = {"solver": why}
+    folds = find_cross_fit(lin, x, y, made.values, memory)
+    criterion = ridge if isinstance(ridge, str) else "given"
+    record = Record(chosen, criterion, reasons, _warnings(lin, x, y, made, folds), seconds)
+    if loss == "cross-entropy":
+        settings = _affordable(lin, x, settings, memory) if chosen == "cg" else settings
+        return solve_softmax(
+            SoftmaxTask(module, x, made, f0, ridge, memory, file), record, settings, operator, folds
+        )
     started = time.perf_counter()
+    residual = made.values.to(f0) - f0
     system: Dual | Primal
+    held: Tensor | None = None
     if chosen == "dual":
-        system, reasons["ridge"] = _solve_dual(lin, x, residual, made, ridge, memory, file, seconds)
+        system, reasons["ridge"], held = _solve_dual(
+            lin, x, residual, made, ridge, memory, file, seconds, folds
+        )
     else:
         assert not isinstance(ridge, str), why
         settings = _affordable(lin, x, settings, memory)
         system = Primal(lin.function, x, residual, ridge, settings, None, operator)
+        system.memory = memory
         reasons["ridge"], reasons["preconditioner"] = "given", _explain_steps(system, name)
+        held = None if folds is None else folds.iterated(system.ridge, system.settings, squared=True)
     seconds["solve"] = time.perf_counter() - started - seconds.get("kernel", 0.0)
-    criterion = ridge if isinstance(ridge, str) else "given"
-    record = Record(chosen, criterion, reasons, _warnings(lin, x, y, made), seconds)
-    return LinearFit(module, x, made, system, record, memory)
+    fitted = LinearFit(module, x, made, system, record, memory)
+    fitted.held_out = held
+    return fitted
 
 
 def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: float) -> None:
@@ -130,9 +221,21 @@ def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: f
             expected="a Linearized",
             remedy="make one with linnet.linearize(model)",
         )
-    if loss != "squared":
-        raise InputError(f"loss={loss!r}", expected='"squared"', remedy="leave loss= out")
+    if loss not in LOSSES:
+        raise InputError(
+            f"loss={loss!r}",
+            expected='"squared" or "cross-entropy"',
+            remedy="leave loss= out for the squared loss",
+        )
     check_ridge(ridge)
+    if loss == "cross-entropy":
+        check_criterion(ridge)
+        if scale != ALPHA:
+            raise InputError(
+                f"scale={scale!r} with loss={loss!r}",
+                expected="no scale: labels are probabilities",
+                remedy="leave scale= out",
+            )
     check_positive("scale", scale, "leave scale= out for α = 15")
     if solver not in SOLVERS:
         raise InputError(
@@ -148,7 +251,16 @@ def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: f
         )
 
 
-def _explicit(targets: Tensor, f0: Tensor, y: Tensor) -> Targets:
+def _targets(y: Tensor, targets: Tensor | None, f0: Tensor, loss: str, scale: float) -> Targets:
+    """What is fitted: made from y, or given."""
+    if targets is not None:
+        return _explicit(targets, f0, y, loss)
+    if loss == "cross-entropy":
+        return class_targets(y, f0.shape[1], f0.dtype)
+    return make_targets(y, f0.shape[1], scale, dtype=f0.dtype)
+
+
+def _explicit(targets: Tensor, f0: Tensor, y: Tensor, loss: str) -> Targets:
     """Targets given by the user; integer y still name the classes."""
     if not isinstance(targets, Tensor) or targets.shape != f0.shape:
         shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
@@ -158,6 +270,8 @@ def _explicit(targets: Tensor, f0: Tensor, y: Tensor) -> Targets:
             remedy="pass one row of targets for each example, or leave targets= out",
         )
     check_finite(targets, "targets")
+    if loss == "cross-entropy":
+        return class_targets(targets.to(f0), f0.shape[1], f0.dtype)
     made = make_targets(targets.to(f0), f0.shape[1])
     one_hot = (
         not y.is_floating_point() and y.ndim == 1 and bool((targets.argmax(1) == y.to(targets.device)).all())
@@ -173,6 +287,7 @@ def _choose_solver(
     solver: str,
     memory: str | int | None,
     settings: CGSettings,
+    loss: str,
 ) -> tuple[str, str]:
     """The solver, and one sentence that says why."""
     budget = parse_bytes(memory, lin.function.device)
@@ -181,14 +296,15 @@ def _choose_solver(
             require(_primal_memory(lin, x, budget, settings), SMALLER)
         else:
             require(
-                _dual_memory(lin, x, c, ridge, memory),
+                _dual_memory(lin, x, c, ridge, memory, loss),
                 ['solve matrix-free with solver="cg"', "raise memory="],
             )
         return solver, "asked for"
-    dual_memory = _dual_memory(lin, x, c, ridge, memory)
+    dual_memory = _dual_memory(lin, x, c, ridge, memory, loss)
     if isinstance(ridge, str):
         require(dual_memory, ['give the ridge as a number, so that solver="cg" can be used', "raise memory="])
-        return "dual", f"the kernel gives every ridge at once ({format_bytes(dual_memory.peak)})"
+        what = "gives every ridge at once" if loss == "squared" else "is formed once for every ridge"
+        return "dual", f"the kernel {what} ({format_bytes(dual_memory.peak)})"
     if dual_memory.peak > budget:
         require(_primal_memory(lin, x, budget, settings), SMALLER)
         needed = format_bytes(dual_memory.peak)
@@ -200,13 +316,18 @@ def _choose_solver(
     return "dual", f"exact and faster: {counts} by conjugate gradients"
 
 
-def _dual_memory(lin: Linearized, x: Inputs, c: int, ridge: float | str, memory: str | int | None) -> Plan:
+def _dual_memory(
+    lin: Linearized, x: Inputs, c: int, ridge: float | str, memory: str | int | None, loss: str = "squared"
+) -> Plan:
     """Bytes of a dual fit: the kernel while it is formed, then its factorization."""
     n = batch_size(x) * c
     forming = plan_gram(_task(lin, x), memory).memory
     square = 8 * n * n
     solving = [("kernel in float64", square), ("kernel + ridge", square), ("factor", square)]
-    if isinstance(ridge, str):
+    if loss == "cross-entropy":
+        solving[1:] = [("kernel times the root of the curvature, with workspace", 2 * square),
+                       ("ridge + curvature, its factor and inverse", 3 * square)]  # fmt: skip
+    elif isinstance(ridge, str):
         solving[1:] = [("eigenvectors", square), ("workspace of the eigendecomposition", 3 * square)]
     solved = Plan(f"dual fit of {n} equations", forming.budget, tuple(solving))
     return solved if solved.peak > forming.peak else Plan(solved.operation, forming.budget, forming.items)
@@ -276,19 +397,31 @@ def _solve_dual(
     memory: str | int | None,
     file: str | None,
     seconds: dict[str, float],
-) -> tuple[Dual, str]:
-    """Form K, choose ρ, solve."""
+    folds: CrossFit | None,
+) -> tuple[Dual, str, Tensor | None]:
+    """Form K, choose ρ, solve; with cross-fitted heads, the held-out outputs too."""
     start = time.perf_counter()
     size = residual.numel()
     kernel = gram(lin.function, x, outputs="full", memory=memory, file=file).reshape(size, size).double()
     seconds["kernel"] = time.perf_counter() - start
     if not isinstance(ridge, str):
-        return Dual(kernel, residual.double(), float(ridge)), "given"
+        held = None if folds is None else folds.squared(torch.tensor([float(ridge)]))[0]
+        return Dual(kernel, residual.double(), float(ridge)), "given", held
     with waiting(f"eigenvalues of {size} equations", 20 * size**3 / EIGEN_RATE):
         spectrum = Spectrum(kernel, residual.double())
     path = spectrum.path(spectrum.grid(), targets.classes is not None, targets.values)
-    rho = path.best(ridge)
-    return Dual(kernel, residual.double(), rho, spectrum=spectrum), _explain(path, ridge, rho)
+    if folds is None:
+        rho, said, held = path.best(ridge), _explain(path, ridge, path.best(ridge)), None
+    elif ridge == "loo":
+        every = folds.squared(path.ridges)
+        errors = (targets.values.double() - every).square().sum(2).mean(1)
+        at = int(errors.argmin())
+        rho, held = float(path.ridges[at]), every[at]
+        said = f"lowest held-out error of {len(path.ridges)} values over {folds.folds.count} folds"
+    else:
+        rho = path.best(ridge)
+        said, held = _explain(path, ridge, rho), folds.squared(torch.tensor([rho]))[0]
+    return Dual(kernel, residual.double(), rho, spectrum=spectrum), said, held
 
 
 def _explain(path: RidgePath, criterion: str, ridge: float) -> str:
@@ -304,11 +437,13 @@ def _explain(path: RidgePath, criterion: str, ridge: float) -> str:
     return f"{words} of {len(path.ridges)} values, {degrees:.0f} effective parameters{edge}"
 
 
-def _warnings(lin: Linearized, x: Inputs, y: Tensor, targets: Targets) -> tuple[str, ...]:
+def _warnings(
+    lin: Linearized, x: Inputs, y: Tensor, targets: Targets, folds: CrossFit | None
+) -> tuple[str, ...]:
     """What a reader of leave-one-out figures must know."""
-    found = []
+    found = [] if folds is None else [folds.said]
     seen = getattr(lin.model, RECORD, {}).get("examples", frozenset())
-    again = sum(example in seen for example in example_hashes(x, y)) if seen else 0
+    again = sum(example in seen for example in example_hashes(x, y)) if seen and folds is None else 0
     if again:
         found.append(
             f"the head was fitted on {again} of these {len(y)} examples, so leave-one-out and the "

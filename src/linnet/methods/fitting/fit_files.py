@@ -9,8 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from linnet.files import load_tensors, save_tensors
+from linnet.methods.fitting.constraints import Constraints, constraint_tensors, constraints_from
 from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.primal import Primal
+from linnet.methods.fitting.softmax_dual import SoftmaxDual
+from linnet.methods.fitting.softmax_newton_cg import SoftmaxPrimal
 from linnet.methods.fitting.targets import Targets
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional
@@ -23,8 +26,10 @@ def write_fit(
     function: Functional,
     x: Inputs,
     targets: Targets,
-    system: Dual | Primal,
+    system: Dual | Primal | SoftmaxDual | SoftmaxPrimal,
     record: dict[str, Any],
+    held_out: Tensor | None = None,
+    constraints: Constraints | None = None,
 ) -> Path:
     """Write a fit: δ, β, the kernel and the training inputs, so that nothing is lost by the round trip.
 
@@ -35,15 +40,29 @@ def write_fit(
         targets: Training targets.
         system: The solved equations.
         record: What was chosen and why.
+        held_out: Held-out outputs of a cross-fitted head, (N, C).
+        constraints: Equations on outputs that the system is to obey.
 
     Returns:
         The file written.
     """
     tensors, layout = _flatten_inputs(x)
-    tensors |= {"targets": targets.values, "residual": system.residual, "beta": system.beta}
-    tensors["solution"] = system.kernel if isinstance(system, Dual) else system.delta
-    settings = asdict(system.settings) if isinstance(system, Primal) else None
+    held = None
+    if constraints is not None:
+        inputs, held_layout = _flatten_inputs(constraints.equations.x, "constraints.x")
+        tensors |= inputs | constraint_tensors(constraints)
+        held = {"inputs": held_layout, "redundant": constraints.redundant}
+    tensors |= {"targets": targets.values, "beta": system.beta}
+    if isinstance(system, Dual | Primal):
+        tensors["residual"] = system.residual
+    else:
+        tensors["base"] = system.base
+    if held_out is not None:
+        tensors["held_out"] = held_out
+    tensors["solution"] = system.kernel if isinstance(system, Dual | SoftmaxDual) else system.delta
+    settings = None if isinstance(system, Dual | SoftmaxDual) else asdict(system.settings)
     metadata = {
+        "loss": "squared" if isinstance(system, Dual | Primal) else "cross-entropy",
         "weights": function.fingerprint(),
         "parameters": list(function.names),
         "inputs": layout,
@@ -54,6 +73,7 @@ def write_fit(
         "scale": targets.scale,
         "record": record,
         "settings": settings,
+        "constraints": held,
     }
     return save_tensors(Path(directory), KIND, {k: t.contiguous() for k, t in tensors.items()}, metadata)
 
@@ -71,6 +91,23 @@ def read_fit(directory: str | Path) -> tuple[Path, dict[str, Tensor], Inputs, di
     path = path / f"{KIND}.safetensors" if path.is_dir() or not path.suffix else path
     tensors, metadata = load_tensors(path, KIND)
     return path, tensors, _unflatten_inputs(tensors, metadata["inputs"]), metadata
+
+
+def read_constraints(tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Constraints | None:
+    """The equations on outputs of a fit that was read.
+
+    Args:
+        tensors: Its tensors.
+        metadata: Its metadata.
+
+    Returns:
+        The equations, ``None`` for a fit without any.
+    """
+    held = metadata.get("constraints")
+    if held is None:
+        return None
+    x = _unflatten_inputs(tensors, held["inputs"], "constraints.x")
+    return constraints_from(tensors, x, tensors["beta"].shape[1], held["redundant"])
 
 
 def _flatten_inputs(x: Inputs, prefix: str = "x") -> tuple[dict[str, Tensor], Any]:

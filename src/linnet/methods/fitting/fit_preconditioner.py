@@ -88,7 +88,7 @@ def preconditioner_bytes(function: Functional, x: Inputs, name: str, rank: int) 
 
 
 def make_preconditioner(
-    name: str, normal: NormalOperator, outputs: int, ridge: float, rank: int = 0
+    name: str, normal: NormalOperator, outputs: int, ridge: float, rank: int = 0, lifted: bool = True
 ) -> LinearOperator | None:
     """An approximation of (JᵀJ + ρI)⁻¹, up to a factor.
 
@@ -98,6 +98,7 @@ def make_preconditioner(
         outputs: C.
         ridge: ρ.
         rank: Rank of Nyström; 0 for the usual one.
+        lifted: Whether a curvature is damped by τ; ``False`` for ρ alone, the inverse that it stands for.
 
     Returns:
         The operator (P x P), ``None`` for none.
@@ -118,7 +119,7 @@ def make_preconditioner(
     batches = Batches((jacobian.x, zeros), function.device)
     (curvature,) = by_structure(function, batches, request, [(name, name)])
     # τ = ρ + tr G̃ / P
-    tau = ridge + float(curvature.trace()) / p
+    tau = ridge + float(curvature.trace()) / p if lifted else ridge
     return _Cast(curvature.damped(tau).inverse(), function.dtype)
 
 

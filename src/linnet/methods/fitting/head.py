@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from linnet.errors import InputError, ModelError
 from linnet.methods.fitting.arguments import check_positive, check_ridge
 from linnet.methods.fitting.dual import Spectrum
+from linnet.methods.fitting.folds import Folds, deal
 from linnet.methods.fitting.targets import ALPHA, Targets, make_targets
 from linnet.tangent.batch import Inputs, gather_data, split, take, tensors_in
 from linnet.tangent.functional import Functional
@@ -29,6 +30,7 @@ def with_head(
     ridge: str | float = "loo",
     scale: float = ALPHA,
     generator: torch.Generator | None = None,
+    cross_fit: int = 0,
 ) -> nn.Module:
     """A copy of the network with a new last linear layer.
 
@@ -43,7 +45,10 @@ def with_head(
         data: The new task, needed for ``"probe"``: an (x, y) pair, a Dataset or a DataLoader.
         ridge: Ridge of the probe: a number, ``"loo"``, ``"gcv"`` or ``"evidence"``.
         scale: α of one-hot targets.
-        generator: Source of randomness for ``"random"``.
+        generator: Source of randomness for ``"random"``, and for the folds.
+        cross_fit: Number of folds K of a probe. Its head is the same, but the network remembers K more, each
+            fitted without one fold: a later fit then leaves out whole procedures (head, linearization and
+            fit) instead of the last step alone, and its leave-one-out is honest. 0 for none.
 
     Returns:
         The copy. A probe remembers which labels it was fitted on, so that a later fit on the same
@@ -54,7 +59,8 @@ def with_head(
         ModelError: If the network does not end in a linear layer.
 
     Source:
-        Achille et al., CVPR 2021, section 4; linear probes: Alain and Bengio, 2016.
+        Achille et al., CVPR 2021, section 4; linear probes: Alain and Bengio, 2016; leaving out the
+        whole procedure: Stone 1974, Hastie, Tibshirani and Friedman 2009, section 7.10.2.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 10))
@@ -63,6 +69,12 @@ def with_head(
         torch.Size([12, 2])
     """
     _check(model, classes, init, data)
+    if cross_fit and init != "probe":
+        raise InputError(
+            f"cross_fit={cross_fit!r} with init={init!r}",
+            expected='init="probe": other heads have seen no label',
+            remedy="leave cross_fit= out",
+        )
     check_ridge(ridge)
     check_positive("scale", scale, "leave scale= out for α = 15")
     clone = copy.deepcopy(model)
@@ -79,13 +91,32 @@ def with_head(
                 p.copy_((torch.rand(p.shape, generator=generator, dtype=torch.float64) * 2 - 1) * bound)
         elif init == "probe":
             x, y = gather_data(data, reference.device)
-            weight, bias = linear_probe(features(model, x), make_targets(y, classes, scale), ridge)
+            phi, examples = features(model, x), example_hashes(x, y)
+            weight, bias = linear_probe(phi, make_targets(y, classes, scale), ridge)
             new.weight.copy_(weight)
             new.bias.copy_(bias)
-            record["examples"] = frozenset(example_hashes(x, y))
+            record["examples"] = frozenset(examples)
+            if cross_fit:
+                fold = deal(examples, y, cross_fit, generator)
+                heads = _fold_heads(phi, (y, fold.to(y.device)), classes, scale, ridge)
+                members = dict(zip(examples, fold.tolist(), strict=True))
+                record["folds"] = Folds(name, (new.weight.clone(), new.bias.clone()), heads, members)
     _replace(clone, name, new)
     setattr(clone, RECORD, record)
     return clone
+
+
+def _fold_heads(
+    phi: Tensor, labeled: tuple[Tensor, Tensor], classes: int, scale: float, ridge: str | float
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """A probe without each fold, its ridge chosen without the fold too."""
+    y, fold = labeled
+    found = []
+    for k in range(int(fold.max()) + 1):
+        rest = fold != k
+        targets = make_targets(y[rest], classes, scale, varied=False)
+        found.append(linear_probe(phi[rest], targets, ridge))
+    return tuple(found)
 
 
 def example_hashes(x: Inputs, y: Tensor) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,14 @@ from torch import Tensor
 
 from linnet.errors import DataError, InputError
 from linnet.memory import parse_bytes
-from linnet.methods.fitting.arguments import positions, ridge_grid
+from linnet.methods.fitting.arguments import check_positive, positions, ridge_grid
+from linnet.methods.fitting.constraints import Constraints, conditioned_gram, conditioned_own
 from linnet.methods.fitting.dual import Dual, RidgePath
+from linnet.methods.fitting.equations import wanted
 from linnet.methods.fitting.fit_files import write_fit
 from linnet.methods.fitting.predictive import Predictive, fit_temperature
-from linnet.methods.fitting.primal import Primal
+from linnet.methods.fitting.record import Record as Record
+from linnet.methods.fitting.systems import System, constrained, solve_delta, without_equations
 from linnet.methods.fitting.targets import Targets, make_targets
 from linnet.tangent.batch import (
     Inputs,
@@ -38,30 +41,10 @@ from linnet.tangent.batch import (
     tensors_in,
 )
 from linnet.tangent.forward_mode import Params
-from linnet.tangent.gram import gram, own_kernels
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.linearized import Linearized
 
 BATCH = 128  # examples predicted at once
-
-
-@dataclass(frozen=True)
-class Record:
-    """What was chosen for a fit, why, and what it took.
-
-    Args:
-        solver: ``"dual"`` or ``"cg"``.
-        criterion: How the ridge was chosen: ``"given"``, ``"loo"``, ``"gcv"`` or ``"evidence"``.
-        reasons: One sentence for each choice.
-        warnings: What a reader of the numbers must know.
-        seconds: Time of each step.
-    """
-
-    solver: str
-    criterion: str
-    reasons: dict[str, str] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class LinearFit:
@@ -74,12 +57,14 @@ class LinearFit:
         system: The solved equations.
         record: What was chosen and why.
         memory: Budget of kernels formed later.
+        constraints: Equations on outputs that the system obeys.
 
     Attributes:
         module: The trained ``Linearized``.
         x: Training inputs.
         system: The solved equations, dual or primal.
         record: What was chosen and why.
+        constraints: Equations on outputs that the fit obeys, ``None`` without any.
 
     Example:
         >>> import linnet
@@ -95,22 +80,18 @@ class LinearFit:
         module: Linearized,
         x: Inputs,
         targets: Targets,
-        system: Dual | Primal,
+        system: System,
         record: Record,
         memory: str | int | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
-        self.module, self.x, self._targets, self.system, self.record, self.memory = (
-            module,
-            x,
-            targets,
-            system,
-            record,
-            memory,
-        )
+        self.module, self.x, self._targets, self.system = module, x, targets, system
+        self.record, self.memory, self.constraints = record, memory, constraints
+        self.held_out: Tensor | None = None
         self._cross: dict[str, Tensor] = {}
         self._temperature: float | None = None
         self._point_temperature: float | None = None
-        _set_delta(module, x, system)
+        solve_delta(module, x, system, constraints)
 
     # -- what was fitted -------------------------------------------------------------------------
 
@@ -203,10 +184,10 @@ class LinearFit:
             DataError: If x is empty or not finite.
         """
         x = self._checked(x)
-        if isinstance(self.system, Primal):
-            covariance = self.system.posterior(x)
-        else:
+        if isinstance(self.system, Dual):
             covariance = self._dual_covariance(self.system, x)
+        else:
+            covariance = self.system.posterior(x)
         mean = self.predict(x)
         covariance = self.noise * (covariance + covariance.mT) / 2
         return Predictive(mean, covariance.to(mean.dtype), self.noise, self.temperature)
@@ -217,7 +198,7 @@ class LinearFit:
         for cross in self._kernel_to_train(x):
             weighted = dual.cross(cross)
             explained.append(torch.einsum("tcnd,tend->tce", weighted, cross.to(weighted.dtype)))
-        own = own_kernels(self.module.function, x, self.memory)
+        own = conditioned_own(self.module.function, self.constraints, x, self.memory)
         return (own.to(explained[0].dtype) - torch.cat(explained)) / dual.ridge
 
     def _kernel_to_train(self, x: Inputs) -> Iterator[Tensor]:
@@ -230,9 +211,14 @@ class LinearFit:
         budget = parse_bytes(self.memory, self.module.function.device)
         size = max(1, int(0.5 * budget) // row)
         for part in split(x, size):
-            cross = gram(self.module.function, part, self.x, outputs="full", memory=self.memory)
+            cross = self._kernel(part, self.x)
             self._cross = {key: cross} if batch_size(part) == batch_size(x) else {}
             yield cross
+
+    def _kernel(self, a: Inputs, b: Inputs | None = None) -> Tensor:
+        """K(a, b), (N, C, M, C), given the equations on outputs."""
+        design = self.constraints.design if self.constraints is not None and b is self.x else None
+        return conditioned_gram(self.module.function, self.constraints, a, b, self.memory, design)
 
     # -- audits ----------------------------------------------------------------------------------
 
@@ -241,9 +227,13 @@ class LinearFit:
 
         t_i − (M_ii)⁻¹ β_i with M = (K + ρI)⁻¹.
 
+        Where the head was cross-fitted they are the held-out outputs of ``held_out`` instead.
+
         Returns:
             Leave-one-out outputs (N, C).
         """
+        if self.held_out is not None:
+            return self.held_out
         residuals = self.system.loo_residuals()
         return self.targets.to(residuals) - residuals
 
@@ -263,10 +253,10 @@ class LinearFit:
             Achille et al., CVPR 2021, eq. (7), (8) and appendix A.3, without their approximation.
         """
         x = self._checked(x)
-        if isinstance(self.system, Primal):
-            parts: Iterable[Tensor] = [self.system.cross(x)]
+        if isinstance(self.system, Dual):
+            parts: Iterable[Tensor] = map(self.system.cross, self._kernel_to_train(x))
         else:
-            parts = map(self.system.cross, self._kernel_to_train(x))
+            parts = [self.system.cross(x)]
         residuals = self.system.loo_residuals()
         # f(x) − f₋ᵢ(x) = K(x,X) M_·i (M_ii)⁻¹ β_i
         return torch.cat([torch.einsum("tcnd,nd->ntc", part, residuals.to(part)) for part in parts], 1)
@@ -341,7 +331,9 @@ class LinearFit:
         keep[index.cpu()] = False
         kept = keep.nonzero()[:, 0].to(index.device)
         targets = replace(self._targets, values=self.targets[kept])
-        return self._changed(take(self.x, kept), targets, system, f"forgot {_count(len(index))}", start)
+        held = self.constraints and self.constraints.without(index, system.c)
+        what = f"forgot {_count(len(index))}"
+        return self._changed(take(self.x, kept), targets, system, what, start, held)
 
     def update(self, data: Any) -> LinearFit:
         """The fit with more training examples, without refitting.
@@ -368,26 +360,72 @@ class LinearFit:
                 remedy="convert y with y.long() or y.float()",
             )
         residual = new.values.to(self.system.residual) - base_outputs(self.module, x).to(self.system.residual)
-        system: Dual | Primal
+        system: System
+        held = self.constraints
         if isinstance(self.system, Dual):
-            cross = gram(self.module.function, self.x, x, outputs="full", memory=self.memory)
-            corner = gram(self.module.function, x, outputs="full", memory=self.memory)
-            system = self.system.extended(cross, corner, residual)
+            if held is not None:
+                design = held.whitened(self.module.function, x, self.memory)
+                residual = residual - (design @ held.level).view(residual.shape)
+                held = held.extended(design)
+            cross = self._kernel(x, self.x).permute(2, 3, 0, 1)
+            system = self.system.extended(cross, self._kernel(x), residual)
         else:
             system = self.system.extended(x, residual)
         targets = replace(self._targets, values=torch.cat([self.targets, new.values.to(self.targets)]))
-        return self._changed(
-            concatenate([self.x, x]), targets, system, f"added {_count(len(residual))}", start
-        )
+        what = f"added {_count(len(residual))}"
+        return self._changed(concatenate([self.x, x]), targets, system, what, start, held)
+
+    def constrain(
+        self, x: Inputs, targets: Any = None, groups: Any = None, *, weight: float | None = None
+    ) -> LinearFit:
+        """The optimum among outputs that obey linear equations, on top of those that hold already.
+
+        Outputs are held at old predictions (backward compatibility) or other values; groups get equal
+        mean outputs (linear fairness). ``forget`` and ``update`` keep the equations, and leave-one-out,
+        influence and covariances are those of the fit that obeys them.
+
+        Args:
+            x: M examples.
+            targets: Outputs (M, C) to hold, NaN where an output is free; integer classes (M,) stand for
+                their training targets.
+            groups: (M,) integers: every output has the same mean over each of the groups.
+            weight: w, to add ½w‖S f − v‖² to the objective instead of requiring S f = v.
+
+        Returns:
+            A new fit; ``summary()["reasons"]["constraints"]`` says what holds and what was redundant.
+
+        Raises:
+            InputError: If equations contradict each other, or an argument does not fit the inputs.
+            MemoryBudgetError: If there are too many equations for the budget.
+
+        Example:
+            >>> import linnet
+            >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+            >>> x = torch.eye(3, 2).double()
+            >>> fit = linnet.fit(linnet.linearize(net.double()), (x, x[:, :1]))
+            >>> fit.constrain(x[:1], torch.tensor([[0.25]])).predict(x[:1])
+            tensor([[0.2500]], dtype=torch.float64)
+        """
+        start = time.perf_counter()
+        if weight is not None:
+            check_positive("weight", weight, "leave weight= out for equations that hold exactly")
+        x = self._checked(x)
+        asked = wanted(x, targets, groups, self._targets, self.module.function.device)
+        old = self.constraints
+        system, held = constrained(self.module, self.x, self.system, old, asked, weight, self.memory)
+        what = f"constrained {_count(batch_size(x))}"
+        return self._changed(self.x, self._targets, system, what, start, held)
 
     def _changed(
-        self, x: Inputs, targets: Targets, system: Dual | Primal, what: str, start: float
+        self, x: Inputs, targets: Targets, system: System, what: str, start: float, held: Constraints | None
     ) -> LinearFit:
         """A new fit of another system on the same network."""
         module = Linearized(self.module.function)
         reasons = {**self.record.reasons, "change": what}
+        if held is not None:
+            reasons["constraints"] = held.says()
         record = replace(self.record, reasons=reasons, seconds=dict(self.record.seconds))
-        fitted = LinearFit(module, x, targets, system, record, self.memory)
+        fitted = LinearFit(module, x, targets, system, record, self.memory, held)
         fitted.record.seconds["change"] = time.perf_counter() - start
         return fitted
 
@@ -423,8 +461,11 @@ class LinearFit:
         Returns:
             The file that ``linnet.load_fit`` reads.
         """
-        function = self.module.function
-        return write_fit(directory, function, self.x, self._targets, self.system, asdict(self.record))
+        function, record = self.module.function, asdict(self.record)
+        kept = without_equations(self.system, self.constraints)
+        return write_fit(
+            directory, function, self.x, self._targets, kept, record, self.held_out, self.constraints
+        )
 
     def _checked(self, x: Inputs) -> Inputs:
         """X on the network's device, or an error."""
@@ -449,19 +490,3 @@ def _count(n: int) -> str:
 def base_outputs(module: Linearized, x: Inputs) -> Tensor:
     """f₀(x), (N, C), batch by batch."""
     return torch.cat([module.base(part) for part in split(x, BATCH)])
-
-
-@torch.no_grad()
-def _set_delta(module: Linearized, x: Inputs, system: Dual | Primal) -> None:
-    """δ = Jᵀβ."""
-    if isinstance(system, Primal):
-        flat = system.delta
-    else:
-        flat = torch.zeros(module.space.dim, dtype=module.function.dtype, device=module.function.device)
-        start = 0
-        for part in split(x, BATCH):
-            n = batch_size(part)
-            flat += module.vjp(part, system.beta[start : start + n].to(flat.dtype), like="flat")  # type: ignore[arg-type]
-            start += n
-    for name, value in module.space.to_params(flat).items():
-        module.delta[name].copy_(value)

@@ -10,17 +10,22 @@ from torch import Tensor, nn
 
 from linnet.errors import FileFormatError, InputError
 from linnet.methods.fitting.dual import Dual
-from linnet.methods.fitting.fit_files import read_fit
+from linnet.methods.fitting.fit_files import read_constraints, read_fit
 from linnet.methods.fitting.linear_fit import LinearFit, Record
 from linnet.methods.fitting.primal import CGSettings, Primal
+from linnet.methods.fitting.softmax_dual import SoftmaxDual
+from linnet.methods.fitting.softmax_fit import SoftmaxFit
+from linnet.methods.fitting.softmax_loss import ClassLoss
+from linnet.methods.fitting.softmax_newton_cg import SoftmaxPrimal
+from linnet.methods.fitting.systems import obeying
 from linnet.methods.fitting.targets import Targets
 from linnet.tangent.batch import Inputs, map_tensors, take
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
 
 
-def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> LinearFit:
-    """Read a fit that ``LinearFit.save`` wrote.
+def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> LinearFit | SoftmaxFit:
+    """Read a fit that ``LinearFit.save`` or ``SoftmaxFit.save`` wrote.
 
     Args:
         directory: The folder.
@@ -28,7 +33,7 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
         output: The output adapter, if the fit was made with a callable one.
 
     Returns:
-        The fit, able to do all that it could before.
+        The fit, able to do all that it could before; a ``SoftmaxFit`` where the loss was the cross-entropy.
 
     Raises:
         FileFormatError: If the file is truncated, altered, foreign, or of another network.
@@ -56,9 +61,19 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
     x = map_tensors(lambda t: t.to(device), x)
     targets = Targets(tensors["targets"].to(device), metadata["classes"], metadata["scale"])
     record = Record(**{**metadata["record"], "warnings": tuple(metadata["record"]["warnings"])})
-    _check_outputs(function, x, targets.values, tensors["residual"].to(device), path)
-    system = _system(function, x, tensors, metadata)
-    return LinearFit(Linearized(function), x, targets, system, record)
+    fitted: LinearFit | SoftmaxFit
+    if metadata.get("loss", "squared") == "squared":
+        _check_outputs(function, x, targets.values.double() - tensors["residual"].to(device).double(), path)
+        held = read_constraints({key: t.to(device) for key, t in tensors.items()}, metadata)
+        system = obeying(_system(function, x, tensors, metadata), held)
+        fitted = LinearFit(Linearized(function), x, targets, system, record, constraints=held)
+    else:
+        _check_outputs(function, x, tensors["base"].to(device).double(), path)
+        solved = _softmax_system(function, x, (targets, tensors), metadata)
+        fitted = SoftmaxFit(Linearized(function), x, targets, solved, record)
+    if "held_out" in tensors:
+        fitted.held_out = tensors["held_out"].to(device)
+    return fitted
 
 
 def _matching(model: nn.Module, metadata: dict[str, Any], output: OutputAdapter, path: Path) -> Functional:
@@ -79,12 +94,12 @@ def _matching(model: nn.Module, metadata: dict[str, Any], output: OutputAdapter,
     )
 
 
-def _check_outputs(function: Functional, x: Inputs, targets: Tensor, residual: Tensor, path: Path) -> None:
-    """Raise if the network, for all its equal weights, computes something else: f₀ = t − r on one example."""
+def _check_outputs(function: Functional, x: Inputs, base: Tensor, path: Path) -> None:
+    """Raise if the network, for all its equal weights, computes something else: f₀ of one example."""
     with torch.no_grad():
         found = function.flat(function.theta, take(x, slice(0, 1))).double()
-    expected = (targets[:1].double() - residual[:1].double()).reshape(1, -1)
-    scale = float(targets.abs().max()) + float(residual.abs().max()) + 1e-12
+    expected = base[:1].reshape(1, -1)
+    scale = float(base.abs().max()) + 1e-12
     if found.shape != expected.shape or float((found - expected).abs().max()) > 1e-3 * scale:
         raise FileFormatError(
             f"{path} was made on another network: the weights are equal but the outputs differ",
@@ -101,3 +116,16 @@ def _system(
     if metadata["settings"] is None:
         return Dual(solution, residual, metadata["ridge"], beta=beta)
     return Primal(function, x, residual, metadata["ridge"], CGSettings(**metadata["settings"]), solution)
+
+
+def _softmax_system(
+    function: Functional, x: Inputs, solved: tuple[Targets, dict[str, Tensor]], metadata: dict[str, Any]
+) -> SoftmaxDual | SoftmaxPrimal:
+    """The solved problem of a cross-entropy fit as it was saved."""
+    targets, tensors = solved
+    loss = ClassLoss(targets.values.double())
+    base, beta, solution = (tensors[key].to(function.device) for key in ("base", "beta", "solution"))
+    if metadata["settings"] is None:
+        return SoftmaxDual(solution, base, loss, metadata["ridge"], beta)
+    settings = CGSettings(**metadata["settings"])
+    return SoftmaxPrimal(function, x, base, loss, metadata["ridge"], settings, (solution, None))

@@ -98,8 +98,14 @@ def probabilities(mean: Tensor, variance: Tensor | None, temperature: float) -> 
         temperature: T.
 
     Returns:
-        (N, C), rows sum to one.
+        (N, C), rows sum to one; (N, 2) for one output, the log odds of the second class.
     """
+    if mean.shape[1] == 1:
+        # softmax(−f/2, f/2) = (σ(−f), σ(f)), with the variance of f itself
+        scaled = mean / temperature
+        if variance is not None:
+            scaled = scaled / torch.sqrt(1 + math.pi / 8 * variance / temperature**2)
+        return torch.cat([-scaled, scaled], 1).sigmoid()
     scaled = mean / temperature
     if variance is not None:
         shared = variance.mean(1, keepdim=True)  # one for all classes: their order is that of the means

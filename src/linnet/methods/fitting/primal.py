@@ -16,14 +16,17 @@ from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
 from linnet.linalg.operator import LinearOperator
+from linnet.memory import parse_bytes
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.fitting.fit_preconditioner import FEW, TRIAL, make_preconditioner
+from linnet.methods.fitting.formed_rows import FormedNormal, FormedRows
 from linnet.progress import track
+from linnet.solvers.block_cg import block_cg
 from linnet.solvers.cg import cg, relative_residual
 from linnet.solvers.solution import Solution, Status
 from linnet.tangent.batch import Inputs, batch_size, concatenate, split, take
 from linnet.tangent.functional import Functional
-from linnet.tangent.jacobian import JacobianOperator, NormalOperator, jvp_columns, vjp_columns
+from linnet.tangent.jacobian import JacobianOperator, NormalOperator
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class CGSettings:
         tolerance: Relative residual to reach.
         max_steps: Largest number of steps.
         rank: Rank of the Nyström preconditioner; 0 for the usual one, if it is named.
-        columns: Right-hand sides solved at once in the per-example quantities.
+        columns: Right-hand sides solved at once in the per-example quantities, at the least.
         preconditioner: Its name, or ``"given"`` for an operator; a positive rank names Nyström.
     """
 
@@ -80,6 +83,8 @@ class CGSettings:
         return replace(plain, steps=found.steps + plain.steps)
 
 
+VECTORS = 10  # of each right-hand side that block conjugate gradients hold
+MOST_COLUMNS = 512  # solved at once
 STAGNATED = (
     1e-3  # residual up to which an answer at the limit of its precision is taken; the certificate says it
 )
@@ -88,6 +93,12 @@ STAGNATED = (
 def _cg(*arguments: Any) -> Solution[Tensor]:
     """Conjugate gradients on tensors."""
     found: Solution[Any] = cg(*arguments)
+    return found
+
+
+def _together(*arguments: Any) -> Solution[Tensor]:
+    """Block conjugate gradients on tensors."""
+    found: Solution[Any] = block_cg(*arguments)
     return found
 
 
@@ -122,6 +133,7 @@ class Primal:
         beta: β, (N, C).
         steps: Steps taken.
         settings: How to iterate, with the preconditioner that was chosen if it was to be.
+        memory: Budget of blocks of right-hand sides and of formed rows.
     """
 
     def __init__(
@@ -138,6 +150,8 @@ class Primal:
         self.settings = settings
         self.n, self.c = residual.shape
         self._blocks: Tensor | None = None
+        self._formed: FormedNormal | None = None
+        self.memory: str | int | None = None
         self._preconditioner = preconditioner
         self.jacobian = JacobianOperator(function, x, self.c)
         self.normal = NormalOperator(self.jacobian)
@@ -190,44 +204,106 @@ class Primal:
         return self.normal.damped(self.ridge)
 
     def solve(self, b: Tensor) -> Tensor:
-        """(JᵀJ + ρI)⁻¹ b for columns (P, K)."""
-        solution = self.settings.run(self.matrix, b, self.preconditioner, None)
+        """(JᵀJ + ρI)⁻¹ b for columns (P, K).
+
+        As many columns as there are outputs, or more, go together: block conjugate gradients with the rows of
+        J formed. Where that ends early, each column goes on by itself.
+
+        Args:
+            b: Right-hand sides.
+
+        Returns:
+            The solutions.
+        """
+        settings = self.settings
+        if b.shape[1] >= max(self.c, 2):
+            matrix = self.formed.damped(self.ridge)
+            found = _together(matrix, b, self.preconditioner, settings.tolerance, settings.max_steps)
+            if found.converged:
+                return found.value
+        solution = settings.run(self.matrix, b, self.preconditioner, None)
         return _accepted(solution, "a solve by conjugate gradients")
 
-    def _solved_rows(self, x: Inputs, what: str) -> Iterator[tuple[Inputs, Tensor]]:
-        """(JᵀJ + ρI)⁻¹ J(x)ᵀ block by block: the block and (P, n·C)."""
-        size = max(1, self.settings.columns // self.c)
+    def approach(self, b: Tensor, steps: int) -> Tensor:
+        """The same after a number of block steps, converged or not.
+
+        Args:
+            b: Right-hand sides (P, K).
+            steps: Number of steps.
+
+        Returns:
+            Approximate solutions, whose leverages are never too large.
+        """
+        matrix = self.formed.damped(self.ridge)
+        return _together(matrix, b, self.preconditioner, self.settings.tolerance, steps).value
+
+    @property
+    def formed(self) -> FormedNormal:
+        """JᵀJ for many columns at once."""
+        if self._formed is None:
+            self._formed = FormedNormal(self.jacobian, self.memory)
+        return self._formed
+
+    def together(self, memory: str | int | None = None) -> int:
+        """How many right-hand sides are solved at once.
+
+        Args:
+            memory: Budget; by default half of what is available.
+
+        Returns:
+            A number of columns.
+        """
+        vector = self.function.space.dim * self.function.dtype.itemsize
+        budget = parse_bytes(self.memory if memory is None else memory, self.function.device)
+        fitting = budget // (2 * VECTORS * vector)
+        return max(self.settings.columns, self.c, min(MOST_COLUMNS, fitting))
+
+    def solved_rows(
+        self, x: Inputs, what: str, steps: int | None = None, memory: str | int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """J(x) and (JᵀJ + ρI)⁻¹ J(x)ᵀ block by block.
+
+        Args:
+            x: Examples.
+            what: Its name in the progress.
+            steps: Number of block steps; ``None`` to convergence.
+            memory: Budget.
+
+        Yields:
+            J of the block (n, C, P), and the solutions (P, n, C).
+        """
+        size = max(1, self.together(memory) // self.c)
         for part in track(list(split(x, size)), what):
+            formed = FormedRows(self.function, part, self.c, memory or self.memory, keep=False)
+            rows = torch.cat([block for _, block in formed])
+            right = rows.T.contiguous()
+            solved = self.solve(right) if steps is None else self.approach(right, steps)
             n = batch_size(part)
-            unit = torch.eye(n * self.c, dtype=self.function.dtype, device=self.function.device)
-            rows = vjp_columns(self.function, part, unit.view(n, self.c, n * self.c))
-            yield part, self.solve(rows)
+            yield rows.view(n, self.c, -1), solved.view(-1, n, self.c)
 
     def inverse_blocks(self) -> Tensor:
         """M_ii = (I − J_i (JᵀJ + ρI)⁻¹ J_iᵀ)/ρ, (N, C, C); N·C solves, done once."""
         if self._blocks is None:
             eye = torch.eye(self.c, dtype=self.function.dtype, device=self.function.device)
-            blocks = [(eye - own) / self.ridge for own in self._quadratic(self.x, "leave-one-out")]
-            self._blocks = torch.stack(blocks)
+            self._blocks = (eye - self._quadratic(self.x, "leave-one-out")) / self.ridge
         return self._blocks
 
-    def _quadratic(self, x: Inputs, what: str) -> list[Tensor]:
-        """J(x_i) (JᵀJ + ρI)⁻¹ J(x_i)ᵀ, a list of (C, C)."""
-        found: list[Tensor] = []
-        for part, solved in self._solved_rows(x, what):
-            n = batch_size(part)
-            product = jvp_columns(self.function, part, solved).view(n, self.c, n, self.c)
-            found.extend(product[i, :, i] for i in range(n))
-        return found
+    def _quadratic(self, x: Inputs, what: str) -> Tensor:
+        """J(x_i) (JᵀJ + ρI)⁻¹ J(x_i)ᵀ, (N, C, C)."""
+        solved = self.solved_rows(x, what)
+        return torch.cat([torch.einsum("ncp,pnd->ncd", rows, columns) for rows, columns in solved])
 
     def posterior(self, x: Inputs) -> Tensor:
         """Cov[f(x)] / σ² = J(x) (JᵀJ + ρI)⁻¹ J(x)ᵀ, (T, C, C)."""
-        return torch.stack(self._quadratic(x, "predictive covariance"))
+        return self._quadratic(x, "predictive covariance")
 
     def cross(self, x: Inputs) -> Tensor:
         """K(x,X) M = J(x) (JᵀJ + ρI)⁻¹ Jᵀ, (T, C, N, C)."""
-        columns = [self.jacobian.mm(solved) for _, solved in self._solved_rows(x, "influence")]  # (N·C, t·C)
-        return torch.cat(columns, 1).T.reshape(batch_size(x), self.c, self.n, self.c)
+        parts = []
+        for _, solved in self.solved_rows(x, "influence"):
+            columns = solved.flatten(1)
+            parts.append(torch.cat([block @ columns for _, block in self.formed.rows]))  # (N·C, t·C)
+        return torch.cat(parts, 1).T.reshape(batch_size(x), self.c, self.n, self.c)
 
     def loo_residuals(self) -> Tensor:
         """e_i = (M_ii)⁻¹ β_i, (N, C)."""
@@ -253,20 +329,18 @@ class Primal:
         keep = torch.ones(self.n, dtype=torch.bool, device=index.device)
         keep[index] = False
         rest = take(self.x, keep.nonzero()[:, 0])
-        return Primal(
-            self.function,
-            rest,
-            self.residual[keep],
-            self.ridge,
-            self.settings,
-            self.delta,
-            self._preconditioner,
-        )
+        return self._with(rest, self.residual[keep])
 
     def extended(self, x: Inputs, residual: Tensor) -> Primal:
         """The solution with more examples, from the present one."""
         joined = torch.cat([self.residual, residual])
         every = concatenate([self.x, x])
-        return Primal(
-            self.function, every, joined, self.ridge, self.settings, self.delta, self._preconditioner
+        return self._with(every, joined)
+
+    def _with(self, x: Inputs, residual: Tensor) -> Primal:
+        """The solution on other examples, from the present one."""
+        found = Primal(
+            self.function, x, residual, self.ridge, self.settings, self.delta, self._preconditioner
         )
+        found.memory = self.memory
+        return found

@@ -1,4 +1,7 @@
-"""What the outputs are fitted to: α-scaled one-hot vectors for classes, values as they are for regression."""
+"""What the outputs are fitted to: α-scaled one-hot vectors for classes, values as they are for regression.
+
+A fit of the cross-entropy has probabilities as targets: one-hot vectors with α = 1, or soft labels.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,12 @@ class Targets:
 
     @property
     def labels(self) -> Tensor | None:
-        """Class indices (N,), or ``None`` for regression."""
-        return None if self.classes is None else self.values.argmax(1)
+        """Class indices (N,), or ``None`` for regression; the likeliest where labels are probabilities."""
+        if self.classes is None:
+            return None
+        if self.values.shape[1] == 1 and self.classes == 2:  # one output for two classes
+            return (self.values[:, 0] > 0.5).long()
+        return self.values.argmax(1)
 
 
 def make_targets(

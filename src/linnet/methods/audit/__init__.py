@@ -1,0 +1,48 @@
+"""Questions to a fit, as ``linnet.audit``: what to label next, what an update breaks, what may be published.
+
+Every answer is linear algebra on the solved fit; none of them trains anything.
+"""
+
+from __future__ import annotations
+
+from linnet.methods.audit.compatibility import Compatible, Flips, compatible, flips
+from linnet.methods.audit.counterfactuals import Counterfactual, counterfactual
+from linnet.methods.audit.fairness import GroupMeans, group_means
+from linnet.methods.audit.forgetting import ForgettingCertificate, forgetting_certificate
+from linnet.methods.audit.influence import Influence, influence, weight_changes
+from linnet.methods.audit.loss_influence import loss_influence
+from linnet.methods.audit.mislabel import Suspects, mislabeled
+from linnet.methods.audit.private_release import PrivacyCertificate, Release, release
+from linnet.methods.audit.selection import Selection, select
+from linnet.methods.audit.summary import Summary, summarize
+from linnet.methods.fitting.validation_ridge import ValidationPath, ridge_gradient, ridge_path, tune_ridge
+
+__all__ = [
+    "loss_influence",
+    "influence",
+    "Influence",
+    "weight_changes",
+    "mislabeled",
+    "Suspects",
+    "summarize",
+    "Summary",
+    "ridge_path",
+    "ridge_gradient",
+    "tune_ridge",
+    "ValidationPath",
+    "select",
+    "Selection",
+    "flips",
+    "Flips",
+    "compatible",
+    "Compatible",
+    "counterfactual",
+    "Counterfactual",
+    "group_means",
+    "GroupMeans",
+    "forgetting_certificate",
+    "ForgettingCertificate",
+    "release",
+    "Release",
+    "PrivacyCertificate",
+]

@@ -1,0 +1,24 @@
+"""What a fit says about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was chosen for a fit, why, and what it took.
+
+    Args:
+        solver: ``"dual"`` or ``"cg"``.
+        criterion: How the ridge was chosen: ``"given"``, ``"loo"``, ``"gcv"`` or ``"evidence"``.
+        reasons: One sentence for each choice.
+        warnings: What a reader of the numbers must know.
+        seconds: Time of each step.
+    """
+
+    solver: str
+    criterion: str
+    reasons: dict[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,135 @@
+"""The solved equations of a linear fit, with or without equations on its outputs, and the δ that follows."""
+
+from __future__ import annotations
+
+import torch
+
+from linnet.memory import Plan, parse_bytes, require
+from linnet.methods.fitting.constrained_primal import ConstrainedPrimal
+from linnet.methods.fitting.constraints import BATCH, Constraints, impose
+from linnet.methods.fitting.dual import Dual
+from linnet.methods.fitting.equations import Wanted
+from linnet.methods.fitting.primal import Primal
+from linnet.tangent.batch import Inputs, batch_size, split
+from linnet.tangent.jacobian import vjp_columns
+from linnet.tangent.linearized import Linearized
+
+System = Dual | Primal | ConstrainedPrimal
+
+
+def constrained(
+    module: Linearized,
+    x: Inputs,
+    system: System,
+    before: Constraints | None,
+    asked: Wanted,
+    weight: float | None,
+    memory: str | int | None,
+) -> tuple[System, Constraints]:
+    """The solution that obeys equations as well.
+
+    Args:
+        module: The network.
+        x: Training inputs.
+        system: The solution so far.
+        before: Equations that it obeys.
+        asked: Equations that it is to obey.
+        weight: w of a penalty; ``None`` for equations that hold exactly.
+        memory: Budget.
+
+    Returns:
+        The solution and all its equations.
+
+    Raises:
+        MemoryBudgetError: If they do not fit the budget.
+    """
+    slack = 0.0 if weight is None else system.ridge / weight
+    every = asked.equations if before is None else before.equations.joined(asked.equations)
+    if not isinstance(system, Dual):
+        rows = every.jacobian(module.function, memory).double()
+        made = impose(module, asked, slack, rows.T @ rows, before, memory)
+        free = system.free if isinstance(system, ConstrainedPrimal) else system
+        return ConstrainedPrimal(free, made, memory), made
+    size = system.kernel.shape[0]
+    items = (
+        ("kernel given the equations", 2 * 8 * size**2),
+        ("equations at the training data", 3 * 8 * size * every.count),
+        ("kernel of the equations", 4 * 8 * every.count**2),
+    )
+    plan = Plan(f"{every.count} equations on outputs", parse_bytes(memory, module.function.device), items)
+    require(plan, ["constrain fewer outputs", "raise memory="])
+    made = impose(module, asked, slack, every.kernel(module.function, memory), before, memory)
+    made = made.extended(made.whitened(module.function, x, memory))
+    # K̃ and r̃ lose what the new equations explain; those before them are taken off already
+    new = made.design[:, 0 if before is None else before.equations.count :]
+    residual = system.residual.reshape(-1) - new @ made.level[made.level.shape[0] - new.shape[1] :]
+    kernel = system.kernel - new @ new.T
+    return Dual(kernel, residual.view(system.n, system.c), system.ridge), made
+
+
+def without_equations(system: System, constraints: Constraints | None) -> Dual | Primal:
+    """What a file keeps of a solution beside its equations: r instead of r̃; ``obeying`` undoes it.
+
+    Args:
+        system: The solution.
+        constraints: Its equations.
+
+    Returns:
+        A solution of the residual t − f₀.
+    """
+    if isinstance(system, ConstrainedPrimal):
+        return system.free
+    if constraints is None or not isinstance(system, Dual):
+        return system
+    raw = system.residual + (constraints.design @ constraints.level).view(system.residual.shape)
+    return Dual(system.kernel, raw, system.ridge, beta=system.beta)
+
+
+def obeying(system: Dual | Primal, constraints: Constraints | None) -> System:
+    """The solution under equations that ``without_equations`` took apart.
+
+    Args:
+        system: What the file kept.
+        constraints: The equations.
+
+    Returns:
+        The solution.
+    """
+    if constraints is None:
+        return system
+    if isinstance(system, Primal):
+        return ConstrainedPrimal(system, constraints)
+    level = (constraints.design @ constraints.level).view(system.residual.shape)
+    return Dual(system.kernel, system.residual - level, system.ridge, beta=system.beta)
+
+
+@torch.no_grad()
+def solve_delta(module: Linearized, x: Inputs, system: System, constraints: Constraints | None) -> None:
+    """Set δ = Jᵀβ + Aᵀν, in place.
+
+    Args:
+        module: The network.
+        x: Training inputs.
+        system: The solution.
+        constraints: Its equations.
+    """
+    function, nu = module.function, None
+    if not isinstance(system, Dual):
+        flat = system.delta
+    else:
+        flat = torch.zeros(module.space.dim, dtype=function.dtype, device=function.device)
+        start = 0
+        for part in split(x, BATCH):
+            rows = slice(start, start + batch_size(part))
+            flat += vjp_columns(function, part, system.beta[rows].to(flat.dtype))
+            start = rows.stop
+    if constraints is not None:
+        if isinstance(system, Dual):
+            nu = constraints.multipliers(system.beta)
+            flat = flat + constraints.equations.pull(function, nu)
+        else:
+            nu = system.multipliers / system.ridge if isinstance(system, ConstrainedPrimal) else None
+    for name, value in module.space.to_params(flat).items():
+        module.delta[name].copy_(value)
+    if constraints is not None and nu is not None:
+        constraints.refined(module, nu)
