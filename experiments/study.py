@@ -122,8 +122,8 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
     """The cells of an earlier run; a last line that a kill cut short is dropped from the file too."""
     if not file.exists():
         return []
-    whole = [
-        line for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")
-    ]
-    file.write_text("".join(whole), encoding="utf-8")
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
+    if len(whole) < len(lines):  # otherwise left alone: another process may be appending to it
+        file.write_text("".join(whole), encoding="utf-8")
     return [json.loads(line) for line in whole]

@@ -30,7 +30,7 @@ from linnet.errors import InputError, LinnetError
 if TYPE_CHECKING:
     import jsonargparse
 
-COMMANDS = ("demo", "adapt", "predict", "explain", "forget", "update", "check", "doctor")
+COMMANDS = ("demo", "adapt", "predict", "explain", "forget", "update", "spectrum", "check", "doctor")
 """The commands, in the order in which help lists them."""
 
 _FLAGS = {

@@ -17,8 +17,10 @@ def adapt(
     tests: int | None = None,
     ridge: float | str = "auto",
     solver: str = "auto",
+    loss: str = "squared",
     params: str | None = None,
     head: str = "auto",
+    cross_fit: int = 0,
     mean: str = "none",
     std: str | None = None,
     size: int | None = None,
@@ -46,11 +48,16 @@ def adapt(
             a class has one sample), loo, gcv, evidence.
             Where the kernel is too large for the memory, auto chooses it on some of the samples.
         solver: How to solve: dual (the kernel), cg (conjugate gradients), or auto.
+        loss: What is fitted: squared (one-hot targets), cross-entropy (a few Newton steps on the same
+            kernel), or auto, which solves both and keeps the one whose leave-one-out log loss on the training
+            samples is lower.
         params: The parameters to fit, by name or regular expression; all of them by default.
         head: The head to start from: probe (a linear probe), random, zero or keep. auto keeps it where a
             regression fits the network's outputs; else it is a probe, or random where there are fewer samples
             than features, which a probe would fit by heart. Where params fits its weights too, a probe only
             gives the derivatives, and the fit starts from outputs of zero; else it starts from the probe's.
+        cross_fit: Folds of a linear probe, such as 5. Leave-one-out then leaves out the sample's part in the
+            probe too, for one more kernel a fold. 0 for none.
         mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas.
         std: Standard deviations that go with numbers in mean.
         size: Height and width that images are scaled to, in pixels.
@@ -72,9 +79,9 @@ def adapt(
     from linnet.runs.summary import keep_adaptation, print_adaptation
 
     settings = Settings(
-        Network(model, weights, model_args or {}, head),
+        Network(model, weights, model_args or {}, head, cross_fit),
         Source(data, image_transform(mean, std, size, channels), shots, tests, seed, target),
-        Solving(ridge, solver, params, memory, device),
+        Solving(ridge, solver, params, memory, device, loss),
         baseline_steps if baseline else 0,
     )
     found = run_adaptation(settings, out)

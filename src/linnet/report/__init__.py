@@ -22,6 +22,7 @@ from linnet.report.records import (
     TrainingSet,
 )
 from linnet.report.run import Run
+from linnet.report.task_kernel import TaskKernel
 
 __all__ = [
     "Choice",
@@ -41,6 +42,7 @@ __all__ = [
     "Scores",
     "Spectrum",
     "Suspect",
+    "TaskKernel",
     "Timing",
     "TrainingSet",
     "render",

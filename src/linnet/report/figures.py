@@ -235,11 +235,12 @@ def ridge_curve(path: RidgePath) -> str:
     return draw("ridge", alt, (width, 290.0), paint)
 
 
-def kernel_spectrum(spectrum: Spectrum) -> str:
+def kernel_spectrum(spectrum: Spectrum, name: str = "spectrum") -> str:
     """Eigenvalues of the kernel by rank, both on logarithmic scales.
 
     Args:
         spectrum: Eigenvalues and, when known, the ridge and the effective degrees of freedom.
+        name: Name of the figure, unique on the page.
 
     Returns:
         Inline SVG.
@@ -270,7 +271,7 @@ def kernel_spectrum(spectrum: Spectrum) -> str:
             note = f"ridge {number(ridge, trim=True)}"
             axes.annotate(note, (0.95, ridge), xytext=(2, 5), textcoords="offset points", color=DOWN)
             axes.fill_between(rank, np.maximum(kept, ridge), ridge, color=ACCENT, alpha=0.12, linewidth=0)
-        if effective is not None and effective > 0.9:
+        if effective is not None and 0.9 < effective <= len(kept):
             axes.axvline(effective, color=INK, linewidth=0.9, alpha=0.6, linestyle=(0, (1, 2)))
             axes.annotate(
                 f"{number(effective)} effective\ndegrees of freedom", (effective, 1),
@@ -280,7 +281,7 @@ def kernel_spectrum(spectrum: Spectrum) -> str:
         _log_ticks(axes, "x")
         _log_ticks(axes, "y")
 
-    return draw("spectrum", alt, (_HALF + 130, 320.0), paint)
+    return draw(name, alt, (_HALF + 130, 320.0), paint)
 
 
 def informativeness_bars(values: Array, labels: Array | None = None, classes: Sequence[str] = ()) -> str:

@@ -14,7 +14,9 @@ from linnet.files import write_atomic
 from linnet.memory import format_bytes
 from linnet.report import figures, wording
 from linnet.report.measures import split_by_uncertainty
+from linnet.report.records import Spectrum
 from linnet.report.run import Run
+from linnet.report.task_kernel import label_energy
 from linnet.report.views import Gallery, confusions, gallery, key_numbers, spectrum_facts
 
 _MOST_CLASSES = 40  # a confusion matrix of more classes could not be read
@@ -111,6 +113,9 @@ def _figures(run: Run) -> dict[str, Any]:
         drawn["ridge"] = figures.ridge_curve(fit.path)
     if fit.spectrum is not None and len(fit.spectrum.eigenvalues):
         drawn["spectrum"] = figures.kernel_spectrum(fit.spectrum)
+    if fit.task is not None:
+        drawn["energy"] = label_energy(fit.task)
+        drawn["task"] = figures.kernel_spectrum(Spectrum(fit.task.eigenvalues, *fit.task.levels), "task")
     if train is not None and train.informativeness is not None and len(train.informativeness):
         labels = train.samples.labels if run.classes else None
         drawn["informativeness"] = figures.informativeness_bars(
@@ -159,6 +164,7 @@ def _sections(run: Run, drawn: dict[str, Any], tiles: Gallery) -> list[tuple[str
     pictures = run.train is not None and run.train.samples.images is not None
     sure = {"reliability", "uncertainty", "coverage"} & set(drawn) or tiles.uncertain
     every = [
+        ("linear", "Is this task linear", fit.task is not None),
         ("good", "How good is it", run.scores.comparison or {"predicted", "confusion"} & set(drawn)),
         ("sure", "How sure is it", sure),
         ("ridge", "How the ridge was chosen", "ridge" in drawn),

@@ -13,6 +13,7 @@ import numpy as np
 
 from linnet.errors import InputError
 from linnet.report.measures import Array
+from linnet.report.task_kernel import TaskKernel
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,7 @@ class FitRecord:
         choices: Every decision and its reason.
         preflight: The check of the network.
         timings: Time of every step.
+        task: How linear the task is.
     """
 
     path: RidgePath | None = None
@@ -203,6 +205,7 @@ class FitRecord:
     choices: tuple[Choice, ...] = ()
     preflight: PreflightText | None = None
     timings: tuple[Timing, ...] = ()
+    task: TaskKernel | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -107,6 +107,7 @@ class Run:
             "choices": [vars(choice) for choice in fit.choices],
             "preflight": None if fit.preflight is None else _preflight_dict(fit.preflight),
             "timings": [vars(timing) for timing in fit.timings],
+            "task": None if fit.task is None else vars(fit.task),
             "train": None if train is None else _train_dict(train),
             "test": None if test is None else self._test_dict(test),
         }

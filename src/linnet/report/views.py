@@ -210,6 +210,10 @@ def key_numbers(run: Run) -> list[tuple[str, str]]:
         error = row.ece if row.ece is not None else _first_calibration(run)
         if error is not None:
             found.append((percent(error), "calibration error"))
+    task = run.fit.task
+    if task is not None:
+        found.append((percent(task.share, 0), f"of the labels on {task.top} directions"))
+        found.append((number(task.levels[1]), "degrees of freedom"))
     if run.train is not None and len(run.train.samples):
         found.append((str(len(run.train.samples)), "training samples"))
     spectrum = run.fit.spectrum

@@ -10,14 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linnet.data import TaskData, draw_shots, load_data
-from linnet.errors import InputError, MemoryBudgetError, ModelError
-from linnet.memory import parse_bytes
+from linnet.data import TaskData, load_data
+from linnet.errors import InputError, ModelError
 from linnet.methods.fitting.baselines import fine_tune, held_out_probe
 from linnet.methods.fitting.centered import CenteredLinear, with_centered_head
-from linnet.methods.fitting.fit import fit as fit_linear
 from linnet.methods.fitting.head import RECORD, features, with_head
-from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.predictive import fit_temperature, probabilities
 from linnet.models import load_model
 from linnet.progress import waiting
@@ -25,15 +22,16 @@ from linnet.report import Comparison, Reliability
 from linnet.report.wording import number
 from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.runs.folder import Origin, SavedRun, TestSource, TrainingSamples, temperatures_of, test_digest
+from linnet.runs.kinds import loss_of
 from linnet.runs.place import KERNEL_FILE, check_out, made_folder
 from linnet.runs.settings import Network, Settings, Solving, Source
+from linnet.runs.solving import solve
 from linnet.runs.stages import Stages
 from linnet.tangent.batch import split
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.preflight import Preflight, preflight
 
-PILOT = 1500  # equations of the small dual fit that chooses the ridge of a large one
 ALL = "leave it out to take all"
 PROBED = (
     "The derivatives of the lower layers are taken at a linear probe that was fitted on the same labels: "
@@ -103,9 +101,9 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
     with stages.measure("preflight"), waiting("preflight"):
         report = _checked(probe, x, solving)  # a centered head would hide randomness
     with stages.measure("fit"):
-        fit, pilot = _solve(lin, (x, y), solving, out)
+        fit, pilot = solve(lin, (x, y), solving, out / KERNEL_FILE)
     temperatures = None if task.classes is None else temperatures_of(pilot or fit)
-    if centered:
+    if centered and fit.held_out is None:
         fit.record = replace(fit.record, warnings=(*fit.record.warnings, PROBED))
     run = SavedRun(
         _origin(network, head, centered), fit, _samples(task), task.classes, (task.transform, task.targets),
@@ -172,7 +170,8 @@ def _headed(
     width = own.reshape(len(own), -1).shape[1]
     init = network.head
     if init == "auto":
-        init = "keep" if task.classes is None and width == outputs else choose_head(model, x[:1], len(x))
+        kept = task.classes is None and width == outputs
+        init = "probe" if network.cross_fit else "keep" if kept else choose_head(model, x[:1], len(x))
     if init == "keep":
         if width != outputs:
             raise ModelError(
@@ -182,8 +181,9 @@ def _headed(
             )
         return model, None
     generator = torch.Generator().manual_seed(0)
+    given = (x, y) if init == "probe" else None
     return with_head(
-        model, outputs, init=init, data=(x, y) if init == "probe" else None, generator=generator
+        model, outputs, init=init, data=given, generator=generator, cross_fit=network.cross_fit
     ), outputs
 
 
@@ -202,79 +202,6 @@ def choose_head(model: nn.Module, x: Tensor, samples: int) -> str:
         ``"probe"``, or ``"random"`` where N is smaller than the number of features of the last layer.
     """
     return "probe" if samples >= features(model, x).shape[1] else "random"
-
-
-def _solve(
-    lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, out: Path
-) -> tuple[LinearFit, LinearFit | None]:
-    """The fit, and the pilot fit that chose for it where the kernel is too large."""
-    file = out / KERNEL_FILE
-    reason = "asked for"
-    if solving.solver != "cg":
-        criterion, why = _criterion(solving, data[1])
-        solver = "dual" if isinstance(criterion, str) else solving.solver
-        try:
-            found = fit_linear(
-                lin, data, ridge=criterion, solver=solver, memory=solving.memory, file=str(file)
-            )
-            if isinstance(criterion, str):
-                found.record.reasons["ridge"] += why
-                if solving.solver == "auto":
-                    found.record.reasons["solver"] = "the ridge is chosen from the kernel's eigenvalues"
-            if found.solver == "dual":
-                return found, None
-            reason = found.record.reasons["solver"]
-        except MemoryBudgetError as error:
-            if solving.solver == "dual":
-                raise
-            reason = f"the kernel is too large: {error.what}"
-        finally:
-            file.unlink(missing_ok=True)  # the fit has it from here on; a partial one stays for the next run
-    fit, pilot = _solve_large(lin, data, solving)
-    fit.record.reasons["solver"] = reason
-    return fit, pilot
-
-
-def _criterion(solving: Solving, y: Tensor) -> tuple[float | str, str]:
-    """The ridge or its criterion, and why it is not what auto usually is."""
-    counts = None if y.is_floating_point() else torch.bincount(y.cpu().flatten())
-    if solving.ridge == "auto" and counts is not None and bool((counts == 1).any()):
-        return "evidence", (
-            "; by evidence and not by leave-one-out, which says nothing of a class with one sample, "
-            f"and {int((counts == 1).sum())} class(es) have one"
-        )
-    return solving.criterion, ""
-
-
-def _solve_large(
-    lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving
-) -> tuple[LinearFit, LinearFit]:
-    """Conjugate gradients, with the ridge and the temperature of a dual fit of some of the samples."""
-    x, y = data
-    outputs = lin.base(x[:1]).shape[1]
-    count = max(2, min(len(x), PILOT // outputs))
-    if y.is_floating_point():
-        rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:count].sort().values
-    else:
-        shots = max(1, min(count // outputs, int(torch.bincount(y.cpu(), minlength=outputs).min())))
-        rows = torch.from_numpy(draw_shots(y.cpu().numpy(), shots, 0, [str(c) for c in range(outputs)]))
-    rows = rows.to(x.device)
-    budget = parse_bytes(solving.memory, lin.function.device)
-    rank = min(100, len(x), budget // (16 * lin.space.dim * lin.function.dtype.itemsize))
-    criterion, why = _criterion(solving, y[rows])
-    try:
-        pilot = fit_linear(lin, (x[rows], y[rows]), ridge=criterion, solver="dual", memory=solving.memory)
-    except MemoryBudgetError as error:
-        raise MemoryBudgetError(
-            f"the fit of {len(rows)} samples that chooses ridge and temperature is too large: {error.what}",
-            error.expected,
-            remedy="raise memory=, or fit fewer parameters with params=",
-        ) from error
-    fit = fit_linear(lin, data, ridge=pilot.ridge, solver="cg", memory=solving.memory, rank=int(rank))
-    if isinstance(criterion, str):
-        part = "all samples" if len(rows) == len(x) else f"{len(rows)} of {len(x)} of the samples"
-        fit.record.reasons["ridge"] = f"chosen by {criterion} on {part}{why}"
-    return fit, pilot
 
 
 def _origin(network: Network, head: int | None, centered: bool) -> Origin:
@@ -327,6 +254,8 @@ def _own_scores(
     if found.probs is None:
         return [score_values("linear fit", found.mean, task.test.y, found.std, seconds)], []
     note = f"{run.fit.solver} solver, ridge {number(run.fit.ridge)}"
+    if loss_of(run.fit) != "squared":
+        note = f"{loss_of(run.fit)}, {note}"
     row = score_classes("linear fit", found.probs, task.test.y, seconds, note)
     return [row], [reliability("linear fit", found.probs, task.test.y)]
 

@@ -13,13 +13,12 @@ import torch
 
 from linnet.data import TaskData
 from linnet.errors import DataError, InputError
-from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.fit import fit as fit_linear
-from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.report import Comparison, FitRecord, Forgetting, Notes, Run, Scores, Timing, TrainingSet
 from linnet.report.wording import duration
 from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.runs.folder import SavedRun, TrainingSamples, load_test, test_digest
+from linnet.runs.kinds import Fit, certificate_of, refit_arguments, solved_anew
 from linnet.runs.newdata import NewSamples
 from linnet.runs.pages import choices, facts, held_out, seen, suspects, training_set
 from linnet.tangent.batch import Inputs, split, tensors_in
@@ -165,25 +164,20 @@ def _hashes(x: Inputs) -> list[str]:
 
 
 @torch.no_grad()
-def _compare(fit: LinearFit, verify: bool) -> tuple[float | None, float | None]:
+def _compare(fit: Fit, verify: bool) -> tuple[float | None, float | None]:
     """Largest difference of training outputs from a solution from scratch, and its time."""
     start = time.perf_counter()
     if verify:
         labels = fit.labels
         data = (fit.x, fit.targets if labels is None else labels)
-        scale = fit._targets.scale
-        anew = fit_linear(
-            Linearized(fit.module.function), data, ridge=fit.ridge, solver=fit.solver, scale=scale
-        )
+        options: Any = refit_arguments(fit)
+        lin = Linearized(fit.module.function)
+        anew = fit_linear(lin, data, ridge=fit.ridge, solver=fit.solver, **options)
         seconds = time.perf_counter() - start
         return float((anew.predict(fit.x) - fit.predict(fit.x)).abs().max()), seconds
-    if not isinstance(fit.system, Dual):
-        return None, None
-    system = Dual(fit.system.kernel, fit.system.residual, fit.ridge)
+    gap = solved_anew(fit)
     seconds = time.perf_counter() - start
-    # outputs on the training samples are f₀ + Kβ
-    gap = fit.system.kernel @ (system.beta - fit.system.beta).reshape(-1)
-    return float(gap.abs().max()), seconds
+    return (None, None) if gap is None else (float(gap.abs().max()), seconds)
 
 
 def report_change(change: Change, command: str, out: Path, title: str) -> tuple[dict[str, Any], Run]:
@@ -280,7 +274,7 @@ def _forgetting(change: Change, scores: list[tuple[Comparison, Predictions]]) ->
             if getattr(now, field) is not None:
                 table.append((what, getattr(then, field), getattr(now, field)))
     table.append(
-        ("relative residual of the equations", before.system.certificate(), after.system.certificate())
+        (f"certificate ({certificate_of(after)})", before.system.certificate(), after.system.certificate())
     )
     how = "The comparison ran the network again, kernel included." if change.verified else (
         "The comparison solves the equations of the remaining samples from scratch."

@@ -14,12 +14,14 @@ from torch import Tensor
 from linnet.data import Standardize
 from linnet.errors import NumericalError
 from linnet.memory import parse_bytes
-from linnet.methods.fitting.dual import Dual, Spectrum
+from linnet.methods.fitting.dual import Spectrum
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.predictive import probabilities
+from linnet.methods.fitting.softmax_fit import SoftmaxFit
 from linnet.progress import track, waiting
 from linnet.report import Comparison, Reliability, RidgePath
 from linnet.report.measures import calibration_error, reliability_bins
+from linnet.runs.kinds import Fit, kernel_and_residual
 from linnet.tangent.batch import batch_size, split
 
 Array = np.ndarray[Any, Any]
@@ -56,7 +58,7 @@ class Predictions:
 
 
 def predict(
-    fit: LinearFit,
+    fit: Fit,
     x: Tensor,
     scale: Standardize | None = None,
     temperatures: tuple[float, float] | None = None,
@@ -101,7 +103,7 @@ def predict(
     return Predictions(_numpy(mean), None if variance is None else _numpy(variance.sqrt()), None, note)
 
 
-def _pieces(fit: LinearFit, x: Tensor, what: str) -> Any:
+def _pieces(fit: Fit, x: Tensor, what: str) -> Any:
     """X in pieces whose kernel with the training samples is small."""
     outputs = fit.system.c
     row = 24 * outputs * fit.n * outputs  # the kernel in float32, in float64, and its product with M
@@ -212,7 +214,7 @@ def ridge_path(fit: LinearFit, spectrum: Spectrum, x: Tensor | None, labels: Arr
     )  # fmt: skip
 
 
-def spectrum_of(fit: LinearFit) -> Spectrum | None:
+def spectrum_of(fit: Fit) -> Spectrum | None:
     """The eigendecomposition of a dual fit's kernel.
 
     Args:
@@ -221,11 +223,30 @@ def spectrum_of(fit: LinearFit) -> Spectrum | None:
     Returns:
         The decomposition, or None for a fit by conjugate gradients.
     """
-    if not isinstance(fit.system, Dual):
+    found = kernel_and_residual(fit)
+    if found is None:
         return None
     size = fit.n * fit.system.c
     with waiting(f"eigenvalues of {size} equations", eigen_seconds(size)):
-        return fit.system.spectrum
+        return Spectrum(*found) if isinstance(fit, SoftmaxFit) else fit.system.spectrum  # type: ignore[union-attr]
+
+
+def softmax_path(fit: SoftmaxFit) -> RidgePath | None:
+    """Every criterion along the ridge, where a cross-entropy fit has chosen it.
+
+    Args:
+        fit: The fit.
+
+    Returns:
+        The path, with log losses as errors; None where the ridge was given.
+    """
+    path = fit.chosen_path
+    if path is None:
+        return None
+    return RidgePath(
+        _numpy(path.ridges), _numpy(path.loo_error), fit.ridge, _numpy(path.loo_accuracy), None, None,
+        _numpy(path.evidence),
+    )  # fmt: skip
 
 
 def eigen_seconds(size: int, probe: int = 200) -> float:

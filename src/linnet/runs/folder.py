@@ -27,6 +27,7 @@ from linnet.methods.fitting.head import with_head
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.load_fit import load_fit
 from linnet.models import apply_weights, load_model
+from linnet.runs.kinds import Fit, known_outputs
 from linnet.runs.place import RECORD
 
 Array = np.ndarray[Any, Any]
@@ -134,14 +135,14 @@ class SavedRun:
     """
 
     origin: Origin
-    fit: LinearFit
+    fit: Fit
     samples: TrainingSamples
     classes: tuple[str, ...] | None
     transforms: tuple[ImageTransform | Standardize | None, Standardize | None]
     test: TestSource | None
     temperatures: tuple[float, float] | None
 
-    def changed(self, fit: LinearFit, samples: TrainingSamples) -> SavedRun:
+    def changed(self, fit: Fit, samples: TrainingSamples) -> SavedRun:
         """The run after its training samples changed.
 
         Args:
@@ -184,7 +185,7 @@ class SavedRun:
         return scale(y, dtype) if scale else torch.from_numpy(y).to(dtype)
 
 
-def temperatures_of(fit: LinearFit) -> tuple[float, float] | None:
+def temperatures_of(fit: Fit) -> tuple[float, float] | None:
     """T of the softmax, fitted to leave-one-out outputs with and without their variance.
 
     Args:
@@ -260,7 +261,7 @@ def load_run(folder: Path, device: str = "cpu", memory: str | None = None) -> Sa
         None if record["scale"] is None else Standardize(**record["scale"]),
     )
     temperatures = None if record["temperatures"] is None else tuple(record["temperatures"])
-    if temperatures is not None:
+    if temperatures is not None and isinstance(fit, LinearFit):
         fit._temperature, fit._point_temperature = temperatures
     return SavedRun(origin, fit, samples, classes, transforms, test, temperatures)
 
@@ -347,13 +348,12 @@ def _build(folder: Path, origin: Origin) -> nn.Module:
 
 
 @torch.no_grad()
-def _check_network(folder: Path, fit: LinearFit, origin: Origin) -> None:
+def _check_network(folder: Path, fit: Fit, origin: Origin) -> None:
     """Require that the network still computes what it computed when it was fitted."""
     from linnet.tangent.batch import take
 
     rows = slice(0, min(4, fit.n))
-    # on the training samples f = t − ρβ
-    known = (fit.targets.double() - fit.ridge * fit.system.beta.double())[rows]
+    known = known_outputs(fit, rows)
     now = fit.predict(take(fit.x, rows)).double()
     # float32 outputs on another machine or device may differ in the last digits
     if not torch.allclose(now, known, rtol=1e-2, atol=1e-3 * (1 + float(known.abs().max()))):

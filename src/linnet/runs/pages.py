@@ -13,7 +13,7 @@ from linnet import __version__
 from linnet.data import Part
 from linnet.files import write_json
 from linnet.methods.fitting.dual import Spectrum as Eigen
-from linnet.methods.fitting.linear_fit import LinearFit
+from linnet.methods.fitting.softmax_fit import SoftmaxFit
 from linnet.report import (
     Choice,
     Coverage,
@@ -34,8 +34,9 @@ from linnet.report import (
 )
 from linnet.report.measures import ranking
 from linnet.runs.adaptation import Adaptation
-from linnet.runs.evaluation import Predictions, ridge_path, spectrum_of
+from linnet.runs.evaluation import Predictions, ridge_path, softmax_path, spectrum_of
 from linnet.runs.folder import SavedRun, TrainingSamples
+from linnet.runs.kinds import Fit, certificate_of, contradiction, loss_of
 from linnet.tangent.preflight import Preflight
 
 Array = np.ndarray[Any, Any]
@@ -69,7 +70,9 @@ def adaptation_page(found: Adaptation, title: str) -> Run:
     with found.stages.measure("ridge path and spectrum"):
         eigen = spectrum_of(run.fit)
         path = None
-        if eigen is not None:
+        if isinstance(run.fit, SoftmaxFit):
+            path = softmax_path(run.fit)
+        elif eigen is not None:
             x = task.tensors("test")[0].to(run.fit.module.function.device)
             path = ridge_path(run.fit, eigen, x, task.test.y if task.classes else None)
     with found.stages.measure("influence and leave-one-out"):
@@ -100,7 +103,7 @@ def training_set(run: SavedRun) -> TrainingSet:
     return TrainingSet(samples, informative, suspects(run.fit))
 
 
-def doubts(fit: LinearFit) -> Array:
+def doubts(fit: Fit) -> Array:
     """How much the fit of all the other samples contradicts each label.
 
     Args:
@@ -109,11 +112,10 @@ def doubts(fit: LinearFit) -> Array:
     Returns:
         The norm of the leave-one-out residual, in units of the targets, (N,).
     """
-    outputs = fit.loo()
-    return np.asarray((fit.targets.to(outputs) - outputs).norm(dim=1).cpu().numpy())
+    return np.asarray(contradiction(fit).cpu().numpy())
 
 
-def suspects(fit: LinearFit) -> tuple[Suspect, ...]:
+def suspects(fit: Fit) -> tuple[Suspect, ...]:
     """Training samples whose label the fit of all the others contradicts.
 
     Args:
@@ -226,13 +228,25 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
         head, why = f"new, {run.origin.head} outputs", "the labels have no part in it"
     if run.origin.centered:
         head, why = f"{head}, linear probe", "more samples than features; the ridge draws it to zero"
+        if fit.held_out is not None:
+            head, why = (
+                f"{head}, cross-fitted",
+                "leave-one-out leaves out its part too; the ridge draws it to zero",
+            )
     made = [
         Choice("head", head, why),
         Choice("solver", fit.solver, reasons.get("solver", "")),
         Choice("ridge", f"{fit.ridge:.4g}", reasons.get("ridge", "")),
-        Choice("noise variance", f"{fit.noise:.4g}", "highest evidence at this ridge"),
     ]  # fmt: skip
-    if run.temperatures is not None:
+    if "loss" in reasons or isinstance(fit, SoftmaxFit):
+        made.insert(1, Choice("loss", loss_of(fit), reasons.get("loss", "asked for")))
+    if isinstance(fit, SoftmaxFit):
+        made.append(Choice("optimum", f"{fit.system.steps} Newton steps", reasons.get("newton", "")))
+        if "leave-one-out" in reasons:
+            made.append(Choice("leave-one-out", "approximate", reasons["leave-one-out"]))
+    else:
+        made.append(Choice("noise variance", f"{fit.noise:.4g}", "highest evidence at this ridge"))
+    if run.temperatures is not None and not isinstance(fit, SoftmaxFit):
         made.append(
             Choice("softmax temperature", f"{run.temperatures[0]:.4g}", "likeliest leave-one-out predictions")
         )
@@ -258,11 +272,11 @@ def facts(run: SavedRun) -> tuple[tuple[str, str], ...]:
         ("network", Path(run.origin.spec).name),
         ("weights fitted", f"{fit.module.space.dim:,}"),
         ("training samples", str(fit.n)),
-        ("certificate (relative residual)", f"{fit.system.certificate():.1e}"),
+        (f"certificate ({certificate_of(fit)})", f"{fit.system.certificate():.1e}"),
     )
 
 
-def _spectrum(fit: LinearFit, eigen: Eigen | None) -> Spectrum | None:
+def _spectrum(fit: Fit, eigen: Eigen | None) -> Spectrum | None:
     """The kernel's eigenvalues."""
     return None if eigen is None else Spectrum(eigen.values.cpu().numpy(), fit.ridge)
 

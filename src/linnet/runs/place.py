@@ -16,7 +16,7 @@ _FILES = (
     RECORD, "model.safetensors", "linear-fit.safetensors", "samples.safetensors",
     "result.json", "report.html", "predictions.csv", "predictions.json", REPLAY,
 )  # fmt: skip
-_FOLDERS = ("predict", "explain")
+_FOLDERS = ("predict", "explain", "spectrum")
 
 
 def check_out(out: Path, source: Path | None = None) -> None:

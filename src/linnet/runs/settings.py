@@ -13,6 +13,7 @@ from linnet.errors import InputError
 
 HEADS = ("auto", "probe", "random", "zero", "keep")
 SOLVERS = ("auto", "dual", "cg")
+LOSSES = ("auto", "squared", "cross-entropy")
 LEAVE = "leave it out to have it chosen"
 CRITERIA = {"auto": "loo", "loo": "loo", "gcv": "gcv", "evidence": "evidence"}
 
@@ -27,19 +28,27 @@ class Network:
         arguments: Keyword arguments of the factory.
         head: ``"probe"``, ``"random"``, ``"zero"``, ``"keep"``, or ``"auto"``: for a regression the old head
             where it fits, else a probe, or a random one where there are fewer samples than features.
+        cross_fit: Folds of a probe, so that leave-one-out leaves out its part too; 0 for none.
 
     Raises:
-        InputError: The head is none of these.
+        InputError: The head is none of these, or is no probe and to be cross-fitted.
     """
 
     spec: str
     weights: Path | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     head: str = "auto"
+    cross_fit: int = 0
 
     def __post_init__(self) -> None:
         if self.head not in HEADS:
             raise InputError(f"head is {self.head!r}", expected=f"one of {', '.join(HEADS)}", remedy=LEAVE)
+        if self.cross_fit and self.head not in ("auto", "probe"):
+            raise InputError(
+                f"cross_fit is {self.cross_fit} with head {self.head!r}",
+                expected="a probe: other heads have seen no label",
+                remedy="leave --cross-fit out, or pass --head probe",
+            )
 
 
 @dataclass(frozen=True)
@@ -79,9 +88,10 @@ class Solving:
         params: Parameters to fit, by name or regular expression.
         memory: Budget such as ``"2GB"``.
         device: Where to compute.
+        loss: ``"squared"``, ``"cross-entropy"``, or ``"auto"``: the one of lower leave-one-out log loss.
 
     Raises:
-        InputError: The ridge, the solver or the device makes no sense.
+        InputError: The ridge, the solver, the loss or the device makes no sense.
     """
 
     ridge: float | str = "auto"
@@ -89,8 +99,11 @@ class Solving:
     params: str | None = None
     memory: str | None = None
     device: str = "cpu"
+    loss: str = "squared"
 
     def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise InputError(f"loss is {self.loss!r}", expected=f"one of {', '.join(LOSSES)}", remedy=LEAVE)
         if isinstance(self.ridge, str) and self.ridge not in CRITERIA:
             raise InputError(
                 f"ridge is {self.ridge!r}",

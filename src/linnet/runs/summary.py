@@ -59,6 +59,7 @@ def print_adaptation(result: dict[str, Any]) -> list[str]:
         f"{result['title']}: {result['train']} training and {result['test']} test samples, {task}; "
         f"{fit['parameters']:,} weights",
         *score_table([Comparison(**row) for row in result["scores"]]),
+        *([f"loss {_loss(fit)}: {fit['reasons']['loss']}"] if "loss" in fit["reasons"] else []),
         f"ridge {number(fit['ridge'])}: {fit['reasons'].get('ridge', '')}",
         f"solver {fit['solver']}: {fit['reasons'].get('solver', '')}",
         "time: " + ", ".join(f"{step} {_cell(duration, t)}" for step, t in result["seconds"].items()),
@@ -66,6 +67,11 @@ def print_adaptation(result: dict[str, Any]) -> list[str]:
         *written(Path(result["out"])),
     ]
     return [line.replace("\u202f", " ") for line in lines]
+
+
+def _loss(fit: dict[str, Any]) -> str:
+    """The loss of a fit, from its summary."""
+    return str(fit.get("loss", "squared"))
 
 
 def score_table(rows: list[Comparison]) -> list[str]:
@@ -167,7 +173,8 @@ def print_change(result: dict[str, Any]) -> list[str]:
     ]
     if result["scores"]:
         lines += score_table([Comparison(**row) for row in reversed(result["scores"])])
-    lines.append(f"certificate: relative residual of the equations {result['certificate']:.1e}")
+    what = "norm of the gradient" if _loss(result["fit"]) == "cross-entropy" else "residual of the equations"
+    lines.append(f"certificate: relative {what} {result['certificate']:.1e}")
     if result["difference"] is not None:
         how = "the whole fit made anew" if result["verified"] else "the equations solved from scratch"
         lines.append(

@@ -29,6 +29,14 @@ from linnet.methods.spectrum.spectral_density import (
     effective_dimension,
     spectral_density,
 )
+from linnet.methods.spectrum.task_linearity import (
+    HeldOut,
+    LabelEnergy,
+    LinearityGap,
+    TaskLinearity,
+    task_linearity,
+)
+from linnet.methods.spectrum.verdict import Verdict
 
 __all__ = [
     "gram",
@@ -52,4 +60,10 @@ __all__ = [
     "linear_advantage",
     "Advantage",
     "TrainingRun",
+    "task_linearity",
+    "TaskLinearity",
+    "LabelEnergy",
+    "HeldOut",
+    "LinearityGap",
+    "Verdict",
 ]

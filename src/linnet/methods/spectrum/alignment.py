@@ -31,7 +31,7 @@ from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
 BLOCK = 256  # examples differentiated at once, memory permitting
-ROWS = 4096  # parameters squared at once
+ROWS = 256  # parameters squared at once: a part that stays in the cache
 
 
 @in_exact_mode

@@ -1,0 +1,128 @@
+"""`linnet spectrum`: what the tangent kernel says about a task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def spectrum(
+    *,
+    run: Path | None = None,
+    model: str | None = None,
+    data: Path | None = None,
+    out: Path | None = None,
+    weights: Path | None = None,
+    model_args: dict[str, Any] | None = None,
+    shots: int | None = None,
+    tests: int | None = None,
+    ridge: float | str = "auto",
+    solver: str = "auto",
+    params: str | None = None,
+    head: str = "auto",
+    mean: str = "none",
+    std: str | None = None,
+    size: int | None = None,
+    channels: int | None = None,
+    target: str | None = None,
+    top: int | None = None,
+    samples: int | None = None,
+    memory: str | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Say whether a task is linear for a network: its kernel's spectrum, the labels in it, and a verdict.
+
+    Args:
+        run: The folder of a finished run to look at; then no network and data are named.
+        model: The network: ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``.
+        data: The data: an image folder with one folder a class, an ``.npz`` archive or a ``.csv`` table.
+        out: The folder for the report; spectrum in the run's folder by default.
+        weights: A file of weights for the network with its old head: ``.safetensors``, ``.npz``, or torch's.
+        model_args: Keyword arguments of the factory, as a JSON object.
+        shots: Training samples of each class, or of all in a regression; all there are by default.
+        tests: Test samples to evaluate on, drawn at random; all by default.
+        ridge: The ridge, a positive number, or how to choose it: auto, loo, gcv, evidence.
+        solver: How to solve: dual (the kernel), cg (conjugate gradients), or auto.
+        params: The parameters to fit, by name or regular expression; all of them by default.
+        head: The head to start from: probe (a linear probe), random, zero, keep or auto, as for linnet adapt.
+        mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas.
+        std: Standard deviations that go with numbers in mean.
+        size: Height and width that images are scaled to, in pixels.
+        channels: Color channels that the network expects, 1 or 3.
+        target: The column of a table to predict; the last by default.
+        top: Leading directions of the kernel to speak of; 50 by default, or a fifth of all if fewer.
+        samples: Training samples to take the spectrum on, drawn at random; by default all, or as many as the
+            memory and a few seconds allow where the kernel is not there already.
+        memory: The budget, such as 2GB; half of what is free by default.
+        device: The device to compute on, such as cpu or cuda.
+        seed: Seed of the split and of the draws.
+
+    Returns:
+        Eigenvalues, the labels' share of the leading directions, their alignment, leave-one-out, the
+        linearity gap, and the verdict with its reasons.
+
+    Raises:
+        InputError: Neither a run nor a network with data is named, or both.
+    """
+    from linnet.runs.pages import write
+    from linnet.runs.settings import check_device
+    from linnet.runs.spectrum import (
+        check_place,
+        examine,
+        from_run,
+        from_settings,
+        page_of,
+        print_spectrum,
+        result_of,
+    )
+
+    _check_subject(run, model, data, out)
+    folder = out if out is not None else Path(run or "") / "spectrum"
+    check_place(folder, run)
+    check_device(device)
+    if run is not None:
+        subject, title = from_run(run, device, memory), f"Is the task of {run.name} linear?"
+    else:
+        from linnet.data import image_transform
+        from linnet.runs.settings import Network, Settings, Solving, Source
+
+        assert model is not None
+        assert data is not None
+        settings = Settings(
+            Network(model, weights, model_args or {}, head),
+            Source(data, image_transform(mean, std, size, channels), shots, tests, seed, target),
+            Solving(ridge, solver, params, memory, device),
+            baseline=0,
+        )
+        subject = from_settings(settings, folder)
+        title = f"Is {data.stem} linear for {model.rpartition(':')[2]}?"
+    found = examine(subject, top, samples, memory)
+    result = result_of(found, title, folder)
+    write(folder, result, page_of(found, title))
+    for line in print_spectrum(found, title, folder):
+        print(line)
+    return result
+
+
+def _check_subject(run: Path | None, model: str | None, data: Path | None, out: Path | None) -> None:
+    """Require a run, or a network with its data and a folder for the report, and not both."""
+    from linnet.errors import InputError
+
+    given = {"--model": model, "--data": data}
+    if run is not None:
+        extra = [name for name, value in given.items() if value is not None]
+        if extra:
+            raise InputError(
+                f"{' and '.join(extra)} given together with --run",
+                expected="a finished run, or a network with data",
+                remedy="leave one of them out",
+            )
+        return
+    missing = [name for name, value in {**given, "--out": out}.items() if value is None]
+    if missing:
+        raise InputError(
+            f"{' and '.join(missing)} must be given where there is no --run",
+            expected="linnet spectrum --run RUN, or linnet spectrum --model M --data D --out FOLDER",
+            remedy="linnet spectrum --help shows every option",
+        )
