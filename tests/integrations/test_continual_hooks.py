@@ -173,3 +173,38 @@ def test_pairs_leave_task_labels_out() -> None:
     pairs = Pairs(Labeled(0))
     assert len(pairs) == 24
     assert len(pairs[0]) == 2
+
+
+class MultiTaskModule(nn.Module):
+    """Named as Avalanche's base of networks that take task labels."""
+
+
+class TakesLabels(MultiTaskModule):
+    """A head for each of two tasks, by label, filled in as Avalanche's ``MultiTaskModule`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 5), nn.Tanh())
+        self.heads = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+
+    def forward(self, x: torch.Tensor, task_labels: torch.Tensor) -> torch.Tensor:
+        inner = self.body(x)
+        out = torch.zeros(len(x), 3, dtype=inner.dtype, device=inner.device)
+        for label in task_labels.unique():
+            mask = task_labels == label
+            out[mask] = self.heads[int(label)](inner[mask])
+        return out
+
+
+def test_networks_that_take_task_labels_get_them(float64: torch.dtype) -> None:
+    torch.manual_seed(2)
+    net = TakesLabels()
+    single = nn.Sequential(*net.body, net.heads[0])  # the same tensors, without the other head
+    method, plain = MAKERS["online"](net), MAKERS["online"](single)
+    strategy = SimpleNamespace(experience=SimpleNamespace(dataset=Labeled(0)), model=net)
+    AvalancheHooks(method).after_training_exp(strategy)
+    plain.consolidate(small_task(0))
+    moved_away(net)
+    assert method.penalty().item() == pytest.approx(plain.penalty().item(), rel=1e-8)
+    gradients = torch.autograd.grad(method.penalty(), list(net.heads[1].parameters()), allow_unused=True)
+    assert all(g is None or g.abs().max() == 0 for g in gradients)

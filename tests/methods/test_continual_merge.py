@@ -47,6 +47,23 @@ def test_equal_tasks_of_singular_curvature(merge: str, float64: torch.dtype) -> 
     torch.testing.assert_close(gradient(net, method.penalty()), want, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("merge", MERGES)
+def test_equal_tasks_count_once_each_in_the_other_methods(merge: str, float64: torch.dtype) -> None:
+    net, task, tasks = small_network(), small_task(0), 3
+    g = linnet.curvature(net, task, Categorical(), "kfac").dense()
+    methods = (
+        NonOnlineLaplace(net, Categorical(), merge=merge, prior_precision=0.0),
+        EWC(net, Categorical(), "kfac", variant="online", merge=merge),
+        EWC(net, Categorical(), "kfac"),
+    )
+    for method in methods:
+        for _ in range(tasks):
+            method.consolidate(task)
+    delta = moved_away(net)
+    for method in methods:
+        torch.testing.assert_close(gradient(net, method.penalty()), tasks * g @ delta, rtol=1e-8, atol=1e-10)
+
+
 def test_a_list_of_products_is_the_exact_sum(float64: torch.dtype) -> None:
     net = small_network()
     exact = OnlineLaplace(net, Categorical(), merge="exact", prior_precision=0.0)
@@ -80,6 +97,29 @@ def test_memory_is_constant_in_the_number_of_tasks(structure: str) -> None:
             one.consolidate(small_task(seed))
             found.append(one.nbytes())
     assert len(set(sizes)) == len(set(online_sizes)) == 1
+
+
+def tensors(state: object) -> list[Tensor]:
+    """All tensors of a state."""
+    if isinstance(state, Tensor):
+        return [state]
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return [tensor for value in values for tensor in tensors(value)]
+
+
+@pytest.mark.parametrize("merge", ["svd", "kl", "count"])
+def test_the_bytes_of_all_tensors_kept_are_constant(merge: str) -> None:
+    net = small_network()
+    method = OnlineLaplace(net, Categorical(), merge=merge)
+    found = []
+    for seed in range(5):
+        method.consolidate(small_task(seed))
+        kept = tensors(method.state_dict())
+        assert method.nbytes() == sum(t.numel() * t.element_size() for t in kept)
+        assert all(t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in kept)
+        found.append(method.nbytes())
+    # A and G of both layers, and μ
+    assert set(found) == {4 * (5 * 5 + 5 * 5 + 6 * 6 + 3 * 3 + 43)}
 
 
 def test_lists_grow_by_a_term_a_task() -> None:

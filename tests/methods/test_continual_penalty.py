@@ -354,6 +354,27 @@ def test_to_moves_to_a_device(name: str) -> None:
     assert method.to("cpu", torch.float32).penalty().item() == pytest.approx(before, rel=1e-6)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
+@pytest.mark.parametrize("name", MAKERS)
+def test_states_move_between_devices(name: str) -> None:
+    net = small_network()
+    method = MAKERS[name](net)
+    train(net, method, small_task(0))
+    method.consolidate(small_task(0))
+    moved_away(net)
+    before, state = method.penalty().item(), method.state_dict()
+    net.cuda()
+    assert method.penalty().item() == pytest.approx(before, rel=1e-5)  # it follows the network
+    other = MAKERS[name](net)
+    other.load_state_dict(state)
+    assert other.penalty().device.type == "cuda"
+    assert other.penalty().item() == pytest.approx(before, rel=1e-5)
+    net.cpu()
+    back = MAKERS[name](net)
+    back.load_state_dict(other.state_dict())
+    assert back.penalty().item() == pytest.approx(before, rel=1e-5)
+
+
 def test_autocast_does_not_reach_the_penalty() -> None:
     net = small_network()
     method = OnlineLaplace(net, Categorical())

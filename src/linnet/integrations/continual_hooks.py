@@ -57,11 +57,12 @@ class AvalancheHooks:
         """Remember the experience that has been learned.
 
         Args:
-            strategy: The strategy; its ``experience.dataset`` is read.
+            strategy: The strategy; its ``experience.dataset`` is read, and whether its ``model`` is one of
+                Avalanche's modules that take task labels.
             *args: Not used.
             **kwargs: Not used.
         """
-        self.method.consolidate(Pairs(strategy.experience.dataset))
+        self.method.consolidate(Pairs(strategy.experience.dataset, labeled=_takes_labels(strategy)))
 
 
 class LightningHooks:
@@ -136,18 +137,25 @@ class Pairs(Dataset[Any]):
     """A data set of (x, y, task label) samples as one of (x, y).
 
     Args:
-        dataset: Samples with at least two entries.
+        dataset: Samples with at least two entries, the task label last.
+        labeled: Whether the network takes the task label as well: samples are ((x, task label), y) then.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, labeled: bool = False) -> None:
+        self.dataset, self.labeled = dataset, labeled
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         sample = self.dataset[index]
-        return sample[0], sample[1]
+        return ((sample[0], sample[-1]) if self.labeled else sample[0]), sample[1]
+
+
+def _takes_labels(strategy: Any) -> bool:
+    """Whether the strategy calls its model with task labels, as Avalanche does with a ``MultiTaskModule``."""
+    model = getattr(strategy, "model", None)
+    return any(kind.__name__ == "MultiTaskModule" for kind in type(model).__mro__)
 
 
 def avalanche_plugin(method: ContinualMethod, mean: bool = True) -> Any:

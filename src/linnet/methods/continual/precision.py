@@ -189,8 +189,9 @@ def _of_weight_and_bias(terms: Sequence[Kronecker], pieces: Sequence[Tensor]) ->
         if len(pieces) == 1:
             found = [term.left @ (weight @ right)]
         else:
-            inner = torch.addr(weight @ right[:m, :m], pieces[1], right[m, :m])
-            last = torch.mv(weight, right[:m, m]) + right[m, m] * pieces[1]
+            edge = right[m, :m]  # r₂₁ = r₁₂ᵀ
+            inner = torch.addr(weight @ right[:m, :m], pieces[1], edge)
+            last = torch.addcmul(torch.mv(weight, edge), right[m, m], pieces[1])
             found = [term.left @ inner, torch.mv(term.left, last)]
         totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
     return [total.view(piece.shape) for total, piece in zip(totals, pieces, strict=True)]
