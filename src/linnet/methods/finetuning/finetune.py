@@ -14,8 +14,9 @@ from linnet.methods.finetuning.augment import Augmentation
 from linnet.methods.finetuning.course import Course, Log, Optimization, Reporting
 from linnet.methods.finetuning.examples import Examples
 from linnet.methods.finetuning.finetuned import Finetuned
+from linnet.methods.finetuning.plan import Plan, Problem
 from linnet.methods.finetuning.prepared import Shaping
-from linnet.methods.finetuning.recipe_runs import Plan, Problem, exact, searched
+from linnet.methods.finetuning.recipe_runs import exact, searched
 from linnet.methods.finetuning.recipes import (
     BATCH_SIZE,
     MOMENTUM,
@@ -88,6 +89,10 @@ def finetune(
     statistics. With preconditioner the learning rate follows the batch size at one effective learning rate
     η/((1 − m) b), the same for every task; without it, squared loss starts from the largest eigenvalue of
     its Hessian. Step, order and augmentation are functions of the seed: the same call gives the same bits.
+
+    Steps of SGD on a linear model whose images do not change are taken in the coordinates of its kernel where
+    that costs less and fits ``memory``: the same iterates, at a price that does not depend on the network. A
+    weight decay that would take less than a thousandth of δ is then left out of preconditioned steps.
 
     Where the loss is squared and augmentation is not random the optimum has a closed form:
     ``solver="exact"`` goes there at once, through :func:`linnet.fit` at ridge ρ = N λ, or at ``ridge``.

@@ -304,6 +304,21 @@ class HeadProblem:
     layer: str
     features: Callable[[Examples], Examples]
 
+    def module(self) -> Linearized:
+        """The model to train, at δ = 0."""
+        return Linearized(self.lin.function)
+
+    def held(self, source: Examples) -> Examples:
+        """Held-out examples as features with their targets.
+
+        Args:
+            source: The examples themselves.
+
+        Returns:
+            Examples for the last layer alone.
+        """
+        return self.features(source)
+
     @torch.no_grad()
     def carry(self, small: nn.Module, whole: Linearized) -> None:
         """Put the displacement of the layer alone into the network's."""

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from linnet.curvatures.curvature import Curvature
-from linnet.errors import DataError, InputError, NumericalError
+from linnet.errors import NumericalError
 from linnet.methods.finetuning.augment import Augmentation
-from linnet.methods.finetuning.course import Course, Log, Objective, Optimization, Reporting
+from linnet.methods.finetuning.course import Log, Objective, Reporting
 from linnet.methods.finetuning.examples import Examples
-from linnet.methods.finetuning.finetuned import Finetuned, Settings
+from linnet.methods.finetuning.finetuned import Finetuned
+from linnet.methods.finetuning.kernel_steps import SMALL_DECAY, KernelProblem, kernel_problem, pays
+from linnet.methods.finetuning.plan import Plan
 from linnet.methods.finetuning.prepared import (
     HeadProblem,
     Prepared,
-    Shaping,
     frozen_curvature,
     gathered,
     head_problem,
@@ -31,7 +33,6 @@ from linnet.methods.finetuning.recipes import (
     EFFECTIVE_RATE,
     PLAIN_RATE,
     Candidate,
-    Recipe,
     effective_rate,
 )
 from linnet.methods.finetuning.trainer import Trainer, rank
@@ -44,84 +45,6 @@ from linnet.tangent.selection import select_parameters
 
 EPOCHS, FEWEST_STEPS = 30, 300
 PROBED = 256  # examples that a learning rate is estimated on
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The task: number of outputs, and whether they are classes.
-
-    Args:
-        outputs: C.
-        classes: Whether y are classes.
-        labels: y of all training examples.
-        notes: What is worth knowing of them.
-    """
-
-    outputs: int
-    classes: bool
-    labels: Tensor
-    notes: tuple[str, ...]
-
-    @classmethod
-    def of(cls, examples: Examples, classes: int | None, recipe: Recipe) -> Problem:
-        """Read it off the targets."""
-        y = examples.labels()
-        if y.is_floating_point():
-            if recipe.loss == "cross-entropy":
-                raise InputError(
-                    f'y has type {y.dtype} with loss="cross-entropy"',
-                    expected="integer classes (N,)",
-                    remedy='convert classes with y.long(), or pass loss="squared" for values',
-                )
-            return cls(y.reshape(len(y), -1).shape[1], False, y, ())
-        found = int(y.max()) + 1
-        if classes is not None and (isinstance(classes, bool) or classes < found):
-            raise InputError(
-                f"classes={classes!r}, but y goes up to {found - 1}",
-                expected=f"at least {found}",
-                remedy="leave classes= out, or check the labels",
-            )
-        if int(y.min()) < 0 or (y == y.flatten()[0]).all():
-            raise DataError(
-                f"y holds {'negative labels' if int(y.min()) < 0 else 'one class only'}",
-                expected="labels 0 to C − 1 of at least two classes",
-                remedy="check the labels and the split",
-            )
-        outputs = classes or found
-        empty = outputs - len(y.unique())
-        notes = (f"{empty} of {outputs} classes have no training example",) if empty else ()
-        return cls(outputs, True, y, notes)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All that stays the same from candidate to candidate."""
-
-    recipe: Recipe
-    shaping: Shaping
-    problem: Problem
-    optimization: Optimization
-    course: Course
-    options: dict[str, Any]
-    reporting: Reporting
-
-    def settings(self, method: str, candidate: Candidate, values: dict[str, Any], new_head: bool) -> Settings:
-        """What decided a result."""
-        recipe, shaping = self.recipe, self.shaping
-        parts = {
-            "loss": recipe.loss,
-            "activation": "leaky-relu" if recipe.leaky else "relu",
-            "slope": shaping.slope,
-            "preconditioner": recipe.preconditioner,
-            "optimizer": recipe.optimizer,
-            "scale": shaping.scale,
-            "head": shaping.head,
-            "new_head": new_head,
-            "bilinear": shaping.bilinear if recipe.bilinear else None,
-            "seed": shaping.seed,
-        }
-        augmentation, problem = candidate.augmentation, self.problem
-        return Settings(method, parts, values, augmentation, problem.outputs, problem.classes)
 
 
 def searched(
@@ -153,7 +76,7 @@ def searched(
     if held is None:
         rows, kept = _held_out(plan.problem.labels, plan.shaping.seed)
         train, chosen_by = examples.part(rows), examples.part(kept)
-    run = _Run(plan, model, method, train, chosen_by)
+    run = _Run(plan, model, method, train, chosen_by, len(candidates))
     tried: list[dict[str, Any]] = []
     best, best_at = None, -1
     for i, candidate in enumerate(candidates):
@@ -183,9 +106,9 @@ def searched(
 _Key = tuple[Augmentation, tuple[str, ...]]
 
 
-def _key(module: nn.Module, candidate: Candidate) -> _Key:
+def _key(module: nn.Module, crop: Augmentation) -> _Key:
     """What a curvature depends on: how images are seen, and which parameters vary."""
-    return candidate.augmentation.evaluation, tuple(name for name, _ in module.named_parameters())
+    return crop.evaluation, tuple(name for name, _ in module.named_parameters())
 
 
 class _Run:
@@ -197,17 +120,25 @@ class _Run:
         method: Its name.
         examples: Training examples.
         held: Examples to score on.
+        runs: How many runs share it.
     """
 
     def __init__(
-        self, plan: Plan, model: nn.Module, method: str, examples: Examples, held: Examples | None
+        self,
+        plan: Plan,
+        model: nn.Module,
+        method: str,
+        examples: Examples,
+        held: Examples | None,
+        runs: int = 1,
     ) -> None:
         self.plan, self.model, self.method = plan, model, method
-        self.examples, self.held = examples, held
+        self.examples, self.held, self.runs = examples, held, runs
         self._ready: dict[Augmentation, Prepared] = {}
         self._curvatures: dict[_Key, Curvature] = {}
-        self._stable: dict[_Key, float] = {}
+        self._tops: dict[_Key, float] = {}
         self._small: dict[Augmentation, HeadProblem | None] = {}
+        self._kernels: dict[tuple[Augmentation, float], KernelProblem | None] = {}
 
     def ready(self, candidate: Candidate) -> Prepared:
         """The network made ready for a candidate's images."""
@@ -228,7 +159,8 @@ class _Run:
             self._small[candidate.augmentation] = head_problem(ready, self.examples, candidate.augmentation)
         small = self._small[candidate.augmentation]
         notes = [*plan.problem.notes, *ready.notes]
-        trainer = self._trainer(ready, small, candidate, folder, notes)
+        kernel = None if small else self._kernel(ready, candidate, notes)
+        trainer = self._trainer(ready, small or kernel, candidate, folder, notes)
         state = trainer.run()
         scores = trainer.score(trainer.validation) if trainer.validation is not None else {}
         module = trainer.module
@@ -236,7 +168,12 @@ class _Run:
             module = ready.fresh()
             assert isinstance(module, Linearized)
             small.carry(trainer.module, module)
-        values = self._values(trainer, candidate)
+        if kernel:
+            module = ready.fresh()
+            assert isinstance(module, Linearized)
+            kernel.carry(trainer.module, module, gathered(self.examples, candidate.augmentation)[0])
+        before = kernel.before if kernel else trainer.preconditioner
+        values = self._values(trainer, candidate, before)
         if plan.recipe.linear and plan.recipe.loss == "squared" and not candidate.augmentation.is_random:
             notes.append('the optimum of this objective has a closed form: solver="exact"')
         settings = plan.settings(self.method, candidate, values, ready.new_head)
@@ -248,70 +185,151 @@ class _Run:
     def _trainer(
         self,
         ready: Prepared,
-        small: HeadProblem | None,
+        small: HeadProblem | KernelProblem | None,
         candidate: Candidate,
         folder: str,
         notes: list[str],
     ) -> Trainer:
         """The trainer of one set of values."""
-        plan = self.plan
-        module = Linearized(small.lin.function) if small else ready.fresh()
+        plan, decay = self.plan, candidate.weight_decay
+        module = small.module() if small else ready.fresh()
         if not plan.recipe.linear:
             chosen = set(select_parameters(module, plan.shaping.params))
             for name, p in module.named_parameters():
                 p.requires_grad_(name in chosen)
-        examples = small.features(self.examples) if small else self.examples
         crop = Augmentation() if small else candidate.augmentation
-        before, rate = self._rate(module, examples, crop, candidate, notes)
+        before: KroneckerPreconditioner | None = None
+        if isinstance(small, KernelProblem):
+            rate = self._rate(small.before, lambda: self._kernel_top(small), candidate, notes)
+            examples, decay = small.features(self.examples), 0.0 if small.before else decay
+        else:
+            examples = small.features(self.examples) if small else self.examples
+            if plan.recipe.preconditioner != "none":
+                assert isinstance(module, Linearized)
+                before = self._preconditioner(module, examples, crop, candidate, notes)
+            rate = self._rate(before, lambda: self._top(module, examples, crop, before), candidate, notes)
         n, b = self.examples.n, min(candidate.batch_size, self.examples.n)
-        steps = plan.options["steps"] or max(FEWEST_STEPS, math.ceil(EPOCHS * n / b))
-        every = plan.options["evaluate_every"] or max(1, math.ceil(n / b))
+        steps, every = self._steps(candidate), plan.options["evaluate_every"] or max(1, math.ceil(n / b))
         trainer = Trainer(
             module,
             examples,
-            Objective(plan.recipe.loss, plan.problem.outputs, plan.shaping.scale, candidate.weight_decay),
+            Objective(plan.recipe.loss, plan.problem.outputs, plan.shaping.scale, decay),
             replace(plan.optimization, learning_rate=rate),
-            replace(plan.course, steps=steps, batch_size=candidate.batch_size, evaluate_every=every),
+            replace(
+                plan.course,
+                steps=steps,
+                batch_size=candidate.batch_size,
+                evaluate_every=every,
+            ),
             self._reporting(folder),
         )
         trainer.augmentation, trainer.preconditioner = crop, before
         trainer.output = None if plan.recipe.linear else plan.shaping.output
         if self.held is not None:
-            trainer.validation = small.features(self.held) if small else self.held
+            trainer.validation = small.held(self.held) if small else self.held
         return trainer
 
+    def _steps(self, candidate: Candidate) -> int:
+        """Steps of a run."""
+        n = self.examples.n
+        longest = max(FEWEST_STEPS, math.ceil(EPOCHS * n / min(candidate.batch_size, n)))
+        return int(self.plan.options["steps"] or longest)
+
+    def _kernel(self, ready: Prepared, candidate: Candidate, notes: list[str]) -> KernelProblem | None:
+        """The problem in the coordinates of its kernel, where that gives the same steps for less."""
+        recipe, crop = self.plan.recipe, candidate.augmentation
+        preconditioned = recipe.preconditioner != "none"
+        if not recipe.linear or recipe.optimizer != "sgd" or crop.is_random or not self.examples.in_memory:
+            return None
+        if preconditioned and self.plan.optimization.clip is not None:
+            return None  # the norm of A Jᵀr is not that of its coordinates
+        key = crop.evaluation, candidate.weight_decay if preconditioned else 0.0
+        if key not in self._kernels:
+            self._kernels[key] = self._made_kernel(ready, candidate, preconditioned)
+        found = self._kernels[key]
+        if found is None or self._shrinks(found, candidate) > SMALL_DECAY:
+            return None
+        notes.extend(found.notes)
+        return found
+
+    def _shrinks(self, kernel: KernelProblem, candidate: Candidate) -> float:
+        """The largest share of δ that weight decay, left out, would take away over a preconditioned run."""
+        if kernel.before is None:
+            return 0.0
+        rate = self._rate(kernel.before, lambda: self._kernel_top(kernel), candidate, [])
+        # the eigenvalues of λ A are at most gain · λ / (λ + τ)
+        share = kernel.gain * candidate.weight_decay / float(kernel.before.damping)
+        return self._steps(candidate) * rate / (1 - self.plan.optimization.momentum) * share
+
+    def _kernel_top(self, kernel: KernelProblem) -> float:
+        """The largest eigenvalue of A JᵀJ/N on the examples that a learning rate is estimated on."""
+        return kernel.top(min(PROBED, self.examples.n))
+
+    def _made_kernel(
+        self, ready: Prepared, candidate: Candidate, preconditioned: bool
+    ) -> KernelProblem | None:
+        """The kernel, where it pays and weight decay does not lead out of its span."""
+        module, crop = ready.module, candidate.augmentation
+        notes: list[str] = []
+        assert isinstance(module, Linearized)
+        batch, before = min(candidate.batch_size, self.examples.n), None
+        sizes = self.examples.n, self.held.n if self.held else 0, self.plan.problem.outputs
+        one = crop.evaluation(self.examples.batch(torch.arange(1))[0])
+        if not pays(
+            module, one, sizes, self.runs * self._steps(candidate) * batch, self.plan.options["memory"]
+        ):
+            return None
+        if preconditioned:
+            before = self._preconditioner(module, self.examples, crop, candidate, notes)
+            if candidate.weight_decay > float(before.damping) / 10:
+                return None  # λ A δ is not in the span of A Jᵀ
+        made = kernel_problem(module, before, (self.examples, self.held), crop.evaluation)
+        made.notes.extend(notes)
+        return made
+
     def _rate(
+        self,
+        before: KroneckerPreconditioner | None,
+        top: Callable[[], float],
+        candidate: Candidate,
+        notes: list[str],
+    ) -> float:
+        """The learning rate, and the preconditioner's gain."""
+        recipe, given = self.plan.recipe, candidate.learning_rate
+        if before is not None:
+            # A is so scaled that the largest eigenvalue of A JᵀJ/N is 1, as an exact inverse would have it
+            largest = max(top(), 1.0)
+            before.gain = 1 / largest
+            notes.append(f"preconditioner divided by {largest:.3g}, the largest eigenvalue of A JᵀJ/N")
+            b = min(candidate.batch_size, self.examples.n)
+            return given or EFFECTIVE_RATE * (1 - self.plan.optimization.momentum) * b
+        if given is not None or recipe.optimizer == "adam":
+            return given or ADAM_RATE
+        if recipe.loss == "cross-entropy":
+            return PLAIN_RATE
+        rate = 0.5 / max(top(), 1e-30)
+        notes.append(f"learning rate {rate:.3g}: half of 1/λ_max of the Hessian at the start")
+        return rate
+
+    def _top(
         self,
         module: nn.Module,
         examples: Examples,
         crop: Augmentation,
-        candidate: Candidate,
-        notes: list[str],
-    ) -> tuple[KroneckerPreconditioner | None, float]:
-        """The preconditioner, and the learning rate."""
-        recipe, given = self.plan.recipe, candidate.learning_rate
-        momentum, key = self.plan.optimization.momentum, _key(module, candidate)
+        before: KroneckerPreconditioner | None,
+    ) -> float:
+        """The largest eigenvalue of A JᵀJ/N; without A the same for every candidate."""
+        key = _key(module, crop)
+        if before is None and key in self._tops:
+            return self._tops[key]
+        linear = self.plan.recipe.linear
+        lin = module if linear else linearize(module, "all", self.plan.shaping.output)
+        assert isinstance(lin, Linearized)
         some = torch.arange(min(PROBED, examples.n))
-        if recipe.preconditioner != "none":
-            assert isinstance(module, Linearized)
-            before = self._preconditioner(module, examples, crop, candidate, notes)
-            # A is so scaled that the largest eigenvalue of A JᵀJ/N is 1, as an exact inverse would have it
-            top = largest_eigenvalue(module, crop.evaluation(examples.batch(some)[0]), before)
-            before.gain = 1 / max(top, 1.0)
-            notes.append(f"preconditioner divided by {max(top, 1.0):.3g}, the largest eigenvalue of A JᵀJ/N")
-            b = min(candidate.batch_size, self.examples.n)
-            return before, given or EFFECTIVE_RATE * (1 - momentum) * b
-        if given is not None or recipe.optimizer == "adam":
-            return None, given or ADAM_RATE
-        if recipe.loss == "cross-entropy":
-            return None, PLAIN_RATE
-        if key not in self._stable:
-            lin = linearize(module, "all", self.plan.shaping.output) if not recipe.linear else module
-            assert isinstance(lin, Linearized)
-            x = crop.evaluation(examples.batch(some)[0])
-            self._stable[key] = 0.5 / max(largest_eigenvalue(lin, x), 1e-30)
-        notes.append(f"learning rate {self._stable[key]:.3g}: half of 1/λ_max of the Hessian at the start")
-        return None, self._stable[key]
+        top = largest_eigenvalue(lin, crop.evaluation(examples.batch(some)[0]), before)
+        if before is None:
+            self._tops[key] = top
+        return top
 
     def _preconditioner(
         self,
@@ -322,7 +340,7 @@ class _Run:
         notes: list[str],
     ) -> KroneckerPreconditioner:
         """A = (G/N + (λ + τ) I)⁻¹ of the frozen problem, whose curvature is computed once."""
-        plan, key = self.plan, _key(module, candidate)
+        plan, key = self.plan, _key(module, candidate.augmentation)
         if key not in self._curvatures:
             seed, memory = plan.shaping.seed, plan.options["memory"]
             self._curvatures[key] = frozen_curvature(
@@ -337,9 +355,11 @@ class _Run:
         notes.append(f"gradients preconditioned by {made!r}, damping {before.damping:.3g}")
         return before
 
-    def _values(self, trainer: Trainer, candidate: Candidate) -> dict[str, Any]:
+    def _values(
+        self, trainer: Trainer, candidate: Candidate, before: KroneckerPreconditioner | None
+    ) -> dict[str, Any]:
         """The values that were taken."""
-        optimization, before = trainer.optimization, trainer.preconditioner
+        optimization = trainer.optimization
         b = min(candidate.batch_size, self.examples.n)
         rate, momentum = optimization.learning_rate, optimization.momentum
         return {

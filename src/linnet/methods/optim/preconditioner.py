@@ -124,6 +124,17 @@ class KroneckerPreconditioner:
         """
         return self.gain * self._inverse.mm(v.to(self._inverse.dtype)[:, None])[:, 0].to(v)
 
+    def half(self, v: Tensor) -> Tensor:
+        """Hᵀ v for the root H of the preconditioner at gain 1: (s G + τ I)⁻¹ = H Hᵀ.
+
+        Args:
+            v: Columns, (P, K), in the order of ``parameters``.
+
+        Returns:
+            (P, K).
+        """
+        return self._inverse._root_transposed(v.to(self._inverse.dtype)).to(v)
+
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Precondition before every ``optimizer.step()``.
 

@@ -1,0 +1,1 @@
+"""Studies of LQF: linear quadratic fine-tuning (Achille, Golatkar, Ravichandran, Polito, Soatto 2021)."""

@@ -1,0 +1,128 @@
+"""Figure 5: incremental training against training from scratch whenever data arrive.
+
+The paper (MIT-67) retrains on all data seen so far, from the weights of the step before: LQF stays at its
+paragon (from scratch on everything) while plain fine-tuning falls behind its own. Here the linear model
+is extended by ``fit.update``, which is exact and never trains again; its head, its features and its ridge
+stay those of the first batch. Its paragons are fitted on everything at once: from the same θ₀ (as the
+paper's) with a ridge chosen anew, and from a head fitted anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import linnet
+from experiments.figures import COLORS, figure, save
+from experiments.lqf.tasks import Data, Pair, accuracy, linear_model, load, options
+from experiments.study import Cell, Study, parser
+from experiments.tables import markdown, mean_and_error, with_error
+
+PAIR = Pair("resnet20", "flowers_64", 32, 20)
+FULL_PAIR = Pair("resnet56", "flowers_64", 64, 100)
+BATCHES = 4
+STEPS, RATE = 60, 0.01  # of plain fine-tuning
+CURVES = (
+    "linear, updated",
+    "linear, from scratch, same θ₀",
+    "linear, from scratch, new head",
+    "plain, continued",
+    "plain, from scratch",
+)
+COMPARED = ((0, 1), (0, 2), (3, 4))
+
+
+def parts(data: Data, batches: int) -> list[Data]:
+    """The stream: parts of equal size in the data's random order, the first with every class."""
+    x, y = data
+    # every class comes once, then every class again, then the rest
+    first = torch.stack([(y == label).nonzero()[:2, 0] for label in y.unique()], 1).reshape(-1)
+    rest = torch.tensor([i for i in range(len(y)) if i not in set(first.tolist())])
+    order = torch.cat([first, rest])
+    return [(x[rows], y[rows]) for rows in order.chunk(batches)]
+
+
+def stream(pair: Pair, seed: int, data_dir: str | None, batches: int, steps: int) -> dict[str, Any]:
+    """Test accuracy after each batch of data.
+
+    Args:
+        pair: The pair.
+        seed: Seed of the draw.
+        data_dir: Folder of the data.
+        batches: Into how many parts the training data come.
+        steps: Steps of each run of plain fine-tuning.
+
+    Returns:
+        For each curve a list, and how far an update is from the same linear model fitted at once.
+    """
+    model, train, (xt, yt) = load(pair, seed, data_dir)
+    pieces = parts(train, batches)
+    found: dict[str, Any] = {name: [] for name in CURVES}
+    plain = {**options("nlft", steps), "learning_rate": RATE, "seed": seed}
+    network, fit = model, None
+    for count in range(1, batches + 1):
+        seen = tuple(torch.cat(column) for column in zip(*pieces[:count], strict=True))
+        whole = linnet.fit(linear_model(model, seen), seen, ridge="loo")
+        fit = whole if fit is None else fit.update(pieces[count - 1])
+        start = linnet.Linearized(fit.module.function)
+        alike = whole if count == 1 else linnet.fit(start, seen, ridge="loo")
+        again = linnet.finetune(model, seen, "nlft", **plain)
+        keep = "probe" if count == 1 else "keep"
+        onward = linnet.finetune(network, seen, "nlft", head=keep, **plain)
+        network = onward.module
+        for name, one in zip(CURVES, (fit, alike, whole, onward, again), strict=True):
+            found[name].append(accuracy(one.predict(xt), yt))
+    assert fit is not None
+    at_once = linnet.fit(start, seen, ridge=fit.ridge).predict(xt)
+    gap = (fit.predict(xt) - at_once).norm() / at_once.norm()
+    ridges = {"updated": fit.ridge, "same θ₀": alike.ridge, "new head": whole.ridge}
+    return {**found, "sizes": [len(piece[1]) for piece in pieces], "update against at once": float(gap),
+            "ridges": ridges}  # fmt: skip
+
+
+def draw(study: Study, cells: Sequence[Cell]) -> None:
+    """The curves with their standard errors."""
+    drawn, axes = figure()
+    sizes = torch.tensor(cells[0]["sizes"]).cumsum(0).tolist()
+    for color, name in zip(COLORS, CURVES, strict=False):
+        points = [
+            mean_and_error(100 * v for v in column) for column in zip(*(c[name] for c in cells), strict=True)
+        ]
+        style = "-" if "scratch" in name else "--"
+        axes.errorbar(sizes, [m for m, _ in points], [e for _, e in points], color=color, linestyle=style,
+                      label=name, capsize=2)  # fmt: skip
+    axes.set_xlabel("training samples seen")
+    axes.set_ylabel("test accuracy, %")
+    axes.legend()
+    save(drawn, study.out / "online.svg")
+
+
+def main(argv: Sequence[str] | None = None, pair: Pair | None = None, steps: int = STEPS) -> None:
+    """Run the study."""
+    given = parser(__doc__ or "").parse_args(argv)
+    study = Study("lqf/online", given)
+    pair = pair or (FULL_PAIR if given.full else PAIR)
+    cells = [
+        study.cell(
+            {"pair": pair.name, "shots": pair.shots, "batches": BATCHES, "steps": steps, "seed": seed},
+            lambda seed=seed: stream(pair, seed, given.data_dir, BATCHES, steps),
+        )
+        for seed in study.seeds
+    ]
+    rows = [
+        [name, *(with_error(column, scale=100) for column in zip(*(c[name] for c in cells), strict=True))]
+        for name in CURVES
+    ]
+    for i, j in COMPARED:
+        a, b = CURVES[i], CURVES[j]
+        pairs = [[100 * (u - v) for u, v in zip(c[a], c[b], strict=True)] for c in cells]
+        rows.append([f"{a} − {b}, points", *(with_error(d) for d in zip(*pairs, strict=True))])
+    sizes = torch.tensor(cells[0]["sizes"]).cumsum(0).tolist()
+    study.publish(markdown(["test accuracy, %", *(f"{n} seen" for n in sizes)], rows), cells)
+    draw(study, cells)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What stays the same from run to run of a recipe: the task, the network's shaping, the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from linnet.errors import DataError, InputError
+from linnet.methods.finetuning.course import Course, Optimization, Reporting
+from linnet.methods.finetuning.examples import Examples
+from linnet.methods.finetuning.finetuned import Settings
+from linnet.methods.finetuning.prepared import Shaping
+from linnet.methods.finetuning.recipes import Candidate, Recipe
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The task: number of outputs, and whether they are classes.
+
+    Args:
+        outputs: C.
+        classes: Whether y are classes.
+        labels: y of all training examples.
+        notes: What is worth knowing of them.
+    """
+
+    outputs: int
+    classes: bool
+    labels: Tensor
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, examples: Examples, classes: int | None, recipe: Recipe) -> Problem:
+        """Read it off the targets."""
+        y = examples.labels()
+        if y.is_floating_point():
+            if recipe.loss == "cross-entropy":
+                raise InputError(
+                    f'y has type {y.dtype} with loss="cross-entropy"',
+                    expected="integer classes (N,)",
+                    remedy='convert classes with y.long(), or pass loss="squared" for values',
+                )
+            return cls(y.reshape(len(y), -1).shape[1], False, y, ())
+        found = int(y.max()) + 1
+        if classes is not None and (isinstance(classes, bool) or classes < found):
+            raise InputError(
+                f"classes={classes!r}, but y goes up to {found - 1}",
+                expected=f"at least {found}",
+                remedy="leave classes= out, or check the labels",
+            )
+        if int(y.min()) < 0 or (y == y.flatten()[0]).all():
+            raise DataError(
+                f"y holds {'negative labels' if int(y.min()) < 0 else 'one class only'}",
+                expected="labels 0 to C − 1 of at least two classes",
+                remedy="check the labels and the split",
+            )
+        outputs = classes or found
+        empty = outputs - len(y.unique())
+        notes = (f"{empty} of {outputs} classes have no training example",) if empty else ()
+        return cls(outputs, True, y, notes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that stays the same from candidate to candidate."""
+
+    recipe: Recipe
+    shaping: Shaping
+    problem: Problem
+    optimization: Optimization
+    course: Course
+    options: dict[str, Any]
+    reporting: Reporting
+
+    def settings(self, method: str, candidate: Candidate, values: dict[str, Any], new_head: bool) -> Settings:
+        """What decided a result."""
+        recipe, shaping = self.recipe, self.shaping
+        parts = {
+            "loss": recipe.loss,
+            "activation": "leaky-relu" if recipe.leaky else "relu",
+            "slope": shaping.slope,
+            "preconditioner": recipe.preconditioner,
+            "optimizer": recipe.optimizer,
+            "scale": shaping.scale,
+            "head": shaping.head,
+            "new_head": new_head,
+            "bilinear": shaping.bilinear if recipe.bilinear else None,
+            "seed": shaping.seed,
+        }
+        augmentation, problem = candidate.augmentation, self.problem
+        return Settings(method, parts, values, augmentation, problem.outputs, problem.classes)

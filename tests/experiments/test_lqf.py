@@ -1,0 +1,172 @@
+"""The studies of LQF run from end to end on a network and images of a few kilobytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experiments.lqf import (
+    ablation,
+    few_shot,
+    gap,
+    informative,
+    learning_rate,
+    online,
+    pairs,
+    tasks,
+    weight_decay,
+)
+from experiments.sources import HALF, Images
+
+PAIR = tasks.Pair("small", "stripes", 8, 5)
+
+
+class Small(nn.Module):
+    """Two convolutions and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm, self.conv2 = (
+            nn.Conv2d(3, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.Conv2d(6, 8, 3),
+        )
+        self.act, self.fc = nn.ReLU(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.act(self.conv2(self.act(self.norm(self.conv1(x))))).mean((2, 3)))
+
+
+def stripes(n: int, seed: int) -> tuple[np.ndarray, Tensor]:
+    """Gray stripes in three directions under noise."""
+    draw, y = np.random.default_rng(seed), np.arange(n) % 3
+    row, column = np.mgrid[:8, :8]
+    waves = np.sin(1.7 * np.stack([row, column, row + column]))
+    noisy = 128 + 60 * waves[y] + 40 * draw.standard_normal((n, 8, 8))
+    return noisy.clip(0, 255).astype(np.uint8), torch.from_numpy(y)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The studies' network and data set, replaced."""
+    torch.manual_seed(0)
+    model = Small().eval()
+    monkeypatch.setattr(tasks, "pretrained", lambda name, data_dir: (model, HALF))
+    stored = Images(*stripes(90, 0), *stripes(60, 1), 3)
+    monkeypatch.setattr(tasks, "_stored", lambda name, data_dir: stored)
+    for module in (pairs, learning_rate):
+        monkeypatch.setattr(module, "STEPS", dict.fromkeys(tasks.METHODS, 3))
+    for method in tasks.METHODS:
+        monkeypatch.setitem(tasks.RATES, method, (0.01, 0.1))
+    monkeypatch.setattr(ablation, "MULTIPLES", (0.5, 1.0))
+
+
+def published(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "result.json").read_text())
+
+
+def arguments(folder: Path, seeds: int = 2) -> list[str]:
+    return ["--out", str(folder), "--seeds", str(seeds)]
+
+
+def test_pairs_and_the_studies_that_use_their_cells(small: None, tmp_path: Path) -> None:
+    pairs.main(arguments(tmp_path), [PAIR])
+    result = published(tmp_path)
+    cells = result["cells"]
+    assert {c["method"] for c in cells} == {*tasks.METHODS, "optimum"}
+    assert all(0 <= c["accuracy"] <= 1 for c in cells)
+    first = [c for c in cells if c["method"] == "lqf"]
+    assert len(first[0]["held_out"]) == 2
+    assert first[1]["rate"] == first[0]["rate"]
+    assert (tmp_path / "pairs.svg").exists()
+    assert "median increase" in (tmp_path / "table.md").read_text()
+    lines = len((tmp_path / "cells.jsonl").read_text().splitlines())
+    few_shot.main(arguments(tmp_path), [PAIR], (1,))
+    assert (
+        len((tmp_path / "cells.jsonl").read_text().splitlines()) == lines + 2 * 4
+    )  # four methods at one shot
+    assert {c["shots"] for c in published(tmp_path)["cells"]} == {1, 5}
+    ablation.main(arguments(tmp_path, 1), [PAIR])
+    assert len(published(tmp_path)["increases"]) == 4
+    assert all(name in (tmp_path / "table.md").read_text() for name in ablation.CHANGES)
+
+
+def test_an_increase_is_relative_to_plain_fine_tuning() -> None:
+    cells = [
+        {"pair": p, "method": m, "accuracy": a}
+        for p, m, a in (("a", "nlft", 0.9), ("a", "lqf", 0.8), ("b", "nlft", 0.5), ("b", "lqf", 0.6))
+    ]
+    assert pairs.increases(cells, "lqf") == pytest.approx({"a": 100.0, "b": -20.0})
+
+
+def test_informative_drops_and_refits(small: None, tmp_path: Path) -> None:
+    for kind in (["--head", "probe"], ["--on", "held-out"], []):
+        informative.main([*arguments(tmp_path, 1), *kind], PAIR)
+    cell = published(tmp_path)["cells"][0]
+    assert all(len(cell[name]) == len(informative.SHARES) for name in informative.ORDERS)
+    assert cell["classes most"][0] <= 3
+    assert -1 <= cell["rank correlation with leave-one-out residuals"] <= 1
+    assert (tmp_path / "informative.svg").exists()
+    assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == 3
+
+
+def test_online_updates_are_the_fit_at_once(small: None, tmp_path: Path) -> None:
+    online.main(arguments(tmp_path, 1), PAIR, steps=2)
+    for cell in published(tmp_path)["cells"]:
+        assert cell["update against at once"] < 1e-4
+        assert sum(cell["sizes"]) == 15
+    y = torch.arange(20) % 4
+    first = online.parts((torch.zeros(20, 1), y), 2)[0]
+    assert set(first[1].tolist()) == {0, 1, 2, 3}
+
+
+def test_weight_decay_has_an_error_for_every_ridge(small: None, tmp_path: Path) -> None:
+    weight_decay.main(arguments(tmp_path, 1), PAIR)
+    cell = published(tmp_path)["cells"][0]
+    assert len(cell["accuracy"]) == len(cell["loo"]) == len(weight_decay.DECADES)
+    assert cell["degrees"] == sorted(cell["degrees"], reverse=True)
+    assert cell["scale"] > 0
+
+
+def test_learning_rates_are_compared(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning_rate, "GRID", {m: ((0.01, 0.1), (4, 8)) for m in ("lqf", "nlft")})
+    learning_rate.main(arguments(tmp_path, 1), [PAIR], (3, 2))
+    assert all(len(cell["tried"]) == 4 for cell in published(tmp_path)["cells"])
+    cells = [
+        {"pair": p, "tried": [{"rate": 1.0, "batch": 2, "elr": 5.0, "accuracy": a},
+                              {"rate": 2.0, "batch": 2, "elr": 10.0, "accuracy": b}]}
+        for p, a, b in (("a", 0.9, 0.89), ("b", 0.5, 0.7))
+    ]  # fmt: skip
+    assert learning_rate.best_and_near(cells[0]) == (0.9, 5.0, 5.0, 10.0)
+    key, lost = learning_rate.one_for_all(cells)
+    assert key == (2.0, 2)
+    assert lost == pytest.approx({"a": 1.0, "b": 0.0})
+
+
+def test_gap_has_a_row_for_everything_tried(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gap, "PLAIN", {**gap.PLAIN, "steps": 4})
+    monkeypatch.setattr(gap, "LINEAR", {**gap.LINEAR, "steps": 3})
+    monkeypatch.setattr(gap, "PERIODS", (4, 2))
+    monkeypatch.setattr(gap, "LARGE", 10)
+    gap.main([*arguments(tmp_path, 1), "--large", "--augmented", "--cross-entropy"], [4])
+    rows = {cell["row"] for cell in published(tmp_path)["cells"]}
+    assert len(rows) == 21
+    assert all(row in (tmp_path / "table.md").read_text() for row in rows)
+
+
+def test_real_pairs_load(data_directory: Path) -> None:
+    for pair, classes in zip(tasks.PAIRS, (10, 5, 10, 10, 20, 5), strict=True):
+        if pair.network == "mobilenet":
+            continue
+        _, (x, y), (xt, yt) = tasks.load(pair, 0, str(data_directory), tested=2 * classes)
+        assert x.shape == (classes * pair.shots, 3, pair.side, pair.side)
+        assert torch.equal(y.bincount(), torch.full((classes,), pair.shots))
+        assert len(xt) == len(yt) == 2 * classes
