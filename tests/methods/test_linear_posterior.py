@@ -288,3 +288,19 @@ def test_errors() -> None:
         found.predict(x * math.nan)
     with pytest.raises(NumericalError, match="rate"):
         linear_posterior(lin, (x, y), likelihood, "svi", epochs=3, rate=1e300)
+
+
+@BOTH
+def test_a_jacobian_without_room_is_not_kept(base: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that pass over the data give what those with a stored Jacobian give."""
+    from linnet.methods.linear_posterior import model as streamed
+
+    net, x, y, likelihood = problem("categorical", 140)
+    lin = linnet.linearize(net)
+    kept = linear_posterior(lin, (x, y), likelihood, "laplace", base=base, samples=3, tolerance=1e-10)
+    monkeypatch.setattr(streamed, "MOST", 0)
+    passed = linear_posterior(lin, (x, y), likelihood, "laplace", base=base, samples=3, tolerance=1e-10)
+    assert kept._model.rows is not None
+    assert passed._model.rows is None
+    near(passed.mean, kept.mean, 1e-7)
+    near(passed._found.draws, kept._found.draws, 1e-6)

@@ -7,6 +7,7 @@ with Hessian Σᵢ Jᵢᵀ Λᵢ Jᵢ + λ I: Gauss-Newton matrix, Fisher inform
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,12 +17,15 @@ from linnet.curvatures.products import weighted
 from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import NumericalError
 from linnet.likelihoods.likelihood import Likelihood
+from linnet.memory import parse_bytes
 from linnet.solvers.cg import cg
 from linnet.tangent.batch import Inputs, batch_size, map_tensors, split
 from linnet.tangent.functional import Functional
-from linnet.tangent.jacobian import jvp_columns, vjp_columns
+from linnet.tangent.jacobian import jacobian, jvp_columns, vjp_columns
 
 BLOCK = 128  # examples at once
+SHARE = 0.25  # of the memory budget that J may take: kept, a product costs what it takes to read it
+MOST = 4 << 30  # bytes that it may take
 CG_STEPS = 500  # of one Newton step, at most
 HALVINGS = 50
 ARMIJO = 1e-4
@@ -55,6 +59,14 @@ class LinearModel:
         self.f0 = f0.double() if base else torch.zeros_like(f0, dtype=torch.float64)
         self.data = Batches((x, self.y), function.device, BLOCK)
 
+    @cached_property
+    def rows(self) -> Tensor | None:
+        """J on the data, (N, C, P), where there is room for it; None elsewhere."""
+        function = self.function
+        size = self.f0.numel() * function.space.dim * function.dtype.itemsize
+        room = min(MOST, int(SHARE * parse_bytes(None, function.device)))
+        return jacobian(function, self.x) if size <= room else None
+
     def start(self, x: Inputs) -> Tensor:
         """The outputs at δ = 0 of other examples.
 
@@ -86,6 +98,8 @@ class LinearModel:
 
     def tangent(self, delta: Tensor) -> Tensor:
         """J δ on the data, in the network's own shape, (N, ...), float64."""
+        if self.rows is not None:
+            return (self.rows @ delta).double().reshape(self.f0.shape)
         with torch.no_grad():
             parts = [jvp_columns(self.function, part, delta) for part in split(self.x, BLOCK)]
         return torch.cat(parts).double().reshape(self.f0.shape)
@@ -97,6 +111,8 @@ class LinearModel:
     def gradient(self, f: Tensor) -> Tensor:
         """Σ Jᵀ ∇nll(f, y) over the data, (P,)."""
         slopes = self.likelihood.gradient(f.double(), self.y).to(self.function.dtype).flatten(1)
+        if self.rows is not None:
+            return self.rows.flatten(0, 1).T @ slopes.reshape(-1)
         total = torch.zeros(self.function.space.dim, dtype=self.function.dtype, device=self.function.device)
         for part, u in zip(split(self.x, BLOCK), slopes.split(BLOCK), strict=True):
             total += vjp_columns(self.function, part, u)
@@ -119,11 +135,18 @@ class LinearModelCurvature(SummedOperator):
 
     def __init__(self, model: LinearModel, outputs: Tensor) -> None:
         super().__init__(model.function, model.data)
+        self.model = model
         self.likelihood, self.outputs = model.likelihood, outputs.to(model.function.dtype)
 
     def product(self, batch: Batch, v: Tensor) -> Tensor:
         """Σ Jᵀ Λ J v over a batch."""
         first, likelihood = batch.index * BLOCK, self.likelihood
+        if self.model.rows is not None:
+            place = slice(first, first + batch.size)
+            rows, own = self.model.rows[place].flatten(0, 1), self.outputs[place]
+            moved = (rows @ v).T.reshape(v.shape[1], *own.shape)
+            weighed: Tensor = likelihood.product(own, moved, batch.y)
+            return rows.T @ weighed.reshape(v.shape[1], -1).T
 
         def weigh(f: Tensor, t: Tensor, place: slice) -> Tensor:
             own = self.outputs[first + place.start : first + place.stop]

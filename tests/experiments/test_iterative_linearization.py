@@ -1,0 +1,175 @@
+"""The studies of iterative linearization run from data to table, at tiny sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from experiments.iterative_linearization import converged, data_scaling, period, quintic, resnet, training
+from experiments.iterative_linearization.networks import lenet, resnet18
+from experiments.iterative_linearization.training import Plan, Split, train
+from experiments.sources import Images
+
+
+@pytest.fixture(autouse=True)
+def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random images instead of CIFAR-10."""
+    rng = np.random.default_rng(0)
+
+    def read(name: str, data_dir: str | None = None) -> Images:
+        del name, data_dir
+        x = rng.integers(0, 256, (60, 32, 32, 3), dtype=np.uint8)
+        y = torch.arange(60) % 10
+        return Images(x, y, x[:20], y[:20], 10)
+
+    monkeypatch.setattr(training, "images", read)
+
+
+def result(folder: Path, figure: str) -> list[dict[str, Any]]:
+    """The cells that a study published."""
+    assert (folder / "table.md").read_text().startswith("| ")
+    assert (folder / figure).exists()
+    cells: list[dict[str, Any]] = json.loads((folder / "result.json").read_text())["cells"]
+    return cells
+
+
+def test_the_networks_have_the_papers_sizes() -> None:
+    big = lenet(50, 32)
+    assert [m.weight.shape[0] for m in big if isinstance(m, nn.Conv2d | nn.Linear)] == [50, 50, 120, 84, 10]
+    assert big(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+    assert lenet(4, 16)(torch.randn(2, 3, 16, 16)).shape == (2, 10)
+    full = resnet18()
+    weights = [m for m in full.modules() if isinstance(m, nn.Conv2d | nn.Linear) and m.weight.shape[-1] != 1]
+    assert len(weights) == 18
+    assert sum(p.numel() for p in full.parameters()) == pytest.approx(11.2e6, rel=0.01)
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in full.modules())
+
+
+def test_periods_one_and_never_differ_and_updates_are_counted() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(30, 3, 16, 16, generator=generator), torch.arange(30) % 10
+    data = Split(x, y, x[:10], y[:10])
+    found = {k: train(lenet(3, 16), data, Plan(k, 6, 0.05, 10, augment=k == 2)) for k in (1, 2, 3, None)}
+    assert [found[k]["updates"] for k in (1, 2, 3, None)] == [6, 3, 2, 0]
+    assert found[1]["loss"] != found[None]["loss"]
+    stopped = train(lenet(3, 16), data, Plan(1, 50, 0.01, stop=100.0))
+    assert stopped["step"] == [1]
+
+
+def test_period(tmp_path: Path) -> None:
+    period.main(
+        [
+            "--channels",
+            "3",
+            "--images",
+            "30",
+            "--test",
+            "20",
+            "--steps",
+            "4",
+            "--periods",
+            "1",
+            "2",
+            "0",
+            "--out",
+            str(tmp_path),
+        ]
+    )
+    assert [cell["updates"] for cell in result(tmp_path, "period.svg")] == [4, 2, 0] * 2
+
+
+def test_data_scaling(tmp_path: Path) -> None:
+    data_scaling.main(
+        [
+            "--channels",
+            "3",
+            "--sizes",
+            "20",
+            "40",
+            "--test",
+            "20",
+            "--steps",
+            "3",
+            "--periods",
+            "1",
+            "0",
+            "--out",
+            str(tmp_path),
+        ]
+    )
+    assert len(result(tmp_path, "data_scaling.svg")) == 4
+    assert data_scaling.slope([(10, 0.5), (100, 0.75), (1000, 0.875)]) == pytest.approx(-0.30103, abs=1e-4)
+
+
+def test_converged(tmp_path: Path) -> None:
+    converged.main(
+        [
+            "--channels",
+            "3",
+            "--images",
+            "30",
+            "--test",
+            "20",
+            "--steps",
+            "3",
+            "--linearizations",
+            "2",
+            "--each",
+            "3",
+            "--seeds",
+            "1",
+            "--out",
+            str(tmp_path),
+        ]
+    )
+    assert [cell["updates"] for cell in result(tmp_path, "converged.svg")] == [3, 3, 2]
+
+
+def test_quintic(tmp_path: Path) -> None:
+    quintic.main(["--damping", "1", "--seeds", "2", "--steps", "15", "--width", "20", "--out", str(tmp_path)])
+    cells = result(tmp_path, "quintic.svg")
+    assert all(cell["steps taken"] == 15 for cell in cells)
+    assert min(cell["train"] for cell in cells) < 1.5
+    x = torch.linspace(-quintic.RANGE, quintic.RANGE, 100)
+    assert float(quintic.quintic(x).abs().max()) < 4
+
+
+def test_resnet(tmp_path: Path) -> None:
+    resnet.main(
+        [
+            "--width",
+            "2",
+            "--images",
+            "30",
+            "--test",
+            "20",
+            "--steps",
+            "2",
+            "--periods",
+            "1",
+            "2",
+            "--out",
+            str(tmp_path),
+        ]
+    )
+    cells = result(tmp_path, "resnet.svg")
+    assert {cell["network"] for cell in cells} == {"without BatchNorm", "frozen BatchNorm"}
+    assert [cell["updates"] for cell in cells] == [2, 1, 2, 1]
+
+
+def test_frozen_statistics_are_those_of_the_images() -> None:
+    x = torch.randn(40, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(40) % 10
+    model = resnet.freeze(resnet18(2, norm=True), Split(x, y, x, y))
+    norm = model.get_submodule("1")
+    assert isinstance(norm, nn.BatchNorm2d)
+    assert norm.running_mean is not None
+    first = model.get_submodule("0")(x)
+    assert torch.allclose(norm.running_mean, first.mean((0, 2, 3)), atol=1e-5)
+    assert not model.training
