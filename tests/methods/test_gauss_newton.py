@@ -198,7 +198,7 @@ def test_one_product_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = classifier(mlp(), damping=Damping(1.0, 1.0, zeta_period=3))
     for _ in range(3):
         optimizer.step(x, y)
-    assert [b.products for b in batches] == [1, 1, 4]
+    assert [b.products for b in batches] == [1, 1, 3]
     batches.clear()
     optimizer = classifier(mlp(), damping=1.0, momentum=True, noise=True)
     for _ in range(2):

@@ -15,9 +15,11 @@ the gradients must satisfy g_l = φ'(h_l) ∘ W_{l+1}ᵀ g_{l+1} with one vector
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.curvatures.accumulate import require_finite_pass
+from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.expectation import Expectation, batch_generator
 from linnet.curvatures.layers import Layer, find_layers
 from linnet.curvatures.moments import input_moment
@@ -100,6 +102,26 @@ class RecursionSums:
             self.tensors[f"inputs {i}"] += (moment.hatted() if layer.biased else moment.second)[0]
             behind = g @ self._weight(layer)
         self.tensors["count"] += batch.size
+
+    def add_pass(self, chain: ChainPass, y: Tensor | None) -> None:
+        """Add a batch whose forward pass is at hand.
+
+        Args:
+            chain: The pass.
+            y: Checked targets, where they are needed.
+        """
+        self._require_one_position(chain.outputs)
+        for i, (layer, a, slopes) in enumerate(zip(self.layers, chain.inputs, chain.slopes, strict=True)):
+            own = self.tensors[f"slopes {i}"]
+            if i == self._last:
+                own += _outer_curvature(self.expectation.likelihood, chain.outputs, y, slopes)
+            else:
+                own += second_moment(slopes.to(own.dtype).T)
+            a = a.to(own.dtype)
+            self.tensors[f"inputs {i}"] += second_moment(
+                (F.pad(a, (0, 1), value=1.0) if layer.biased else a).T
+            )
+        self.tensors["count"] += len(chain.outputs)
 
     def blocks(self) -> dict[str, Kronecker]:
         """Ĝ_l ⊗ A_l of every layer, by name (A_l ⊗ Ĝ_l for weights stored with their inputs first)."""

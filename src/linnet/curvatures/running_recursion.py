@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.distributed import all_sum, world
 from linnet.curvatures.expectation import Expectation, choose_matrix
@@ -24,7 +25,7 @@ from linnet.likelihoods.likelihood import Likelihood
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.functional import Functional, tensors_by_name
 
-LOOKED_AT = 4  # examples on which the network is proved to be a chain
+LOOKED_AT = 32  # examples on which the network is proved to be a chain
 KEPT = ("plans", "output shapes")  # what is known of the architecture, whatever the weights
 
 
@@ -65,12 +66,28 @@ class RunningRecursion:
         return torch.zeros((), dtype=torch.float64) if self._sums is None else self._sums.tensors["count"]
 
     @torch.no_grad()
-    def add(self, x: Inputs, y: Tensor | None = None, shared: bool = False) -> None:
+    def look(self, x: Inputs) -> ChainPass | None:
+        """A forward pass at the weights of the last :meth:`refresh`, for :meth:`add` and for other uses.
+
+        Args:
+            x: N examples.
+
+        Returns:
+            The pass; ``None`` before the first batch, and for chains that are not written with
+            ``torch.nn.functional.linear``.
+        """
+        return None if self._sums is None else ChainPass.of(self.function, self._sums.layers, x)
+
+    @torch.no_grad()
+    def add(
+        self, x: Inputs, y: Tensor | None = None, shared: bool = False, seen: ChainPass | None = None
+    ) -> None:
         """Fade what was added before, and add a batch.
 
         Args:
             x: N examples.
             y: Targets, where the likelihood needs them.
+            seen: What :meth:`look` gave for x, where it was called.
             shared: Whether every process of ``torch.distributed`` adds a batch of its own now, and all get
                 the sum.
 
@@ -85,10 +102,12 @@ class RunningRecursion:
         kept, sums.tensors = sums.tensors, fresh
         try:
             mask = None if batch.y is None else self.expectation.likelihood.mask(batch.y)
-            if mask is None or bool(mask.all()):
-                sums.add(batch, None, batch.y)
-            else:
+            if mask is not None and not bool(mask.all()):
                 sums.add(*self._counted(batch))
+            elif (chain := seen or self.look(batch.x)) is not None and bool(chain.outputs.isfinite().all()):
+                sums.add_pass(chain, self.expectation.targets(chain.outputs, batch.y))
+            else:
+                sums.add(batch, None, batch.y)
         finally:
             sums.tensors = kept
         if processes > 1:

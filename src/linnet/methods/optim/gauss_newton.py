@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
 from linnet.curvatures.treatments import Structure
 from linnet.errors import InputError, NumericalError
@@ -30,6 +31,7 @@ from linnet.methods.optim.gauss_newton_model import (
     given_gradient,
     in_parts,
 )
+from linnet.methods.optim.gauss_newton_pass import OnePass
 from linnet.methods.optim.gauss_newton_search import Search, adapted, hopeless
 from linnet.methods.optim.gauss_newton_settings import (
     Damping,
@@ -140,6 +142,7 @@ class GaussNewton(torch.optim.Optimizer):
         self._raw = network
         self._network = Network(called, parameters, self.settings.output, likelihood, shared)
         self._running = average_of(function, likelihood, structure, expectation, self.settings)
+        self._once = OnePass(self._network, self._running, self._raw)
         self.tau, self.zeta = self.damping.tau, self.damping.zeta
         self.steps, self._failures, self._first = 0, 0, math.nan
         self._pending: list[Examples] = []
@@ -218,6 +221,7 @@ class GaussNewton(torch.optim.Optimizer):
                 be taken back; the weights are those of before.
         """
         parts = self._batch(x, y, closure, loss)
+        self._resume(parts)
         rng = self._network.random_state()
         value, gradient, n = self._measure(parts, closure, loss)
         rejected = not self._acceptable(value, gradient)
@@ -230,8 +234,9 @@ class GaussNewton(torch.optim.Optimizer):
         self._failures += rejected
         self._first = value if self.steps == 0 else self._first
         objective, decay = value + self._penalty(), self._decay()
-        gradient = gradient + decay * self._flat()
-        batch = Batch(self._running.function, self._network.likelihood, parts, decay, self._network.shared)
+        gradient = gradient + decay * parameters_to_vector(self._network.parameters.values())
+        function, shared = self._running.function, self._network.shared
+        batch = Batch(function, self._network.likelihood, parts, decay, shared, self._once.seen)
         self._follow(parts)
         self.steps += 1
 
@@ -281,7 +286,7 @@ class GaussNewton(torch.optim.Optimizer):
     ) -> tuple[float, Tensor, int]:
         """Mean loss and its gradient at the present weights, and N."""
         if closure is None and loss is None:
-            return self._network.gradient(parts)
+            return self._once.gradient(parts)
         return given_gradient(self._network, closure, loss, sum(batch_size(x) for x, _ in parts))
 
     def _after(self, parts: list[Examples], closure: Closure | None, rng: Tensor | None) -> float:
@@ -334,15 +339,18 @@ class GaussNewton(torch.optim.Optimizer):
 
     def _follow(self, parts: list[Examples]) -> None:
         """Add the batch to the average of the curvature at the present weights."""
-        x = concatenate([one for one, _ in parts])
-        y = torch.cat([one for _, one in parts])
+        if self._once.seen is None:
+            self._running.refresh(self._raw)
+        self._once.add(concatenate([one for one, _ in parts]), torch.cat([one for _, one in parts]))
+
+    def _resume(self, parts: list[Examples]) -> None:
+        """Take over what was loaded, once there is a batch to find the layers on."""
+        if self._saved is None:
+            return
         self._running.refresh(self._raw)
-        if self._saved is not None:
-            self._running.load_state_dict(self._saved["curvature"], x)
-        self._running.add(x, y, shared=self._network.shared)
-        if self._saved is not None:
-            saved, self._saved = self._saved["inverse"], None
-            self._inverse = None if saved is None else self._undamped().restored(saved)
+        self._running.load_state_dict(self._saved["curvature"], concatenate([one for one, _ in parts]))
+        saved, self._saved = self._saved["inverse"], None
+        self._inverse = None if saved is None else self._undamped().restored(saved)
 
     def _undamped(self) -> Undamped:
         """The curvature of the mean loss, as it is averaged now."""
@@ -367,7 +375,8 @@ class GaussNewton(torch.optim.Optimizer):
             )
         elif self.damping.zeta_period and self.steps % self.damping.zeta_period == 0:
             search = Search(self.damping, self._undamped(), decays, along)
-            self.zeta, self._inverse = search.nearby(self.tau, self.zeta)
+            self.zeta, self._inverse, (directions, model) = search.nearby(self.tau, self.zeta)
+            return directions, model, model.best(self.tau)
         elif self._inverse is None or self._is_stale():
             self._inverse = self._undamped().inverse(self.zeta, decays)
         directions, model = along(self._inverse)
@@ -412,18 +421,10 @@ class GaussNewton(torch.optim.Optimizer):
         rate = max(float(group["lr"]) for group in self.param_groups) or 1.0
         return self._spread(lambda p: float(self._group(p)["lr"]) / rate if p.requires_grad else 0.0)
 
-    def _flat(self) -> Tensor:
-        """θ, (P,)."""
-        return torch.cat([p.detach().reshape(-1) for p in self._network.parameters.values()])
-
     def _penalty(self) -> float:
         """½ Σ λ θ²."""
-        return 0.5 * sum(
-            float(group["weight_decay"]) * float(p.double().square().sum())
-            for group in self.param_groups
-            if group["weight_decay"]
-            for p in group["params"]
-        )
+        held = [(float(g["weight_decay"]), p) for g in self.param_groups for p in g["params"]]
+        return 0.5 * sum(decay * float(p.double().square().sum()) for decay, p in held if decay)
 
     def _before(self) -> list[Tensor]:
         """The step before, where momentum is on and there was one."""
@@ -436,18 +437,17 @@ class GaussNewton(torch.optim.Optimizer):
 
     def _apply(self, step: Tensor) -> None:
         """Move the parameters and remember where they were."""
-        pieces = step.split([p.numel() for p in self._network.parameters.values()])
-        for p, piece in zip(self._network.parameters.values(), pieces, strict=True):
+        for name, piece in self._running.function.space.to_params(step).items():
+            p = self._network.parameters[name]
             self.state[p]["before"] = p.detach().clone()
             if self.settings.momentum:
-                self.state[p]["step"] = piece.view_as(p).clone()
+                self.state[p]["step"] = piece.clone()
         self._move(step)
 
     def _move(self, step: Tensor) -> None:
         """θ ← θ + δ."""
-        pieces = step.split([p.numel() for p in self._network.parameters.values()])
-        for p, piece in zip(self._network.parameters.values(), pieces, strict=True):
-            p.add_(piece.view_as(p))
+        for name, piece in self._running.function.space.to_params(step).items():
+            self._network.parameters[name].add_(piece)
 
     # -- keeping ---------------------------------------------------------------------------------
 
@@ -467,6 +467,7 @@ class GaussNewton(torch.optim.Optimizer):
                 "steps": self.steps,
                 "failures": self._failures,
                 "first": self._first,
+                "modes": self._once.modes(),
                 "curvature": self._running.state_dict() if saved is None else dict(saved["curvature"]),
                 "inverse": (None if self._inverse is None else self._inverse.state())
                 if saved is None
@@ -495,5 +496,5 @@ class GaussNewton(torch.optim.Optimizer):
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "gauss_newton"})
         self.tau, self.zeta = own["tau"], own["zeta"]
         self.steps, self._failures, self._first = own["steps"], own["failures"], own["first"]
-        self._inverse, self._pending = None, []
-        self._saved = own
+        self._inverse, self._pending, self._saved = None, [], own
+        self._once.load_modes(own.get("modes", []))

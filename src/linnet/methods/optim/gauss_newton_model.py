@@ -12,11 +12,13 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.distributed import all_sum
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.tangent.batch import Inputs, batch_size, split
@@ -169,6 +171,7 @@ class Batch:
         parts: The examples.
         decay: λ of every entry, (P,), or one number for all.
         shared: Whether sums are taken over all processes.
+        seen: A forward pass over the one part there is, where it is at hand.
     """
 
     function: Functional
@@ -176,6 +179,7 @@ class Batch:
     parts: list[Examples]
     decay: Tensor | float
     shared: bool
+    seen: ChainPass | None = None
     products: int = 0  # J d so far
 
     def quadratic(self, gradient: Tensor, directions: Sequence[Tensor]) -> Quadratic:
@@ -193,7 +197,8 @@ class Batch:
         for x, y in self.parts:
             f, tangents = self._tangents(x, directions)
             weighed = self.likelihood.product(f, tangents, self.likelihood.check(f, y))
-            bent += tangents.flatten(1).double() @ weighed.flatten(1).double().T
+            for i, j in product(range(k), repeat=2):
+                bent[i, j] += (tangents[i] * weighed[j]).sum(dtype=torch.float64)
             n += batch_size(x)
         self.products += k
         total = torch.cat([bent.flatten(), bent.new_tensor([n])])
@@ -228,6 +233,9 @@ class Batch:
 
     def _tangents(self, x: Inputs, directions: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """F (N, ...) and J d_i, (K, N, ...)."""
+        if self.seen is not None:
+            params = [self.function.space.to_params(d) for d in directions]
+            return self.seen.outputs, torch.stack([self.seen.tangent(v) for v in params])
         found = [jvp(self.function, x, self.function.space.to_params(d)) for d in directions]
         return found[0][0].detach(), torch.stack([t.detach() for _, t in found])
 

@@ -37,7 +37,7 @@ class Search:
     decays: Mapping[str, float]
     along: Along
 
-    def nearby(self, tau: float, zeta: float) -> tuple[float, Inverse]:
+    def nearby(self, tau: float, zeta: float) -> tuple[float, Inverse, tuple[list[Tensor], Quadratic]]:
         """The ζ among ωζ, ζ, ζ/ω whose direction has the lowest q at its best step size.
 
         Args:
@@ -45,15 +45,15 @@ class Search:
             zeta: ζ.
 
         Returns:
-            The new ζ and its inverse.
+            The new ζ, its inverse, and what is along it.
         """
         omega, found = self.damping.decay, []
         for candidate in (omega * zeta, zeta, zeta / omega):
             inverse = self.undamped.inverse(candidate, self.decays)
-            model = self.along(inverse)[1]
-            found.append((model.change(model.best(tau), tau), candidate, inverse))
-        _, best, inverse = min(found, key=lambda one: one[0])
-        return best, inverse
+            directions, model = self.along(inverse)
+            found.append((model.change(model.best(tau), tau), candidate, inverse, (directions, model)))
+        _, best, inverse, along = min(found, key=lambda one: one[0])
+        return best, inverse, along
 
     def first(self, mean: float, reached: Reached) -> tuple[float, float, Inverse]:
         """Dampings to start with: those of a grid whose step lowers the objective itself the most.

@@ -279,8 +279,8 @@ class IterativeLinearization:
             solved = gradient_flow(lin, data, [float("inf")], **options)
             delta = solved.delta(float("inf"))
         else:
-            solved = fit(lin, data, ridge=ridge, **options)
-            delta = solved.delta
+            fitted: LinearFit = fit(lin, data, loss="squared", ridge=ridge, **options)
+            solved, delta = fitted, fitted.delta
         if not all(torch.isfinite(change).all() for change in delta.values()):
             raise NumericalError(
                 f"the exact solution at ridge={ridge!r} is not finite",
