@@ -28,6 +28,8 @@ SCRIPTS = (
     "linearized_step",
     "memory",
     "import_time",
+    "gauss_newton_step",
+    "spectrum",
 )
 
 

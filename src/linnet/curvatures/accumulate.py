@@ -22,7 +22,9 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.plan import PROBES
 from linnet.tangent.trace import Trace, trace
 
-TARGET = 128 << 20  # bytes of one captured batch: more does not run faster
+TARGET = 128 << 20  # bytes of one captured batch: more does not run faster where that holds BUSY examples
+BUSY = 64  # examples of a captured batch below which several threads wait for one another
+MOST = 256 << 20  # bytes of one captured batch of BUSY examples
 LARGEST = 512  # examples of a captured batch, at most
 LONG = 1 << 20  # bytes of one column's gradients from which a CPU does better with one column at a time
 FEWEST = 8  # examples of a captured batch before its columns are taken in parts
@@ -234,18 +236,23 @@ def plan_chunks(
     Returns:
         The sizes.
     """
-    target = max(1, min(TARGET, budget // 4))
+    target, most_bytes = (max(1, min(size, budget // 4)) for size in (TARGET, MOST))
     one = capture_bytes(function, batch.x, 1) - capture_bytes(function, batch.x, 0)
     # what autograd keeps, and what a backward pass holds besides the gradients that are asked for
     inputs, column = saved_bytes(function, batch.x) + 3 * one, one + row_bytes
-    alone = min(LARGEST, most, target // max(1, inputs + column))
+    alone = min(LARGEST, most, _examples(target, most_bytes, inputs + column))
     if columns > 1 and function.device.type == "cpu" and alone * column >= LONG:
         return Chunks(max(1, alone), 1)
-    examples = target // max(1, inputs + columns * column)
+    examples = _examples(target, most_bytes, inputs + columns * column)
     if examples >= FEWEST:
         return Chunks(max(1, min(LARGEST, examples)), columns)
     parts = max(1, (target // FEWEST - inputs) // max(1, column))
     return Chunks(FEWEST if parts > 1 else max(1, examples), max(1, min(columns, parts)))
+
+
+def _examples(target: int, most: int, each: int) -> int:
+    """Examples of ``each`` bytes in ``target`` bytes; of large ones up to BUSY, in ``most`` bytes."""
+    return max(target // max(1, each), min(BUSY, most // max(1, each)))
 
 
 class Passes:

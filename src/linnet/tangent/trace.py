@@ -69,7 +69,7 @@ def trace(function: Functional, x: Inputs) -> Trace:
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in function.theta.items()}
     for name, leaf in leaves.items():
         leaf._linnet_from = (name,)  # type: ignore[attr-defined]
-        leaf._linnet_leaf = leaf  # type: ignore[attr-defined]
+        leaf._linnet_leaf = True  # type: ignore[attr-defined]
     recorder = _Recorder(batch_size(x))
     with torch.enable_grad(), recorder:
         outputs = function.flat(leaves, map_tensors(_as_data, x))
@@ -153,9 +153,8 @@ class _Recorder(TorchFunctionMode):
             if hasattr(t, "_linnet_leaf") or not t.requires_grad:
                 continue
             t._linnet_from = names  # type: ignore[attr-defined]
-            leaf = getattr(tracked[0], "_linnet_leaf", None)
-            if leaf is not None and _is_transpose(t, leaf):
-                t._linnet_transpose_of = leaf  # type: ignore[attr-defined]
+            if hasattr(tracked[0], "_linnet_leaf") and _is_transpose(t, tracked[0]):
+                t._linnet_transpose_of = tracked[0]  # type: ignore[attr-defined]
 
     def _record(
         self,
