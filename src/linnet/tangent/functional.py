@@ -123,12 +123,12 @@ class Functional:
 
     def __call__(self, params: Params, x: Inputs) -> Tensor:
         """f(θ, x), shape (N, ...); a network with outputs (N,) gives (N, 1)."""
-        args, kwargs = _arguments(x)
+        args, kwargs = call_arguments(x)
         _, places = self._members()
         everywhere = {place: value for name, value in params.items() for place in places.get(name, (name,))}
         with differentiable_kernels(self.recurrent):
             result = torch.func.functional_call(self.model, everywhere, args, kwargs, tie_weights=False)
-        return _adapt(result, self.output)
+        return adapt_outputs(result, self.output)
 
     def _members(self) -> tuple[dict[str, nn.Parameter], dict[str, tuple[str, ...]]]:
         """The tracked parameters, and all names that each tensor goes by; the network is walked once."""
@@ -245,7 +245,7 @@ def _check_finite(name: str, tensor: Tensor) -> None:
         )
 
 
-def _arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How x is handed to the network."""
     if isinstance(x, Mapping):
         return (), dict(x)
@@ -254,7 +254,7 @@ def _arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (x,), {}
 
 
-def _adapt(result: Any, output: OutputAdapter) -> Tensor:
+def adapt_outputs(result: Any, output: OutputAdapter) -> Tensor:
     """The network's result as a tensor (N, ...)."""
     if callable(output):
         result = output(result)

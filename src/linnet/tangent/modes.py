@@ -46,7 +46,7 @@ def differentiable_kernels(recurrent: bool) -> Iterator[None]:
             if recurrent:
                 stack.enter_context(_without_fused_recurrence())
             if not torch.compiler.is_compiling():
-                stack.enter_context(_without_recomputation())
+                stack.enter_context(without_recomputation())
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
@@ -77,7 +77,7 @@ def _plain_run(*_: Any, **__: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_recomputation() -> Iterator[None]:
+def without_recomputation() -> Iterator[None]:
     """Checkpoints keep their activations: a recomputation would run with other parameters."""
     module: Any = torch.utils.checkpoint
     name = "_checkpoint_without_reentrant_generator"

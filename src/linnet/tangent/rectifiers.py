@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from linnet.tangent.modes import _without_recomputation
+from linnet.tangent.modes import without_recomputation
 
 _WORDS = frozenset({"relu", "relu_", "relu6", "hardtanh", "hardtanh_", "threshold", "threshold_"})
 _THRESHOLD_IN_PLACE: Any = torch.threshold_
@@ -144,7 +144,7 @@ def _leaking(slope: float | None, clamps: bool) -> Iterator[None]:
     """Run with rectifiers replaced, or left alone inside where they are replaced."""
     token = _SLOPE.set((slope, clamps))
     try:
-        with _Leak(), _without_recomputation():
+        with _Leak(), without_recomputation():
             yield
     finally:
         _SLOPE.reset(token)

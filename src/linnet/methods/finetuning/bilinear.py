@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from linnet.errors import InputError, ModelError
-from linnet.methods.fitting.head import _last_linear, _replace, with_head
+from linnet.methods.fitting.head import last_linear, replace_module, with_head
 from linnet.methods.fitting.targets import ALPHA
 from linnet.tangent.batch import gather_data, split, take
 from linnet.tangent.functional import Functional
@@ -385,7 +385,7 @@ def _tapped(model: nn.Module, pool: SquareRootPooling, layer: str | None) -> Bil
             remedy="see dict(model.named_modules()) for all of them",
         )
     body = copy.deepcopy(model)
-    _replace(body, _last_linear(body)[0], nn.Identity())
+    replace_module(body, last_linear(body)[0], nn.Identity())
     return BilinearNetwork(body, pool, nn.Identity(), nn.Identity(), layer)
 
 

@@ -21,7 +21,7 @@ from linnet.memory import parse_bytes
 from linnet.methods.finetuning.augment import Augmentation
 from linnet.methods.finetuning.examples import Examples
 from linnet.methods.optim.preconditioner import KroneckerPreconditioner
-from linnet.methods.tangent_gp.plan import NETWORK_PENALTY, _forward_operations
+from linnet.methods.tangent_gp.plan import NETWORK_PENALTY, forward_operations
 from linnet.tangent.linearized import Linearized
 
 HELD_AT_ONCE = 2**25  # derivatives in one block, whatever the memory, so that a run repeats to the bit
@@ -182,7 +182,7 @@ def pays(lin: Linearized, x: Any, sizes: tuple[int, int, int], passes: int, memo
     needed = equations * dim * itemsize + 3 * max(HELD_AT_ONCE, c * dim) * itemsize + 48 * equations**2
     if needed > parse_bytes(memory, lin.function.device):
         return False
-    forward = NETWORK_PENALTY * _forward_operations(lin.function, x)
+    forward = NETWORK_PENALTY * forward_operations(lin.function, x)
     derivatives = (n + held) * forward * (1 + 2 * c)
     products = 2 * rows * equations * dim + 20 * equations**3
     roots = ROOT_OPERATIONS * rows * dim

@@ -19,7 +19,7 @@ from linnet.methods.finetuning.augment import Augmentation
 from linnet.methods.finetuning.bilinear import with_bilinear_head
 from linnet.methods.finetuning.examples import Examples
 from linnet.methods.finetuning.recipes import Recipe
-from linnet.methods.fitting.head import RECORD, _last_linear, features, with_head
+from linnet.methods.fitting.head import RECORD, features, last_linear, with_head
 from linnet.methods.optim.preconditioner import KroneckerPreconditioner
 from linnet.tangent.batch import Inputs, concatenate, map_tensors
 from linnet.tangent.functional import Functional, OutputAdapter
@@ -130,7 +130,7 @@ def prepare(
         )
     before, network = network, _with_head(network, recipe, shaping, examples, view, outputs, notes)
     new_head = network is not before
-    last = _last_linear(network)[0] if recipe.last_layer else None
+    last = last_linear(network)[0] if recipe.last_layer else None
     if not recipe.linear:
         return Prepared(
             copy.deepcopy(network) if network is model else network, outputs, last, notes, new_head

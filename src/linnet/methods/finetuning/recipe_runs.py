@@ -37,7 +37,7 @@ from linnet.methods.finetuning.recipes import (
 )
 from linnet.methods.finetuning.trainer import Trainer, rank
 from linnet.methods.fitting.arguments import check_positive
-from linnet.methods.fitting.baselines import _held_out
+from linnet.methods.fitting.baselines import held_out_split
 from linnet.methods.fitting.fit import fit
 from linnet.methods.optim.preconditioner import KroneckerPreconditioner, default_damping
 from linnet.tangent.linearized import Linearized, linearize
@@ -74,7 +74,7 @@ def searched(
         return _Run(plan, model, method, examples, held).result(candidates[0], "")
     train, chosen_by = examples, held
     if held is None:
-        rows, kept = _held_out(plan.problem.labels, plan.shaping.seed)
+        rows, kept = held_out_split(plan.problem.labels, plan.shaping.seed)
         train, chosen_by = examples.part(rows), examples.part(kept)
     run = _Run(plan, model, method, train, chosen_by, len(candidates))
     tried: list[dict[str, Any]] = []

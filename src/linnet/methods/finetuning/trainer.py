@@ -27,7 +27,7 @@ from linnet.methods.finetuning.examples import Examples
 from linnet.methods.optim.preconditioner import KroneckerPreconditioner
 from linnet.progress import track
 from linnet.tangent.batch import Inputs
-from linnet.tangent.functional import OutputAdapter, _adapt
+from linnet.tangent.functional import OutputAdapter, adapt_outputs
 from linnet.tangent.hashing import hash_tensors
 
 KIND = "training"
@@ -323,7 +323,7 @@ def outputs_of(module: nn.Module, x: Inputs, output: OutputAdapter = None) -> Te
         The outputs, flattened.
     """
     value = module(*x) if isinstance(x, list | tuple) else module(**x) if isinstance(x, dict) else module(x)
-    value = _adapt(value, output)
+    value = adapt_outputs(value, output)
     return value.reshape(value.shape[0], -1)
 
 

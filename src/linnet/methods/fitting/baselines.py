@@ -97,7 +97,7 @@ def fine_tune(
             f"steps={steps}, rates={tuple(rates)} with {n} examples",
             expected="at least one step, one rate, two examples",
         )
-    train, held = _held_out(y, seed)
+    train, held = held_out_split(y, seed)
     runs = len(rates) + 1
     ticks = track(
         range(runs * steps), f"plain fine-tuning, {runs} runs of {steps} steps", runs * steps, progress
@@ -122,7 +122,7 @@ class _Schedule:
     seed: int
 
 
-def _held_out(y: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+def held_out_split(y: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Positions to train on and to score on: a fifth of each class, or of all."""
     generator = torch.Generator().manual_seed(seed)
     labels = y.cpu() if not y.is_floating_point() else torch.zeros(len(y), dtype=torch.long)

@@ -17,7 +17,7 @@ import copy
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linnet.methods.fitting.head import RECORD, _last_linear, _replace
+from linnet.methods.fitting.head import RECORD, last_linear, replace_module
 
 
 class CenteredLinear(nn.Module):
@@ -65,8 +65,8 @@ def with_centered_head(model: nn.Module) -> nn.Module:
         tensor([[0., 0.]], grad_fn=<SubBackward0>)
     """
     clone = copy.deepcopy(model)
-    name, layer = _last_linear(clone)
-    _replace(clone, name, CenteredLinear(layer))
+    name, layer = last_linear(clone)
+    replace_module(clone, name, CenteredLinear(layer))
     if hasattr(clone, RECORD) and "folds" not in getattr(clone, RECORD):
         delattr(clone, RECORD)  # the labels are in the outputs no more
     return clone

@@ -46,10 +46,10 @@ def write_fit(
     Returns:
         The file written.
     """
-    tensors, layout = _flatten_inputs(x)
+    tensors, layout = flatten_inputs(x)
     held = None
     if constraints is not None:
-        inputs, held_layout = _flatten_inputs(constraints.equations.x, "constraints.x")
+        inputs, held_layout = flatten_inputs(constraints.equations.x, "constraints.x")
         tensors |= inputs | constraint_tensors(constraints)
         held = {"inputs": held_layout, "redundant": constraints.redundant}
     tensors |= {"targets": targets.values, "beta": system.beta}
@@ -90,7 +90,7 @@ def read_fit(directory: str | Path) -> tuple[Path, dict[str, Tensor], Inputs, di
     path = Path(directory)
     path = path / f"{KIND}.safetensors" if path.is_dir() or not path.suffix else path
     tensors, metadata = load_tensors(path, KIND)
-    return path, tensors, _unflatten_inputs(tensors, metadata["inputs"]), metadata
+    return path, tensors, unflatten_inputs(tensors, metadata["inputs"]), metadata
 
 
 def read_constraints(tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Constraints | None:
@@ -106,11 +106,11 @@ def read_constraints(tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Co
     held = metadata.get("constraints")
     if held is None:
         return None
-    x = _unflatten_inputs(tensors, held["inputs"], "constraints.x")
+    x = unflatten_inputs(tensors, held["inputs"], "constraints.x")
     return constraints_from(tensors, x, tensors["beta"].shape[1], held["redundant"])
 
 
-def _flatten_inputs(x: Inputs, prefix: str = "x") -> tuple[dict[str, Tensor], Any]:
+def flatten_inputs(x: Inputs, prefix: str = "x") -> tuple[dict[str, Tensor], Any]:
     """Tensors by path, and the structure as JSON."""
     if isinstance(x, Tensor):
         return {prefix: x}, "tensor"
@@ -118,16 +118,14 @@ def _flatten_inputs(x: Inputs, prefix: str = "x") -> tuple[dict[str, Tensor], An
     tensors: dict[str, Tensor] = {}
     layout: dict[str, Any] = {"kind": "dict" if isinstance(x, dict) else "tuple", "parts": {}}
     for key, value in items:
-        found, layout["parts"][str(key)] = _flatten_inputs(value, f"{prefix}/{key}")
+        found, layout["parts"][str(key)] = flatten_inputs(value, f"{prefix}/{key}")
         tensors |= found
     return tensors, layout
 
 
-def _unflatten_inputs(tensors: dict[str, Tensor], layout: Any, prefix: str = "x") -> Inputs:
-    """The reverse of ``_flatten_inputs``."""
+def unflatten_inputs(tensors: dict[str, Tensor], layout: Any, prefix: str = "x") -> Inputs:
+    """The reverse of ``flatten_inputs``."""
     if layout == "tensor":
         return tensors[prefix]
-    parts = {
-        key: _unflatten_inputs(tensors, part, f"{prefix}/{key}") for key, part in layout["parts"].items()
-    }
+    parts = {key: unflatten_inputs(tensors, part, f"{prefix}/{key}") for key, part in layout["parts"].items()}
     return parts if layout["kind"] == "dict" else tuple(parts.values())

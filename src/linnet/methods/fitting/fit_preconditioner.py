@@ -120,10 +120,10 @@ def make_preconditioner(
     (curvature,) = by_structure(function, batches, request, [(name, name)])
     # τ = ρ + tr G̃ / P
     tau = ridge + float(curvature.trace()) / p if lifted else ridge
-    return _Cast(curvature.damped(tau).inverse(), function.dtype)
+    return Cast(curvature.damped(tau).inverse(), function.dtype)
 
 
-class _Cast(LinearOperator):
+class Cast(LinearOperator):
     """A symmetric operator for vectors of another type."""
 
     def __init__(self, operator: LinearOperator, dtype: torch.dtype) -> None:

@@ -78,7 +78,7 @@ def with_head(
     check_ridge(ridge)
     check_positive("scale", scale, "leave scale= out for α = 15")
     clone = copy.deepcopy(model)
-    name, old = _last_linear(clone)
+    name, old = last_linear(clone)
     reference = old.weight
     new = nn.Linear(old.in_features, classes, device=reference.device, dtype=reference.dtype)
     record: dict[str, Any] = {"init": init, "layer": name, "examples": frozenset()}
@@ -101,7 +101,7 @@ def with_head(
                 heads = _fold_heads(phi, (y, fold.to(y.device)), classes, scale, ridge)
                 members = dict(zip(examples, fold.tolist(), strict=True))
                 record["folds"] = Folds(name, (new.weight.clone(), new.bias.clone()), heads, members)
-    _replace(clone, name, new)
+    replace_module(clone, name, new)
     setattr(clone, RECORD, record)
     return clone
 
@@ -149,7 +149,7 @@ def _check(model: nn.Module, classes: int, init: str, data: Any) -> None:
         )
 
 
-def _last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
+def last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
     """The last linear layer of a network."""
     linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not linear:
@@ -167,7 +167,7 @@ def _last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
     return linear[-1]
 
 
-def _replace(model: nn.Module, path: str, new: nn.Module) -> None:
+def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:
     """Put a module in the place that a dotted path names."""
     *folders, leaf = path.split(".")
     place = model
@@ -192,7 +192,7 @@ def features(model: nn.Module, x: Inputs, batch: int = 256) -> Tensor:
         ModelError: If the network cannot run on x, or does not end in that layer.
     """
     function = Functional(model)
-    name, layer = _last_linear(function.model)
+    name, layer = last_linear(function.model)
     function.check_runs(take(x, slice(0, 1)))
     calls: list[tuple[Tensor, Tensor]] = []
     handle = layer.register_forward_hook(lambda _, args, result: calls.append((args[0], result)))

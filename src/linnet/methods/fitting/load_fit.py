@@ -56,7 +56,7 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
             expected="the callable that the fit was made with",
             remedy="pass output= as to linnet.linearize",
         )
-    function = _matching(model, metadata, output, path)
+    function = matching_model(model, metadata, output, path)
     device = function.device
     x = map_tensors(lambda t: t.to(device), x)
     targets = Targets(tensors["targets"].to(device), metadata["classes"], metadata["scale"])
@@ -76,7 +76,9 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
     return fitted
 
 
-def _matching(model: nn.Module, metadata: dict[str, Any], output: OutputAdapter, path: Path) -> Functional:
+def matching_model(
+    model: nn.Module, metadata: dict[str, Any], output: OutputAdapter, path: Path
+) -> Functional:
     """The network as a function, if it is the one that the fit was made on."""
     names = {name for name, _ in model.named_parameters()}
     missing = [name for name in metadata["parameters"] if name not in names]

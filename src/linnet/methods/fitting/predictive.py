@@ -138,10 +138,10 @@ def fit_temperature(outputs: Tensor, labels: Tensor, variance: Tensor | None = N
 
     grid = [math.log(scale) + step for step in torch.linspace(-6, 4, 21).tolist()]
     best = min(range(len(grid)), key=lambda i: loss(grid[i]))
-    return math.exp(_golden_section(loss, grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]))
+    return math.exp(golden_section(loss, grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]))
 
 
-def _golden_section(f, low: float, high: float, steps: int = 30) -> float:  # type: ignore[no-untyped-def]
+def golden_section(f, low: float, high: float, steps: int = 30) -> float:  # type: ignore[no-untyped-def]
     """The minimum of a unimodal function on an interval."""
     ratio = (math.sqrt(5) - 1) / 2
     a, b = high - ratio * (high - low), low + ratio * (high - low)

@@ -75,11 +75,11 @@ class CGSettings:
         Returns:
             The solution, with the steps of both.
         """
-        found = _cg(matrix, b, preconditioner, start, self.tolerance, self.max_steps)
+        found = solve_columns(matrix, b, preconditioner, start, self.tolerance, self.max_steps)
         if preconditioner is None or found.status not in (Status.MAX_STEPS, Status.DIVERGED):
             return found
         at = found.value if found.residual < 1 else start
-        plain = _cg(matrix, b, None, at, self.tolerance, self.max_steps)
+        plain = solve_columns(matrix, b, None, at, self.tolerance, self.max_steps)
         return replace(plain, steps=found.steps + plain.steps)
 
 
@@ -90,7 +90,7 @@ STAGNATED = (
 )
 
 
-def _cg(*arguments: Any) -> Solution[Tensor]:
+def solve_columns(*arguments: Any) -> Solution[Tensor]:
     """Conjugate gradients on tensors."""
     found: Solution[Any] = cg(*arguments)
     return found
@@ -102,7 +102,7 @@ def _together(*arguments: Any) -> Solution[Tensor]:
     return found
 
 
-def _accepted(solution: Solution[Tensor], what: str) -> Tensor:
+def accepted(solution: Solution[Tensor], what: str) -> Tensor:
     """The answer, if it converged or came as far as its precision lets it."""
     if solution.status is Status.STAGNATED and solution.residual <= STAGNATED:
         return solution.value
@@ -157,7 +157,7 @@ class Primal:
         self.normal = NormalOperator(self.jacobian)
         right = self.jacobian.T.mv(residual.to(function.dtype).reshape(-1))
         solution = self._first(right, start)
-        self.delta = _accepted(solution, "the linear fit by conjugate gradients")
+        self.delta = accepted(solution, "the linear fit by conjugate gradients")
         self.steps, self.relative_residual = solution.steps, solution.residual
         # β = (r − Jδ)/ρ
         fitted = self.jacobian.mv(self.delta).view(self.n, self.c)
@@ -174,7 +174,7 @@ class Primal:
         if settings.preconditioner == "auto" and self._preconditioner is None:
             limit = settings.max_steps if min(self.jacobian.shape) <= FEW else TRIAL
             limit = min(limit, settings.max_steps)
-            found = _cg(self.matrix, right, None, start, settings.tolerance, limit)
+            found = solve_columns(self.matrix, right, None, start, settings.tolerance, limit)
             if found.status is not Status.MAX_STEPS or limit == settings.max_steps:
                 self._choose("none")
                 return found
@@ -222,7 +222,7 @@ class Primal:
             if found.converged:
                 return found.value
         solution = settings.run(self.matrix, b, self.preconditioner, None)
-        return _accepted(solution, "a solve by conjugate gradients")
+        return accepted(solution, "a solve by conjugate gradients")
 
     def approach(self, b: Tensor, steps: int) -> Tensor:
         """The same after a number of block steps, converged or not.

@@ -20,8 +20,8 @@ from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.stream import Batches
 from linnet.errors import NumericalError
 from linnet.linalg.operator import LinearOperator
-from linnet.methods.fitting.fit_preconditioner import FEW, RANK, TRIAL, _Cast
-from linnet.methods.fitting.primal import STAGNATED, CGSettings, _accepted, _cg
+from linnet.methods.fitting.fit_preconditioner import FEW, RANK, TRIAL, Cast
+from linnet.methods.fitting.primal import STAGNATED, CGSettings, accepted, solve_columns
 from linnet.methods.fitting.softmax_dual import HALVINGS, SHRINK, STALLED, STEPS, one_newton_step, sufficient
 from linnet.methods.fitting.softmax_loss import ClassLoss
 from linnet.progress import track
@@ -197,12 +197,12 @@ class SoftmaxPrimal:
         if settings.preconditioner not in ("none", "auto", "given") and self._preconditioner is None:
             self._make(settings.preconditioner)
         trial = min(left, TRIAL) if open_choice and min(self.jacobian.shape) > FEW else left
-        found = _cg(hessian, -gradient, self._preconditioner, None, tolerance, trial)
+        found = solve_columns(hessian, -gradient, self._preconditioner, None, tolerance, trial)
         self.products += found.steps
         if found.residual > tolerance and trial < left:
             self._make("nystrom")
             rest = max(1, left - trial)
-            found = _cg(hessian, -gradient, self._preconditioner, found.value, tolerance, rest)
+            found = solve_columns(hessian, -gradient, self._preconditioner, found.value, tolerance, rest)
             self.products += found.steps
         elif found.steps > RANK and self._given is None and settings.preconditioner in ("auto", "nystrom"):
             self._preconditioner = None  # Λ has moved away from where it was made
@@ -222,7 +222,7 @@ class SoftmaxPrimal:
         (curvature,) = by_structure(self.function, batches, request, [(name, name)])
         # τ = ρ + tr G̃ / P
         tau = self.ridge + float(curvature.trace()) / self.function.space.dim
-        self._preconditioner = _Cast(curvature.damped(tau).inverse(), self.function.dtype)
+        self._preconditioner = Cast(curvature.damped(tau).inverse(), self.function.dtype)
 
     # -- the Hessian at the optimum --------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class SoftmaxPrimal:
             NumericalError: Conjugate gradients do not converge.
         """
         solution = self.settings.run(self.hessian, b, self._preconditioner, None)
-        return _accepted(solution, "a solve by conjugate gradients")
+        return accepted(solution, "a solve by conjugate gradients")
 
     def _solved_rows(self, x: Inputs, what: str) -> Iterator[tuple[Inputs, Tensor]]:
         """H⁻¹ J(x)ᵀ block by block: the block and (P, n·C)."""

@@ -22,7 +22,7 @@ from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.distributed import all_sum
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.tangent.batch import Inputs, batch_size, split
-from linnet.tangent.functional import Functional, OutputAdapter, _adapt, _arguments
+from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs, call_arguments
 from linnet.tangent.jacobian import jvp
 
 Examples = tuple[Inputs, Tensor]
@@ -48,8 +48,8 @@ class Network:
 
     def losses(self, x: Inputs, y: Tensor) -> Tensor:
         """ℓ of every example, (N,)."""
-        args, kwargs = _arguments(x)
-        f = _adapt(self.model(*args, **kwargs), self.output)
+        args, kwargs = call_arguments(x)
+        f = adapt_outputs(self.model(*args, **kwargs), self.output)
         return self.likelihood.nll(f.to(_wide(f)), self.likelihood.check(f.to(_wide(f)), y))
 
     def loss(self, parts: Sequence[Examples]) -> float:

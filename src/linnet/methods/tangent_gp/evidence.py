@@ -22,7 +22,7 @@ from linnet.errors import NumericalError
 from linnet.linalg.factorize import eigh
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, make_generator, signs
-from linnet.methods.fitting.predictive import _golden_section
+from linnet.methods.fitting.predictive import golden_section
 from linnet.solvers.lanczos import tridiagonalize
 from linnet.solvers.solution import Estimate
 
@@ -112,7 +112,7 @@ class Measure:
         grid = [low + (high - low) * i / steps for i in range(steps + 1)]
         at = min(range(len(grid)), key=lambda i: loss(grid[i]))
         first, last = grid[max(at - 1, 0)], grid[min(at + 1, steps)]
-        return math.exp(_golden_section(loss, first, last, steps=45))
+        return math.exp(golden_section(loss, first, last, steps=45))
 
 
 def from_eigenvalues(values: Tensor, masses: Tensor, squared: float, count: int, log_noise: float) -> Measure:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linnet.files import load_tensors, save_tensors
 from linnet.methods.fitting.dual import Dual
-from linnet.methods.fitting.fit_files import _flatten_inputs, _unflatten_inputs
+from linnet.methods.fitting.fit_files import flatten_inputs, unflatten_inputs
 from linnet.methods.tangent_gp.dense import FunctionDense, ParameterDense, System
 from linnet.methods.tangent_gp.iterative import Iterative, Panel, Shared
 from linnet.methods.tangent_gp.options import Options
@@ -37,7 +37,7 @@ def write_gp(
     Returns:
         The file written.
     """
-    tensors, layout = _flatten_inputs(task.x)
+    tensors, layout = flatten_inputs(task.x)
     tensors |= {"y": task.y, "weights": task.weights, "residual": task.residual}
     solved, how = _solved(system)
     metadata = {
@@ -94,7 +94,7 @@ def read_gp(directory: str | Path) -> tuple[Path, dict[str, Tensor], Inputs, dic
     path = Path(directory)
     path = path / f"{KIND}.safetensors" if path.is_dir() or not path.suffix else path
     tensors, metadata = load_tensors(path, KIND)
-    return path, tensors, _unflatten_inputs(tensors, metadata["inputs"]), metadata
+    return path, tensors, unflatten_inputs(tensors, metadata["inputs"]), metadata
 
 
 def restored_system(

@@ -8,7 +8,7 @@ from torch import nn
 
 from linnet.errors import FileFormatError, InputError
 from linnet.likelihoods import from_description
-from linnet.methods.fitting.load_fit import _matching
+from linnet.methods.fitting.load_fit import matching_model
 from linnet.methods.tangent_gp.files import read_gp, restored_system
 from linnet.methods.tangent_gp.tangent_gp import TangentGP
 from linnet.methods.tangent_gp.task import Task
@@ -48,7 +48,7 @@ def load_gp(directory: str | Path, model: nn.Module, output: OutputAdapter = Non
             expected="the callable that the process was made with",
             remedy="pass output= to load_gp",
         )
-    base = _matching(network, metadata, output, path)
+    base = matching_model(network, metadata, output, path)
     tensors = {key: t.to(base.device) for key, t in tensors.items()}
     options = dict(metadata["options"])
     options |= {"params": metadata["parameters"], "output": base.output}

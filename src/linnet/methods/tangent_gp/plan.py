@@ -142,7 +142,7 @@ def _ways(function: Functional, x: Inputs, outputs: int, budget: int) -> list[Wa
     """All ways, with what they would take."""
     n, p = batch_size(x), function.space.dim
     m, item = n * outputs, function.dtype.itemsize
-    forward = NETWORK_PENALTY * n * _forward_operations(function, x)
+    forward = NETWORK_PENALTY * n * forward_operations(function, x)
     derivatives = forward * (1 + 2 * outputs)
     kernel = derivatives + float(m) ** 2 * p  # half of 2 (N·C)² P, symmetric
     passes = 5.0 * forward  # a JVP costs two forward passes, a VJP three
@@ -170,7 +170,7 @@ def _ways(function: Functional, x: Inputs, outputs: int, budget: int) -> list[Wa
     ]  # fmt: skip
 
 
-def _forward_operations(function: Functional, x: Inputs) -> float:
+def forward_operations(function: Functional, x: Inputs) -> float:
     """Operations of one example's forward pass; at least two for each weight."""
     if "operations" not in function.cache:
         with FlopCounterMode(display=False) as counter:

@@ -20,7 +20,7 @@ from linnet.errors import DataError, InputError
 from linnet.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.tangent.batch import Inputs, batch_size, split, take
-from linnet.tangent.functional import Functional, _adapt, _arguments
+from linnet.tangent.functional import Functional, adapt_outputs, call_arguments
 
 BATCH = 128  # examples evaluated at once
 
@@ -113,7 +113,7 @@ class Observed:
             output, known = base.output, likelihood
 
             def means(result: Any) -> Tensor:
-                return known.mean(_adapt(result, output))
+                return known.mean(adapt_outputs(result, output))
 
             self.function = Functional(base.model, base.names, means)
 
@@ -207,8 +207,8 @@ class _Whitened(nn.Module):
 
     def forward(self, x: Any, weights: Tensor) -> Tensor:
         """The outputs f(x) ∘ w, (N, C)."""
-        args, kwargs = _arguments(x)
-        value = _adapt(self.network(*args, **kwargs), self.output)
+        args, kwargs = call_arguments(x)
+        value = adapt_outputs(self.network(*args, **kwargs), self.output)
         return value.reshape(value.shape[0], -1) * weights
 
 
