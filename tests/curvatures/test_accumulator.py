@@ -254,6 +254,7 @@ def test_large_batches_are_taken_in_parts(
         whole.add(*batch(seed, 9))
     size = whole._chunks(Batch(0, *batch(0, 9)))[0]
     monkeypatch.setattr(accumulate, "TARGET", 40_000)
+    monkeypatch.setattr(accumulate, "BUSY", 0)
     for seed in range(count):
         parts.add(*batch(seed, 9))
     assert parts._chunks(Batch(0, *batch(0, 9)))[0] < 9 <= size

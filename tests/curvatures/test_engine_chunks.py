@@ -49,6 +49,7 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
         monkeypatch.setattr(accumulate, "LONG", 0)
     elif way == "smallest":
         monkeypatch.setattr(accumulate, "TARGET", 1)
+        monkeypatch.setattr(accumulate, "BUSY", 0)
     elif way == "parts of columns":
         monkeypatch.setattr(accumulate, "plan_chunks", lambda *_: None)
         from linnet.curvatures import engine

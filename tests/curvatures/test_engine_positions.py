@@ -150,6 +150,7 @@ def test_masked_positions_are_as_if_they_were_not_there(
         monkeypatch.setattr(accumulate, "LONG", 0)
     if way == "parts":
         monkeypatch.setattr(accumulate, "TARGET", 1)
+        monkeypatch.setattr(accumulate, "BUSY", 0)
     model, x, y, axis = prepare(kind, True)
     if kind == "sequence":  # without mixing, the positions that count are a data set of their own
         kept = y != MASK

@@ -101,6 +101,32 @@ def test_updates_of_any_size(first: int, seed: int) -> None:
     near(flat(fit.update((p.x[first:], p.t[first:])).delta), ridge_oracle(p.j, p.t, p.f0, RHO))
 
 
+@pytest.mark.parametrize("ridge", ["loo", "gcv", "evidence", 2.5])
+def test_an_update_may_choose_the_ridge_anew(ridge: float | str) -> None:
+    p = problem(n=9, classes=False, outputs=2)
+    first = linnet.fit(p.lin, (p.x[:4], p.t[:4]), ridge=RHO)
+    larger = first.update((p.x[4:], p.t[4:]), ridge=ridge)
+    whole = linnet.fit(p.lin, (p.x, p.t), ridge=ridge)
+    assert larger.ridge == pytest.approx(whole.ridge, rel=1e-9)
+    near(flat(larger.delta), flat(whole.delta), 1e-8)
+    near(larger.loo(), whole.loo(), 1e-8)
+    assert larger.record.criterion == (ridge if isinstance(ridge, str) else "given")
+    assert "ridge" in larger.summary()["reasons"]["change"]
+    assert first.ridge == RHO
+
+
+@pytest.mark.parametrize("ridge", [0.0, -1.0, float("nan"), "best"])
+def test_an_update_refuses_what_is_no_ridge(ridge: float | str) -> None:
+    p = problem(classes=False)
+    refused(InputError, lambda: p.fit(ridge=RHO).update((p.x[:2], p.t[:2]), ridge=ridge), "ridge")
+
+
+def test_conjugate_gradients_have_no_other_ridge() -> None:
+    p = problem(classes=False)
+    fit = p.fit(ridge=RHO, solver="cg")
+    refused(InputError, lambda: fit.update((p.x[:2], p.t[:2]), ridge="loo"), "dual")
+
+
 def test_new_data_may_be_of_one_class_and_of_any_kind_of_container() -> None:
     p = problem()
     fit = p.fit(ridge=RHO)

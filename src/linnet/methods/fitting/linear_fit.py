@@ -27,7 +27,7 @@ from linnet.methods.fitting.equations import wanted
 from linnet.methods.fitting.fit_files import write_fit
 from linnet.methods.fitting.predictive import Predictive, fit_temperature
 from linnet.methods.fitting.record import Record as Record
-from linnet.methods.fitting.systems import System, constrained, solve_delta, without_equations
+from linnet.methods.fitting.systems import System, at_ridge, constrained, solve_delta, without_equations
 from linnet.methods.fitting.targets import Targets, make_targets
 from linnet.tangent.batch import (
     Inputs,
@@ -335,11 +335,12 @@ class LinearFit:
         what = f"forgot {_count(len(index))}"
         return self._changed(take(self.x, kept), targets, system, what, start, held)
 
-    def update(self, data: Any) -> LinearFit:
+    def update(self, data: Any, ridge: float | str | None = None) -> LinearFit:
         """The fit with more training examples, without refitting.
 
         Args:
             data: New examples: an (x, y) pair, a Dataset or a DataLoader.
+            ridge: ρ, or "loo", "gcv", "evidence": chosen anew on all examples (dual); kept by default.
 
         Returns:
             A new fit on all examples, old ones first.
@@ -373,7 +374,13 @@ class LinearFit:
             system = self.system.extended(x, residual)
         targets = replace(self._targets, values=torch.cat([self.targets, new.values.to(self.targets)]))
         what = f"added {_count(len(residual))}"
-        return self._changed(concatenate([self.x, x]), targets, system, what, start, held)
+        if ridge is not None:
+            system, said = at_ridge(system, ridge, targets)
+            what = f"{what}; {said}"
+        fitted = self._changed(concatenate([self.x, x]), targets, system, what, start, held)
+        if isinstance(ridge, str):
+            fitted.record = replace(fitted.record, criterion=ridge)
+        return fitted
 
     def constrain(
         self, x: Inputs, targets: Any = None, groups: Any = None, *, weight: float | None = None

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from linnet.errors import InputError
 from linnet.memory import Plan, parse_bytes, require
+from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.fitting.constrained_primal import ConstrainedPrimal
 from linnet.methods.fitting.constraints import BATCH, Constraints, impose
 from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.equations import Wanted
 from linnet.methods.fitting.primal import Primal
+from linnet.methods.fitting.targets import Targets
 from linnet.tangent.batch import Inputs, batch_size, split
 from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.linearized import Linearized
 
 System = Dual | Primal | ConstrainedPrimal
+CRITERIA = ("loo", "gcv", "evidence")
 
 
 def constrained(
@@ -65,6 +69,43 @@ def constrained(
     residual = system.residual.reshape(-1) - new @ made.level[made.level.shape[0] - new.shape[1] :]
     kernel = system.kernel - new @ new.T
     return Dual(kernel, residual.view(system.n, system.c), system.ridge), made
+
+
+def at_ridge(system: System, ridge: float | str, targets: Targets) -> tuple[System, str]:
+    """The same equations at another ridge.
+
+    Args:
+        system: Equations of a dual fit.
+        ridge: ρ, or "loo", "gcv" or "evidence" to choose it by.
+        targets: The training targets.
+
+    Returns:
+        The solution, and what was done in words.
+
+    Raises:
+        InputError: If the ridge is none of these, or the fit was solved by conjugate gradients.
+    """
+    if not isinstance(system, Dual):
+        raise InputError(
+            "ridge= in an update of a fit solved by conjugate gradients",
+            expected='solver="dual", whose kernel has every ridge',
+            remedy="leave ridge= out, or fit again on all data",
+        )
+    if not isinstance(ridge, str):
+        check_positive("ridge", ridge, 'pass ρ > 0, or "loo", "gcv" or "evidence"')
+        return Dual(system.kernel, system.residual, float(ridge)), f"the ridge set to {float(ridge):.4g}"
+    if ridge not in CRITERIA:
+        raise InputError(
+            f"ridge={ridge!r}",
+            expected=f"a number, or one of {', '.join(CRITERIA)}",
+            remedy='try ridge="loo"',
+        )
+    spectrum = system.spectrum
+    path = spectrum.path(spectrum.grid(), targets.classes is not None, targets.values)
+    chosen = path.best(ridge)
+    return Dual(
+        system.kernel, system.residual, chosen, spectrum=spectrum
+    ), f"the ridge chosen anew by {ridge}"
 
 
 def without_equations(system: System, constraints: Constraints | None) -> Dual | Primal:
