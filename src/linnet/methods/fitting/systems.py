@@ -103,9 +103,7 @@ def at_ridge(system: System, ridge: float | str, targets: Targets) -> tuple[Syst
     spectrum = system.spectrum
     path = spectrum.path(spectrum.grid(), targets.classes is not None, targets.values)
     chosen = path.best(ridge)
-    return Dual(
-        system.kernel, system.residual, chosen, spectrum=spectrum
-    ), f"the ridge chosen anew by {ridge}"
+    return Dual(system.kernel, system.residual, chosen, spectrum=spectrum), f"the ridge chosen by {ridge}"
 
 
 def without_equations(system: System, constraints: Constraints | None) -> Dual | Primal:
