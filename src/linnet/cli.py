@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     import jsonargparse
 
 COMMANDS = ("demo", "adapt", "predict", "explain", "forget", "update", "spectrum", "check", "doctor")
+# Functions that are not called like their command: one called spectrum would be taken for linnet.spectrum by
+# what reads its options, and torch would be imported for a page of help.
+_FUNCTIONS = {"spectrum": "task_spectrum"}
 """The commands, in the order in which help lists them."""
 
 _FLAGS = {
@@ -238,7 +241,8 @@ class Command:
             >>> Command.load("doctor").name
             'doctor'
         """
-        return cls(name, getattr(importlib.import_module(f"linnet.commands.{name}"), name))
+        module = importlib.import_module(f"linnet.commands.{name}")
+        return cls(name, getattr(module, _FUNCTIONS.get(name, name)))
 
     @property
     def summary(self) -> str:

@@ -128,6 +128,17 @@ def test_eigh_tries_float64_when_it_fails_and_then_names_the_matrix(monkeypatch:
         eigh(torch.eye(3), "my factor")
 
 
+def test_eigh_does_not_take_nan_for_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    true_eigh: Callable[[Tensor], tuple[Tensor, Tensor]] = torch.linalg.eigh
+
+    def spoiled_in_float32(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        values, vectors = true_eigh(matrix)
+        return (values * torch.nan, vectors) if matrix.dtype == torch.float32 else (values, vectors)
+
+    monkeypatch.setattr(torch.linalg, "eigh", spoiled_in_float32)
+    assert torch.equal(eigh(torch.eye(3))[0], torch.ones(3))
+
+
 @pytest.mark.parametrize("rank", [3, 6])
 def test_root_of_singular_and_regular_matrices(rank: int) -> None:
     u = torch.randn(6, rank, dtype=torch.float64)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 
-def spectrum(
+def task_spectrum(
     *,
     run: Path | None = None,
     model: str | None = None,

@@ -170,7 +170,9 @@ def _try_eigh(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
         values, vectors = torch.linalg.eigh(matrix)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         return None
-    return values, vectors
+    # LAPACK has been seen to call NaN a success, on singular matrices in float32
+    sound = bool(torch.isfinite(values).all()) and bool(torch.isfinite(vectors).all())
+    return (values, vectors) if sound else None
 
 
 def _double(matrix: Tensor) -> Tensor:

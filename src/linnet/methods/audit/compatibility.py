@@ -24,6 +24,12 @@ class Flips:
         accuracy_before: Share of right answers before.
         accuracy_after: Share of right answers after.
         examples: Number of examples.
+
+    Example:
+        >>> import linnet
+        >>> old, new = torch.eye(3), torch.eye(3)[[0, 2, 2]]
+        >>> linnet.audit.flips(old, new, torch.zeros(3, 1), [0, 1, 2]).negative
+        tensor([1])
     """
 
     negative: Tensor
@@ -109,6 +115,15 @@ class Compatible:
         after: Flips of the fit under its equations.
         pinned: Examples whose outputs are held at the old ones, (k,).
         rounds: Rounds of pinning.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> x, y = torch.randn(8, 2), torch.arange(8) % 2
+        >>> fit = linnet.fit(linnet.linearize(net), (x, y))
+        >>> found = linnet.audit.compatible(fit.forget([0]), x, fit, y)
+        >>> found.after.negative_rate
+        0.0
     """
 
     fit: LinearFit

@@ -31,6 +31,15 @@ class Counterfactual:
         delta: What it adds to δ, by parameter name.
         before: Predictions at x with the labels as they are, (T, C); ``None`` without x.
         after: Predictions at x with the other labels, (T, C).
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> x, y = torch.randn(8, 2), torch.arange(8) % 2
+        >>> fit = linnet.fit(linnet.linearize(net), (x, y))
+        >>> found = linnet.audit.counterfactual(fit, 0, 1, x)
+        >>> found.after.shape, found.fit.n
+        (torch.Size([8, 2]), 8)
     """
 
     fit: LinearFit

@@ -23,6 +23,12 @@ class GroupMeans:
         counts: Their sizes, (G,).
         means: Mean outputs, (G, C).
         before: Mean outputs of another predictor, (G, C), if one was given.
+
+    Example:
+        >>> import linnet
+        >>> outputs, x = torch.tensor([[1.0], [3.0], [0.0], [0.0]]), torch.zeros(4, 1)
+        >>> linnet.audit.group_means(outputs, x, [0, 0, 1, 1]).means[:, 0].tolist()
+        [2.0, 0.0]
     """
 
     groups: Tensor

@@ -47,6 +47,14 @@ class Influence:
             ``None`` without labels.
         method: ``"exact"``, ``"cg"`` or ``"ekfac"``.
         residual: Certificate: the relative residual of the linear systems behind it.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> x, y = torch.randn(8, 2), torch.arange(8) % 2
+        >>> fit = linnet.fit(linnet.linearize(net), (x, y))
+        >>> linnet.audit.influence(fit, x[:3]).outputs.shape
+        torch.Size([8, 3, 2])
     """
 
     outputs: Tensor

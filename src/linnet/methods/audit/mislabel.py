@@ -34,6 +34,14 @@ class Suspects:
         residual: ‖tᵢ − f₋ᵢ(xᵢ)‖, (N,).
         self_influence: ‖f(xᵢ) − f₋ᵢ(xᵢ)‖, (N,).
         score: Which score it is.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> x, y = torch.randn(8, 2), torch.arange(8) % 2
+        >>> fit = linnet.fit(linnet.linearize(net), (x, y))
+        >>> linnet.audit.mislabeled(fit).order.shape
+        torch.Size([8])
     """
 
     order: Tensor

@@ -55,6 +55,15 @@ class PrivacyCertificate:
         noise: Standard deviation of the noise on each weight, or on each entry of the linear term.
         constants: The numbers from which it follows.
         not_protected: What the guarantee does not cover.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        >>> x = torch.randn(50, 2)
+        >>> fit = linnet.fit(linnet.linearize(net), (x, x[:, :1]), ridge=20.0, solver="dual")
+        >>> certificate = linnet.audit.release(fit, 1.0, 1e-3, clip=(2.0, 1.0)).certificate
+        >>> certificate.epsilon, certificate.mechanism
+        (1.0, 'output')
     """
 
     mechanism: str
@@ -92,6 +101,14 @@ class Release:
         certificate: What is guaranteed.
         private: Figures that must stay private: how many examples were clipped, and how far the
             release is from the optimum.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        >>> x = torch.randn(50, 2)
+        >>> fit = linnet.fit(linnet.linearize(net), (x, x[:, :1]), ridge=20.0, solver="dual")
+        >>> linnet.audit.release(fit, 1.0, 1e-3, clip=(2.0, 1.0)).module(x).shape
+        torch.Size([50, 1])
     """
 
     module: Linearized

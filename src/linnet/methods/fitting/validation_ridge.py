@@ -49,6 +49,14 @@ class ValidationPath:
         outputs: Predictions (R, T, C).
         accuracy: Share of right classes, (R,); ``None`` for regression.
         gradient: dL/d log ρ, (R,); ``None`` where it takes a solve for each ridge (primal fits).
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Linear(1, 1)
+        >>> x = torch.linspace(-1, 1, 8)[:, None]
+        >>> fit = linnet.fit(linnet.linearize(net), (x[::2], 2 * x[::2]))
+        >>> linnet.audit.ridge_path(fit, (x[1::2], 2 * x[1::2]), [0.01, 1.0, 100.0]).loss.shape
+        torch.Size([3])
     """
 
     ridges: Tensor
