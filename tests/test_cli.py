@@ -293,7 +293,8 @@ def test_an_interrupted_run_keeps_its_settings(
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_ctrl_c_ends_with_one_line(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "linnet.cli", "doctor", "--seconds", "60"], stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "linnet.cli", "doctor", "--seconds", "60"],
+        stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )  # fmt: skip
     try:
