@@ -295,7 +295,7 @@ def test_ctrl_c_ends_with_one_line(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "linnet.cli", "doctor", "--seconds", "60"],
         stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
     )  # fmt: skip
     try:
         with pytest.raises(subprocess.TimeoutExpired):
