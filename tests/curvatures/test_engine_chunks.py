@@ -151,7 +151,7 @@ def test_output_covariance_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         found = {s: g.damped(1.0).inverse() for s, g in problem.curvature(STRUCTURES).items()}
         whole = {s: g.output_covariance(problem.case.x1) for s, g in found.items()}
         with monkeypatch.context() as patched:
-            patched.setattr(variance, "FORMED", 1)
+            patched.setattr(variance, "ROWS_AT_ONCE", 1)
             patched.setattr(variance, "TARGET", 1)
             for structure, covariance in found.items():
                 assert_near(covariance.output_covariance(problem.case.x1), whole[structure])

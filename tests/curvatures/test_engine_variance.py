@@ -114,7 +114,7 @@ def test_nothing_as_large_as_the_jacobians_is_held(
     model, x, layer, classes = build()
     M = linnet.curvature(model, x, Categorical(), structure).damped(1.0).inverse()
     formed = 1 << 15
-    monkeypatch.setattr(variance, "FORMED", formed)
+    monkeypatch.setattr(variance, "ROWS_AT_ONCE", formed)
     M.output_covariance(x[:2])  # plans are made on the first call
     with Allocations() as seen:
         M.output_covariance(x)

@@ -11,11 +11,12 @@ from torch import Tensor
 from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.distributed import all_sum
 from linnet.curvatures.expectation import Expectation
+from linnet.curvatures.products import output_shape
 from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.sums import Gradients, Sums, wide
 from linnet.errors import ModelError
 from linnet.progress import track
-from linnet.tangent.batch import Inputs, batch_size, map_tensors, take, tensors_in
+from linnet.tangent.batch import Inputs, batch_size, map_tensors, take
 from linnet.tangent.capture import capture_bytes, capture_parts
 from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
@@ -82,7 +83,7 @@ class Accumulator:
         widths: list[int] = []
 
         def columns(flat: Tensor) -> Tensor:
-            f = flat.view(-1, *self._output_shape(batch))
+            f = flat.view(-1, *output_shape(self.function, batch.x))
             y = self.expectation.targets(f, batch.y)
             marks.append(None if y is None else self.expectation.likelihood.mask(y))
             u = self.expectation.columns(f, y, batch.index).flatten(2)
@@ -129,14 +130,6 @@ class Accumulator:
     def share(self) -> None:
         """Add up the statistics of all processes; a process by itself has nothing to do."""
         all_sum(list(self.state().values()))
-
-    def _output_shape(self, batch: Batch) -> torch.Size:
-        """The network's own output shape, without the examples."""
-        shapes: dict[object, torch.Size] = self.function.cache.setdefault("output shapes", {})
-        key = tuple(tuple(t.shape[1:]) for t in tensors_in(batch.x))
-        if key not in shapes:
-            shapes[key] = self.function.check_runs(take(batch.x, slice(0, 1))).shape[1:]
-        return shapes[key]
 
 
 def require_runs(function: Functional, x: Inputs) -> None:

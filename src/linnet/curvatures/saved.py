@@ -10,11 +10,18 @@ from torch import Tensor, nn
 from linnet.curvatures.curvature import KIND, Curvature, Provenance
 from linnet.curvatures.layers import Form, Layer
 from linnet.curvatures.parts import Part
-from linnet.errors import FileFormatError, InputError
+from linnet.errors import InputError
 from linnet.files import load_tensors
 from linnet.linalg.stored import from_tensors
-from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.matching import matching_function
+
+_OTHER = (
+    "computed for",
+    "the same network with the same weights",
+    "load the same checkpoint before load_curvature, or compute the curvature anew",
+)
 
 
 def load_curvature(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> Curvature:
@@ -51,7 +58,7 @@ def load_curvature(directory: str | Path, model: nn.Module, output: OutputAdapte
             expected="the callable that the curvature was computed with",
             remedy="pass output= as to linnet.curvature",
         )
-    function = _matching(model, metadata, output, path)
+    function = matching_function(model, metadata, output, path, _OTHER)
     parts = tuple(
         _part(entry, {n: t.to(function.device) for n, t in _own(tensors, i).items()})
         for i, entry in enumerate(metadata["parts"])
@@ -71,20 +78,3 @@ def _part(entry: dict[str, Any], tensors: dict[str, Tensor]) -> Part:
     layer = Layer(entry["layer"], shapes, Form(**entry["form"]), entry["why"])
     operator = from_tensors(entry["operator"], tensors)
     return Part(layer, operator, entry["structure"], entry["note"])
-
-
-def _matching(model: nn.Module, metadata: dict[str, Any], output: OutputAdapter, path: Path) -> Functional:
-    """The network as a function, if it is the one that the curvature was computed for."""
-    names = {name for name, _ in model.named_parameters()}
-    missing = [name for name in metadata["parameters"] if name not in names]
-    if not missing:
-        adapter = output if callable(output) else metadata["output"]
-        function = Functional(model, metadata["parameters"], adapter)
-        if function.fingerprint() == metadata["weights"]:
-            return function
-    detail = f"it lacks {missing[0]!r}" if missing else "its weights differ"
-    raise FileFormatError(
-        f"{path} was computed for another network: {detail}",
-        expected="the same network with the same weights",
-        remedy="load the same checkpoint before load_curvature, or compute the curvature anew",
-    )

@@ -22,7 +22,7 @@ from linnet.curvatures.diagonal import looked_up
 from linnet.curvatures.layers import Layer, as_found, layer_factors
 from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import usable
-from linnet.curvatures.sums import layer_rows
+from linnet.curvatures.sums import ROWS_AT_ONCE, layer_rows
 from linnet.errors import DataError
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
@@ -34,7 +34,6 @@ from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
 from linnet.tangent.rules import Factors, factors
 
-FORMED = 1 << 22  # numbers in the gradients of a layer that are formed at once
 TARGET = 128 << 20  # bytes of one captured batch
 
 
@@ -194,7 +193,7 @@ class _Form:
         if len(parts) == 1 and parts[0].a.shape[2] == 1:
             return self._without_sharing(parts[0].a[:, :, 0], parts[0].g[:, :, :, 0])
         k, n, r, _, c = parts[0].g.shape
-        size = max(1, FORMED // max(1, k * r * c * parts[0].a.shape[-1]))
+        size = max(1, ROWS_AT_ONCE // max(1, k * r * c * parts[0].a.shape[-1]))
         found = [self._with_sharing(parts, slice(i, i + size)) for i in range(0, n, size)]
         return torch.cat(found)
 

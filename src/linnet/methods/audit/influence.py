@@ -23,6 +23,7 @@ from linnet.errors import InputError
 from linnet.memory import Plan, parse_bytes, require
 from linnet.methods.audit.predictors import check_fit
 from linnet.methods.fitting.arguments import positions
+from linnet.methods.fitting.asked import checked_inputs
 from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.fit_preconditioner import make_preconditioner
 from linnet.methods.fitting.formed_rows import FormedRows
@@ -112,7 +113,7 @@ def influence(
         (torch.Size([6, 3, 2]), torch.Size([6, 3]), 'exact')
     """
     fit = check_fit(fit)
-    x = fit._checked(x)
+    x = checked_inputs(fit.module, x)
     chosen = _method(fit, method, directions)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise InputError(f"steps={steps!r}", expected="an integer of at least 0", remedy="leave steps= out")

@@ -17,6 +17,7 @@ from linnet.errors import InputError
 from linnet.memory import parse_bytes
 from linnet.methods.audit.influence import checked_directions, left_out_columns, unconstrained
 from linnet.methods.audit.predictors import check_fit
+from linnet.methods.fitting.asked import checked_inputs
 from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.formed_rows import FormedRows
 from linnet.methods.fitting.linear_fit import LinearFit
@@ -70,7 +71,7 @@ def loss_influence(
     """
     fit = check_fit(fit)
     unconstrained(fit, "loss_influence")
-    x = fit._checked(x)
+    x = checked_inputs(fit.module, x)
     function, system = fit.module.function, fit.system
     y = torch.as_tensor(labels).to(function.device)
     made = make_targets(y, system.c, fit._targets.scale, varied=False, dtype=function.dtype)

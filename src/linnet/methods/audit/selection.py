@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.errors import DataError, InputError
+from linnet.errors import InputError
 from linnet.linalg.factorize import cholesky
 from linnet.memory import parse_bytes
 from linnet.methods.audit.predictors import check_fit, input_hashes
+from linnet.methods.fitting.asked import checked_inputs
 from linnet.methods.fitting.joint import joint_covariance, own_covariances
 from linnet.methods.fitting.linear_fit import LinearFit
-from linnet.tangent.batch import Inputs, batch_size, check_finite, map_tensors, take
+from linnet.tangent.batch import Inputs, batch_size, take
 
 CRITERIA = ("variance", "information", "predictive-information", "uncertainty")
 OF_TARGETS = ("variance", "predictive-information")  # criteria that depend on other examples
@@ -100,9 +101,9 @@ def select(
     """
     check_fit(fit)
     _check_options(n, criterion)
-    pool = _checked(fit, pool, "pool")
+    pool = checked_inputs(fit.module, pool, "pool")
     _check_pool(fit, pool, n)
-    counted = None if at is None else _checked(fit, at, "at")
+    counted = None if at is None else checked_inputs(fit.module, at, "at")
     state = _State(fit, pool, counted, criterion)
     unit = fit.noise / fit.ridge if criterion in ("variance", "uncertainty") else 1.0
     taken = torch.zeros(batch_size(pool), dtype=torch.bool, device=state.own.device)
@@ -244,21 +245,6 @@ def _check_options(n: Any, criterion: Any) -> None:
             expected=", ".join(f'"{name}"' for name in CRITERIA),
             remedy='leave criterion= out for "variance"',
         )
-
-
-def _checked(fit: LinearFit, x: Inputs, name: str) -> Inputs:
-    """Inputs on the network's device, or an error."""
-    if batch_size(x) == 0:
-        raise DataError(
-            f"{name} is empty: it holds 0 examples",
-            expected="at least one example",
-            remedy="check the path and the split that the data come from",
-        )
-    check_finite(x, name)
-    function = fit.module.function
-    x = map_tensors(lambda t: t.to(function.device), x)
-    function.check_runs(take(x, slice(0, 1)))
-    return x
 
 
 def _check_pool(fit: LinearFit, pool: Inputs, n: int) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from linnet.errors import DataError, InputError
 from linnet.memory import parse_bytes
 from linnet.methods.fitting.arguments import check_positive, positions, ridge_grid
+from linnet.methods.fitting.asked import checked_inputs, count_in_words
 from linnet.methods.fitting.constraints import Constraints, conditioned_gram, conditioned_own
 from linnet.methods.fitting.dual import Dual, RidgePath
 from linnet.methods.fitting.equations import wanted
@@ -32,10 +33,8 @@ from linnet.methods.fitting.targets import Targets, make_targets
 from linnet.tangent.batch import (
     Inputs,
     batch_size,
-    check_finite,
     concatenate,
     gather_data,
-    map_tensors,
     split,
     take,
     tensors_in,
@@ -167,7 +166,7 @@ class LinearFit:
         Raises:
             DataError: If x is empty or not finite.
         """
-        x = self._checked(x)
+        x = checked_inputs(self.module, x)
         parts = [self.module(part) for part in split(x, BATCH)]
         return torch.cat([part.reshape(part.shape[0], -1) for part in parts])
 
@@ -183,7 +182,7 @@ class LinearFit:
         Raises:
             DataError: If x is empty or not finite.
         """
-        x = self._checked(x)
+        x = checked_inputs(self.module, x)
         if isinstance(self.system, Dual):
             covariance = self._dual_covariance(self.system, x)
         else:
@@ -252,7 +251,7 @@ class LinearFit:
         Source:
             Achille et al., CVPR 2021, eq. (7), (8) and appendix A.3, without their approximation.
         """
-        x = self._checked(x)
+        x = checked_inputs(self.module, x)
         if isinstance(self.system, Dual):
             parts: Iterable[Tensor] = map(self.system.cross, self._kernel_to_train(x))
         else:
@@ -332,7 +331,7 @@ class LinearFit:
         kept = keep.nonzero()[:, 0].to(index.device)
         targets = replace(self._targets, values=self.targets[kept])
         held = self.constraints and self.constraints.without(index, system.c)
-        what = f"forgot {_count(len(index))}"
+        what = f"forgot {count_in_words(len(index))}"
         return self._changed(take(self.x, kept), targets, system, what, start, held)
 
     def update(self, data: Any, ridge: float | str | None = None) -> LinearFit:
@@ -373,7 +372,7 @@ class LinearFit:
         else:
             system = self.system.extended(x, residual)
         targets = replace(self._targets, values=torch.cat([self.targets, new.values.to(self.targets)]))
-        what = f"added {_count(len(residual))}"
+        what = f"added {count_in_words(len(residual))}"
         if ridge is not None:
             system, said = at_ridge(system, ridge, targets)
             what = f"{what}; {said}"
@@ -416,11 +415,11 @@ class LinearFit:
         start = time.perf_counter()
         if weight is not None:
             check_positive("weight", weight, "leave weight= out for equations that hold exactly")
-        x = self._checked(x)
+        x = checked_inputs(self.module, x)
         asked = wanted(x, targets, groups, self._targets, self.module.function.device)
         old = self.constraints
         system, held = constrained(self.module, self.x, self.system, old, asked, weight, self.memory)
-        what = f"constrained {_count(batch_size(x))}"
+        what = f"constrained {count_in_words(batch_size(x))}"
         return self._changed(self.x, self._targets, system, what, start, held)
 
     def _changed(
@@ -473,24 +472,6 @@ class LinearFit:
         return write_fit(
             directory, function, self.x, self._targets, kept, record, self.held_out, self.constraints
         )
-
-    def _checked(self, x: Inputs) -> Inputs:
-        """X on the network's device, or an error."""
-        if batch_size(x) == 0:
-            raise DataError(
-                "x is empty: it holds 0 examples",
-                expected="at least one example",
-                remedy="check the path and the split that the data come from",
-            )
-        check_finite(x, "x")
-        x = map_tensors(lambda t: t.to(self.module.function.device), x)
-        self.module.function.check_runs(take(x, slice(0, 1)))
-        return x
-
-
-def _count(n: int) -> str:
-    """A number of examples in words."""
-    return f"{n} example" if n == 1 else f"{n} examples"
 
 
 @torch.no_grad()

@@ -22,6 +22,13 @@ from linnet.methods.fitting.targets import Targets
 from linnet.tangent.batch import Inputs, map_tensors, take
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.matching import matching_function
+
+OTHER = (
+    "made on",
+    "the network that was linearized, with the same weights",
+    "load the same checkpoint, with the same head, before load_fit",
+)
 
 
 def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> LinearFit | SoftmaxFit:
@@ -56,7 +63,7 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
             expected="the callable that the fit was made with",
             remedy="pass output= as to linnet.linearize",
         )
-    function = matching_model(model, metadata, output, path)
+    function = matching_function(model, metadata, output, path, OTHER)
     device = function.device
     x = map_tensors(lambda t: t.to(device), x)
     targets = Targets(tensors["targets"].to(device), metadata["classes"], metadata["scale"])
@@ -74,26 +81,6 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
     if "held_out" in tensors:
         fitted.held_out = tensors["held_out"].to(device)
     return fitted
-
-
-def matching_model(
-    model: nn.Module, metadata: dict[str, Any], output: OutputAdapter, path: Path
-) -> Functional:
-    """The network as a function, if it is the one that the fit was made on."""
-    names = {name for name, _ in model.named_parameters()}
-    missing = [name for name in metadata["parameters"] if name not in names]
-    if not missing:
-        function = Functional(
-            model, metadata["parameters"], output if callable(output) else metadata["output"]
-        )
-        if function.fingerprint() == metadata["weights"]:
-            return function
-    detail = f"it lacks {missing[0]!r}" if missing else "its weights differ"
-    raise FileFormatError(
-        f"{path} was made on another network: {detail}",
-        expected="the network that was linearized, with the same weights",
-        remedy="load the same checkpoint, with the same head, before load_fit",
-    )
 
 
 def _check_outputs(function: Functional, x: Inputs, base: Tensor, path: Path) -> None:

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.errors import DataError, InputError
+from linnet.errors import InputError
 from linnet.memory import parse_bytes
 from linnet.methods.fitting.arguments import positions, ridge_grid
+from linnet.methods.fitting.asked import checked_inputs, count_in_words
 from linnet.methods.fitting.fit_files import write_fit
 from linnet.methods.fitting.linear_fit import BATCH, Record, base_outputs
 from linnet.methods.fitting.predictive import Predictive
@@ -37,14 +38,13 @@ from linnet.methods.fitting.softmax_path import (
     softmax_grid,
     solutions,
 )
+from linnet.methods.fitting.systems import pulled_back
 from linnet.methods.fitting.targets import Targets
 from linnet.tangent.batch import (
     Inputs,
     batch_size,
-    check_finite,
     concatenate,
     gather_data,
-    map_tensors,
     split,
     take,
     tensors_in,
@@ -170,7 +170,7 @@ class SoftmaxFit:
         Raises:
             DataError: If x is empty or not finite.
         """
-        x = self._checked(x)
+        x = checked_inputs(self.module, x)
         parts = [self.module(part) for part in split(x, BATCH)]
         return torch.cat([part.reshape(part.shape[0], -1) for part in parts])
 
@@ -188,7 +188,7 @@ class SoftmaxFit:
         Raises:
             DataError: If x is empty or not finite.
         """
-        x = self._checked(x)
+        x = checked_inputs(self.module, x)
         if isinstance(self.system, SoftmaxPrimal):
             covariance = self.system.covariances(x)
         else:
@@ -262,7 +262,7 @@ class SoftmaxFit:
         Source:
             Koh and Liang, ICML 2017, with the example's own curvature taken out of the Hessian.
         """
-        x = self._checked(x)
+        x = checked_inputs(self.module, x)
         e = self.system.one_step()
         if isinstance(self.system, SoftmaxPrimal):
             cross = self.system.cross(x)
@@ -357,7 +357,9 @@ class SoftmaxFit:
         kept = keep.nonzero()[:, 0]
         system = self.system.removed(index)
         targets = replace(self._targets, values=self.targets[kept])
-        return self._changed(take(self.x, kept), targets, system, f"forgot {_count(len(index))}", start)
+        return self._changed(
+            take(self.x, kept), targets, system, f"forgot {count_in_words(len(index))}", start
+        )
 
     def update(self, data: Any) -> SoftmaxFit:
         """The fit with more training examples: Newton's method from the present one.
@@ -385,7 +387,9 @@ class SoftmaxFit:
         else:
             system = self.system.extended(x, base, loss)
         targets = replace(self._targets, values=torch.cat([self.targets, new.values]))
-        return self._changed(concatenate([self.x, x]), targets, system, f"added {_count(len(base))}", start)
+        return self._changed(
+            concatenate([self.x, x]), targets, system, f"added {count_in_words(len(base))}", start
+        )
 
     def _changed(
         self, x: Inputs, targets: Targets, system: SoftmaxDual | SoftmaxPrimal, what: str, start: float
@@ -435,24 +439,6 @@ class SoftmaxFit:
         function, record = self.module.function, asdict(self.record)
         return write_fit(directory, function, self.x, self._targets, self.system, record, self.held_out)
 
-    def _checked(self, x: Inputs) -> Inputs:
-        """X on the network's device, or an error."""
-        if batch_size(x) == 0:
-            raise DataError(
-                "x is empty: it holds 0 examples",
-                expected="at least one example",
-                remedy="check the path and the split that the data come from",
-            )
-        check_finite(x, "x")
-        x = map_tensors(lambda t: t.to(self.module.function.device), x)
-        self.module.function.check_runs(take(x, slice(0, 1)))
-        return x
-
-
-def _count(n: int) -> str:
-    """A number of examples in words."""
-    return f"{n} example" if n == 1 else f"{n} examples"
-
 
 def steps_in_words(system: SoftmaxDual | SoftmaxPrimal) -> str:
     """The steps that a solution took, in words."""
@@ -465,14 +451,6 @@ def steps_in_words(system: SoftmaxDual | SoftmaxPrimal) -> str:
 @torch.no_grad()
 def _set_delta(module: Linearized, x: Inputs, system: SoftmaxDual | SoftmaxPrimal) -> None:
     """δ = Jᵀβ."""
-    if isinstance(system, SoftmaxPrimal):
-        flat = system.delta
-    else:
-        flat = torch.zeros(module.space.dim, dtype=module.function.dtype, device=module.function.device)
-        start = 0
-        for part in split(x, BATCH):
-            n = batch_size(part)
-            flat += module.vjp(part, system.beta[start : start + n].to(flat.dtype), like="flat")  # type: ignore[arg-type]
-            start += n
+    flat = system.delta if isinstance(system, SoftmaxPrimal) else pulled_back(module, x, system.beta)
     for name, value in module.space.to_params(flat).items():
         module.delta[name].copy_(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.memory import Plan, parse_bytes, require
@@ -153,15 +154,7 @@ def solve_delta(module: Linearized, x: Inputs, system: System, constraints: Cons
         constraints: Its equations.
     """
     function, nu = module.function, None
-    if not isinstance(system, Dual):
-        flat = system.delta
-    else:
-        flat = torch.zeros(module.space.dim, dtype=function.dtype, device=function.device)
-        start = 0
-        for part in split(x, BATCH):
-            rows = slice(start, start + batch_size(part))
-            flat += vjp_columns(function, part, system.beta[rows].to(flat.dtype))
-            start = rows.stop
+    flat = pulled_back(module, x, system.beta) if isinstance(system, Dual) else system.delta
     if constraints is not None:
         if isinstance(system, Dual):
             nu = constraints.multipliers(system.beta)
@@ -172,3 +165,24 @@ def solve_delta(module: Linearized, x: Inputs, system: System, constraints: Cons
         module.delta[name].copy_(value)
     if constraints is not None and nu is not None:
         constraints.refined(module, nu)
+
+
+def pulled_back(module: Linearized, x: Inputs, beta: Tensor) -> Tensor:
+    """Jᵀβ over many examples, batch by batch.
+
+    Args:
+        module: The network.
+        x: N examples.
+        beta: β, (N, C).
+
+    Returns:
+        (P,), in the network's type.
+    """
+    function = module.function
+    flat = torch.zeros(module.space.dim, dtype=function.dtype, device=function.device)
+    start = 0
+    for part in split(x, BATCH):
+        rows = slice(start, start + batch_size(part))
+        flat += vjp_columns(function, part, beta[rows].to(flat.dtype))
+        start = rows.stop
+    return flat

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.methods.fitting.arguments import ridge_grid
+from linnet.methods.fitting.asked import checked_inputs
 from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.primal import Primal
@@ -299,7 +300,7 @@ class _Curve(Protocol):
 def _curve(fit: LinearFit, validation: Any) -> _Curve:
     """The curve of a fit."""
     x, y = gather_data(validation, fit.module.function.device)
-    x = fit._checked(x)
+    x = checked_inputs(fit.module, x)
     made = make_targets(y, fit.system.c, fit._targets.scale, varied=False, dtype=fit.targets.dtype)
     if (made.classes is None) != (fit.classes is None):
         kind = "integer classes" if fit.classes is not None else "float targets (T, C)"

@@ -8,13 +8,14 @@ from torch import nn
 
 from linnet.errors import FileFormatError, InputError
 from linnet.likelihoods import from_description
-from linnet.methods.fitting.load_fit import matching_model
+from linnet.methods.fitting.load_fit import OTHER
 from linnet.methods.tangent_gp.files import read_gp, restored_system
 from linnet.methods.tangent_gp.tangent_gp import TangentGP
 from linnet.methods.tangent_gp.task import Task
 from linnet.tangent.batch import map_tensors
 from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.matching import matching_function
 
 
 def load_gp(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> TangentGP:
@@ -48,7 +49,7 @@ def load_gp(directory: str | Path, model: nn.Module, output: OutputAdapter = Non
             expected="the callable that the process was made with",
             remedy="pass output= to load_gp",
         )
-    base = matching_model(network, metadata, output, path)
+    base = matching_function(network, metadata, output, path, OTHER)
     tensors = {key: t.to(base.device) for key, t in tensors.items()}
     options = dict(metadata["options"])
     options |= {"params": metadata["parameters"], "output": base.output}

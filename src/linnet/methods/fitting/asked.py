@@ -1,0 +1,39 @@
+"""What all fits do with the examples that they are asked about."""
+
+from __future__ import annotations
+
+from linnet.errors import DataError
+from linnet.tangent.batch import Inputs, batch_size, check_finite, map_tensors, take
+from linnet.tangent.linearized import Linearized
+
+
+def checked_inputs(module: Linearized, x: Inputs, name: str = "x") -> Inputs:
+    """Examples on the network's device, or an error.
+
+    Args:
+        module: The network.
+        x: Examples.
+        name: What the argument is called.
+
+    Returns:
+        The examples.
+
+    Raises:
+        DataError: If there is none, or one is not finite.
+        ModelError: If the network cannot run on them.
+    """
+    if batch_size(x) == 0:
+        raise DataError(
+            f"{name} is empty: it holds 0 examples",
+            expected="at least one example",
+            remedy="check the path and the split that the data come from",
+        )
+    check_finite(x, name)
+    x = map_tensors(lambda t: t.to(module.function.device), x)
+    module.function.check_runs(take(x, slice(0, 1)))
+    return x
+
+
+def count_in_words(n: int) -> str:
+    """A number of examples in words."""
+    return f"{n} example" if n == 1 else f"{n} examples"
