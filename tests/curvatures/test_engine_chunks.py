@@ -15,6 +15,7 @@ from linnet.curvatures.engine import layers_of
 from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.treatments import make_sums
+from linnet.tangent.capture import capture_bytes
 from linnet.tangent.captured import Captured
 from tests.curvatures.curvature_oracles import Problem, families
 from tests.zoo import assert_near, linearized
@@ -105,8 +106,8 @@ def test_plans_stay_within_their_budget(budget: int) -> None:
     x = Problem("lenet", "categorical").case.x1
     batch = Batch(0, x, None)
     chunks = plan_chunks(function, batch, 3, 0, budget)
-    inputs = accumulate.capture_bytes(function, x, 0)
-    column = accumulate.capture_bytes(function, x, 1) - inputs
+    inputs = capture_bytes(function, x, 0)
+    column = capture_bytes(function, x, 1) - inputs
     assert chunks.examples >= 1
     assert 1 <= chunks.columns <= 3
     assert chunks.examples == 1 or chunks.examples * (inputs + chunks.columns * column) <= budget // 4

@@ -82,7 +82,8 @@ def test_finite_differences_in_single_precision() -> None:
     v = torch.randn(operator.shape[0])
     for u in (v, operator @ v):
         expected = exact @ u.double()
-        assert float(((operator @ u).double() - expected).norm() / expected.norm()) < 3e-3
+        error = ((operator @ u).double() - expected).norm() / expected.norm()
+        assert float(error) < 1e-2  # Maddox et al., figure 3
 
 
 def test_finite_differences_are_exact_in_the_length_of_v() -> None:

@@ -11,19 +11,18 @@ from torch import Tensor
 from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.distributed import all_sum
 from linnet.curvatures.expectation import Expectation
-from linnet.curvatures.products import output_shape
 from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.sums import Gradients, Sums, wide
 from linnet.errors import ModelError
 from linnet.progress import track
-from linnet.tangent.batch import Inputs, batch_size, map_tensors, take
-from linnet.tangent.capture import capture_bytes, capture_parts
+from linnet.tangent.batch import Inputs
+from linnet.tangent.capture import capture_parts
 from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
-from linnet.tangent.plan import PROBES
+from linnet.tangent.plan import expected_plan
 from linnet.tangent.trace import Trace, trace
 
-TARGET = 128 << 20  # bytes of one captured batch: more does not run faster where that holds BUSY examples
+TARGET = 64 << 20  # bytes of one captured batch: more does not run faster where that holds BUSY examples
 BUSY = 64  # examples of a captured batch below which several threads wait for one another
 MOST = 256 << 20  # bytes of one captured batch of BUSY examples
 LARGEST = 512  # examples of a captured batch, at most
@@ -83,7 +82,7 @@ class Accumulator:
         widths: list[int] = []
 
         def columns(flat: Tensor) -> Tensor:
-            f = flat.view(-1, *output_shape(self.function, batch.x))
+            f = flat.view(-1, *self.function.output_shape(batch.x))
             y = self.expectation.targets(f, batch.y)
             marks.append(None if y is None else self.expectation.likelihood.mask(y))
             u = self.expectation.columns(f, y, batch.index).flatten(2)
@@ -132,12 +131,15 @@ class Accumulator:
         all_sum(list(self.state().values()))
 
 
-def require_runs(function: Functional, x: Inputs) -> None:
+def require_runs(function: Functional, x: Inputs) -> Trace:
     """Raise if the network cannot run on x, or not with finite activations.
 
     Args:
         function: The network.
         x: A few examples.
+
+    Returns:
+        The traced pass.
 
     Raises:
         ModelError: If so; it says why, and at which layer.
@@ -147,6 +149,7 @@ def require_runs(function: Functional, x: Inputs) -> None:
         function.check_runs(x)  # says why
         run = trace(function, x)
     require_finite_pass(run)
+    return run
 
 
 def _traced(function: Functional, x: Inputs) -> Trace | None:
@@ -187,32 +190,6 @@ def require_finite_pass(captured: Captured | Trace) -> None:
         )
 
 
-def saved_bytes(function: Functional, x: Inputs) -> int:
-    """Bytes of one example's activations that autograd keeps for a backward pass, parameters apart.
-
-    Args:
-        function: The network.
-        x: A batch; a few of its examples are run.
-
-    Returns:
-        Bytes.
-    """
-    # a copy: a slice of the data would count the storage of all of them
-    few = map_tensors(torch.clone, take(x, slice(0, min(PROBES, batch_size(x)))))
-    own = {t.untyped_storage().data_ptr() for t in function.theta.values()}
-    kept: dict[int, int] = {}
-
-    def note(t: Tensor) -> Tensor:
-        place = t.untyped_storage().data_ptr()
-        if place not in own:
-            kept[place] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        trace(function, few)
-    return sum(kept.values()) // batch_size(few)
-
-
 def plan_chunks(
     function: Functional, batch: Batch, columns: int, row_bytes: int, budget: int, most: int = LARGEST
 ) -> Chunks:
@@ -220,7 +197,7 @@ def plan_chunks(
 
     Args:
         function: The network.
-        batch: A batch; a few of its examples are run.
+        batch: A batch; a few of its examples are run if none of their shape has been.
         columns: K, all columns of an example.
         row_bytes: Bytes of the per-example gradients that are formed, for one example and column.
         budget: Bytes that may be used.
@@ -230,9 +207,10 @@ def plan_chunks(
         The sizes.
     """
     target, most_bytes = (max(1, min(size, budget // 4)) for size in (TARGET, MOST))
-    one = capture_bytes(function, batch.x, 1) - capture_bytes(function, batch.x, 0)
+    plan = expected_plan(function, batch.x)
+    one = plan.gradient_bytes
     # what autograd keeps, and what a backward pass holds besides the gradients that are asked for
-    inputs, column = saved_bytes(function, batch.x) + 3 * one, one + row_bytes
+    inputs, column = plan.saved_bytes + 3 * one, one + row_bytes
     alone = min(LARGEST, most, _examples(target, most_bytes, inputs + column))
     if columns > 1 and function.device.type == "cpu" and alone * column >= LONG:
         return Chunks(max(1, alone), 1)

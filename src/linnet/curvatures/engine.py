@@ -26,8 +26,9 @@ from linnet.curvatures.treatments import Structure, by_layer, make_sums, treatme
 from linnet.memory import Plan, parse_bytes, require
 from linnet.progress import track
 from linnet.tangent.batch import take
-from linnet.tangent.capture import capture
+from linnet.tangent.capture import planned
 from linnet.tangent.functional import Functional
+from linnet.tangent.trace import Trace, trace
 
 LOOKED_AT = 4  # examples that show which parameters form layers
 
@@ -86,14 +87,15 @@ def by_structure(
         The curvatures, in order.
     """
     first = batches.first()
-    require_runs(function, take(first.x, slice(0, LOOKED_AT)))
+    look = require_runs(function, take(first.x, slice(0, LOOKED_AT)))
     if any(structure == "kfra" for _, structure in wanted):
         return [_recursion(function, batches, request, first)]
-    layers = layers_of(function, first)
+    layers = layers_of(function, first, look)
     plans = [_assign(structure, layers, function) for _, structure in wanted]
     _require_memory(function, _first_sums(plans, request, function, torch.device("meta")), request)
     sums = _first_sums(plans, request, function, function.device)
-    chunks = _chunks(function, first, request, sums, batches.most(first))
+    f = look.outputs.detach()[:1].view(1, *function.output_shape(first.x))
+    chunks = _chunks(function, first, f, request, sums, batches.most(first))
     batches.block = batches.block or chunks.examples
     checkpoint = _checkpoint(function, batches, request, [structure for _, structure in wanted])
     passes = Passes(function, batches, request.expectation, chunks.columns, checkpoint)
@@ -165,18 +167,19 @@ def _counted(
     return Batch(batch.index, take(batch.x, kept), y[kept]), f[kept], y[kept]
 
 
-def layers_of(function: Functional, batch: Batch) -> tuple[Layer, ...]:
+def layers_of(function: Functional, batch: Batch, run: Trace | None = None) -> tuple[Layer, ...]:
     """The layers of a network, found on a few examples.
 
     Args:
         function: The network.
         batch: A batch.
+        run: A traced pass of its first ``LOOKED_AT`` examples, if there is one.
 
     Returns:
         The layers.
     """
     few = take(batch.x, slice(0, min(LOOKED_AT, batch.size)))
-    captured = capture(function, few, "sum")
+    captured = planned(function, few, run or trace(function, few))
     plans = function.cache.get("plans", {}).values()
     reasons = {name: why for plan in plans for name, why in plan.exact.items()}
     return find_layers(captured, function.names, reasons)
@@ -242,12 +245,10 @@ def _require_memory(function: Functional, sums: Mapping[Any, Sums], request: Req
 
 
 def _chunks(
-    function: Functional, first: Batch, request: Request, sums: Mapping[Any, Sums], most: int
+    function: Functional, first: Batch, f: Tensor, request: Request, sums: Mapping[Any, Sums], most: int
 ) -> Chunks:
-    """How much to capture at once."""
+    """How much to capture at once; f are the outputs of the first example."""
     e = request.expectation
-    few = take(first.x, slice(0, 1))
-    f = function.check_runs(few)
     y = e.targets(f, None if first.y is None else first.y[:1])
     columns = len(e.columns(f, y, 0))
     rows = max((_row_numbers(s) for s in sums.values()), default=0) * function.dtype.itemsize

@@ -158,7 +158,7 @@ class FiniteDifferenceFisher(SummedOperator):
 
     def _column(self, batch: Batch, f: Tensor, y: Tensor | None, v: Tensor) -> Tensor:
         """F v over a batch for one vector."""
-        v = _held(self.function, v)
+        v = held_fixed(self.function, v)
         length = torch.linalg.vector_norm(v)
         if not length > 0:
             return torch.zeros_like(v)
@@ -213,7 +213,7 @@ def _outputs(function: Functional, params: Params, x: Inputs) -> Tensor:
     return value
 
 
-def _held(function: Functional, v: Tensor) -> Tensor:
+def held_fixed(function: Functional, v: Tensor) -> Tensor:
     """The vector without its part in padding rows of embeddings, which have no gradient."""
     if not function.padding:
         return v

@@ -21,9 +21,9 @@ from linnet.curvatures.moments import (
     active,
     counting,
     gradient_moment,
-    input_moment,
     mean_input,
     output_moment,
+    shared_input_moment,
     summed_gradients,
     weighted_input_moment,
 )
@@ -65,7 +65,7 @@ class KroneckerSums(Sums):
             return
         for use in captured.by_parameter().get(self.layer.names[0], []):
             if gradients.fresh:
-                self._add_inputs(input_moment(use))
+                self._add_inputs(shared_input_moment(use, gradients.shared))
             self.tensors["gradients"] += gradient_moment(use)
 
     def _add_factors(self, gradients: Gradients) -> None:

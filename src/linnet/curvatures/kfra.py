@@ -23,7 +23,6 @@ from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.expectation import Expectation, batch_generator
 from linnet.curvatures.layers import Layer, find_layers
 from linnet.curvatures.moments import input_moment
-from linnet.curvatures.products import output_shape
 from linnet.curvatures.stream import Batch
 from linnet.curvatures.sums import second_moment, wide
 from linnet.errors import ModelError
@@ -79,14 +78,14 @@ class RecursionSums:
             y: Checked targets, where they are needed; not checked yet without outputs.
         """
         size, index = batch.size, batch.index
-        c = output_shape(self.function, batch.x).numel()
+        c = self.function.output_shape(batch.x).numel()
         own = self.function.theta[self.layers[-1].names[0]]
         generator = batch_generator(self.expectation.seed, index, own.device)
         u = torch.randn(self.probes, size, c, generator=generator, dtype=own.dtype, device=own.device)
         captured = capture(self.function, batch.x, u)
         require_finite_pass(captured)
         if f is None:
-            f = captured.outputs.view(size, *output_shape(self.function, batch.x))
+            f = captured.outputs.view(size, *self.function.output_shape(batch.x))
             y = self.expectation.targets(f, y)
         behind = u  # the gradient at the activations of the layer in hand
         for i in range(self._last, -1, -1):

@@ -107,6 +107,25 @@ def input_moment(use: Use) -> InputMoment:
     return InputMoment(second_moment(flat.mT), flat.sum(1), float(flat.shape[1]))
 
 
+def shared_input_moment(use: Use, known: dict[Any, InputMoment]) -> InputMoment:
+    """The same, once for uses that read the same input: queries, keys and values.
+
+    Args:
+        use: A use.
+        known: Moments of the batch so far; this one is added.
+
+    Returns:
+        The moments.
+    """
+    a = use.a
+    assert a is not None
+    options = tuple(sorted((name, str(value)) for name, value in use.options.items()))
+    key = (use.kind, a.data_ptr(), a.shape, a.stride(), use.target.shape[2:], use.layout, options)
+    if key not in known:
+        known[key] = input_moment(use)
+    return known[key]
+
+
 def gradient_moment(use: Use) -> Tensor:
     """Σ g gᵀ over columns, examples and positions, (R, c, c)."""
     assert use.g is not None
@@ -191,18 +210,19 @@ def _moment_by_rows(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:
     out1, out2 = (height - d1 * (k1 - 1) - 1) // t1 + 1, (width - d2 * (k2 - 1) - 1) // t2 + 1
     moment = x.new_zeros(channels, k1, k2, channels, k1, k2)
     for shift in range(k1):
-        # Σ over the row positions s₁, for every kernel row i and i' = i + shift
-        needed = max(0, height - shift * d1)
+        # M for all pairs of rows that are ``shift`` kernel rows apart
+        needed = height - shift * d1
         products = torch.bmm(rows[:needed], rows[shift * d1 :].mT)
-        for i in range(k1 - shift):
-            both = products[i * d1 : i * d1 + (out1 - 1) * t1 + 1 : t1].sum(0)
-            both = both.view(width, channels, width, channels)
-            for j in range(k2):
-                for other in range(k2):
-                    span = torch.arange(out2, device=x.device) * t2
-                    picked = both[span + j * d2, :, span + other * d2].sum(0)  # (c, c')
-                    moment[:, i, j, :, i + shift, other] = picked
-                    moment[:, i + shift, other, :, i, j] = picked.T
+        # Σ over s₂, (rows, j, j', c, c'), then over s₁ for every kernel row i and i' = i + shift
+        sizes, steps = (k2, k2, out2, channels, channels), width * channels
+        strides = (d2 * channels * steps, d2 * channels, t2 * channels * (steps + 1), steps, 1)
+        lines = products.as_strided((needed, *sizes), (steps * steps, *strides)).sum(3)
+        each = lines.stride(0)
+        counted = (k1 - shift, out1, *lines.shape[1:])
+        both = lines.as_strided(counted, (d1 * each, t1 * each, *lines.stride()[1:])).sum(1)
+        for i, picked in enumerate(both.unbind()):  # (j, j', c, c')
+            moment[:, i, :, :, i + shift] = picked.permute(2, 0, 3, 1)
+            moment[:, i + shift, :, :, i] = picked.permute(3, 1, 2, 0)
     d = channels * k1 * k2
     return moment.view(d, d)
 

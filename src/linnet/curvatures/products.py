@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from linnet.errors import ModelError
 from linnet.linalg.space import ParameterSpace
-from linnet.tangent.batch import Inputs, batch_size, split, take, tensors_in
+from linnet.tangent.batch import Inputs, batch_size, example_shapes, split, take
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.captured import Captured
 from linnet.tangent.forward_mode import Params
@@ -35,23 +36,10 @@ Columns = Callable[[Tensor], Tensor]  # f (N, ...) to s (S, N, ...)
 CAPTURED_BYTES = 192 << 20  # of one captured part of a batch
 ROWS_BYTES = 64 << 20  # of the per-example gradients of one captured part
 FEWEST = 4  # examples of a part, where there are as many
-
-
-def output_shape(function: Functional, x: Inputs) -> torch.Size:
-    """The shape of the outputs of one example, remembered for every shape of inputs.
-
-    Args:
-        function: The network.
-        x: A batch.
-
-    Returns:
-        The network's own shape without the example axis.
-    """
-    shapes: dict[object, torch.Size] = function.cache.setdefault("output shapes", {})
-    key = tuple(tuple(t.shape[1:]) for t in tensors_in(x))
-    if key not in shapes:
-        shapes[key] = function.check_runs(take(x, slice(0, 1))).shape[1:]
-    return shapes[key]
+TANGENT_BYTES = {"cpu": 32 << 20}  # of what autograd keeps of one pass with tangents
+ACCELERATED_BYTES = 1 << 30  # the same elsewhere, where large batches are fast
+FEWEST_TANGENTS = 16  # examples of such a pass, where there are as many
+PROBES = 2  # examples that show what one keeps
 
 
 def require_finite(f: Tensor, index: int, start: int = 0) -> None:
@@ -89,11 +77,16 @@ def weighted(function: Functional, x: Inputs, v: Tensor, weigh: Weigh) -> Tensor
     Returns:
         (P, K).
     """
-    shape = output_shape(function, x)
+    shape = function.output_shape(x)
     outputs = math.prod(shape)
-    if not _rows_pay(function, x, outputs, v.shape[1]):
-        return _by_tangents(function, x, v, weigh)
     total, start = torch.zeros_like(v), 0
+    if not _rows_pay(function, x, outputs, v.shape[1]):
+        for part in split(x, _tangent_examples(function, x)):
+            n = batch_size(part)
+            own = partial(_placed, weigh, start)
+            total += _by_tangents(function, part, v, own)
+            start += n
+        return total
     for jacobian in _captured(function, x, outputs, v.shape[1], None):
         n = jacobian.captured.n
         f = jacobian.captured.outputs.reshape(n, *shape)
@@ -119,7 +112,7 @@ def factored(function: Functional, x: Inputs, v: Tensor, columns: Columns, count
     Returns:
         (P, K).
     """
-    shape = output_shape(function, x)
+    shape = function.output_shape(x)
     if not _rows_pay(function, x, count, v.shape[1]):
         return _by_tangents(function, x, v, _OuterProducts(columns))
 
@@ -155,6 +148,34 @@ def _rows_pay(function: Functional, x: Inputs, columns: int, vectors: int) -> bo
 
 
 # --- by tangents ----------------------------------------------------------------------------------
+
+
+def _placed(weigh: Weigh, start: int, f: Tensor, t: Tensor, place: slice) -> Tensor:
+    """Λ t of examples that begin at ``start`` of their batch."""
+    return weigh(f, t, slice(start + place.start, start + place.stop))
+
+
+def _tangent_examples(function: Functional, x: Inputs) -> int:
+    """Examples that are run with their tangents at once, so that what autograd keeps is bounded."""
+    key = ("examples with tangents", example_shapes(x))
+    if key not in function.cache:
+        few = take(x, list(range(min(PROBES, batch_size(x)))))
+        kept: dict[int, int] = {}
+
+        def note(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return t
+
+        own = {t.untyped_storage().data_ptr() for t in function.theta.values()}
+        zero = torch.zeros(function.space.dim, 1, dtype=function.dtype, device=function.device)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            _by_tangents(function, few, zero, lambda f, t, place: t)
+        each = sum(size for place, size in kept.items() if place not in own) // batch_size(few)
+        budget = TANGENT_BYTES.get(function.device.type, ACCELERATED_BYTES)
+        function.cache[key] = max(FEWEST_TANGENTS, budget // max(1, each))
+    found: int = function.cache[key]
+    return found
 
 
 def _by_tangents(function: Functional, x: Inputs, v: Tensor, weigh: Weigh) -> Tensor:
@@ -211,7 +232,7 @@ def _gradient(value: Tensor, leaves: Params, cotangents: Tensor) -> Tensor:
 
 def _part_size(function: Functional, x: Inputs, columns: int) -> int:
     """Examples that are captured at once."""
-    key = ("captured examples", columns, tuple(tuple(t.shape[1:]) for t in tensors_in(x)))
+    key = ("captured examples", columns, example_shapes(x))
     if key not in function.cache:
         captured = CAPTURED_BYTES // max(1, capture_bytes(function, x, columns))
         rows = ROWS_BYTES // max(1, columns * function.space.dim * function.dtype.itemsize)

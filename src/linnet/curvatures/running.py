@@ -34,12 +34,12 @@ from linnet.curvatures.treatments import BY_LAYER, Structure, by_layer, make_sum
 from linnet.errors import DataError, InputError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.memory import parse_bytes
-from linnet.tangent.batch import Inputs, batch_size, take, tensors_in
+from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized
 
 RENEWAL = 10  # batches between two bases of EKFAC
-KEPT = ("plans", "output shapes")  # what is known of the architecture, whatever the weights
+KEPT = ("plans", "plans by shape", "output shapes")  # what is known of the architecture, whatever the weights
 
 
 class RunningCurvature:
@@ -185,7 +185,7 @@ class RunningCurvature:
 
     def _chunks(self, batch: Batch) -> tuple[int, int]:
         """Examples and columns at once; found for each shape of an example once."""
-        key = tuple(tuple(t.shape[1:]) for t in tensors_in(batch.x))
+        key = example_shapes(batch.x)
         if key not in self._sizes:
             e = self.expectation
             f = self.function.check_runs(take(batch.x, slice(0, 1)))

@@ -26,7 +26,7 @@ from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.functional import Functional, tensors_by_name
 
 LOOKED_AT = 32  # examples on which the network is proved to be a chain
-KEPT = ("plans", "output shapes")  # what is known of the architecture, whatever the weights
+KEPT = ("plans", "plans by shape", "output shapes")  # what is known of the architecture, whatever the weights
 
 
 class RunningRecursion:

@@ -8,7 +8,8 @@ can go on, processes can share the data, and old batches can be faded out.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Gradients:
         last: Whether these are the last columns of the batch.
         counts: Which output positions count, (N, T); ``None`` if all do.
         columns: Columns of the batch in all, of which these are some.
+        shared: What several layers compute alike from the same inputs, by what it depends on.
     """
 
     captured: Captured
@@ -39,6 +41,7 @@ class Gradients:
     last: bool = True
     counts: Tensor | None = None
     columns: int = 1
+    shared: dict[Any, Any] = field(default_factory=dict)
 
 
 class Sums(ABC):

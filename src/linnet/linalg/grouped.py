@@ -20,7 +20,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.linalg.factorize import cholesky, eigh, nonnegative_each, require_finite, require_square, root
-from linnet.linalg.operator import require_damping
+from linnet.linalg.operator import require_damping, require_factor
 from linnet.linalg.space import ParameterSpace
 from linnet.linalg.structured import StructuredOperator, require_positive, require_space
 
@@ -90,7 +90,7 @@ class GroupedKronecker(StructuredOperator):
 
     def scaled(self, scalar: float) -> GroupedKronecker:
         """(√c L_r) ⊗ (√c R_r)."""
-        c = sqrt(require_damping(scalar))
+        c = sqrt(require_factor(scalar))
         return GroupedKronecker(c * self.left, c * self.right, self.space, self.name)
 
     def logdet(self) -> Tensor:
@@ -224,7 +224,7 @@ class GroupedKroneckerEigen(StructuredOperator):
 
     def scaled(self, scalar: float) -> GroupedKroneckerEigen:
         """Q diag(c λ) Qᵀ."""
-        return self.with_values(require_damping(scalar) * self.values)
+        return self.with_values(require_factor(scalar) * self.values)
 
     def logdet(self) -> Tensor:
         """Σ log λ."""

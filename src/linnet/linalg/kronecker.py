@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.linalg.factorize import cholesky, eigh, nonnegative, require_finite, root
-from linnet.linalg.operator import require_damping
+from linnet.linalg.operator import require_damping, require_factor
 from linnet.linalg.space import ParameterSpace
 from linnet.linalg.structured import (
     StructuredOperator,
@@ -96,7 +96,7 @@ class Kronecker(StructuredOperator):
 
     def scaled(self, scalar: float) -> Kronecker:
         """(√c L) ⊗ (√c R)."""
-        c = sqrt(require_damping(scalar))
+        c = sqrt(require_factor(scalar))
         return Kronecker(c * self.left, c * self.right, self.space, self.name)
 
     def logdet(self) -> Tensor:
@@ -226,7 +226,7 @@ class KroneckerEigen(StructuredOperator):
 
     def scaled(self, scalar: float) -> KroneckerEigen:
         """Q diag(c λ) Qᵀ."""
-        return self.with_values(require_damping(scalar) * self.values)
+        return self.with_values(require_factor(scalar) * self.values)
 
     def logdet(self) -> Tensor:
         """Σ log λ."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.linalg.factorize import eigh, nonnegative, require_finite
-from linnet.linalg.operator import require_damping
+from linnet.linalg.operator import require_damping, require_factor
 from linnet.linalg.space import ParameterSpace
 from linnet.linalg.structured import StructuredOperator, require_positive, require_space
 
@@ -125,7 +125,7 @@ class LowRank(StructuredOperator):
 
     def scaled(self, scalar: float) -> LowRank:
         """λ and c times the number."""
-        scalar = require_damping(scalar)
+        scalar = require_factor(scalar)
         values, rest = scalar * self.values, scalar * self.rest
         return LowRank(self.basis, values, rest, self.scale, self.space, self.name)
 

@@ -420,11 +420,12 @@ def _first_space(operators: Sequence[LinearOperator]) -> ParameterSpace | None:
     return spaces[0] if spaces else None
 
 
-def require_scalar(scalar: float | Tensor) -> float:
-    """A finite number, or an error.
+def require_scalar(scalar: float | Tensor, name: str = "the operator's multiplier") -> float:
+    """A finite real number, or an error.
 
     Args:
         scalar: A number, or a tensor with one element.
+        name: What messages call it.
 
     Returns:
         The number.
@@ -435,15 +436,16 @@ def require_scalar(scalar: float | Tensor) -> float:
     is_number = isinstance(scalar, int | float) or (isinstance(scalar, Tensor) and scalar.numel() == 1)
     number = float(scalar) if is_number else float("nan")
     if number != number or number in (float("inf"), float("-inf")):
-        raise InputError(f"the operator's multiplier is {scalar!r}", expected="a finite number")
+        raise InputError(f"{name} is {scalar!r}", expected="a finite number")
     return number
 
 
-def require_damping(tau: float) -> float:
+def require_damping(tau: float, name: str = "the damping") -> float:
     """A damping that is a finite number and not negative, or an error.
 
     Args:
         tau: The damping.
+        name: What messages call it.
 
     Returns:
         The damping.
@@ -451,7 +453,22 @@ def require_damping(tau: float) -> float:
     Raises:
         InputError: It is negative, infinite or not a number.
     """
-    number = require_scalar(tau)
+    number = require_scalar(tau, name)
     if number < 0:
-        raise InputError(f"the damping is {tau!r}", expected="a number that is not negative")
+        raise InputError(f"{name} is {tau!r}", expected="a number that is not negative")
     return number
+
+
+def require_factor(scalar: float) -> float:
+    """A multiplier that keeps a matrix positive semi-definite, or an error.
+
+    Args:
+        scalar: The multiplier.
+
+    Returns:
+        The multiplier.
+
+    Raises:
+        InputError: It is negative, infinite or not a number.
+    """
+    return require_damping(scalar, "the operator's multiplier")

@@ -21,6 +21,7 @@ from linnet.linalg.operator import (
     Scaled,
     flatten,
     require_damping,
+    require_factor,
     require_scalar,
     unflatten,
 )
@@ -190,7 +191,7 @@ class Dense(StructuredOperator):
 
     def scaled(self, scalar: float) -> Dense:
         """``c M``."""
-        return Dense(require_damping(scalar) * self.matrix, self.space, self.name)
+        return Dense(require_factor(scalar) * self.matrix, self.space, self.name)
 
     def logdet(self) -> Tensor:
         """2 Σ log Lᵢᵢ."""
@@ -255,7 +256,7 @@ class Diagonal(StructuredOperator):
 
     def scaled(self, scalar: float) -> Diagonal:
         """``c Mᵢᵢ``."""
-        return Diagonal(require_damping(scalar) * self.values, self.space, self.name)
+        return Diagonal(require_factor(scalar) * self.values, self.space, self.name)
 
     def logdet(self) -> Tensor:
         """Σ log Mᵢᵢ."""

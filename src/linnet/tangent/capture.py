@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from linnet.tangent.batch import Inputs, batch_size, take
+from linnet.tangent.batch import Inputs
 from linnet.tangent.captured import Captured, Outputs
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import exact_rows, use_gradients
 from linnet.tangent.layout import fits
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.plan import PROBES, Plan, keyed, plan_for
+from linnet.tangent.plan import Key, Plan, expected_plan, keyed, plan_for
 from linnet.tangent.rules import Use
 from linnet.tangent.trace import Trace, trace
 
@@ -105,9 +105,7 @@ def _misplaced(run: Trace, uses: Sequence[Use]) -> set[str]:
 
 def _differentiate(run: Trace, plan: Plan, u: Tensor) -> tuple[list[Use], bool]:
     """The planned uses with their gradients, and whether an unproven use has one."""
-    pairs = [(key, use) for key, use in keyed(run.uses) if key in plan.layouts or key in plan.unproven]
-    dropped = {*plan.exact, *plan.unused}
-    pairs = [(key, use) for key, use in pairs if not dropped & set(use.sources)]
+    pairs = _planned_uses(run, plan)
     gradients = use_gradients(run.outputs, [use for _, use in pairs], u)
     taken = []
     for (key, use), g in zip(pairs, gradients, strict=True):
@@ -117,6 +115,16 @@ def _differentiate(run: Trace, plan: Plan, u: Tensor) -> tuple[list[Use], bool]:
         elif g.any():
             return [], True
     return taken, False
+
+
+def _planned_uses(run: Trace, plan: Plan) -> list[tuple[Key, Use]]:
+    """Uses that a rule covers, or may cover once a gradient has been seen."""
+    dropped = {*plan.exact, *plan.unused}
+    return [
+        (key, use)
+        for key, use in keyed(run.uses)
+        if (key in plan.layouts or key in plan.unproven) and not dropped & set(use.sources)
+    ]
 
 
 def _cotangents(outputs: Tensor, wanted: Cotangents) -> Tensor:
@@ -146,6 +154,26 @@ def capture_bytes(function: Functional, x: Inputs, cotangents: int) -> int:
     Returns:
         Activations, what autograd saves of them, and K gradients of every use.
     """
-    run = trace(function, take(x, slice(0, min(PROBES, batch_size(x)))))
-    plan = plan_for(function, run, x)
+    plan = expected_plan(function, x)
     return 3 * plan.input_bytes + (cotangents + 1) * plan.gradient_bytes
+
+
+@in_exact_mode
+def planned(function: Functional, x: Inputs, run: Trace) -> Captured:
+    """The uses of a pass as the plan takes them; gradients are left out unless they decide something.
+
+    Args:
+        function: The network.
+        x: A batch.
+        run: Its traced pass.
+
+    Returns:
+        A captured batch of one column, the sum of the outputs, whose gradients may be missing.
+    """
+    plan = plan_for(function, run, x)
+    if plan.unproven or plan.exact or run.moved:
+        return _capture(function, x, run, _cotangents(run.outputs.detach(), "sum"))
+    pairs = _planned_uses(run, plan)
+    for key, use in pairs:
+        use.layout = plan.layouts[key]
+    return Captured(run.n, run.outputs.detach(), [use for _, use in pairs], run.leaves, {}, 1)

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from linnet.errors import ModelError, WeightsError
 from linnet.linalg.space import ParameterSpace
-from linnet.tangent.batch import Inputs, batch_size, tensors_in
+from linnet.tangent.batch import Inputs, batch_size, example_shapes, take, tensors_in
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import differentiable_kernels, has_recurrence, in_exact_mode
@@ -147,11 +148,27 @@ class Functional:
         value = self(params, x)
         return value.reshape(value.shape[0], -1)
 
+    def output_shape(self, x: Inputs) -> torch.Size:
+        """The shape of the outputs of one example, remembered for every shape of inputs.
+
+        Args:
+            x: A batch; one example is run if none of its shape has been.
+
+        Returns:
+            The network's own shape without the example axis.
+        """
+        shapes: dict[object, torch.Size] = self.cache.setdefault("output shapes", {})
+        key = example_shapes(x)
+        if key not in shapes:
+            shapes[key] = self.check_runs(take(x, slice(0, 1))).shape[1:]
+        return shapes[key]
+
     def fingerprint(self) -> str:
-        """A hash of the network's weights, buffers and selected names; equal for equal linearizations."""
+        """A hash of modules, weights, buffers and selected names; equal for equal linearizations."""
         state = self.model.state_dict()
         values = hash_tensors([state[key] for key in sorted(state) if isinstance(state[key], Tensor)])
-        return hashlib.sha256(f"{values} {self.names}".encode()).hexdigest()[:32]
+        modules = [(name, type(module).__name__) for name, module in self.model.named_modules()]
+        return hashlib.sha256(f"{values} {self.names} {modules}".encode()).hexdigest()[:32]
 
     @in_exact_mode
     def check_runs(self, x: Inputs) -> Tensor:
@@ -212,6 +229,7 @@ def _padding_rows(model: nn.Module, names: list[str]) -> dict[str, tuple[int, bo
 
 def _frozen_copy(model: nn.Module) -> nn.Module:
     """A copy in evaluation mode, without gradients; the original is not touched."""
+    _require_usable(model)
     grads = [(p, p.grad) for p in model.parameters()]
     try:
         for p, _ in grads:
@@ -227,6 +245,29 @@ def _frozen_copy(model: nn.Module) -> nn.Module:
         for p, grad in grads:
             p.grad = grad
     return clone.eval().requires_grad_(False)
+
+
+def _require_usable(model: nn.Module) -> None:
+    """Raise on networks whose operations or weights cannot be seen: scripted, lazy, or on the meta device."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise ModelError(
+            f"model ({type(model).__name__}) is compiled TorchScript, whose operations cannot be traced",
+            expected="a network of Python modules",
+            remedy="pass the network that torch.jit.script or torch.jit.trace was given",
+        )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise ModelError(
+                f"weights: {name} has no shape yet",
+                expected="a network that has run once, where it has lazy modules",
+                remedy="call model(x) on a batch first",
+            )
+        if tensor.device.type == "meta":
+            raise ModelError(
+                f"weights: {name} is on the meta device and holds no numbers",
+                expected="weights with values",
+                remedy="model.to_empty(device='cpu'), then load_state_dict",
+            )
 
 
 def _check_weights(model: nn.Module) -> None:

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from linnet.errors import ModelError
-from linnet.tangent.batch import Inputs, take
+from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
 from linnet.tangent.captured import Captured
-from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
-from linnet.tangent.gradients import use_gradients
+from linnet.tangent.gradients import batched_grad
 from linnet.tangent.layout import Layout, find_layout
 from linnet.tangent.rules import Use, example_axes
 from linnet.tangent.trace import Trace, trace
@@ -42,6 +41,8 @@ class Plan:
         unproven: Uses whose gradient has been zero so far.
         gradient_bytes: Bytes of one example's gradients at all uses, for one cotangent.
         input_bytes: Bytes of one example's inputs to all uses.
+        saved_bytes: Bytes of one example's activations that autograd keeps for a backward pass, parameters
+            apart.
     """
 
     layouts: dict[Key, Layout]
@@ -50,6 +51,7 @@ class Plan:
     unproven: frozenset[Key]
     gradient_bytes: int
     input_bytes: int
+    saved_bytes: int
 
 
 def keyed(uses: Sequence[Use]) -> list[tuple[Key, Use]]:
@@ -84,7 +86,25 @@ def plan_for(function: Functional, run: Trace, x: Inputs, renew: bool = False) -
     plans: dict[Any, Plan] = function.cache.setdefault("plans", {})
     if renew or run.signature not in plans:
         plans[run.signature] = _make_plan(function, run, x, None if renew else TRIES)
-    return plans[run.signature]
+    plan = function.cache.setdefault("plans by shape", {})[example_shapes(x)] = plans[run.signature]
+    return plan
+
+
+def expected_plan(function: Functional, x: Inputs) -> Plan:
+    """The plan of the last pass over examples of these shapes, for predictions of memory.
+
+    Args:
+        function: The network.
+        x: A batch; a few of its examples are run if none of their shapes has been seen.
+
+    Returns:
+        The plan.
+    """
+    known: Plan | None = function.cache.get("plans by shape", {}).get(example_shapes(x))
+    if known is not None:
+        return known
+    few = take(x, slice(0, min(PROBES, batch_size(x))))
+    return plan_for(function, trace(function, few), x)
 
 
 @dataclass
@@ -106,13 +126,16 @@ def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -
     found = _Findings({name: "no rule for " + ", ".join(sorted(ops)) for name, ops in run.unhandled.items()})
     # three different examples first, then single ones thrice until all gradients have been seen
     groups = [[i % run.n for i in range(PROBES)], *([i] * PROBES for i in range(run.n))]
+    saved = 0
     for group in groups[:tries]:
-        probe = trace(function, take(x, group))
+        few = take(x, group)
+        probe, saved = _traced_and_weighed(function, few)
         if group is groups[0]:
-            _require_independence(function, probe, take(x, group[:1]))
+            _require_independence(function, probe, take(few, slice(0, 1)))
             _compare_passes(found, probe, run)
-        _find_layouts(found, probe)
-        _prove(found, function, probe)
+        gradients = _gradients_alone(found, probe)
+        _find_layouts(found, probe, gradients)
+        _prove(found, function, probe, gradients)
         if all(key in found.layouts for key, _ in found.open_uses(probe)):
             break
     open_uses = found.open_uses(probe)
@@ -121,8 +144,8 @@ def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -
         reason = "its gradient could not be told apart by example"
         found.exact.update({name: reason for sources, _ in unproven for name in sources})
         unproven = frozenset()
-    inputs, gradients = _sizes([use for _, use in open_uses])
-    return Plan(found.layouts, found.exact, found.unused, unproven, gradients, inputs)
+    inputs, outputs = _sizes([use for _, use in open_uses])
+    return Plan(found.layouts, found.exact, found.unused, unproven, outputs, inputs, saved)
 
 
 def _require_independence(function: Functional, probe: Trace, first: Inputs) -> None:
@@ -156,18 +179,56 @@ def _compare_passes(found: _Findings, probe: Trace, run: Trace) -> None:
         found.exact.setdefault(name, "no rule for " + ", ".join(sorted(operations)))
 
 
-def _find_layouts(found: _Findings, probe: Trace) -> None:
-    """Set the layout of every use whose gradient shows it; what has none is named."""
+def _traced_and_weighed(function: Functional, few: Inputs) -> tuple[Trace, int]:
+    """A traced pass of a few examples, and the bytes of each that autograd keeps, parameters apart."""
+    own = {t.untyped_storage().data_ptr() for t in function.theta.values()}
+    kept: dict[int, int] = {}
+
+    def note(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        probe = trace(function, few)
+    return probe, sum(kept.values()) // probe.n
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """Gradients of n cotangents, each of one example alone.
+
+    Args:
+        uses: At the result of every use, by its place, (n, *shape).
+        leaves: In every parameter, (n, *shape); ``None`` if the outputs do not depend on it.
+    """
+
+    uses: dict[Any, Tensor | None]
+    leaves: dict[str, Tensor | None]
+
+
+def _gradients_alone(found: _Findings, probe: Trace) -> _Alone:
+    """Autograd's own gradients on the probes, at the open uses and in the parameters, in one call."""
+    edges = {use.place: use.result.edge for _, use in found.open_uses(probe)}
+    leaves = dict(probe.leaves)
+    if not probe.outputs.requires_grad:
+        return _Alone(dict.fromkeys(edges), dict.fromkeys(leaves))
     n, c = probe.outputs.shape
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(n, c, generator=generator).to(probe.outputs)
+    weights = torch.randn(n, c, generator=torch.Generator().manual_seed(0)).to(probe.outputs)
     alone = torch.diag_embed(weights.T).permute(1, 2, 0)  # (n, n, C): row i holds example i's cotangent only
-    uses = found.open_uses(probe)
-    for (key, use), g in zip(uses, use_gradients(probe.outputs, [u for _, u in uses], alone), strict=True):
+    every = batched_grad(probe.outputs, [*edges.values(), *leaves.values()], alone)
+    return _Alone(dict(zip(edges, every, strict=False)), dict(zip(leaves, every[len(edges) :], strict=True)))
+
+
+def _find_layouts(found: _Findings, probe: Trace, gradients: _Alone) -> None:
+    """Set the layout of every use whose gradient shows it; what has none is named."""
+    for key, use in found.open_uses(probe):
+        g = gradients.uses[use.place]
         if key in found.layouts:
             use.layout = found.layouts[key]
-        elif g.flatten(1).any(1).all():
-            layout = find_layout(use.oriented(g), example_axes(use), n)
+        elif g is not None and g.flatten(1).any(1).all():
+            layout = find_layout(use.oriented(g), example_axes(use), probe.n)
             if layout is None:
                 reason = "examples are mixed where it is used"
                 found.exact.update(dict.fromkeys(use.sources, reason))
@@ -175,25 +236,22 @@ def _find_layouts(found: _Findings, probe: Trace) -> None:
                 use.layout = found.layouts[key] = layout
 
 
-def _prove(found: _Findings, function: Functional, probe: Trace) -> None:
-    """Compare the rules' gradients with autograd's on three examples."""
-    n, c = probe.outputs.shape
-    generator = torch.Generator().manual_seed(1)
-    u = torch.randn(1, n, c, generator=generator).to(probe.outputs)
+def _prove(found: _Findings, function: Functional, probe: Trace, gradients: _Alone) -> None:
+    """Compare the rules' gradients with autograd's on the probes."""
     uses = [use for key, use in found.open_uses(probe) if key in found.layouts]
     waiting = [use for key, use in found.open_uses(probe) if key not in found.layouts]
     undecided = {*found.exact, *(name for use in waiting for name in use.sources)}
-    for use, g in zip(uses, use_gradients(probe.outputs, uses, u), strict=True):
-        use.g = g
-    ruled = Captured(n, probe.outputs, uses, probe.leaves, {}, 1)
-    truth = [
-        _reverse(probe, u[0] * torch.eye(n, device=u.device, dtype=u.dtype)[i, :, None]) for i in range(n)
-    ]
-    largest = max((float(g.abs().max()) for row in truth for g in row.values() if g.numel()), default=0.0)
+    for use in uses:
+        g = gradients.uses[use.place]
+        # of all examples at once: gradients are linear in the cotangents
+        use.g = probe.outputs.new_zeros(1, *use.shape) if g is None else g.sum(0, keepdim=True)
+    ruled = Captured(probe.n, probe.outputs, uses, probe.leaves, {}, 1)
+    truth = gradients.leaves
+    largest = max((float(g.abs().max()) for g in truth.values() if g is not None and g.numel()), default=0.0)
     unused = []
     for name in function.names:
-        expected = [row.get(name) for row in truth]
-        if all(g is None for g in expected):
+        expected = truth[name]
+        if expected is None:
             unused.append(name)
         elif name not in undecided and not _matches(ruled, name, expected, largest):
             found.exact[name] = "its rule disagrees with autograd here"
@@ -201,26 +259,15 @@ def _prove(found: _Findings, function: Functional, probe: Trace) -> None:
     found.exact = {name: why for name, why in found.exact.items() if name not in unused}
 
 
-def _matches(ruled: Captured, name: str, expected: Sequence[Tensor | None], largest: float) -> bool:
-    """Whether the rules reproduce autograd's per-example gradients of one parameter."""
-    leaf = ruled.leaves[name]
+def _matches(ruled: Captured, name: str, expected: Tensor, largest: float) -> bool:
+    """Whether the rules reproduce autograd's per-example gradients (n, *shape) of one parameter."""
     try:
         rows = ruled.rows(name)[:, 0]
     except RuntimeError:  # a shape that the rule did not foresee
         return False
-    wanted = torch.stack([torch.zeros_like(leaf) if g is None else g for g in expected])
-    tolerance = {torch.float64: 1e-7, torch.float32: 2e-3}.get(leaf.dtype, 1e-1)
-    scale = wanted.abs().max() + 1e-2 * largest
-    return bool((rows - wanted).abs().max() <= tolerance * scale)
-
-
-def _reverse(probe: Trace, u: Tensor) -> Params:
-    """Autograd's own gradients of ⟨u, f⟩."""
-    leaves = list(probe.leaves.values())
-    if not probe.outputs.requires_grad:
-        return {}
-    grads = torch.autograd.grad(probe.outputs, leaves, u, retain_graph=True, allow_unused=True)
-    return {name: g for name, g in zip(probe.leaves, grads, strict=True) if g is not None}
+    tolerance = {torch.float64: 1e-7, torch.float32: 2e-3}.get(expected.dtype, 1e-1)
+    scale = expected.abs().max() + 1e-2 * largest
+    return bool((rows - expected).abs().max() <= tolerance * scale)
 
 
 def _sizes(uses: Sequence[Use]) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from linnet.tangent.batch import Inputs, batch_size, map_tensors
+from linnet.tangent.batch import Inputs, batch_size, example_shapes, map_tensors
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
 from linnet.tangent.modes import in_exact_mode
@@ -72,7 +72,9 @@ def trace(function: Functional, x: Inputs) -> Trace:
         leaf._linnet_leaf = True  # type: ignore[attr-defined]
     recorder = _Recorder(batch_size(x))
     with torch.enable_grad(), recorder:
-        outputs = function.flat(leaves, map_tensors(_as_data, x))
+        value = function(leaves, map_tensors(_as_data, x))
+        outputs = value.reshape(value.shape[0], -1)
+    function.cache.setdefault("output shapes", {})[example_shapes(x)] = value.shape[1:]
     return Trace(recorder.n, outputs, leaves, recorder.uses, recorder.unhandled, recorder.moved)
 
 

@@ -1,0 +1,96 @@
+"""What a curvature costs besides its data, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linnet
+from linnet.curvatures import kfac, products
+from linnet.curvatures.ggn import GaussNewtonOperator
+from linnet.curvatures.stream import Batches
+from linnet.likelihoods import Categorical, Poisson
+from linnet.tangent.functional import Functional
+from tests.zoo import assert_near
+
+
+class Counted(nn.Module):
+    """A network that counts its forward passes and their examples."""
+
+    passes: list[int]
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    def forward(self, x: Tensor) -> Any:
+        Counted.passes.append(len(x))
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diagonal", "block"])
+def test_looking_and_proving_take_three_small_passes(structure: str) -> None:
+    model, x = Counted(), torch.randn(12, 5, dtype=torch.float64)
+    Counted.passes = []
+    linnet.curvature(model, x, Categorical(), structure=structure, block=6)
+    # a look at four examples, three probes of the plan, one of them alone, then the data
+    assert Counted.passes == [4, 3, 1, 6, 6]
+
+
+def test_uses_of_one_input_share_its_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Projections(nn.Module):
+        """Queries, keys and values of one input."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.query, self.key, self.value = (nn.Linear(4, 3).double() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.query(x) * self.key(x) + self.value(x.square())
+
+    computed: list[Any] = []
+    from linnet.curvatures import moments
+
+    original: Callable[..., Any] = moments.input_moment
+    monkeypatch.setattr(moments, "input_moment", lambda use: computed.append(use) or original(use))
+    model, x = Projections(), torch.randn(6, 4, dtype=torch.float64)
+    G = linnet.curvature(model, x, Categorical(), structure="kfac")
+    assert len(computed) == 2  # of x, and of its square
+    hatted = torch.cat([x, torch.ones(6, 1, dtype=torch.float64)], 1)
+    for part in G.parts:
+        a = hatted if part.layer.name != "value" else torch.cat([x.square(), hatted[:, 4:]], 1)
+        assert_near(part.operator.right, a.T @ a / 6)
+    assert kfac.shared_input_moment is moments.shared_input_moment
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(), Poisson()])
+def test_products_in_parts_are_those_of_the_whole_batch(
+    likelihood: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)).double()
+    x = torch.randn(11, 4, dtype=torch.float64)
+    y = torch.randint(5, (11,)) if isinstance(likelihood, Categorical) else torch.randint(4, (11, 5)).double()
+    function = Functional(net)
+    v = torch.randn(function.space.dim, 1, dtype=torch.float64)
+    whole = GaussNewtonOperator(function, Batches((x, y), function.device), likelihood) @ v
+    sizes: list[int] = []
+    original = products._by_tangents
+
+    def watched(f: Functional, part: Any, *rest: Any) -> Tensor:
+        sizes.append(len(part))
+        return original(f, part, *rest)
+
+    monkeypatch.setattr(products, "_by_tangents", watched)
+    monkeypatch.setattr(products, "TANGENT_BYTES", {"cpu": 1})
+    monkeypatch.setattr(products, "FEWEST_TANGENTS", 3)
+    function.cache.clear()
+    parts = GaussNewtonOperator(function, Batches((x, y), function.device), likelihood) @ v
+    assert sizes[-4:] == [3, 3, 3, 2]
+    assert_near(parts, whole)
