@@ -1,16 +1,23 @@
 r"""Exact influence of N training on T test images against kronfluence's EKFAC scores.
 
     python benchmarks/influence.py --peer-python peer/bin/python --json influence.json
+    python benchmarks/influence.py --parts scores changes --folder runs/influence
 
-A ResNet-20 pretrained on CIFAR-10 is fitted to EuroSAT at 32 x 32. linnet gives the change of every output
-of every test image when a training image is left out, (N, T, C), exactly; kronfluence 1.0.1 one number a
-pair, the derivative of the test loss along its EKFAC approximation. Both start from trained weights;
-kronfluence's time is that of its factors and its scores, in the environment of ``curvature_peers.py``. It is
-measured on a share of the training images (``--peer-share``); its covariances, eigenvalues and scores are
-proportional to them, its decompositions are not.
+A ResNet-20 pretrained on CIFAR-10 is fitted to EuroSAT at 32 x 32. kronfluence 1.0.1 gives one number a pair,
+the derivative of the test loss along its EKFAC approximation; linnet the same number with the exact change of
+the weights, or the change of every output of every test image when a training image is left out, (N, T, C).
+Both start from trained weights, linnet from a fit with its Cholesky factor; the inverse of the kernel counts
+as part of the answer. kronfluence's time is that of its factors and its scores, in the environment of
+``curvature_peers.py``. With ``--peer-share`` below 1 it is measured on a share of the training images; its
+covariances, eigenvalues and scores are proportional to them, its decompositions are not.
 
-Correlations are with brute force: the linear system solved again without an example, from its own Cholesky
-factor, for ``--brute`` examples.
+What is measured is kept in ``--folder``, so that ``--parts`` may be run one after the other: the fit, the
+peer, scores of the test loss, the weight changes and answers from them, all outputs from nothing, EKFAC, and
+the agreement with brute force: the linear system solved again without an example, from its own Cholesky
+factor, for ``--brute`` examples at ``--brute-tests`` test images.
+
+Floors are operation counts at the rate of float32 products of the same run: scores need at least one product
+of T gradients with the N·C rows of J, 2 T·N·C·P.
 """
 
 from __future__ import annotations
@@ -19,7 +26,6 @@ import argparse
 import json
 import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,15 +33,73 @@ from typing import Any
 
 import torch
 from curvature_peers import add_curvature_peers
-from eurosat import Task, task
+from eurosat import task
 from measure import Row, parser, publish, setup, sgemm_rate
-from torch import Tensor
+from torch import Tensor, nn
 
 import linnet
 from linnet.methods import audit
 from linnet.methods.fitting.dual import Dual
+from linnet.models import load_model
 
 CLAIM, EXACT, NEAR = 10.0, 0.9999, 0.98
+ALPHA = 15.0
+PARTS = ("fit", "peer", "scores", "changes", "outputs", "ekfac", "agreement")
+
+
+class Kept:
+    """The problem, the fit and what has been measured, in a folder.
+
+    Args:
+        options: Of the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.folder = options, Path(options.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path, self.problem = self.folder / "measured.json", self.folder / "problem.pt"
+        self.measured: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {}
+        if not self.problem.exists():
+            made = task(options.examples, options.tests)
+            given = {
+                "networks": str(made.networks),
+                "state": made.model.state_dict(),
+                "x": made.x.clone(),
+                "y": made.y.clone(),
+                "test_x": made.test_x.clone(),
+                "test_y": made.test_y.clone(),
+            }
+            torch.save(given, self.problem)
+        self.given = torch.load(self.problem, weights_only=True)
+        self.n, self.t = len(self.given["y"]), len(self.given["test_y"])
+
+    def keep(self, name: str, value: Any) -> None:
+        """Remember a measurement."""
+        self.measured[name] = value
+        self.path.write_text(json.dumps(self.measured, indent=2) + "\n")
+
+    def save(self, name: str, value: Tensor) -> None:
+        """Keep a tensor for the agreement."""
+        torch.save(value.clone(), self.folder / f"{name}.pt")
+
+    def tensor(self, name: str) -> Tensor | None:
+        """A tensor that was kept, ``None`` if it was not."""
+        path = self.folder / f"{name}.pt"
+        found: Tensor | None = torch.load(path, weights_only=True) if path.exists() else None
+        return found
+
+    def model(self) -> nn.Module:
+        """The network with its head."""
+        made = load_model(f"{self.given['networks']}:CifarResNet", model_args={"depth": 20, "classes": 10})
+        made.load_state_dict(self.given["state"])
+        return made.eval()
+
+    def fit(self) -> Any:
+        """The fit, with its factor."""
+        made = linnet.load_fit(self.folder / "fit", self.model())
+        assert isinstance(made.system, Dual)
+        assert made.system.factor is not None
+        return made
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -45,37 +109,111 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - begin, result
 
 
-def peer(problem: Task, options: argparse.Namespace) -> dict[str, float]:
+def fit(kept: Kept) -> None:
+    """Fit and save."""
+    given, options = kept.given, kept.options
+    ridge = "loo" if options.ridge == "loo" else float(options.ridge)
+    lin = linnet.linearize(kept.model())
+    data = given["x"], given["y"]
+    seconds, made = timed(lambda: linnet.fit(lin, data, ridge=ridge, solver="dual", memory=options.memory))
+    made.save(kept.folder / "fit")
+    kept.keep("fit", {"seconds": seconds, "ridge": made.ridge, "parameters": lin.space.dim})
+
+
+def peer(kept: Kept) -> None:
     """Seconds of kronfluence's steps for all N, extrapolated from its share."""
-    count = max(options.tests // 4, round(options.examples * options.peer_share))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "problem.pt"
-        given = {
-            "networks": str(problem.networks),
-            "state": problem.model.state_dict(),
-            "x": problem.x[:count].clone(),
-            "y": problem.y[:count].clone(),
-            "test_x": problem.test_x,
-            "test_y": problem.test_y,
-        }
-        torch.save(given, path)
-        script = str(Path(__file__).with_name("influence_peer.py"))
-        command = [options.peer_python, script, str(path), str(options.threads), "128"]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
-        )
+    options, given = kept.options, dict(kept.given)
+    count = round(kept.n * options.peer_share)
+    given["x"], given["y"] = given["x"][:count].clone(), given["y"][:count].clone()
+    path = kept.folder / "share.pt"
+    torch.save(given, path)
+    script = str(Path(__file__).with_name("influence_peer.py"))
+    command = [options.peer_python, script, str(path), str(options.threads), "128"]
+    environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(done.stderr.strip().splitlines()[-1])
     seconds: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])["seconds"]
-    factor = options.examples / count
-    return {name: value * (1 if name == "decompositions" else factor) for name, value in seconds.items()}
+    factor = kept.n / count
+    every = {name: value * (1 if name == "decompositions" else factor) for name, value in seconds.items()}
+    kept.keep("peer", {"seconds": every, "share": options.peer_share})
 
 
-def brute_force(fit: Any, x: Tensor, examples: list[int]) -> Tensor:
+def scores(kept: Kept) -> None:
+    """Scores of the test loss, from nothing."""
+    given, made = kept.given, kept.fit()
+    seconds, found = timed(
+        lambda: audit.loss_influence(made, given["test_x"], given["test_y"], memory=kept.options.memory)
+    )
+    kept.save("scores", found)
+    kept.keep("scores", {"seconds": seconds})
+
+
+def changes(kept: Kept) -> None:
+    """The weight changes, and what they answer."""
+    given, made, memory = kept.given, kept.fit(), kept.options.memory
+    x, y = given["test_x"], given["test_y"]
+    seconds, known = timed(lambda: audit.weight_changes(made, memory=memory))
+    kept.keep("changes", {"seconds": seconds, "bytes": known.numel() * known.element_size()})
+    scoring, same = timed(lambda: audit.loss_influence(made, x, y, directions=known, memory=memory))
+    kept.save("known scores", same)
+    kept.keep("known scores", {"seconds": scoring})
+    asking, outputs = timed(lambda: audit.influence(made, x, directions=known, memory=memory))
+    kept.save("known outputs", outputs.outputs[:, : kept.options.brute_tests])
+    kept.keep("known outputs", {"seconds": asking})
+
+
+def outputs(kept: Kept) -> None:
+    """All outputs, from nothing."""
+    made = kept.fit()
+    seconds, found = timed(lambda: audit.influence(made, kept.given["test_x"], memory=kept.options.memory))
+    kept.save("outputs", found.outputs[:, : kept.options.brute_tests])
+    kept.keep("outputs", {"seconds": seconds, "residual": found.residual})
+
+
+def ekfac(kept: Kept) -> None:
+    """All outputs of the first test images by EKFAC and some steps."""
+    made, few = kept.fit(), kept.given["test_x"][: kept.options.brute_tests]
+    for steps in kept.options.steps:
+        own = {} if steps < 0 else {"steps": steps}
+        seconds, near = timed(
+            lambda own=own: audit.influence(made, few, "ekfac", memory=kept.options.memory, **own)
+        )
+        name = _ekfac_name(steps)
+        kept.save(name, near.outputs)
+        kept.keep(name, {"seconds": seconds, "residual": near.residual})
+
+
+def _ekfac_name(steps: int) -> str:
+    """What a run of EKFAC is called."""
+    if steps < 0:
+        return "EKFAC as it is by default"
+    return f"EKFAC and {steps} steps" if steps else "EKFAC alone"
+
+
+def agreement(kept: Kept) -> None:
+    """Correlations with F − f₋ᵢ by solving again without each example."""
+    made, few = kept.fit(), kept.given["test_x"][: kept.options.brute_tests]
+    picked = torch.linspace(0, kept.n - 1, kept.options.brute).long().tolist()
+    truth = brute_force(made, few, picked)
+    t = len(few)
+    y = torch.nn.functional.one_hot(kept.given["test_y"][:t], made.system.c)
+    true_scores = torch.einsum("ktc,tc->kt", truth, made.predict(few).double() - ALPHA * y)
+    for name in ("scores", "known scores"):
+        found = kept.tensor(name)
+        if found is not None:
+            kept.keep(f"agreement: {name}", correlation(found[picked][:, :t], true_scores))
+    for name in ("outputs", "known outputs", *map(_ekfac_name, kept.options.steps)):
+        found = kept.tensor(name)
+        if found is not None:
+            kept.keep(f"agreement: {name}", correlation(found[picked], truth))
+
+
+def brute_force(made: Any, x: Tensor, examples: list[int]) -> Tensor:
     """F − f₋ᵢ by solving again without each example, (k, T, C)."""
-    dual: Dual = fit.system
+    dual: Dual = made.system
     size = dual.n * dual.c
-    cross = linnet.spectrum.gram(fit.module, x, fit.x).reshape(-1, size).double()
+    cross = linnet.spectrum.gram(made.module, x, made.x).reshape(-1, size).double()
     found = []
     for i in examples:
         keep = torch.ones(dual.n, dtype=torch.bool)
@@ -93,76 +231,71 @@ def correlation(a: Tensor, b: Tensor) -> float:
     return float(torch.corrcoef(pair)[0, 1])
 
 
-def measure(options: argparse.Namespace) -> list[Row]:
-    """Everything, peer first and in the same run."""
-    problem = task(options.examples, options.tests)
-    theirs = peer(problem, options) if options.peer_python else {}
+def table(kept: Kept, rate: float) -> list[Row]:
+    """What has been measured so far."""
+    found, n, t = kept.measured, kept.n, kept.t
+    theirs = found.get("peer", {}).get("seconds", {})
     total = sum(theirs.values())
-    lin = linnet.linearize(problem.model)
-    fitting, fit = timed(
-        lambda: linnet.fit(lin, (problem.x, problem.y), ridge="loo", solver="dual", memory=options.memory)
-    )
-    x, memory = problem.test_x, options.memory
-    whole, exact = timed(lambda: audit.influence(fit, x, "exact", memory=memory))
-    changing, changes = timed(lambda: audit.weight_changes(fit, memory=memory))
-    asking, again = timed(lambda: audit.influence(fit, x, directions=changes, memory=memory))
-    y = problem.test_y
-    scoring, scores = timed(lambda: audit.loss_influence(fit, x, y, memory=memory))
-    known, same = timed(lambda: audit.loss_influence(fit, x, y, directions=changes, memory=memory))
-    picked = torch.linspace(0, options.examples - 1, options.brute).long().tolist()
-    truth = brute_force(fit, x, picked)
-    slope = fit.predict(x).double() - 15.0 * torch.nn.functional.one_hot(y, fit.system.c)
-    true_scores = torch.einsum("ktc,tc->kt", truth, slope)
-
-    def row(name: str, seconds: float, note: str = "", bound: float | None = CLAIM) -> Row:
-        return Row(name, seconds, total / seconds if theirs else None, ">=", bound, note)
-
-    def agreement(name: str, found: Tensor, bound: float) -> Row:
-        reference = truth if found.ndim == 3 else true_scores
-        ratio = correlation(found[picked], reference)
-        return Row(f"correlation with {options.brute} retrainings, {name}", None, ratio, ">=", bound)
-
     rows = [Row(f"kronfluence 1.0.1, {name}", seconds) for name, seconds in theirs.items()]
-    rows += [Row("kronfluence 1.0.1, all", total)] if theirs else []
-    rows += [
-        Row("linnet, the fit with its ridge (both start after it)", fitting, note=f"ρ = {fit.ridge:.3g}"),
-        row("exact change of the weights, scores of the test loss as kronfluence's", scoring),
-        row("the same, weight changes known", known),
-        row("exact influence, all outputs", whole, f"residual {exact.residual:.1e}"),
-        row("weight changes δ − δ₋ᵢ, once a fit", changing, bound=None),
-        row("exact influence from them, all outputs", asking),
-        agreement("scores of the test loss", scores, EXACT),
-        agreement("scores, weight changes known", same, EXACT),
-        agreement("exact", exact.outputs, EXACT),
-        agreement("from weight changes", again.outputs, EXACT),
-    ]
-    few = x[: options.ekfac_tests]
-    for steps in options.steps if len(few) else ():
-        name = f"EKFAC and {steps} steps" if steps else "EKFAC alone"
-        seconds, near = timed(lambda n=steps: audit.influence(fit, few, "ekfac", steps=n, memory=memory))
-        note = f"{len(few)} test images, residual {near.residual:.1e}"
-        rows.append(Row(f"{name}, all outputs", seconds, note=note))
-        ratio = correlation(near.outputs[picked], truth[:, : len(few)])
-        rows.append(Row(f"correlation with {options.brute} retrainings, {name}", None, ratio, ">=", NEAR))
+    share = found.get("peer", {}).get("share", 1.0)
+    rows += [Row("kronfluence 1.0.1, all", total, note=f"{share:.0%} measured")] if theirs else []
+    if "fit" in found:
+        note = f"ρ = {found['fit']['ridge']:.3g}; both start after it"
+        rows.append(Row("linnet, the fit", found["fit"]["seconds"], note=note))
+        p, size = found["fit"]["parameters"], n * (int(kept.given["y"].max()) + 1)
+        floor = 2 * t * size * p / rate
+        note = f"{2 * t * size * p:.3g} operations at {rate / 1e9:.0f} GFLOP/s"
+        ratio = total / floor if theirs else None
+        rows.append(Row("floor of exact scores that know only the fit", floor, ratio, note=note))
+    names = {
+        "scores": "scores of the test loss, as kronfluence's but exact",
+        "changes": "weight changes δ − δ₋ᵢ, once a fit",
+        "known scores": "scores of the test loss, weight changes known",
+        "outputs": "all outputs (N, T, C)",
+        "known outputs": "all outputs (N, T, C), weight changes known",
+    }
+    for key, name in names.items():
+        if key in found:
+            seconds = found[key]["seconds"]
+            bound = None if key == "changes" else CLAIM
+            rows.append(Row(name, seconds, total / seconds if theirs else None, ">=", bound))
+    for key, value in found.items():
+        if key.startswith("EKFAC"):
+            note = f"{kept.options.brute_tests} test images, residual {value['residual']:.1e}"
+            rows.append(Row(f"{key}, all outputs", value["seconds"], note=note))
+    for key, value in found.items():
+        if key.startswith("agreement: "):
+            bound = NEAR if "EKFAC" in key else EXACT
+            name = f"correlation with {kept.options.brute} retrainings, {key.removeprefix('agreement: ')}"
+            rows.append(Row(name, None, value, ">=", bound))
     return rows
 
 
 def main() -> None:
     """Measure and publish."""
-    arguments = parser(__doc__ or "", threads=1)
+    arguments = parser(__doc__ or "", threads=2)
     add_curvature_peers(arguments)
     arguments.add_argument("--examples", type=int, default=1000)
     arguments.add_argument("--tests", type=int, default=500)
-    arguments.add_argument("--peer-share", type=float, default=0.25, help="of the training images")
+    arguments.add_argument("--ridge", default="loo", help="a number, or loo for leave-one-out")
+    arguments.add_argument("--peer-share", type=float, default=1.0, help="of the training images")
     arguments.add_argument("--brute", type=int, default=4, help="examples left out by brute force")
-    arguments.add_argument("--steps", type=int, nargs="*", default=[0, 8], help="after EKFAC")
-    arguments.add_argument("--ekfac-tests", type=int, default=20, help="test images for EKFAC, 0 for none")
+    arguments.add_argument("--brute-tests", type=int, default=20, help="test images of brute force and EKFAC")
+    arguments.add_argument("--steps", type=int, nargs="*", default=[0, -1], help="of EKFAC, -1 for its own")
     arguments.add_argument("--memory", default="8GB")
+    arguments.add_argument("--folder", default="runs/influence", help="where fits and figures are kept")
+    arguments.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     options = arguments.parse_args()
     setup(options.threads)
-    rows = measure(options)
-    sizes = f"{options.examples} training and {options.tests} test images"
-    publish(f"Influence, ResNet-20, {sizes}", rows, options.json, sgemm=sgemm_rate(2048, 3))
+    kept = Kept(options)
+    calls = {"fit": fit, "peer": peer, "scores": scores, "changes": changes, "outputs": outputs,
+             "ekfac": ekfac, "agreement": agreement}  # fmt: skip
+    for part in PARTS:
+        if part in options.parts and (part != "peer" or options.peer_python):
+            calls[part](kept)
+    rate = sgemm_rate(2048, 3)
+    sizes = f"{kept.n} training and {kept.t} test images"
+    publish(f"Influence, ResNet-20, {sizes}", table(kept, rate), options.json, sgemm=rate)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,19 @@ The paper (Oxford Flowers, LQF) ranks samples by how much predictions change wit
 finds that the test accuracy falls faster when the most informative ones go. Here the ranking is exact,
 and so is the fit without the samples (``fit.forget``); a random order stands beside the two. The head is
 random, as in the paper: it has seen no label, so what a sample tells is all in the linear model. ``--head
-probe`` takes a head that was fitted on the samples, and fits it anew on those that are left.
+probe`` takes a head that was fitted on the samples, and fits it anew on those that are left. ``--target``
+and ``--shots`` take another task and more data, ``--params`` a part of the weights, which makes more data
+affordable; ``--within-class`` drops the same share of every class, so that no order takes a class away.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import linnet
 from experiments.figures import COLORS, figure, save
@@ -27,7 +31,15 @@ SHARES = (0.2, 0.4, 0.6, 0.8)
 ORDERS = ("most", "least", "random")
 
 
-def curves(pair: Pair, seed: int, head: str, on: str, data_dir: str | None) -> dict[str, Any]:
+def curves(
+    pair: Pair,
+    seed: int,
+    head: str,
+    on: str,
+    data_dir: str | None,
+    params: str | None = None,
+    within_class: bool = False,
+) -> dict[str, Any]:
     """Test accuracy without growing shares of the samples, for each order of dropping them.
 
     Args:
@@ -36,12 +48,14 @@ def curves(pair: Pair, seed: int, head: str, on: str, data_dir: str | None) -> d
         head: ``"random"`` or ``"probe"``.
         on: ``"training"`` or ``"held-out"``: the images whose predictions count.
         data_dir: Folder of the data.
+        params: Regular expression of the weights that vary; all by default.
+        within_class: Whether the same share of every class is dropped.
 
     Returns:
         The accuracy of the whole fit, a list of accuracies for each order, and how many classes are left.
     """
     model, (x, y), (xt, yt) = load(pair, seed, data_dir)
-    fit = linnet.fit(linear_model(model, (x, y), head=head, seed=seed), (x, y), ridge="loo")
+    fit = linnet.fit(part_of(linear_model(model, (x, y), head=head, seed=seed), params), (x, y), ridge="loo")
     held = None
     if on == "held-out":  # images of the training part that are not trained on; their labels are not used
         _, (more, labels), _ = load(pair, seed, data_dir, pair.shots + HELD, tested=1)
@@ -52,6 +66,8 @@ def curves(pair: Pair, seed: int, head: str, on: str, data_dir: str | None) -> d
     order = information.argsort(descending=True)
     shuffled = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
     orders = {"most": order, "least": order.flip(0), "random": shuffled}
+    if within_class:
+        orders = {name: evenly(ranked, y) for name, ranked in orders.items()}
     found: dict[str, Any] = {"whole": accuracy(fit.predict(xt), yt)}
     classes = int(y.max()) + 1
     for name, ranked in orders.items():
@@ -59,11 +75,11 @@ def curves(pair: Pair, seed: int, head: str, on: str, data_dir: str | None) -> d
         for share in SHARES:
             kept = ranked[round(share * len(y)) :].sort().values
             part = x[kept], y[kept]
-            again = (
-                fit.forget(ranked[: round(share * len(y))])
-                if head == "random"
-                else linnet.fit(linear_model(model, part, classes=classes), part, ridge=fit.ridge)
-            )
+            if head == "random":
+                again = fit.forget(ranked[: round(share * len(y))])
+            else:
+                lin = part_of(linear_model(model, part, classes=classes), params)
+                again = linnet.fit(lin, part, ridge=fit.ridge)
             found[name].append(accuracy(again.predict(xt), yt))
             found[f"classes {name}"].append(len(part[1].unique()))
     ranks = torch.stack([information.argsort().argsort(), misses.argsort().argsort()]).double()
@@ -72,6 +88,20 @@ def curves(pair: Pair, seed: int, head: str, on: str, data_dir: str | None) -> d
         "ridge": fit.ridge,
         "rank correlation with leave-one-out residuals": float(ranks.corrcoef()[0, 1]),
     }
+
+
+def evenly(ranked: Tensor, y: Tensor) -> Tensor:
+    """The order in which each class loses its samples at the same pace, each in the given order."""
+    place = torch.empty(len(y), dtype=torch.float64)
+    for label in y.unique():
+        own = ranked[y[ranked] == label]
+        place[own] = torch.arange(len(own), dtype=torch.float64) / len(own)
+    return place.argsort(stable=True)
+
+
+def part_of(lin: linnet.Linearized, params: str | None) -> linnet.Linearized:
+    """The same network, linearized in a part of its weights."""
+    return lin if params is None else linnet.linearize(lin.model, params)
 
 
 def draw(study: Study, cells: Sequence[Cell]) -> None:
@@ -95,14 +125,23 @@ def main(argv: Sequence[str] | None = None, pair: Pair | None = None) -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--on", choices=["training", "held-out"], default="training")
     arguments.add_argument("--head", choices=["random", "probe"], default="random")
+    arguments.add_argument("--target", default=None, help="another data set than flowers")
+    arguments.add_argument("--shots", type=int, default=None, help="training images a class")
+    arguments.add_argument("--params", default=None, help="regular expression of the weights that vary")
+    arguments.add_argument("--within-class", action="store_true", help="drop the same share of every class")
     given = arguments.parse_args(argv)
     study = Study("lqf/informative", given)
     pair = pair or (FULL_PAIR if given.full else PAIR)
+    pair = replace(pair, target=given.target or pair.target, shots=given.shots or pair.shots)
     on = {} if given.on == "training" else {"on": given.on}
+    on |= {} if given.params is None else {"params": given.params}
+    on |= {"within class": True} if given.within_class else {}
     cells = [
         study.cell(
             {"pair": pair.name, "shots": pair.shots, "seed": seed, "head": given.head, **on},
-            lambda seed=seed: curves(pair, seed, given.head, given.on, given.data_dir),
+            lambda seed=seed: curves(
+                pair, seed, given.head, given.on, given.data_dir, given.params, given.within_class
+            ),
         )
         for seed in study.seeds
     ]

@@ -3,8 +3,10 @@
 The paper (MIT-67) retrains on all data seen so far, from the weights of the step before: LQF stays at its
 paragon (from scratch on everything) while plain fine-tuning falls behind its own. Here the linear model
 is extended by ``fit.update``, which is exact and never trains again; its head, its features and its ridge
-stay those of the first batch. Its paragons are fitted on everything at once: from the same θ₀ (as the
-paper's) with a ridge chosen anew, and from a head fitted anew.
+stay those of the first batch; a second curve chooses the ridge anew on all examples at each update. The
+paragons are fitted on everything at once: from the same θ₀ (as the paper's) with a ridge chosen anew, and
+from a new head. The head is a probe of the first batch, or with ``--head random`` has seen no label, so that
+leave-one-out is honest about the ridge. ``--linear`` leaves plain fine-tuning out.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ BATCHES = 4
 STEPS, RATE = 60, 0.01  # of plain fine-tuning
 CURVES = (
     "linear, updated",
+    "linear, updated, ridge chosen anew",
     "linear, from scratch, same θ₀",
     "linear, from scratch, new head",
     "plain, continued",
     "plain, from scratch",
 )
-COMPARED = ((0, 1), (0, 2), (3, 4))
+LINEAR = CURVES[:4]
+COMPARED = ((0, 2), (0, 3), (1, 2), (1, 3), (4, 5))
 
 
 def parts(data: Data, batches: int) -> list[Data]:
@@ -44,40 +48,50 @@ def parts(data: Data, batches: int) -> list[Data]:
     return [(x[rows], y[rows]) for rows in order.chunk(batches)]
 
 
-def stream(pair: Pair, seed: int, data_dir: str | None, batches: int, steps: int) -> dict[str, Any]:
+def stream(
+    pair: Pair, seed: int, data_dir: str | None, batches: int, steps: int | None, head: str = "probe"
+) -> dict[str, Any]:
     """Test accuracy after each batch of data.
 
     Args:
         pair: The pair.
-        seed: Seed of the draw.
+        seed: Seed of the draw, and of a random head.
         data_dir: Folder of the data.
         batches: Into how many parts the training data come.
-        steps: Steps of each run of plain fine-tuning.
+        steps: Steps of each run of plain fine-tuning; ``None`` to leave it out.
+        head: ``"probe"`` or ``"random"``.
 
     Returns:
         For each curve a list, and how far an update is from the same linear model fitted at once.
     """
     model, train, (xt, yt) = load(pair, seed, data_dir)
     pieces = parts(train, batches)
-    found: dict[str, Any] = {name: [] for name in CURVES}
-    plain = {**options("nlft", steps), "learning_rate": RATE, "seed": seed}
-    network, fit = model, None
+    found: dict[str, Any] = {name: [] for name in (LINEAR if steps is None else CURVES)}
+    network, fit, anew = model, None, None
     for count in range(1, batches + 1):
-        seen = tuple(torch.cat(column) for column in zip(*pieces[:count], strict=True))
-        whole = linnet.fit(linear_model(model, seen), seen, ridge="loo")
+        seen = torch.cat([x for x, _ in pieces[:count]]), torch.cat([y for _, y in pieces[:count]])
+        # a new random head is another draw
+        begun = linear_model(model, seen, head=head, seed=seed + 1000 * (count - 1))
+        whole = linnet.fit(begun, seen, ridge="loo")
         fit = whole if fit is None else fit.update(pieces[count - 1])
+        anew = whole if anew is None else anew.update(pieces[count - 1], ridge="loo")
         start = linnet.Linearized(fit.module.function)
         alike = whole if count == 1 else linnet.fit(start, seen, ridge="loo")
-        again = linnet.finetune(model, seen, "nlft", **plain)
-        keep = "probe" if count == 1 else "keep"
-        onward = linnet.finetune(network, seen, "nlft", head=keep, **plain)
-        network = onward.module
-        for name, one in zip(CURVES, (fit, alike, whole, onward, again), strict=True):
+        made: list[Any] = [fit, anew, alike, whole]
+        if steps is not None:
+            plain = {**options("nlft", steps), "learning_rate": RATE, "seed": seed}
+            again = linnet.finetune(model, seen, "nlft", **plain)
+            keep = "probe" if count == 1 else "keep"
+            onward = linnet.finetune(network, seen, "nlft", head=keep, **plain)
+            network = onward.module
+            made += [onward, again]
+        for name, one in zip(found, made, strict=True):
             found[name].append(accuracy(one.predict(xt), yt))
     assert fit is not None
+    assert anew is not None
     at_once = linnet.fit(start, seen, ridge=fit.ridge).predict(xt)
     gap = (fit.predict(xt) - at_once).norm() / at_once.norm()
-    ridges = {"updated": fit.ridge, "same θ₀": alike.ridge, "new head": whole.ridge}
+    ridges = {"updated": fit.ridge, "anew": anew.ridge, "same θ₀": alike.ridge, "new head": whole.ridge}
     return {**found, "sizes": [len(piece[1]) for piece in pieces], "update against at once": float(gap),
             "ridges": ridges}  # fmt: skip
 
@@ -86,7 +100,7 @@ def draw(study: Study, cells: Sequence[Cell]) -> None:
     """The curves with their standard errors."""
     drawn, axes = figure()
     sizes = torch.tensor(cells[0]["sizes"]).cumsum(0).tolist()
-    for color, name in zip(COLORS, CURVES, strict=False):
+    for color, name in zip(COLORS, (name for name in CURVES if name in cells[0]), strict=False):
         points = [
             mean_and_error(100 * v for v in column) for column in zip(*(c[name] for c in cells), strict=True)
         ]
@@ -101,22 +115,27 @@ def draw(study: Study, cells: Sequence[Cell]) -> None:
 
 def main(argv: Sequence[str] | None = None, pair: Pair | None = None, steps: int = STEPS) -> None:
     """Run the study."""
-    given = parser(__doc__ or "").parse_args(argv)
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--head", choices=["probe", "random"], default="probe")
+    arguments.add_argument("--linear", action="store_true", help="leave plain fine-tuning out")
+    given = arguments.parse_args(argv)
     study = Study("lqf/online", given)
     pair = pair or (FULL_PAIR if given.full else PAIR)
+    plain = None if given.linear else steps
+    shared = {"pair": pair.name, "shots": pair.shots, "batches": BATCHES, "steps": plain, "head": given.head}
     cells = [
         study.cell(
-            {"pair": pair.name, "shots": pair.shots, "batches": BATCHES, "steps": steps, "seed": seed},
-            lambda seed=seed: stream(pair, seed, given.data_dir, BATCHES, steps),
+            {**shared, "seed": seed},
+            lambda seed=seed: stream(pair, seed, given.data_dir, BATCHES, plain, given.head),
         )
         for seed in study.seeds
     ]
+    curves = [name for name in CURVES if name in cells[0]]
     rows = [
         [name, *(with_error(column, scale=100) for column in zip(*(c[name] for c in cells), strict=True))]
-        for name in CURVES
+        for name in curves
     ]
-    for i, j in COMPARED:
-        a, b = CURVES[i], CURVES[j]
+    for a, b in ((CURVES[i], CURVES[j]) for i, j in COMPARED if CURVES[j] in curves):
         pairs = [[100 * (u - v) for u, v in zip(c[a], c[b], strict=True)] for c in cells]
         rows.append([f"{a} − {b}, points", *(with_error(d) for d in zip(*pairs, strict=True))])
     sizes = torch.tensor(cells[0]["sizes"]).cumsum(0).tolist()

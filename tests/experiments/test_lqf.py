@@ -106,6 +106,10 @@ def test_an_increase_is_relative_to_plain_fine_tuning() -> None:
 
 
 def test_informative_drops_and_refits(small: None, tmp_path: Path) -> None:
+    part = ["--params", "conv2|fc", "--shots", "5", "--within-class"]
+    informative.main([*arguments(tmp_path, 1), *part], PAIR)
+    cell = published(tmp_path)["cells"][0]
+    assert all(cell[f"classes {name}"] == [3, 3, 3, 3] for name in informative.ORDERS)
     for kind in (["--head", "probe"], ["--on", "held-out"], []):
         informative.main([*arguments(tmp_path, 1), *kind], PAIR)
     cell = published(tmp_path)["cells"][0]
@@ -113,7 +117,15 @@ def test_informative_drops_and_refits(small: None, tmp_path: Path) -> None:
     assert cell["classes most"][0] <= 3
     assert -1 <= cell["rank correlation with leave-one-out residuals"] <= 1
     assert (tmp_path / "informative.svg").exists()
-    assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == 3
+    assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == 4
+
+
+def test_classes_lose_samples_at_the_same_pace() -> None:
+    y = torch.tensor([0, 0, 0, 1, 1, 0])
+    order = informative.evenly(torch.tensor([5, 3, 0, 1, 2, 4]), y)
+    assert set(order[:2].tolist()) == {5, 3}
+    assert set(order[:3].tolist()) == {5, 3, 0}
+    assert order[-1].item() == 2
 
 
 def test_online_updates_are_the_fit_at_once(small: None, tmp_path: Path) -> None:
@@ -121,6 +133,12 @@ def test_online_updates_are_the_fit_at_once(small: None, tmp_path: Path) -> None
     for cell in published(tmp_path)["cells"]:
         assert cell["update against at once"] < 1e-4
         assert sum(cell["sizes"]) == 15
+    online.main([*arguments(tmp_path, 1), "--head", "random", "--linear"], PAIR)
+    (cell,) = published(tmp_path)["cells"]
+    assert "plain, continued" not in cell
+    # the ridge chosen anew at each update is that of its paragon
+    assert cell["ridges"]["anew"] == pytest.approx(cell["ridges"]["same θ₀"], rel=1e-3)
+    assert cell["linear, updated, ridge chosen anew"] == cell["linear, from scratch, same θ₀"]
     y = torch.arange(20) % 4
     first = online.parts((torch.zeros(20, 1), y), 2)[0]
     assert set(first[1].tolist()) == {0, 1, 2, 3}

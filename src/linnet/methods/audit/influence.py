@@ -28,14 +28,16 @@ from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.fit_preconditioner import make_preconditioner
 from linnet.methods.fitting.formed_rows import FormedRows
 from linnet.methods.fitting.linear_fit import LinearFit
-from linnet.methods.fitting.primal import CGSettings, Primal
+from linnet.methods.fitting.primal import CGSettings, Effort, Primal
 from linnet.methods.fitting.targets import make_targets
 from linnet.solvers.cg import relative_residual
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.jacobian import NormalOperator
 
 METHODS = ("auto", "exact", "cg", "ekfac")
-STEPS = 8  # of conjugate gradients after EKFAC
+NEAR = 0.1  # relative residual at which conjugate gradients from EKFAC end
+MOST_STEPS = 50  # that they take at the most
+TOGETHER = 64  # columns of the inverse contracted at once
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,17 @@ def influence(
     memory: str | int | None = None,
     *,
     directions: Tensor | None = None,
-    steps: int = STEPS,
+    steps: int | None = None,
 ) -> Influence:
     """Influence of each training example on each of T predictions, and on their losses.
 
     ``"exact"`` uses the kernel of a dual fit: K(x, X) M where there are few test examples, else the weight
     changes δ − δ₋ᵢ of :func:`weight_changes`, whichever takes fewer operations. ``"cg"`` solves T·C (with the
     leave-one-out residuals of a primal fit N·C) right-hand sides in blocks with formed rows of J. ``"ekfac"``
-    starts from (G̃ + ρI)⁻¹ with the eigenvalue-corrected Kronecker factors G̃, and takes ``steps`` block
-    steps of conjugate gradients with it as preconditioner; ``steps=0`` is that inverse alone.
+    stands for (G̃ + ρI)⁻¹ with the eigenvalue-corrected Kronecker factors G̃, and a few block steps of
+    conjugate gradients with G̃ as preconditioner: ``steps`` of them, by default until every right-hand side
+    has a relative residual of 0.1 (two or three where the ridge is of the size of the kernel's diagonal), or
+    50. ``steps=0`` is that inverse alone, which can be far off.
 
     Args:
         fit: A linear fit.
@@ -90,7 +94,7 @@ def influence(
         labels: Classes (T,) or targets (T, C), for the influence on their losses.
         memory: Budget such as ``"4GB"``; by default half of what is available.
         directions: δ − δ₋ᵢ of all examples from :func:`weight_changes`, to ask about many x.
-        steps: Of ``"ekfac"``.
+        steps: Of ``"ekfac"``; by default as many as it takes.
 
     Returns:
         The influence, with its certificate.
@@ -115,8 +119,7 @@ def influence(
     fit = check_fit(fit)
     x = checked_inputs(fit.module, x)
     chosen = _method(fit, method, directions)
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise InputError(f"steps={steps!r}", expected="an integer of at least 0", remedy="leave steps= out")
+    effort = _effort(steps)
     t, c, item = batch_size(x), fit.system.c, 8
     plan = Plan(
         f"influence of {fit.n} × {t} examples",
@@ -132,7 +135,7 @@ def influence(
     elif chosen == "cg":
         outputs, residual = _iterated(fit, x, memory)
     else:
-        outputs, residual = _approximate(fit, x, steps, memory)
+        outputs, residual = _approximate(fit, x, effort, memory)
     loss = None if labels is None else _losses(fit, x, labels, outputs)
     return Influence(outputs, loss, chosen, residual)
 
@@ -211,10 +214,13 @@ def left_out_columns(dual: Dual, index: Tensor) -> Tensor:
         (N·C, n).
     """
     n, c = dual.n, dual.c
-    e = dual.loo_residuals()[index]
-    right = torch.zeros(n, c, len(index), dtype=dual.kernel.dtype, device=dual.kernel.device)
-    right[index, :, torch.arange(len(index), device=index.device)] = e
-    return dual.solve(right.reshape(n * c, -1))
+    e, inverse = dual.loo_residuals()[index], dual.inverse.view(n, c, n * c)
+    # M is symmetric: its rows, which lie together, stand for its columns
+    parts = [
+        torch.einsum("nca,nc->an", inverse[some], residuals)
+        for some, residuals in zip(index.split(TOGETHER), e.split(TOGETHER), strict=True)
+    ]
+    return torch.cat(parts, 1)
 
 
 def _left_out(leverage: Tensor, residuals: Tensor) -> Tensor:
@@ -232,11 +238,37 @@ def _exact(fit: LinearFit, x: Inputs, memory: str | int | None) -> Tensor:
     # K(x, X): (T·C)(N·C) P;  directions: (N·C) N P, then (T·C) N P
     by_kernel = t * c * (n * c) * (p + n * c)
     by_directions = n * c * n * p + t * c * n * p + n * (n * c) ** 2
-    fits = 3 * n * p * fit.module.function.dtype.itemsize <= parse_bytes(memory, fit.module.function.device)
-    if fit.constraints is not None or by_kernel <= by_directions or not fits:
+    if fit.constraints is not None or by_kernel <= by_directions or not changes_fit(fit, memory):
         return fit.influence(x)
-    index = torch.arange(n, device=fit.module.function.device)
-    return _along(fit, x, _directions(fit, index, memory), memory)
+    return _along(fit, x, every_change(fit, memory), memory)
+
+
+def changes_fit(fit: LinearFit, memory: str | int | None) -> bool:
+    """Whether δ − δ₋ᵢ of all examples fit the budget.
+
+    Args:
+        fit: The fit.
+        memory: The budget.
+
+    Returns:
+        Whether they do, with room for products.
+    """
+    function = fit.module.function
+    size = fit.n * function.space.dim * function.dtype.itemsize
+    return 3 * size <= parse_bytes(memory, function.device)
+
+
+def every_change(fit: LinearFit, memory: str | int | None) -> Tensor:
+    """δ − δ₋ᵢ of all examples.
+
+    Args:
+        fit: The fit.
+        memory: Budget.
+
+    Returns:
+        (N, P).
+    """
+    return _directions(fit, torch.arange(fit.n, device=fit.module.function.device), memory)
 
 
 def _along(fit: LinearFit, x: Inputs, directions: Tensor, memory: str | int | None) -> Tensor:
@@ -277,33 +309,41 @@ def _iterated(fit: LinearFit, x: Inputs, memory: str | int | None) -> tuple[Tens
         assert isinstance(system, Primal)
         if system._blocks is None and fit.n <= batch_size(x):
             # the columns of the leave-one-out residuals are those of the weight changes
-            index = torch.arange(fit.n, device=fit.module.function.device)
-            return _along(fit, x, _directions(fit, index, memory), memory), system.settings.tolerance
+            return _along(fit, x, every_change(fit, memory), memory), system.settings.tolerance
         primal, residuals = system, system.loo_residuals()
     return _contracted(primal, x, residuals, None, memory)
 
 
-def _approximate(fit: LinearFit, x: Inputs, steps: int, memory: str | int | None) -> tuple[Tensor, float]:
+def _effort(steps: Any) -> Effort:
+    """How far EKFAC is mended."""
+    if steps is None:
+        return Effort(MOST_STEPS, NEAR)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise InputError(f"steps={steps!r}", expected="an integer of at least 0", remedy="leave steps= out")
+    return Effort(steps)
+
+
+def _approximate(fit: LinearFit, x: Inputs, effort: Effort, memory: str | int | None) -> tuple[Tensor, float]:
     """By EKFAC, and a few steps from there."""
     primal = _primal_of(fit, fit.system)
-    normal, lifted = NormalOperator(primal.jacobian), steps > 0
+    normal, lifted = NormalOperator(primal.jacobian), effort.steps > 0
     primal._preconditioner = make_preconditioner("ekfac", normal, primal.c, primal.ridge, lifted=lifted)
     if isinstance(fit.system, Dual):
         residuals = fit.system.loo_residuals()
     else:
-        residuals = _approximate_residuals(primal, steps, memory)
-    return _contracted(primal, x, residuals, steps, memory)
+        residuals = _approximate_residuals(primal, effort, memory)
+    return _contracted(primal, x, residuals, effort, memory)
 
 
-def _approximate_residuals(primal: Primal, steps: int, memory: str | int | None) -> Tensor:
+def _approximate_residuals(primal: Primal, effort: Effort, memory: str | int | None) -> Tensor:
     """eᵢ by the same approximation."""
     residuals = primal.ridge * primal.beta
     found, start = [], 0
-    for rows, solved in _solved(primal, primal.x, steps, memory):
+    for rows, solved in _solved(primal, primal.x, effort, memory):
         own = torch.einsum("ncp,pnd->ncd", rows, solved)
         own = (own + own.mT) / 2
         r = residuals[start : start + len(rows)].to(rows)
-        if steps:  # Galerkin's solutions bound the leverage from below
+        if effort.steps:  # Galerkin's solutions bound the leverage from below
             found.append(_left_out(own, r))
         else:  # (I − Hᵢ)⁻¹ = I + Jᵢ (G₋ᵢ + ρI)⁻¹ Jᵢᵀ, positive whatever stands for G₋ᵢ
             found.append(r + torch.einsum("ncd,nd->nc", own, r))
@@ -312,11 +352,11 @@ def _approximate_residuals(primal: Primal, steps: int, memory: str | int | None)
 
 
 def _solved(
-    primal: Primal, x: Inputs, steps: int | None, memory: str | int | None
+    primal: Primal, x: Inputs, effort: Effort | None, memory: str | int | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """J(x) (n, C, P) and (G + ρI)⁻¹ J(x)ᵀ (P, n, C), to convergence or as far as the steps go."""
-    if steps != 0:
-        yield from primal.solved_rows(x, "influence", steps, memory)
+    if effort is None or effort.steps:
+        yield from primal.solved_rows(x, "influence", effort, memory)
         return
     preconditioner = primal.preconditioner
     assert preconditioner is not None
@@ -328,12 +368,12 @@ def _solved(
 
 
 def _contracted(
-    primal: Primal, x: Inputs, residuals: Tensor, steps: int | None, memory: str | int | None
+    primal: Primal, x: Inputs, residuals: Tensor, effort: Effort | None, memory: str | int | None
 ) -> tuple[Tensor, float]:
     """J(x) (G + ρI)⁻¹ Jᵢᵀ eᵢ block by block, (N, T, C), and the largest residual of the solutions."""
     parts, worst = [], 0.0
     matrix = primal.formed.damped(primal.ridge)
-    for rows, solved in _solved(primal, x, steps, memory):
+    for rows, solved in _solved(primal, x, effort, memory):
         t, c = rows.shape[:2]
         columns, pieces = solved.flatten(1), []
         worst = max(worst, relative_residual(matrix, columns, rows.flatten(0, 1).T))

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.memory import parse_bytes
-from linnet.methods.audit.influence import checked_directions, left_out_columns, unconstrained
+from linnet.methods.audit.influence import (
+    changes_fit,
+    checked_directions,
+    every_change,
+    left_out_columns,
+    unconstrained,
+)
 from linnet.methods.audit.predictors import check_fit
 from linnet.methods.fitting.asked import checked_inputs
 from linnet.methods.fitting.dual import Dual
@@ -41,7 +47,7 @@ def loss_influence(
     """The derivative of each test example's loss along what each training example did to the weights.
 
     Of a dual fit it takes one product of the T gradients with the N·C rows of J, or with the weight changes
-    if they are known; of a primal fit T right-hand sides, solved together.
+    where they are known or T is larger than N; of a primal fit T right-hand sides, solved together.
 
     Args:
         fit: A linear fit without constraints.
@@ -84,6 +90,8 @@ def loss_influence(
     gradients = _gradients(function, x, fit.predict(x) - made.values.to(function.device))
     if directions is not None:
         return checked_directions(fit, directions) @ gradients.T
+    if isinstance(system, Dual) and _through_changes(fit, len(gradients), memory):
+        return every_change(fit, memory) @ gradients.T
     if isinstance(system, Dual):
         formed = FormedRows(function, fit.x, system.c, memory, keep=False)
         cross = torch.cat([gradients @ rows.T for _, rows in formed], 1)  # ∇ℓᵀ Jᵀ, (T, N·C)
@@ -102,6 +110,13 @@ def loss_influence(
         ]
         found.append(torch.cat(pieces))
     return torch.cat(found, 1)
+
+
+def _through_changes(fit: LinearFit, tests: int, memory: str | int | None) -> bool:
+    """Whether the weight changes, once formed, take fewer operations than T products with all rows of J."""
+    n, rows = fit.n, fit.n * fit.system.c
+    # T·(N·C)·P against N·(N·C)·P + T·N·P
+    return tests * rows > n * rows + tests * n and changes_fit(fit, memory)
 
 
 def _gradients(function: Functional, x: Inputs, cotangents: Tensor) -> Tensor:

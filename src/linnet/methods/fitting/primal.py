@@ -83,6 +83,19 @@ class CGSettings:
         return replace(plain, steps=found.steps + plain.steps)
 
 
+@dataclass(frozen=True)
+class Effort:
+    """How far block conjugate gradients go where they need not converge.
+
+    Args:
+        steps: Steps at the most.
+        tolerance: Relative residual that is enough; ``None`` for that of the settings.
+    """
+
+    steps: int
+    tolerance: float | None = None
+
+
 VECTORS = 10  # of each right-hand side that block conjugate gradients hold
 MOST_COLUMNS = 512  # solved at once
 STAGNATED = (
@@ -224,18 +237,19 @@ class Primal:
         solution = settings.run(self.matrix, b, self.preconditioner, None)
         return accepted(solution, "a solve by conjugate gradients")
 
-    def approach(self, b: Tensor, steps: int) -> Tensor:
-        """The same after a number of block steps, converged or not.
+    def approach(self, b: Tensor, effort: Effort) -> Tensor:
+        """The same after some block steps, converged or not.
 
         Args:
             b: Right-hand sides (P, K).
-            steps: Number of steps.
+            effort: When to stop.
 
         Returns:
             Approximate solutions, whose leverages are never too large.
         """
         matrix = self.formed.damped(self.ridge)
-        return _together(matrix, b, self.preconditioner, self.settings.tolerance, steps).value
+        tolerance = self.settings.tolerance if effort.tolerance is None else effort.tolerance
+        return _together(matrix, b, self.preconditioner, tolerance, effort.steps).value
 
     @property
     def formed(self) -> FormedNormal:
@@ -259,14 +273,14 @@ class Primal:
         return max(self.settings.columns, self.c, min(MOST_COLUMNS, fitting))
 
     def solved_rows(
-        self, x: Inputs, what: str, steps: int | None = None, memory: str | int | None = None
+        self, x: Inputs, what: str, effort: Effort | None = None, memory: str | int | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """J(x) and (JᵀJ + ρI)⁻¹ J(x)ᵀ block by block.
 
         Args:
             x: Examples.
             what: Its name in the progress.
-            steps: Number of block steps; ``None`` to convergence.
+            effort: When to stop; ``None`` to convergence.
             memory: Budget.
 
         Yields:
@@ -277,7 +291,7 @@ class Primal:
             formed = FormedRows(self.function, part, self.c, memory or self.memory, keep=False)
             rows = torch.cat([block for _, block in formed])
             right = rows.T.contiguous()
-            solved = self.solve(right) if steps is None else self.approach(right, steps)
+            solved = self.solve(right) if effort is None else self.approach(right, effort)
             n = batch_size(part)
             yield rows.view(n, self.c, -1), solved.view(-1, n, self.c)
 
