@@ -107,7 +107,9 @@ def main(words: list[str] | None = None) -> None:
     options.add_argument(
         "--epochs", type=int, default=None, help="epochs (default 40, ResNet 8; 100 in full)"
     )
-    options.add_argument("--indices", nargs="*", type=int, default=None)
+    options.add_argument(
+        "--indices", nargs="*", type=int, default=None, help="directions to learn; without any, pictures only"
+    )
     options.add_argument("--networks", nargs="*", choices=NETWORKS, default=list(NETWORKS))
     arguments = options.parse_args(words)
     full, study, cells = arguments.full, Study("kernels/directions", arguments), []
@@ -116,7 +118,8 @@ def main(words: list[str] | None = None) -> None:
         small = name == "ResNet18" and not full
         samples = arguments.samples or (10000 if full else 1500 if small else 3000)
         epochs = arguments.epochs or (100 if full else 8 if small else 40)
-        indices = arguments.indices or [*(INDICES[::2] if small else INDICES), *((1000,) if full else ())]
+        usual = [*(INDICES[::2] if small else INDICES), *((1000,) if full else ())]
+        indices = usual if arguments.indices is None else arguments.indices
         what = {"network": name, "seed": 0, "first": SHOWN, "width": width}
         pictures[name] = study.cell(what, lambda n=name: first_ten(n, 0, width, arguments.device))
         for seed in study.seeds:

@@ -7,9 +7,9 @@ samples), both from the same random head. Before any test sample is seen, ``linn
 measures the task on the training samples.
 
 Each measure is taken as a prediction of "linear wins" by one threshold, chosen on all other targets and
-applied to the one left out. Reported: the share of right predictions with its 95 % interval, beside always
-naming the more frequent winner, and the area under the ROC curve with an interval that resamples whole
-source-target pairs.
+applied to the one left out. Reported: the share of right predictions with its exact 95 % interval, beside
+always naming the more frequent winner, and the area under the ROC curve with an interval that resamples
+whole source-target pairs.
 
     python -m experiments.kernels.verdict --threads 1
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -164,11 +164,27 @@ def resampled(cells: Sequence[dict[str, Any]], measure: str, draws: int = 500) -
     return (found[len(found) // 40], found[-1 - len(found) // 40]) if found else (math.nan, math.nan)
 
 
-def wilson(right: int, total: int) -> tuple[float, float]:
-    """95 % interval of a share."""
-    p, z = right / total, 1.96
-    middle, width = p + z**2 / (2 * total), z * math.sqrt(p * (1 - p) / total + z**2 / (4 * total**2))
-    return (middle - width) / (1 + z**2 / total), (middle + width) / (1 + z**2 / total)
+def interval(right: int, total: int, level: float = 0.95) -> tuple[float, float]:
+    """Clopper and Pearson's interval of a share: exact, at least its level for any true share."""
+    tail = (1 - level) / 2
+    # P(X ≥ right; low) = tail and P(X ≤ right; high) = tail
+    low = 0.0 if right == 0 else _root(lambda p: 1 - _at_most(right - 1, total, p) - tail)
+    high = 1.0 if right == total else _root(lambda p: tail - _at_most(right, total, p))
+    return low, high
+
+
+def _at_most(count: int, total: int, p: float) -> float:
+    """P(X ≤ count) of a binomial X."""
+    return sum(math.comb(total, k) * p**k * (1 - p) ** (total - k) for k in range(count + 1))
+
+
+def _root(increasing: Callable[[float], float]) -> float:
+    """Where an increasing function crosses zero between 0 and 1."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if increasing(middle) < 0 else (low, middle)
+    return (low + high) / 2
 
 
 def judged(cells: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
@@ -184,7 +200,7 @@ def judged(cells: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
         facts[m] = {"right": right, "area": area(decided, m), "interval": (low, high), "threshold": cut}
     rows = []
     for words, count, curve in entries:
-        low, high = wilson(count, len(decided)) if decided else (0.0, 1.0)
+        low, high = interval(count, len(decided)) if decided else (0.0, 1.0)
         share = 100 * count / len(decided) if decided else math.nan
         rows.append(
             [words, f"{count} of {len(decided)}", f"{share:.0f} ({100 * low:.0f} to {100 * high:.0f})", curve]

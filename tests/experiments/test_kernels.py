@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.kernels import concentration, directions, eigenfunctions, networks, spike, verdict
+from experiments.kernels import (
+    concentration,
+    directions,
+    eigenfunctions,
+    networks,
+    spike,
+    verdict,
+    verdict_ceiling,
+    verdict_folds,
+    verdict_pairs,
+)
+from experiments.lqf.tasks import Pair
 from experiments.sources import Images
 
 GRAY = ("mnist", "fashion_mnist")
@@ -105,14 +116,90 @@ def test_the_verdict_is_judged(words: list[str], tmp_path: Path) -> None:
     assert 0 <= found["explained"]["right"] <= found["decided"]
 
 
+def test_cross_validation_asks_the_same_fits(words: list[str], tmp_path: Path) -> None:
+    sizes = ["--shots", "2", "--tests", "40", "--steps", "3", "--pretraining", "100"]
+    targets = ["notmnist_test10k", "eurosat_1000_500"]
+    verdict.main([*words, "--sources", "mnist", "--targets", *targets, *sizes])
+    known = ["--known", str(tmp_path / "cells.jsonl")]
+    verdict_folds.main(["--out", str(tmp_path / "folds"), *known])
+    cells = json.loads((tmp_path / "folds" / "result.json").read_text())["cells"]
+    assert [cell["target"] for cell in cells] == targets
+    for cell in cells:
+        # the outputs of twenty samples: every score is a share of them, and a rank no less than 1 / 10
+        assert (20 * cell["linear right"]) % 1 == pytest.approx(0, abs=1e-9)
+        assert 0.1 <= cell["plain rank"] <= 1
+        assert cell["linear rank"] >= cell["linear right"]
+    with pytest.raises(SystemExit, match=r"run python -m experiments\.kernels\.verdict first"):
+        verdict_folds.main(["--out", str(tmp_path / "none"), "--known", str(tmp_path / "no.jsonl")])
+
+
+def test_the_fold_is_not_seen() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+    x = torch.randn(30, 3)
+    noise = torch.arange(30) % 2  # labels that have nothing to do with x
+    scores = verdict_folds.held_out(model, x, noise, 30, 0)
+    assert scores["linear right"] < 0.8
+    assert scores["plain right"] < 0.8
+    found = verdict_folds.ranks(torch.tensor([[0.1, 0.5, 0.4], [0.9, 0.0, 0.2]]), torch.tensor([2, 0]))
+    assert found.tolist() == [0.5, 1]
+
+
+def test_the_ceiling_of_a_prediction(tmp_path: Path) -> None:
+    clear = [
+        {"linear": 0.6 + d, "plain": 0.6, "error": 0.01, "tests": 100, "examples": 50}
+        for d in (0.3, -0.3, 0.2, -0.2)
+    ]
+    found = verdict_ceiling.simulate(clear, 50, 5000)
+    assert found["knows D"] > 0.95  # advantages are thirty times the error of the test
+    assert found["always the more frequent"] == pytest.approx(0.5, abs=0.03)
+    # var of ±0.3, ±0.2 with n − 1 is 0.26 / 3; the error's square comes off
+    assert verdict_ceiling.moments(clear) == pytest.approx((0, (0.26 / 3 - 1e-4) ** 0.5, 0.01))
+    noisy = [{**c, "error": 1.0} for c in clear]
+    assert verdict_ceiling.simulate(noisy, 50, 2000)["knows D"] < 0.6
+    (tmp_path / "fits.json").write_text(json.dumps({"cells": clear}))
+    words = ["--out", str(tmp_path), "--known", str(tmp_path / "fits.json"), "--draws", "100"]
+    verdict_ceiling.main(words)
+    assert "| knows D |" in (tmp_path / "table.md").read_text()
+
+
+def test_pairs_are_judged_by_cuts_of_other_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+    x = torch.randn(12, 3)
+    data = x, (x[:, 0] > 0).long()
+    monkeypatch.setattr(verdict_pairs, "load", lambda pair, seed, data_dir: (model, data, data))
+    pair = Pair("small", "stripes", 8, 5)
+    runs = [
+        {"pair": pair.name, "method": m, "seed": s, "accuracy": a, "change": {}}
+        for s, scores in enumerate([(0.5, 0.6, 0.4), (0.5, 0.4, 0.5)])
+        for m, a in zip(("nlft", "lqf", "optimum"), scores, strict=True)
+    ]
+    runs.append({"pair": pair.name, "method": "lqf", "seed": 0, "accuracy": 0.0, "change": {"loss": "other"}})
+    (tmp_path / "pairs.json").write_text(json.dumps({"cells": runs}))
+    fits = [
+        {"linear": 0.5 + sign, "plain": 0.5, **dict.fromkeys(verdict.MEASURES, sign)} for sign in (-0.1, 0.1)
+    ]
+    (tmp_path / "fits.json").write_text(json.dumps({"cells": fits}))
+    files = ["--outcomes", str(tmp_path / "pairs.json"), "--known", str(tmp_path / "fits.json")]
+    verdict_pairs.main(["--out", str(tmp_path), "--seeds", "3", *files], [pair])
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert [cell["seed"] for cell in found["cells"]] == [0, 1]
+    assert [cell["lqf"] for cell in found["cells"]] == [0.6, 0.4]
+    # the lift of both draws is the same positive number, over the cut of zero: linear, and once right
+    assert found["lqf, lift"] == {"right": 1, "of": 2, "cut": 0.0, "above": True}
+    assert found["optimum, lift"] == {"right": 0, "of": 1, "cut": 0.0, "above": True}
+
+
 def test_the_threshold_is_the_one_that_is_right_most_often() -> None:
     cut, above = verdict.threshold([1.0, 2.0, 3.0, 4.0], [False, False, True, True])
     assert 2 < cut < 3
     assert above
     assert not verdict.threshold([1.0, 2.0, 3.0, 4.0], [True, True, True, False])[1]
-    low, high = verdict.wilson(9, 10)
-    assert low == pytest.approx(0.596, abs=1e-3)
-    assert high == pytest.approx(0.982, abs=1e-3)
+    # tabulated: Clopper and Pearson 1934
+    assert verdict.interval(9, 10) == pytest.approx((0.5550, 0.9975), abs=1e-4)
+    assert verdict.interval(0, 10) == pytest.approx((0, 0.3085), abs=1e-4)
+    assert verdict.interval(10, 10) == pytest.approx((0.6915, 1), abs=1e-4)
 
 
 def test_a_measure_that_knows_the_winner_is_found_out() -> None:

@@ -230,7 +230,7 @@ def test_binarization_keeps_most_of_the_direction() -> None:
     [
         ({"k": 17}, ["k is 17", "1 to 16"]),
         ({"k": 0}, ["k is 0"]),
-        ({"k": 2.5}, ["k is 2.5"]),
+        ({"k": 2.5}, ["k is 2.5", "an integer"]),
         ({"k": True}, ["k is True"]),
         ({"k": 2, "outputs": "diagonal"}, ["outputs='diagonal'"]),
         ({"k": 2, "method": "qr"}, ["method='qr'", "'lanczos'"]),
@@ -238,6 +238,9 @@ def test_binarization_keeps_most_of_the_direction() -> None:
         ({"k": 2, "gram": real(16, 4)}, ["gram has shape (16, 4)"]),
         ({"k": 2, "gram": torch.ones(16, 16, dtype=torch.long)}, ["gram has type torch.int64"]),
         ({"k": 2, "gram": real(16, 16), "method": "matrix-free"}, ["matrix-free"]),
+        ({"k": 2, "gram": real(16, 16)}, ["gram is not symmetric", "with itself"]),
+        ({"k": 2, "gram": np.eye(16)}, ["gram is ndarray", "torch.as_tensor"]),
+        ({"k": 2, "tolerance": -1.0}, ["tolerance=-1.0"]),
     ],
 )
 def test_arguments_that_cannot_be(options: dict[str, Any], words: list[str]) -> None:
@@ -261,6 +264,7 @@ def test_targets_and_indices_that_cannot_be() -> None:
     refused(InputError, lambda: found.binarized(0, labels="letters"), "labels='letters'")
     refused(InputError, lambda: found.energy_concentration(ONE.y[:3]), "y has shape (3, 1)", "16 examples")
     refused(InputError, lambda: found.energy_concentration(ONE.y, 3), "k is 3")
+    refused(DataError, lambda: found.energy_concentration(ONE.y * float("nan")), "y holds NaN")
 
 
 def test_too_little_memory_for_a_full_decomposition() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import DataError, InputError
+from linnet.errors import DataError, InputError, ModelError
 from linnet.methods.spectrum.task_linearity import FULL, task_linearity
 from linnet.methods.spectrum.verdict import Evidence, judge
 from linnet.testing.oracles import jacobian_oracle
@@ -180,9 +181,20 @@ def test_numbers_are_plain() -> None:
 
 def test_wrong_input() -> None:
     fit = fitted()
-    for options in ({"k": 0}, {"k": N * C + 1}, {"samples": 1}, {"samples": True}):
+    for options in ({"k": 0}, {"k": N * C + 1}, {"samples": 1}, {"samples": True}, {"samples": N + 1}):
         with pytest.raises(InputError):
             task_linearity(fit, **options)  # type: ignore[arg-type]
+    for validation, kind in ((inputs(4)[:, :1], ModelError), (inputs(4) * math.nan, DataError)):
+        with pytest.raises(kind):
+            task_linearity(fit, validation)
+    for other in (network(), linnet.linearize(network()), "fit"):
+        with pytest.raises(InputError, match="Expected: a LinearFit"):
+            task_linearity(other)  # type: ignore[arg-type]
+    softmax = linnet.fit(
+        linnet.linearize(network()), (inputs(), torch.arange(N) % C), "cross-entropy", ridge=1.0
+    )
+    with pytest.raises(InputError, match="cross-entropy"):
+        task_linearity(softmax)  # type: ignore[arg-type]
     same = linnet.fit(linnet.linearize(network()), (inputs(), torch.ones(N, C).double()))
     with pytest.raises(DataError, match="all labels are the same"):
         task_linearity(same)

@@ -68,6 +68,7 @@ def task_spectrum(
     from linnet.runs.pages import write
     from linnet.runs.settings import check_device
     from linnet.runs.spectrum import (
+        check_counts,
         check_place,
         examine,
         from_run,
@@ -80,6 +81,8 @@ def task_spectrum(
     _check_subject(run, model, data, out)
     folder = out if out is not None else Path(run or "") / "spectrum"
     check_place(folder, run)
+    check_counts(top, samples)
+    is_new = not folder.exists()
     check_device(device)
     if run is not None:
         subject, title = from_run(run, device, memory), f"Is the task of {run.name} linear?"
@@ -97,12 +100,23 @@ def task_spectrum(
         )
         subject = from_settings(settings, folder)
         title = f"Is {data.stem} linear for {model.rpartition(':')[2]}?"
-    found = examine(subject, top, samples, memory)
+    try:
+        found = examine(subject, top, samples, memory)
+    except BaseException:
+        if is_new:
+            _remove_if_empty(folder)
+        raise
     result = result_of(found, title, folder)
     write(folder, result, page_of(found, title))
     for line in print_spectrum(found, title, folder):
         print(line)
     return result
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Take away a folder that was made for a report and holds nothing."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def _check_subject(run: Path | None, model: str | None, data: Path | None, out: Path | None) -> None:

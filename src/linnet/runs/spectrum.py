@@ -66,14 +66,40 @@ def check_place(out: Path, run: Path | None) -> None:
         run: The run that is read, if any.
 
     Raises:
-        InputError: It cannot be written, or holds a run.
+        InputError: It cannot be written, or holds a run, or the run is a file.
     """
+    if run is not None and run.is_file():
+        raise InputError(
+            f"run is {run}, a file", "the folder of a finished run", "name the folder that holds run.json"
+        )
     check_out(out, run)
     if (out / RECORD).exists():
         raise InputError(
             f"out is {out}, which holds a run and its report",
             expected="a folder of its own",
             remedy=f"name another folder, such as --out {out / 'spectrum'}",
+        )
+
+
+def check_counts(top: int | None, samples: int | None) -> None:
+    """Require counts that could be met, before anything is fitted.
+
+    Args:
+        top: Leading directions to speak of.
+        samples: Training samples to take the kernel on.
+
+    Raises:
+        InputError: There are too few; whether there are too many shows when the data are known.
+    """
+    if samples is not None and samples < 2:
+        raise InputError(
+            f"samples is {samples}",
+            expected="at least 2 of the training samples",
+            remedy="leave it out to take as many as fit",
+        )
+    if top is not None and top < 1:
+        raise InputError(
+            f"top is {top}", expected="at least 1 direction", remedy="leave it out to have it chosen"
         )
 
 

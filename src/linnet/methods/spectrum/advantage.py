@@ -290,7 +290,7 @@ def _train(
     """Train one of the two models."""
     n = count_examples(task.x)
     start = _weights(module)
-    optimizer = make_optimizer([p for p in module.parameters() if p.requires_grad])
+    optimizer = _optimizer(make_optimizer, [p for p in module.parameters() if p.requires_grad])
     schedule = None if make_schedule is None else make_schedule(optimizer)
     batches = list(_batches(n, plan))
     every = plan.every or len(batches) // plan.epochs
@@ -317,6 +317,18 @@ def _train(
         validation_loss, accuracy["validation"] = _evaluate(module, tests)
     known = {key: value for key, value in accuracy.items() if value is not None}
     return TrainingRun(module, reached, losses, distance, cosine, known, validation_loss)
+
+
+def _optimizer(make: MakeOptimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """What the caller's function makes, which must be an optimizer of these parameters."""
+    remedy = "pass lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9)"
+    expected = "a function from parameters to an optimizer: it is called for each of the two models"
+    if not callable(make):
+        raise InputError(f"make_optimizer is {type(make).__name__}", expected, remedy)
+    optimizer = make(parameters)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"make_optimizer returned {type(optimizer).__name__}", expected, remedy)
+    return optimizer
 
 
 def _step(

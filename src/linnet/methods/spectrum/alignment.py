@@ -22,15 +22,19 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.methods.spectrum.function_values import FunctionValues, function_values
 from linnet.methods.spectrum.kernel_matrix import check_inputs, check_kernel, tangent_of
 from linnet.progress import track
-from linnet.tangent.batch import Inputs, batch_size, gather_data, take
+from linnet.tangent.batch import Inputs, batch_size, gather_data, split, take
 from linnet.tangent.capture import capture, capture_bytes
-from linnet.tangent.captured import Outputs
+from linnet.tangent.captured import Captured, Outputs
 from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.rules import OUTER, factors
 
-BLOCK = 256  # examples differentiated at once, memory permitting
+BLOCK = 256  # rows of a product of gradients and targets, memory permitting
+CHUNK = (
+    2**26
+)  # bytes of derivatives held at once; LeNet's per-example gradients took 1.6 times as long in 2**29
 ROWS = 256  # parameters squared at once: a part that stays in the cache
 
 
@@ -153,6 +157,10 @@ class _Task:
         """Cotangents sent back for the gradients of every example."""
         return 1 if self.outputs == "sum" else self.c
 
+    def is_few(self, count: int) -> bool:
+        """Whether targets are fewer than the gradients of an example, so that sums are differentiated."""
+        return count * self.copies <= self.backward
+
 
 def _prepare(model: Linearized | nn.Module, data: Any, outputs: Outputs) -> tuple[_Task, FunctionValues]:
     """The network, the inputs and the targets, checked."""
@@ -167,18 +175,21 @@ def _prepare(model: Linearized | nn.Module, data: Any, outputs: Outputs) -> tupl
 
 def _alpha(task: _Task, values: FunctionValues, memory: str | int | None, progress: bool | None) -> Tensor:
     """α of every target, (T,)."""
-    group, block = _plan(task, values, memory)
-    n = batch_size(task.x)
+    sizes = _sizes(task, values, memory)
+    n, block = batch_size(task.x), sizes.block
     steps = [
-        (targets, start) for targets in values.values.split(group, dim=2) for start in range(0, n, block)
+        (targets, start)
+        for targets in values.values.split(sizes.group, dim=2)
+        for start in range(0, n, block)
     ]
+    gradients = _Gradients(task, sizes.chunk, block)
     results: list[Tensor] = []
     total: dict[str, Tensor] = {}
     for targets, start in track(
         steps, f"alignment of {values.values.shape[2]} targets", len(steps), progress
     ):
         part = task.x if block >= n else take(task.x, slice(start, start + block))
-        for name, rows, t in _terms(task, part, targets[start : start + block]):
+        for name, rows, t in _terms(task, part, targets[start : start + block], gradients):
             if name not in total:
                 total[name] = t.new_zeros(rows.shape[1], t.shape[1])
             total[name].addmm_(rows.T, t)  # Σ_i ∇f₀(x_i) f(x_i)ᵀ
@@ -197,21 +208,67 @@ def _squares(sums: Tensor) -> Tensor:
     return total
 
 
-def _terms(task: _Task, x: Inputs, t: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _terms(task: _Task, x: Inputs, t: Tensor, gradients: _Gradients) -> Iterator[tuple[str, Tensor, Tensor]]:
     """What the examples of a block add to the sums: pairs (rows, weights) of one parameter at a time."""
-    n, count = t.shape[0], t.shape[2]
-    if count * task.copies <= task.backward:  # few targets: differentiate their sums at once
+    if task.is_few(t.shape[2]):  # differentiate the sums of the targets at once
         pulled = vjp_columns(task.function, x, _cotangents(task, t).to(task.function.dtype)).to(t.dtype)
         # the columns (copies, T) of one target belong together, as rows of the sum
-        yield "all", pulled.unflatten(1, (task.copies, count)).flatten(0, 1).T, torch.eye(count).to(t)
+        rows = pulled.unflatten(1, (task.copies, t.shape[2])).flatten(0, 1).T
+        yield "all", rows, torch.eye(t.shape[2]).to(t)
         return
-    captured = capture(task.function, x, "sum" if task.outputs == "sum" else "full")
-    for name in task.function.names:
-        rows = captured.rows(name).to(t.dtype)  # (n, K, *shape)
+    for name, rows in gradients(x, t.dtype).items():  # (n, K, parameter)
         if task.outputs == "full":
-            yield name, rows.reshape(n * captured.k, -1), t.flatten(0, 1)
+            yield name, rows.flatten(0, 1), t.flatten(0, 1)
         else:
-            yield name, rows.reshape(n, -1), t[:, 0]
+            yield name, rows.flatten(1), t[:, 0]
+
+
+class _Gradients:
+    """Per-example gradients of a block of examples, differentiated a few examples at a time.
+
+    The product with the targets wants many rows, since it reads and writes all their sums; derivatives want
+    few, so that their memory is small enough to be used again rather than asked of the system anew.
+
+    Args:
+        task: What is differentiated.
+        chunk: Examples differentiated at once.
+        block: Examples of the largest block.
+    """
+
+    def __init__(self, task: _Task, chunk: int, block: int) -> None:
+        self.task, self.chunk, self.block = task, chunk, block
+        self._rows: dict[str, Tensor] = {}
+
+    def __call__(self, x: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Gradients (n, K, parameter) by name; they are overwritten by the next call."""
+        task, done = self.task, 0
+        for part in split(x, self.chunk):
+            captured = capture(task.function, part, "sum" if task.outputs == "sum" else "full")
+            for name in task.function.names:
+                if name not in self._rows:
+                    size = captured.leaves[name].numel()
+                    self._rows[name] = torch.empty(
+                        self.block, captured.k, size, dtype=dtype, device=task.function.device
+                    )
+                _fill(self._rows[name][done : done + captured.n], captured, name)
+            done += captured.n
+        return {name: rows[:done] for name, rows in self._rows.items()}
+
+
+def _fill(room: Tensor, captured: Captured, name: str) -> None:
+    """Write the gradients of some examples in one parameter to their place (n, K, parameter)."""
+    uses = captured.by_parameter().get(name, [])
+    known = name in captured.exact or len(uses) != 1 or not uses[0].direct or uses[0].kind not in OUTER
+    f = None if known else factors(uses[0], captured.n)
+    if f is None or f.is_embedding or f.transposed or f.g.shape[2] > 1 or f.g.dtype != room.dtype:
+        room.copy_(captured.rows(name).reshape(room.shape))
+        return
+    k, n, _, s, c = f.g.shape  # one group: Σ_s g_ns a_nsᵀ is written where it belongs, without a copy
+    if s == 1:
+        torch.mul(f.g[:, :, 0, 0].transpose(0, 1)[..., None], f.a[:, 0, None], out=room.view(n, k, c, -1))
+    else:
+        g = f.g[:, :, 0].permute(1, 0, 3, 2).reshape(n, k * c, s)
+        torch.bmm(g, f.a[:, 0], out=room.view(n, k * c, -1))
 
 
 def _cotangents(task: _Task, t: Tensor) -> Tensor:
@@ -225,24 +282,47 @@ def _cotangents(task: _Task, t: Tensor) -> Tensor:
     return torch.einsum("cd,nt->ncdt", identity, t[:, 0]).flatten(2)
 
 
-def _plan(task: _Task, values: FunctionValues, memory: str | int | None) -> tuple[int, int]:
-    """Targets in one pass, and examples in one block."""
+@dataclass(frozen=True)
+class _Sizes:
+    """How the work is divided.
+
+    Args:
+        group: Targets in one pass.
+        block: Examples in one product with the targets.
+        chunk: Examples differentiated at once.
+    """
+
+    group: int
+    block: int
+    chunk: int
+
+
+def _sizes(task: _Task, values: FunctionValues, memory: str | int | None) -> _Sizes:
+    """What fits in the memory; at best a block of about 256 rows, in chunks whose memory is used again."""
     n, _, count = values.values.shape
     budget = parse_bytes(memory, task.function.device)
     size = values.values.dtype.itemsize
-    p = task.function.space.dim
+    p, k = task.function.space.dim, task.backward
     largest = max(t.numel() for t in task.function.theta.values())
     one_target = task.copies * p * size
-    is_few = count * task.copies <= task.backward
-    per_example = capture_bytes(task.function, task.x, task.backward)
-    per_example += 0 if is_few else 2 * task.backward * largest * size
+    is_few = task.is_few(count)
+    derived = capture_bytes(task.function, task.x, k) + (0 if is_few else 2 * k * largest * size)
+    kept = 0 if is_few else k * p * size  # gradients of one example
     held = (3 if is_few else 1) * one_target  # a pass for few targets holds what it adds as well
-    group = max(1, min(count, (budget - per_example) // (2 * held)))
-    left = budget - group * held
-    block = max(1, min(BLOCK, n, left // max(per_example, 1)))
-    items = (("averaged Jacobians", group * held), ("derivatives of one block", block * per_example))
+    group = max(1, min(count, (budget - derived - kept) // (2 * held)))
+    left = max(0, budget - group * held)
+    if is_few:
+        block = chunk = max(1, min(BLOCK, n, left // max(derived, 1)))
+    else:
+        chunk = max(1, min(n, max(1, CHUNK // derived), left // (derived + kept), -(-BLOCK // k)))
+        block = max(chunk, min(n, -(-BLOCK // k), (left - chunk * derived) // max(kept, 1)))
+    items = (
+        ("averaged Jacobians", group * held),
+        ("derivatives of some examples", chunk * derived),
+        ("their gradients", block * kept),
+    )
     require(
         Plan(f"alignment of {count} targets on {n} examples", budget, items),
         ["linearize fewer parameters with linnet.linearize(model, params=...)", "raise memory="],
     )
-    return group, block
+    return _Sizes(group, block, chunk)

@@ -30,7 +30,7 @@ from linnet.methods.spectrum.kernel_matrix import (
     tangent_of,
     values_of_one,
 )
-from linnet.tangent.batch import Inputs, batch_size, gather_data, map_tensors, split
+from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, map_tensors, split
 from linnet.tangent.captured import Outputs
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
@@ -128,6 +128,7 @@ class Eigenfunctions:
             Between 0 and 1: () for one target, or (T,).
 
         Raises:
+            DataError: If y holds NaN or infinite values.
             InputError: If k is out of range, or a target is zero.
         """
         k = self.k if k is None else k
@@ -202,6 +203,7 @@ class Eigenfunctions:
                 expected=f"one target for each of the {n} examples",
                 remedy="pass the targets of the examples that the eigenfunctions were computed on",
             )
+        check_finite(y, "y")
         return function_values(y, shape, self.outputs, self.vectors.dtype)
 
     def _chosen(self, indices: Sequence[int] | Tensor | None) -> Tensor:

@@ -14,6 +14,7 @@ from linnet.linalg.factorize import eigh
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed
 from linnet.memory import Plan, parse_bytes, require
+from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.spectrum.kernel_matrix import KernelOperator, flat_gram, stored_operator
 from linnet.progress import waiting
 from linnet.solvers.lanczos import eigenpairs
@@ -25,6 +26,7 @@ from linnet.tangent.gram import gram as _gram
 Method = Literal["auto", "lanczos", "matrix-free", "eigh"]
 METHODS = ("auto", "lanczos", "matrix-free", "eigh")
 SMALL = 512  # matrices up to this size are decomposed in full by "auto"
+LOOKED_AT = 64  # rows of a given matrix that are compared with its columns
 PATIENCE = 0.3  # share of the space that Lanczos may fill before "auto" decomposes in full instead
 
 
@@ -95,6 +97,8 @@ def kernel_eigenpairs(
     if method not in METHODS:
         raise InputError(f"method={method!r}", ", ".join(map(repr, METHODS)), "leave method= out")
     check_count(request.k, request.rows, "the values of a function on x")
+    if request.tolerance is not None:
+        check_positive("tolerance", request.tolerance, "leave tolerance= out")
     chosen = _choose(request, method, given, memory, file)
     if chosen == "matrix-free":
         return _lanczos(request, KernelOperator(request.function, request.x, request.outputs), None)
@@ -115,7 +119,9 @@ def check_count(k: Any, limit: int, what: str) -> None:
     """
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= limit:
         raise InputError(
-            f"k is {k!r}", expected=f"1 to {limit}, {what}", remedy="pass a smaller k=, or more examples"
+            f"k is {k!r}",
+            expected=f"an integer from 1 to {limit}, {what}",
+            remedy="pass a smaller k=, or more examples" if isinstance(k, int) and k > 0 else "leave k= out",
         )
 
 
@@ -153,7 +159,22 @@ def _matrix(
             expected=f"{request.rows} rows: one for each value of a function on x",
             remedy=f"compute it on the same x with outputs={request.outputs!r}",
         )
+    _check_symmetry(flat)
     return flat
+
+
+def _check_symmetry(matrix: Tensor) -> None:
+    """Raise where some rows of a matrix are not its columns."""
+    rows = torch.arange(0, matrix.shape[0], max(1, matrix.shape[0] // LOOKED_AT), device=matrix.device)
+    some, same = matrix[rows], matrix[:, rows].T
+    apart, largest = float((some - same).abs().max()), float(some.abs().max())
+    if apart > 1e-3 * largest:  # NaN passes, and is named by the decomposition
+        raise InputError(
+            f"gram is not symmetric: entries differ by {apart:.2g} across its diagonal, the largest is "
+            f"{largest:.2g}",
+            expected="the Gram matrix of x with itself",
+            remedy="compute it with linnet.spectrum.gram(model, x)",
+        )
 
 
 def _decompose(

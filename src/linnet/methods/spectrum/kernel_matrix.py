@@ -146,8 +146,12 @@ def flat_gram(matrix: Tensor, name: str = "gram") -> Tensor:
         (N·C, N·C), a view where possible.
 
     Raises:
-        InputError: If it has another shape or holds integers.
+        InputError: If it is no tensor, has another shape or holds integers.
     """
+    if not isinstance(matrix, Tensor):
+        raise InputError(
+            f"{name} is {type(matrix).__name__}", "a torch tensor", "convert it with torch.as_tensor"
+        )
     shape = tuple(matrix.shape)
     if matrix.ndim not in (2, 4) or shape[: matrix.ndim // 2] != shape[matrix.ndim // 2 :] or not all(shape):
         raise InputError(

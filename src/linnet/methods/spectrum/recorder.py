@@ -126,8 +126,10 @@ class Recorder:
             What was recorded, or None for a step that is passed over.
 
         Raises:
-            InputError: If the step is not larger than the last, or y or k do not fit the network.
+            InputError: If the step is no integer or not larger than the last, or y or k do not fit.
         """
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise InputError(f"step is {step!r}", "an integer", "pass the number of the iteration or epoch")
         if step % self.every:
             return None
         if self.notes and step <= self.notes[-1].step:

@@ -20,10 +20,11 @@ from linnet.linalg.factorize import cholesky
 from linnet.memory import parse_bytes
 from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.linear_fit import LinearFit
+from linnet.methods.fitting.softmax_fit import SoftmaxFit
 from linnet.methods.spectrum.alignment import alignment
 from linnet.methods.spectrum.eigenfunctions import eigenfunctions
 from linnet.methods.spectrum.kernel_eigenpairs import check_count
-from linnet.methods.spectrum.kernel_matrix import flat_gram, gram
+from linnet.methods.spectrum.kernel_matrix import check_inputs, flat_gram, gram
 from linnet.methods.spectrum.verdict import Evidence, Verdict, judge
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.modes import in_exact_mode
@@ -185,8 +186,8 @@ def task_linearity(
         Spectrum, energy and alignment of the labels, leave-one-out, linearity gap and a verdict.
 
     Raises:
-        DataError: If all labels are the same.
-        InputError: If ``k`` or ``samples`` is out of range.
+        DataError: If all labels are the same, or ``validation`` holds NaN.
+        InputError: If ``fit`` is no linear fit of the squared loss, or ``k`` or ``samples`` is out of range.
         MemoryBudgetError: If the memory is too small.
 
     Source:
@@ -202,6 +203,9 @@ def task_linearity(
         >>> found.held_out.explained > 0.9, found.verdict.level
         (True, 'well')
     """
+    _check_fit(fit)
+    if validation is not None and batch_size(validation):
+        check_inputs(fit.module.function, validation)
     y = _labels(fit)
     n, c = y.shape
     index = _drawn(fit, n, c, samples, memory)
@@ -231,6 +235,23 @@ def task_linearity(
     return TaskLinearity(energy, alpha, lift, dimension, fit.ridge, _held_out(fit), _gap(fit, validation))
 
 
+def _check_fit(fit: Any) -> None:
+    """Raise unless it is a linear fit of the squared loss."""
+    if isinstance(fit, LinearFit):
+        return
+    if isinstance(fit, SoftmaxFit):
+        raise InputError(
+            "fit is a fit of the cross-entropy",
+            expected="one of the squared loss, whose targets the kernel's directions explain",
+            remedy='fit with linnet.fit(lin, data, ridge="loo")',
+        )
+    raise InputError(
+        f"fit is {type(fit).__name__}",
+        expected="a LinearFit",
+        remedy='pass linnet.fit(linnet.linearize(model), (x, y), ridge="loo")',
+    )
+
+
 def _labels(fit: LinearFit) -> Tensor:
     """Targets with their mean removed (N, C); classes one-hot."""
     values = fit.targets
@@ -245,8 +266,12 @@ def _labels(fit: LinearFit) -> Tensor:
 def _drawn(fit: LinearFit, n: int, c: int, samples: int | None, memory: str | int | None) -> Tensor:
     """Examples to take the kernel on, in order."""
     device = fit.module.function.device
-    if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 2):
-        raise InputError(f"samples is {samples!r}", "at least 2 examples", "leave samples= out for all")
+    if samples is not None and (
+        isinstance(samples, bool) or not isinstance(samples, int) or not 2 <= samples <= n
+    ):
+        raise InputError(
+            f"samples is {samples!r}", f"2 to {n}, the training examples", "leave samples= out for all"
+        )
     most = n
     if not isinstance(fit.system, Dual):
         # a matrix in float64, its eigenvectors and their workspace
