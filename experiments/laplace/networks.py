@@ -23,11 +23,14 @@ from experiments.sources import images, pixels
 from linnet.likelihoods import Categorical
 
 METHODS = ("deterministic", "MC dropout", "FFG", "diagonal Laplace", "Kronecker Laplace")
+PLAIN = "deterministic, no dropout in training"  # a method only where the posteriors are of that network
 VALIDATION = 5000
 PRECISION = 1e-2  # λ of training, as in the thesis
 # N is this times the number of images, and λ: the grid of the thesis' search is not given
 SCALES = (1.0, 10.0, 100.0)
 PRIORS = (1e-2, 1.0, 1e1, 1e2, 1e3, 1e4)
+# batch size, and whether the rate is annealed to zero; Adam at 10⁻³, or SGD at 10⁻² with momentum of 0.9
+RECIPES = {"adam": (200, True), "sgd": (100, False)}
 Predict = Callable[[Tensor], Tensor]
 
 
@@ -77,6 +80,14 @@ def options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--draws", type=int, default=1, help="binarizations of an image that curvature is summed over")
     add("--samples", type=int, default=50, help="networks that predictions average")
     add("--networks", type=Path, default=None, help="folder of the trained networks")
+    add("--recipe", choices=list(RECIPES), default="adam", help="sgd: the thesis' constant rate of 0.01")
+    add(
+        "--posterior-of",
+        choices=("dropout", "plain"),
+        default="dropout",
+        help="the network that FFG and the Laplace approximations are of; plain: trained without dropout",
+    )
+    add("--predict", choices=("mc", "glm"), default="mc", help="sampled weights, or linearized predictions")
     return parser
 
 
@@ -86,35 +97,43 @@ def resized(arguments: argparse.Namespace) -> argparse.Namespace:
         arguments.train, arguments.validation, arguments.letters = 55_000, VALIDATION, 10_000
         arguments.epochs, arguments.ffg_epochs, arguments.samples = 250, 250, 100
         arguments.draws = 20  # the thesis has 1,000
+        arguments.recipe = "sgd"
     return arguments
 
 
 def sizes(arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything that the trained networks and posteriors depend on."""
-    names = ("width", "train", "validation", "epochs", "ffg_epochs", "draws")
+    names = ("width", "train", "validation", "epochs", "ffg_epochs", "draws", "recipe", "posterior_of")
     return {name: getattr(arguments, name) for name in names}
 
 
-def network(width: int, seed: int) -> nn.Sequential:
+def network(width: int, seed: int, rate: float = 0.5) -> nn.Sequential:
     """784-width-width-10 with dropout."""
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Linear(784, width), nn.ReLU(), nn.Dropout(0.5),
-        nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.5), nn.Linear(width, 10),
+        nn.Linear(784, width), nn.ReLU(), nn.Dropout(rate),
+        nn.Linear(width, width), nn.ReLU(), nn.Dropout(rate), nn.Linear(width, 10),
     )  # fmt: skip
 
 
-def with_dropout(data: Digits, arguments: argparse.Namespace, seed: int, folder: Path) -> nn.Sequential:
-    """The network trained with dropout by Adam, its rate annealed to zero; read back where it is known."""
-    model = network(arguments.width, seed).to(arguments.device)
-    file = folder / f"dropout-{_name(arguments)}-{seed}.pt"
+def trained(
+    data: Digits, arguments: argparse.Namespace, seed: int, folder: Path, kind: str = "dropout"
+) -> nn.Sequential:
+    """The network trained with dropout, or a "plain" one without; read back where it is known."""
+    model = network(arguments.width, seed, 0.5 if kind == "dropout" else 0.0).to(arguments.device)
+    file = folder / f"{kind}-{_name(arguments)}-{seed}.pt"
     if file.exists():
         model.load_state_dict(torch.load(file, weights_only=True, map_location=arguments.device))
         return model.eval()
-    (x, y), size = data.train, 200
+    (x, y), (size, annealed) = data.train, RECIPES[arguments.recipe]
     steps = arguments.epochs * -(-len(x) // size)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    optimizer: torch.optim.Optimizer
+    if arguments.recipe == "adam":
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    until = steps if annealed else 10**9
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, until)
     order = torch.Generator().manual_seed(seed)
     model.train()
     for epoch in range(arguments.epochs):
@@ -132,7 +151,8 @@ def with_dropout(data: Digits, arguments: argparse.Namespace, seed: int, folder:
 
 def _name(arguments: argparse.Namespace) -> str:
     """What the trained network depends on, in a file's name."""
-    return f"{arguments.width}-{arguments.train}-{arguments.epochs}"
+    recipe = "" if arguments.recipe == "adam" else f"-{arguments.recipe}"
+    return f"{arguments.width}-{arguments.train}-{arguments.epochs}{recipe}"
 
 
 class Sampled:
@@ -162,7 +182,7 @@ def factorized(
     model: nn.Module, data: Digits, arguments: argparse.Namespace, seed: int, folder: Path
 ) -> Sampled:
     """The thesis' FFG, from the network that dropout has trained, so that few epochs are enough."""
-    file = folder / f"ffg-{_name(arguments)}-{arguments.ffg_epochs}-{seed}.pt"
+    file = folder / f"ffg-{arguments.posterior_of}-{_name(arguments)}-{arguments.ffg_epochs}-{seed}.pt"
     if not file.exists():
         found = linnet.rivals.factorized_gaussian(
             model, (binarized(data.train[0], 7000 + seed), data.train[1]), Categorical(),
@@ -182,7 +202,8 @@ def fitted(
 
     The diagonal takes the Fisher identity, the Kronecker factors all columns of Λ (KFLR), as in the thesis.
     """
-    place = folder / f"{structure}-{_name(arguments)}-{arguments.draws}-{arguments.validation}-{seed}"
+    of = f"{structure}-{arguments.posterior_of}-{_name(arguments)}"
+    place = folder / f"{of}-{arguments.draws}-{arguments.validation}-{arguments.predict}-{seed}"
     if place.exists():
         return linnet.load_laplace(place, model)
     x, y = data.train
@@ -197,7 +218,8 @@ def fitted(
     held_out = TensorDataset(binarized(data.validation[0], 6000), data.validation[1])
     la.tune(
         "grid", DataLoader(held_out, len(held_out)), prior_precision=PRIORS,
-        data_scale=[scale / arguments.draws for scale in SCALES], predict="mc", samples=10, seed=seed,
+        data_scale=[scale / arguments.draws for scale in SCALES], predict=arguments.predict, samples=10,
+        seed=seed,
     )  # fmt: skip
     la.save(place)
     return la
@@ -206,7 +228,7 @@ def fitted(
 def predictors(
     data: Digits, arguments: argparse.Namespace, seed: int, folder: Path
 ) -> tuple[dict[str, Callable[[], Predict]], dict[str, Callable[[], dict[str, float]]]]:
-    """For each of ``METHODS`` a function that makes its predictions; N and λ of the Laplace ones.
+    """For each of ``METHODS``, and ``PLAIN``, a function that makes its predictions; N and λ of Laplace's.
 
     Args:
         data: Digits and letters.
@@ -215,7 +237,9 @@ def predictors(
         folder: Where networks are kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    model = with_dropout(data, arguments, seed, folder)
+    with_dropout = trained(data, arguments, seed, folder)
+    same = arguments.posterior_of == "dropout"
+    model = with_dropout if same else trained(data, arguments, seed, folder, "plain")
     known: dict[str, linnet.Laplace] = {}
 
     def posterior(structure: str) -> linnet.Laplace:
@@ -224,6 +248,8 @@ def predictors(
         return known[structure]
 
     def drawn(structure: str) -> Predict:
+        if arguments.predict == "glm":
+            return lambda x: posterior(structure).predict(x).probs
         return Sampled(model, posterior(structure).sample(arguments.samples, seed))
 
     def chosen(structure: str) -> dict[str, float]:
@@ -232,18 +258,20 @@ def predictors(
         return {"prior": float(la.prior_precision), "n": la.data_scale * la.examples}  # type: ignore[arg-type]
 
     def dropout() -> Predict:
-        found = linnet.rivals.mc_dropout(model, Categorical(), arguments.samples, seed)
+        found = linnet.rivals.mc_dropout(with_dropout, Categorical(), arguments.samples, seed)
         return lambda x: found.predict(x).sampled_probs
 
     made: list[Callable[[], Predict]] = [
-        lambda: lambda x: model(x).softmax(-1),
+        # the thesis' deterministic pass is one "through the Dropout trained network"
+        lambda: lambda x: with_dropout(x).softmax(-1),
         dropout,
         lambda: factorized(model, data, arguments, seed, folder),
         lambda: drawn("diagonal"),
         lambda: drawn("kfac"),
     ]
     facts = {METHODS[3]: lambda: chosen("diagonal"), METHODS[4]: lambda: chosen("kfac")}
-    return dict(zip(METHODS, made, strict=True)), facts
+    found = dict(zip(METHODS, made, strict=True))
+    return found if same else found | {PLAIN: lambda: lambda x: model(x).softmax(-1)}, facts
 
 
 def top(classes: int = 10) -> float:

@@ -17,7 +17,7 @@ import torch
 
 import linnet
 from experiments.figures import figure, save
-from experiments.laplace.networks import METHODS, binarized, digits, options, predictors, resized, sizes
+from experiments.laplace.networks import binarized, digits, options, predictors, resized, sizes
 from experiments.study import Study, parser
 from experiments.tables import chosen, markdown, with_error
 
@@ -44,7 +44,7 @@ def judged(predict: Any, test: Any, letters: Any) -> dict[str, Any]:
 def draw(study: Study, cells: list[dict[str, Any]]) -> None:
     """Figure 5.2, averaged over seeds."""
     drawn, ax = figure(width=4.6, height=3.2)
-    for method in METHODS:
+    for method in dict.fromkeys(cell["method"] for cell in cells):
         own = [cell for cell in cells if cell["method"] == method]
         shares = torch.tensor([cell["share"] for cell in own]).mean(0)
         ax.plot(own[0]["threshold"], shares, label=method)
@@ -70,12 +70,13 @@ def main(arguments: list[str] | None = None) -> None:
             hyper = facts.get(method, dict)
             cells.append(study.cell(what, lambda m=make, h=hyper: judged(m(), test, letters) | h()))
     rows = [
-        [method, f"{PUBLISHED[method]:.2f}", with_error(chosen(cells, "accuracy", method=method), 2, 100),
+        [method, f"{PUBLISHED[method]:.2f}" if method in PUBLISHED else "–",
+         with_error(chosen(cells, "accuracy", method=method), 2, 100),
          *(with_error(chosen(cells, name, method=method), 3)
            for name in ("nll", "entropy_test", "entropy", "certain", "auroc")),
          ", ".join(f"{c['n']:.3g}, {c['prior']:.3g}" for c in cells if c["method"] == method and "n" in c)
          or "–"]
-        for method in METHODS
+        for method in dict.fromkeys(cell["method"] for cell in cells)
     ]  # fmt: skip
     header = [
         "method", "thesis: accuracy %", "accuracy %", "NLL", "entropy, digits", "entropy, letters",

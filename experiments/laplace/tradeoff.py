@@ -23,7 +23,7 @@ from experiments.laplace.networks import (
     options,
     resized,
     sizes,
-    with_dropout,
+    trained,
 )
 from experiments.study import Study, parser
 from experiments.tables import markdown
@@ -68,9 +68,10 @@ def main(arguments: list[str] | None = None) -> None:
     letters = binarized(data.letters, 9000)[:1000]
     cells = []
     for seed in study.seeds:
-        model = with_dropout(data, given, seed, folder)
+        with_dropout = trained(data, given, seed, folder)
+        model = trained(data, given, seed, folder, given.posterior_of)
         shared = {"seed": seed, **sizes(given), "samples": given.samples}
-        dropout = linnet.rivals.mc_dropout(model, Categorical(), given.samples, seed)
+        dropout = linnet.rivals.mc_dropout(with_dropout, Categorical(), given.samples, seed)
         points: dict[str, Any] = {"deterministic": lambda x, m=model: m(x).softmax(1), "MC dropout": dropout}
         for name, predict in points.items():
             run = lambda p=predict: judged(p, validation, letters)  # noqa: E731

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import linnet
 from experiments.laplace import (
     adversarial,
     networks,
@@ -101,6 +102,24 @@ def test_letters_and_attacks_share_networks(
     tradeoff.main([*shared, "--out", str(tmp_path / "tradeoff")])
     assert len(result(tmp_path / "tradeoff")["cells"]) == 4  # type: ignore[arg-type]
     assert files == {p: p.stat().st_mtime_ns for p in files}, "networks were trained again"
+
+
+@pytest.mark.parametrize("predict", ["mc", "glm"])
+def test_posteriors_of_a_network_without_dropout(predict: str, tmp_path: Path, data_directory: Path) -> None:
+    """Laplace and FFG are of the plain network, MC dropout and the deterministic pass of the other."""
+    out = ["--data-dir", str(data_directory), "--out", str(tmp_path), "--networks", str(tmp_path / "n")]
+    what = ["--recipe", "sgd", "--posterior-of", "plain", "--predict", predict]
+    out_of_distribution.main([*SMALL, *out, *what])
+    cells = {c["method"]: c for c in result(tmp_path)["cells"]}  # type: ignore[attr-defined]
+    assert set(cells) == {*networks.METHODS, networks.PLAIN}
+    assert cells[networks.PLAIN]["nll"] != cells["deterministic"]["nll"]
+    kinds = {p.name.split("-")[0] for p in (tmp_path / "n").glob("*.pt")}
+    assert kinds == {"dropout", "plain", "ffg"}
+    plain = torch.load(next((tmp_path / "n").glob("plain-*.pt")))
+    model = networks.network(16, 0, 0.0)
+    model.load_state_dict(plain)
+    file = next(p for p in (tmp_path / "n").iterdir() if p.name.startswith("kfac-plain"))
+    assert linnet.load_laplace(file, model).data_scale in (1.0, 100.0)
 
 
 def test_sampled_networks_at_the_weights_are_the_network() -> None:

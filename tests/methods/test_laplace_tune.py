@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
+from linnet.curvatures.curvature import Curvature
 from linnet.errors import InputError
 from linnet.methods.laplace.laplace import Laplace
 from linnet.methods.laplace.links import Link
+from linnet.methods.laplace.outputs import Draws
 from linnet.methods.laplace.posterior import Hyper
 from linnet.methods.laplace.predict import Meaning
 from linnet.methods.laplace.scores import Scorer, left_out
@@ -92,6 +95,37 @@ def test_grid_with_sampled_weights() -> None:
     again = la.predict(held[0], "mc", samples=50, generator=3).log_density(held[1])
     assert la.tuned.value == pytest.approx(float(again.sum()), rel=1e-9)
     assert any(la.prior_precision == pytest.approx(v) for v in values)
+
+
+def test_one_set_of_networks_serves_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, _, held = posterior("kfac")
+    drawn: list[int] = []
+    sample = Curvature.sample
+
+    def counted(self: Curvature, n: int, generator: Any = None) -> torch.Tensor:
+        drawn.append(n)
+        return sample(self, n, generator)
+
+    monkeypatch.setattr(Curvature, "sample", counted)
+    values = [0.5, 5.0]
+    la.tune("grid", held, prior_precision=values, predict="mc", samples=20, seed=3)
+    assert la.tuned is not None
+    whole, in_one = la.tuned.value, sum(drawn)
+    drawn.clear()
+    batches = DataLoader(TensorDataset(*held), 5)
+    la.tune("grid", batches, prior_precision=values, predict="mc", samples=20, seed=3)
+    assert sum(drawn) == in_one == len(values) * 20  # four batches: no further draws
+    assert la.tuned.value == pytest.approx(whole, rel=1e-9)
+
+
+def test_draws_are_the_same_at_every_pass_kept_or_not() -> None:
+    la, _, _ = posterior("diagonal")
+    kept, again = (Draws(la.covariance, 20, 3, memory) for memory in ("1GB", "1KB"))
+    assert kept.kept
+    assert not again.kept
+    passes = [torch.cat(list(draws)) for draws in (kept, kept, again, again)]
+    assert passes[0].shape == (20, la.covariance.shape[0])
+    assert all(torch.equal(passes[0], other) for other in passes[1:])
 
 
 @pytest.mark.parametrize("structure", ["kfac", "full", "diagonal", "low-rank", "matrix-normal"])

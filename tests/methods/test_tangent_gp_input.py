@@ -11,7 +11,9 @@ from torch import nn
 import linnet
 from linnet.errors import DataError, InputError, MemoryBudgetError, ModelError, NumericalError
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
+from linnet.methods.tangent_gp.plan import choose
 from linnet.methods.tangent_gp.tangent_gp import TangentGP
+from linnet.tangent.functional import Functional
 from tests.methods.problems import network, real
 from tests.methods.tangent_gp_cases import dense
 
@@ -120,6 +122,24 @@ def test_the_way_is_chosen_by_size() -> None:
     assert gp.plan.reason == "the fewest operations"
     assert "function space by cg" in str(gp.plan)
     assert len(gp.plan.ways) == 5
+
+
+def test_a_kernel_that_fits_is_factored_since_variances_by_products_cost_the_network() -> None:
+    """The cache of variances pulls a hundred directions back through the network, a factor none."""
+    wide = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1))
+    plan = choose(Functional(wide), torch.zeros(5000, 784), 1, "function", "auto", "16GB")
+    assert (plan.solver, plan.chosen.stored) == ("cholesky", False)
+
+
+def test_the_rank_of_the_variance_cache_counts_in_the_plan() -> None:
+    """A rank of 20 fits into 40 MB; the usual hundred directions of 236,000 parameters do not."""
+    model = nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 1))
+    x, y = torch.randn(120, 784), torch.randn(120, 1)
+    plain = {"space": "parameter", "solver": "cg", "memory": 40_000_000}
+    with pytest.raises(MemoryBudgetError, match="variance cache"):
+        TangentGP(model, NOISE, **plain).fit(x, y)  # type: ignore[arg-type]
+    few = TangentGP(model, NOISE, **plain, rank=20).fit(x, y)  # type: ignore[arg-type]
+    assert bool((few.predict(x[:2]).variance > 0).all())
 
 
 def test_what_does_not_fit_is_solved_by_products_or_refused() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import linnet
 from linnet.errors import InputError, NumericalError
 from linnet.likelihoods import Gaussian, HeteroscedasticGaussian
 from linnet.methods.tangent_gp import iterative as tangent_gp_iterative
@@ -128,3 +129,54 @@ def test_a_kernel_of_zero_says_so() -> None:
     gp = TangentGP(Constant(), Gaussian(variance=0.2), "function").fit(real(4, 1), real(4, 1, seed=1))
     with pytest.raises(NumericalError, match="kernel of the data is zero"):
         gp.tune()
+
+
+def few_points() -> tuple[TangentGP, Tensor, Tensor, float]:
+    """Five targets drawn from the process itself, without noise; the floor of their variance."""
+    model, x = network(1, 40, 1), torch.linspace(-1, 1, 5, dtype=torch.float64)[:, None]
+    lin = linnet.linearize(model)
+    residual = lin.jvp(x, real(lin.space.dim, seed=9)).detach()
+    floor = 1e-4 * float(residual.square().mean())
+    return TangentGP(model, Gaussian(variance=1.0), "function"), x, model(x).detach() + residual, floor
+
+
+def variance_of(gp: TangentGP) -> Tensor:
+    found: Tensor = gp.likelihood.noise  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("noise", [True, "per-output"])
+def test_few_points_do_not_take_the_noise_to_zero(noise: bool | str) -> None:
+    gp, x, y, floor = few_points()
+    with pytest.warns(UserWarning, match="least_noise"):
+        gp.fit(x, y).tune(noise=noise)
+    assert float(variance_of(gp)) == pytest.approx(floor, rel=0.01)
+    best = gp.log_evidence().mean  # λ is the best at that noise
+    for factor in (0.8, 1.25):
+        assert gp.log_evidence(prior_precision=factor * gp.prior_precision).mean < best
+
+
+def test_the_floor_of_the_noise_can_be_moved_or_taken_away() -> None:
+    gp, x, y, floor = few_points()
+    gp.fit(x, y)
+    with pytest.warns(UserWarning, match="least_noise"):
+        gp.tune(least_noise=1e-2)
+    assert float(variance_of(gp)) == pytest.approx(100 * floor, rel=1e-6)
+    gp.tune(least_noise=0)
+    assert float(variance_of(gp)) < 0.5 * floor
+
+
+def test_the_floor_holds_for_a_fixed_prior() -> None:
+    gp, x, y, floor = few_points()
+    gp.fit(x, y)
+    with pytest.warns(UserWarning, match="least_noise"):
+        gp.tune(prior=False)
+    assert float(variance_of(gp)) == pytest.approx(floor, rel=0.01)
+    assert gp.prior_precision == 1.0
+
+
+@pytest.mark.parametrize("share", [-1e-4, 1.0, True, "none"])
+def test_a_floor_that_is_no_share_is_refused(share: object) -> None:
+    gp, x, y, _ = few_points()
+    with pytest.raises(InputError, match="least_noise"):
+        gp.fit(x, y).tune(least_noise=share)  # type: ignore[arg-type]

@@ -366,6 +366,10 @@ class Laplace:
     ) -> Laplace:
         """Choose prior precisions, and if wanted the noise variance and the scale of the data.
 
+        Evidence and "loo" look at the data of the fit, which the network has usually been trained on. Where
+        it fits them closely, its residuals say nothing about the noise, and leave-one-out is optimistic: an
+        example is taken out of the Gaussian, not out of the training of θ*. Held-out data know better.
+
         Args:
             method: "evidence", the marginal likelihood of the data of the fit; "validation", the predictive
                 likelihood of held-out data, by gradient; "grid", the same by trying values; "loo", the

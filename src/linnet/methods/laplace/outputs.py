@@ -8,7 +8,7 @@ derivative of Σ_c ⟨∂f_c/∂θ(x), V_c⟩, one double backward pass an examp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -292,7 +292,60 @@ def sampled_outputs(
     Raises:
         MemoryBudgetError: If the result does not fit.
     """
-    function, source = covariance.function, make_generator(generator)
+    drawn = _drawn(covariance, samples, make_generator(generator))
+    return outputs_under(covariance.function, drawn, samples, x, block)
+
+
+class Draws:
+    """Displacements of the weights from N(0, M), the same whenever they are passed over.
+
+    They are drawn once and kept, or, where S P numbers are too many for the memory, drawn again from the same
+    seed at every pass.
+
+    Args:
+        covariance: M.
+        samples: S, number of networks.
+        seed: Seed.
+        memory: Budget, of which the draws may take a quarter.
+    """
+
+    def __init__(
+        self, covariance: Curvature, samples: int, seed: int, memory: str | int | None = None
+    ) -> None:
+        self.covariance, self.samples, self.seed = covariance, samples, seed
+        size = samples * covariance.shape[0] * covariance.dtype.itemsize
+        self.kept = size <= parse_bytes(memory, covariance.function.device) // 4
+        self._drawn: list[Tensor] = []
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if self._drawn:
+            yield from self._drawn
+            return
+        found = _drawn(self.covariance, self.samples, make_generator(self.seed))
+        if self.kept:
+            self._drawn = list(found)
+            found = iter(self._drawn)
+        yield from found
+
+
+def outputs_under(
+    function: Functional, draws: Iterable[Tensor], samples: int, x: Inputs, block: int = 256
+) -> Tensor:
+    """Outputs of networks with given weights.
+
+    Args:
+        function: The network.
+        draws: Displacements of the weights, a few at once (S', P).
+        samples: S, how many they are together.
+        x: N examples.
+        block: Examples that run at once.
+
+    Returns:
+        (S, N, C), with a graph where x requires gradients.
+
+    Raises:
+        MemoryBudgetError: If the result does not fit.
+    """
     check_finite(map_tensors(lambda t: t.detach(), x), "x")
     x = map_tensors(lambda t: t.to(function.device), x)
     c = function.check_runs(map_tensors(lambda t: t.detach(), take(x, slice(0, 1)))).numel()
@@ -308,12 +361,12 @@ def sampled_outputs(
         return torch.cat(
             [
                 torch.stack([_run(function, theta + row.to(theta), x, block) for row in drawn])
-                for drawn in _draws(covariance, samples, source)
+                for drawn in draws
             ]
         )
 
 
-def _draws(covariance: Curvature, samples: int, source: torch.Generator | None) -> Iterator[Tensor]:
+def _drawn(covariance: Curvature, samples: int, source: torch.Generator | None) -> Iterator[Tensor]:
     """Displacements of the weights, a few at once (S', P); how many depends on P alone."""
     at_once = max(1, min(16, SAMPLED // covariance.shape[0]))
     for start in range(0, samples, at_once):

@@ -26,7 +26,7 @@ from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.methods.laplace.links import log_density
-from linnet.methods.laplace.outputs import captured_blocks, sampled_outputs
+from linnet.methods.laplace.outputs import Draws, captured_blocks, outputs_under
 from linnet.methods.laplace.posterior import Hyper, Posterior, with_noise
 from linnet.methods.laplace.predict import Meaning, SampledPredictive
 from linnet.methods.laplace.prior import Groups
@@ -77,7 +77,9 @@ class Scorer:
         return total
 
     def sampled_values(self, points: Sequence[Hyper], samples: int, seed: int) -> Tensor:
-        """The same with sampled weights, the same random numbers for all points.
+        """The same with sampled weights: one set of networks a point, run on all data.
+
+        Random numbers are common to all points, so that differences between points are not those of draws.
 
         Args:
             points: The hyper-parameters.
@@ -91,8 +93,9 @@ class Scorer:
         for i, at in enumerate(points):
             covariance = self.posterior.covariance(self.groups, at)
             meaning = replace(self.meaning, likelihood=with_noise(self.likelihood, float(at.noise)))
+            draws = Draws(covariance, samples, seed, self.memory)
             for batch in self._batches():
-                outputs = sampled_outputs(covariance, batch.x, samples, seed)
+                outputs = outputs_under(covariance.function, draws, samples, batch.x)
                 total[i] += float(
                     SampledPredictive(outputs, meaning).log_density(_labels(batch.y)).double().sum()
                 )

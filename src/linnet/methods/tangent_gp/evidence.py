@@ -83,11 +83,12 @@ class Measure:
         """The s of highest evidence at a ρ: q(ρ)/n."""
         return max(self.quadratic(rho) / self.count, torch.finfo(torch.float64).tiny)
 
-    def maximize(self, scale_at: Callable[[float], float]) -> float:
+    def maximize(self, scale_at: Callable[[float], float], least: float = 0.0) -> float:
         """The ρ of highest evidence, s being a function of it: by a grid, then golden sections.
 
         Args:
             scale_at: s for a ρ.
+            least: The smallest ρ.
 
         Returns:
             ρ.
@@ -109,6 +110,8 @@ class Measure:
 
         steps = 16 * GRID  # sixteen decades around the largest eigenvalue
         low, high = math.log(top) + math.log(1e-12), math.log(top) + math.log(1e4)
+        low = max(low, math.log(least)) if least > 0 else low
+        high = max(high, low)
         grid = [low + (high - low) * i / steps for i in range(steps + 1)]
         at = min(range(len(grid)), key=lambda i: loss(grid[i]))
         first, last = grid[max(at - 1, 0)], grid[min(at + 1, steps)]

@@ -149,7 +149,7 @@ class Iterative(System):
         """K̃ or J̃ᵀJ̃."""
         if self.shared.operator is None:
             if self.space == "parameter":
-                self.shared.operator = fisher(self.function, self.task, self.settings.derivative)
+                self.shared.operator = fisher(self.function, self.task, self.settings.derivative, self.memory)
             elif self.space == "stored":
                 self.shared.operator = stored_kernel(self.function, self.task, self.memory)
             else:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.curvatures.fisher import FiniteDifferenceFisher
 from linnet.curvatures.ggn import GaussNewtonOperator, SummedOperator
 from linnet.curvatures.stream import Batches
 from linnet.likelihoods.gaussian import Gaussian
@@ -16,6 +15,7 @@ from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import make_generator
 from linnet.linalg.structured import Dense
 from linnet.methods.fitting.fit_preconditioner import make_preconditioner
+from linnet.methods.tangent_gp.differences import BatchedDifferences
 from linnet.methods.tangent_gp.task import Task, whitened
 from linnet.solvers.nystrom import nystrom_preconditioner
 from linnet.solvers.pivoted_cholesky import pivoted_cholesky
@@ -111,7 +111,9 @@ def whitened_network(function: Functional) -> Functional:
     return double
 
 
-def fisher(function: Functional, task: Task, derivative: str) -> SummedOperator:
+def fisher(
+    function: Functional, task: Task, derivative: str, memory: str | int | None = None
+) -> SummedOperator:
     """The Fisher matrix J̃ᵀJ̃ = Σ_i J_iᵀ J_i / σ_i² of the observed outputs, one pass over the data a product.
 
     Args:
@@ -119,6 +121,7 @@ def fisher(function: Functional, task: Task, derivative: str) -> SummedOperator:
         task: The data.
         derivative: "exact", or "finite-difference" for the directional derivative of the gradient of
             KL(p_θ ‖ p_θ') (Maddox et al. 2021, eq. 5).
+        memory: Budget of vectors whose differences run together.
 
     Returns:
         The operator (P x P).
@@ -127,7 +130,9 @@ def fisher(function: Functional, task: Task, derivative: str) -> SummedOperator:
     batches = Batches((pair_of(function, task), zeros), function.device)
     network = whitened_network(function)
     if derivative == "finite-difference":
-        return FiniteDifferenceFisher(network, batches, Gaussian(variance=1.0))
+        found = BatchedDifferences(network, batches, Gaussian(variance=1.0))
+        found.memory = memory
+        return found
     return GaussNewtonOperator(network, batches, Gaussian(variance=1.0))
 
 

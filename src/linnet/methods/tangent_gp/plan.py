@@ -96,7 +96,13 @@ class GPPlan:
 
 
 def choose(
-    function: Functional, x: Inputs, outputs: int, space: str, solver: str, memory: str | int | None
+    function: Functional,
+    x: Inputs,
+    outputs: int,
+    space: str,
+    solver: str,
+    memory: str | int | None,
+    rank: int = 0,
 ) -> GPPlan:
     """The cheapest way among those that fit the memory.
 
@@ -107,6 +113,7 @@ def choose(
         space: ``"function"``, ``"parameter"`` or ``"auto"``.
         solver: ``"cholesky"``, ``"cg"`` or ``"auto"``.
         memory: Budget.
+        rank: Directions of the variance cache; 0 for the usual number.
 
     Returns:
         The plan.
@@ -114,7 +121,7 @@ def choose(
     Raises:
         MemoryBudgetError: If no way fits.
     """
-    ways = _ways(function, x, outputs, parse_bytes(memory, function.device))
+    ways = _ways(function, x, outputs, parse_bytes(memory, function.device), rank or DIRECTIONS)
     wanted = [way for way in ways if space in ("auto", way.space) and solver in ("auto", way.solver)]
     fitting = [way for way in wanted if way.memory.peak <= way.memory.budget]
     if not fitting:
@@ -138,7 +145,7 @@ def _reason(chosen: Way, wanted: list[Way], fitting: list[Way]) -> str:
     return "the fewest operations"
 
 
-def _ways(function: Functional, x: Inputs, outputs: int, budget: int) -> list[Way]:
+def _ways(function: Functional, x: Inputs, outputs: int, budget: int, rank: int) -> list[Way]:
     """All ways, with what they would take."""
     n, p = batch_size(x), function.space.dim
     m, item = n * outputs, function.dtype.itemsize
@@ -146,7 +153,7 @@ def _ways(function: Functional, x: Inputs, outputs: int, budget: int) -> list[Wa
     derivatives = forward * (1 + 2 * outputs)
     kernel = derivatives + float(m) ** 2 * p  # half of 2 (N·C)² P, symmetric
     passes = 5.0 * forward  # a JVP costs two forward passes, a VJP three
-    small = min(DIRECTIONS, m, p)
+    small = min(rank, m, p)
     vectors = ("vectors of conjugate gradients", 8 * p * item)
     directions = ("directions of the variance cache", small * p * item)
 
@@ -156,14 +163,15 @@ def _ways(function: Functional, x: Inputs, outputs: int, budget: int) -> list[Wa
 
     square, normal = 8 * m * m, 8 * p * p
     products = (STEPS + small) * passes
+    pulls = 3.0 * small * forward  # J̃ᵀ of each direction of the variance cache in function space
     return [
         way("function", "cholesky", False, kernel + float(m) ** 3 / 3,
             ("kernel in float64", square), ("kernel + ridge", square), ("factor", square)),
         way("parameter", "cholesky", False, derivatives + 2.0 * m * p**2 + float(p) ** 3 / 3,
             ("Fisher matrix in float64", normal), ("Fisher matrix + ridge", normal), ("factor", normal)),
-        way("function", "cg", True, kernel + 2.0 * (STEPS + small) * float(m) ** 2,
+        way("function", "cg", True, kernel + 2.0 * (STEPS + small) * float(m) ** 2 + pulls,
             ("kernel", 2 * m * m * item), directions),
-        way("function", "cg", False, products, ("vectors in function space", (8 + small) * m * item),
+        way("function", "cg", False, products + pulls, ("vectors in function space", (8 + small) * m * item),
             vectors, directions),
         # as many products on vectors of P numbers instead of N·C, which are orthogonalized
         way("parameter", "cg", False, products + 4.0 * small**2 * p, vectors, directions),

@@ -31,7 +31,8 @@ def solve(
         MemoryBudgetError: If no way fits.
         NumericalError: If conjugate gradients do not converge.
     """
-    plan = choose(function, task.x, task.c, options.space, options.solver, options.memory)
+    rank = options.iteration.rank
+    plan = choose(function, task.x, task.c, options.space, options.solver, options.memory, rank)
     way = plan.chosen
     if way.solver == "cholesky":
         kind = FunctionDense if way.space == "function" else ParameterDense

@@ -2,7 +2,9 @@
 
     f(x) = f₀(x) + J(x) δ,   δ ~ N(0, I/λ):   mean f₀(x), covariance J(x) J(x')ᵀ / λ
 
-conditioned on data t = f(X) + ε. The network is trained on one task; for others only the data change.
+conditioned on data t = f(X) + ε. The network is trained on one task; for others only the data change. On the
+very data that the network was trained on, residuals are its training errors: they say nothing about the
+noise, and the process, which is told that f₀ came before the data, is too sure of itself.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from linnet.methods.tangent_gp.plan import GPPlan, choose
 from linnet.methods.tangent_gp.predictive import TangentPredictive
 from linnet.methods.tangent_gp.solve import describe, solve
 from linnet.methods.tangent_gp.task import BATCH, Observed, Task
-from linnet.methods.tangent_gp.tune import per_output, searched
+from linnet.methods.tangent_gp.tune import LEAST, NEAR, least_scale, per_output, searched, warn_at_floor
 from linnet.solvers.solution import Estimate
 from linnet.tangent.batch import (
     Inputs,
@@ -308,34 +310,45 @@ class TangentGP:
         check_positive("noise_scale", scale, "leave it out for the current one")
         return self._fitted.measure.evidence(precision * scale, scale)
 
-    def tune(self, prior: bool = True, noise: bool | str = True) -> TangentGP:
+    def tune(self, prior: bool = True, noise: bool | str = True, least_noise: float = LEAST) -> TangentGP:
         """Take the hyper-parameters of highest marginal likelihood, and solve with them.
+
+        Tune on data that the network was *not* trained on: where f₀ has been fitted to the targets, what it
+        leaves of them says nothing about the noise of new ones, nor about the prior, and evidence (like
+        leave-one-out) takes both too small.
 
         Args:
             prior: Whether λ is tuned.
             noise: Whether s is tuned; "per-output" gives each output of a Gaussian likelihood its own
                 variance instead (function space by Cholesky).
+            least_noise: The smallest noise variance that is looked for, as a share of the mean square of
+                y − f₀(x): with few targets the evidence may be highest without any noise, and a warning is
+                given where the search ends at this floor. 0 for none.
 
         Returns:
             This object.
 
         Raises:
-            InputError: If neither is tuned, or "per-output" does not go with likelihood and space.
+            InputError: If neither is tuned, "per-output" does not go with likelihood and space, or
+                ``least_noise`` is not in [0, 1).
             NumericalError: If the kernel is zero.
         """
         system = self._fitted
+        least = least_scale(system, least_noise)
         if noise == "per-output":
-            self._tune_outputs(system, prior)
+            self._tune_outputs(system, prior, least)
             return self
         self.prior_precision, self.noise_scale = searched(
-            system.measure, self.prior_precision, self.noise_scale, prior, noise
+            system.measure, self.prior_precision, self.noise_scale, prior, noise, least
         )
+        warn_at_floor(bool(noise) and least > 0 and self.noise_scale < NEAR * least, system)
         self._system = system.at(self.prior_precision * self.noise_scale)
         return self
 
-    def _tune_outputs(self, system: System, prior: bool) -> None:
+    def _tune_outputs(self, system: System, prior: bool, least: float) -> None:
         """One variance for each output."""
-        found, precision = per_output(system, self._likelihood, self.prior_precision, self.noise_scale, prior)
+        at = self.prior_precision, self.noise_scale
+        found, precision = per_output(system, self._likelihood, *at, prior, least)
         self.prior_precision, self.noise_scale, self._likelihood = precision, 1.0, found
         self._observed = self._observed.with_likelihood(found)
         shape = self._observed.shape_of(self._task.x)
@@ -403,4 +416,5 @@ class TangentGP:
         function = self._observed.function
         self._system = system(function, self._options)
         options = self._options
-        self._plan = choose(function, task.x, task.c, options.space, options.solver, options.memory)
+        asked = options.space, options.solver, options.memory, options.iteration.rank
+        self._plan = choose(function, task.x, task.c, *asked)

@@ -1,8 +1,14 @@
-"""Hyper-parameters of a tangent Gaussian process by marginal likelihood."""
+"""Hyper-parameters of a tangent Gaussian process by marginal likelihood.
+
+A kernel of full rank interpolates any targets, so that with few of them the evidence may be highest without
+noise: they cannot tell. The search then stops at a floor, a share of the mean square of what the process has
+to explain, and says so; the maximum is that of the evidence on the values above it.
+"""
 
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 from torch import Tensor
@@ -14,10 +20,46 @@ from linnet.methods.tangent_gp.dense import FunctionDense, System
 from linnet.methods.tangent_gp.evidence import Measure
 
 STEPS = 60  # of L-BFGS
+NEAR = 1.01  # times the floor: at it
+LEAST = 1e-4  # the usual floor: a standard deviation of 1 % of what there is to explain
+
+
+def least_scale(system: System, share: float) -> float:
+    """The smallest s that a search may find.
+
+    Args:
+        system: The solved equations.
+        share: Of the mean square of r̃, the residuals in units of their noise.
+
+    Returns:
+        The floor of s.
+
+    Raises:
+        InputError: If the share is negative, or not below one.
+    """
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+        raise InputError(f"least_noise={share!r}", "a number in [0, 1)", "leave least_noise= out for 1e-4")
+    return share * system.squared / max(1, system.task.count)
+
+
+def warn_at_floor(found: bool, system: System) -> None:
+    """Say that the evidence asked for less noise than the floor.
+
+    Args:
+        found: Whether it did.
+        system: The solved equations.
+    """
+    if found:
+        warnings.warn(
+            f"the evidence of {system.task.count} targets is highest with less noise than least_noise= "
+            "allows, and perhaps with none: they cannot tell noise from signal. The noise stays at that "
+            "floor; with few targets pass noise=False and keep the likelihood's variance, or give more data",
+            stacklevel=4,
+        )
 
 
 def searched(
-    measure: Measure, precision: float, scale: float, prior: bool, noise: bool | str
+    measure: Measure, precision: float, scale: float, prior: bool, noise: bool | str, least: float = 0.0
 ) -> tuple[float, float]:
     """The λ and s of highest evidence.
 
@@ -27,6 +69,7 @@ def searched(
         scale: s now.
         prior: Whether λ is free.
         noise: Whether s is free.
+        least: The smallest s.
 
     Returns:
         λ and s.
@@ -41,16 +84,21 @@ def searched(
             remedy="gp.tune() tunes both",
         )
     if prior and noise:
-        rho = measure.maximize(measure.best_scale)  # the best s of each ρ is q(ρ)/n
-        best = measure.best_scale(rho)
+
+        def best_scale(rho: float) -> float:
+            # the best s of each ρ is q(ρ)/n, or, where that is below the floor, the floor
+            return max(least, measure.best_scale(rho))
+
+        rho = measure.maximize(best_scale)
+        best = best_scale(rho)
         return rho / best, best
     if prior:
         return measure.maximize(lambda rho: scale) / scale, scale
-    return precision, measure.maximize(lambda rho: rho / precision) / precision
+    return precision, measure.maximize(lambda rho: rho / precision, least * precision) / precision
 
 
 def per_output(
-    system: System, likelihood: Likelihood, precision: float, scale: float, prior: bool
+    system: System, likelihood: Likelihood, precision: float, scale: float, prior: bool, least: float = 0.0
 ) -> tuple[Gaussian, float]:
     """A noise variance for each output, and λ, of highest evidence, by L-BFGS on their logarithms.
 
@@ -60,6 +108,7 @@ def per_output(
         precision: λ now.
         scale: s now.
         prior: Whether λ is free.
+        least: The smallest s of an output, in units of its variance now.
 
     Returns:
         The likelihood with its variances, and λ.
@@ -82,14 +131,17 @@ def per_output(
         )
     output = torch.arange(task.c, device=kernel.device).repeat(task.n)[there]
     k, r = kernel[there][:, there], task.residual.reshape(-1)[there]
-    start = torch.full((task.c + 1,), math.log(scale), dtype=kernel.dtype, device=kernel.device)
+    above = max(scale - least, least, torch.finfo(torch.float64).tiny)
+    start = torch.full((task.c + 1,), math.log(above), dtype=kernel.dtype, device=kernel.device)
     start[-1] = math.log(precision)
-    found = _minimized(k, r, output, start, prior)
-    return Gaussian(base * found[:-1].exp(), likelihood.axis, likelihood.masked), float(found[-1].exp())
+    found = _minimized(k, r, output, start, prior, least)
+    scales = least + found[:-1].exp()
+    warn_at_floor(least > 0 and bool((scales < NEAR * least).any()), system)
+    return Gaussian(base * scales, likelihood.axis, likelihood.masked), float(found[-1].exp())
 
 
-def _minimized(k: Tensor, r: Tensor, output: Tensor, start: Tensor, prior: bool) -> Tensor:
-    """The log s_c and log λ that minimize −log N(r; 0, K̃/λ + diag s_c)."""
+def _minimized(k: Tensor, r: Tensor, output: Tensor, start: Tensor, prior: bool, least: float) -> Tensor:
+    """The log (s_c − floor) and log λ that minimize −log N(r; 0, K̃/λ + diag s_c)."""
     values = start.clone().requires_grad_()
     held = torch.ones_like(start)
     held[-1] = float(prior)
@@ -101,7 +153,7 @@ def _minimized(k: Tensor, r: Tensor, output: Tensor, start: Tensor, prior: bool)
         optimizer.zero_grad()
         with torch.enable_grad():
             at = start + held * (values - start)
-            total = k * (-at[-1]).exp() + at[:-1].exp()[output].diag_embed()
+            total = k * (-at[-1]).exp() + (least + at[:-1].exp())[output].diag_embed()
             factor = torch.linalg.cholesky(total)
             z = torch.linalg.solve_triangular(factor, r[:, None], upper=False)
             loss: Tensor = 0.5 * (z**2).sum() + factor.diagonal().log().sum()
