@@ -161,6 +161,7 @@ def run_stream(
     seed: int = 0,
     *,
     along: Sequence[int] | None = None,
+    told: Callable[[int, list[float]], None] | None = None,
 ) -> dict[str, Any]:
     """Learn a stream of tasks one after the other.
 
@@ -173,6 +174,7 @@ def run_stream(
         seed: Seed of the order of the examples.
         along: After which tasks (0, 1, ...) the test sets of all so far are evaluated; by default all. After
             the last one the validation sets are, too.
+        told: Is called with every row of test accuracies as it comes.
 
     Returns:
         Accuracies on the test sets after tasks, [t, [R[t][0], ...]], their means, validation accuracies at
@@ -201,6 +203,8 @@ def run_stream(
             method.consolidate((data[0][pick], data[1][pick]), prepare=lambda copy, h=head: copy.select(h))
         if last or along is None or index in along:
             rows.append([index, [accuracy(net, seen, "test", how.device) for seen in tasks[: index + 1]]])
+            if told is not None:
+                told(*rows[-1])
     final = [accuracy(net, seen, "validation", how.device) for seen in tasks]
     return {
         "rows": rows,

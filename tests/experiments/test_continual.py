@@ -14,6 +14,7 @@ from experiments.continual import (
     disjoint_mnist,
     five_data_sets,
     linear_stream,
+    long_stream,
     permuted_mnist,
     si_reference,
     split_mnist,
@@ -123,6 +124,15 @@ def test_permuted_mnist(words: list[str], tmp_path: Path) -> None:
         permuted_mnist.PLAIN, permuted_mnist.JOINT, *permuted_mnist.COMPARED
     }  # fmt: skip
     assert sum(c["role"] == "long" for c in found["cells"]) == 4
+
+
+def test_long_stream(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--train", "100", "--test", "50", "--epochs", "1", "2", "--tasks", "6", "--batch", "25"]
+    long_stream.main([*words, *sizes])
+    cells = result(tmp_path, "long_stream")["cells"]
+    assert [[index for index, _ in c["rows"]] for c in cells] == [[0, 4, 5]] * 2
+    assert cells[1]["rows"][0][1][0] >= cells[0]["rows"][0][1][0]  # two epochs learn more than one
+    assert "after 5: mean" in capsys.readouterr().out
 
 
 def test_si_reference(words: list[str], tmp_path: Path) -> None:

@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.iterative_linearization import converged, data_scaling, period, quintic, resnet, training
+from experiments.iterative_linearization import (
+    converged,
+    data_scaling,
+    period,
+    quintic,
+    resnet,
+    stability,
+    training,
+)
 from experiments.iterative_linearization.networks import lenet, resnet18
 from experiments.iterative_linearization.training import Plan, Split, train
 from experiments.sources import Images
@@ -173,3 +181,28 @@ def test_frozen_statistics_are_those_of_the_images() -> None:
     first = model.get_submodule("0")(x)
     assert torch.allclose(norm.running_mean, first.mean((0, 2, 3)), atol=1e-5)
     assert not model.training
+
+
+def test_sharpness_is_the_gauss_newton_matrix_largest_eigenvalue() -> None:
+    generator = torch.Generator().manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x = torch.randn(7, 3, generator=generator, dtype=torch.float64)
+    rows = [
+        torch.cat([g.reshape(-1) for g in torch.autograd.grad(v, list(net.parameters()), retain_graph=True)])
+        for v in net(x).reshape(-1)
+    ]
+    J, p = torch.stack(rows).view(7, 3, -1), net(x).detach().softmax(1)
+    hessian = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    G = torch.einsum("ncp,ncd,ndq->pq", J, hessian, J) / 7
+    found, vector = stability.sharpness(net, x, None, 300)
+    assert found == pytest.approx(float(torch.linalg.eigvalsh(G)[-1]), rel=1e-8)
+    assert torch.allclose(G @ vector, found * vector, atol=1e-6)
+
+
+def test_stability(tmp_path: Path) -> None:
+    runs = ["K = 1", "K = 10", "new features at a gap of 0.1"]
+    sizes = ["--images", "60", "--test", "20", "--channels", "3", "--looked-at", "10", "--time", "0.8"]
+    stability.main(["--runs", *runs, *sizes, "--seeds", "1", "--out", str(tmp_path), "--device", "cpu"])
+    cells = result(tmp_path, "stability.svg")
+    assert [c["updates"] for c in cells[:2]] == [40, 4]
+    assert all(v > 0 for c in cells for v in c["sharpness"])

@@ -23,8 +23,9 @@ def run(
     monkeypatch: pytest.MonkeyPatch,
     short: bool = True,
     feed: Callable[..., Any] | None = None,
+    structure: str = "kfra",
 ) -> Steps:
-    """Six steps of KFRA: reports, weights, and how often the short way was taken."""
+    """Six steps: reports, weights, and how often the short way was taken."""
     taken = 0
     measure = OnePass._short
 
@@ -37,20 +38,44 @@ def run(
         patch.setattr(OnePass, "_short", counted)
         if not short:
             patch.setattr(OnePass, "_look", lambda *_: None)
-        optimizer = classifier(net, structure="kfra", weight_decay=0.01, momentum=True)
+        optimizer = classifier(net, structure=structure, weight_decay=0.01, momentum=True)
         step = feed or (lambda optimizer, k: optimizer.step(*classes(seed=k)))
         reports = [step(optimizer, k) for k in range(6)]
     return reports, flat(net), taken
 
 
-def test_the_short_way_takes_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    short, long = run(mlp(), monkeypatch), run(mlp(), monkeypatch, short=False)
+@pytest.mark.parametrize("structure", ["kfra", "kfac", "kflr", "ekfac", "diagonal"])
+def test_the_short_way_takes_the_same_steps(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = run(mlp(), monkeypatch, structure=structure)
+    long = run(mlp(), monkeypatch, short=False, structure=structure)
     assert (short[2], long[2]) == (5, 0)  # all but the first step, on whose batch the chain is found
     assert torch.allclose(short[1], long[1], rtol=1e-8, atol=1e-10)
     for one, other in zip(short[0], long[0], strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-9)
         assert one.alpha == pytest.approx(other.alpha, rel=1e-7)
         assert one.model_reduction == pytest.approx(other.model_reduction, rel=1e-7)
+
+
+class Branching(nn.Module):
+    """Two ways from the first layer on: no chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Both together."""
+        h = self.body[0](x)
+        both: Tensor = self.body[2](h.tanh()) + self.body[2](h.sin())
+        return both
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diagonal"])
+def test_what_is_no_chain_goes_the_long_way(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = run(Branching(), monkeypatch, structure=structure)
+    long = run(Branching(), monkeypatch, short=False, structure=structure)
+    assert short[2] == 0
+    assert torch.equal(short[1], long[1])
 
 
 def test_frozen_parameters_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ from linnet.methods.optim.gauss_newton_settings import (
     checked_damping,
     checked_settings,
 )
+from linnet.methods.optim.gauss_newton_vectors import is_finite, norm_of, remember
 from linnet.tangent.batch import Inputs, batch_size, check_finite, concatenate
 from linnet.tangent.functional import Functional
 
@@ -229,12 +230,13 @@ class GaussNewton(torch.optim.Optimizer):
             self._take_back(value)
             rng = self._network.random_state()
             value, gradient, n = self._measure(parts, closure, None)
-            if not (math.isfinite(value) and bool(gradient.isfinite().all())):
+            if not (math.isfinite(value) and is_finite(gradient)):
                 raise NumericalError(*hopeless(value))
         self._failures += rejected
         self._first = value if self.steps == 0 else self._first
         objective, decay = value + self._penalty(), self._decay()
-        gradient = gradient + decay * parameters_to_vector(self._network.parameters.values())
+        if isinstance(decay, Tensor) or decay:
+            gradient = gradient + decay * parameters_to_vector(self._network.parameters.values())
         function, shared = self._running.function, self._network.shared
         batch = Batch(function, self._network.likelihood, parts, decay, shared, self._once.seen)
         self._follow(parts)
@@ -260,7 +262,7 @@ class GaussNewton(torch.optim.Optimizer):
         return StepReport(
             self.steps, n, value, objective, rho, self.tau, zeta,
             float(alpha[0]), float(alpha[1]) if len(alpha) > 1 else 0.0, reduction,
-            float(gradient.double().norm()), float(direction[0].double().norm()), float(step.double().norm()),
+            norm_of(gradient), norm_of(direction[0]), norm_of(step),
             rejected, noise, None if noise is None else suggested_batch(n, noise, reduction),
         )  # fmt: skip
 
@@ -300,9 +302,8 @@ class GaussNewton(torch.optim.Optimizer):
 
     def _acceptable(self, value: float, gradient: Tensor | None = None) -> bool:
         """Whether training can go on from a loss."""
-        if not math.isfinite(value) or (gradient is not None and not bool(gradient.isfinite().all())):
-            return False
-        return self.steps == 0 or value <= self._first + self.settings.limit * abs(self._first)
+        finite = math.isfinite(value) and (gradient is None or is_finite(gradient))
+        return finite and (self.steps == 0 or value <= self._first + self.settings.limit * abs(self._first))
 
     def _take_back(self, value: float) -> None:
         """Restore the weights of before the last step and raise τ and ζ."""
@@ -363,7 +364,7 @@ class GaussNewton(torch.optim.Optimizer):
         decays = {name: self._group(p)["weight_decay"] for name, p in self._network.parameters.items()}
 
         def along(inverse: Inverse) -> tuple[list[Tensor], Quadratic]:
-            directions = [-inverse.times(gradient) * self._scale(), *self._before()]
+            directions = [inverse.times(gradient).mul_(-self._scale()), *self._before()]
             return directions, batch.quadratic(gradient, directions)
 
         if self.tau is None or self.zeta is None:
@@ -384,9 +385,8 @@ class GaussNewton(torch.optim.Optimizer):
         return directions, model, model.best(self.tau)
 
     def _is_stale(self) -> bool:
-        """Whether the curvature is to be inverted now; at every step while its average is young."""
-        period = self.settings.inverse_period
-        return self.steps <= period or (self.steps - 1) % period == 0
+        """Whether to invert now: while the average is young, and every so often (as a search for ζ does)."""
+        return self.steps <= self.settings.inverse_period or self.steps % self.settings.inverse_period == 0
 
     def _reached(self, step: Tensor, score: Callable[[], float]) -> float:
         """The objective after a step, which is not taken."""
@@ -439,9 +439,9 @@ class GaussNewton(torch.optim.Optimizer):
         """Move the parameters and remember where they were."""
         for name, piece in self._running.function.space.to_params(step).items():
             p = self._network.parameters[name]
-            self.state[p]["before"] = p.detach().clone()
+            remember(self.state[p], "before", p.detach())
             if self.settings.momentum:
-                self.state[p]["step"] = piece.clone()
+                remember(self.state[p], "step", piece)
         self._move(step)
 
     def _move(self, step: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,24 +13,47 @@ from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.distributed import all_sum, world
 from linnet.curvatures.layers import Layer
 from linnet.curvatures.parts import Part
+from linnet.linalg.factorize import cholesky
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen, grouped_factored_damping
-from linnet.linalg.kronecker import Kronecker, KroneckerEigen, factored_damping
+from linnet.linalg.kronecker import Kronecker, KroneckerEigen, factored_damping, kron_mm
 from linnet.linalg.space import ParameterSpace
 from linnet.linalg.stored import from_tensors, to_tensors
 from linnet.linalg.structured import StructuredOperator
+
+
+@dataclass(frozen=True)
+class Factors:
+    """L ⊗ R of two inverses that were made here: a Kronecker product that need not be looked over again.
+
+    Args:
+        left: L.
+        right: R.
+        name: What to call the product.
+    """
+
+    left: Tensor
+    right: Tensor
+    name: str
+
+    def mm(self, v: Tensor) -> Tensor:
+        """The product times v (P, K)."""
+        return kron_mm(self.left, self.right, v)
+
+
+Block = Factors | StructuredOperator
 
 
 class Inverse:
     """(G̃ + (λ + ζ)I)⁻¹ of the layers that this process has.
 
     Args:
-        parts: The inverted blocks.
+        blocks: The layers' parts of the curvature, each with its inverted block.
         space: All parameters.
         shared: Whether the other layers are with other processes.
     """
 
-    def __init__(self, parts: tuple[Part, ...], space: ParameterSpace, shared: bool) -> None:
-        self.parts, self.space, self.shared = parts, space, shared
+    def __init__(self, blocks: tuple[tuple[Part, Block], ...], space: ParameterSpace, shared: bool) -> None:
+        self.blocks, self.space, self.shared = blocks, space, shared
 
     def times(self, g: Tensor) -> Tensor:
         """The inverse times a gradient.
@@ -41,16 +64,20 @@ class Inverse:
         Returns:
             (P,).
         """
-        out = torch.zeros_like(g)[:, None]
-        for part in self.parts:
-            part.scatter(part.operator.mm(part.gather(g[:, None], self.space)), out, self.space)
+        out = torch.zeros_like(g)
+        with torch.autocast(g.device.type, enabled=False):  # inverses are not for half precision
+            for part, block in self.blocks:
+                if isinstance(block, Factors) and part.layer.biased and not part.layer.transposed:
+                    _product_in_two(part, block, g, out, self.space)
+                else:
+                    part.scatter(block.mm(part.gather(g[:, None], self.space)), out[:, None], self.space)
         if self.shared:
             all_sum([out])
-        return out[:, 0]
+        return out
 
     def state(self) -> list[tuple[str, dict[str, Any], dict[str, Tensor]]]:
         """Layer name, description and tensors of every block."""
-        return [(part.layer.name, *to_tensors(part.operator)) for part in self.parts]
+        return [(part.layer.name, *to_tensors(_stored(block))) for part, block in self.blocks]
 
 
 class Undamped:
@@ -81,8 +108,7 @@ class Undamped:
             The inverse.
         """
         made = tuple(
-            replace(part, operator=_damped(part.operator, zeta + _decay(part.layer, decays)).inverse())
-            for part in self.parts
+            (part, _inverted(part.operator, zeta + _decay(part.layer, decays))) for part in self.parts
         )
         return Inverse(made, self.space, self.shared)
 
@@ -95,9 +121,9 @@ class Undamped:
         Returns:
             The same blocks.
         """
-        by_name = {name: from_tensors(spec, tensors) for name, spec, tensors in state}
-        parts = [replace(p, operator=by_name[p.layer.name]) for p in self.parts if p.layer.name in by_name]
-        return Inverse(tuple(parts), self.space, self.shared)
+        by_name = {name: _loaded(from_tensors(spec, tensors)) for name, spec, tensors in state}
+        blocks = [(p, by_name[p.layer.name]) for p in self.parts if p.layer.name in by_name]
+        return Inverse(tuple(blocks), self.space, self.shared)
 
 
 def shares(parts: tuple[Part, ...], processes: int) -> dict[str, int]:
@@ -121,6 +147,29 @@ def shares(parts: tuple[Part, ...], processes: int) -> dict[str, int]:
     return owner
 
 
+def _product_in_two(part: Part, block: Factors, g: Tensor, out: Tensor, space: ParameterSpace) -> None:
+    """L [V v] R into ``out``, from weight V and bias v where they are.
+
+    No matrix is copied, and products keep the weight's widths: with the bias as one more column they would
+    have odd ones, which matrix products are slower at.
+
+    Args:
+        part: The layer.
+        block: L and R.
+        g: V and v among all parameters, (P,).
+        out: Like g.
+        space: All parameters.
+    """
+    left, right = block.left, block.right
+    rows, d = part.layer.matrix[0], part.layer.matrix[1] - 1
+    weight, bias = (space.slices[name] for name in part.layer.names)
+    turned, shifted = left @ g[weight].view(rows, d), left @ g[bias]
+    # L [V v] R = [L V R_VV + L v r_Vᵀ, L V r_V + ρ L v] for R = [R_VV r_V; r_Vᵀ ρ]
+    into = out[weight].view(rows, d)
+    torch.mm(turned, right[:d, :d], out=into).addr_(shifted, right[d, :d])
+    torch.mv(turned, right[:d, d], out=out[bias]).add_(shifted * right[d, d])
+
+
 def _cost(block: StructuredOperator) -> float:
     """Σ n³ over the matrices that are inverted."""
     if isinstance(block, Kronecker):
@@ -140,13 +189,38 @@ def _prepared(block: StructuredOperator, inversion: str) -> StructuredOperator:
     return block
 
 
-def _damped(block: StructuredOperator, shift: float) -> StructuredOperator:
-    """A block with the damping put in, factored where it is a Kronecker product."""
+def _inverted(block: StructuredOperator, shift: float) -> Block:
+    """The inverse of a block with the damping put in, factored where it is a Kronecker product."""
     if isinstance(block, Kronecker):
-        return factored_damping(block, shift)
+        return _factors_inverted(block, shift)
     if isinstance(block, GroupedKronecker):
-        return grouped_factored_damping(block, shift)
-    return block.damped(shift)
+        return grouped_factored_damping(block, shift).inverse()
+    return block.damped(shift).inverse()
+
+
+def _factors_inverted(block: Kronecker, shift: float) -> Factors:
+    """(L + s_L I)⁻¹ ⊗ (R + s_R I)⁻¹; what is added depends on the factors' mean eigenvalues alone."""
+    means = [factor.diagonal().double().mean().view(1, 1) for factor in (block.left, block.right)]
+    damped = factored_damping(Kronecker(means[0], means[1]), shift)
+    inverses = []
+    for factor, mean, more, side in zip(
+        (block.left, block.right), means, (damped.left, damped.right), ("left", "right"), strict=True
+    ):
+        shifted = factor.clone()
+        shifted.diagonal().add_(float(more - mean.clamp(min=0)))
+        lower = cholesky(shifted, f"damped {side} factor of {block.name}")
+        inverses.append(torch.cholesky_inverse(lower))
+    return Factors(inverses[0], inverses[1], f"inverse of {block.name}")
+
+
+def _stored(block: Block) -> StructuredOperator:
+    """A block as what can be stored."""
+    return Kronecker(block.left, block.right, name=block.name) if isinstance(block, Factors) else block
+
+
+def _loaded(block: StructuredOperator) -> Block:
+    """Undo :func:`_stored`."""
+    return Factors(block.left, block.right, block.name) if isinstance(block, Kronecker) else block
 
 
 def _decay(layer: Layer, decays: Mapping[str, float]) -> float:

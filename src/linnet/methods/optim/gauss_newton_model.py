@@ -50,7 +50,7 @@ class Network:
         """ℓ of every example, (N,)."""
         args, kwargs = call_arguments(x)
         f = adapt_outputs(self.model(*args, **kwargs), self.output)
-        return self.likelihood.nll(f.to(_wide(f)), self.likelihood.check(f.to(_wide(f)), y))
+        return self.likelihood.nll(f.to(_wide(f)), y)
 
     def loss(self, parts: Sequence[Examples]) -> float:
         """Mean loss, without a gradient."""
@@ -196,7 +196,7 @@ class Batch:
         bent, n = torch.zeros(k, k, dtype=torch.float64, device=gradient.device), 0
         for x, y in self.parts:
             f, tangents = self._tangents(x, directions)
-            weighed = self.likelihood.product(f, tangents, self.likelihood.check(f, y))
+            weighed = self.likelihood.product(f, tangents, y)
             for i, j in product(range(k), repeat=2):
                 bent[i, j] += (tangents[i] * weighed[j]).sum(dtype=torch.float64)
             n += batch_size(x)
@@ -204,10 +204,13 @@ class Batch:
         total = torch.cat([bent.flatten(), bent.new_tensor([n])])
         if self.shared:
             all_sum([total])
-        stacked = torch.stack([d.double() for d in directions])
-        squared, decayed = stacked @ stacked.T, (stacked * self.decay) @ stacked.T
+        # two directions may be nearly parallel, and the determinant of their Gram matrix cancels
+        exact = torch.float64 if k > 1 else _wide(gradient)
+        stacked = torch.stack([d.to(exact) for d in directions]) if k > 1 else directions[0].to(exact)[None]
+        squared = (stacked @ stacked.T).double()
+        decayed = _weighed(stacked, self.decay, squared)
         curved = total[:-1].view(k, k) / total[-1] + decayed
-        return Quadratic(stacked @ gradient.double(), (curved + curved.T) / 2, squared)
+        return Quadratic((stacked @ gradient.to(exact)).double(), (curved + curved.T) / 2, squared)
 
     def reductions(self, step: Tensor) -> tuple[float, float]:
         """Mean and standard deviation over the examples of −(∇ℓ_nᵀδ + ½ δᵀG_nδ).
@@ -221,7 +224,6 @@ class Batch:
         sums = torch.zeros(3, dtype=torch.float64, device=step.device)
         for x, y in self.parts:
             f, tangents = self._tangents(x, [step])
-            y = self.likelihood.check(f, y)
             u = self.likelihood.gradient(f, y) + 0.5 * self.likelihood.product(f, tangents, y)[0]
             each = -(u * tangents[0]).flatten(1).double().sum(1)
             sums += torch.stack([each.sum(), each.square().sum(), each.new_tensor(len(each))])
@@ -273,7 +275,11 @@ def combined(directions: Sequence[Tensor], alpha: Tensor) -> Tensor:
         >>> combined([torch.ones(2), torch.ones(2)], torch.tensor([1.0, 2.0]))
         tensor([3., 3.])
     """
-    return torch.stack([w * d for w, d in zip(alpha.tolist(), directions, strict=True)]).sum(0)
+    weights = alpha.tolist()
+    total: Tensor = weights[0] * directions[0]
+    for w, d in zip(weights[1:], directions[1:], strict=True):
+        total.add_(d, alpha=w)
+    return total
 
 
 def given_gradient(
@@ -302,6 +308,14 @@ def given_gradient(
     if network.shared:  # means over processes of equal weight are what DistributedDataParallel makes
         all_sum([sums])
     return float(sums[0] / sums[1]), flat, int(sums[1])
+
+
+def _weighed(stacked: Tensor, decay: Tensor | float, squared: Tensor) -> Tensor:
+    """d_iᵀ diag(λ) d_j, (K, K), float64, where d_iᵀ d_j is known."""
+    weighed: Tensor = (
+        ((stacked * decay) @ stacked.T).double() if isinstance(decay, Tensor) else decay * squared
+    )
+    return weighed
 
 
 def _wide(f: Tensor) -> torch.dtype:
