@@ -17,6 +17,7 @@ from experiments.lqf import (
     gap,
     informative,
     learning_rate,
+    loss,
     online,
     pairs,
     tasks,
@@ -95,6 +96,18 @@ def test_pairs_and_the_studies_that_use_their_cells(small: None, tmp_path: Path)
     ablation.main(arguments(tmp_path, 1), [PAIR])
     assert len(published(tmp_path)["increases"]) == 4
     assert all(name in (tmp_path / "table.md").read_text() for name in ablation.CHANGES)
+
+
+def test_losses_are_compared_as_adapt_would_fit_them(small: None, tmp_path: Path) -> None:
+    loss.main([*arguments(tmp_path), "--shots", "5"], [PAIR])
+    cells = published(tmp_path)["cells"]
+    assert len(cells) == 2
+    for cell in cells:
+        better = cell["cross-entropy leave-one-out"] < cell["squared leave-one-out"]
+        assert cell["auto"] == loss.LOSSES[int(better)]
+        assert cell["auto log loss"] == cell[f"{cell['auto']} log loss"]
+        assert all(0 <= cell[f"{name} accuracy"] <= 1 for name in (*loss.LOSSES, "auto"))
+    assert "auto takes cross-entropy" in (tmp_path / "table.md").read_text()
 
 
 def test_an_increase_is_relative_to_plain_fine_tuning() -> None:
