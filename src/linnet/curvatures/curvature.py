@@ -242,6 +242,7 @@ class Curvature(StructuredOperator):
             "applied": list(self.applied),
             "parameters": self.function.names,
             "weights": self.function.fingerprint(),
+            "modules": self.function.modules(),
             "output": None if callable(adapter) else adapter,
             "custom_output": callable(adapter),
         }
