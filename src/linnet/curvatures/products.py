@@ -38,7 +38,7 @@ ROWS_BYTES = 64 << 20  # of the per-example gradients of one captured part
 FEWEST = 4  # examples of a part, where there are as many
 TANGENT_BYTES = {"cpu": 32 << 20}  # of what autograd keeps of one pass with tangents
 ACCELERATED_BYTES = 1 << 30  # the same elsewhere, where large batches are fast
-FEWEST_TANGENTS = 16  # examples of such a pass, where there are as many
+FEWEST_TANGENTS = 32  # examples of such a pass, where there are as many
 PROBES = 2  # examples that show what one keeps
 
 
