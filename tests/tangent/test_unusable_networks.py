@@ -14,7 +14,8 @@ import linnet
 from linnet.errors import FileFormatError, InputError, ModelError
 from linnet.likelihoods import Categorical
 
-X, Y = torch.randn(6, 3), torch.tensor([0, 1, 0, 1, 0, 1])
+X = torch.linspace(-1, 1, 18).view(6, 3).sin()
+Y = torch.tensor([0, 1, 0, 1, 0, 1])
 
 
 def network(activation: nn.Module) -> nn.Module:
