@@ -20,7 +20,7 @@ from linnet.tangent.capture import capture_parts
 from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
 from linnet.tangent.plan import expected_plan
-from linnet.tangent.trace import Trace, trace
+from linnet.tangent.trace import Trace, weighed_trace
 
 TARGET = 64 << 20  # bytes of one captured batch: more does not run faster where that holds BUSY examples
 BUSY = 64  # examples of a captured batch below which several threads wait for one another
@@ -147,7 +147,7 @@ def require_runs(function: Functional, x: Inputs) -> Trace:
     run = _traced(function, x)
     if run is None:
         function.check_runs(x)  # says why
-        run = trace(function, x)
+        run = weighed_trace(function, x)
     require_finite_pass(run)
     return run
 
@@ -155,7 +155,7 @@ def require_runs(function: Functional, x: Inputs) -> Trace:
 def _traced(function: Functional, x: Inputs) -> Trace | None:
     """A traced pass, if the network can run on x."""
     try:
-        return trace(function, x)
+        return weighed_trace(function, x)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
         return None
 

@@ -28,9 +28,8 @@ from linnet.progress import track
 from linnet.tangent.batch import take
 from linnet.tangent.capture import planned
 from linnet.tangent.functional import Functional
+from linnet.tangent.plan import PROBES
 from linnet.tangent.trace import Trace, trace
-
-LOOKED_AT = 4  # examples that show which parameters form layers
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def by_structure(
         The curvatures, in order.
     """
     first = batches.first()
-    look = require_runs(function, take(first.x, slice(0, LOOKED_AT)))
+    look = require_runs(function, take(first.x, slice(0, PROBES)))
     if any(structure == "kfra" for _, structure in wanted):
         return [_recursion(function, batches, request, first)]
     layers = layers_of(function, first, look)
@@ -173,12 +172,12 @@ def layers_of(function: Functional, batch: Batch, run: Trace | None = None) -> t
     Args:
         function: The network.
         batch: A batch.
-        run: A traced pass of its first ``LOOKED_AT`` examples, if there is one.
+        run: A traced pass of its first ``PROBES`` examples, if there is one.
 
     Returns:
         The layers.
     """
-    few = take(batch.x, slice(0, min(LOOKED_AT, batch.size)))
+    few = take(batch.x, slice(0, min(PROBES, batch.size)))
     captured = planned(function, few, run or trace(function, few))
     plans = function.cache.get("plans", {}).values()
     reasons = {name: why for plan in plans for name, why in plan.exact.items()}

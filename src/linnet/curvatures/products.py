@@ -219,7 +219,7 @@ def _gradient(value: Tensor, leaves: Params, cotangents: Tensor) -> Tensor:
     k = cotangents.shape[0]
     if not value.requires_grad:
         return cotangents.new_zeros(sum(leaf.numel() for leaf in leaves.values()), k)
-    grads = batched_grad(value, list(leaves.values()), cotangents)
+    grads = batched_grad(value, list(leaves.values()), cotangents, keep=False)
     parts = [
         leaf.new_zeros(leaf.numel(), k) if g is None else g.reshape(k, -1).T
         for g, leaf in zip(grads, leaves.values(), strict=True)

@@ -54,8 +54,9 @@ def capture_parts(
         A captured batch for each part of the cotangents, in order. Inputs a are the same in all.
     """
     run, u = _run(function, x, cotangents)
-    for part in u.split(columns or max(len(u), 1)):
-        yield _capture(function, x, run, part)
+    parts = u.split(columns or max(len(u), 1))
+    for i, part in enumerate(parts):
+        yield _capture(function, x, run, part, last=i + 1 == len(parts))
 
 
 @in_exact_mode
@@ -66,10 +67,10 @@ def _run(function: Functional, x: Inputs, cotangents: Cotangents) -> tuple[Trace
 
 
 @in_exact_mode
-def _capture(function: Functional, x: Inputs, run: Trace, u: Tensor) -> Captured:
-    """One backward pass with some cotangents."""
+def _capture(function: Functional, x: Inputs, run: Trace, u: Tensor, last: bool = False) -> Captured:
+    """One backward pass with some cotangents; the last one may let go of what the forward pass saved."""
     plan = plan_for(function, run, x)
-    uses, surprised = _differentiate(run, plan, u)
+    uses, surprised = _differentiate(run, plan, u, keep=not last or run.moved or bool(plan.unproven))
     if surprised:  # a gradient that vanished on all probes does not vanish here
         plan = plan_for(function, run, x, renew=True)
         uses, _ = _differentiate(run, plan, u)
@@ -103,10 +104,10 @@ def _misplaced(run: Trace, uses: Sequence[Use]) -> set[str]:
     return lost
 
 
-def _differentiate(run: Trace, plan: Plan, u: Tensor) -> tuple[list[Use], bool]:
+def _differentiate(run: Trace, plan: Plan, u: Tensor, keep: bool = True) -> tuple[list[Use], bool]:
     """The planned uses with their gradients, and whether an unproven use has one."""
     pairs = _planned_uses(run, plan)
-    gradients = use_gradients(run.outputs, [use for _, use in pairs], u)
+    gradients = use_gradients(run.outputs, [use for _, use in pairs], u, keep)
     taken = []
     for (key, use), g in zip(pairs, gradients, strict=True):
         if key in plan.layouts:

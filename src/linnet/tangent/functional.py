@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from linnet.errors import ModelError, WeightsError
 from linnet.linalg.space import ParameterSpace
+from linnet.memory import reuse_freed_memory
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, take, tensors_in
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.hashing import hash_tensors
@@ -56,6 +57,7 @@ class Functional:
         theta = self.theta
         _check_weights(self.model)
         self.space = ParameterSpace.of(theta)
+        reuse_freed_memory()
 
     def copy(self) -> Functional:
         """The same function on a network of its own, with nothing remembered.

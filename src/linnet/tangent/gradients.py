@@ -15,13 +15,16 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.rules import Use
 
 
-def use_gradients(outputs: Tensor, uses: Sequence[Use], cotangents: Tensor) -> list[Tensor]:
+def use_gradients(
+    outputs: Tensor, uses: Sequence[Use], cotangents: Tensor, keep: bool = True
+) -> list[Tensor]:
     """Gradients at the result of every use; uses of one operation share theirs.
 
     Args:
         outputs: (N, C) with a history.
         uses: Uses in that history.
         cotangents: (K, N, C).
+        keep: Whether the history is needed again.
 
     Returns:
         (K, *shape) for each use.
@@ -29,7 +32,7 @@ def use_gradients(outputs: Tensor, uses: Sequence[Use], cotangents: Tensor) -> l
     edges = {use.place: use.result.edge for use in uses}
     if not edges:
         return []
-    found = dict(zip(edges, batched_grad(outputs, list(edges.values()), cotangents), strict=True))
+    found = dict(zip(edges, batched_grad(outputs, list(edges.values()), cotangents, keep), strict=True))
     k = cotangents.shape[0]
     gradients = [found[use.place] for use in uses]
     return [
@@ -37,13 +40,17 @@ def use_gradients(outputs: Tensor, uses: Sequence[Use], cotangents: Tensor) -> l
     ]
 
 
-def batched_grad(outputs: Tensor, inputs: Sequence[Any], cotangents: Tensor) -> list[Tensor | None]:
+def batched_grad(
+    outputs: Tensor, inputs: Sequence[Any], cotangents: Tensor, keep: bool = True
+) -> list[Tensor | None]:
     """Gradients for K cotangents at once; one after the other where torch cannot batch an operation.
 
     Args:
         outputs: (N, C) with a history.
         inputs: Tensors or gradient edges.
         cotangents: (K, N, C).
+        keep: Whether the history is needed again; a single cotangent otherwise lets go of it as it passes,
+            so that its memory is taken again while it is still in the cache.
 
     Returns:
         For each input (K, *shape), or ``None`` if the outputs do not depend on it.
@@ -64,7 +71,11 @@ def batched_grad(outputs: Tensor, inputs: Sequence[Any], cotangents: Tensor) -> 
                 )
         except RuntimeError:
             pass  # an operation without a batching rule: take the cotangents one by one
-    each = [torch.autograd.grad(outputs, inputs, u, retain_graph=True, allow_unused=True) for u in cotangents]
+    last = len(cotangents) - 1
+    each = [
+        torch.autograd.grad(outputs, inputs, u, retain_graph=keep or i < last, allow_unused=True)
+        for i, u in enumerate(cotangents)
+    ]
     return [None if column[0] is None else _stacked(column) for column in zip(*each, strict=True)]
 
 

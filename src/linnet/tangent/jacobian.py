@@ -203,7 +203,7 @@ def vjp_columns(function: Functional, x: Inputs, u: Tensor) -> Tensor:
     columns = u[None] if u.ndim == 2 else u.movedim(2, 0)
     if not value.requires_grad or not u.numel():
         return u.new_zeros(function.space.dim, *u.shape[2:])
-    grads = batched_grad(value, list(leaves.values()), columns)
+    grads = batched_grad(value, list(leaves.values()), columns, keep=False)
     parts = [
         leaf.new_zeros(columns.shape[0], leaf.numel()) if g is None else g.reshape(columns.shape[0], -1)
         for g, leaf in zip(grads, leaves.values(), strict=True)

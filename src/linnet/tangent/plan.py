@@ -22,7 +22,7 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad
 from linnet.tangent.layout import Layout, find_layout
 from linnet.tangent.rules import Use, example_axes
-from linnet.tangent.trace import Trace, trace
+from linnet.tangent.trace import Trace, weighed_trace
 
 PROBES = 3  # examples traced at once to prove a plan
 TRIES = 8  # groups of probes looked at before a vanishing gradient is left unproven
@@ -104,7 +104,7 @@ def expected_plan(function: Functional, x: Inputs) -> Plan:
     if known is not None:
         return known
     few = take(x, slice(0, min(PROBES, batch_size(x))))
-    return plan_for(function, trace(function, few), x)
+    return plan_for(function, weighed_trace(function, few), x)
 
 
 @dataclass
@@ -126,10 +126,9 @@ def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -
     found = _Findings({name: "no rule for " + ", ".join(sorted(ops)) for name, ops in run.unhandled.items()})
     # three different examples first, then single ones thrice until all gradients have been seen
     groups = [[i % run.n for i in range(PROBES)], *([i] * PROBES for i in range(run.n))]
-    saved = 0
     for group in groups[:tries]:
         few = take(x, group)
-        probe, saved = _traced_and_weighed(function, few)
+        probe = run if _looked_at(run, group) else weighed_trace(function, few)
         if group is groups[0]:
             _require_independence(function, probe, take(few, slice(0, 1)))
             _compare_passes(found, probe, run)
@@ -145,7 +144,12 @@ def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -
         found.exact.update({name: reason for sources, _ in unproven for name in sources})
         unproven = frozenset()
     inputs, outputs = _sizes([use for _, use in open_uses])
-    return Plan(found.layouts, found.exact, found.unused, unproven, outputs, inputs, saved)
+    return Plan(found.layouts, found.exact, found.unused, unproven, outputs, inputs, probe.saved_bytes or 0)
+
+
+def _looked_at(run: Trace, group: Sequence[int]) -> bool:
+    """Whether a pass is itself one of these examples, weighed."""
+    return run.saved_bytes is not None and list(group) == list(range(run.n))
 
 
 def _require_independence(function: Functional, probe: Trace, first: Inputs) -> None:
@@ -179,22 +183,6 @@ def _compare_passes(found: _Findings, probe: Trace, run: Trace) -> None:
         found.exact.setdefault(name, "no rule for " + ", ".join(sorted(operations)))
 
 
-def _traced_and_weighed(function: Functional, few: Inputs) -> tuple[Trace, int]:
-    """A traced pass of a few examples, and the bytes of each that autograd keeps, parameters apart."""
-    own = {t.untyped_storage().data_ptr() for t in function.theta.values()}
-    kept: dict[int, int] = {}
-
-    def note(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        probe = trace(function, few)
-    return probe, sum(kept.values()) // probe.n
-
-
 @dataclass(frozen=True)
 class _Alone:
     """Gradients of n cotangents, each of one example alone.
@@ -223,12 +211,19 @@ def _gradients_alone(found: _Findings, probe: Trace) -> _Alone:
 
 def _find_layouts(found: _Findings, probe: Trace, gradients: _Alone) -> None:
     """Set the layout of every use whose gradient shows it; what has none is named."""
+    shown = {place: g is not None and bool(g.flatten(1).any(1).all()) for place, g in gradients.uses.items()}
+    known: dict[Any, Layout | None] = {}  # a weight and the bias added to its product share their result
     for key, use in found.open_uses(probe):
-        g = gradients.uses[use.place]
         if key in found.layouts:
             use.layout = found.layouts[key]
-        elif g is not None and g.flatten(1).any(1).all():
-            layout = find_layout(use.oriented(g), example_axes(use), probe.n)
+        elif shown[use.place]:
+            g = gradients.uses[use.place]
+            assert g is not None
+            own, axes = use.oriented(g), tuple(example_axes(use))
+            same = (use.place, own.shape, own.stride(), axes)
+            if same not in known:
+                known[same] = find_layout(own, axes, probe.n)
+            layout = known[same]
             if layout is None:
                 reason = "examples are mixed where it is used"
                 found.exact.update(dict.fromkeys(use.sources, reason))

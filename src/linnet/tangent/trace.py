@@ -39,6 +39,7 @@ class Trace:
         unhandled: Parameters with a use that no rule covers, and the operations that did it.
         moved: Whether rows were put where the data say: routed, sorted, unpadded.
         lost: Parameters whose examples are not where their plan has them in this pass, once that is known.
+        saved_bytes: Bytes of one example that autograd keeps, parameters apart, if they were counted.
     """
 
     n: int
@@ -48,6 +49,7 @@ class Trace:
     unhandled: dict[str, set[str]]
     moved: bool = False
     lost: set[str] | None = None
+    saved_bytes: int | None = None
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -76,6 +78,32 @@ def trace(function: Functional, x: Inputs) -> Trace:
         outputs = value.reshape(value.shape[0], -1)
     function.cache.setdefault("output shapes", {})[example_shapes(x)] = value.shape[1:]
     return Trace(recorder.n, outputs, leaves, recorder.uses, recorder.unhandled, recorder.moved)
+
+
+def weighed_trace(function: Functional, x: Inputs) -> Trace:
+    """The same for a few examples, with the bytes counted that autograd keeps of each of them.
+
+    Args:
+        function: The network and the parameters to track.
+        x: A few examples.
+
+    Returns:
+        The trace, with ``saved_bytes``.
+    """
+    own = {t.untyped_storage().data_ptr() for t in function.theta.values()}
+    kept: dict[int, int] = {}
+
+    def note(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen = kept.get(storage.data_ptr(), 0)  # of x, which may be a slice, only what is read
+            kept[storage.data_ptr()] = max(seen, min(storage.nbytes(), t.numel() * t.element_size()))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        run = trace(function, x)
+    run.saved_bytes = sum(kept.values()) // run.n
+    return run
 
 
 def _as_data(t: Tensor) -> Tensor:
