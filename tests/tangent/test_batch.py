@@ -45,9 +45,14 @@ def test_number_of_examples(form: str) -> None:
     assert batch_size(FORMS[form]) == 5
 
 
-@pytest.mark.parametrize("x", [{}, (), None, 3.0, "text", torch.tensor(1.0), {"n": torch.tensor(1)}])
+@pytest.mark.parametrize("x", [torch.tensor(1.0), {"n": torch.tensor(1)}])
 def test_no_examples_at_all(x: Any) -> None:
-    refused(InputError, lambda: batch_size(x), "x is", type(x).__name__, "example axis")
+    refused(InputError, lambda: batch_size(x), "x is", type(x).__name__, "example axis", "x[None]")
+
+
+@pytest.mark.parametrize("x", [{}, (), None, 3.0, "text", [[1.0, 2.0]], np.ones((4, 3)), {"a": np.ones(4)}])
+def test_no_tensors_at_all(x: Any) -> None:
+    refused(InputError, lambda: batch_size(x), "x is", type(x).__name__, "torch.as_tensor")
 
 
 @pytest.mark.parametrize("form", FORMS)

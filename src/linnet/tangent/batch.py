@@ -70,13 +70,15 @@ def batch_size(x: Inputs) -> int:
         >>> batch_size({"ids": torch.zeros(4, 7), "mask": torch.ones(4, 7)})
         4
     """
-    for tensor in tensors_in(x):
+    found = tensors_in(x)
+    for tensor in found:
         if tensor.ndim > 0:
             return tensor.shape[0]
+    axis = "give every input an example axis, as in x[None] for a single example"
     raise InputError(
-        f"x is {type(x).__name__} without a tensor that has an example axis",
+        f"x is {type(x).__name__} without a tensor" + (" that has an example axis" if found else ""),
         expected="a tensor (N, ...), a tuple of tensors or a dict of tensors",
-        remedy="give every input an example axis, as in x[None] for a single example",
+        remedy=axis if found else "turn arrays and lists of numbers into tensors with torch.as_tensor",
     )
 
 
