@@ -32,6 +32,8 @@ class Training:
         measured: Examples that a task's curvature is measured on; it counts for all.
         keep: Whether the optimizer's state is kept from task to task.
         device: Where.
+        precondition: τ > 0: gradients of all tasks but the first are multiplied by τ (Λ / N + τ I)⁻¹ with the
+            precision Λ of the past; 0 for never.
     """
 
     epochs: int = 2
@@ -44,6 +46,7 @@ class Training:
     measured: int = 10_000
     keep: bool = False
     device: str = "cpu"
+    precondition: float = 0.0
 
     def make(self, net: nn.Module, task: int) -> torch.optim.Optimizer:
         """The optimizer of task t = 0, 1, ..."""
@@ -54,8 +57,9 @@ class Training:
         return torch.optim.SGD(net.parameters(), lr=rate, momentum=self.momentum, nesterov=nesterov)
 
     def words(self) -> dict[str, Any]:
-        """What numbers depend on, for a cell; not the device."""
-        return {key: value for key, value in asdict(self).items() if key != "device"}
+        """What numbers depend on, for a cell; not the device, and no preconditioner that is not there."""
+        unsaid = {"device", *(() if self.precondition else ("precondition",))}
+        return {key: value for key, value in asdict(self).items() if key not in unsaid}
 
 
 def laplace(structure: str, merge: str = "svd", expectation: str = "exact") -> Maker:
@@ -143,6 +147,25 @@ def learn(
                     group["lr"] /= 10
 
 
+def precondition(
+    optimizer: torch.optim.Optimizer, method: Method | None, net: nn.Module, damping: float, count: int
+) -> None:
+    """Multiply gradients by τ (Λ / N + τ I)⁻¹ before every step: no direction is then steep to the penalty.
+
+    Args:
+        optimizer: The optimizer of this task.
+        method: Online Laplace, after at least one task.
+        net: The network.
+        damping: τ, in units of the curvature of the mean loss.
+        count: N, the examples of the new task.
+    """
+    assert isinstance(method, linnet.continual.OnlineLaplace)
+    past = method.precision().scaled(1 / count)
+    before = linnet.KroneckerPreconditioner(past, net, damping, reduction="sum")
+    before.gain = damping  # where the past says nothing, gradients stay as they are
+    before.attach(optimizer)
+
+
 @torch.no_grad()
 def accuracy(net: Heads, task: Task, part: str = "test", device: str = "cpu") -> float:
     """Share of a task's examples that are classified correctly."""
@@ -193,6 +216,8 @@ def run_stream(
             method = make(net, strength, len(data[0]) / used)
         if index and not how.keep:
             optimizer = how.make(net, index)
+        if index and how.precondition:
+            precondition(optimizer, method, net, how.precondition, len(data[0]))
         learn(net.select(task.head), data, method, optimizer, how, generator)
         if not all(bool(p.isfinite().all()) for p in net.parameters()):
             return {"rows": rows, "average": None, "validation": None, "finite": False}

@@ -135,16 +135,37 @@ def test_long_stream(words: list[str], tmp_path: Path, capsys: pytest.CaptureFix
     assert "after 5: mean" in capsys.readouterr().out
 
 
+def test_long_stream_with_the_precision_before_the_optimizer(words: list[str], tmp_path: Path) -> None:
+    sizes = ["--train", "100", "--test", "50", "--epochs", "10", "--tasks", "3", "--batch", "25"]
+    shared = [*words, *sizes, "--decay", "0", "--optimizer", "momentum", "--rate", "0.1"]
+    averages = []
+    for damping in ("0", "1", "1e6"):
+        long_stream.main([*shared, "--precondition", damping])
+        (cell,) = result(tmp_path, "long_stream")["cells"]
+        assert cell.get("precondition", 0) == float(damping)
+        averages.append(cell["rows"])
+    assert averages[1] != averages[0]
+    # damped beyond all curvature, gradients stay as they are
+    last = [[row[1] for row in rows] for rows in (averages[0], averages[2])]
+    assert all(abs(a - b) <= 0.04 for x, y in zip(*last, strict=True) for a, b in zip(x, y, strict=True))
+
+
 def test_si_reference(words: list[str], tmp_path: Path) -> None:
     sizes = ["--train", "256", "--test", "50", "--epochs", "1", "--tasks", "2", "--hidden", "8"]
     si_reference.main([*words, *sizes])
     assert [c["c"] for c in result(tmp_path, "si_reference")["cells"]] == [0.1, 0.0]
 
 
-def test_disjoint_mnist(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disjoint_mnist, "GRID", {name: [1.0] for name in disjoint_mnist.GRID})
-    disjoint_mnist.main([*words, "--train", "300", "--test", "100", "--epochs", "1"])
-    assert len(result(tmp_path, "disjoint_mnist")["cells"]) == 3
+@pytest.mark.parametrize("damping", ["0", "1"])
+def test_disjoint_mnist(
+    damping: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disjoint_mnist, "GRID", {name: [1.0, 1e6] for name in disjoint_mnist.GRID})
+    sizes = ["--train", "300", "--test", "100", "--epochs", "1", "--precondition", damping]
+    disjoint_mnist.main([*words, *sizes])
+    cells = result(tmp_path, "disjoint_mnist")["cells"]
+    assert len(cells) == 3
+    assert damping == "0" or all(row[-1] for cell in cells for row in cell["found"])  # nothing diverged
 
 
 def test_stiffness_is_the_largest_eigenvalue() -> None:
