@@ -24,7 +24,7 @@ import linnet
 from experiments import tables
 from experiments.continual.networks import Heads, multilayer
 from experiments.continual.streams import Task, classes, mnist
-from experiments.continual.training import METHODS, Method, Training, accuracy, learn, precondition
+from experiments.continual.training import METHODS, Method, Training, accuracy, learn
 from experiments.figures import figure, save
 from experiments.study import Study, parser
 
@@ -60,7 +60,7 @@ def second(net: Heads, method: Method, how: Training, examples: int) -> torch.op
     """The optimizer of the second task: one that the penalty does not make diverge."""
     if how.precondition and isinstance(method, linnet.continual.OnlineLaplace):
         optimizer = how.make(net, 1)
-        precondition(optimizer, method, net, how.precondition, examples)
+        method.preconditioner(examples, how.precondition).attach(optimizer)
         return optimizer
     if how.optimizer == "adam":
         return how.make(net, 0)

@@ -147,25 +147,6 @@ def learn(
                     group["lr"] /= 10
 
 
-def precondition(
-    optimizer: torch.optim.Optimizer, method: Method | None, net: nn.Module, damping: float, count: int
-) -> None:
-    """Multiply gradients by τ (Λ / N + τ I)⁻¹ before every step: no direction is then steep to the penalty.
-
-    Args:
-        optimizer: The optimizer of this task.
-        method: Online Laplace, after at least one task.
-        net: The network.
-        damping: τ, in units of the curvature of the mean loss.
-        count: N, the examples of the new task.
-    """
-    assert isinstance(method, linnet.continual.OnlineLaplace)
-    past = method.precision().scaled(1 / count)
-    before = linnet.KroneckerPreconditioner(past, net, damping, reduction="sum")
-    before.gain = damping  # where the past says nothing, gradients stay as they are
-    before.attach(optimizer)
-
-
 @torch.no_grad()
 def accuracy(net: Heads, task: Task, part: str = "test", device: str = "cpu") -> float:
     """Share of a task's examples that are classified correctly."""
@@ -217,7 +198,8 @@ def run_stream(
         if index and not how.keep:
             optimizer = how.make(net, index)
         if index and how.precondition:
-            precondition(optimizer, method, net, how.precondition, len(data[0]))
+            assert isinstance(method, linnet.continual.OnlineLaplace)
+            method.preconditioner(len(data[0]), how.precondition).attach(optimizer)
         learn(net.select(task.head), data, method, optimizer, how, generator)
         if not all(bool(p.isfinite().all()) for p in net.parameters()):
             return {"rows": rows, "average": None, "validation": None, "finite": False}

@@ -19,6 +19,8 @@ from linnet.methods.continual.method import ContinualMethod, Prepare, check_fact
 from linnet.methods.continual.parameters import Live, unwrapped
 from linnet.methods.continual.precision import Precision
 from linnet.methods.continual.quadratic import Quadratic, moved_anchor, moved_term
+from linnet.methods.fitting.arguments import check_positive
+from linnet.methods.optim.preconditioner import KroneckerPreconditioner
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.selection import Selector, select_parameters
@@ -176,6 +178,42 @@ class OnlineLaplace(ContinualMethod):
             max(block.examples for block in blocks),
         )
         return Curvature(self._main.precision.parts(), function, made)
+
+    def preconditioner(self, examples: int, damping: float = 1.0) -> KroneckerPreconditioner:
+        """What makes the penalty no steeper than the loss, to put before the optimizer of the next task.
+
+        The penalty grows with every task until no learning rate suits both it and the new task's loss.
+        Gradients g become
+
+            τ (Λ / N + τ I)⁻¹ g,
+
+        of length at most ‖g‖: as they are where the past says nothing, and smaller the more it says. Plain
+        gradient steps with momentum then need no rate that falls along the stream.
+
+        Args:
+            examples: N of the next task; its loss is a mean over them, like in :meth:`add_grad_`.
+            damping: τ > 0, about the curvature of the loss in the directions that it is to be learned in.
+
+        Returns:
+            The preconditioner; ``preconditioner(N).attach(optimizer)`` for one task, made anew for the next.
+
+        Raises:
+            ModelError: If no task has been consolidated, or sums of products are kept as lists.
+            InputError: If an argument is not positive.
+
+        Example:
+            >>> import linnet
+            >>> net, x, y = nn.Linear(3, 2), torch.randn(20, 3), torch.randint(2, (20,))
+            >>> method = OnlineLaplace(net, linnet.likelihoods.Categorical())
+            >>> method.consolidate((x, y))
+            >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+            >>> handle = method.preconditioner(examples=20).attach(optimizer)
+        """
+        check_positive("examples", examples, "pass the number of examples of the next task")
+        past = self.precision().scaled(1.0 / examples)
+        made = KroneckerPreconditioner(past, self.model, damping, reduction="sum")
+        made.gain = made.damping
+        return made
 
     def log_evidence(
         self, data: Any, *, output: OutputAdapter = None, prepare: Prepare | None = None

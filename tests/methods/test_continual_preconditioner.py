@@ -1,0 +1,68 @@
+"""The past's precision before the optimizer of the next task."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import linnet
+from linnet.errors import InputError, ModelError
+from tests.zoo import assert_near
+
+
+def stream(structure: str, merge: str = "svd") -> tuple[nn.Module, linnet.continual.OnlineLaplace]:
+    """A network that two tasks have been learned with."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    method = linnet.continual.OnlineLaplace(
+        net, linnet.likelihoods.Categorical(), structure, strength=3.0, merge=merge
+    )
+    for _ in range(2):
+        method.consolidate((torch.randn(12, 3).double(), torch.randint(2, (12,))))
+    return net, method
+
+
+@pytest.mark.parametrize("structure", ["full", "kfac", "ekfac", "diagonal"])
+def test_gradients_are_divided_by_the_damped_precision(structure: str) -> None:
+    net, method = stream(structure)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    method.preconditioner(examples=40, damping=0.5).attach(optimizer)
+    grads = [torch.randn_like(p) for p in net.parameters()]
+    before = nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+    for p, g in zip(net.parameters(), grads, strict=True):
+        p.grad = g.clone()
+    optimizer.step()
+    flat, precision = torch.cat([g.flatten() for g in grads]), method.precision().dense()
+    damped = precision / 40 + 0.5 * torch.eye(len(flat), dtype=torch.float64)
+    want = 0.5 * torch.linalg.solve(damped, flat)
+    assert_near(before - nn.utils.parameters_to_vector(net.parameters()).detach(), want)
+    assert want.norm() < flat.norm()
+
+
+def test_the_penalty_has_no_steep_direction_left() -> None:
+    _, method = stream("kfac")
+    steep = torch.linalg.eigvalsh(method.precision().dense() / 2)[-1]
+    left = method.preconditioner(examples=2, damping=1e-3)
+    product = torch.stack([left.multiply(row) for row in method.precision().dense() / 2])
+    assert float(torch.linalg.eigvals(product).real.max()) <= 1e-3 < float(steep)
+
+
+def test_nothing_is_known_before_the_first_task() -> None:
+    net = nn.Linear(2, 2)
+    method = linnet.continual.OnlineLaplace(net, linnet.likelihoods.Categorical())
+    with pytest.raises(ModelError, match="no task has been consolidated"):
+        method.preconditioner(examples=10)
+
+
+@pytest.mark.parametrize(("examples", "damping"), [(0, 1.0), (-3, 1.0), (10, 0.0), (10, float("nan"))])
+def test_arguments_must_be_positive(examples: int, damping: float) -> None:
+    _, method = stream("kfac")
+    with pytest.raises(InputError, match=r"examples|damping"):
+        method.preconditioner(examples=examples, damping=damping)
+
+
+def test_lists_of_products_are_refused() -> None:
+    _, method = stream("kfac", merge="exact")
+    with pytest.raises(ModelError, match="list"):
+        method.preconditioner(examples=10)
