@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.distributed import all_sum
 from linnet.curvatures.expectation import Expectation
+from linnet.curvatures.output_layer import OutputLayer, add_output_layer, has_closed_form, output_inputs
 from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.sums import Gradients, Sums, wide
 from linnet.errors import ModelError
 from linnet.progress import track
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, take
 from linnet.tangent.capture import capture_parts
 from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
@@ -28,6 +29,8 @@ MOST = 256 << 20  # bytes of one captured batch of BUSY examples
 LARGEST = 512  # examples of a captured batch, at most
 LONG = 1 << 20  # bytes of one column's gradients from which a CPU does better with one column at a time
 FEWEST = 8  # examples of a captured batch before its columns are taken in parts
+
+Watch = Callable[[Tensor, Tensor | None], None]  # is shown outputs (N, ...) and checked labels
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Accumulator:
         expectation: Which columns stand for the outputs' curvature.
         sums: The statistics.
         columns: Columns at once; all by default.
+        few: Examples at once where a closed form was expected and does not hold; all by default.
+        watch: Is shown the outputs and labels of every batch.
 
     Attributes:
         sums: The statistics.
@@ -63,8 +68,12 @@ class Accumulator:
         expectation: Expectation,
         sums: Sequence[Sums],
         columns: int | None = None,
+        few: int | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        self.function, self.expectation, self.sums, self.columns = function, expectation, sums, columns
+        self.function, self.expectation, self.sums = function, expectation, sums
+        self.columns, self.few, self.watch = columns, few, watch
+        self._closed = has_closed_form(expectation, sums)
         self.examples = torch.zeros((), dtype=torch.float64, device=function.device)
 
     @torch.no_grad()
@@ -78,12 +87,55 @@ class Accumulator:
             DataError: If targets are needed and missing, or do not fit the likelihood.
             ModelError: If the network's outputs or activations are not finite; the layer is named.
         """
+        self._closed = self._closed and self._add_closed(batch)
+        if not self._closed:
+            for part in self._parts(batch):
+                self._add_columns(part)
+        self.examples += batch.size
+
+    def _add_closed(self, batch: Batch) -> bool:
+        """Add a batch without columns, if the outputs are the layer's own result."""
+        run = trace(self.function, batch.x)
+        require_finite_pass(run)
+        layer, likelihood = self.sums[0].layer, self.expectation.likelihood
+        a = output_inputs(run, layer.names)
+        f, y = self._outputs(run.outputs.detach(), batch)
+        if a is None or (f.ndim > 2 and likelihood.axis not in (-1, f.ndim - 1)):
+            return False
+        kept = f.to(wide(f.dtype))
+        add_output_layer(self.sums, OutputLayer(a, kept, y, likelihood, len(layer.names) > 1))
+        self._show(f, y)
+        return True
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """A batch in parts that are differentiated at once."""
+        size = self.few or batch.size
+        if size >= batch.size:
+            return [batch]
+        starts = [slice(start, start + size) for start in range(0, batch.size, size)]
+        return [
+            Batch(batch.index, take(batch.x, some), None if batch.y is None else batch.y[some])
+            for some in starts
+        ]
+
+    def _outputs(self, flat: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Outputs in the network's own shape, and checked labels."""
+        f = flat.view(-1, *self.function.output_shape(batch.x))
+        return f, self.expectation.targets(f, batch.y)
+
+    def _show(self, f: Tensor, y: Tensor | None) -> None:
+        """Let the watcher see a batch."""
+        if self.watch is not None:
+            self.watch(f, y)
+
+    def _add_columns(self, batch: Batch) -> None:
+        """Add a batch by the columns of its Λ."""
         marks: list[Tensor | None] = []
         widths: list[int] = []
 
         def columns(flat: Tensor) -> Tensor:
-            f = flat.view(-1, *self.function.output_shape(batch.x))
-            y = self.expectation.targets(f, batch.y)
+            f, y = self._outputs(flat, batch)
+            self._show(f, y)
             marks.append(None if y is None else self.expectation.likelihood.mask(y))
             u = self.expectation.columns(f, y, batch.index).flatten(2)
             widths.append(len(u))
@@ -98,7 +150,6 @@ class Accumulator:
             gradients = Gradients(captured, fresh, seen == widths[0], counts, widths[0])
             for statistic in self.sums:
                 statistic.add(gradients)
-        self.examples += batch.size
 
     def fade(self, decay: float) -> None:
         """Let what was added so far count ``decay`` times as much: an exponential average.
@@ -235,6 +286,8 @@ class Passes:
         expectation: Which columns stand for the outputs' curvature.
         columns: Columns at once.
         checkpoint: Where unfinished sums are kept.
+        few: Examples at once where a closed form was expected and does not hold.
+        watch: Is shown the outputs and labels of every batch of the first pass.
     """
 
     def __init__(
@@ -244,9 +297,11 @@ class Passes:
         expectation: Expectation,
         columns: int | None = None,
         checkpoint: Checkpoint | None = None,
+        few: int | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        self.function, self.batches, self.expectation, self.columns = function, batches, expectation, columns
-        self.checkpoint = checkpoint
+        self.function, self.batches, self.expectation = function, batches, expectation
+        self.columns, self.few, self.checkpoint, self.watch = columns, few, checkpoint, watch
         self._saved = None if checkpoint is None else checkpoint.read()
         self._finished: dict[str, Tensor] = {}
         self._data: dict[str, Tensor] = {}
@@ -263,7 +318,8 @@ class Passes:
             The accumulator with the statistics of all the data.
         """
         turn, self._turn = self._turn, self._turn + 1
-        accumulator = Accumulator(self.function, self.expectation, sums, self.columns)
+        watch = self.watch if turn == 0 else None
+        accumulator = Accumulator(self.function, self.expectation, sums, self.columns, self.few, watch)
         done = self._restore(accumulator, turn)
         if done is not None:
             for batch in track(self.batches, what, total=self.batches.length()):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from linnet.curvatures.accumulate import Watch
 from linnet.curvatures.distributed import world
 from linnet.curvatures.engine import Request, by_structure
 from linnet.curvatures.expectation import EXPECTATIONS, Expectation, choose_matrix
@@ -24,7 +26,6 @@ from linnet.tangent.selection import Selector
 OPERATORS = ("matrix-free", "low-rank")
 
 
-@in_exact_mode
 def curvature(
     model: nn.Module,
     data: Any,
@@ -107,6 +108,58 @@ def curvature(
           0  4x2 + 4              ekfac
           2  3x4 + 3              ekfac
     """
+    return _made(
+        None, model, data, likelihood, structure, expectation, sharing, matrix, params, output, samples,
+        rank, seed, block, memory, file, shard, derivative, method,
+    )  # fmt: skip
+
+
+def watched(
+    watch: Watch, model: nn.Module, data: Any, likelihood: Likelihood, structure: Any, **options: Any
+) -> Any:
+    """A curvature whose pass over the data shows the outputs to somebody else.
+
+    Args:
+        watch: Is shown outputs (N, ...) and checked labels (``None`` where the data have none) of every batch
+            that this process sums. Nothing is shown by structures that pass over the data in another way:
+            "kfra", "low-rank", "matrix-free" and Hessian matrices.
+        model: As for :func:`curvature`, like all that follows.
+        data: The data.
+        likelihood: The likelihood.
+        structure: The structure.
+        **options: All others.
+
+    Returns:
+        The curvature.
+    """
+    given = inspect.signature(curvature).bind(model, data, likelihood, structure, **options)
+    given.apply_defaults()
+    return _made(watch, **given.arguments)
+
+
+@in_exact_mode
+def _made(
+    watch: Watch | None,
+    model: nn.Module,
+    data: Any,
+    likelihood: Likelihood,
+    structure: Any,
+    expectation: str,
+    sharing: str,
+    matrix: str,
+    params: Selector,
+    output: OutputAdapter,
+    samples: int,
+    rank: int,
+    seed: int,
+    block: int | None,
+    memory: str | int | None,
+    file: str | Path | None,
+    shard: bool,
+    derivative: str,
+    method: str,
+) -> Any:
+    """A curvature, or several."""
     if not isinstance(likelihood, Likelihood):
         raise InputError(
             f"likelihood is {type(likelihood).__name__}",
@@ -140,7 +193,7 @@ def curvature(
     columns = Expectation(likelihood, expectation, taken, samples, seed)
     rank_, world_ = world() if shard else (0, 1)
     batches = Batches(data, function.device, block, rank_, world_)
-    request = Request(columns, sharing, memory, None if file is None else Path(file))
+    request = Request(columns, sharing, memory, None if file is None else Path(file), watch)
     if any(kind in OPERATORS for kind in kinds) or taken == "hessian":
         if len(names) > 1:
             raise InputError(

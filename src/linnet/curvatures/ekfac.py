@@ -28,6 +28,11 @@ class EigenvalueSums(Sums):
 
     Args:
         kronecker: The layer's finished Kronecker factors.
+
+    Attributes:
+        basis: Q_B ⊗ Q_A.
+        input_basis: Q_A, (R, d, d).
+        gradient_basis: Q_B, (R, c, c).
     """
 
     def __init__(self, kronecker: KroneckerSums) -> None:
@@ -41,10 +46,12 @@ class EigenvalueSums(Sums):
         left, right = self.basis.left_vectors, self.basis.right_vectors
         if self.layer.groups == 1:
             left, right = left[None], right[None]
-        self._inputs, self._gradients = (left, right) if self.layer.transposed else (right, left)
+        self.input_basis, self.gradient_basis = (left, right) if self.layer.transposed else (right, left)
         self._turned: list[Tensor] = []  # rotated inputs of the batch in hand
         self.tensors = {
-            "values": left.new_zeros(self.layer.groups, self._gradients.shape[-1], self._inputs.shape[-1])
+            "values": left.new_zeros(
+                self.layer.groups, self.gradient_basis.shape[-1], self.input_basis.shape[-1]
+            )
         }
 
     def add(self, gradients: Gradients) -> None:
@@ -62,7 +69,7 @@ class EigenvalueSums(Sums):
         g = [f.g.to(kind) for f in parts]
         if len(parts) == 1 and a[0].shape[2] == 1:
             # (Q_Bᵀ g)² ((Q_Aᵀ a)²)ᵀ
-            gs = torch.einsum("knrc,rce->rkne", g[0][:, :, :, 0], self._gradients).square_().sum(1)
+            gs = torch.einsum("knrc,rce->rkne", g[0][:, :, :, 0], self.gradient_basis).square_().sum(1)
             self.tensors["values"] += gs.mT @ a[0][:, :, 0].square().transpose(0, 1)
         else:
             self._add_rows(a, g, turned)
@@ -71,7 +78,7 @@ class EigenvalueSums(Sums):
 
     def _inputs_of(self, parts: list[Factors], columns: int, kind: torch.dtype) -> tuple[list[Tensor], bool]:
         """â of every use, and whether it has been rotated: kept for the batch's other columns if so."""
-        k, c, d = columns, self._gradients.shape[-1], self._inputs.shape[-1]
+        k, c, d = columns, self.gradient_basis.shape[-1], self.input_basis.shape[-1]
         s = sum(f.a.shape[2] for f in parts)
         turned = s == 1 or s * (d * d + k * c * c) < k * (c * c * d + c * d * d)
         if turned and self._turned:
@@ -79,7 +86,7 @@ class EigenvalueSums(Sums):
         ones = (0, 1) if self.layer.biased else (0, 0)
         a = [F.pad(f.a.to(kind), ones, value=1.0) for f in parts]  # (N, R, S, d)
         if turned:
-            a = self._turned = [one @ self._inputs for one in a]
+            a = self._turned = [one @ self.input_basis for one in a]
         return a, turned
 
     def _add_rows(self, a: list[Tensor], g: list[Tensor], turned: bool) -> None:
@@ -92,14 +99,14 @@ class EigenvalueSums(Sums):
             total: Tensor | None = None
             for own_a, own_g in zip(a, g, strict=True):
                 part = own_g[:, examples].permute(1, 2, 0, 3, 4)  # (n, R, K, S, c)
-                part = part @ self._gradients[:, None] if turned else part
+                part = part @ self.gradient_basis[:, None] if turned else part
                 # one product for each example and group: (K·c × S)(S × d)
                 rows = part.mT.flatten(0, 1).flatten(1, 2) @ own_a[examples].flatten(0, 1)
                 total = rows if total is None else total + rows
             assert total is not None
             formed = total.view(-1, r, k, c, d)
             if not turned:
-                formed = self._gradients.mT[:, None] @ (formed @ self._inputs[:, None])
+                formed = self.gradient_basis.mT[:, None] @ (formed @ self.input_basis[:, None])
             self.tensors["values"] += formed.square_().sum((0, 2))
 
     def block(self) -> KroneckerEigen | GroupedKroneckerEigen:

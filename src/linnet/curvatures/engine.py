@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.curvatures.accumulate import LARGEST, Chunks, Passes, plan_chunks, require_runs
+from linnet.curvatures.accumulate import LARGEST, Chunks, Passes, Watch, plan_chunks, require_runs
 from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.distributed import all_sum, world
@@ -19,8 +19,9 @@ from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
 from linnet.curvatures.kfra import RecursionSums
 from linnet.curvatures.layers import Layer, find_layers
+from linnet.curvatures.output_layer import has_closed_form, output_inputs
 from linnet.curvatures.parts import Part
-from linnet.curvatures.stream import Batch, Batches
+from linnet.curvatures.stream import DEFAULT_BLOCK, Batch, Batches
 from linnet.curvatures.sums import Sums
 from linnet.curvatures.treatments import Structure, by_layer, make_sums, treatment
 from linnet.memory import Plan, parse_bytes, require
@@ -41,12 +42,14 @@ class Request:
         sharing: "expand" or "reduce".
         memory: Budget.
         file: Where unfinished sums are kept, or ``None``.
+        watch: Is shown outputs and checked labels, batch by batch, where the structures share passes.
     """
 
     expectation: Expectation
     sharing: str = "expand"
     memory: str | int | None = None
     file: Path | None = None
+    watch: Watch | None = None
 
     def provenance(self, structure: str, examples: float) -> Provenance:
         """Where a matrix comes from."""
@@ -95,9 +98,11 @@ def by_structure(
     sums = _first_sums(plans, request, function, function.device)
     f = look.outputs.detach()[:1].view(1, *function.output_shape(first.x))
     chunks = _chunks(function, first, f, request, sums, batches.most(first))
-    batches.block = batches.block or chunks.examples
+    closed = _closed_examples(look, first, function, request, sums)
+    batches.block = batches.block or closed or chunks.examples
     checkpoint = _checkpoint(function, batches, request, [structure for _, structure in wanted])
-    passes = Passes(function, batches, request.expectation, chunks.columns, checkpoint)
+    few = chunks.examples if closed else None
+    passes = Passes(function, batches, request.expectation, chunks.columns, checkpoint, few, request.watch)
     examples = float(passes.run(list(sums.values()), "curvature").examples)
     corrected = _second_sums(plans, sums)
     if corrected:
@@ -253,6 +258,19 @@ def _chunks(
     rows = max((_row_numbers(s) for s in sums.values()), default=0) * function.dtype.itemsize
     budget = parse_bytes(request.memory, function.device)
     return plan_chunks(function, first, columns, rows, budget, most)
+
+
+def _closed_examples(
+    look: Trace, first: Batch, function: Functional, request: Request, sums: Mapping[Any, Sums]
+) -> int | None:
+    """Examples at once where the outputs are the only layer's result; ``None`` where columns are needed."""
+    statistics = list(sums.values())
+    if not has_closed_form(request.expectation, statistics):
+        return None
+    if output_inputs(look, statistics[0].layer.names) is None:
+        return None
+    budget = parse_bytes(request.memory, function.device)
+    return min(DEFAULT_BLOCK, plan_chunks(function, first, 1, 0, budget).examples)
 
 
 def _row_numbers(statistic: Sums) -> int:

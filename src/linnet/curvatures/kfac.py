@@ -65,7 +65,7 @@ class KroneckerSums(Sums):
             return
         for use in captured.by_parameter().get(self.layer.names[0], []):
             if gradients.fresh:
-                self._add_inputs(shared_input_moment(use, gradients.shared))
+                self.add_inputs(shared_input_moment(use, gradients.shared))
             self.tensors["gradients"] += gradient_moment(use)
 
     def _add_factors(self, gradients: Gradients) -> None:
@@ -85,9 +85,9 @@ class KroneckerSums(Sums):
         for f, weight in zip(parts, weights, strict=True):
             self.tensors["gradients"] += output_moment(f)
             if gradients.last:
-                self._add_inputs(weighted_input_moment(f, weight))
+                self.add_inputs(weighted_input_moment(f, weight))
 
-    def _add_inputs(self, moment: InputMoment) -> None:
+    def add_inputs(self, moment: InputMoment) -> None:
         """Σ â âᵀ and the number of its terms."""
         self.tensors["inputs"] += moment.hatted() if self.layer.biased else moment.second
         self.tensors["count"] += moment.count

@@ -120,6 +120,14 @@ class IndependentComponents(Likelihood, ABC):
     def _hessian(self, rows: Tensor, labels: Tensor | None) -> Tensor:
         return torch.diag_embed(self._curvature(rows))
 
+    def _hessian_sum(self, rows: Tensor, labels: Tensor | None, counts: Tensor | None) -> Tensor:
+        each = self._curvature(rows)
+        each = each if counts is None else each.masked_fill(~counts, 0)
+        return torch.diag_embed(each.sum((0, 1)))
+
+    def _hessian_diagonal(self, rows: Tensor, labels: Tensor | None) -> Tensor:
+        return self._curvature(rows)
+
     def _product(self, rows: Tensor, v: Tensor, labels: Tensor | None) -> Tensor:
         return self._curvature(rows) * v
 

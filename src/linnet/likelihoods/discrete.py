@@ -146,6 +146,23 @@ class Categorical(Likelihood):
         diagonal.copy_(-matrix.sum(-1))
         return matrix
 
+    def _hessian_sum(self, rows: Tensor, labels: Tensor | None, counts: Tensor | None) -> Tensor:
+        p = rows.softmax(-1)
+        p = (p if counts is None else p.masked_fill(~counts, 0)).flatten(0, 1)
+        # Σ diag(p) − p pᵀ, one product; rows sum to zero, as those of each term do
+        matrix = -(p.mT @ p)
+        matrix = (matrix + matrix.mT) / 2
+        diagonal = matrix.diagonal()
+        diagonal.zero_()
+        diagonal.copy_(-matrix.sum(-1))
+        return matrix
+
+    def _hessian_diagonal(self, rows: Tensor, labels: Tensor | None) -> Tensor:
+        p, top = rows.softmax(-1), rows.argmax(-1, keepdim=True)
+        # p (1 − p), where 1 − p of the likeliest is the sum of the others: exact where p rounds to 1
+        others = p.scatter(-1, top, 0.0).sum(-1, keepdim=True)
+        return p * (1 - p).scatter(-1, top, others)
+
     def _product(self, rows: Tensor, v: Tensor, labels: Tensor | None) -> Tensor:
         p, top = rows.softmax(-1), rows.argmax(-1, keepdim=True)
         # p ∘ v − p (pᵀ v); Λ 1 = 0 lets v be shifted, so that nothing cancels where p is nearly certain

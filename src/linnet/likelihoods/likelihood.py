@@ -16,6 +16,8 @@ from linnet.errors import InputError
 from linnet.likelihoods.distribution import Distribution, require_draws
 from linnet.linalg.random import Seed, make_generator, signs
 
+FORMED = 1 << 22  # numbers in the matrices Λ of several examples that are formed at once
+
 
 class Likelihood(Distribution, ABC):
     """A negative log-likelihood and what curvature needs of it.
@@ -59,6 +61,31 @@ class Likelihood(Distribution, ABC):
         """
         rows, labels, counts = self._prepare_second(f, y)
         return _masked_both(self._hessian(rows, labels), counts)
+
+    def hessian_sum(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """Σ Λ over all examples and positions; Λ of each is formed for a few at a time, or for none.
+
+        Args:
+            f: Outputs (N, ...).
+            y: Labels, as for ``hessian``.
+
+        Returns:
+            (C, C), symmetric.
+        """
+        return self._hessian_sum(*self._prepare_second(f, y))
+
+    def hessian_diagonal(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """The diagonal of Λ.
+
+        Args:
+            f: Outputs (N, ...).
+            y: Labels, as for ``hessian``.
+
+        Returns:
+            Like f.
+        """
+        rows, labels, counts = self._prepare_second(f, y)
+        return self._restore(_masked(self._hessian_diagonal(rows, labels), counts), f.shape)
 
     def product(self, f: Tensor, v: Tensor, y: Tensor | None = None) -> Tensor:
         """Λ v, without forming Λ where it has structure.
@@ -208,6 +235,23 @@ class Likelihood(Distribution, ABC):
     def _root(self, rows: Tensor, labels: Tensor | None) -> Tensor:
         """(N, T, C, R)."""
 
+    def _hessian_sum(self, rows: Tensor, labels: Tensor | None, counts: Tensor | None) -> Tensor:
+        """Σ Λ, (C, C)."""
+        total = rows.new_zeros(rows.shape[-1], rows.shape[-1])
+        for part in _few(rows):
+            own = None if counts is None else counts[part]
+            each = self._hessian(rows[part], None if labels is None else labels[part])
+            total += _masked_both(each, own).sum((0, 1))
+        return total
+
+    def _hessian_diagonal(self, rows: Tensor, labels: Tensor | None) -> Tensor:
+        """The diagonal of Λ, like rows."""
+        found = [
+            self._hessian(rows[part], None if labels is None else labels[part]).diagonal(dim1=-2, dim2=-1)
+            for part in _few(rows)
+        ]
+        return torch.cat([each.clone() for each in found]) if found else torch.zeros_like(rows)
+
     def _project(
         self, rows: Tensor, n: int, generator: torch.Generator | None, labels: Tensor | None
     ) -> Tensor:
@@ -223,6 +267,13 @@ class Likelihood(Distribution, ABC):
     def _fisher_root(self, rows: Tensor) -> Tensor:
         """Its root for canonical families; others define it."""
         return self._root(rows, None)
+
+
+def _few(rows: Tensor) -> list[slice]:
+    """Examples (N, T, C) in parts whose matrices C x C are formed at once."""
+    n, t, c = rows.shape
+    size = max(1, FORMED // max(1, t * c * c))
+    return [slice(start, start + size) for start in range(0, n, size)]
 
 
 def _masked(values: Tensor, counts: Tensor | None) -> Tensor:

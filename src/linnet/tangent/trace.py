@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,7 +39,10 @@ class Trace:
         unhandled: Parameters with a use that no rule covers, and the operations that did it.
         moved: Whether rows were put where the data say: routed, sorted, unpadded.
         lost: Parameters whose examples are not where their plan has them in this pass, once that is known.
+
+    Attributes:
         saved_bytes: Bytes of one example that autograd keeps, parameters apart, if they were counted.
+        place: The operation whose result the outputs are, as it came; ``None`` if they have no history.
     """
 
     n: int
@@ -49,7 +52,8 @@ class Trace:
     unhandled: dict[str, set[str]]
     moved: bool = False
     lost: set[str] | None = None
-    saved_bytes: int | None = None
+    saved_bytes: int | None = field(default=None, init=False)
+    place: tuple[Any, int] | None = field(default=None, init=False)
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -77,7 +81,11 @@ def trace(function: Functional, x: Inputs) -> Trace:
         value = function(leaves, map_tensors(_as_data, x))
         outputs = value.reshape(value.shape[0], -1)
     function.cache.setdefault("output shapes", {})[example_shapes(x)] = value.shape[1:]
-    return Trace(recorder.n, outputs, leaves, recorder.uses, recorder.unhandled, recorder.moved)
+    found = Trace(recorder.n, outputs, leaves, recorder.uses, recorder.unhandled, recorder.moved)
+    if value.requires_grad:
+        edge = get_gradient_edge(value)
+        found.place = (edge.node, edge.output_nr)
+    return found
 
 
 def weighed_trace(function: Functional, x: Inputs) -> Trace:

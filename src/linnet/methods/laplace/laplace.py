@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.curvatures.build import curvature as make_curvature
+from linnet.curvatures.build import watched
 from linnet.curvatures.curvature import Curvature
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
@@ -23,6 +23,7 @@ from linnet.methods.laplace.outputs import sampled_outputs
 from linnet.methods.laplace.posterior import (
     Hyper,
     Posterior,
+    Watcher,
     check_damping,
     measure_all,
     relative_noise,
@@ -150,8 +151,12 @@ class Laplace:
         options = dict(self._options)
         if before is not None:  # other random numbers than those of the first data
             options["seed"] = int(options.get("seed", 0)) + int(before.posterior.curvature.made.examples)
-        found: Curvature = make_curvature(self._model, data, self._base, self._structure, **options)
-        fitted, shape = measure_all(found.function, self._base, data, options.get("block"))
+        seen = Watcher(self._base)
+        found: Curvature = watched(seen.see, self._model, data, self._base, self._structure, **options)
+        if seen.examples != found.made.examples:  # summed by other processes, before, or in another way
+            seen = measure_all(found.function, self._base, data, options.get("block"))
+        seen.warn()
+        fitted, shape = seen.fitted, seen.shape
         if before is None:
             groups, at = self._hyper(found)
         else:

@@ -213,12 +213,53 @@ def measure(likelihood: Likelihood, f: Tensor, y: Tensor | None) -> DataFit:
     return DataFit(nll, float(squares), float(counted))
 
 
-def measure_all(
-    function: Functional, likelihood: Likelihood, data: Any, block: int | None
-) -> tuple[DataFit, tuple[int, ...]]:
-    """How well the network fits data, and the shape of its outputs.
+class Watcher:
+    """How well the network fits data, from the outputs of a pass that somebody else makes.
 
-    Warns when outputs look like probabilities that a last softmax has made.
+    Args:
+        likelihood: What the outputs mean.
+
+    Attributes:
+        examples: Number of examples seen.
+        shape: Shape of the outputs of one example.
+        suspicious: Whether the first outputs look like probabilities that a last softmax has made.
+    """
+
+    def __init__(self, likelihood: Likelihood) -> None:
+        self.likelihood = likelihood
+        self.examples, self.suspicious = 0, False
+        self.shape: tuple[int, ...] = ()
+        self._found: list[DataFit] = []
+
+    def see(self, f: Tensor, y: Tensor | None) -> None:
+        """Take in a batch.
+
+        Args:
+            f: Outputs (N, ...).
+            y: Targets, or None.
+        """
+        if not self._found and isinstance(self.likelihood, Categorical):
+            self.suspicious = looks_like_probabilities(f, self.likelihood.axis)
+        self._found.append(measure(self.likelihood, f, y))
+        self.examples, self.shape = self.examples + len(f), tuple(f.shape[1:])
+
+    @property
+    def fitted(self) -> DataFit:
+        """The sums."""
+        return reduce(operator.add, self._found)
+
+    def warn(self) -> None:
+        """Warn if the outputs look like probabilities."""
+        if self.suspicious:
+            warnings.warn(
+                "the network's outputs are probabilities: not negative, and summing to one. Categorical() "
+                "expects logits; leave the last softmax out",
+                stacklevel=3,
+            )
+
+
+def measure_all(function: Functional, likelihood: Likelihood, data: Any, block: int | None) -> Watcher:
+    """How well the network fits data, by a pass of its own.
 
     Args:
         function: The network.
@@ -227,21 +268,12 @@ def measure_all(
         block: Most examples at once, or None.
 
     Returns:
-        The sums, and the shape of the outputs of one example.
+        What was seen.
     """
-    found: list[DataFit] = []
-    shape: tuple[int, ...] = ()
+    found = Watcher(likelihood)
     for batch in Batches(data, function.device, block):
-        f = function.check_runs(batch.x)
-        if not found and isinstance(likelihood, Categorical) and looks_like_probabilities(f, likelihood.axis):
-            warnings.warn(
-                "the network's outputs are probabilities: not negative, and summing to one. Categorical() "
-                "expects logits; leave the last softmax out",
-                stacklevel=4,
-            )
-        found.append(measure(likelihood, f, batch.y))
-        shape = tuple(f.shape[1:])
-    return reduce(operator.add, found), shape
+        found.see(function.check_runs(batch.x), batch.y)
+    return found
 
 
 def relative_noise(likelihood: Likelihood, variances: Any) -> Tensor | None:
