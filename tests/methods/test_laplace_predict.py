@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import InputError, MemoryBudgetError
+from linnet.methods.laplace import head as laplace_head
 from linnet.methods.laplace import linearized as laplace_linearized
+from linnet.methods.laplace import outputs as laplace_outputs
 from linnet.methods.laplace.laplace import Laplace
 from linnet.methods.laplace.links import Link, class_probabilities, log_density
 from linnet.methods.laplace.predict import GaussianPredictive, SampledPredictive
@@ -76,9 +78,48 @@ def test_last_layer_without_derivatives(structure: str, tail: bool, monkeypatch:
     j = linnet.linearize(model, params=["2.weight", "2.bias"]).jacobian(x)
     expected = torch.einsum("ncp,pq,ndq->ncd", j, la.covariance.dense(), j)
     near(la.predict(x).covariance, expected, 1e-9)
+    monkeypatch.setattr(laplace_head, "FORMED", 30)  # three examples at once
+    for name in ("KEPT_OF_HEAD", "KEPT"):
+        monkeypatch.setattr(laplace_linearized, name, 0)
+        prediction = la.predict(x)
+        near(prediction.variance, expected.diagonal(dim1=1, dim2=2), 1e-9)
+        near(prediction.mean, model(x).detach(), 1e-12)
+        near(prediction.covariance, expected, 1e-9)
+
+
+@pytest.mark.parametrize("link", ["probit", "pairwise", "bridge", "mc"])
+@pytest.mark.parametrize("structure", ["kfac", "diagonal"])
+def test_links_of_a_last_layer_in_parts(link: str, structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same probabilities where covariances are formed for a few examples, or never."""
+    model, x, y = classes()
+    la = Laplace(model, CATEGORICAL, structure, params="last-layer").fit((x, y))
+    whole = la.predict(x, link=link, samples=20_000, generator=3)
+    formed: list[int] = []
+    original = laplace_outputs.head_spreads
+
+    def noting(covariance: Any, block: Tensor) -> Any:
+        formed.append(len(block))
+        return original(covariance, block)
+
+    monkeypatch.setattr(laplace_outputs, "head_spreads", noting)
     monkeypatch.setattr(laplace_linearized, "KEPT", 0)
-    near(la.predict(x).variance, expected.diagonal(dim1=1, dim2=2), 1e-9)
-    near(la.predict(x).mean, model(x).detach(), 1e-12)
+    monkeypatch.setattr(laplace_head, "FORMED", 30)
+    lean = la.predict(x, link=link, samples=20_000, generator=3)
+    near(lean.probs, whole.probs, 1e-12 if link != "mc" else 0.03)
+    assert formed == ([] if link == "probit" else [12])
+    near(lean.covariance, whole.covariance, 1e-12)
+    with pytest.raises(MemoryBudgetError, match="output covariance"):
+        _ = la.predict(x, link=link, memory=200).covariance
+
+
+def test_a_thousand_classes_without_their_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Means, variances and probabilities need nothing of C² numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1000))
+    la = Laplace(model, CATEGORICAL, "kfac", params="last-layer").fit((torch.randn(20, 4), torch.arange(20)))
+    monkeypatch.setattr(laplace_outputs, "spread_blocks", lambda *_: pytest.fail("covariances"))
+    x = torch.randn(30, 4)
+    near(la.predict(x).probs.sum(1).double(), torch.ones(30).double(), 1e-5)
 
 
 def gaussian(n: int = 40, c: int = 3, size: float = 1.0) -> tuple[Tensor, Tensor]:

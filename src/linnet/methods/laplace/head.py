@@ -4,52 +4,106 @@ For f = W φ(x) + b the gradient of output k in [W b] is e_k φ̂ᵀ. With M = (
 
     Cov[f] = Q_L diag(w) Q_Lᵀ,  w_c = Σ_d λ_cd (Q_Rᵀ φ̂)_d²
 
-which takes one forward pass, and C numbers an example for the variances.
+which takes one forward pass, and C numbers an example for the variances. Covariances are formed for a few
+examples at a time.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.curvatures.curvature import Curvature
-from linnet.curvatures.layers import Layer, layer_factors
+from linnet.curvatures.output_layer import output_inputs
 from linnet.curvatures.parts import Part
 from linnet.linalg.kronecker import KroneckerEigen
 from linnet.linalg.structured import Diagonal
 from linnet.tangent.batch import Inputs, split, take
 from linnet.tangent.capture import capture
-from linnet.tangent.functional import Functional
+from linnet.tangent.trace import trace
 
-BLOCK = 256  # examples at once
+BLOCK = 128  # examples at once
+FORMED = 1 << 21  # numbers in the covariances that are formed at once
 
 
-def head_moments(covariance: Curvature, x: Inputs, diagonal: bool) -> tuple[Tensor, Tensor] | None:
-    """Mean and covariance of the outputs, where all weights that vary are those of the last linear layer.
+def is_head(covariance: Curvature, x: Inputs) -> bool:
+    """Whether all weights that vary are those of a linear layer whose result is the output.
 
     Args:
         covariance: M.
-        x: N examples, on the network's device.
-        diagonal: Whether only the variances are wanted.
+        x: Examples, on the network's device.
 
     Returns:
-        (N, C), and (N, C, C) or (N, C); None where the network or the structure is another.
+        Whether they are, and M has a form with the formulas above.
     """
-    if len(covariance.parts) != 1 or not _is_head(covariance.function, covariance.parts[0], x):
-        return None
+    if len(covariance.parts) != 1:
+        return False
     part, function = covariance.parts[0], covariance.function
-    weights = part.layer.join([function.theta[name] for name in part.layer.names])[0]
-    means, spreads = [], []
+    function.output_shape(x)  # raises where the network cannot run on x
+    layer, operator = part.layer, part.operator
+    plain = layer.factored and layer.why == "linear" and layer.form.uses == layer.form.positions == 1
+    known = isinstance(operator, Diagonal) or (part.joined and isinstance(operator, KroneckerEigen))
+    if not plain or not known or layer.groups > 1 or layer.transposed:
+        return False
+    key = f"outputs of {layer.name}"
+    if key not in function.cache:
+        few = take(x, slice(0, 1))
+        capture(function, few, "sum")  # raises where the outputs of examples depend on each other
+        function.cache[key] = output_inputs(trace(function, few), layer.names) is not None
+    found: bool = function.cache[key]
+    return found
+
+
+def head_variances(covariance: Curvature, x: Inputs) -> tuple[Tensor, Tensor] | None:
+    """Means and variances of the outputs.
+
+    Args:
+        covariance: M, of a head.
+        x: N examples, on the network's device.
+
+    Returns:
+        (N, C) each; None if the outputs of some are not the layer's result.
+    """
+    means, variances = [], []
     for block in split(x, BLOCK):
-        captured = capture(function, block, "sum")
-        a = layer_factors(captured, part.layer)[0].a[:, 0, 0]
-        a = F.pad(a, (0, 1), value=1.0) if part.layer.biased else a
-        if not torch.allclose(a @ weights.T, captured.outputs, rtol=1e-3, atol=1e-3):
-            return None  # on these examples the outputs are not the layer's
-        means.append(captured.outputs)
-        spreads.append(_spread(part, a, diagonal))
-    return torch.cat(means), torch.cat(spreads)
+        own = _outputs(covariance, block)
+        if own is None:
+            return None
+        means.append(own[0])
+        variances.append(_spread(covariance.parts[0], own[1], diagonal=True))
+    return torch.cat(means), torch.cat(variances)
+
+
+def head_spreads(covariance: Curvature, block: Inputs) -> Iterator[tuple[Tensor, Tensor]] | None:
+    """Means and covariances of the outputs, a few examples after the other.
+
+    Args:
+        covariance: M, of a head.
+        block: Examples that run at once, on the network's device.
+
+    Returns:
+        (n, C) and (n, C, C); None if the outputs are not the layer's result.
+    """
+    own = _outputs(covariance, block)
+    if own is None:
+        return None
+    mean, a = own
+    size = max(1, FORMED // mean.shape[1] ** 2)
+    parts = zip(mean.split(size), a.split(size), strict=True)
+    return ((m, _spread(covariance.parts[0], some, diagonal=False)) for m, some in parts)
+
+
+def _outputs(covariance: Curvature, block: Inputs) -> tuple[Tensor, Tensor] | None:
+    """Outputs (n, C) and φ̂ (n, d) of a block."""
+    layer, run = covariance.parts[0].layer, trace(covariance.function, block)
+    a = output_inputs(run, layer.names)
+    if a is None:
+        return None
+    a = a.reshape(run.n, -1)
+    return run.outputs.detach(), F.pad(a, (0, 1), value=1.0) if layer.biased else a
 
 
 def _spread(part: Part, a: Tensor, diagonal: bool) -> Tensor:
@@ -61,34 +115,10 @@ def _spread(part: Part, a: Tensor, diagonal: bool) -> Tensor:
         shaped = [v.reshape(shape) for v, shape in zip(pieces, layer.shapes, strict=True)]
         variance = a.to(operator.dtype).square() @ layer.join(shaped)[0].T
         return variance if diagonal else torch.diag_embed(variance)
-    assert isinstance(operator, KroneckerEigen), "_is_head lets no other through"
+    assert isinstance(operator, KroneckerEigen), "is_head lets no other through"
     weight = (a.to(operator.dtype) @ operator.right_vectors).square() @ operator.values.T  # w, (N, C)
     left = operator.left_vectors
     if diagonal:
         return weight @ left.square().T
     spread = (left * weight[:, None]) @ left.T
     return (spread + spread.mT) / 2
-
-
-def _is_head(function: Functional, part: Part, x: Inputs) -> bool:
-    """Whether the outputs are those of one plain linear layer, with a covariance of a known form."""
-    layer, operator = part.layer, part.operator
-    plain = layer.factored and layer.why == "linear" and layer.form.uses == layer.form.positions == 1
-    known = isinstance(operator, Diagonal) or (part.joined and isinstance(operator, KroneckerEigen))
-    if not plain or not known or layer.groups > 1 or layer.transposed:
-        return False
-    key = f"outputs of {layer.name}"
-    if key not in function.cache:
-        function.cache[key] = _passes_on(function, layer, x)
-    found: bool = function.cache[key]
-    return found
-
-
-def _passes_on(function: Functional, layer: Layer, x: Inputs) -> bool:
-    """Whether the gradient of output k at the layer is e_k: nothing follows it."""
-    captured = capture(function, take(x, slice(0, 1)))
-    used = layer_factors(captured, layer)
-    if len(used) != 1 or used[0].g.shape[-1] != captured.k:
-        return False
-    g = used[0].g[:, 0, 0, 0]
-    return torch.equal(g, torch.eye(captured.k, dtype=g.dtype, device=g.device))

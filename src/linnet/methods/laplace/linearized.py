@@ -6,21 +6,23 @@ import torch
 from torch import Tensor
 
 from linnet.curvatures.curvature import Curvature
-from linnet.curvatures.variance import batch_covariance
 from linnet.likelihoods.discrete import Categorical
+from linnet.methods.laplace.head import is_head
 from linnet.methods.laplace.links import class_probabilities
 from linnet.methods.laplace.outputs import (
-    captured_blocks,
     differentiable_moments,
     joint_covariance,
     moments,
+    on_device,
     plain_outputs,
     requires_gradient,
+    spread_blocks,
 )
 from linnet.methods.laplace.predict import GaussianPredictive, Meaning, needs_covariance
-from linnet.tangent.batch import Inputs, batch_size
+from linnet.tangent.batch import Inputs, batch_size, check_finite
 
 KEPT = 1 << 25  # numbers of a covariance (N, C, C) that a prediction keeps; beyond, variances alone
+KEPT_OF_HEAD = 1 << 20  # the same for a last layer, whose variances need no covariance
 
 
 def linearized(
@@ -44,10 +46,18 @@ def linearized(
     if joint:
         spread = joint_covariance(covariance, x, memory)
         return GaussianPredictive(plain_outputs(covariance.function, x), _variance(spread), spread, meaning)
-    if batch_size(x) * torch.Size(meaning.shape).numel() ** 2 <= KEPT:
+    if _is_kept(covariance, x, batch_size(x) * torch.Size(meaning.shape).numel() ** 2):
         mean, spread = moments(covariance, x, memory)
         return GaussianPredictive(mean, _variance(spread), spread, meaning)
     return _wide(covariance, x, meaning, memory)
+
+
+def _is_kept(covariance: Curvature, x: Inputs, numbers: int) -> bool:
+    """Whether covariances are formed and kept; those of a last layer are cheap to form when asked for."""
+    if not min(KEPT, KEPT_OF_HEAD) < numbers <= KEPT:
+        return numbers <= KEPT
+    check_finite(x, "x")
+    return not is_head(covariance, on_device(covariance.function, x))
 
 
 def _variance(spread: Tensor) -> Tensor:
@@ -64,9 +74,8 @@ def _wide(covariance: Curvature, x: Inputs, meaning: Meaning, memory: str | int 
         mean, variance = moments(covariance, x, memory, diagonal=True)
         return GaussianPredictive(mean, variance, lambda: moments(covariance, x, memory)[1], meaning)
     found = []
-    for captured in captured_blocks(covariance.function, covariance.parts, x, memory):
-        spread = batch_covariance(covariance.parts, captured)
-        p = class_probabilities(likelihood, captured.outputs, spread, meaning.shape, meaning.link)
-        found.append((captured.outputs, _variance(spread).clone(), p))
+    for mean, spread in spread_blocks(covariance, x, memory):
+        p = class_probabilities(likelihood, mean, spread, meaning.shape, meaning.link)
+        found.append((mean, _variance(spread).clone(), p))
     mean, variance, probs = (torch.cat(column) for column in zip(*found, strict=True))
     return GaussianPredictive(mean, variance, lambda: moments(covariance, x, memory)[1], meaning, probs)

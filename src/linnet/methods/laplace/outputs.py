@@ -20,7 +20,7 @@ from linnet.curvatures.sums import layer_rows
 from linnet.curvatures.variance import batch_covariance, row_bytes
 from linnet.linalg.random import make_generator
 from linnet.memory import Plan, parse_bytes, require
-from linnet.methods.laplace.head import head_moments
+from linnet.methods.laplace.head import BLOCK, head_spreads, head_variances, is_head
 from linnet.tangent.batch import Inputs, batch_size, check_finite, map_tensors, split, take, tensors_in
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.captured import Captured
@@ -54,7 +54,7 @@ def captured_blocks(
         MemoryBudgetError: If not even one example fits.
     """
     check_finite(x, "x")
-    x = _on(function, x)
+    x = on_device(function, x)
     c = function.check_runs(take(x, slice(0, 1))).numel()
     budget = parse_bytes(memory, function.device)
     one = capture_bytes(function, x, c) + row_bytes(parts, c) + c * c * function.dtype.itemsize
@@ -86,19 +86,56 @@ def moments(
         (N, C), and (N, C, C), or (N, C) for variances.
     """
     check_finite(map_tensors(lambda t: t.detach(), x), "x")
-    found = head_moments(covariance, _on(covariance.function, x), diagonal)
-    if found is not None:
-        return found
-    function, n = covariance.function, batch_size(x)
-    c = function.check_runs(
-        map_tensors(lambda t: t.detach().to(function.device), take(x, slice(0, 1)))
-    ).numel()
-    means, spreads = [], []
-    for captured in captured_blocks(function, covariance.parts, x, memory, n * c * (1 if diagonal else c)):
-        means.append(captured.outputs)
-        spread = batch_covariance(covariance.parts, captured)
-        spreads.append(spread.diagonal(dim1=1, dim2=2).clone() if diagonal else spread)
-    return torch.cat(means), torch.cat(spreads)
+    x, function, n = on_device(covariance.function, x), covariance.function, batch_size(x)
+    if diagonal and is_head(covariance, x):
+        alone = head_variances(covariance, x)
+        if alone is not None:
+            return alone
+    c = function.output_shape(x).numel()
+    means, spreads, start = torch.empty(0), torch.empty(0), 0
+    for mean, spread in spread_blocks(covariance, x, memory, n * c * (1 if diagonal else c)):
+        found = mean, spread.diagonal(dim1=1, dim2=2) if diagonal else spread
+        if start == 0:  # what is kept has passed the budget
+            means, spreads = (t.new_empty(n, *t.shape[1:]) for t in found)
+        some = slice(start, start + len(mean))
+        means[some], spreads[some] = found
+        start += len(mean)
+    return means, spreads
+
+
+def spread_blocks(
+    covariance: Curvature, x: Inputs, memory: str | int | None = None, kept: int = 0
+) -> Iterator[Moments]:
+    """Mean and covariance of the outputs of a few examples after the other.
+
+    Args:
+        covariance: M.
+        x: N examples.
+        memory: Budget.
+        kept: Numbers that the caller keeps of all examples.
+
+    Yields:
+        (n, C) and (n, C, C).
+
+    Raises:
+        MemoryBudgetError: If not even one example fits.
+    """
+    x, function, parts = on_device(covariance.function, x), covariance.function, covariance.parts
+    if not is_head(covariance, x):
+        for captured in captured_blocks(function, parts, x, memory, kept):
+            yield captured.outputs, batch_covariance(parts, captured)
+        return
+    c = function.output_shape(x).numel()
+    budget, item = parse_bytes(memory, function.device), covariance.dtype.itemsize
+    items = (("result", kept * item), ("covariances of one example", 4 * c * c * item))
+    plan = Plan(f"output covariance of {batch_size(x)} examples x {c} outputs", budget, items)
+    require(plan, ["raise memory=", "use fewer examples at once"])
+    for block in split(x, BLOCK):
+        own = head_spreads(covariance, block)
+        if own is None:  # something follows the layer on these examples
+            blocks = captured_blocks(function, parts, block, memory, kept)
+            own = ((captured.outputs, batch_covariance(parts, captured)) for captured in blocks)
+        yield from own
 
 
 def joint_covariance(covariance: Curvature, x: Inputs, memory: str | int | None = None) -> Tensor:
@@ -118,7 +155,7 @@ def joint_covariance(covariance: Curvature, x: Inputs, memory: str | int | None 
         MemoryBudgetError: If the result and two tiles do not fit.
     """
     function, parts, n = covariance.function, covariance.parts, batch_size(x)
-    x = _on(function, x)
+    x = on_device(function, x)
     check_finite(x, "x")
     c = function.check_runs(take(x, slice(0, 1))).numel()
     budget, item = parse_bytes(memory, function.device), covariance.dtype.itemsize
@@ -194,11 +231,19 @@ def plain_outputs(function: Functional, x: Inputs) -> Tensor:
     Returns:
         (N, C), outputs flattened.
     """
-    return torch.cat([function.check_runs(part).flatten(1) for part in split(_on(function, x), MOST)])
+    return torch.cat([function.check_runs(part).flatten(1) for part in split(on_device(function, x), MOST)])
 
 
-def _on(function: Functional, x: Inputs) -> Inputs:
-    """Examples on the network's device, without a graph."""
+def on_device(function: Functional, x: Inputs) -> Inputs:
+    """Examples on the network's device, without a graph.
+
+    Args:
+        function: The network.
+        x: Examples.
+
+    Returns:
+        The same, moved.
+    """
     return map_tensors(lambda t: t.detach().to(function.device), x)
 
 
