@@ -13,7 +13,7 @@ import linnet
 from linnet.curvatures import kfac, products
 from linnet.curvatures.ggn import GaussNewtonOperator
 from linnet.curvatures.stream import Batches
-from linnet.likelihoods import Categorical, Poisson
+from linnet.likelihoods import Categorical, Gaussian, Poisson
 from linnet.tangent.functional import Functional
 from tests.zoo import assert_near
 
@@ -110,3 +110,57 @@ def test_what_was_saved_is_let_go_with_the_last_columns(monkeypatch: pytest.Monk
     operator = linnet.curvature(model, x, Categorical(), structure="kfac", expectation="mc", seed=0)
     assert kept == [False]
     assert bool(torch.isfinite(operator.dense()).all())
+
+
+@pytest.mark.parametrize("formed", [False, True])
+def test_wide_networks_are_multiplied_in_large_parts(formed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the gradients of all parameters do not fit, those that are contracted do not count."""
+
+    class Scaled(nn.Module):
+        """Linear layers, and a weight that is used through a function of it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(2)
+            self.first, self.last = nn.Linear(20, 30).double(), nn.Linear(30, 1).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.first.weight / 2 if formed else self.first.weight
+            f: Tensor = self.last(torch.tanh(nn.functional.linear(x, weight, self.first.bias)))
+            return f
+
+    x = torch.randn(40, 20, dtype=torch.float64)
+    function, sizes = Functional(Scaled()), []
+    original = products.capture
+
+    def noting(f: Functional, part: Any, *rest: Any) -> Any:
+        sizes.append(len(part))
+        return original(f, part, *rest)
+
+    monkeypatch.setattr(products, "capture", noting)
+    monkeypatch.setattr(products, "ROWS_BYTES", 8 * 661 * 10)  # ten examples of all 661 parameters
+    v = torch.randn(function.space.dim, 2, dtype=torch.float64)
+    product = GaussNewtonOperator(function, Batches(x, function.device, 40), Gaussian()) @ v
+    assert sizes == [2, *([10] * 4 if formed else [40])]
+    dense = linnet.curvature(function.model, x, Gaussian(), structure="full").dense()
+    assert_near(product, dense @ v)
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diagonal"])
+def test_a_posterior_of_the_last_layer_sees_the_data_once(structure: str) -> None:
+    """The likelihood of the labels comes from the pass that sums the curvature."""
+    model, x, y = Counted(), torch.randn(12, 5, dtype=torch.float64), torch.arange(12) % 3
+    Counted.passes = []
+    la = linnet.Laplace(model, Categorical(), structure, params="last-layer", block=6).fit((x, y))
+    assert Counted.passes == [3, 1, 6, 6]
+    assert_near(la.log_evidence(), _log_evidence(la, -model(x).log_softmax(1)[range(12), y].sum()))
+    before = la.log_evidence()
+    la.fit((x, y), add=True)
+    assert la.log_evidence() < before
+
+
+def _log_evidence(la: Any, nll: Tensor) -> Tensor:
+    """By dense matrices."""
+    theta = la.curvature.function.space.to_flat(la.curvature.function.theta)
+    precision = la.curvature.dense() + torch.eye(len(theta), dtype=torch.float64)
+    return (-nll - 0.5 * theta.square().sum() - 0.5 * torch.logdet(precision)).detach()

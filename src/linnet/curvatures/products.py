@@ -36,6 +36,7 @@ Columns = Callable[[Tensor], Tensor]  # f (N, ...) to s (S, N, ...)
 CAPTURED_BYTES = 192 << 20  # of one captured part of a batch
 ROWS_BYTES = 64 << 20  # of the per-example gradients of one captured part
 FEWEST = 4  # examples of a part, where there are as many
+MANY = 32  # examples of a part from which products with V are not bound by reading V
 TANGENT_BYTES = {"cpu": 32 << 20}  # of what autograd keeps of one pass with tangents
 ACCELERATED_BYTES = 1 << 30  # the same elsewhere, where large batches are fast
 FEWEST_TANGENTS = 32  # examples of such a pass, where there are as many
@@ -236,9 +237,24 @@ def _part_size(function: Functional, x: Inputs, columns: int) -> int:
     if key not in function.cache:
         captured = CAPTURED_BYTES // max(1, capture_bytes(function, x, columns))
         rows = ROWS_BYTES // max(1, columns * function.space.dim * function.dtype.itemsize)
+        if rows < min(
+            MANY, captured, batch_size(x)
+        ):  # rows of all parameters do not fit: most are contracted
+            rows = ROWS_BYTES // max(1, columns * _always_formed(function, x) * function.dtype.itemsize)
         function.cache[key] = max(1, min(captured, max(FEWEST, rows)))
     found: int = function.cache[key]
     return found
+
+
+def _always_formed(function: Functional, x: Inputs) -> int:
+    """How many numbers the gradients have of parameters that no outer products stand for."""
+    captured = capture(function, take(x, slice(0, min(PROBES, batch_size(x)))), "sum")
+    uses = captured.by_parameter()
+    return sum(
+        place.stop - place.start
+        for name, place in function.space.slices.items()
+        if _pairs(captured, name, uses.get(name, [])) is None
+    )
 
 
 def _captured(
@@ -269,13 +285,15 @@ class RowProducts:
     def __init__(self, captured: Captured, space: ParameterSpace, vectors: int) -> None:
         self.captured, self.space = captured, space
         uses, self.rows, self.pairs = captured.by_parameter(), {}, {}
+        room = 2 * ROWS_BYTES
         for name, place in space.slices.items():
             pairs = _pairs(captured, name, uses.get(name, []))
             size = place.stop - place.start
-            if pairs is not None and _contracting_pays(captured, pairs, size, vectors):
+            if pairs is not None and _contracting_pays(captured, pairs, size, vectors, room):
                 self.pairs[name] = pairs
             else:
                 self.rows[name] = captured.rows(name).reshape(captured.n * captured.k, size)
+                room -= self.rows[name].nbytes
 
     def times(self, v: Tensor) -> Tensor:
         """⟨gradient of example n along cotangent s, v_k⟩.
@@ -321,12 +339,12 @@ def _pairs(captured: Captured, name: str, uses: list[Use]) -> list[Factors] | No
     return [factors(use, captured.n) for use in uses]
 
 
-def _contracting_pays(captured: Captured, pairs: list[Factors], size: int, vectors: int) -> bool:
-    """Whether V is contracted with a and g rather than with gradients that are formed."""
+def _contracting_pays(captured: Captured, pairs: list[Factors], size: int, vectors: int, room: int) -> bool:
+    """Whether V is contracted with a and g rather than with gradients that are formed, in ``room`` bytes."""
     n, s = captured.n, captured.k
     positions = sum(pair.g.shape[3] for pair in pairs)
     outputs = pairs[0].g.shape[2] * pairs[0].g.shape[4]  # groups x features
-    if pairs[0].is_embedding or s * n * size * pairs[0].g.element_size() > 2 * ROWS_BYTES:
+    if pairs[0].is_embedding or s * n * size * pairs[0].g.element_size() > room:
         return True
     form = s * positions * size + 2 * s * vectors * size
     contract = 2 * vectors * positions * (size + s * outputs)
