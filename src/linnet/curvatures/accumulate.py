@@ -19,6 +19,7 @@ from linnet.progress import track
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.capture import capture_parts
 from linnet.tangent.captured import Captured
+from linnet.tangent.channels_last import forward_trace
 from linnet.tangent.functional import Functional
 from linnet.tangent.plan import expected_plan
 from linnet.tangent.trace import Trace, weighed_trace
@@ -95,7 +96,7 @@ class Accumulator:
 
     def _add_closed(self, batch: Batch) -> bool:
         """Add a batch without columns, if the outputs are the layer's own result."""
-        run = trace(self.function, batch.x)
+        run = forward_trace(self.function, batch.x)
         require_finite_pass(run)
         layer, likelihood = self.sums[0].layer, self.expectation.likelihood
         a = output_inputs(run, layer.names)

@@ -23,6 +23,7 @@ from linnet.linalg.kronecker import KroneckerEigen
 from linnet.linalg.structured import Diagonal
 from linnet.tangent.batch import Inputs, split, take
 from linnet.tangent.capture import capture
+from linnet.tangent.channels_last import forward_trace
 from linnet.tangent.trace import trace
 
 BLOCK = 128  # examples at once
@@ -98,7 +99,7 @@ def head_spreads(covariance: Curvature, block: Inputs) -> Iterator[tuple[Tensor,
 
 def _outputs(covariance: Curvature, block: Inputs) -> tuple[Tensor, Tensor] | None:
     """Outputs (n, C) and φ̂ (n, d) of a block."""
-    layer, run = covariance.parts[0].layer, trace(covariance.function, block)
+    layer, run = covariance.parts[0].layer, forward_trace(covariance.function, block)
     a = output_inputs(run, layer.names)
     if a is None:
         return None
