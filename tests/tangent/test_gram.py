@@ -215,6 +215,17 @@ def test_a_budget_too_small_names_the_figure_and_two_ways_out() -> None:
 # --- precision --------------------------------------------------------------------------------------
 
 
+def test_a_square_takes_each_pair_once() -> None:
+    pairs = gram_file._on_diagonal(3, 14, 2)
+    seen = torch.zeros(14, 14)
+    for (a, b), (c, d) in pairs:
+        seen[a:b, c:d] += 1
+        if (a, b) != (c, d):
+            seen[c:d, a:b] += 1
+    assert torch.equal(seen[3:, 3:], torch.ones(11, 11))
+    assert sum((b - a) * (d - c) for (a, b), (c, d) in pairs) < 0.65 * 121
+
+
 def test_accumulation_in_float64_is_closer_to_the_truth() -> None:
     """Gradients of very different size: float32 loses the small ones in the sum over parameters."""
     torch.manual_seed(0)
