@@ -13,6 +13,7 @@ from linnet.curvatures.kfra import RecursionSums
 from linnet.curvatures.layers import Layer
 from linnet.curvatures.stream import Batch
 from linnet.likelihoods import Categorical
+from linnet.tangent.capture import capture_parts
 from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import jvp
 
@@ -68,6 +69,21 @@ def test_everything_that_follows_from_the_pass(name: str) -> None:
         assert torch.allclose(found[key], gradient, rtol=1e-12, atol=1e-14)
     v = {name: torch.randn_like(t) for name, t in function.theta.items()}
     assert torch.allclose(chain.tangent(v), jvp(function, X, v)[1], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("columns", [None, 1])
+def test_captures_are_those_of_a_pass_of_their_own(columns: int | None) -> None:
+    function = Functional(Written().double())
+    chain = ChainPass.of(function, layers_of(function), X)
+    assert chain is not None
+    u = torch.randn(2, 9, 3, dtype=torch.float64)
+    wanted = capture_parts(function, X, lambda f: u, columns)
+    for one, other in zip(chain.captures(lambda f: u, columns), wanted, strict=True):
+        assert one.k == other.k == (columns or 2)
+        assert [use.signature for use in one.uses] == [use.signature for use in other.uses]
+        assert torch.equal(one.outputs, other.outputs)
+        for name in function.names:
+            assert torch.allclose(one.rows(name), other.rows(name), rtol=1e-12, atol=1e-14)
 
 
 def test_slopes_are_those_that_probes_find() -> None:

@@ -109,6 +109,15 @@ def test_gradients_are_multiplied_by_the_damped_inverse(structure: str, reductio
     near(gradient(model), torch.linalg.solve(dense, before), 1e-8)
 
 
+def test_damping_in_the_factors() -> None:
+    model, x, y, G = problem()
+    (0.5 * (model(x) - y).square().sum() / 12).backward()
+    before = gradient(model)
+    KroneckerPreconditioner(G, model, 0.3, inversion="factored").step()
+    near(gradient(model), torch.linalg.solve(G.scaled(1 / 12).factored_damped(0.3).dense(), before), 1e-8)
+    refused(InputError, lambda: KroneckerPreconditioner(G, model, inversion="svd"), "inversion='svd'")
+
+
 def test_newton_in_one_step_for_a_linear_model() -> None:
     model, x, y, _ = problem()
     lin = linnet.linearize(model)

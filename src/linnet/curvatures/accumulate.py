@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.distributed import all_sum
 from linnet.curvatures.expectation import Expectation
@@ -78,11 +79,12 @@ class Accumulator:
         self.examples = torch.zeros((), dtype=torch.float64, device=function.device)
 
     @torch.no_grad()
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: Batch, seen: ChainPass | None = None) -> None:
         """Add a batch to all statistics.
 
         Args:
             batch: The examples.
+            seen: Their forward pass, where it is at hand.
 
         Raises:
             DataError: If targets are needed and missing, or do not fit the likelihood.
@@ -142,13 +144,17 @@ class Accumulator:
             widths.append(len(u))
             return u
 
-        seen = 0
-        for captured in capture_parts(self.function, batch.x, columns, self.columns):
-            if seen == 0:
+        done = 0
+        for captured in (
+            capture_parts(self.function, batch.x, columns, self.columns)
+            if seen is None
+            else seen.captures(columns, self.columns)
+        ):
+            if done == 0:
                 require_finite_pass(captured)
             counts = None if marks[0] is None or bool(marks[0].all()) else marks[0]
-            fresh, seen = seen == 0, seen + captured.k
-            gradients = Gradients(captured, fresh, seen == widths[0], counts, widths[0])
+            fresh, done = done == 0, done + captured.k
+            gradients = Gradients(captured, fresh, done == widths[0], counts, widths[0])
             for statistic in self.sums:
                 statistic.add(gradients)
 

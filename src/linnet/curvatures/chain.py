@@ -11,7 +11,8 @@ Which networks are chains is proved elsewhere, by :class:`~linnet.curvatures.kfr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from torch.overrides import TorchFunctionMode
 from linnet.curvatures.layers import Layer
 from linnet.linalg.space import Params
 from linnet.tangent.batch import Inputs
+from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.rules import Operand, Result, Use
 
 
 class ChainPass:
@@ -103,6 +106,36 @@ class ChainPass:
                 behind = g @ self.theta[names[0]]
         return found
 
+    def captures(self, cotangents: Callable[[Tensor], Tensor], columns: int | None) -> Iterator[Captured]:
+        """What ``capture_parts`` gives for the batch, without another pass forward.
+
+        Args:
+            cotangents: From the outputs (N, C) to (K, N, C).
+            columns: Cotangents at once; all by default.
+
+        Yields:
+            A captured batch for each part of the cotangents, in order.
+        """
+        u = cotangents(self.outputs.reshape(len(self.outputs), -1))
+        for part in u.split(columns or max(len(u), 1)):
+            yield self._captured(part)
+
+    def _captured(self, u: Tensor) -> Captured:
+        """The uses of all layers with the gradients of cotangents (K, N, C)."""
+        behind, uses = u, []
+        for i in range(len(self.layers) - 1, -1, -1):
+            g, names = self.slopes[i] * behind, self.layers[i].names  # (K, N, c)
+            result = Result(g.shape[1:], SimpleNamespace(node=self, output_nr=i))
+            if len(names) == 2:
+                shift = Operand(self.theta[names[1]], names[1:], direct=True)
+                uses.append(Use("shift", shift, result, options={"sign": 1}, g=g))
+            weight = Operand(self.theta[names[0]], names[:1], direct=True)
+            uses.append(Use("linear", weight, result, a=self.inputs[i], g=g))
+            if i:
+                behind = g @ self.theta[names[0]]
+        flat = self.outputs.reshape(len(self.outputs), -1)
+        return Captured(len(flat), flat, uses[::-1], self.theta, {}, len(u))
+
     def tangent(self, v: Params) -> Tensor:
         """J v.
 
@@ -118,8 +151,8 @@ class ChainPass:
             shift = v[names[1]] if len(names) == 2 else None
             h = F.linear(self.inputs[i], v[names[0]], shift)
             if moved is not None:
-                h = torch.addmm(h, moved, self.theta[names[0]].T)
-            moved = self.slopes[i] * h
+                h.addmm_(moved, self.theta[names[0]].T)
+            moved = h.mul_(self.slopes[i])
         assert moved is not None
         return moved.view_as(self.outputs)
 

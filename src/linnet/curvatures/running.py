@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.curvatures.accumulate import Accumulator, plan_chunks
+from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.distributed import all_sum, world
 from linnet.curvatures.ekfac import EigenvalueSums, RowEigenvalueSums, eigenvalue_sums
@@ -107,7 +108,9 @@ class RunningCurvature:
     # -- averaging -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def add(self, x: Inputs, y: Tensor | None = None, shared: bool = False) -> None:
+    def add(
+        self, x: Inputs, y: Tensor | None = None, shared: bool = False, seen: ChainPass | None = None
+    ) -> None:
         """Fade what was added before, and add a batch.
 
         Args:
@@ -115,6 +118,7 @@ class RunningCurvature:
             y: Targets, where the expectation needs them.
             shared: Whether every process of ``torch.distributed`` adds a batch of its own now, and all get
                 the sum.
+            seen: A forward pass over x at the weights of the last :meth:`refresh`, where there is one.
 
         Raises:
             DataError: If the batch is empty, not finite, or lacks targets.
@@ -128,10 +132,10 @@ class RunningCurvature:
         if corrected and self._second and self.batches % RENEWAL == 0:
             self.renew_basis()
         begun = bool(self._second) or not corrected
-        size = self._add(batch, [*self._first, *self._second.values()], processes)
+        size = self._add(batch, [*self._first, *self._second.values()], processes, seen)
         if not begun:  # a basis needs factors first: the first batch is taken twice
             self.renew_basis()
-            self._add(batch, list(self._second.values()), processes)
+            self._add(batch, list(self._second.values()), processes, seen)
         self.examples.mul_(self.decay).add_(size)
         self.batches += 1
 
@@ -165,13 +169,17 @@ class RunningCurvature:
             for layer, how, _ in self._assigned
         ]
 
-    def _add(self, batch: Batch, sums: Sequence[Sums], processes: int) -> float:
+    def _add(self, batch: Batch, sums: Sequence[Sums], processes: int, seen: ChainPass | None) -> float:
         """Fade sums and add a batch to them; the number of examples, those of all processes."""
         new = [_snapshot(s, empty=True) for s in sums]
         size, columns = self._chunks(batch)
         accumulator = Accumulator(self.function, self.expectation, new, columns)
         starts = range(0, batch.size, size)
-        for k, start in enumerate(starts):
+        # one column of the whole batch takes no more memory than the pass that is kept already
+        whole = seen if columns == 1 or len(starts) == 1 else None
+        if whole is not None:
+            accumulator.add(replace(batch, index=batch.index * len(starts)), whole)
+        for k, start in enumerate(starts if whole is None else ()):
             few = slice(start, min(start + size, batch.size))
             part = Batch(batch.index * len(starts) + k, take(batch.x, few), None)
             accumulator.add(part if batch.y is None else replace(part, y=batch.y[few]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from linnet.errors import DataError
 from linnet.likelihoods.distribution import first_of, require_shape
 from linnet.likelihoods.likelihood import Likelihood
+from linnet.linalg.finite import lies_within
 from linnet.linalg.random import signs
 
 
@@ -76,6 +78,8 @@ class IndependentComponents(Likelihood, ABC):
         if f.ndim == 2 and f.shape[1] == 1 and y.shape == f.shape[:1]:
             y = y[:, None]  # one output: the targets may come without its axis
         require_shape(y, f.shape, self._shape_remedy(f, y))
+        if not y.is_complex() and lies_within(converted := y.to(f.dtype), *self._plain()):
+            return converted  # one pass says that nothing is wrong
         y = require_targets(y, f.dtype, self.masked, kind, self._missing_remedy())
         missing = y.isnan()
         self._check_values(y, missing)
@@ -86,6 +90,10 @@ class IndependentComponents(Likelihood, ABC):
         if not y.is_floating_point() and y.shape == self._label_shape(f.shape):
             return "for class labels use Categorical()"
         return "give each output its own target"
+
+    def _plain(self) -> tuple[float, float]:
+        """A range in which every real number is a target, and none stands for a missing one."""
+        return -sys.float_info.max, sys.float_info.max
 
     def _missing_remedy(self) -> str:
         """What to do about targets that are nan."""

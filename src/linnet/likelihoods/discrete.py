@@ -20,6 +20,7 @@ from linnet.likelihoods.distribution import (
     uniform,
 )
 from linnet.likelihoods.likelihood import Likelihood
+from linnet.linalg.finite import lies_within
 from linnet.linalg.random import signs
 
 _LEAST_LOG = -3e4  # below it every square root of a probability is zero in any type
@@ -245,11 +246,14 @@ class Bernoulli(IndependentComponents):
                 remedy="use Categorical() for one of several classes, Poisson() for counts",
             )
 
+    def _plain(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
     def _missing_remedy(self) -> str:
         return f"set missing labels to ignore_index={self.ignore_index}"
 
     def _absent(self, y: Tensor) -> Tensor | None:
-        return y == self.ignore_index
+        return None if y.is_floating_point() and lies_within(y, 0, 1) else y == self.ignore_index
 
     def _nll(self, rows: Tensor, labels: Tensor) -> Tensor:
         # −y log σ(f) − (1 − y) log σ(−f)
@@ -297,6 +301,9 @@ class Poisson(IndependentComponents):
 
     def __init__(self, axis: int = 1, masked: bool = False) -> None:
         self.axis, self.masked = require_axis(axis), bool(masked)
+
+    def _plain(self) -> tuple[float, float]:
+        return math.inf, -math.inf  # whether numbers are whole is not said by their range
 
     def _check_values(self, y: Tensor, missing: Tensor) -> None:
         bad = ((y < 0) | (y != y.round()) | y.isinf()) & ~missing

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
+from linnet.linalg.finite import is_finite
 
 _JITTERS = (1e-12, 1e-10, 1e-8, 1e-6)  # relative to the mean of the diagonal
 _LARGE = 1024  # from this size on, eigh works in float64: float32 LAPACK fails or loses accuracy
@@ -49,7 +50,7 @@ def require_finite(matrix: Tensor, name: str) -> None:
     Example:
         >>> require_finite(torch.ones(2, 2), "factor A of layer fc1")
     """
-    if torch.isfinite(matrix).all():
+    if is_finite(matrix):
         return
     nan, inf = int(matrix.isnan().sum()), int(matrix.isinf().sum())
     raise NumericalError(

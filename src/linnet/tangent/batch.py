@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from linnet.errors import DataError, InputError
+from linnet.linalg.finite import is_finite
 
 EMPTY = "check the path and the split that the data come from"
 
@@ -250,7 +251,7 @@ def _as_tensor(value: Any, name: str) -> Tensor:
 def check_finite(x: Inputs, name: str) -> None:
     """Raise ``DataError`` naming the first example in which a float tensor is not finite."""
     for tensor in tensors_in(x):
-        if not tensor.is_floating_point() or torch.isfinite(tensor).all():
+        if not tensor.is_floating_point() or is_finite(tensor):
             continue
         bad = ~torch.isfinite(
             tensor.reshape(tensor.shape[0], -1) if tensor.ndim else tensor.reshape(1, 1)

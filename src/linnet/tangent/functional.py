@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from linnet.errors import ModelError, WeightsError
+from linnet.linalg.finite import is_finite
 from linnet.linalg.space import ParameterSpace
 from linnet.memory import reuse_freed_memory
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, take, tensors_in
@@ -283,7 +284,7 @@ def _check_weights(model: nn.Module) -> None:
 
 def _check_finite(name: str, tensor: Tensor) -> None:
     """Raise if a parameter or buffer is not finite."""
-    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+    if tensor.is_floating_point() and not is_finite(tensor):
         raise ModelError(
             f"weights: {name} of shape {tuple(tensor.shape)} holds NaN or infinite values",
             expected="finite weights",

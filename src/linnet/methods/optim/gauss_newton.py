@@ -342,7 +342,7 @@ class GaussNewton(torch.optim.Optimizer):
         """Add the batch to the average of the curvature at the present weights."""
         if self._once.seen is None:
             self._running.refresh(self._raw)
-        self._once.add(concatenate([one for one, _ in parts]), torch.cat([one for _, one in parts]))
+        self._once.add(parts)
 
     def _resume(self, parts: list[Examples]) -> None:
         """Take over what was loaded, once there is a batch to find the layers on."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.distributed import all_sum
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.tangent.batch import Inputs, batch_size, split
+from linnet.tangent.batch import Inputs, batch_size, concatenate, split
 from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs, call_arguments
 from linnet.tangent.jacobian import jvp
 
@@ -259,6 +259,24 @@ def in_parts(pairs: Sequence[Examples], size: int | None) -> list[Examples]:
     if size is None:
         return list(pairs)
     return [part for x, y in pairs for part in zip(split(x, size), split(y, size), strict=True)]
+
+
+def joined(parts: Sequence[Examples]) -> Examples:
+    """One batch of all parts; a part by itself is not copied.
+
+    Args:
+        parts: (x, y) pairs.
+
+    Returns:
+        x and y.
+
+    Example:
+        >>> joined([(torch.ones(1, 1), torch.ones(1)), (torch.ones(2, 1), torch.ones(2))])[1]
+        tensor([1., 1., 1.])
+    """
+    if len(parts) == 1:
+        return parts[0]
+    return concatenate([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
 
 def combined(directions: Sequence[Tensor], alpha: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 KFRA has proved the chain; for other structures the same proof is tried on a few examples. What it cannot know
 is whether the network that is trained, in its own mode and with its hooks, is the frozen one that the pass is
 of. So each mode of the network is first measured both ways, and the pass is taken only if loss and gradient
-agree and no random numbers were drawn. KFRA takes its averages from the pass as well; the others capture the
-batch themselves.
+agree and no random numbers were drawn. All structures take their averages from the pass: KFRA what it needs
+forwards, the others with one backward pass for each of their columns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from linnet.curvatures.stream import Batches
 from linnet.errors import LinnetError, ModelError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.methods.optim.gauss_newton_average import Average
-from linnet.methods.optim.gauss_newton_model import Examples, Network
+from linnet.methods.optim.gauss_newton_model import Examples, Network, joined
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.functional import Functional
 
@@ -74,17 +74,14 @@ class OnePass:
         self.seen = chain
         return short
 
-    def add(self, x: Inputs, y: Tensor) -> None:
+    def add(self, parts: list[Examples]) -> None:
         """Add the batch to the curvature, with the pass if there is one.
 
         Args:
-            x: The examples.
-            y: Their targets.
+            parts: The batch.
         """
-        if isinstance(self.running, RunningRecursion):
-            self.running.add(x, y, shared=self.network.shared, seen=self.seen)
-        else:
-            self.running.add(x, y, shared=self.network.shared)
+        x, y = joined(parts)
+        self.running.add(x, y, shared=self.network.shared, seen=self.seen)
         self.seen = None
 
     def modes(self) -> list[tuple[bool, list[bool], bool]]:

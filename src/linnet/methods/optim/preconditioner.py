@@ -32,10 +32,13 @@ class KroneckerPreconditioner:
             names.
         damping: τ, in units of the mean gradient's curvature; by default a tenth of the mean eigenvalue.
         reduction: ``"mean"`` for gradients of a mean over examples (s = 1/N), ``"sum"`` for s = 1.
+        inversion: ``"exact"``: τ is added to the products' eigenvalues; ``"factored"``: it is put into the
+            Kronecker factors, two Cholesky decompositions a layer instead of two eigendecompositions.
 
     Attributes:
         damping: τ.
         gain: What preconditioned gradients are multiplied by, 1 unless set.
+        inversion: How τ is put in.
         parameters: The parameters that are preconditioned, by name.
 
     Raises:
@@ -61,6 +64,7 @@ class KroneckerPreconditioner:
         module: nn.Module | Mapping[str, Tensor],
         damping: float | None = None,
         reduction: str = "mean",
+        inversion: str = "exact",
     ) -> None:
         if not isinstance(curvature, Curvature):
             raise InputError(
@@ -70,6 +74,11 @@ class KroneckerPreconditioner:
             )
         if reduction not in ("mean", "sum"):
             raise InputError(f"reduction={reduction!r}", expected='"mean" or "sum"', remedy="leave it out")
+        if inversion not in ("exact", "factored"):
+            raise InputError(
+                f"inversion={inversion!r}", expected='"exact" or "factored"', remedy="leave it out"
+            )
+        self.inversion = inversion
         self.parameters = _fitting(curvature, module)
         self._scale = 1.0 / curvature.made.examples if reduction == "mean" else 1.0
         self.gain = 1.0
@@ -89,7 +98,9 @@ class KroneckerPreconditioner:
         self.damping = default_damping(curvature, self._scale) if damping is None else damping
         check_positive("damping", self.damping, "leave damping= out for a tenth of the mean eigenvalue")
         self.curvature = curvature
-        self._inverse = curvature.scaled(self._scale).damped(float(self.damping)).inverse()
+        scaled, tau = curvature.scaled(self._scale), float(self.damping)
+        damped = scaled.damped(tau) if self.inversion == "exact" else scaled.factored_damped(tau)
+        self._inverse = damped.inverse()
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
