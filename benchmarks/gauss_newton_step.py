@@ -115,7 +115,7 @@ def preconditioned_step(x: Tensor, widths: tuple[int, ...]) -> Step:
     running = linnet.RunningCurvature(model, Gaussian(), "kfac", "mc", decay=0.95)
     running.add(x)
     options: dict[str, Any] = {"damping": 1e-2, "inversion": "factored"}
-    preconditioner = linnet.optim.KroneckerPreconditioner(running.curvature(), model, **options)
+    preconditioner = linnet.KroneckerPreconditioner(running.curvature(), model, **options)
 
     def step() -> None:
         optimizer.zero_grad()
