@@ -90,9 +90,11 @@ class Accumulator:
             DataError: If targets are needed and missing, or do not fit the likelihood.
             ModelError: If the network's outputs or activations are not finite; the layer is named.
         """
-        self._closed = self._closed and self._add_closed(batch)
-        if not self._closed:
-            for part in self._parts(batch):
+        if seen is not None:
+            self._add_columns(batch, seen)
+        else:
+            self._closed = self._closed and self._add_closed(batch)
+            for part in () if self._closed else self._parts(batch):
                 self._add_columns(part)
         self.examples += batch.size
 
@@ -131,7 +133,7 @@ class Accumulator:
         if self.watch is not None:
             self.watch(f, y)
 
-    def _add_columns(self, batch: Batch) -> None:
+    def _add_columns(self, batch: Batch, seen: ChainPass | None = None) -> None:
         """Add a batch by the columns of its Λ."""
         marks: list[Tensor | None] = []
         widths: list[int] = []
