@@ -7,16 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import linnet
 from linnet.curvatures import accumulate, diagonal, ekfac, variance
 from linnet.curvatures.accumulate import Accumulator, plan_chunks
 from linnet.curvatures.engine import layers_of
 from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.treatments import make_sums
+from linnet.likelihoods import Categorical
 from linnet.tangent.capture import capture_bytes
 from linnet.tangent.captured import Captured
+from linnet.tangent.functional import Functional
+from linnet.tangent.plan import expected_plan
 from tests.curvatures.curvature_oracles import Problem, families
 from tests.zoo import assert_near, linearized
 
@@ -52,10 +56,10 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
         monkeypatch.setattr(accumulate, "TARGET", 1)
         monkeypatch.setattr(accumulate, "BUSY", 0)
     elif way == "parts of columns":
-        monkeypatch.setattr(accumulate, "plan_chunks", lambda *_: None)
+        monkeypatch.setattr(accumulate, "plan_chunks", lambda *_, **__: None)
         from linnet.curvatures import engine
 
-        monkeypatch.setattr(engine, "plan_chunks", lambda *_: accumulate.Chunks(3, 2))
+        monkeypatch.setattr(engine, "plan_chunks", lambda *_, **__: accumulate.Chunks(3, 2))
     elif way == "rows one by one":
         monkeypatch.setattr(diagonal, "ROWS_AT_ONCE", 1)
         monkeypatch.setattr(ekfac, "ROWS_AT_ONCE", 1)
@@ -177,3 +181,26 @@ def test_batches_know_their_number() -> None:
     x = torch.zeros(7, 2)
     assert Batches(x, None, 3).length() == 3
     assert len(list(Batches(x, None, 3, 1, 2))) == Batches(x, None, 3, 1, 2).length() == 1
+
+
+def test_receptive_fields_are_counted_where_they_are_held(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 2), nn.Flatten())
+    function, x = (
+        Functional(nn.Sequential(*net, nn.Linear(50, 4)).double()),
+        torch.randn(64, 2, 6, 6).double(),
+    )
+    plan = expected_plan(function, x)
+    assert plan.field_bytes == 8 * (36 * 2 * 9 + 25 * 3 * 4)
+    monkeypatch.setattr(accumulate, "LONG", 0)
+    monkeypatch.setattr(accumulate, "TARGET", 32 * plan.field_bytes)
+    monkeypatch.setattr(accumulate, "BUSY", 0)
+    sizes = {}
+    for structure in ("kfac", "diagonal", "ekfac"):
+        spy.sizes.clear()
+        linnet.curvature(function.model, x, Categorical(), structure=structure)
+        sizes[structure] = max(n for n, _ in spy.sizes)
+        assert {k for _, k in spy.sizes} == {1}
+    assert sizes["kfac"] > sizes["diagonal"] > sizes["ekfac"]
+    assert sizes["diagonal"] < 32
+    assert sizes["ekfac"] < 16

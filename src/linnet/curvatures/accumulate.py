@@ -251,7 +251,14 @@ def require_finite_pass(captured: Captured | Trace) -> None:
 
 
 def plan_chunks(
-    function: Functional, batch: Batch, columns: int, row_bytes: int, budget: int, most: int = LARGEST
+    function: Functional,
+    batch: Batch,
+    columns: int,
+    row_bytes: int,
+    budget: int,
+    most: int = LARGEST,
+    *,
+    fields: int = 0,
 ) -> Chunks:
     """How many examples and columns to capture at once.
 
@@ -262,6 +269,7 @@ def plan_chunks(
         row_bytes: Bytes of the per-example gradients that are formed, for one example and column.
         budget: Bytes that may be used.
         most: Examples that a batch of these data can have.
+        fields: How often receptive fields are held, of all convolutions, while columns are taken in turn.
 
     Returns:
         The sizes.
@@ -271,7 +279,8 @@ def plan_chunks(
     one = plan.gradient_bytes
     # what autograd keeps, and what a backward pass holds besides the gradients that are asked for
     inputs, column = plan.saved_bytes + 3 * one, one + row_bytes
-    alone = min(LARGEST, most, _examples(target, most_bytes, inputs + column))
+    held = inputs + column + fields * plan.field_bytes
+    alone = min(LARGEST, most, _examples(target, most_bytes, held))
     if columns > 1 and function.device.type == "cpu" and alone * column >= LONG:
         return Chunks(max(1, alone), 1)
     examples = _examples(target, most_bytes, inputs + columns * column)

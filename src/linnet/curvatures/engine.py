@@ -97,7 +97,7 @@ def by_structure(
     _require_memory(function, _first_sums(plans, request, function, torch.device("meta")), request)
     sums = _first_sums(plans, request, function, function.device)
     f = look.outputs.detach()[:1].view(1, *function.output_shape(first.x))
-    chunks = _chunks(function, first, f, request, sums, batches.most(first))
+    chunks = _chunks(function, first, f, request, sums, batches.most(first), _fields(plans))
     closed = _closed_examples(look, first, function, request, sums)
     batches.block = batches.block or closed or chunks.examples
     checkpoint = _checkpoint(function, batches, request, [structure for _, structure in wanted])
@@ -248,8 +248,21 @@ def _require_memory(function: Functional, sums: Mapping[Any, Sums], request: Req
     require(plan, ['use structure="kfac" or "diagonal"', 'use structure="matrix-free"', "select params="])
 
 
+def _fields(plans: Sequence[Sequence[Assignment]]) -> int:
+    """How often receptive fields are held for all columns: as they are, and for EKFAC in its basis too."""
+    held = {"diagonal": 1, "ekfac": 2}
+    shared = (a for plan in plans for a in plan if a.layer.factored and a.layer.form.positions > 1)
+    return max((held.get(a.how, 0) for a in shared), default=0)
+
+
 def _chunks(
-    function: Functional, first: Batch, f: Tensor, request: Request, sums: Mapping[Any, Sums], most: int
+    function: Functional,
+    first: Batch,
+    f: Tensor,
+    request: Request,
+    sums: Mapping[Any, Sums],
+    most: int,
+    fields: int,
 ) -> Chunks:
     """How much to capture at once; f are the outputs of the first example."""
     e = request.expectation
@@ -257,7 +270,7 @@ def _chunks(
     columns = len(e.columns(f, y, 0))
     rows = max((_row_numbers(s) for s in sums.values()), default=0) * function.dtype.itemsize
     budget = parse_bytes(request.memory, function.device)
-    return plan_chunks(function, first, columns, rows, budget, most)
+    return plan_chunks(function, first, columns, rows, budget, most, fields=fields)
 
 
 def _closed_examples(

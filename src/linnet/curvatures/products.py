@@ -39,7 +39,7 @@ FEWEST = 4  # examples of a part, where there are as many
 MANY = 32  # examples of a part from which products with V are not bound by reading V
 TANGENT_BYTES = {"cpu": 32 << 20}  # of what autograd keeps of one pass with tangents
 ACCELERATED_BYTES = 1 << 30  # the same elsewhere, where large batches are fast
-FEWEST_TANGENTS = 32  # examples of such a pass, where there are as many
+FEWEST_TANGENTS = 64  # examples of such a pass, where there are as many
 PROBES = 2  # examples that show what one keeps
 
 

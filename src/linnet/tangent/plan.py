@@ -43,6 +43,7 @@ class Plan:
         input_bytes: Bytes of one example's inputs to all uses.
         saved_bytes: Bytes of one example's activations that autograd keeps for a backward pass, parameters
             apart.
+        field_bytes: Bytes of one example's receptive fields, of all convolutions.
     """
 
     layouts: dict[Key, Layout]
@@ -52,6 +53,7 @@ class Plan:
     gradient_bytes: int
     input_bytes: int
     saved_bytes: int
+    field_bytes: int
 
 
 def keyed(uses: Sequence[Use]) -> list[tuple[Key, Use]]:
@@ -143,8 +145,10 @@ def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -
         reason = "its gradient could not be told apart by example"
         found.exact.update({name: reason for sources, _ in unproven for name in sources})
         unproven = frozenset()
-    inputs, outputs = _sizes([use for _, use in open_uses])
-    return Plan(found.layouts, found.exact, found.unused, unproven, outputs, inputs, probe.saved_bytes or 0)
+    uses = [use for _, use in open_uses]
+    inputs, outputs = _sizes(uses)
+    saved, fields = probe.saved_bytes or 0, _field_bytes(uses)
+    return Plan(found.layouts, found.exact, found.unused, unproven, outputs, inputs, saved, fields)
 
 
 def _looked_at(run: Trace, group: Sequence[int]) -> bool:
@@ -272,6 +276,15 @@ def _sizes(uses: Sequence[Use]) -> tuple[int, int]:
     item = uses[0].target.element_size() if uses else 4
     gradients = sum(edges.values()) + sum(map(_copied, uses))
     return sum(a.nbytes for a in inputs.values()) // PROBES, gradients * item // PROBES
+
+
+def _field_bytes(uses: Sequence[Use]) -> int:
+    """Bytes of one example: what convolutions read at all positions, weights of one field each."""
+    fields = {use.place: use for use in uses if use.kind == "conv"}.values()
+    numbers = sum(
+        u.shape[0] * u.shape[2:].numel() * u.target.shape[1:].numel() * u.options["groups"] for u in fields
+    )
+    return numbers * (uses[0].target.element_size() if uses else 4) // PROBES
 
 
 def _copied(use: Use) -> int:
