@@ -281,10 +281,11 @@ def _sizes(uses: Sequence[Use]) -> tuple[int, int]:
 def _field_bytes(uses: Sequence[Use]) -> int:
     """Bytes of one example: what convolutions read at all positions, weights of one field each."""
     fields = {use.place: use for use in uses if use.kind == "conv"}.values()
-    numbers = sum(
+    numbers: int = sum(
         u.shape[0] * u.shape[2:].numel() * u.target.shape[1:].numel() * u.options["groups"] for u in fields
     )
-    return numbers * (uses[0].target.element_size() if uses else 4) // PROBES
+    item: int = uses[0].target.element_size() if uses else 4
+    return numbers * item // PROBES
 
 
 def _copied(use: Use) -> int:
