@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,8 +105,8 @@ def test_half_precision_has_no_eigenpairs(
 def test_columns_go_together_where_there_are_few_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Chunks] = []
 
-    def noted(*args: object) -> Chunks:
-        taken.append(plan_chunks(*args))  # type: ignore[arg-type]
+    def noted(*args: Any, **options: Any) -> Chunks:
+        taken.append(plan_chunks(*args, **options))
         return taken[-1]
 
     monkeypatch.setattr(engine, "plan_chunks", noted)
