@@ -86,7 +86,7 @@ def publish(study: Study, cells: list[dict[str, Any]]) -> None:
     places = sorted({index for cell in cells for index, _ in cell["rows"]})
     for cell in cells:
         means = {index: 100 * sum(row) / len(row) for index, row in cell["rows"]}
-        label = f"{cell['method']}, {cell['train']} images, {cell['epochs']} epochs, {cell['optimizer']}"
+        label = f"{cell['method']}, {cell['epochs']} epochs, λ = {cell['strength']:g}, {cell['optimizer']}"
         label += f" before which (Λ / N + {cell['precondition']:g} I)⁻¹" if cell.get("precondition") else ""
         axis.plot([index + 1 for index in means], list(means.values()), "o-", label=label)
         row = [f"{means[index]:.1f}" if index in means else "–" for index in places]

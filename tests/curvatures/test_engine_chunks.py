@@ -191,9 +191,9 @@ def test_receptive_fields_are_counted_where_they_are_held(spy: Spy, monkeypatch:
         torch.randn(64, 2, 6, 6).double(),
     )
     plan = expected_plan(function, x)
-    assert plan.field_bytes == 8 * (36 * 2 * 9 + 25 * 3 * 4)
+    assert plan.bytes.fields == 8 * (36 * 2 * 9 + 25 * 3 * 4)
     monkeypatch.setattr(accumulate, "LONG", 0)
-    monkeypatch.setattr(accumulate, "TARGET", 32 * plan.field_bytes)
+    monkeypatch.setattr(accumulate, "TARGET", 32 * plan.bytes.fields)
     monkeypatch.setattr(accumulate, "BUSY", 0)
     sizes = {}
     for structure in ("kfac", "diagonal", "ekfac"):

@@ -20,7 +20,7 @@ def network() -> Functional:
 def test_a_slice_of_large_data_counts_as_its_own_size() -> None:
     data = torch.randn(100_000, 50)
     alone, slice_ = data[:8].clone(), data[:8]
-    saved = [expected_plan(network(), x).saved_bytes for x in (alone, slice_)]
+    saved = [expected_plan(network(), x).bytes.saved for x in (alone, slice_)]
     assert saved[0] == saved[1] >= 50 * 4
     plans = [plan_chunks(network(), Batch(0, x, None), 3, 0, 1 << 28) for x in (alone, slice_)]
     assert plans[0] == plans[1]

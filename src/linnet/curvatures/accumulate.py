@@ -276,10 +276,10 @@ def plan_chunks(
     """
     target, most_bytes = (max(1, min(size, budget // 4)) for size in (TARGET, MOST))
     plan = expected_plan(function, batch.x)
-    one = plan.gradient_bytes
+    one = plan.bytes.gradients
     # what autograd keeps, and what a backward pass holds besides the gradients that are asked for
-    inputs, column = plan.saved_bytes + 3 * one, one + row_bytes
-    held = inputs + column + fields * plan.field_bytes
+    inputs, column = plan.bytes.saved + 3 * one, one + row_bytes
+    held = inputs + column + fields * plan.bytes.fields
     alone = min(LARGEST, most, _examples(target, most_bytes, held))
     if columns > 1 and function.device.type == "cpu" and alone * column >= LONG:
         return Chunks(max(1, alone), 1)

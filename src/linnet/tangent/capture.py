@@ -156,7 +156,7 @@ def capture_bytes(function: Functional, x: Inputs, cotangents: int) -> int:
         Activations, what autograd saves of them, and K gradients of every use.
     """
     plan = expected_plan(function, x)
-    return 3 * plan.input_bytes + (cotangents + 1) * plan.gradient_bytes
+    return 3 * plan.bytes.inputs + (cotangents + 1) * plan.bytes.gradients
 
 
 @in_exact_mode

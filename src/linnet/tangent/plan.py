@@ -31,6 +31,23 @@ Key = tuple[tuple[str, ...], int]  # sources of a use, and how many uses of the 
 
 
 @dataclass(frozen=True)
+class Bytes:
+    """Bytes of one example.
+
+    Args:
+        gradients: Gradients at all uses, for one cotangent.
+        inputs: Inputs to all uses.
+        saved: Activations that autograd keeps for a backward pass, parameters apart.
+        fields: Receptive fields of all convolutions.
+    """
+
+    gradients: int
+    inputs: int
+    saved: int
+    fields: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """How every tracked parameter is differentiated.
 
@@ -39,21 +56,14 @@ class Plan:
         exact: Parameters that are differentiated example by example, and why.
         unused: Parameters that the outputs do not depend on.
         unproven: Uses whose gradient has been zero so far.
-        gradient_bytes: Bytes of one example's gradients at all uses, for one cotangent.
-        input_bytes: Bytes of one example's inputs to all uses.
-        saved_bytes: Bytes of one example's activations that autograd keeps for a backward pass, parameters
-            apart.
-        field_bytes: Bytes of one example's receptive fields, of all convolutions.
+        bytes: What an example takes.
     """
 
     layouts: dict[Key, Layout]
     exact: dict[str, str]
     unused: tuple[str, ...]
     unproven: frozenset[Key]
-    gradient_bytes: int
-    input_bytes: int
-    saved_bytes: int
-    field_bytes: int
+    bytes: Bytes
 
 
 def keyed(uses: Sequence[Use]) -> list[tuple[Key, Use]]:
@@ -145,10 +155,8 @@ def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -
         reason = "its gradient could not be told apart by example"
         found.exact.update({name: reason for sources, _ in unproven for name in sources})
         unproven = frozenset()
-    uses = [use for _, use in open_uses]
-    inputs, outputs = _sizes(uses)
-    saved, fields = probe.saved_bytes or 0, _field_bytes(uses)
-    return Plan(found.layouts, found.exact, found.unused, unproven, outputs, inputs, saved, fields)
+    size = _bytes([use for _, use in open_uses], probe.saved_bytes or 0)
+    return Plan(found.layouts, found.exact, found.unused, unproven, size)
 
 
 def _looked_at(run: Trace, group: Sequence[int]) -> bool:
@@ -269,23 +277,21 @@ def _matches(ruled: Captured, name: str, expected: Tensor, largest: float) -> bo
     return bool((rows - expected).abs().max() <= tolerance * scale)
 
 
-def _sizes(uses: Sequence[Use]) -> tuple[int, int]:
-    """Bytes of one example: inputs of all uses, and gradients for one cotangent."""
+def _bytes(uses: Sequence[Use], saved: int) -> Bytes:
+    """What one of the probes takes, given what autograd keeps of it."""
     inputs = {use.a.data_ptr(): use.a for use in uses if use.a is not None}
     edges = {use.place: use.shape.numel() for use in uses}
     item = uses[0].target.element_size() if uses else 4
     gradients = sum(edges.values()) + sum(map(_copied, uses))
-    return sum(a.nbytes for a in inputs.values()) // PROBES, gradients * item // PROBES
+    fields = sum({use.place: _fields(use) for use in uses if use.kind == "conv"}.values())
+    read = sum(a.nbytes for a in inputs.values())
+    return Bytes(gradients * item // PROBES, read // PROBES, saved, fields * item // PROBES)
 
 
-def _field_bytes(uses: Sequence[Use]) -> int:
-    """Bytes of one example: what convolutions read at all positions, weights of one field each."""
-    fields = {use.place: use for use in uses if use.kind == "conv"}.values()
-    numbers: int = sum(
-        u.shape[0] * u.shape[2:].numel() * u.target.shape[1:].numel() * u.options["groups"] for u in fields
-    )
-    item: int = uses[0].target.element_size() if uses else 4
-    return numbers * item // PROBES
+def _fields(use: Use) -> int:
+    """How many numbers a convolution reads at all positions, the weights of one field each."""
+    groups: int = use.options["groups"]
+    return use.shape[0] * use.shape[2:].numel() * use.target.shape[1:].numel() * groups
 
 
 def _copied(use: Use) -> int:
