@@ -16,7 +16,7 @@ from typing import Any
 from experiments import tables
 from experiments.continual.networks import multilayer
 from experiments.continual.streams import mnist, permuted
-from experiments.continual.training import METHODS, Training, run_stream
+from experiments.continual.training import METHODS, Training, laplace, run_stream
 from experiments.figures import figure, save
 from experiments.study import Study, parser
 
@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     make.add_argument("--strength", type=float, default=3.0, help="λ (default %(default)s)")
     make.add_argument("--rate", type=float, default=5e-3, help="of Adam, in the first task")
     make.add_argument("--decay", type=float, default=0.05, help="k (default %(default)s)")
+    make.add_argument("--merge", choices=("svd", "kl", "count"), default="svd", help="of Kronecker products")
     make.add_argument("--optimizer", choices=("adam", "momentum", "nesterov"), default="adam")
     make.add_argument(
         "--precondition", type=float, default=0.0, help="τ of (Λ / N + τ I)⁻¹ before the optimizer; 0: none"
@@ -57,14 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 what = {
                     "method": method, "strength": options.strength, "seed": seed, "tasks": options.tasks,
                     "train": count, "test": len(parts["test"][0]), **how.words(),
+                    **({} if options.merge == "svd" else {"merge": options.merge}),
                 }  # fmt: skip
 
                 def compute(method: str = method, how: Training = how, seed: int = seed) -> dict[str, Any]:
                     net = multilayer((100, 100), parts["train"][0].shape[1], seed=seed)
                     stream, along = permuted(parts, options.tasks, seed), [0, *range(4, options.tasks, 5)]
-                    return run_stream(
-                        net, stream, METHODS[method], options.strength, how, seed, along=along, told=tell
-                    )
+                    maker = METHODS[method] if options.merge == "svd" else laplace("kfac", options.merge)
+                    return run_stream(net, stream, maker, options.strength, how, seed, along=along, told=tell)
 
                 cells.append(study.cell(what, compute))
     publish(study, cells)
@@ -86,8 +87,10 @@ def publish(study: Study, cells: list[dict[str, Any]]) -> None:
     places = sorted({index for cell in cells for index, _ in cell["rows"]})
     for cell in cells:
         means = {index: 100 * sum(row) / len(row) for index, row in cell["rows"]}
-        label = f"{cell['method']}, {cell['epochs']} epochs, λ = {cell['strength']:g}, {cell['optimizer']}"
-        label += f" before which (Λ / N + {cell['precondition']:g} I)⁻¹" if cell.get("precondition") else ""
+        named = f"{cell['method']}, " if len({c["method"] for c in cells}) > 1 else ""
+        label = f"{named}{cell['epochs']} epochs, λ = {cell['strength']:g}, {cell['optimizer']}"
+        label += ", preconditioned" if cell.get("precondition") else ""
+        label += f", merged by {cell['merge']}" if "merge" in cell else ""
         axis.plot([index + 1 for index in means], list(means.values()), "o-", label=label)
         row = [f"{means[index]:.1f}" if index in means else "–" for index in places]
         last = cell["rows"][-1][1]
