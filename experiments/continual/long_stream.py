@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     make.add_argument("--batch", type=int, default=250, help="images a step (default %(default)s)")
     make.add_argument("--measured", type=int, default=10_000, help="images that a curvature is measured on")
     options = make.parse_args(arguments)
+    if options.merge != "svd" and options.methods != ["Online Laplace (KF)"]:
+        make.error(f"--merge {options.merge} is of Kronecker products: leave out --methods")
     study = Study("continual/long_stream", options)
     parts = mnist(options.data_dir, options.train, options.test)
     count = len(parts["train"][0])

@@ -42,6 +42,21 @@ def test_looking_and_proving_take_two_small_passes(structure: str) -> None:
     assert Counted.passes == [3, 1, 6, 6]
 
 
+def test_a_layer_inside_is_not_tried_as_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Counted(), torch.randn(12, 5, dtype=torch.float64)
+    Counted.passes = []
+    linnet.curvature(model, x, Categorical(), structure="kfac", block=6, params="inner.0")
+    assert Counted.passes == [3, 1, 6, 6]
+    model.inner[2].requires_grad_(False)
+    running = linnet.RunningCurvature(model, Categorical(), "kfac")
+    running.add(x)
+    running.refresh(model)
+    Counted.passes = []
+    running.add(x)
+    assert Counted.passes[-1] == 12
+    assert Counted.passes.count(12) == 1
+
+
 def test_uses_of_one_input_share_its_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     class Projections(nn.Module):
         """Queries, keys and values of one input."""

@@ -12,12 +12,12 @@ from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.distributed import all_sum
 from linnet.curvatures.expectation import Expectation
-from linnet.curvatures.output_layer import OutputLayer, add_output_layer, has_closed_form, output_inputs
+from linnet.curvatures.output_layer import OutputLayer, add_output_layer, has_closed_form, remembered_inputs
 from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.sums import Gradients, Sums, wide
 from linnet.errors import ModelError
 from linnet.progress import track
-from linnet.tangent.batch import Inputs, take
+from linnet.tangent.batch import Inputs
 from linnet.tangent.capture import capture_parts
 from linnet.tangent.captured import Captured
 from linnet.tangent.channels_last import forward_trace
@@ -75,7 +75,7 @@ class Accumulator:
     ) -> None:
         self.function, self.expectation, self.sums = function, expectation, sums
         self.columns, self.few, self.watch = columns, few, watch
-        self._closed = has_closed_form(expectation, sums)
+        self._closed = has_closed_form(function, expectation, sums)
         self.examples = torch.zeros((), dtype=torch.float64, device=function.device)
 
     @torch.no_grad()
@@ -103,7 +103,7 @@ class Accumulator:
         run = forward_trace(self.function, batch.x)
         require_finite_pass(run)
         layer, likelihood = self.sums[0].layer, self.expectation.likelihood
-        a = output_inputs(run, layer.names)
+        a = remembered_inputs(self.function, run, layer.names)
         f, y = self._outputs(run.outputs.detach(), batch)
         if a is None or (f.ndim > 2 and likelihood.axis not in (-1, f.ndim - 1)):
             return False
@@ -117,11 +117,7 @@ class Accumulator:
         size = self.few or batch.size
         if size >= batch.size:
             return [batch]
-        starts = [slice(start, start + size) for start in range(0, batch.size, size)]
-        return [
-            Batch(batch.index, take(batch.x, some), None if batch.y is None else batch.y[some])
-            for some in starts
-        ]
+        return [batch.part(slice(start, start + size)) for start in range(0, batch.size, size)]
 
     def _outputs(self, flat: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Outputs in the network's own shape, and checked labels."""

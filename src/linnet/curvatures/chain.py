@@ -96,15 +96,22 @@ class ChainPass:
         Returns:
             By parameter name.
         """
-        behind, found = u.reshape(len(u), -1), {}
-        for i in range(len(self.layers) - 1, -1, -1):
-            g, names = self.slopes[i] * behind, self.layers[i].names
+        found = {}
+        for i, g in self._backwards(u.reshape(len(u), -1)):
+            names = self.layers[i].names
             found[names[0]] = g.T @ self.inputs[i]
             if len(names) == 2:
                 found[names[1]] = g.sum(0)
-            if i:
-                behind = g @ self.theta[names[0]]
         return found
+
+    def _backwards(self, u: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Layers, last to first, with the gradients (..., N, c) at their results for u (..., N, C)."""
+        behind = u
+        for i in range(len(self.layers) - 1, -1, -1):
+            g = self.slopes[i] * behind
+            yield i, g
+            if i:
+                behind = g @ self.theta[self.layers[i].names[0]]
 
     def captures(self, cotangents: Callable[[Tensor], Tensor], columns: int | None) -> Iterator[Captured]:
         """What ``capture_parts`` gives for the batch, without another pass forward.
@@ -122,17 +129,15 @@ class ChainPass:
 
     def _captured(self, u: Tensor) -> Captured:
         """The uses of all layers with the gradients of cotangents (K, N, C)."""
-        behind, uses = u, []
-        for i in range(len(self.layers) - 1, -1, -1):
-            g, names = self.slopes[i] * behind, self.layers[i].names  # (K, N, c)
+        uses = []
+        for i, g in self._backwards(u):
+            names = self.layers[i].names
             result = Result(g.shape[1:], SimpleNamespace(node=self, output_nr=i))
             if len(names) == 2:
                 shift = Operand(self.theta[names[1]], names[1:], direct=True)
                 uses.append(Use("shift", shift, result, options={"sign": 1}, g=g))
             weight = Operand(self.theta[names[0]], names[:1], direct=True)
             uses.append(Use("linear", weight, result, a=self.inputs[i], g=g))
-            if i:
-                behind = g @ self.theta[names[0]]
         flat = self.outputs.reshape(len(self.outputs), -1)
         return Captured(len(flat), flat, uses[::-1], self.theta, {}, len(u))
 

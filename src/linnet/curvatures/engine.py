@@ -19,7 +19,7 @@ from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
 from linnet.curvatures.kfra import RecursionSums
 from linnet.curvatures.layers import Layer, find_layers
-from linnet.curvatures.output_layer import has_closed_form, output_inputs
+from linnet.curvatures.output_layer import has_closed_form, remembered_inputs
 from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import DEFAULT_BLOCK, Batch, Batches
 from linnet.curvatures.sums import Sums
@@ -278,9 +278,9 @@ def _closed_examples(
 ) -> int | None:
     """Examples at once where the outputs are the only layer's result; ``None`` where columns are needed."""
     statistics = list(sums.values())
-    if not has_closed_form(request.expectation, statistics):
+    if not has_closed_form(function, request.expectation, statistics):
         return None
-    if output_inputs(look, statistics[0].layer.names) is None:
+    if remembered_inputs(function, look, statistics[0].layer.names) is None:
         return None
     budget = parse_bytes(request.memory, function.device)
     return min(DEFAULT_BLOCK, plan_chunks(function, first, 1, 0, budget).examples)

@@ -31,6 +31,7 @@ from linnet.curvatures.moments import InputMoment
 from linnet.curvatures.sums import Sums, second_moment, wide
 from linnet.likelihoods.custom import Custom
 from linnet.likelihoods.likelihood import Likelihood
+from linnet.tangent.functional import Functional
 from linnet.tangent.trace import Trace
 
 FORMED = 1 << 22  # numbers in the matrices of several examples that are formed at once
@@ -84,10 +85,11 @@ class OutputLayer:
             yield rows, self.f[some], None if self.y is None else self.y[some]
 
 
-def has_closed_form(expectation: Expectation, sums: Sequence[Sums]) -> bool:
+def has_closed_form(function: Functional, expectation: Expectation, sums: Sequence[Sums]) -> bool:
     """Whether the statistics are all of one layer, and sums over Λ instead of its columns.
 
     Args:
+        function: The network, which may have shown that the layer is not the output's.
         expectation: Which columns stand for Λ.
         sums: The statistics.
 
@@ -98,7 +100,14 @@ def has_closed_form(expectation: Expectation, sums: Sequence[Sums]) -> bool:
     known = likelihood.canonical and not isinstance(likelihood, Custom)
     if expectation.kind != "exact" or expectation.matrix == "hessian" or not known:
         return False
-    return len({statistic.layer.names for statistic in sums}) == 1 and all(map(_is_known, sums))
+    names = {statistic.layer.names for statistic in sums}
+    return len(names) == 1 and not names & _inner(function) and all(map(_is_known, sums))
+
+
+def _inner(function: Functional) -> set[tuple[str, ...]]:
+    """Layers, by their parameters, whose result some pass has shown not to be the output."""
+    found: set[tuple[str, ...]] = function.cache.setdefault("inner layers", set())
+    return found
 
 
 def _is_known(statistic: Sums) -> bool:
@@ -133,6 +142,23 @@ def output_inputs(run: Trace, names: Sequence[str]) -> Tensor | None:
     if weight.a is None or not plain or weight.a.shape[:-1] != weight.shape[:-1]:
         return None
     return weight.a if weight.shape[0] == run.n else None
+
+
+def remembered_inputs(function: Functional, run: Trace, names: Sequence[str]) -> Tensor | None:
+    """The same; a layer that is not the output's is not asked for again.
+
+    Args:
+        function: The network.
+        run: A traced pass.
+        names: The layer's weight, and its bias if that varies.
+
+    Returns:
+        As :func:`output_inputs`.
+    """
+    a = output_inputs(run, names)
+    if a is None:
+        _inner(function).add(tuple(names))
+    return a
 
 
 def add_output_layer(sums: Sequence[Sums], own: OutputLayer) -> None:

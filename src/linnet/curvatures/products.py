@@ -29,6 +29,7 @@ from linnet.tangent.gradients import batched_grad
 from linnet.tangent.jacobian import jvp, jvp_path
 from linnet.tangent.modes import differentiable_kernels, in_exact_mode
 from linnet.tangent.rules import OUTER, Factors, Use, factors
+from linnet.tangent.trace import weighing
 
 Weigh = Callable[[Tensor, Tensor, slice], Tensor]  # f (N, ...), t (K, N, ...) of some examples to Λ t
 Columns = Callable[[Tensor], Tensor]  # f (N, ...) to s (S, N, ...)
@@ -161,18 +162,10 @@ def _tangent_examples(function: Functional, x: Inputs) -> int:
     key = ("examples with tangents", example_shapes(x))
     if key not in function.cache:
         few = take(x, list(range(min(PROBES, batch_size(x)))))
-        kept: dict[int, int] = {}
-
-        def note(t: Tensor) -> Tensor:
-            storage = t.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
-            return t
-
-        own = {t.untyped_storage().data_ptr() for t in function.theta.values()}
         zero = torch.zeros(function.space.dim, 1, dtype=function.dtype, device=function.device)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        with weighing(function) as kept:
             _by_tangents(function, few, zero, lambda f, t, place: t)
-        each = sum(size for place, size in kept.items() if place not in own) // batch_size(few)
+        each = sum(kept.values()) // batch_size(few)
         budget = TANGENT_BYTES.get(function.device.type, ACCELERATED_BYTES)
         function.cache[key] = max(FEWEST_TANGENTS, budget // max(1, each))
     found: int = function.cache[key]
@@ -237,9 +230,8 @@ def _part_size(function: Functional, x: Inputs, columns: int) -> int:
     if key not in function.cache:
         captured = CAPTURED_BYTES // max(1, capture_bytes(function, x, columns))
         rows = ROWS_BYTES // max(1, columns * function.space.dim * function.dtype.itemsize)
-        if rows < min(
-            MANY, captured, batch_size(x)
-        ):  # rows of all parameters do not fit: most are contracted
+        # rows of all parameters do not fit: most are contracted
+        if rows < min(MANY, captured, batch_size(x)):
             rows = ROWS_BYTES // max(1, columns * _always_formed(function, x) * function.dtype.itemsize)
         function.cache[key] = max(1, min(captured, max(FEWEST, rows)))
     found: int = function.cache[key]

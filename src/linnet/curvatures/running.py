@@ -180,9 +180,7 @@ class RunningCurvature:
         if whole is not None:
             accumulator.add(replace(batch, index=batch.index * len(starts)), whole)
         for k, start in enumerate(starts if whole is None else ()):
-            few = slice(start, min(start + size, batch.size))
-            part = Batch(batch.index * len(starts) + k, take(batch.x, few), None)
-            accumulator.add(part if batch.y is None else replace(part, y=batch.y[few]))
+            accumulator.add(batch.part(slice(start, start + size), batch.index * len(starts) + k))
         if processes > 1:
             all_sum(list(accumulator.state().values()))
         for statistic, own in zip(sums, new, strict=True):  # only now: a batch that fails changes nothing

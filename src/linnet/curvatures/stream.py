@@ -24,6 +24,7 @@ from linnet.tangent.batch import (
     gather_data,
     map_tensors,
     split,
+    take,
     tensors_in,
 )
 
@@ -49,6 +50,19 @@ class Batch:
     def size(self) -> int:
         """N."""
         return batch_size(self.x)
+
+    def part(self, rows: slice, index: int | None = None) -> Batch:
+        """Some of the examples.
+
+        Args:
+            rows: Which.
+            index: Place of the part in the pass; by default that of the batch.
+
+        Returns:
+            A batch.
+        """
+        y = None if self.y is None else self.y[rows]
+        return Batch(self.index if index is None else index, take(self.x, rows), y)
 
 
 @dataclass(frozen=True)

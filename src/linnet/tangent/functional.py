@@ -21,7 +21,8 @@ from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import differentiable_kernels, has_recurrence, in_exact_mode
 from linnet.tangent.selection import Selector, select_parameters
 
-STRUCTURAL = frozenset({"jvp", "folds", "operations"})  # what a cache knows that other weights do not change
+# what a cache knows that other weights do not change
+STRUCTURAL = frozenset({"jvp", "folds", "operations", "inner layers"})
 OutputAdapter = str | Callable[[Any], Tensor] | None
 
 

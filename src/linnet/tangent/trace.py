@@ -9,7 +9,8 @@ or a normalized weight) and *transpose of*. A call that mixes data with a tracke
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +99,22 @@ def weighed_trace(function: Functional, x: Inputs) -> Trace:
     Returns:
         The trace, with ``saved_bytes``.
     """
+    with weighing(function) as kept:
+        run = trace(function, x)
+    run.saved_bytes = sum(kept.values()) // run.n
+    return run
+
+
+@contextmanager
+def weighing(function: Functional) -> Iterator[dict[int, int]]:
+    """Count what autograd keeps, parameters apart.
+
+    Args:
+        function: The network.
+
+    Yields:
+        Bytes by the storage that they are in; it fills as passes are made.
+    """
     own = {t.untyped_storage().data_ptr() for t in function.theta.values()}
     kept: dict[int, int] = {}
 
@@ -109,9 +126,7 @@ def weighed_trace(function: Functional, x: Inputs) -> Trace:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        run = trace(function, x)
-    run.saved_bytes = sum(kept.values()) // run.n
-    return run
+        yield kept
 
 
 def _as_data(t: Tensor) -> Tensor:
