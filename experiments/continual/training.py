@@ -52,7 +52,7 @@ class Training:
         """The optimizer of task t = 0, 1, ..."""
         rate = self.rate / (1 + self.decay * task)
         if self.optimizer == "adam":
-            return torch.optim.Adam(net.parameters(), lr=rate)
+            return torch.optim.Adam(net.parameters(), lr=rate, fused=True)
         nesterov = self.optimizer == "nesterov"
         return torch.optim.SGD(net.parameters(), lr=rate, momentum=self.momentum, nesterov=nesterov)
 

@@ -136,9 +136,6 @@ class EWC(ContinualMethod):
     def _quadratics(self) -> Sequence[Quadratic]:
         return self._terms
 
-    def _observe(self, factor: Tensor) -> None:
-        del factor
-
     def _settings(self) -> dict[str, Any]:
         words = {"strength": self.strength, "variant": self.variant, "decay": self.decay, "merge": self.merge}
         return {**self._recipe.settings(), **words}

@@ -82,6 +82,7 @@ class SynapticIntelligence(ContinualMethod):
         self._before: Params = {}  # parameters before the step under way
         self._gradients: Params = {}
         self._factor: Tensor | float = 0.0  # how much of the penalty is in the gradients
+        self._penalty: Params = {}  # the penalty's own gradients, where the step began
         self._watched: dict[str, weakref.ref[Tensor]] = {}
         self._watch(Live.of(model))
 
@@ -104,23 +105,21 @@ class SynapticIntelligence(ContinualMethod):
         self._watch(live)
         first = not self._path
         moved = zeros = False
-        penalized = self._penalty_gradients(live)
         for name, before in self._before.items():
             parameter = live.tensors.get(name)
             if parameter is None or parameter.shape != before.shape:
                 continue
             gradient = self._gradients[name] if parameter.grad is None else parameter.grad
-            displacement = (parameter.detach() - before).to(computing_type(before.dtype))
-            unregularized = gradient.detach().to(displacement.dtype)
-            if name in penalized:
-                unregularized = unregularized - penalized[name]
-            share = -unregularized * displacement  # −g Δθ
-            self._path[name] = _enlarged(self._path[name], share) + share if name in self._path else share
             if name not in self._start:
-                self._start[name] = _theta(live, name, before)
+                self._start[name] = _theta(live, name, before).clone()
+            displacement = _difference(parameter.detach(), before)
+            unregularized = self._unregularized(name, gradient.detach().to(displacement.dtype))
+            path = self._path.get(name)
+            path = torch.zeros_like(displacement) if path is None else _enlarged(path, displacement)
+            self._path[name] = path.addcmul_(unregularized, displacement, value=-1)  # ω − g Δθ
             if first:
                 moved, zeros = moved or bool(displacement.any()), zeros or bool(gradient.any())
-        self._before, self._gradients, self._factor = {}, {}, 0.0
+        self._forget_step()
         if first and moved and not zeros:
             self._path, self._start = {}, {}
             raise InputError(
@@ -169,7 +168,7 @@ class SynapticIntelligence(ContinualMethod):
             anchor = {n: values.get(n, kept.get(n, torch.zeros_like(t))) for n, t in importance.items()}
             self._term = self._quadratic(importance, anchor)
             self._path, self._start = {}, {}
-        self._before, self._gradients, self._factor = {}, {}, 0.0
+        self._forget_step()
         self.tasks += 1
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> SynapticIntelligence:
@@ -197,21 +196,20 @@ class SynapticIntelligence(ContinualMethod):
             check_count("examples", examples)
         return 1.0
 
-    def _observe(self, factor: Tensor) -> None:
+    def _observe(self, factor: Tensor, gradients: Params) -> None:
         self._factor = self._factor + factor
+        self._penalty = {name: gradient.detach() for name, gradient in gradients.items()}
 
-    def _penalty_gradients(self, live: Live) -> Params:
-        """What the penalty has added to the gradients of the step under way."""
-        if self._term is None or (isinstance(self._factor, float) and self._factor == 0):
-            return {}
-        before = {n: t for n, t in self._before.items() if n in live.tensors}
-        delta = live.with_tensors(before).difference(self._term.anchor)
-        delta = {name: d for name, d in delta.items() if name in before}
-        products = self._term.precision.product(delta)
-        return {
-            name: _enlarged(self._term.weight * self._factor * product, before[name])
-            for name, product in products.items()
-        }
+    def _unregularized(self, name: str, gradient: Tensor) -> Tensor:
+        """A gradient of the step under way without what the penalty has added to it."""
+        if name not in self._penalty:
+            return gradient
+        own = self._penalty[name].to(gradient)
+        return torch.addcmul(gradient, own, torch.as_tensor(self._factor).to(own), value=-1)
+
+    def _forget_step(self) -> None:
+        """Whatever was noted of a step is done with."""
+        self._before, self._gradients, self._penalty, self._factor = {}, {}, {}, 0.0
 
     def _watch(self, live: Live) -> None:
         """Follow the gradients of parameters that are not followed yet."""
@@ -247,7 +245,7 @@ class SynapticIntelligence(ContinualMethod):
         self._term = None if term is None else Quadratic.restored(term, device)
         self._path = {name: t.detach().to(device, copy=True) for name, t in state["path"].items()}
         self._start = {name: t.detach().to(device, copy=True) for name, t in state["start"].items()}
-        self._before, self._gradients, self._factor = {}, {}, 0.0
+        self._forget_step()
 
 
 def _noting(method: weakref.ref[SynapticIntelligence], name: str) -> Callable[[Tensor], None]:
@@ -265,6 +263,12 @@ def _theta(live: Live, name: str, tensor: Tensor) -> Tensor:
     """θ where the trained tensor had this value."""
     value = tensor.to(computing_type(tensor.dtype))
     return value + live.origins[name].to(value) if name in live.origins else value
+
+
+def _difference(after: Tensor, before: Tensor) -> Tensor:
+    """What a step did to a parameter, in the memory of what it was before where the types agree."""
+    kind = computing_type(before.dtype)
+    return torch.sub(after, before, out=before) if before.dtype == kind else (after - before).to(kind)
 
 
 def _enlarged(tensor: Tensor, like: Tensor) -> Tensor:

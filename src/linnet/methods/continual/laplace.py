@@ -269,9 +269,6 @@ class OnlineLaplace(ContinualMethod):
         }
         return (*main, replace(self._start, precision=replace(self._start.precision, reached=left)))
 
-    def _observe(self, factor: Tensor) -> None:
-        del factor
-
     def _settings(self) -> dict[str, Any]:
         words = {"strength": self.strength, "prior_precision": self._prior, "merge": self.merge}
         return {**self._recipe.settings(), **words}
@@ -419,9 +416,6 @@ class NonOnlineLaplace(ContinualMethod):
 
     def _quadratics(self) -> Sequence[Quadratic]:
         return (self._main,) if self.strength > 0 and self._main.precision.blocks else ()
-
-    def _observe(self, factor: Tensor) -> None:
-        del factor
 
     def _settings(self) -> dict[str, Any]:
         words = {"strength": self.strength, "prior_precision": self._prior, "merge": self.merge}

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError
+from linnet.linalg.space import Params
 from linnet.methods.continual.parameters import Live, computing_type, unwrapped
 from linnet.methods.continual.quadratic import Quadratic, penalty, value_and_gradient
 from linnet.tangent.functional import OutputAdapter
@@ -112,7 +113,7 @@ class ContinualMethod(ABC):
                 tensor.grad = gradient / divisor
             else:
                 tensor.grad.add_(gradient, alpha=1 / divisor)
-        self._observe(torch.full((), 1 / divisor))
+        self._observe(torch.full((), 1 / divisor), gradients)
         return value / divisor
 
     @abstractmethod
@@ -196,9 +197,9 @@ class ContinualMethod(ABC):
         self.tasks = int(state["tasks"])
         self._load(state["state"], next(iter(Live.of(self.model).tensors.values())).device)
 
-    @abstractmethod
-    def _observe(self, factor: Tensor) -> None:
-        """The penalty's gradient has entered ``.grad``, times a factor."""
+    def _observe(self, factor: Tensor, gradients: Params) -> None:
+        """The penalty's gradient, by parameter, has entered ``.grad`` times a factor."""
+        del factor, gradients
 
     def _divisor(self, examples: float | None) -> float:
         """What the summed penalty is divided by."""

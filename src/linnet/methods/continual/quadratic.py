@@ -13,6 +13,8 @@ from linnet.linalg.space import Params
 from linnet.methods.continual.parameters import Live
 from linnet.methods.continual.precision import Precision
 
+Observe = Callable[[Tensor, Params], None]  # a factor, and gradients by parameter
+
 
 @dataclass(frozen=True, eq=False)
 class Quadratic:
@@ -91,7 +93,7 @@ class _Penalty(torch.autograd.Function):
         quadratics: Sequence[Quadratic],
         live: Live,
         names: Sequence[str],
-        observe: Callable[[Tensor], None] | None,
+        observe: Observe | None,
         *tensors: Tensor,
     ) -> Tensor:
         """The value; the gradient is kept."""
@@ -109,7 +111,8 @@ class _Penalty(torch.autograd.Function):
         """The kept gradient, or one with a history if there will be a second derivative."""
         (g,) = grad_outputs
         if ctx.observe is not None:
-            ctx.observe(g.detach())
+            known = zip(ctx.names, ctx.gradients, strict=True)
+            ctx.observe(g.detach(), {name: d for name, d in known if d is not None})
         gradients = ctx.gradients
         if torch.is_grad_enabled():
             live = ctx.live.with_tensors(dict(zip(ctx.names, ctx.saved_tensors, strict=True)))
@@ -120,14 +123,15 @@ class _Penalty(torch.autograd.Function):
 
 
 def penalty(
-    quadratics: Sequence[Quadratic], live: Live, observe: Callable[[Tensor], None] | None = None
+    quadratics: Sequence[Quadratic], live: Live, observe: Observe | None = None
 ) -> Tensor:
     """The penalty as a scalar that can be added to a loss.
 
     Args:
         quadratics: The terms.
         live: The parameters.
-        observe: Is told the factor of the penalty in the loss, when the loss is differentiated.
+        observe: Is told the factor of the penalty in the loss, and the penalty's gradients by parameter,
+            when the loss is differentiated.
 
     Returns:
         A scalar; a constant 0 without history where there is nothing to penalize.
