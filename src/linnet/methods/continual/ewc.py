@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from linnet.errors import InputError
 from linnet.likelihoods.likelihood import Likelihood

@@ -122,9 +122,7 @@ class _Penalty(torch.autograd.Function):
         return None, None, None, None, *products
 
 
-def penalty(
-    quadratics: Sequence[Quadratic], live: Live, observe: Observe | None = None
-) -> Tensor:
+def penalty(quadratics: Sequence[Quadratic], live: Live, observe: Observe | None = None) -> Tensor:
     """The penalty as a scalar that can be added to a loss.
 
     Args:
