@@ -34,7 +34,7 @@ def parser(description: str, seeds: int = 3) -> argparse.ArgumentParser:
         "--out", type=Path, default=None, help="folder of the results (default runs/experiments/...)"
     )
     result.add_argument(
-        "--known", type=Path, default=None, help="a published result.json: its cells are not computed again"
+        "--published", type=Path, default=None, help="a result.json: its cells are not computed again"
     )
     return result
 
@@ -58,7 +58,7 @@ class Study:
         self.seeds = range(arguments.seeds)
         self._file = self.out / "cells.jsonl"
         self._done = {_key(cell["what"]): cell for cell in _read_lines(self._file)}
-        self._published = _published(arguments.known)
+        self._published = _published(arguments.published)
         if arguments.threads:
             torch.set_num_threads(arguments.threads)
 

@@ -32,7 +32,7 @@ def test_a_line_that_a_kill_cut_short_is_computed_again(tmp_path: Path) -> None:
 def test_a_published_cell_is_not_computed_again(tmp_path: Path) -> None:
     one = study(tmp_path / "one")
     one.publish("", [one.cell({"seed": 0, "network": "MLP"}, lambda: {"value": 3.0})])
-    known = ["--known", str(tmp_path / "one" / "result.json")]
+    known = ["--published", str(tmp_path / "one" / "result.json")]
     two = study(tmp_path / "two", *known)
     assert two.cell({"seed": 0, "network": "MLP"}, lambda: pytest.fail("computed"))["value"] == 3.0
     assert two.cell({"seed": 0, "network": "LeNet"}, lambda: {"value": 5.0})["value"] == 5.0
