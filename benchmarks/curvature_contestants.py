@@ -7,7 +7,6 @@ itself raises otherwise. Scale conventions are in the docstring of ``curvature_p
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 from curvature_networks import Parameters, Problem, in_modules, trainable
+from measure import timed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -269,13 +269,6 @@ def kronfluence(task: str, given: Problem, batch: int) -> Job:
         return {"decompose": timed(call)[0]} if task.startswith("ekfac") else {}
 
     return Job(run, facts=decompose)
-
-
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds and result of one call."""
-    begin = time.perf_counter()
-    result = call()
-    return time.perf_counter() - begin, result
 
 
 MAKERS: dict[str, Callable[[str, Problem, int], Job]] = {

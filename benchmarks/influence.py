@@ -26,15 +26,13 @@ import argparse
 import json
 import os
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from curvature_peers import add_curvature_peers
 from eurosat import task
-from measure import Row, parser, publish, setup, sgemm_rate
+from measure import Row, parser, publish, setup, sgemm_rate, timed
 from torch import Tensor, nn
 
 import linnet
@@ -100,13 +98,6 @@ class Kept:
         assert isinstance(made.system, Dual)
         assert made.system.factor is not None
         return made
-
-
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds and result."""
-    begin = time.perf_counter()
-    result = call()
-    return time.perf_counter() - begin, result
 
 
 def fit(kept: Kept) -> None:

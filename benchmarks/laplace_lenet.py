@@ -29,9 +29,7 @@ import json
 import os
 import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,7 @@ import numpy as np
 import torch
 from curvature_networks import lenet
 from curvature_peers import add_curvature_peers, peak_memory, run_child
-from measure import Row, parser, publish, setup
+from measure import Row, parser, publish, setup, timed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -53,13 +51,6 @@ STEPS = ("fit", "tune", "predict")
 FIT_BATCH = 128
 # images of a prediction: Jacobians of all weights take 5 MB an image, those of the last layer 34 kB
 PREDICT_BATCH = {"kron": 10, "reduce": 10, "last": 500}
-
-
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds and result."""
-    begin = time.perf_counter()
-    result = call()
-    return time.perf_counter() - begin, result
 
 
 def digits(folder: Path, examples: int, test: int) -> dict[str, Tensor]:

@@ -83,6 +83,13 @@ def setup(threads: int, seed: int = 0) -> None:
     torch.manual_seed(seed)
 
 
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds and result of one call."""
+    begin = time.perf_counter()
+    result = call()
+    return time.perf_counter() - begin, result
+
+
 def time_in_turns(
     calls: Mapping[str, Callable[[], object]],
     repeats: int = 5,

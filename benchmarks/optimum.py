@@ -28,14 +28,14 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from eurosat import Task, task
-from measure import Row, parser, publish, setup, sgemm_rate
+from measure import Row, parser, publish, setup, sgemm_rate, timed
 from torch import Tensor
 
 import linnet
@@ -123,13 +123,6 @@ class Setting:
         """The objective of a linear model over its optimum."""
         outputs = torch.cat([module(part) for part in self.problem.x.split(100)])
         return self.objective(outputs, dict(module.delta)) / self.goal
-
-
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds and result."""
-    begin = time.perf_counter()
-    result = call()
-    return time.perf_counter() - begin, result
 
 
 def plans(setting: Setting) -> None:

@@ -26,29 +26,20 @@ import json
 import os
 import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from curvature_peers import peak_memory, resident, run_child
-from measure import Row, parser, publish, relative_error, setup
+from measure import Row, parser, publish, relative_error, setup, timed
 from torch import Tensor, nn
 from torch_func_peer import TorchFunctionKernel
 
 NOISE, PRECISION = 0.1, 1.0
 COUNTED = 50  # steps of GPyTorch's tuning
 PARTS = ("function", "tuning", "parameter")
-
-
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds and result."""
-    begin = time.perf_counter()
-    result = call()
-    return time.perf_counter() - begin, result
 
 
 def network(sizes: list[int]) -> nn.Sequential:
