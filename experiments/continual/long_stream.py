@@ -16,7 +16,7 @@ from typing import Any
 from experiments import tables
 from experiments.continual.networks import multilayer
 from experiments.continual.streams import mnist, permuted
-from experiments.continual.training import METHODS, Training, laplace, run_stream
+from experiments.continual.training import JOINT, METHODS, Training, laplace, run_stream, train_jointly
 from experiments.figures import figure, save
 from experiments.study import Study, parser
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     make.add_argument("--train", type=int, default=None, help="training images (default all)")
     make.add_argument("--test", type=int, default=2000, help="test images (default %(default)s)")
     make.add_argument("--epochs", type=int, nargs="+", default=None, help="default 4; 20 if full")
-    make.add_argument("--methods", nargs="*", choices=[*METHODS], default=["Online Laplace (KF)"])
+    make.add_argument("--methods", nargs="*", choices=[*METHODS, JOINT], default=["Online Laplace (KF)"])
     make.add_argument("--strength", type=float, default=3.0, help="λ (default %(default)s)")
     make.add_argument("--rate", type=float, default=5e-3, help="of Adam, in the first task")
     make.add_argument("--decay", type=float, default=0.05, help="k (default %(default)s)")
@@ -58,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )  # fmt: skip
             for seed in study.seeds:
                 what = {
-                    "method": method, "strength": options.strength, "seed": seed, "tasks": options.tasks,
+                    "method": method, "strength": 0.0 if method == JOINT else options.strength,
+                    "seed": seed, "tasks": options.tasks,
                     "train": count, "test": len(parts["test"][0]), **how.words(),
                     **({} if options.merge == "svd" else {"merge": options.merge}),
                 }  # fmt: skip
@@ -66,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 def compute(method: str = method, how: Training = how, seed: int = seed) -> dict[str, Any]:
                     net = multilayer((100, 100), parts["train"][0].shape[1], seed=seed)
                     stream, along = permuted(parts, options.tasks, seed), [0, *range(4, options.tasks, 5)]
+                    if method == JOINT:
+                        return train_jointly(net, parts, stream, how, seed)
                     maker = METHODS[method] if options.merge == "svd" else laplace("kfac", options.merge)
                     return run_stream(net, stream, maker, options.strength, how, seed, along=along, told=tell)
 
@@ -90,7 +93,8 @@ def publish(study: Study, cells: list[dict[str, Any]]) -> None:
     for cell in cells:
         means = {index: 100 * sum(row) / len(row) for index, row in cell["rows"]}
         named = f"{cell['method']}, " if len({c["method"] for c in cells}) > 1 else ""
-        label = f"{named}{cell['epochs']} epochs, λ = {cell['strength']:g}, {cell['optimizer']}"
+        strength = "" if cell["method"] == JOINT else f"λ = {cell['strength']:g}, "
+        label = f"{named}{cell['epochs']} epochs, {strength}{cell['optimizer']}"
         label += ", preconditioned" if cell.get("precondition") else ""
         label += f", merged by {cell['merge']}" if "merge" in cell else ""
         axis.plot([index + 1 for index in means], list(means.values()), "o-", label=label)
@@ -98,13 +102,32 @@ def publish(study: Study, cells: list[dict[str, Any]]) -> None:
         last = cell["rows"][-1][1]
         ends = [f"{100 * last[0]:.1f}", f"{100 * last[-1]:.1f}"]
         how = f"{cell['optimizer']}, {cell['rate']:g}" + (", Λ" if cell.get("precondition") else "")
-        lines.append([cell["method"], f"{cell['epochs']}", how, f"{cell['seed']}", *row, *ends])
+        lines.append(
+            [
+                cell["method"],
+                f"{cell['strength']:g}",
+                f"{cell['epochs']}",
+                how,
+                f"{cell['seed']}",
+                *row,
+                *ends,
+            ]
+        )
     axis.axhline(THESIS, color="black", linestyle=":", label="thesis after fifty: over 90 %")
     axis.set(xlabel="tasks seen", ylabel="mean test accuracy, %")
     axis.legend(fontsize=7)
     save(drawn, study.out / "long_stream.svg")
     places_of = [str(index + 1) for index in places]
-    header = ["method", "epochs", "optimizer, rate", "seed", *places_of, "first task", "newest task"]
+    header = [
+        "method",
+        "λ or c",
+        "epochs",
+        "optimizer, rate",
+        "seed",
+        *places_of,
+        "first task",
+        "newest task",
+    ]
     study.publish(tables.markdown(header, lines), cells, paper={"after fifty tasks": "over 90 %"})
 
 

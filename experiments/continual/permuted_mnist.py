@@ -18,17 +18,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import nn
-
 from experiments import tables
-from experiments.continual.networks import Heads, multilayer
-from experiments.continual.streams import Examples, Task, mnist, permuted
-from experiments.continual.training import METHODS, Training, accuracy, run_stream
+from experiments.continual.networks import multilayer
+from experiments.continual.streams import Examples, mnist, permuted
+from experiments.continual.training import JOINT, METHODS, Training, run_stream, train_jointly
 from experiments.figures import figure, save
 from experiments.study import Cell, Study, parser
 
-PLAIN, JOINT = "Plain training", "Joint training"
+PLAIN = "Plain training"
 COMPARED = (
     "Online Laplace (KF)", "Online Laplace (D)", "Non-online Laplace (KF)", "EWC (KF)", "EWC (D)", "SI",
 )  # fmt: skip
@@ -70,32 +67,6 @@ class Stream:
             return run_stream(net, stream, METHODS.get(method), strength, how, seed, along=along)
 
         return self.study.cell(what, compute)
-
-
-def train_jointly(
-    net: Heads, parts: dict[str, Examples], stream: list[Task], how: Training, seed: int
-) -> dict[str, Any]:
-    """One network trained on all tasks at once, every batch from all of them."""
-    net.to(how.device)
-    x, y = parts["train"]
-    x, y = x.to(how.device), y.to(how.device)
-    orders = torch.stack([task.order for task in stream if task.order is not None]).to(how.device)
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = how.make(net, 0)
-    steps = how.epochs * len(stream) * (len(x) // how.batch)
-    for _ in range(max(1, steps)):
-        rows = torch.randint(len(x), (how.batch,), generator=generator)
-        picked = torch.randint(len(stream), (how.batch,), generator=generator)
-        inputs = x[rows].gather(1, orders[picked]).float() / 255
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(inputs), y[rows]).backward()
-        optimizer.step()
-    tests = [accuracy(net, task, "test", how.device) for task in stream]
-    final = [accuracy(net, task, "validation", how.device) for task in stream]
-    return {
-        "rows": [[len(stream) - 1, tests]], "average": sum(tests) / len(tests),
-        "validation": sum(final) / len(final), "finite": True,
-    }  # fmt: skip
 
 
 def compare(

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import linnet
 from experiments.continual.networks import Heads
-from experiments.continual.streams import Task
+from experiments.continual.streams import Examples, Task
 
 Method = linnet.continual.ContinualMethod
+JOINT = "Joint training"
 Maker = Callable[[nn.Module, float, float], Method]
 
 
@@ -219,6 +220,46 @@ def run_stream(
         "validation": sum(final) / len(tasks),
         "finite": True,
     }
+
+
+def train_jointly(
+    net: Heads, parts: dict[str, Examples], stream: Sequence[Task], how: Training, seed: int
+) -> dict[str, Any]:
+    """One network trained on all tasks at once, every batch from all of them.
+
+    Args:
+        net: The network.
+        parts: The images before they are permuted.
+        stream: The permutations.
+        how: The training; where the rate drops within a task, it does for the last quarter here.
+        seed: Seed of the batches.
+
+    Returns:
+        As :func:`run_stream`.
+    """
+    net.to(how.device)
+    x, y = parts["train"]
+    x, y = x.to(how.device), y.to(how.device)
+    orders = torch.stack([task.order for task in stream if task.order is not None]).to(how.device)
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = how.make(net, 0)
+    steps = max(1, how.epochs * len(stream) * (len(x) // how.batch))
+    for step in range(steps):
+        if how.drop and step == 3 * steps // 4:
+            for group in optimizer.param_groups:
+                group["lr"] /= 10
+        rows = torch.randint(len(x), (how.batch,), generator=generator)
+        picked = torch.randint(len(stream), (how.batch,), generator=generator)
+        inputs = x[rows].gather(1, orders[picked]).float() / 255
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(inputs), y[rows]).backward()
+        optimizer.step()
+    tests = [accuracy(net, task, "test", how.device) for task in stream]
+    final = [accuracy(net, task, "validation", how.device) for task in stream]
+    return {
+        "rows": [[len(stream) - 1, tests]], "average": sum(tests) / len(tests),
+        "validation": sum(final) / len(final), "finite": True,
+    }  # fmt: skip
 
 
 def best(cells: Sequence[dict[str, Any]], key: str = "strength") -> Any:

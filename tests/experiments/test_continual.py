@@ -135,6 +135,15 @@ def test_long_stream(words: list[str], tmp_path: Path, capsys: pytest.CaptureFix
     assert "after 5: mean" in capsys.readouterr().out
 
 
+def test_long_stream_all_at_once(words: list[str], tmp_path: Path) -> None:
+    sizes = ["--train", "500", "--test", "50", "--epochs", "20", "--tasks", "2", "--batch", "25"]
+    long_stream.main([*words, *sizes, "--methods", "Joint training", "--merge", "svd"])
+    (cell,) = result(tmp_path, "long_stream")["cells"]
+    ((last, accuracies),) = cell["rows"]
+    assert (last, len(accuracies), cell["strength"]) == (1, 2, 0.0)
+    assert min(accuracies) > 0.5  # neither task is forgotten
+
+
 def test_long_stream_with_the_precision_before_the_optimizer(words: list[str], tmp_path: Path) -> None:
     sizes = ["--train", "100", "--test", "50", "--epochs", "10", "--tasks", "3", "--batch", "25"]
     shared = [*words, *sizes, "--decay", "0", "--optimizer", "momentum", "--rate", "0.1"]
