@@ -99,8 +99,8 @@ class Study:
         """
         print(f"\n## {self.name}\n\n{table}\n", flush=True)
         (self.out / "table.md").write_text(table + "\n", encoding="utf-8")
-        result = {"study": self.name, "environment": environment(), **facts, "cells": list(cells)}
-        (self.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        result = {"study": self.name, "environment": environment(), **facts}
+        (self.out / "result.json").write_text(_as_text(result, cells), encoding="utf-8")
 
 
 def environment() -> dict[str, Any]:
@@ -111,6 +111,12 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
+
+
+def _as_text(result: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
+    """A result as JSON with one cell a line."""
+    lines = ",\n".join(f"  {json.dumps(cell)}" for cell in cells)
+    return json.dumps(result, indent=1).removesuffix("\n}") + f',\n "cells": [\n{lines}\n ]\n}}\n'
 
 
 def _published(file: Path | None) -> list[Cell]:
