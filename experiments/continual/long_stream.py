@@ -87,13 +87,14 @@ def tell(task: int, accuracies: list[float]) -> None:
 
 def publish(study: Study, cells: list[dict[str, Any]]) -> None:
     """The figure and the table: the mean along the stream."""
-    drawn, axis = figure()
+    drawn, axis = figure(height=4.2)
     lines = []
     places = sorted({index for cell in cells for index, _ in cell["rows"]})
     for cell in cells:
         means = {index: 100 * sum(row) / len(row) for index, row in cell["rows"]}
         named = f"{cell['method']}, " if len({c["method"] for c in cells}) > 1 else ""
-        strength = "" if cell["method"] == JOINT else f"λ = {cell['strength']:g}, "
+        letter = "c" if cell["method"] == "SI" else "λ"
+        strength = "" if cell["method"] == JOINT else f"{letter} = {cell['strength']:g}, "
         label = f"{named}{cell['epochs']} epochs, {strength}{cell['optimizer']}"
         label += ", preconditioned" if cell.get("precondition") else ""
         label += f", merged by {cell['merge']}" if "merge" in cell else ""
@@ -115,7 +116,7 @@ def publish(study: Study, cells: list[dict[str, Any]]) -> None:
         )
     axis.axhline(THESIS, color="black", linestyle=":", label="thesis after fifty: over 90 %")
     axis.set(xlabel="tasks seen", ylabel="mean test accuracy, %")
-    axis.legend(fontsize=7)
+    axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     save(drawn, study.out / "long_stream.svg")
     places_of = [str(index + 1) for index in places]
     header = [
