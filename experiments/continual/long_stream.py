@@ -16,7 +16,7 @@ from typing import Any
 from experiments import tables
 from experiments.continual.networks import multilayer
 from experiments.continual.streams import mnist, permuted
-from experiments.continual.training import JOINT, METHODS, Training, laplace, run_stream, train_jointly
+from experiments.continual.training import JOINT, METHODS, Training, laplace, run_stream, tell, train_jointly
 from experiments.figures import figure, save
 from experiments.study import Study, parser
 
@@ -74,15 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
                 cells.append(study.cell(what, compute))
     publish(study, cells)
-
-
-def tell(task: int, accuracies: list[float]) -> None:
-    """A line of progress."""
-    mean, first, newest = sum(accuracies) / len(accuracies), accuracies[0], accuracies[-1]
-    print(
-        f"after {task + 1}: mean {100 * mean:.1f}, first {100 * first:.1f}, newest {100 * newest:.1f}",
-        flush=True,
-    )
 
 
 def publish(study: Study, cells: list[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from experiments import tables
 from experiments.continual.networks import multilayer
 from experiments.continual.streams import mnist, permuted
-from experiments.continual.training import METHODS, Training, run_stream
+from experiments.continual.training import METHODS, Training, run_stream, tell
 from experiments.figures import figure, save
 from experiments.study import Study, parser
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             def compute(strength: float = strength, seed: int = seed) -> dict[str, Any]:
                 net = multilayer([options.hidden] * 2, parts["train"][0].shape[1], seed=seed)
                 stream = permuted(parts, options.tasks, seed)
-                return run_stream(net, stream, METHODS["SI"], strength, how, seed, along=[0])
+                return run_stream(net, stream, METHODS["SI"], strength, how, seed, told=tell)
 
             cells.append(study.cell(what, compute))
     drawn, axis = figure()

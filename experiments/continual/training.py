@@ -222,6 +222,15 @@ def run_stream(
     }
 
 
+def tell(task: int, accuracies: list[float]) -> None:
+    """A line of progress."""
+    mean, first, newest = sum(accuracies) / len(accuracies), accuracies[0], accuracies[-1]
+    print(
+        f"after {task + 1}: mean {100 * mean:.1f}, first {100 * first:.1f}, newest {100 * newest:.1f}",
+        flush=True,
+    )
+
+
 def train_jointly(
     net: Heads, parts: dict[str, Examples], stream: Sequence[Task], how: Training, seed: int
 ) -> dict[str, Any]:
