@@ -362,6 +362,20 @@ def test_evaluate_takes_predictions() -> None:
     )
 
 
+def test_targets_of_one_output_may_be_flat() -> None:
+    """Targets (N,) of one output are those of (N, 1): they are not broadcast against all examples."""
+    model, x, y = numbers(outputs=1)
+    la = Laplace(model, L.Gaussian(variance=0.5), "kfac").fit((x, y[:, 0]))
+    prediction = la.predict(x)
+    expected = torch.distributions.Normal(prediction.mean, (prediction.variance + 0.5).sqrt()).log_prob(y)
+    near(prediction.log_density(y[:, 0]), expected[:, 0], 1e-10)
+    for method in ("validation", "grid", "loo"):
+        flat, column = (la.tune(method, (x, t)).tuned for t in (y[:, 0], y))
+        assert flat is not None
+        assert column is not None
+        assert flat.value == pytest.approx(column.value, rel=1e-6), method
+
+
 def test_density_of_missing_labels_is_one() -> None:
     mean, covariance = gaussian(4)
     masked = L.Gaussian(masked=True)

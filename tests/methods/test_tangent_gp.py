@@ -192,6 +192,9 @@ def test_log_density_is_that_of_the_noisy_marginal() -> None:
     noisy = prediction.with_noise()
     expected = torch.distributions.MultivariateNormal(noisy.mean, noisy.covariance).log_prob(y)
     close(prediction.log_density(y), expected)
+    model, x = network(3, 4, 1), real(5, 3)
+    one = TangentGP(model, Gaussian(variance=0.2)).fit(x, x[:, 0]).predict(x)
+    close(one.log_density(x[:, 0]), one.log_density(x[:, :1]))
 
 
 def test_duplicated_data_are_data_of_half_the_noise() -> None:

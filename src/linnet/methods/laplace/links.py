@@ -248,10 +248,11 @@ def log_density(
     if isinstance(likelihood, Gaussian):
         variance = spread if spread.ndim == 2 else spread.diagonal(dim1=1, dim2=2)
         f = mean.reshape(n, *shape)
+        y = likelihood.check(f, y).reshape(f.shape)  # targets of one output may be (N,)
         noise = likelihood.variance(f)
         total = variance.reshape(f.shape) + noise
-        counted = likelihood.product(f, torch.ones_like(f), likelihood.check(f, y)) * noise
-        residual = torch.where(counted > 0.5, y.to(f) - f, 0.0)
+        counted = likelihood.product(f, torch.ones_like(f), y) * noise
+        residual = torch.where(counted > 0.5, y - f, 0.0)
         # log N(y; f, Σ_cc + σ²)
         each = -0.5 * (residual.square() / total + (2 * math.pi * total).log())
         return (counted.round() * each).flatten(1).sum(1)

@@ -112,7 +112,7 @@ class TangentPredictive:
         """The log density of new targets, their noise included: each example by its marginal.
 
         Args:
-            y: Targets (N, C).
+            y: Targets (N, C), or (N,) for one output.
 
         Returns:
             (N,), summed over an example's outputs with the covariance between them.
@@ -120,6 +120,8 @@ class TangentPredictive:
         Raises:
             InputError: If y has another shape.
         """
+        if y.ndim == 1 and self.mean.shape[1] == 1:
+            y = y[:, None]
         if y.shape != self.mean.shape:
             raise InputError(
                 f"y has shape {tuple(y.shape)}",
