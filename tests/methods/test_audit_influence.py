@@ -181,6 +181,8 @@ def test_what_cannot_be_asked(p: Problem) -> None:
     refused(InputError, lambda: audit.influence(fit, p.x_test, directions=torch.ones(3)), "directions")
     refused(DataError, lambda: audit.influence(fit, p.x_test[:0]), "empty")
     refused(DataError, lambda: audit.influence(fit, p.x_test, labels=[9, 0, 0, 0, 0]), "9")
+    for labels in (p.y[:1], p.y[:2]):  # neither spread over all test examples, nor a foreign error
+        refused(InputError, lambda y=labels: audit.influence(fit, p.x_test, labels=y), "labels", "one label")  # type: ignore[misc]
     refused(MemoryBudgetError, lambda: audit.influence(fit, p.x_test, memory="100B"))
     refused(MemoryBudgetError, lambda: audit.weight_changes(fit, memory="100B"))
     refused(InputError, lambda: audit.weight_changes(fit, [8]), "8")

@@ -398,12 +398,37 @@ def _primal_of(fit: LinearFit, system: Any) -> Primal:
 
 def _losses(fit: LinearFit, x: Inputs, labels: Any, outputs: Tensor) -> Tensor:
     """½‖t − f‖² − ½‖t − f₋ᵢ‖², exact in both; (N, T)."""
-    scale = fit._targets.scale
-    y = torch.as_tensor(labels).to(fit.module.function.device)
-    made = make_targets(y, fit.system.c, scale, varied=False, dtype=outputs.dtype)
-    gap = made.values.to(outputs) - fit.predict(x).to(outputs)  # t − f
+    targets = label_targets(fit, labels, batch_size(x))
+    gap = targets.to(outputs) - fit.predict(x).to(outputs)  # t − f
     # f₋ᵢ = f − Δ: ½‖gap‖² − ½‖gap + Δ‖² = −gap·Δ − ½‖Δ‖²
     return -torch.einsum("tc,ntc->nt", gap, outputs) - outputs.square().sum(2) / 2
+
+
+def label_targets(fit: LinearFit, labels: Any, n: int) -> Tensor:
+    """What the labels of test examples stand for in a fit.
+
+    Args:
+        fit: The fit.
+        labels: Classes (n,) or targets (n, C).
+        n: Number of test examples.
+
+    Returns:
+        Targets (n, C).
+
+    Raises:
+        DataError: If labels are out of range.
+        InputError: If there are more or fewer of them than examples.
+    """
+    function = fit.module.function
+    y = torch.as_tensor(labels).to(function.device)
+    made = make_targets(y, fit.system.c, fit._targets.scale, varied=False, dtype=function.dtype)
+    if len(made.values) != n:
+        raise InputError(
+            f"labels holds {len(made.values)} examples and x {n}",
+            expected="one label for each example of x",
+            remedy="pass the labels of these very examples",
+        )
+    return made.values
 
 
 def _method(fit: LinearFit, method: Any, directions: Tensor | None) -> str:

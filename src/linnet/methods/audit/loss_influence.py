@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError
 from linnet.memory import parse_bytes
 from linnet.methods.audit.influence import (
     changes_fit,
     checked_directions,
     every_change,
+    label_targets,
     left_out_columns,
     unconstrained,
 )
@@ -28,7 +28,6 @@ from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.formed_rows import FormedRows
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.primal import Primal
-from linnet.methods.fitting.targets import make_targets
 from linnet.tangent.batch import Inputs, batch_size, split
 from linnet.tangent.capture import capture
 from linnet.tangent.functional import Functional
@@ -79,15 +78,7 @@ def loss_influence(
     unconstrained(fit, "loss_influence")
     x = checked_inputs(fit.module, x)
     function, system = fit.module.function, fit.system
-    y = torch.as_tensor(labels).to(function.device)
-    made = make_targets(y, system.c, fit._targets.scale, varied=False, dtype=function.dtype)
-    if len(made.values) != batch_size(x):
-        raise InputError(
-            f"labels holds {len(made.values)} examples and x {batch_size(x)}",
-            expected="one label for each example of x",
-            remedy="pass the labels of these very examples",
-        )
-    gradients = _gradients(function, x, fit.predict(x) - made.values.to(function.device))
+    gradients = _gradients(function, x, fit.predict(x) - label_targets(fit, labels, batch_size(x)))
     if directions is not None:
         return checked_directions(fit, directions) @ gradients.T
     if isinstance(system, Dual) and _through_changes(fit, len(gradients), memory):
