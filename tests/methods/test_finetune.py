@@ -454,6 +454,11 @@ def test_single_examples_and_empty_classes() -> None:
         ({"damping": -1.0}, "damping="),
         ({"batch_size": 0}, "batch_size="),
         ({"steps": -1}, "steps="),
+        ({"steps": 0}, "steps=0"),
+        ({"evaluate_every": 0}, "evaluate_every=0"),
+        ({"log_every": 0}, "log_every=0"),
+        ({"save_every": -1}, "save_every=-1"),
+        ({"keep": "best"}, "validation="),
         ({"momentum": 1.0}, "momentum="),
     ],
 )

@@ -106,6 +106,23 @@ def _require_number(name: str, value: Any, low: float, high: float) -> None:
         raise InputError(f"{name}={value!r}", expected=wanted, remedy=f"leave {name}= out")
 
 
+def check_whole(name: str, value: Any) -> None:
+    """Raise unless a number of something is a positive integer.
+
+    Args:
+        name: Its name.
+        value: The number.
+
+    Raises:
+        InputError: If it is not.
+
+    Example:
+        >>> check_whole("steps", 10)
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name}={value!r}", expected="a positive integer", remedy=f"leave {name}= out")
+
+
 @dataclass(frozen=True)
 class Course:
     """How long a run is, and what is done on the way.
@@ -131,11 +148,7 @@ class Course:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "evaluate_every"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(
-                    f"{name}={value!r}", expected="a positive integer", remedy=f"leave {name}= out"
-                )
+            check_whole(name, getattr(self, name))
         if self.keep not in ("last", "best"):
             raise InputError(f"keep={self.keep!r}", expected='"last" or "best"', remedy="leave keep= out")
 
@@ -151,6 +164,9 @@ class Reporting:
         save_every: Steps between two states; by default a twentieth of the run.
         progress: Show progress; by default only when it takes over two seconds.
         description: What the progress says.
+
+    Raises:
+        InputError: If a number of steps is no positive integer.
     """
 
     log: Log | None = None
@@ -159,3 +175,8 @@ class Reporting:
     save_every: int | None = None
     progress: bool | None = None
     description: str = "training"
+
+    def __post_init__(self) -> None:
+        check_whole("log_every", self.log_every)
+        if self.save_every is not None:
+            check_whole("save_every", self.save_every)

@@ -11,7 +11,7 @@ from torch import nn
 
 from linnet.errors import InputError
 from linnet.methods.finetuning.augment import Augmentation
-from linnet.methods.finetuning.course import Course, Log, Optimization, Reporting
+from linnet.methods.finetuning.course import Course, Log, Optimization, Reporting, check_whole
 from linnet.methods.finetuning.examples import Examples
 from linnet.methods.finetuning.finetuned import Finetuned
 from linnet.methods.finetuning.plan import Plan, Problem
@@ -171,6 +171,15 @@ def finetune(
     candidates = candidates_for(search, recipe, first)
     _check_solver(solver, ridge, recipe, candidates, training_mode)
     check_positive("scale", scale, "leave scale= out for α = 15")
+    for name, count in (("steps", steps), ("evaluate_every", evaluate_every)):
+        if count is not None:
+            check_whole(name, count)
+    if keep == "best" and validation is None and search is None:
+        raise InputError(
+            'keep="best" without validation data',
+            expected="data by which weights are compared",
+            remedy="pass validation=(x, y), or leave keep= out",
+        )
     if momentum is None:
         momentum = 0.5 if method == "gaf" and recipe.optimizer == "adam" else MOMENTUM
     plan = Plan(
