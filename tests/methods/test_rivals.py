@@ -282,3 +282,6 @@ def test_last_layer_errors() -> None:
         last_layer(nn.Sequential(nn.Linear(3, 3), nn.ReLU()).double(), (x, real(10, 3)))
     with pytest.raises(DataError, match="finite"):
         last_layer(network(), (x, real(10, 3)))(x * math.nan)
+    for rival in (last_layer(network(), (x, real(10, 3))), mc_dropout(dropout(), L.Categorical(), 3)):
+        with pytest.raises(DataError, match="x is empty"):
+            rival(x[:0])

@@ -189,6 +189,26 @@ def gather_data(
     return x, y
 
 
+def check_examples(x: Inputs, name: str = "x") -> None:
+    """Raise ``DataError`` if there is no example, or one is not finite.
+
+    Args:
+        x: Inputs that a prediction is asked for; tensors in them may require gradients.
+        name: What the argument is called.
+
+    Raises:
+        DataError: If there is no example, or one is not finite.
+
+    Example:
+        >>> check_examples(torch.ones(2, 3))
+    """
+    if batch_size(x) == 0:
+        raise DataError(
+            f"{name} is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY
+        )
+    check_finite(map_tensors(lambda t: t.detach(), x), name)
+
+
 def _as_pair(data: Any) -> tuple[Inputs, Any]:
     """(x, y) from any supported kind of data."""
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:

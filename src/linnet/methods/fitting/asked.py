@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from linnet.errors import DataError
-from linnet.tangent.batch import Inputs, batch_size, check_finite, map_tensors, take
+from linnet.tangent.batch import Inputs, check_examples, map_tensors, take
 from linnet.tangent.linearized import Linearized
 
 
@@ -22,13 +21,7 @@ def checked_inputs(module: Linearized, x: Inputs, name: str = "x") -> Inputs:
         DataError: If there is none, or one is not finite.
         ModelError: If the network cannot run on them.
     """
-    if batch_size(x) == 0:
-        raise DataError(
-            f"{name} is empty: it holds 0 examples",
-            expected="at least one example",
-            remedy="check the path and the split that the data come from",
-        )
-    check_finite(x, name)
+    check_examples(x, name)
     x = map_tensors(lambda t: t.to(module.function.device), x)
     module.function.check_runs(take(x, slice(0, 1)))
     return x

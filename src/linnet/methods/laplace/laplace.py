@@ -35,7 +35,7 @@ from linnet.methods.laplace.scores import Scorer
 from linnet.methods.laplace.state import State, expanded
 from linnet.methods.laplace.tune import METHODS, Search, tuned
 from linnet.methods.laplace.union import union
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, check_examples
 
 OPTIONS = (
     "expectation", "sharing", "matrix", "params", "output", "samples", "rank", "seed", "block", "memory",
@@ -289,8 +289,10 @@ class Laplace:
             covariance would be large, it is computed when it is asked for.
 
         Raises:
+            DataError: If x is empty or not finite.
             InputError: If the method or link is unknown, or fit has not been called.
         """
+        check_examples(x)
         if method == "mc":
             check_count("samples", 100 if samples is None else samples)
             outputs = sampled_outputs(self.covariance, x, 100 if samples is None else samples, generator)

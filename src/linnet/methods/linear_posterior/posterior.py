@@ -31,7 +31,7 @@ from linnet.methods.linear_posterior.draws import inverse_root
 from linnet.methods.linear_posterior.model import LinearModel, Optimum, maximize
 from linnet.methods.linear_posterior.svi import MeanField, Schedule, bound, mean_field
 from linnet.solvers.solution import Estimate
-from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, map_tensors
+from linnet.tangent.batch import Inputs, batch_size, check_examples, gather_data
 from linnet.tangent.linearized import Linearized
 
 METHODS = ("map", "svi", "laplace")
@@ -182,7 +182,7 @@ class LinearPosterior:
         Raises:
             DataError: If x is empty or not finite.
         """
-        check_finite(map_tensors(lambda t: t.detach(), x), "x")
+        check_examples(x)
         meaning = Meaning(self._model.likelihood, self._model.shape, Link(link, samples, generator))
         if self._found.draws is not None:
             return SampledPredictive(self._model.outputs(x, self._found.draws), meaning)

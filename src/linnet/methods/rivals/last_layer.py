@@ -19,7 +19,7 @@ from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.fitting.head import features
 from linnet.methods.fitting.predictive import Predictive
 from linnet.methods.fitting.targets import make_targets
-from linnet.tangent.batch import Inputs, check_finite, gather_data, map_tensors
+from linnet.tangent.batch import Inputs, check_examples, gather_data, map_tensors
 from linnet.tangent.functional import Functional
 
 POINTS = 65  # of each grid over ln ρ
@@ -69,7 +69,7 @@ class LastLayerRegression:
         Raises:
             DataError: If x is empty or not finite.
         """
-        check_finite(x, "x")
+        check_examples(x)
         device = self.weights.device
         phi = _with_constant(features(self._model, map_tensors(lambda t: t.to(device), x)))
         # φᵀ Cov[w] φ, the same for every output

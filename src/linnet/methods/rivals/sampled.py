@@ -28,7 +28,7 @@ from linnet.methods.laplace.links import Link, check_count
 from linnet.methods.laplace.outputs import requires_gradient
 from linnet.methods.laplace.predict import Meaning, SampledPredictive
 from linnet.progress import track
-from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, map_tensors, take
+from linnet.tangent.batch import Inputs, batch_size, check_examples, gather_data, map_tensors, take
 from linnet.tangent.functional import Functional, OutputAdapter
 
 
@@ -70,7 +70,7 @@ class Rival(ABC):
         Raises:
             DataError: If x is empty or not finite.
         """
-        check_finite(map_tensors(lambda t: t.detach(), x), "x")
+        check_examples(x)
         with torch.set_grad_enabled(requires_gradient(x)):
             f = self.outputs(map_tensors(lambda t: t.to(self.device), x))
         return SampledPredictive(f.flatten(2), Meaning(self.likelihood, tuple(f.shape[2:]), Link()))

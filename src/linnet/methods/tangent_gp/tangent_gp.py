@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.errors import DataError, InputError
+from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.methods.fitting.arguments import check_positive
@@ -33,8 +33,7 @@ from linnet.methods.tangent_gp.tune import LEAST, NEAR, least_scale, per_output,
 from linnet.solvers.solution import Estimate
 from linnet.tangent.batch import (
     Inputs,
-    batch_size,
-    check_finite,
+    check_examples,
     concatenate,
     gather_data,
     map_tensors,
@@ -273,9 +272,7 @@ class TangentGP:
 
     def _checked(self, x: Inputs) -> Inputs:
         """X on the network's device, or an error."""
-        if batch_size(x) == 0:
-            raise DataError("x is empty: it holds 0 examples", "at least one example", "check the data")
-        check_finite(x, "x")
+        check_examples(x)
         base = self._observed.base
         x = map_tensors(lambda t: t.to(base.device), x)
         base.check_runs(take(x, slice(0, 1)))
