@@ -24,7 +24,7 @@ from tests.methods.laplace_problems import (
     numbers,
     theta_of,
 )
-from tests.methods.problems import near, real
+from tests.methods.problems import near, network, real
 
 L = linnet.likelihoods
 
@@ -377,9 +377,15 @@ def test_probabilities_instead_of_logits_are_noticed() -> None:
     model, x, y = classes()
     with pytest.warns(UserWarning, match="leave the last softmax out"):
         Laplace(nn.Sequential(model, nn.Softmax(1)), CATEGORICAL).fit((x, y))
+    yes = nn.Sequential(network(3, 4, 1), nn.Linear(1, 1).double())
+    nn.init.constant_(yes[1].weight, 20.0)
+    yes[1].bias.data.copy_(-yes(x).median())
+    with pytest.warns(UserWarning, match="leave the last sigmoid out"):
+        Laplace(nn.Sequential(yes, nn.Sigmoid()), L.Bernoulli(), "full").fit((x, y.clamp_max(1)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Laplace(model, CATEGORICAL).fit((x, y))
+        Laplace(yes, L.Bernoulli(), "full").fit((x, y.clamp_max(1)))
 
 
 def test_bad_data_are_refused() -> None:
@@ -391,6 +397,9 @@ def test_bad_data_are_refused() -> None:
         la.predict(x[:, :2])
     with pytest.raises(LinnetError, match="NaN"):
         la.predict(x * torch.nan)
+    for options in ({}, {"joint": True}, {"method": "mc"}):
+        with pytest.raises(LinnetError, match="x is empty"):
+            la.predict(x[:0], **options)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="method"):
         la.predict(x, "exact")
     with pytest.raises(InputError, match="link"):

@@ -286,6 +286,11 @@ def test_errors() -> None:
         found.sample(3)
     with pytest.raises(DataError, match="finite"):
         found.predict(x * math.nan)
+    for method in ("map", "svi", "laplace"):
+        with pytest.raises(DataError, match="x is empty"):
+            linear_posterior(lin, (x, y), likelihood, method, epochs=1).predict(x[:0])
+    with pytest.warns(UserWarning, match="leave the last softmax out"):
+        linear_posterior(linnet.linearize(nn.Sequential(model, nn.Softmax(1))), (x, y), likelihood)
     with pytest.raises(NumericalError, match="rate"):
         linear_posterior(lin, (x, y), likelihood, "svi", epochs=3, rate=1e300)
 

@@ -52,6 +52,18 @@ def test_a_saved_fit_can_do_all_that_it_could(key: str, solver: str, tmp_path: P
 # --- input -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("key", "last"), [("classes", nn.Softmax(1)), ("binary", nn.Sigmoid())])
+def test_a_network_that_returns_probabilities_is_noticed(key: str, last: nn.Module) -> None:
+    c = CASES[key]
+    scale = nn.Linear(c.y.shape[1], c.y.shape[1]).double()
+    scale.weight.data.copy_(30 * torch.eye(c.y.shape[1]))
+    scale.bias.data.copy_(-30 * c.model(c.x).median(0).values)
+    with pytest.warns(UserWarning, match=f"leave the last {type(last).__name__.lower()} out"):
+        linnet.fit(
+            linnet.linearize(nn.Sequential(c.model, scale, last)), (c.x, c.labels), loss="cross-entropy"
+        )
+
+
 def test_labels_of_every_kind() -> None:
     c = CASES["classes"]
     expected = c.fit(ridge=0.1).predict(c.x_test)

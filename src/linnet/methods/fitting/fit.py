@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.errors import InputError
+from linnet.likelihoods.probabilities import warn_of_probabilities
 from linnet.linalg.operator import LinearOperator
 from linnet.memory import Plan, format_bytes, parse_bytes, require
 from linnet.methods.fitting.arguments import check_positive, check_ridge
@@ -21,7 +22,7 @@ from linnet.methods.fitting.head import RECORD, example_hashes
 from linnet.methods.fitting.linear_fit import LinearFit, Record, base_outputs
 from linnet.methods.fitting.primal import CGSettings, Primal
 from linnet.methods.fitting.softmax_fit import SoftmaxFit
-from linnet.methods.fitting.softmax_loss import class_targets
+from linnet.methods.fitting.softmax_loss import ClassLoss, class_targets
 from linnet.methods.fitting.softmax_path import check_criterion
 from linnet.methods.fitting.softmax_solve import SoftmaxTask, solve_softmax
 from linnet.methods.fitting.targets import ALPHA, Targets, make_targets
@@ -188,6 +189,7 @@ def fit(
     criterion = ridge if isinstance(ridge, str) else "given"
     record = Record(chosen, criterion, reasons, _warnings(lin, x, y, made, folds), seconds)
     if loss == "cross-entropy":
+        warn_of_probabilities(ClassLoss(made.values).likelihood, f0)
         settings = _affordable(lin, x, settings, memory) if chosen == "cg" else settings
         return solve_softmax(
             SoftmaxTask(module, x, made, f0, ridge, memory, file), record, settings, operator, folds

@@ -11,9 +11,7 @@ for a linear model with Gaussian noise when θ* is its posterior mode (MacKay 19
 
 from __future__ import annotations
 
-import math
 import operator
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
@@ -26,9 +24,9 @@ from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import Batches
 from linnet.errors import InputError
-from linnet.likelihoods.discrete import Categorical
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
+from linnet.likelihoods.probabilities import warn_of_probabilities
 from linnet.linalg.structured import StructuredOperator
 from linnet.methods.laplace.blocks import DAMPINGS, Block, Point, make_block
 from linnet.methods.laplace.prior import Groups, make_groups
@@ -222,12 +220,12 @@ class Watcher:
     Attributes:
         examples: Number of examples seen.
         shape: Shape of the outputs of one example.
-        suspicious: Whether the first outputs look like probabilities that a last softmax has made.
     """
 
     def __init__(self, likelihood: Likelihood) -> None:
         self.likelihood = likelihood
-        self.examples, self.suspicious = 0, False
+        self.examples = 0
+        self._first: Tensor | None = None
         self.shape: tuple[int, ...] = ()
         self._found: list[DataFit] = []
 
@@ -238,8 +236,8 @@ class Watcher:
             f: Outputs (N, ...).
             y: Targets, or None.
         """
-        if not self._found and isinstance(self.likelihood, Categorical):
-            self.suspicious = looks_like_probabilities(f, self.likelihood.axis)
+        if not self._found:
+            self._first = f.detach()
         self._found.append(measure(self.likelihood, f, y))
         self.examples, self.shape = self.examples + len(f), tuple(f.shape[1:])
 
@@ -250,12 +248,8 @@ class Watcher:
 
     def warn(self) -> None:
         """Warn if the outputs look like probabilities."""
-        if self.suspicious:
-            warnings.warn(
-                "the network's outputs are probabilities: not negative, and summing to one. Categorical() "
-                "expects logits; leave the last softmax out",
-                stacklevel=3,
-            )
+        if self._first is not None:
+            warn_of_probabilities(self.likelihood, self._first, stacklevel=4)
 
 
 def measure_all(function: Functional, likelihood: Likelihood, data: Any, block: int | None) -> Watcher:
@@ -346,25 +340,3 @@ def check_damping(damping: str) -> None:
             expected=", ".join(f'"{one}"' for one in DAMPINGS),
             remedy='leave damping= out for "exact"',
         )
-
-
-def looks_like_probabilities(f: Tensor, axis: int) -> bool:
-    """Whether outputs are already probabilities of classes: none negative, and summing to one.
-
-    Args:
-        f: Outputs (N, ...).
-        axis: The axis of classes.
-
-    Returns:
-        Whether they are.
-
-    Example:
-        >>> looks_like_probabilities(torch.tensor([[0.25, 0.75]]), 1)
-        True
-    """
-    if f.ndim < 2 or not -f.ndim < axis < f.ndim:
-        return False
-    total = f.double().sum(axis)
-    return (
-        bool((f >= 0).all()) and float((total - 1).abs().max()) < 1e-4 and not math.isnan(float(total.sum()))
-    )

@@ -17,6 +17,7 @@ from linnet.curvatures.products import weighted
 from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import NumericalError
 from linnet.likelihoods.likelihood import Likelihood
+from linnet.likelihoods.probabilities import warn_of_probabilities
 from linnet.memory import parse_bytes
 from linnet.solvers.cg import cg
 from linnet.tangent.batch import Inputs, batch_size, map_tensors, split
@@ -55,6 +56,7 @@ class LinearModel:
         self.n = batch_size(x)
         f0 = torch.cat([function.check_runs(part) for part in split(x, BLOCK)])
         self.y = likelihood.check(f0, y)
+        warn_of_probabilities(likelihood, f0, stacklevel=4)
         self.shape = tuple(f0.shape[1:])
         self.f0 = f0.double() if base else torch.zeros_like(f0, dtype=torch.float64)
         self.data = Batches((x, self.y), function.device, BLOCK)
