@@ -42,7 +42,7 @@ def test_scales(scale: Any) -> None:
     refused(InputError, lambda: P.fit(scale=scale), f"scale={scale!r}", "positive number")
 
 
-@pytest.mark.parametrize("solver", ["lbfgs", "", None, "Dual"])
+@pytest.mark.parametrize("solver", ["lbfgs", "", None, "Dual", "SGD"])
 def test_solvers(solver: Any) -> None:
     refused(InputError, lambda: P.fit(solver=solver), f"solver={solver!r}", '"dual"', '"cg"')
 

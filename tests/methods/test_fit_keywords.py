@@ -343,3 +343,39 @@ def test_data_of_every_kind(float64: torch.dtype) -> None:
     ]
     for data in kinds:
         near(flat(linnet.fit(p.lin, data).delta), expected, 1e-12)
+
+
+@pytest.mark.parametrize("preconditioner", ["auto", "none", "ekfac"])
+def test_stochastic_gradients_end_at_the_same_weights(preconditioner: str) -> None:
+    """More examples than a first batch: batches grow until the residual certifies the optimum."""
+    p = problem(n=60)
+    exact = p.fit(ridge=0.5, solver="dual")
+    fit = p.fit(ridge=0.5, solver="sgd", preconditioner=preconditioner, tolerance=1e-9, max_steps=5000)
+    assert fit.solver == "sgd"
+    assert fit.summary()["certificate"] <= 1e-9
+    near(fit.predict(p.x_test), exact.predict(p.x_test), 1e-6)
+    near(fit.loo(), exact.loo(), 1e-6)
+    near(fit.forget([0]).predict(p.x_test), exact.forget([0]).predict(p.x_test), 1e-6)
+    assert ("kfac" if preconditioner == "auto" else preconditioner) in fit.summary()["reasons"][
+        "preconditioner"
+    ]
+
+
+def test_stochastic_gradients_that_do_not_end_are_an_error() -> None:
+    refused(
+        NumericalError,
+        lambda: problem(n=60).fit(solver="sgd", max_steps=3),
+        "stochastic gradients",
+        "step limit",
+    )
+    refused(InputError, lambda: problem().fit(solver="sgd", ridge="loo"), 'solver="sgd"', "a number")
+    refused(InputError, lambda: problem().fit(solver="sgd", loss="cross-entropy"), "cross-entropy", "Newton")
+
+
+def test_stochastic_gradients_survive_a_file(tmp_path: Path) -> None:
+    p = problem()
+    fit = p.fit(solver="sgd", tolerance=1e-8)
+    fit.save(tmp_path)
+    loaded = linnet.load_fit(tmp_path, p.model)
+    assert loaded.solver == "sgd"
+    near(loaded.predict(p.x_test), fit.predict(p.x_test), 1e-12)

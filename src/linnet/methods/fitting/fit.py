@@ -25,6 +25,7 @@ from linnet.methods.fitting.softmax_fit import SoftmaxFit
 from linnet.methods.fitting.softmax_loss import ClassLoss, class_targets
 from linnet.methods.fitting.softmax_path import check_criterion
 from linnet.methods.fitting.softmax_solve import SoftmaxTask, solve_softmax
+from linnet.methods.fitting.stochastic import solve_stochastically
 from linnet.methods.fitting.targets import ALPHA, Targets, make_targets
 from linnet.methods.fitting.validation_ridge import check_validation, fit_by_validation
 from linnet.progress import waiting
@@ -33,7 +34,7 @@ from linnet.tangent.gram import GramTask, gram, plan_gram
 from linnet.tangent.linearized import Linearized
 
 LOSSES = ("squared", "cross-entropy")
-SOLVERS = ("auto", "dual", "cg")
+SOLVERS = ("auto", "dual", "cg", "sgd")
 SMALLER = ["use fewer parameters with params=", "raise memory="]
 CG_STEPS = 300  # steps assumed when conjugate gradients are planned
 EIGEN_RATE = 5e10  # operations a second that the progress of an eigendecomposition assumes
@@ -129,13 +130,15 @@ def fit(
         targets: Targets (N, C) to use instead of those made from y; probabilities for the cross-entropy.
         ridge: ρ > 0, or the criterion that chooses it: ``"loo"``, ``"gcv"`` (squared loss), ``"evidence"`` or
             ``"validation"``.
-        solver: ``"dual"`` (the N·C × N·C kernel), ``"cg"`` (matrix-free in the weights), or
-            ``"auto"``, which predicts operations and memory and says what it chose and why.
+        solver: ``"dual"`` (the N·C × N·C kernel), ``"cg"`` (matrix-free in the weights), ``"sgd"`` (the
+            paper's recipe, to compare with: momentum 0.9, one effective learning rate, K-FAC unless another
+            preconditioner is named, batches that grow), or ``"auto"``, which predicts operations and memory
+            of the first two and says what it chose and why.
         scale: α of one-hot targets, for the squared loss.
         memory: Budget such as ``"4GB"``; by default half of what is available.
         file: A ``.npy`` file for the kernel; an interrupted run resumes from it.
-        tolerance: Relative residual at which conjugate gradients stop; for the cross-entropy, the gradient
-            relative to that at δ = 0 at which their Newton's method does (the dual goes on to rounding).
+        tolerance: Relative residual at which conjugate or stochastic gradients stop; for the cross-entropy,
+            the gradient relative to that at δ = 0 at which Newton's does (the dual goes on to rounding).
         max_steps: Largest number of their steps; of Newton steps for the cross-entropy in the dual.
         rank: Rank of their Nyström preconditioner; 0 for the usual one, if one is used.
         preconditioner: ``"nystrom"``, ``"ekfac"``, ``"kfac"``, ``"diagonal"``, ``"none"`` or ``None``, or any
@@ -151,7 +154,7 @@ def fit(
         DataError: If the data are empty, not finite, of one class only or out of range.
         InputError: If an argument has a value that is not listed.
         MemoryBudgetError: If neither solver fits the budget.
-        NumericalError: If conjugate gradients or Newton's method do not converge.
+        NumericalError: If conjugate or stochastic gradients or Newton's method do not converge.
 
     Source:
         Achille et al., CVPR 2021, eq. (3), (4), with ρ = λ/2 for sums over examples.
@@ -175,6 +178,7 @@ def fit(
         )  # fmt: skip
     operator = preconditioner if isinstance(preconditioner, LinearOperator) else None
     name = preconditioner if isinstance(preconditioner, str) else "none" if operator is None else "given"
+    name = "kfac" if solver == "sgd" and name == "auto" and not rank else name
     settings = CGSettings(tolerance, max_steps, rank, preconditioner=name)
     started = time.perf_counter()
     x, y = gather_data(data, lin.function.device)
@@ -205,7 +209,10 @@ def fit(
     else:
         assert not isinstance(ridge, str), why
         settings = _affordable(lin, x, settings, memory)
-        system = Primal(lin.function, x, residual, ridge, settings, None, operator)
+        if chosen == "sgd":
+            system = solve_stochastically(lin.function, x, residual, ridge, settings, operator)
+        else:
+            system = Primal(lin.function, x, residual, ridge, settings, None, operator)
         system.memory = memory
         reasons["ridge"], reasons["preconditioner"] = "given", _explain_steps(system, name)
         held = None if folds is None else folds.iterated(system.ridge, system.settings, squared=True)
@@ -242,12 +249,18 @@ def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: f
     if solver not in SOLVERS:
         raise InputError(
             f"solver={solver!r}",
-            expected='"auto", "dual" or "cg"',
+            expected='"auto", "dual", "cg" or "sgd"',
             remedy='pass solver="auto" to have it chosen',
         )
-    if solver == "cg" and isinstance(ridge, str):
+    if solver == "sgd" and loss != "squared":
         raise InputError(
-            f'ridge={ridge!r} with solver="cg"',
+            f'solver="sgd" with loss={loss!r}',
+            expected='"dual" or "cg": the cross-entropy has its optimum by Newton\'s method',
+            remedy='pass solver="auto", or linnet.finetune(method="gaf") for training steps',
+        )
+    if solver in ("cg", "sgd") and isinstance(ridge, str):
+        raise InputError(
+            f'ridge={ridge!r} with solver="{solver}"',
             expected="a number: the criteria need the kernel's eigenvalues",
             remedy='pass solver="dual", or choose the ridge on a subset first',
         )
@@ -294,7 +307,7 @@ def _choose_solver(
     """The solver, and one sentence that says why."""
     budget = parse_bytes(memory, lin.function.device)
     if solver != "auto":
-        if solver == "cg":
+        if solver != "dual":
             require(_primal_memory(lin, x, budget, settings), SMALLER)
         else:
             require(

@@ -106,7 +106,7 @@ class LinearFit:
 
     @property
     def solver(self) -> str:
-        """``"dual"`` or ``"cg"``."""
+        """``"dual"``, ``"cg"`` or ``"sgd"``."""
         return self.record.solver
 
     @property

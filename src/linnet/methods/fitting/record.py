@@ -10,7 +10,7 @@ class Record:
     """What was chosen for a fit, why, and what it took.
 
     Args:
-        solver: ``"dual"`` or ``"cg"``.
+        solver: ``"dual"``, ``"cg"`` or ``"sgd"``.
         criterion: How the ridge was chosen: ``"given"``, ``"loo"``, ``"gcv"`` or ``"evidence"``.
         reasons: One sentence for each choice.
         warnings: What a reader of the numbers must know.
