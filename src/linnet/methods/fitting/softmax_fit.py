@@ -34,6 +34,7 @@ from linnet.methods.fitting.softmax_path import (
     SoftmaxPath,
     as_path,
     compare_left_out,
+    left_out_refitted,
     point,
     softmax_grid,
     solutions,
@@ -237,15 +238,18 @@ class SoftmaxFit:
             Both outputs, and ``.error`` and ``.loss_error``.
 
         Raises:
-            InputError: A position is out of range or given twice, or the fit is not by the dual.
+            InputError: A position is out of range or given twice.
         """
-        dual = self._dual("check_loo")
+        system = self.system
         if examples is None:
-            change = (dual.loo_outputs() - dual.outputs).norm(dim=1)
+            change = (system.loo_outputs() - system.outputs).norm(dim=1)
             index = change.argsort(descending=True)[: min(CHECKED, self.n - 1)]
         else:
-            index = positions(examples, self.n, leave=0).to(dual.kernel.device)
-        return compare_left_out(dual, index)
+            index = positions(examples, self.n, leave=0).to(self.module.function.device)
+        if isinstance(system, SoftmaxDual):
+            return compare_left_out(system, index, left_out_refitted(system, index))
+        again = [self.forget([i]).predict(take(self.x, [i])) for i in index.tolist()]
+        return compare_left_out(system, index, torch.cat(again))
 
     def influence(self, x: Inputs) -> Tensor:
         """What each training example did to each prediction: with it minus without it, by one Newton step.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
 from linnet.methods.fitting.softmax_dual import SoftmaxDual
+from linnet.methods.fitting.softmax_newton_cg import SoftmaxPrimal
 from linnet.progress import track
 
 DECADES = (-5, 1)  # ridges of a path, relative to the mean diagonal of the kernel
@@ -199,17 +200,16 @@ def as_path(points: list[tuple[float, ...]]) -> SoftmaxPath:
     return SoftmaxPath(ridges, loo, evidence, degrees, accuracy, certificate, steps.long())
 
 
-def compare_left_out(system: SoftmaxDual, examples: Tensor) -> LeftOut:
-    """Leave some examples out by one Newton step, and by solving anew.
+def left_out_refitted(system: SoftmaxDual, examples: Tensor) -> Tensor:
+    """The outputs of some examples by the optimum without each of them.
 
     Args:
         system: The solution.
         examples: Their positions, (k,).
 
     Returns:
-        Both, side by side.
+        (k, C).
     """
-    quick = system.loo_outputs()[examples]
     blocks = system.kernel.view(system.n, system.c, system.n, system.c)
     exact = []
     for i in examples.tolist():
@@ -217,6 +217,20 @@ def compare_left_out(system: SoftmaxDual, examples: Tensor) -> LeftOut:
         rest = system.removed(torch.tensor([i], device=system.kernel.device))
         # f₋ᵢ(x_i) = f₀(x_i) + K(x_i, X₋ᵢ) β₋ᵢ
         exact.append(system.base[i] + torch.einsum("cnd,nd->c", blocks[i][:, keep], rest.beta))
-    refitted = torch.stack(exact)
+    return torch.stack(exact)
+
+
+def compare_left_out(system: SoftmaxDual | SoftmaxPrimal, examples: Tensor, refitted: Tensor) -> LeftOut:
+    """Leave some examples out by one Newton step, beside solving anew.
+
+    Args:
+        system: The solution.
+        examples: Their positions, (k,).
+        refitted: Their outputs by solving anew, (k, C).
+
+    Returns:
+        Both, side by side.
+    """
+    quick = system.loo_outputs()[examples]
     loss = system.loss.taken(examples)
     return LeftOut(examples, quick, refitted, torch.stack([loss.losses(quick), loss.losses(refitted)], 1))
