@@ -69,3 +69,29 @@ def test_training_under_autocast_converges() -> None:
     assert all(p.dtype == torch.float32 for p in net.parameters())
     state = optimizer.state_dict()["gauss_newton"]["curvature"]
     assert all(t.dtype in (torch.float32, torch.float64, torch.int64) for t in state.values())
+
+
+@pytest.mark.parametrize("structure", ["kfac", "kfra", "block", "full"])
+def test_autocast_around_a_step_leaves_dampings_and_curvature_alone(structure: str) -> None:
+    x, y = classes(40)
+    reports = {}
+    for cast in (False, True):
+        optimizer = classifier(mlp().float(), structure=structure)
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):  # several steps in one context
+            reports[cast] = [optimizer.step(x.float(), y) for _ in range(10)]
+    for plain, mixed in zip(reports[False], reports[True], strict=True):
+        assert mixed.loss == pytest.approx(plain.loss, rel=0.1)
+    assert reports[True][-1].loss < 0.8 * reports[True][0].loss
+    assert reports[True][0].tau == pytest.approx(reports[False][0].tau, rel=0.1)  # the best of the same grid
+    assert reports[True][4].rho == pytest.approx(reports[False][4].rho, abs=0.3)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("structure", ["kfac", "kfra", "ekfac", "diagonal", "full"])
+def test_weights_of_half_precision_are_trained(structure: str, kind: torch.dtype) -> None:
+    net = mlp().to(kind)
+    x, y = classes(40)
+    optimizer = classifier(net, structure=structure)
+    reports = [optimizer.step(x.to(kind), y) for _ in range(10)]
+    assert reports[-1].loss < 0.9 * reports[0].loss
+    assert all(p.dtype == kind for p in net.parameters())

@@ -150,7 +150,7 @@ class RecursionSums:
             raise _not_a_chain(layer, f"{g.shape[-1]} outputs meet {behind.shape[-1]} inputs")
         power = behind.square().sum(0)
         slopes = torch.where(power > 0, (g * behind).sum(0) / power.clamp(min=torch.finfo(g.dtype).tiny), 0)
-        tolerance = 1e-8 if g.dtype == torch.float64 else 1e-3
+        tolerance = max(1e-8 if g.dtype == torch.float64 else 1e-3, 16 * torch.finfo(g.dtype).eps)
         if (g - slopes * behind).abs().max() > tolerance * g.abs().max():
             raise _not_a_chain(layer, "what follows it is not elementwise, or goes more than one way")
         return slopes

@@ -38,6 +38,7 @@ from linnet.memory import parse_bytes
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
 
 RENEWAL = 10  # batches between two bases of EKFAC
 KEPT = ("plans", "plans by shape", "output shapes")  # what is known of the architecture, whatever the weights
@@ -107,6 +108,7 @@ class RunningCurvature:
 
     # -- averaging -------------------------------------------------------------------------------
 
+    @in_exact_mode
     @torch.no_grad()
     def add(
         self, x: Inputs, y: Tensor | None = None, shared: bool = False, seen: ChainPass | None = None
@@ -139,6 +141,7 @@ class RunningCurvature:
         self.examples.mul_(self.decay).add_(size)
         self.batches += 1
 
+    @in_exact_mode
     @torch.no_grad()
     def renew_basis(self) -> None:
         """Turn EKFAC's eigenvalues into the eigenbasis of the present factors; done every 10 batches."""
@@ -205,6 +208,7 @@ class RunningCurvature:
 
     # -- reading ---------------------------------------------------------------------------------
 
+    @in_exact_mode
     def curvature(self, examples: float | None = None) -> Curvature:
         """The average as an operator with closed forms.
 
@@ -277,6 +281,7 @@ class RunningCurvature:
                 tensors |= {f"{kind}/{i}/{name}": t for name, t in statistic.tensors.items()}
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
+    @in_exact_mode
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor], x: Inputs) -> None:
         """Go on from saved averages, of the same network and settings.

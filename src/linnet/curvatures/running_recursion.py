@@ -24,6 +24,7 @@ from linnet.errors import DataError, InputError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.functional import Functional, tensors_by_name
+from linnet.tangent.modes import in_exact_mode
 
 LOOKED_AT = 32  # examples on which the network is proved to be a chain
 KEPT = ("plans", "plans by shape", "output shapes")  # what is known of the architecture, whatever the weights
@@ -65,6 +66,7 @@ class RunningRecursion:
         """Number of examples that the sums stand for."""
         return torch.zeros((), dtype=torch.float64) if self._sums is None else self._sums.tensors["count"]
 
+    @in_exact_mode
     @torch.no_grad()
     def look(self, x: Inputs) -> ChainPass | None:
         """A forward pass at the weights of the last :meth:`refresh`, for :meth:`add` and for other uses.
@@ -78,6 +80,7 @@ class RunningRecursion:
         """
         return None if self._sums is None else ChainPass.of(self.function, self._sums.layers, x)
 
+    @in_exact_mode
     @torch.no_grad()
     def add(
         self, x: Inputs, y: Tensor | None = None, shared: bool = False, seen: ChainPass | None = None
@@ -139,6 +142,7 @@ class RunningRecursion:
         kept = mask.any(1)
         return replace(batch, x=take(batch.x, kept), y=y[kept]), f[kept], y[kept]
 
+    @in_exact_mode
     def curvature(self, examples: float | None = None) -> Curvature:
         """The average as an operator with closed forms; a copy.
 
@@ -183,6 +187,7 @@ class RunningRecursion:
         tensors = {} if self._sums is None else self._sums.tensors
         return {"batches": torch.tensor(self.batches), **{name: t.clone() for name, t in tensors.items()}}
 
+    @in_exact_mode
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor], x: Inputs) -> None:
         """Go on from saved averages, of the same network.

@@ -40,7 +40,7 @@ from linnet.methods.optim.gauss_newton_settings import (
     checked_damping,
     checked_settings,
 )
-from linnet.methods.optim.gauss_newton_vectors import is_finite, norm_of, remember
+from linnet.methods.optim.gauss_newton_vectors import is_finite, norm_of, put, remember
 from linnet.tangent.batch import Inputs, batch_size, check_finite, concatenate
 from linnet.tangent.functional import Functional
 
@@ -310,8 +310,8 @@ class GaussNewton(torch.optim.Optimizer):
         parameters = list(self._network.parameters.values())
         if not all("before" in self.state[p] for p in parameters):
             raise NumericalError(*hopeless(value))
+        put(parameters, [self.state[p]["before"] for p in parameters])
         for p in parameters:
-            p.copy_(self.state[p]["before"])
             self.state[p].pop("step", None)
         if self._failures + 1 >= self.settings.rejections:
             raise NumericalError(
@@ -390,13 +390,13 @@ class GaussNewton(torch.optim.Optimizer):
 
     def _reached(self, step: Tensor, score: Callable[[], float]) -> float:
         """The objective after a step, which is not taken."""
-        kept = [p.clone() for p in self._network.parameters.values()]
+        parameters = list(self._network.parameters.values())
+        kept = [p.clone() for p in parameters]
         self._move(step)
         try:
             return score()
         finally:
-            for p, old in zip(self._network.parameters.values(), kept, strict=True):
-                p.copy_(old)
+            put(parameters, kept)
 
     # -- parameters ------------------------------------------------------------------------------
 
@@ -446,8 +446,8 @@ class GaussNewton(torch.optim.Optimizer):
 
     def _move(self, step: Tensor) -> None:
         """θ ← θ + δ."""
-        for name, piece in self._running.function.space.to_params(step).items():
-            self._network.parameters[name].add_(piece)
+        pieces = self._running.function.space.to_params(step)
+        put([self._network.parameters[name] for name in pieces], list(pieces.values()), add=True)
 
     # -- keeping ---------------------------------------------------------------------------------
 

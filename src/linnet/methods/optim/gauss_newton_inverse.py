@@ -19,6 +19,7 @@ from linnet.linalg.kronecker import Kronecker, KroneckerEigen, factored_damping,
 from linnet.linalg.space import ParameterSpace
 from linnet.linalg.stored import from_tensors, to_tensors
 from linnet.linalg.structured import StructuredOperator
+from linnet.tangent.modes import in_exact_mode
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,17 @@ class Inverse:
         Returns:
             (P,).
         """
-        out = torch.zeros_like(g)
+        wide = g.to(torch.promote_types(g.dtype, torch.float32))  # factors are no narrower
+        out = torch.zeros_like(wide)
         with torch.autocast(g.device.type, enabled=False):  # inverses are not for half precision
             for part, block in self.blocks:
                 if isinstance(block, Factors) and part.layer.biased and not part.layer.transposed:
-                    _product_in_two(part, block, g, out, self.space)
+                    _product_in_two(part, block, wide, out, self.space)
                 else:
-                    part.scatter(block.mm(part.gather(g[:, None], self.space)), out[:, None], self.space)
+                    part.scatter(block.mm(part.gather(wide[:, None], self.space)), out[:, None], self.space)
         if self.shared:
             all_sum([out])
-        return out
+        return out.to(g.dtype)
 
     def state(self) -> list[tuple[str, dict[str, Any], dict[str, Tensor]]]:
         """Layer name, description and tensors of every block."""
@@ -89,6 +91,7 @@ class Undamped:
         shared: Whether each process inverts some of the layers for all.
     """
 
+    @in_exact_mode
     def __init__(self, curvature: Curvature, inversion: str, shared: bool) -> None:
         self.space, self.shared = curvature.function.space, shared and world()[1] > 1
         rank, processes = world() if self.shared else (0, 1)
@@ -96,6 +99,7 @@ class Undamped:
         parts = [part for part in curvature.parts if owner[part.layer.name] == rank]
         self.parts = [replace(part, operator=_prepared(part.operator, inversion)) for part in parts]
 
+    @in_exact_mode
     def inverse(self, zeta: float, decays: Mapping[str, float]) -> Inverse:
         """(G̃ + (λ + ζ)I)⁻¹.
 

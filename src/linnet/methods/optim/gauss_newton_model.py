@@ -24,6 +24,7 @@ from linnet.likelihoods.likelihood import Likelihood
 from linnet.tangent.batch import Inputs, batch_size, concatenate, split
 from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs, call_arguments
 from linnet.tangent.jacobian import jvp
+from linnet.tangent.modes import in_exact_mode
 
 Examples = tuple[Inputs, Tensor]
 
@@ -182,6 +183,7 @@ class Batch:
     seen: ChainPass | None = None
     products: int = 0  # J d so far
 
+    @in_exact_mode
     def quadratic(self, gradient: Tensor, directions: Sequence[Tensor]) -> Quadratic:
         """The model along directions, one product J d each.
 
@@ -212,6 +214,7 @@ class Batch:
         curved = total[:-1].view(k, k) / total[-1] + decayed
         return Quadratic((stacked @ gradient.to(exact)).double(), (curved + curved.T) / 2, squared)
 
+    @in_exact_mode
     def reductions(self, step: Tensor) -> tuple[float, float]:
         """Mean and standard deviation over the examples of −(∇ℓ_nᵀδ + ½ δᵀG_nδ).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,3 +60,22 @@ def remember(state: dict[str, Any], key: str, value: Tensor) -> None:
         state[key] = value.clone()
     else:
         kept.copy_(value)
+
+
+def put(parameters: Sequence[Tensor], values: Sequence[Tensor], add: bool = False) -> None:
+    """Change weights, also for a loss that is measured next under the same autocast.
+
+    Args:
+        parameters: The weights.
+        values: What they become.
+        add: Whether the values are added to them.
+
+    Example:
+        >>> weight = torch.ones(2)
+        >>> put([weight], [torch.full((2,), 3.0)], add=True)
+        >>> weight
+        tensor([4., 4.])
+    """
+    for p, value in zip(parameters, values, strict=True):
+        p.add_(value) if add else p.copy_(value)
+    torch.clear_autocast_cache()  # it holds cast copies of the weights of before
