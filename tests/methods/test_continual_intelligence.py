@@ -177,3 +177,16 @@ def test_a_linearized_network(float64: torch.dtype) -> None:
     before = method.penalty().item()
     net.relinearize()
     assert method.penalty().item() == pytest.approx(before, rel=1e-12)
+
+
+def test_importances_come_in_the_networks_order() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    method = SynapticIntelligence(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.ones(5, 3)).square().sum().backward()
+    optimizer.step()
+    method.after_step()
+    method.consolidate()
+    assert list(method.importance) == [name for name, _ in net.named_parameters()]
+    with pytest.raises(InputError, match="state is NoneType"):
+        method.load_state_dict(None)  # type: ignore[arg-type]

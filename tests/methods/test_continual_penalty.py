@@ -439,6 +439,7 @@ def test_strengths_in_other_scales(float64: torch.dtype) -> None:
         ({"prior_mean": {"nothing": torch.zeros(1)}}, "nothing"),
         ({"structure": "matrix-free"}, "matrix-free"),
         ({"structure": "sparse"}, "structure"),
+        ({"expectation": "sampled"}, "expectation"),
         ({"structure": ["kfac"]}, "structure"),
         ({"matrix": "hessian"}, "hessian"),
         ({"likelihood": nn.CrossEntropyLoss()}, "likelihood"),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from linnet.curvatures.build import curvature
 from linnet.curvatures.curvature import Curvature
+from linnet.curvatures.expectation import EXPECTATIONS
 from linnet.curvatures.stream import Batches
 from linnet.curvatures.treatments import resolve
 from linnet.errors import InputError
@@ -221,8 +222,15 @@ def make_recipe(likelihood: Any, structure: Any, options: CurvatureOptions) -> R
         )
     if not isinstance(structure, str | Mapping):
         raise InputError(f"structure={structure!r}", expected="a structure, or a mapping of them")
+    expectation = options.get("expectation", "exact")
+    if expectation not in EXPECTATIONS:
+        raise InputError(
+            f"expectation={expectation!r}",
+            expected=", ".join(f'"{name}"' for name in EXPECTATIONS),
+            remedy="leave expectation= out for the exact one",
+        )
     if isinstance(structure, str):
-        found = resolve(structure, options.get("expectation", "exact"))[0]
+        found = resolve(structure, expectation)[0]
         if found == "matrix-free":
             raise InputError(
                 "structure='matrix-free' needs the data of past tasks for every product",

@@ -88,11 +88,13 @@ class SynapticIntelligence(ContinualMethod):
 
     @property
     def importance(self) -> Params:
-        """Ω by parameter name; empty before the first task."""
+        """Ω by parameter name, in the order of the network; empty before the first task."""
         if self._term is None:
             return {}
         layers = [(block.layer, block.terms[0].diagonal()) for block in self._term.precision.blocks]
-        return {layer.name: values.view(layer.shapes[0]) for layer, values in layers}
+        found = {layer.name: values.view(layer.shapes[0]) for layer, values in layers}
+        known = [name for name in Live.of(self.model).tensors if name in found]  # in the network's order
+        return {name: found[name] for name in dict.fromkeys([*known, *found])}
 
     @torch.no_grad()
     def after_step(self) -> None:

@@ -57,7 +57,7 @@ class OnlineLaplace(ContinualMethod):
             "ekfac" merges in a common eigenbasis and "low-rank" is cut to its rank.
         prior_mean: Where the first prior is centered. ``None``: there is no penalty before the first task,
             and its weight decay is up to you. "initial": where the parameters are now. A number (0.0), or
-            tensors by name.
+            tensors by name. Of a ``Linearized`` these are weights θ = θ₀ + δ: "initial" is what means δ = 0.
         **options: Keywords of :func:`linnet.curvature`: expectation, sharing, matrix, params, output,
             samples, rank, seed, block, memory, shard.
 

@@ -185,6 +185,10 @@ class ContinualMethod(ABC):
         Raises:
             InputError: If it is of another method, or was made with other settings.
         """
+        if not isinstance(state, Mapping):
+            raise InputError(
+                f"state is {type(state).__name__}", expected="what state_dict() returned", remedy="pass that"
+            )
         mine = {"method": type(self).__name__, "version": VERSION, "settings": self._settings()}
         for key, own in mine.items():
             theirs = state.get(key)
