@@ -14,6 +14,7 @@ from torch import Tensor
 import linnet
 from linnet.errors import InputError, NumericalError
 from linnet.linalg import Diagonal, FunctionOperator
+from linnet.methods.spectrum.kernel_matrix import stored_operator
 from linnet.testing.oracles import kernel_oracle
 from tests.methods.problems import near, problem, real, refused
 
@@ -180,3 +181,19 @@ def test_matrices_that_cannot_be() -> None:
             call()
     rectangular = FunctionOperator(lambda v: v[:2], (2, 3))
     refused(InputError, lambda: linnet.spectrum.spectral_density(rectangular), "square")
+
+
+def test_matrices_and_operators_that_are_no_kernels() -> None:
+    lopsided = torch.tensor([[1.0, 2.0], [0.0, 1.0]], dtype=torch.float64)
+    for call in (
+        lambda: linnet.spectrum.spectral_density(lopsided),
+        lambda: linnet.spectrum.effective_dimension(lopsided, 1.0),
+        lambda: linnet.spectrum.condition_number(lopsided),
+    ):
+        with pytest.raises(InputError, match="source is not symmetric"):
+            call()
+    indefinite = stored_operator(torch.diag(torch.tensor([2.0, 1.0, -1.0], dtype=torch.float64)))
+    with pytest.raises(NumericalError, match="eigenvalues down to -1"):
+        linnet.spectrum.effective_dimension(indefinite, 0.5)
+    with pytest.raises(InputError, match="ridge=-1"):
+        linnet.spectrum.condition_number(torch.eye(2), ridge=-1.0)

@@ -15,7 +15,7 @@ from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed
 from linnet.memory import Plan, parse_bytes, require
 from linnet.methods.fitting.arguments import check_positive
-from linnet.methods.spectrum.kernel_matrix import KernelOperator, flat_gram, stored_operator
+from linnet.methods.spectrum.kernel_matrix import KernelOperator, check_symmetry, flat_gram, stored_operator
 from linnet.progress import waiting
 from linnet.solvers.lanczos import eigenpairs
 from linnet.tangent.batch import Inputs
@@ -26,7 +26,6 @@ from linnet.tangent.gram import gram as _gram
 Method = Literal["auto", "lanczos", "matrix-free", "eigh"]
 METHODS = ("auto", "lanczos", "matrix-free", "eigh")
 SMALL = 512  # matrices up to this size are decomposed in full by "auto"
-LOOKED_AT = 64  # rows of a given matrix that are compared with its columns
 PATIENCE = 0.3  # share of the space that Lanczos may fill before "auto" decomposes in full instead
 
 
@@ -159,22 +158,8 @@ def _matrix(
             expected=f"{request.rows} rows: one for each value of a function on x",
             remedy=f"compute it on the same x with outputs={request.outputs!r}",
         )
-    _check_symmetry(flat)
+    check_symmetry(flat, "gram")
     return flat
-
-
-def _check_symmetry(matrix: Tensor) -> None:
-    """Raise where some rows of a matrix are not its columns."""
-    rows = torch.arange(0, matrix.shape[0], max(1, matrix.shape[0] // LOOKED_AT), device=matrix.device)
-    some, same = matrix[rows], matrix[:, rows].T
-    apart, largest = float((some - same).abs().max()), float(some.abs().max())
-    if apart > 1e-3 * largest:  # NaN passes, and is named by the decomposition
-        raise InputError(
-            f"gram is not symmetric: entries differ by {apart:.2g} across its diagonal, the largest is "
-            f"{largest:.2g}",
-            expected="the Gram matrix of x with itself",
-            remedy="compute it with linnet.spectrum.gram(model, x)",
-        )
 
 
 def _decompose(

@@ -24,6 +24,7 @@ from linnet.tangent.modes import in_exact_mode
 
 KERNELS = ("full", "trace", "sum")  # "diagonal" is C kernels, not one
 COLUMNS = 8  # vectors in parameter space held at once
+LOOKED_AT = 64  # rows of a given matrix that are compared with its columns
 
 Source: TypeAlias = Linearized | nn.Module | Tensor | LinearOperator
 
@@ -169,6 +170,28 @@ def flat_gram(matrix: Tensor, name: str = "gram") -> Tensor:
 
 
 @in_exact_mode
+def check_symmetry(matrix: Tensor, name: str) -> None:
+    """Raise where some rows of a matrix are not its columns.
+
+    Args:
+        matrix: A square matrix.
+        name: What to call it in errors.
+
+    Raises:
+        InputError: If it is not symmetric.
+    """
+    rows = torch.arange(0, matrix.shape[0], max(1, matrix.shape[0] // LOOKED_AT), device=matrix.device)
+    some, same = matrix[rows], matrix[:, rows].T
+    apart, largest = float((some - same).abs().max()), float(some.abs().max())
+    if apart > 1e-3 * largest:  # NaN passes, and is named by what follows
+        raise InputError(
+            f"{name} is not symmetric: entries differ by {apart:.2g} across its diagonal, the largest is "
+            f"{largest:.2g}",
+            expected="the Gram matrix of x with itself",
+            remedy="compute it with linnet.spectrum.gram(model, x)",
+        )
+
+
 def kernel_matrix(
     source: Source,
     x: Inputs | None = None,
@@ -194,7 +217,9 @@ def kernel_matrix(
     check_kernel(outputs)
     _check_source(source, x, name)
     if isinstance(source, Tensor):
-        return flat_gram(source, name)
+        flat = flat_gram(source, name)
+        check_symmetry(flat, name)
+        return flat
     if isinstance(source, LinearOperator):
         return source.dense()
     return flat_gram(gram(source, x, outputs=outputs, memory=memory))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
 from linnet.linalg.factorize import eigh, nonnegative
-from linnet.linalg.operator import LinearOperator, require_damping
+from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, make_generator, signs
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.spectrum.kernel_matrix import Source, kernel_matrix, kernel_operator
@@ -211,8 +211,13 @@ def effective_dimension(
     check_positive("ridge", ridge, "pass a positive ridge")
     if isinstance(source, LinearOperator):
         operator = kernel_operator(source, x)
-        # rounding can take a Ritz value of a singular operator below zero
-        return slq(operator, lambda t: t.clamp(min=0) / (t.clamp(min=0) + ridge), samples, steps, seed)
+        rounding = math.sqrt(torch.finfo(operator.dtype).eps)
+
+        def share(t: Tensor) -> Tensor:
+            _check_semidefinite(t, rounding)
+            return t.clamp(min=0) / (t.clamp(min=0) + ridge)
+
+        return slq(operator, share, samples, steps, seed)
     values = _eigenvalues(kernel_matrix(source, x, outputs, memory))
     return Estimate(float((values / (values + ridge)).sum()), 0.0)
 
@@ -255,7 +260,8 @@ def condition_number(
         >>> condition_number(torch.diag(torch.tensor([4.0, 1.0])), ridge=2.0)
         2.0
     """
-    ridge = require_damping(ridge)
+    if isinstance(ridge, bool) or not isinstance(ridge, int | float) or not 0 <= ridge < math.inf:
+        raise InputError(f"ridge={ridge!r}", "a number, not negative", "leave ridge= out for 0")
     if isinstance(source, LinearOperator):
         operator = kernel_operator(source, x)
         ends = [
@@ -274,6 +280,16 @@ def condition_number(
             f"the smallest eigenvalue is {smallest:.3g}", "a positive semi-definite operator", "damp it"
         )
     return (largest + ridge) / (smallest + ridge) if smallest + ridge > 0 else math.inf
+
+
+def _check_semidefinite(values: Tensor, rounding: float) -> None:
+    """Raise if a Ritz value is further below zero than rounding takes that of a singular operator."""
+    if float(values.min()) < -rounding * float(values.abs().max()):
+        raise NumericalError(
+            f"source has eigenvalues down to {float(values.min()):.3g}",
+            expected="a positive semi-definite operator, such as a Gauss-Newton matrix or a kernel",
+            remedy="damp it, or take spectral_density(source), which is for any symmetric operator",
+        )
 
 
 def _eigenvalues(matrix: Tensor) -> Tensor:
