@@ -77,3 +77,11 @@ def test_what_is_asked_for() -> None:
 def test_wrong_arguments(options: dict[str, Any], match: str) -> None:
     with pytest.raises(InputError, match=match):
         study(["kfac"], **options)
+
+
+def test_likelihood_and_list_of_structures() -> None:
+    x, y = classes()
+    with pytest.raises(InputError, match="likelihood is NoneType"):
+        alignment(mlp(), (x, y), None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="structures='kfac'"):
+        alignment(mlp(), (x, y), Categorical(), "kfac")

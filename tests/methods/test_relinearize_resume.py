@@ -195,3 +195,19 @@ def test_a_network_that_changes_type_is_noticed() -> None:
 )
 def test_schedules_with_impossible_numbers(make: Any, words: str) -> None:
     refused(InputError, make, words)
+
+
+def test_optimizers_closures_and_states_of_the_wrong_kind() -> None:
+    net = mlp()
+    with pytest.raises(InputError, match="make_optimizer is SGD"):
+        IterativeLinearization(net, torch.optim.SGD(net.parameters(), lr=0.1), period=2)  # type: ignore[arg-type]
+    training = IterativeLinearization(net, OPTIMIZERS["sgd"], period=2)
+    with pytest.raises(InputError, match="closure=None"):
+        training.step(None)  # type: ignore[arg-type]
+    with pytest.raises(WeightsError, match="lacks"):
+        training.load_state_dict(None)  # type: ignore[arg-type]
+    parts = IterativeLinearization(
+        mlp(), lambda p: torch.optim.SGD([{"params": p[:1]}, {"params": p[1:]}], lr=0.1), period=2
+    )
+    with pytest.raises(WeightsError, match="parameter groups"):
+        training.load_state_dict(parts.state_dict())

@@ -119,6 +119,12 @@ def alignment(
     """
     given = {"expectation": None, "params": None, "output": None, "seed": 0, "steps": 500, **(options or {})}
     _check(given, inversions, damping, weight_decay, tolerance)
+    if not isinstance(likelihood, Likelihood):
+        raise InputError(
+            f"likelihood is {type(likelihood).__name__}", "one of linnet.likelihoods", "pass Categorical()"
+        )
+    if isinstance(structures, str):
+        raise InputError(f"structures={structures!r}", "a list of names", f"pass [{structures!r}]")
     function = Functional(model, given["params"], given["output"])
     x, y = gather_data(data, function.device)
     study = _Study(function, likelihood, (x, y), damping, weight_decay, given["steps"], tolerance)

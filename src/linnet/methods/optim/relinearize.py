@@ -155,6 +155,12 @@ class IterativeLinearization:
                 expected="an optimizer to take steps with",
                 remedy="pass make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1), or use solve(data)",
             )
+        if not callable(closure):
+            raise InputError(
+                f"closure={closure!r}",
+                expected="a function from the module of the step to its loss",
+                remedy="pass step(lambda module: loss(module(x), y))",
+            )
         with self._only_selected():
             if evaluates(self.optimizer):
                 step: Any = self.optimizer.step
@@ -391,7 +397,7 @@ class IterativeLinearization:
             WeightsError: If the state is of something else.
         """
         wanted = {"version", "model", "linearization", "optimizer", "steps", "age", "updates", "measured"}
-        missing = sorted(wanted - set(state))
+        missing = sorted(wanted - set(state if isinstance(state, Mapping) else ()))
         if missing or state["version"] != VERSION:
             raise WeightsError(
                 f"state lacks {missing}" if missing else f"state is of version {state['version']!r}",
@@ -406,14 +412,14 @@ class IterativeLinearization:
             )
         try:
             self._network.load_state_dict(state["model"])
-        except RuntimeError as error:
+            if self.optimizer is not None:
+                self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError) as error:
             raise WeightsError(
-                f"the weights do not fit the network: {str(error).splitlines()[-1].strip()}",
-                expected="the weights of the same architecture",
-                remedy="make the trainer with the network that was saved",
+                f"the state does not fit the trainer: {str(error).splitlines()[-1].strip()}",
+                expected="the state of a trainer of the same architecture with the same make_optimizer",
+                remedy="make the trainer as the saved one was made",
             ) from error
-        if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
         if self._lin is not None:
             self._lin.relinearize(at=state["linearization"] or self._network)
         self.steps, self._age = int(state["steps"]), int(state["age"]) if state["linearization"] else 0

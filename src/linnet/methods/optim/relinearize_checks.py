@@ -34,6 +34,12 @@ def made_optimizer(
     Raises:
         InputError: If it is no optimizer, or one of other parameters.
     """
+    if not callable(make_optimizer):
+        raise InputError(
+            f"make_optimizer is {type(make_optimizer).__name__}",
+            expected="a function from a list of parameters to an optimizer",
+            remedy="pass make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1)",
+        )
     optimizer = make_optimizer(list(parameters.values()))
     if not isinstance(optimizer, Optimizer):
         raise InputError(
