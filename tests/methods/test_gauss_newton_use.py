@@ -282,6 +282,8 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"limit": -1.0}, "limit"),
     ({"average": 2.0}, "decay"),
     ({"betas": (0.9, 0.99)}, "betas"),
+    ({"seed": "a"}, "seed"),
+    ({"structure": 3}, "structure=3"),
     ({"structure": "kfzz"}, "kfzz"),
     ({"structure": "low-rank"}, "low-rank"),
     ({"structure": "kfac", "expectation": "recursion"}, "recursion"),

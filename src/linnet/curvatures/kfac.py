@@ -94,7 +94,7 @@ class KroneckerSums(Sums):
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """A, a mean, and B, a sum: (R, d, d) and (R, c, c)."""
-        count = max(float(self.tensors["count"]), 1e-300)
+        count = max(float(self.tensors["count"]), torch.finfo(torch.float32).tiny)  # 0 / 0 would be NaN
         return self.tensors["inputs"] / count, self.tensors["gradients"]
 
     def block(self) -> Kronecker | GroupedKronecker:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.distributed import all_sum, world
-from linnet.curvatures.expectation import Expectation, choose_matrix
+from linnet.curvatures.expectation import UNCOUNTED, Expectation, choose_matrix
 from linnet.curvatures.kfra import RecursionSums
 from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import Batch, Batches
@@ -105,7 +105,9 @@ class RunningRecursion:
         kept, sums.tensors = sums.tensors, fresh
         try:
             mask = None if batch.y is None else self.expectation.likelihood.mask(batch.y)
-            if mask is not None and not bool(mask.all()):
+            if mask is not None and not bool(mask.any()):
+                pass  # nothing counts: the averages only fade
+            elif mask is not None and not bool(mask.all()):
                 sums.add(*self._counted(batch))
             elif (chain := seen or self.look(batch.x)) is not None and bool(chain.outputs.isfinite().all()):
                 sums.add_pass(chain, self.expectation.targets(chain.outputs, batch.y))
@@ -140,6 +142,8 @@ class RunningRecursion:
         if y is None or mask is None or bool(mask.all()):
             return batch, f, y
         kept = mask.any(1)
+        if not bool(kept.any()):
+            raise DataError(*UNCOUNTED)
         return replace(batch, x=take(batch.x, kept), y=y[kept]), f[kept], y[kept]
 
     @in_exact_mode
@@ -153,13 +157,15 @@ class RunningRecursion:
             The curvature.
 
         Raises:
-            DataError: If no batch has been added.
+            DataError: If no batch has been added, or none with a target that counts.
         """
         if self._sums is None:
             raise DataError(
                 "no batch has been added", expected="at least one", remedy="call add(x, y) before curvature()"
             )
         own = float(self.examples)
+        if own == 0:
+            raise DataError(*UNCOUNTED)
         wanted = own if examples is None else float(examples)
         blocks, order = self._sums.blocks(), self.function.names
         layers = sorted(self._sums.layers, key=lambda layer: order.index(layer.names[0]))

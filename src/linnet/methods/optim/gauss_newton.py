@@ -21,6 +21,7 @@ from linnet.errors import InputError, NumericalError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.methods.optim.gauss_newton_average import average_of
 from linnet.methods.optim.gauss_newton_batch import suggested_batch
+from linnet.methods.optim.gauss_newton_checks import check_given, check_model, checked_group, checked_state
 from linnet.methods.optim.gauss_newton_inverse import Inverse, Undamped
 from linnet.methods.optim.gauss_newton_model import (
     Batch,
@@ -42,7 +43,7 @@ from linnet.methods.optim.gauss_newton_settings import (
 )
 from linnet.methods.optim.gauss_newton_vectors import is_finite, norm_of, put, remember
 from linnet.tangent.batch import Inputs, batch_size, check_finite, concatenate
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import Functional, tensors_by_name
 
 VERSION = 1  # of the state that is saved
 RAISE = 4.0  # what a rejected step multiplies τ and ζ by
@@ -80,8 +81,8 @@ class GaussNewton(torch.optim.Optimizer):
     Several processes. Given a ``DistributedDataParallel``, losses, gradients, factors and products are summed
     over the processes, and each inverts some of the layers and applies them for all.
 
-    A step that leads to a loss that is not finite, or absurdly high, is taken back, τ and ζ are quadrupled,
-    and training goes on; the report says so. Parameters that are frozen on the way stay where they are.
+    A step that leads to a loss that is not finite, or absurdly high, is taken back with its buffers, τ and ζ
+    are quadrupled, and training goes on; the report says so. Parameters frozen on the way stay as they are.
 
     Args:
         model: The network to train, in place.
@@ -140,6 +141,7 @@ class GaussNewton(torch.optim.Optimizer):
         function = Functional(network, self.settings.params, self.settings.output)
         every = dict(network.named_parameters())
         parameters = {name: every[name] for name in function.names}
+        check_model(network, parameters)
         self._raw = network
         self._network = Network(called, parameters, self.settings.output, likelihood, shared)
         self._running = average_of(function, likelihood, structure, expectation, self.settings)
@@ -147,6 +149,7 @@ class GaussNewton(torch.optim.Optimizer):
         self.tau, self.zeta = self.damping.tau, self.damping.zeta
         self.steps, self._failures, self._first = 0, 0, math.nan
         self._pending: list[Examples] = []
+        self._buffers: dict[str, Tensor] = {}  # of the last good loss, such as running statistics
         self._inverse: Inverse | None = None
         self._saved: Mapping[str, Any] | None = None
         super().__init__(
@@ -165,17 +168,7 @@ class GaussNewton(torch.optim.Optimizer):
         Raises:
             InputError: If a parameter is not among the trained ones.
         """
-        given = param_group["params"]
-        given = [given] if isinstance(given, Tensor) else list(given)
-        ours = {id(p) for p in self._network.parameters.values()}
-        if not all(id(p) in ours for p in given):
-            raise InputError(
-                "param_group holds a parameter that is not trained",
-                expected="parameters of the network, selected by params=",
-                remedy="select them with params= when the optimizer is made",
-            )
-        if "weight_decay" in param_group:
-            check_decay("weight_decay", param_group["weight_decay"])
+        given = checked_group(param_group, list(self._network.parameters.values()))
         taken = {id(p) for p in given}
         for group in self.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in taken]
@@ -232,8 +225,10 @@ class GaussNewton(torch.optim.Optimizer):
             value, gradient, n = self._measure(parts, closure, None)
             if not (math.isfinite(value) and is_finite(gradient)):
                 raise NumericalError(*hopeless(value))
+            if self._failures and not self._acceptable(value):  # twice in a row: the batches are hard
+                self._first = value
         self._failures += rejected
-        self._first = value if self.steps == 0 else self._first
+        self._network.remember_buffers(self._buffers)
         objective, decay = value + self._penalty(), self._decay()
         if isinstance(decay, Tensor) or decay:
             gradient = gradient + decay * parameters_to_vector(self._network.parameters.values())
@@ -246,6 +241,7 @@ class GaussNewton(torch.optim.Optimizer):
             return self._after(parts, closure if loss is None else None, rng)
 
         direction, model, alpha = self._directions(batch, gradient, score)
+        self._first = value if math.isnan(self._first) else self._first
         assert self.tau is not None
         assert self.zeta is not None
         rate = max(float(group["lr"]) for group in self.param_groups)
@@ -272,8 +268,7 @@ class GaussNewton(torch.optim.Optimizer):
         self, x: Inputs, y: Tensor | None, closure: Closure | None, loss: float | Tensor | None
     ) -> list[Examples]:
         """The examples of the step, in the parts in which they are differentiated."""
-        if closure is not None and loss is not None:
-            raise InputError("closure and loss are both given", expected="one of them", remedy="drop loss=")
+        check_given(closure, loss)
         if x is not None and y is None:
             raise InputError("y is None", expected="targets", remedy="call step(x, y)")
         if x is not None and y is not None:
@@ -303,7 +298,9 @@ class GaussNewton(torch.optim.Optimizer):
     def _acceptable(self, value: float, gradient: Tensor | None = None) -> bool:
         """Whether training can go on from a loss."""
         finite = math.isfinite(value) and (gradient is None or is_finite(gradient))
-        return finite and (self.steps == 0 or value <= self._first + self.settings.limit * abs(self._first))
+        return finite and (
+            math.isnan(self._first) or value <= self._first + self.settings.limit * abs(self._first)
+        )
 
     def _take_back(self, value: float) -> None:
         """Restore the weights of before the last step and raise τ and ζ."""
@@ -311,6 +308,7 @@ class GaussNewton(torch.optim.Optimizer):
         if not all("before" in self.state[p] for p in parameters):
             raise NumericalError(*hopeless(value))
         put(parameters, [self.state[p]["before"] for p in parameters])
+        self._network.restore_buffers(self._buffers)
         for p in parameters:
             self.state[p].pop("step", None)
         if self._failures + 1 >= self.settings.rejections:
@@ -348,7 +346,9 @@ class GaussNewton(torch.optim.Optimizer):
         """Take over what was loaded, once there is a batch to find the layers on."""
         if self._saved is None:
             return
-        self._running.refresh(self._raw)
+        held = self._network.parameters.items()
+        good = {name: self.state[p]["before"] for name, p in held if "before" in self.state[p]}
+        self._running.refresh({**tensors_by_name(self._raw), **self._buffers, **good})
         self._running.load_state_dict(self._saved["curvature"], concatenate([one for one, _ in parts]))
         saved, self._saved = self._saved["inverse"], None
         self._inverse = None if saved is None else self._undamped().restored(saved)
@@ -467,6 +467,7 @@ class GaussNewton(torch.optim.Optimizer):
                 "steps": self.steps,
                 "failures": self._failures,
                 "first": self._first,
+                "buffers": {name: b.clone() for name, b in self._buffers.items()},
                 "modes": self._once.modes(),
                 "curvature": self._running.state_dict() if saved is None else dict(saved["curvature"]),
                 "inverse": (None if self._inverse is None else self._inverse.state())
@@ -486,15 +487,13 @@ class GaussNewton(torch.optim.Optimizer):
         Raises:
             InputError: If the state is of another optimizer.
         """
-        own = state_dict.get("gauss_newton")
-        if not isinstance(own, Mapping) or own.get("version") != VERSION:
-            raise InputError(
-                "state_dict lacks what GaussNewton keeps",
-                expected=f"a state_dict of GaussNewton, version {VERSION}",
-                remedy="pass what state_dict() of a GaussNewton returned",
-            )
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "gauss_newton"})
+        own = checked_state(state_dict, VERSION)
+        try:
+            super().load_state_dict({k: v for k, v in state_dict.items() if k != "gauss_newton"})
+        except ValueError as error:
+            raise InputError(str(error), "groups as here", "make it as the saved one was") from error
         self.tau, self.zeta = own["tau"], own["zeta"]
         self.steps, self._failures, self._first = own["steps"], own["failures"], own["first"]
         self._inverse, self._pending, self._saved = None, [], own
+        self._buffers = {name: b.clone() for name, b in own.get("buffers", {}).items()}
         self._once.load_modes(own.get("modes", []))

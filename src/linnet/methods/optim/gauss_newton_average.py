@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from linnet.curvatures.running import RunningCurvature
 from linnet.curvatures.running_recursion import RunningRecursion
 from linnet.curvatures.treatments import ALIASES, Structure, resolve
@@ -58,6 +60,10 @@ def running_arguments(structure: Structure, expectation: str | None) -> tuple[St
         >>> running_arguments("kfac", None), running_arguments("kflr", None)
         (('kfac', 'mc'), ('kfac', 'exact'))
     """
+    if not isinstance(structure, str | Mapping):
+        raise InputError(
+            f"structure={structure!r}", expected="a structure, or a mapping of them", remedy='pass "kfac"'
+        )
     if not isinstance(structure, str):
         return structure, expectation or "mc"
     named = ALIASES.get(structure.lower(), (structure, None))[1]

@@ -54,7 +54,7 @@ class GrowingBatches:
         size: Size of the next batch.
 
     Raises:
-        InputError: If a size is wrong.
+        InputError: If a size is wrong, or x and y differ in length.
 
     Example:
         >>> batches = GrowingBatches(torch.randn(100, 2), torch.zeros(100, 1), size=10)
@@ -67,6 +67,9 @@ class GrowingBatches:
         self, x: Inputs, y: Tensor, size: int, largest: int | None = None, patience: int = 3, seed: int = 0
     ) -> None:
         n = batch_size(x)
+        if not isinstance(y, Tensor) or len(y) != n:
+            what = f"{len(y)} targets" if isinstance(y, Tensor) else type(y).__name__
+            raise InputError(f"y is {what}", expected=f"a tensor of {n}, like x", remedy="check the split")
         largest = n if largest is None else largest
         for name, value, top in (("size", size, n), ("largest", largest, n), ("patience", patience, None)):
             good = isinstance(value, int) and not isinstance(value, bool)

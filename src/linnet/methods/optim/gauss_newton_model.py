@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.distributed import all_sum
 from linnet.likelihoods.likelihood import Likelihood
+from linnet.methods.optim.gauss_newton_checks import check_gradients, check_loss
+from linnet.methods.optim.gauss_newton_vectors import remember
 from linnet.tangent.batch import Inputs, batch_size, concatenate, split
 from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs, call_arguments
 from linnet.tangent.jacobian import jvp
@@ -87,6 +89,17 @@ class Network:
             count = count.to(next(iter(self.parameters.values())).device)
             all_sum([count] if flat is None else [count, flat])
         return float(count[0] / count[1]), int(count[1])
+
+    def remember_buffers(self, kept: dict[str, Tensor]) -> None:
+        """Copy all buffers into a dictionary."""
+        for name, b in self.model.named_buffers():
+            remember(kept, name, b)
+
+    def restore_buffers(self, kept: Mapping[str, Tensor]) -> None:
+        """Put buffers back: statistics that saw outputs of bad weights are as bad as these."""
+        for name, b in self.model.named_buffers():
+            if name in kept:
+                b.copy_(kept[name])
 
     def random_state(self) -> Tensor | None:
         """The random numbers ahead, where the network may use them."""
@@ -316,10 +329,15 @@ def given_gradient(
 
     Returns:
         As :meth:`Network.gradient`.
+
+    Raises:
+        InputError: If there is no number, or no parameter has a gradient.
     """
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
+        check_loss("the result of closure", loss)
+    check_gradients(network.parameters)
     grads = [
         torch.zeros_like(p) if p.grad is None or not p.requires_grad else p.grad
         for p in network.parameters.values()

@@ -57,7 +57,20 @@ class OnePass:
 
         Returns:
             All three.
+
+        Raises:
+            ModelError: If the network cannot take x.
+            RuntimeError: If it fails in its own mode alone.
+            TypeError: Likewise.
         """
+        try:
+            return self._measured(parts)
+        except (RuntimeError, TypeError):
+            self.running.function.check_runs(take(parts[0][0], slice(0, 1)))  # may say better what is wrong
+            raise
+
+    def _measured(self, parts: list[Examples]) -> tuple[float, Tensor, int]:
+        """The same by the way that the network's mode is known to allow."""
         self.seen = None
         mode = self._mode()
         chain = self._look(parts) if self._proved.get(mode, not mode[0]) else None

@@ -72,7 +72,7 @@ class Search:
             raise NumericalError(
                 f"the mean eigenvalue of the curvature is {mean}",
                 expected="a positive number to take the first damping from",
-                remedy="pass damping=, or check whether the outputs depend on the parameters",
+                remedy="check whether any target counts and outputs depend on parameters, or pass damping=",
             )
         found = []
         exact = all(part.structure in ("full", "block") for part in self.undamped.parts)

@@ -188,6 +188,8 @@ def checked_settings(given: dict[str, Any]) -> Settings:
     for name in ("momentum", "noise"):
         if not isinstance(getattr(settings, name), bool):
             raise InputError(f"{name}={getattr(settings, name)!r}", expected="True or False", remedy="")
+    if isinstance(settings.seed, bool) or not isinstance(settings.seed, int):
+        raise InputError(f"seed={settings.seed!r}", expected="an integer", remedy="leave it out")
     for name in ("inverse_period", "rejections"):
         _check_count(name, getattr(settings, name), 1)
     if settings.examples is not None:
