@@ -277,3 +277,18 @@ def test_gradient_in_very_many_precisions_is_refused() -> None:
     low, _, held = posterior("low-rank", prior_precision={"0": 1.0, "2": 2.0})
     with pytest.raises(InputError, match="low-rank"):
         low.tune("validation", held)
+
+
+def test_a_grid_says_where_it_was_too_short() -> None:
+    la, _, held = posterior("kfac", "numbers")
+    wide = la.tune("grid", held, prior_precision=[1e-6, *torch.logspace(-3, 3, 25).tolist(), 1e6]).tuned
+    assert wide is not None
+    assert wide.edges == ()
+    best = float(la.prior_precision)
+    for grid in ([best, 10 * best, 100 * best], [100 * best, 10 * best, best]):
+        short = la.tune("grid", held, prior_precision=grid).tuned
+        assert short is not None
+        assert short.edges == ("prior_precision",)
+    one = la.tune("grid", held, prior_precision=best).tuned
+    assert one is not None
+    assert one.edges == ()

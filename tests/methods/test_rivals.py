@@ -285,3 +285,10 @@ def test_last_layer_errors() -> None:
     for rival in (last_layer(network(), (x, real(10, 3))), mc_dropout(dropout(), L.Categorical(), 3)):
         with pytest.raises(DataError, match="x is empty"):
             rival(x[:0])
+
+
+def test_dropout_names_inputs_that_it_cannot_take() -> None:
+    net = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2))
+    rival = linnet.rivals.mc_dropout(net, linnet.likelihoods.Categorical(), samples=2)
+    with pytest.raises(ModelError, match="cannot run on x"):
+        rival.predict(torch.zeros(4, 5))

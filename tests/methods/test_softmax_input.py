@@ -202,3 +202,19 @@ def test_too_little_memory_takes_conjugate_gradients_or_says_so() -> None:
         lambda: linnet.fit(c.lin, (c.x, c.labels), "cross-entropy", ridge="loo", memory=400_000),
         "dual fit of 240 equations",
     )
+
+
+def test_constraints_want_the_squared_loss() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 3), torch.randint(3, (12,))
+    lin = linnet.linearize(torch.nn.Linear(3, 3))
+    fit = linnet.fit(lin, (x, y), loss="cross-entropy", ridge=1.0)
+    with pytest.raises(InputError, match="loss='squared'"):
+        fit.constrain(x[:1], torch.zeros(1, 3))
+
+
+def test_the_criteria_of_a_ridge_are_named() -> None:
+    x, y = torch.randn(12, 3), torch.randn(12, 3)
+    lin = linnet.linearize(torch.nn.Linear(3, 3))
+    with pytest.raises(InputError, match='"loo", "gcv", "evidence", "validation"'):
+        linnet.fit(lin, (x, y), ridge="foo")

@@ -213,3 +213,11 @@ def test_outputs_are_picked_by_the_adapter() -> None:
     gp = TangentGP(Wrapped(), HeteroscedasticGaussian(), output="moments").fit(x, y)
     plain = TangentGP(network(3, 5, 4), HeteroscedasticGaussian()).fit(x, y)
     assert torch.allclose(gp.predict(x).covariance, plain.predict(x).covariance)
+
+
+def test_densities_of_targets_that_are_not_finite() -> None:
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    x, y = torch.randn(8, 2), torch.randn(8, 1)
+    gp = linnet.TangentGP(net, linnet.likelihoods.Gaussian()).fit((x, y))
+    with pytest.raises(DataError, match="y"):
+        gp.predict(x[:2]).log_density(y[:2] * torch.nan)

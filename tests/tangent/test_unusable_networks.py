@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import linnet
 from linnet.errors import FileFormatError, InputError, ModelError
@@ -81,3 +82,29 @@ def test_wrong_numbers_are_called_what_they_are(structure: str) -> None:
         G.scaled(-2)
     with pytest.raises(InputError, match="damping is nan"):
         G.damped(float("nan"))
+
+
+class Named(nn.Module):
+    """Returns its outputs by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"scores": self.layer(x)}
+
+
+@pytest.mark.parametrize("output", [3, ["scores"], 0.5])
+def test_an_output_that_is_none_is_refused(output: Any) -> None:
+    with pytest.raises(InputError, match="output="):
+        linnet.linearize(nn.Linear(3, 2), output=output)
+
+
+def test_a_missing_part_of_the_outputs_is_named() -> None:
+    lin = linnet.linearize(Named(), output="logits")
+    with pytest.raises(ModelError, match="'scores'"):
+        lin(torch.zeros(1, 3))
+    assert linnet.linearize(Named(), output="scores")(torch.zeros(1, 3)).shape == (1, 2)
+    with pytest.raises(ModelError, match="without a part 'nothing'"):
+        linnet.linearize(nn.Linear(3, 2), output="nothing")(torch.zeros(1, 3))

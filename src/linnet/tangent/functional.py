@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from linnet.errors import ModelError, WeightsError
+from linnet.errors import InputError, ModelError, WeightsError
 from linnet.linalg.finite import is_finite
 from linnet.linalg.space import ParameterSpace
 from linnet.memory import reuse_freed_memory
@@ -48,6 +48,7 @@ class Functional:
     """
 
     def __init__(self, model: nn.Module, params: Selector = None, output: OutputAdapter = None) -> None:
+        check_output(output)
         model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
         self.names = select_parameters(model, params)
         self.model = _frozen_copy(model)
@@ -302,12 +303,45 @@ def call_arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (x,), {}
 
 
+def check_output(output: Any) -> None:
+    """Raise unless it says how to take outputs from what a network returns.
+
+    Args:
+        output: A function, the name of a part, or ``None``.
+
+    Raises:
+        InputError: If it is something else.
+
+    Example:
+        >>> check_output("logits")
+    """
+    if not (output is None or isinstance(output, str) or callable(output)):
+        raise InputError(
+            f"output={output!r}",
+            expected="a function of what the network returns, or the name of a part of it",
+            remedy="pass output=lambda r: r[0], or leave it out for a network that returns a tensor",
+        )
+
+
+def _part(result: Any, name: str) -> Any:
+    """A part of what a network returns, by its name."""
+    found = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
+    known = [*result] if isinstance(result, Mapping) else []
+    if found is None:
+        raise ModelError(
+            f"model returns {type(result).__name__} without a part {name!r}",
+            expected=f"one of {', '.join(map(repr, known))}" if known else "an object with that part",
+            remedy="pass output= the name of a part, or a function of what the network returns",
+        )
+    return found
+
+
 def adapt_outputs(result: Any, output: OutputAdapter) -> Tensor:
     """The network's result as a tensor (N, ...)."""
     if callable(output):
         result = output(result)
     elif isinstance(output, str):
-        result = result[output] if isinstance(result, Mapping) else getattr(result, output)
+        result = _part(result, output)
     elif not isinstance(result, Tensor):
         result = (
             result["logits"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,11 +36,12 @@ def check_positive(name: str, value: Any, remedy: str) -> None:
         raise InputError(f"{name}={value!r}", expected="a positive number", remedy=remedy)
 
 
-def check_ridge(ridge: Any) -> None:
+def check_ridge(ridge: Any, elsewhere: Sequence[str] = ()) -> None:
     """Raise unless a ridge is a finite positive number or the name of a criterion.
 
     Args:
         ridge: ρ, ``"loo"``, ``"gcv"`` or ``"evidence"``.
+        elsewhere: Criteria that the caller knows besides, to be named in the error.
 
     Raises:
         InputError: If it is not.
@@ -48,9 +50,10 @@ def check_ridge(ridge: Any) -> None:
         >>> check_ridge("loo")
     """
     if isinstance(ridge, str) and ridge not in CRITERIA:
+        known = ", ".join(f'"{one}"' for one in (*CRITERIA, *elsewhere))
         raise InputError(
             f"ridge={ridge!r}",
-            expected='a positive number, "loo", "gcv" or "evidence"',
+            expected=f"a positive number or one of {known}",
             remedy='pass ridge="loo" to choose it by leave-one-out',
         )
     if not isinstance(ridge, str):

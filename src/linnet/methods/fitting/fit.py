@@ -236,7 +236,7 @@ def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: f
             expected='"squared" or "cross-entropy"',
             remedy="leave loss= out for the squared loss",
         )
-    check_ridge(ridge)
+    check_ridge(ridge, ["validation"] if loss == "squared" else [])
     if loss == "cross-entropy":
         check_criterion(ridge)
         if scale != ALPHA:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -341,6 +341,18 @@ class SoftmaxFit:
         )
 
     # -- changes ---------------------------------------------------------------------------------
+
+    def constrain(self, *_: Any, **__: Any) -> NoReturn:
+        """Not offered: a constrained optimum has a closed form under the squared loss alone.
+
+        Raises:
+            InputError: Always.
+        """
+        raise InputError(
+            "constrain() of a fit with loss='cross-entropy'",
+            expected="a fit with the squared loss, whose constrained optimum is linear algebra",
+            remedy="fit with loss='squared' and constrain that",
+        )
 
     def forget(self, indices: Any) -> SoftmaxFit:
         """The fit as if some training examples had never been there: Newton's method from the present one.

@@ -34,12 +34,15 @@ class Tuned:
         value: The criterion there.
         steps: Evaluations of the criterion.
         converged: Whether the search ended before its limit of steps.
+        edges: Hyper-parameters that ended at the smallest or largest value of their grid: the best may lie
+            beyond.
     """
 
     hyper: Hyper
     value: float
     steps: int
     converged: bool
+    edges: tuple[str, ...] = ()
 
 
 def maximize_evidence(

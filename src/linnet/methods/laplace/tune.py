@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,11 +113,11 @@ def _by_grid(scorer: Scorer, at: Hyper, search: Search, grids: dict[str, Any]) -
     """The best of all combinations."""
     device = at.prior.device
     values = {
-        "prior": _grid("prior_precision", grids["prior"], PRIORS),
-        "scale": _grid("data_scale", grids["scale"], at.scale[None]),
-        "noise": _grid("noise_variance", grids["noise"], at.noise[None]),
+        "prior_precision": _grid("prior_precision", grids["prior"], PRIORS),
+        "data_scale": _grid("data_scale", grids["scale"], at.scale[None]),
+        "noise_variance": _grid("noise_variance", grids["noise"], at.noise[None]),
     }
-    points = grid_points(at, *(values[key].to(device) for key in ("prior", "scale", "noise")))
+    points = grid_points(at, *(grid.to(device) for grid in values.values()))
     by_prediction: dict[str, Callable[[], Tensor]] = {
         "glm": lambda: scorer.values(points),
         "mc": lambda: scorer.sampled_values(points, search.samples, search.seed),
@@ -130,7 +130,18 @@ def _by_grid(scorer: Scorer, at: Hyper, search: Search, grids: dict[str, Any]) -
         )
     scores = by_prediction[search.predict]()
     best = int(scores.nan_to_num(-torch.inf).argmax())
-    return Tuned(points[best], float(scores[best]), len(points), converged=True)
+    edges = _at_edges(values, best)
+    return Tuned(points[best], float(scores[best]), len(points), converged=True, edges=edges)
+
+
+def _at_edges(values: Mapping[str, Tensor], best: int) -> tuple[str, ...]:
+    """Which grids have the best combination at an end of theirs."""
+    found = []
+    places = torch.unravel_index(torch.tensor(best), tuple(map(len, values.values())))
+    for (name, grid), place in zip(values.items(), places, strict=True):
+        if len(grid) > 1 and float(grid[place]) in (float(grid.min()), float(grid.max())):
+            found.append(name)
+    return tuple(found)
 
 
 def _grid(name: str, given: Any, default: Tensor) -> Tensor:

@@ -128,6 +128,8 @@ class MCDropout(Rival):
         """The outputs under S masks, (S, N, ...); the same masks at every call with as many examples."""
         theta = self._function.theta
         with _seeded(self._seed, self.device):
+            self._function.check_runs(take(x, slice(0, 1)))
+        with _seeded(self._seed, self.device):
             return torch.stack([self._function(theta, x) for _ in range(self._samples)])
 
 

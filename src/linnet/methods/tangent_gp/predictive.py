@@ -13,6 +13,7 @@ from linnet.errors import InputError
 from linnet.linalg.factorize import cholesky
 from linnet.linalg.random import Seed, normal
 from linnet.methods.laplace.links import check_count, symmetric_root
+from linnet.tangent.batch import check_finite
 
 
 class TangentPredictive:
@@ -118,8 +119,10 @@ class TangentPredictive:
             (N,), summed over an example's outputs with the covariance between them.
 
         Raises:
+            DataError: If y is not finite.
             InputError: If y has another shape.
         """
+        check_finite(y, "y")
         if y.ndim == 1 and self.mean.shape[1] == 1:
             y = y[:, None]
         if y.shape != self.mean.shape:
