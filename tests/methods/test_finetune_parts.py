@@ -260,3 +260,17 @@ def test_settings_refuse() -> None:
     refused(InputError, lambda: Course(steps=0), "steps=")
     refused(InputError, lambda: Course(steps=1, batch_size=True), "batch_size=")
     refused(InputError, lambda: Course(steps=1, keep="first"), "keep=")
+
+
+@pytest.mark.parametrize(
+    ("depth", "normalized", "told"), [(5, False, True), (5, True, False), (2, False, False)]
+)
+def test_surgery_says_where_no_normalization_holds_the_maps(depth: int, normalized: bool, told: bool) -> None:
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Linear(4, 4), *([nn.LayerNorm(4)] if normalized else []), nn.ReLU()]
+    net = nn.Sequential(*layers, nn.Linear(4, 2))
+    x, y = torch.randn(12, 4), torch.arange(12) % 2
+    for activation in ("leaky-relu", "relu"):
+        run = linnet.finetune(net, (x, y), "lqf", activation=activation, steps=1, progress=False)
+        assert any("no normalization" in note for note in run.notes) == (told and activation == "leaky-relu")

@@ -105,7 +105,8 @@ def finetune(
         validation: Data to score on the way, and to choose by. Without them a search holds a fifth of each
             class out, and trains again on everything with the values it took.
         loss: ``"squared"`` or ``"cross-entropy"``.
-        activation: ``"leaky-relu"`` or ``"relu"`` (as it is).
+        activation: ``"leaky-relu"`` or ``"relu"`` (as it is; better for deep networks without normalization
+            layers, or with them folded away, unless :func:`linnet.surgery.recover` trains them first).
         preconditioner: ``"kfac"``, ``"ekfac"``, ``"diagonal"``, ``"block"`` or ``"none"``.
         optimizer: ``"sgd"`` or ``"adam"``.
         augmentation: ``"none"``, ``"center"``, ``"random-crop"``, ``"resized-crop"``, or an ``Augmentation``.

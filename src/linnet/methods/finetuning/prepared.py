@@ -29,6 +29,13 @@ from linnet.tangent.surgery import leaky_relu, report
 
 HEADS = ("auto", "probe", "random", "zero", "keep")
 LOGITS = 5.0  # α of the probe that cross-entropy starts from: 15 would saturate the softmax
+UNHELD = 3  # activations in a row whose change no normalization has to hold
+NORMALIZATIONS = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.modules.instancenorm._InstanceNorm,
+)
 EXACT_COLUMNS = 32  # outputs up to which a curvature takes all columns
 
 
@@ -122,12 +129,7 @@ def prepare(
     network: nn.Module = getattr(model, "_orig_mod", model)
     if recipe.leaky:
         network = leaky_relu(network, shaping.slope)
-        found = len(report(network).replaced)
-        notes.append(
-            f"ReLU replaced by Leaky ReLU of slope {shaping.slope:g} in {found} place(s)"
-            if found
-            else "the network has no ReLU to replace"
-        )
+        notes += _surgery_notes(network, len(report(network).replaced), shaping.slope)
     before, network = network, _with_head(network, recipe, shaping, examples, view, outputs, notes)
     new_head = network is not before
     last = last_linear(network)[0] if recipe.last_layer else None
@@ -141,6 +143,19 @@ def prepare(
     lin = linearize(network, params or _selected(shaping.params, network), shaping.output)
     notes.append(f"linearized in {lin.space.dim} parameters of {len(lin.parameter_names)} tensors")
     return Prepared(lin, outputs, last, notes, new_head)
+
+
+def _surgery_notes(network: nn.Module, found: int, slope: float) -> list[str]:
+    """What became of the activations, and whether anything holds the maps behind them in place."""
+    if not found:
+        return ["the network has no ReLU to replace"]
+    notes = [f"ReLU replaced by Leaky ReLU of slope {slope:g} in {found} place(s)"]
+    if found > UNHELD and not any(isinstance(module, NORMALIZATIONS) for module in network.modules()):
+        notes.append(
+            "no normalization layers: Leaky ReLU changes such a network most; compare activation='relu', or "
+            "train it first with linnet.surgery.recover"
+        )
+    return notes
 
 
 def _selected(params: Selector, network: nn.Module) -> Selector:
