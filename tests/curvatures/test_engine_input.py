@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import linnet
-from linnet.curvatures import build, engine
+from linnet.curvatures import engine
 from linnet.errors import DataError, InputError, LinnetError, MemoryBudgetError, ModelError, NumericalError
 from linnet.likelihoods import (
     Bernoulli,
@@ -369,12 +367,3 @@ def test_vectors_must_fit(wrong: Any) -> None:
 def test_all_errors_are_linnets_own() -> None:
     assert issubclass(DataError, LinnetError)
     assert issubclass(MemoryBudgetError, MemoryError)
-
-
-def test_who_watches_asks_for_the_same_by_default() -> None:
-    given = inspect.signature(linnet.curvature).parameters
-    kept = {field.name: field.default for field in dataclasses.fields(build._Asked)}
-    assert kept.pop("watch") is None
-    assert list(kept) == list(given)
-    free = [name for name in kept if name not in ("model", "data", "likelihood", "structure")]
-    assert {name: kept[name] for name in free} == {name: given[name].default for name in free}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +108,10 @@ def curvature(
           0  4x2 + 4              ekfac
           2  3x4 + 3              ekfac
     """
-    asked = _Asked(
-        model, data, likelihood, structure, expectation, sharing, matrix, params, output, samples,
+    return _made(
+        None, model, data, likelihood, structure, expectation, sharing, matrix, params, output, samples,
         rank, seed, block, memory, file, shard, derivative, method,
     )  # fmt: skip
-    return _made(asked)
 
 
 def watched(
@@ -133,106 +132,82 @@ def watched(
     Returns:
         The curvature.
     """
-    return _made(_Asked(model, data, likelihood, structure, **options, watch=watch))
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The arguments of :func:`curvature`, and who is shown the outputs."""
-
-    model: nn.Module
-    data: Any
-    likelihood: Likelihood
-    structure: Any
-    expectation: str = "exact"
-    sharing: str = "expand"
-    matrix: str = "auto"
-    params: Selector = None
-    output: OutputAdapter = None
-    samples: int = 1
-    rank: int = 32
-    seed: int = 0
-    block: int | None = None
-    memory: str | int | None = None
-    file: str | Path | None = None
-    shard: bool = True
-    derivative: str = "exact"
-    method: str = "lanczos"
-    watch: Watch | None = None
-
-    @property
-    def several(self) -> bool:
-        """Whether a list of structures is wanted, and so a dict."""
-        return isinstance(self.structure, list | tuple)
+    given = inspect.signature(curvature).bind(model, data, likelihood, structure, **options)
+    given.apply_defaults()
+    return _made(watch, **given.arguments)
 
 
 @in_exact_mode
-def _made(asked: _Asked) -> Any:
+def _made(
+    watch: Watch | None,
+    model: nn.Module,
+    data: Any,
+    likelihood: Likelihood,
+    structure: Any,
+    expectation: str,
+    sharing: str,
+    matrix: str,
+    params: Selector,
+    output: OutputAdapter,
+    samples: int,
+    rank: int,
+    seed: int,
+    block: int | None,
+    memory: str | int | None,
+    file: str | Path | None,
+    shard: bool,
+    derivative: str,
+    method: str,
+) -> Any:
     """A curvature, or several."""
-    wanted = _wanted(asked)
+    if not isinstance(likelihood, Likelihood):
+        raise InputError(
+            f"likelihood is {type(likelihood).__name__}",
+            expected="one of linnet.likelihoods, such as Categorical() or Gaussian(variance=0.1)",
+            remedy="call the class: linnet.likelihoods.Categorical()",
+        )
+    several = isinstance(structure, list | tuple)
+    wanted: list[Any] = [*structure] if several else [structure]
+    if not wanted or not all(isinstance(one, str | Mapping) for one in wanted):
+        raise InputError(
+            f"structure={structure!r}",
+            expected="a structure, a mapping of them or a list of them",
+            remedy='pass structure="kfac" if in doubt',
+        )
     names = _names(wanted)
-    kinds, expectation = _resolve(wanted, asked.expectation)
-    _check_words(replace(asked, expectation=expectation))
-    params = asked.params
+    kinds, expectation = _resolve(wanted, expectation)
+    words = {"expectation": expectation, "sharing": sharing, "derivative": derivative, "method": method}
+    _check_words(words, {"samples": samples, "rank": rank})
+    _check_seed(seed)
     if "last-layer" in kinds:
         params, kinds = _last_layer(params, kinds)
-    function = _functional(asked.model, params, asked.output)
-    matrix = choose_matrix(asked.likelihood, expectation, asked.matrix)
-    if matrix == "hessian" and isinstance(asked.model, Linearized):
+    function = _functional(model, params, output)
+    taken = choose_matrix(likelihood, expectation, matrix)
+    if taken == "hessian" and isinstance(model, Linearized):
         raise InputError(
             "matrix='hessian' of a Linearized",
             expected="a network: the Hessian of a linear model is its Gauss-Newton matrix",
             remedy="pass matrix='gauss-newton', or model.model for the Hessian of the network",
         )
-    _check_file(asked.file, kinds, matrix)
-    columns = Expectation(asked.likelihood, expectation, matrix, asked.samples, asked.seed)
-    batches = Batches(asked.data, function.device, asked.block, *(world() if asked.shard else (0, 1)))
-    file = None if asked.file is None else Path(asked.file)
-    request = Request(columns, asked.sharing, asked.memory, file, asked.watch)
-    if matrix == "hessian" or any(kind in OPERATORS for kind in kinds):
-        found = [_by_products(asked, function, batches, request, names, kinds)]
-    else:
-        found = by_structure(function, batches, request, list(zip(names, kinds, strict=True)))
-    return dict(zip(names, found, strict=True)) if asked.several else found[0]
-
-
-def _wanted(asked: _Asked) -> list[Any]:
-    """The structures, as they were given."""
-    if not isinstance(asked.likelihood, Likelihood):
-        raise InputError(
-            f"likelihood is {type(asked.likelihood).__name__}",
-            expected="one of linnet.likelihoods, such as Categorical() or Gaussian(variance=0.1)",
-            remedy="call the class: linnet.likelihoods.Categorical()",
-        )
-    wanted: list[Any] = [*asked.structure] if asked.several else [asked.structure]
-    if not wanted or not all(isinstance(one, str | Mapping) for one in wanted):
-        raise InputError(
-            f"structure={asked.structure!r}",
-            expected="a structure, a mapping of them or a list of them",
-            remedy='pass structure="kfac" if in doubt',
-        )
-    return wanted
-
-
-def _by_products(
-    asked: _Asked,
-    function: Functional,
-    batches: Batches,
-    request: Request,
-    names: Sequence[str],
-    kinds: Sequence[Any],
-) -> Any:
-    """What needs products with the matrix: the operator itself, its leading eigenpairs, Hessian matrices."""
-    if len(names) > 1:
-        raise InputError(
-            f"structure={names!r}",
-            expected="structures that share one pass over the data",
-            remedy="ask for 'matrix-free', 'low-rank' and Hessian matrices in calls of their own",
-        )
-    product = matrix_free(function, batches, request.expectation, asked.derivative)
-    if kinds[0] == "matrix-free":
-        return product
-    return whole(product, batches, request, kinds[0], asked.rank, asked.method)
+    _check_file(file, kinds, taken)
+    columns = Expectation(likelihood, expectation, taken, samples, seed)
+    rank_, world_ = world() if shard else (0, 1)
+    batches = Batches(data, function.device, block, rank_, world_)
+    request = Request(columns, sharing, memory, None if file is None else Path(file), watch)
+    if any(kind in OPERATORS for kind in kinds) or taken == "hessian":
+        if len(names) > 1:
+            raise InputError(
+                f"structure={names!r}",
+                expected="structures that share one pass over the data",
+                remedy="ask for 'matrix-free', 'low-rank' and Hessian matrices in calls of their own",
+            )
+        product = matrix_free(function, batches, columns, derivative)
+        if kinds[0] == "matrix-free":
+            return {names[0]: product} if several else product
+        made = whole(product, batches, request, kinds[0], rank, method)
+        return {names[0]: made} if several else made
+    found = by_structure(function, batches, request, list(zip(names, kinds, strict=True)))
+    return dict(zip(names, found, strict=True)) if several else found[0]
 
 
 def _names(wanted: Sequence[Any]) -> list[str]:
@@ -274,22 +249,24 @@ WORDS = {
 }
 
 
-def _check_words(asked: _Asked) -> None:
+def _check_words(words: Mapping[str, str], numbers: Mapping[str, int]) -> None:
     """Raise on values that are not listed."""
-    for name, known in WORDS.items():
-        value = getattr(asked, name)
-        if value not in known:
+    for name, value in words.items():
+        if value not in WORDS[name]:
             raise InputError(
                 f"{name}={value!r}",
-                expected=", ".join(f'"{one}"' for one in known),
+                expected=", ".join(f'"{one}"' for one in WORDS[name]),
                 remedy=f"leave {name}= out",
             )
-    for name in ("samples", "rank"):
-        number = getattr(asked, name)
+    for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise InputError(f"{name}={number!r}", expected="a positive integer", remedy=f"leave {name}= out")
-    if isinstance(asked.seed, bool) or not isinstance(asked.seed, int):
-        raise InputError(f"seed={asked.seed!r}", expected="an integer", remedy="leave seed= out")
+
+
+def _check_seed(seed: Any) -> None:
+    """Raise unless the seed is an integer."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise InputError(f"seed={seed!r}", expected="an integer", remedy="leave seed= out")
 
 
 def _check_file(file: Any, kinds: Sequence[Any], matrix: str) -> None:
