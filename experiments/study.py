@@ -58,7 +58,7 @@ class Study:
         self.seeds = range(arguments.seeds)
         self._file = self.out / "cells.jsonl"
         self._done = {_key(cell["what"]): cell for cell in _read_lines(self._file)}
-        self._published = _published(arguments.published)
+        self._published = [] if arguments.published is None else read_cells(arguments.published)
         if arguments.threads:
             torch.set_num_threads(arguments.threads)
 
@@ -119,12 +119,19 @@ def _as_text(result: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> s
     return json.dumps(result, indent=1).removesuffix("\n}") + f',\n "cells": [\n{lines}\n ]\n}}\n'
 
 
-def _published(file: Path | None) -> list[Cell]:
-    """The cells of a published result."""
-    if file is None:
-        return []
-    cells: list[Cell] = json.loads(file.read_text(encoding="utf-8"))["cells"]
-    return cells
+def read_cells(file: Path) -> list[Cell]:
+    """The cells that a study has found.
+
+    Args:
+        file: Its ``result.json`` or its ``cells.jsonl``.
+
+    Returns:
+        What ``cell`` returned, but for the seconds of a ``cells.jsonl``.
+    """
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".json":
+        return list(json.loads(text)["cells"])
+    return [{**line["what"], **line["numbers"]} for line in map(json.loads, text.splitlines())]
 
 
 def _key(what: Mapping[str, Any]) -> str:

@@ -121,6 +121,12 @@ def batches(count: int, size: int, generator: torch.Generator) -> Iterator[Tenso
     yield from whole or [order]
 
 
+def lower(optimizer: torch.optim.Optimizer) -> None:
+    """Divide the learning rate by ten."""
+    for group in optimizer.param_groups:
+        group["lr"] /= 10
+
+
 def learn(
     net: Heads,
     data: tuple[Tensor, Tensor],
@@ -144,8 +150,7 @@ def learn(
                 method.after_step()
             step += 1
             if how.drop and step % how.drop == 0:
-                for group in optimizer.param_groups:
-                    group["lr"] /= 10
+                lower(optimizer)
 
 
 @torch.no_grad()
@@ -255,8 +260,7 @@ def train_jointly(
     steps = max(1, how.epochs * len(stream) * (len(x) // how.batch))
     for step in range(steps):
         if how.drop and step == 3 * steps // 4:
-            for group in optimizer.param_groups:
-                group["lr"] /= 10
+            lower(optimizer)
         rows = torch.randint(len(x), (how.batch,), generator=generator)
         picked = torch.randint(len(stream), (how.batch,), generator=generator)
         inputs = x[rows].gather(1, orders[picked]).float() / 255

@@ -13,7 +13,6 @@ The winners on test samples are those that ``experiments.kernels.verdict`` has f
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 import linnet
 from experiments.kernels.verdict import area, interval, resampled, source_network, target
-from experiments.study import ROOT, Study, parser
+from experiments.study import ROOT, Study, parser, read_cells
 from experiments.tables import markdown
 from linnet.methods.fitting.baselines import fine_tune
 
@@ -63,11 +62,7 @@ def known(file: Path, script: str = "experiments.kernels.verdict") -> list[dict[
     """The cells that a script has found: from its ``cells.jsonl``, or from a ``result.json``."""
     if not file.exists():
         raise SystemExit(f"{file} is not there: run python -m {script} first")
-    text = file.read_text(encoding="utf-8")
-    if file.suffix == ".json":
-        return list(json.loads(text)["cells"])
-    lines = [json.loads(line) for line in text.splitlines()]
-    return [{**line["what"], **line["numbers"]} for line in lines]
+    return read_cells(file)
 
 
 def judged(cells: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any]]:

@@ -14,7 +14,8 @@ from torch import Tensor
 import linnet
 from linnet.errors import InputError, NumericalError
 from linnet.linalg import Diagonal, FunctionOperator
-from linnet.methods.spectrum.kernel_matrix import stored_operator
+from linnet.linalg.kronecker import Kronecker
+from linnet.methods.spectrum.kernel_matrix import kernel_matrix, stored_operator
 from linnet.testing.oracles import kernel_oracle
 from tests.methods.problems import near, problem, real, refused
 
@@ -197,3 +198,18 @@ def test_matrices_and_operators_that_are_no_kernels() -> None:
         linnet.spectrum.effective_dimension(indefinite, 0.5)
     with pytest.raises(InputError, match="ridge=-1"):
         linnet.spectrum.condition_number(torch.eye(2), ridge=-1.0)
+
+
+def test_an_operator_becomes_the_same_matrix_in_every_mode() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(3, 3), torch.randn(4, 4)
+    product = Kronecker(a @ a.T, b @ b.T)
+    plain = kernel_matrix(product)
+    assert (plain - torch.kron(a @ a.T, b @ b.T)).abs().max() < 1e-4
+    with torch.autocast("cpu"):
+        mixed = kernel_matrix(product)
+    with torch.inference_mode():
+        inferred = kernel_matrix(product)
+    assert torch.equal(mixed, plain)
+    assert torch.equal(inferred, plain)
+    assert not inferred.is_inference()

@@ -17,7 +17,7 @@ from linnet.curvatures.operators import matrix_free, whole
 from linnet.curvatures.stream import Batches
 from linnet.curvatures.treatments import EXPECTATION_ALIASES, resolve
 from linnet.errors import InputError
-from linnet.likelihoods.likelihood import Likelihood
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -160,12 +160,7 @@ def _made(
     method: str,
 ) -> Any:
     """A curvature, or several."""
-    if not isinstance(likelihood, Likelihood):
-        raise InputError(
-            f"likelihood is {type(likelihood).__name__}",
-            expected="one of linnet.likelihoods, such as Categorical() or Gaussian(variance=0.1)",
-            remedy="call the class: linnet.likelihoods.Categorical()",
-        )
+    check_likelihood(likelihood)
     several = isinstance(structure, list | tuple)
     wanted: list[Any] = [*structure] if several else [structure]
     if not wanted or not all(isinstance(one, str | Mapping) for one in wanted):

@@ -20,11 +20,6 @@ from linnet.likelihoods.likelihood import Likelihood
 
 EXPECTATIONS = ("exact", "mc", "random-projection", "empirical", "recursion")
 MATRICES = ("gauss-newton", "fisher", "hessian")
-UNCOUNTED = (  # an error: what was wrong, expected, to do
-    "all targets are masked or ignored",
-    "at least one example that counts",
-    "leave such batches out",
-)
 
 
 @dataclass(frozen=True)

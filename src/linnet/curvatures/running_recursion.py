@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.distributed import all_sum, world
-from linnet.curvatures.expectation import UNCOUNTED, Expectation, choose_matrix
+from linnet.curvatures.expectation import Expectation, choose_matrix
 from linnet.curvatures.kfra import RecursionSums
 from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import Batch, Batches
@@ -27,6 +27,11 @@ from linnet.tangent.functional import Functional, tensors_by_name
 from linnet.tangent.modes import in_exact_mode
 
 LOOKED_AT = 32  # examples on which the network is proved to be a chain
+UNCOUNTED = (  # an error: what was wrong, expected, to do
+    "all targets are masked or ignored",
+    "at least one example that counts",
+    "leave such batches out",
+)
 KEPT = ("plans", "plans by shape", "output shapes")  # what is known of the architecture, whatever the weights
 
 

@@ -269,6 +269,27 @@ class Likelihood(Distribution, ABC):
         return self._root(rows, None)
 
 
+def check_likelihood(likelihood: object) -> None:
+    """Raise unless it is a likelihood.
+
+    Args:
+        likelihood: What was given.
+
+    Raises:
+        InputError: If it is something else.
+
+    Example:
+        >>> from linnet.likelihoods import Categorical
+        >>> check_likelihood(Categorical())
+    """
+    if not isinstance(likelihood, Likelihood):
+        raise InputError(
+            f"likelihood is {type(likelihood).__name__}",
+            expected="one of linnet.likelihoods, such as Categorical() or Gaussian(variance=0.1)",
+            remedy="call the class: linnet.likelihoods.Categorical()",
+        )
+
+
 def _few(rows: Tensor) -> list[slice]:
     """Examples (N, T, C) in parts whose matrices C x C are formed at once."""
     n, t, c = rows.shape

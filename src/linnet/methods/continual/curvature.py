@@ -14,10 +14,10 @@ from linnet.curvatures.build import curvature
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.expectation import EXPECTATIONS
 from linnet.curvatures.stream import Batches
-from linnet.curvatures.treatments import resolve
+from linnet.curvatures.treatments import EXPECTATION_ALIASES, resolve
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
-from linnet.likelihoods.likelihood import Likelihood
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.methods.continual.method import Prepare
 from linnet.methods.continual.parameters import computing_type, same_random_state, unwrapped
 from linnet.methods.continual.precision import Block
@@ -208,12 +208,7 @@ def make_recipe(likelihood: Any, structure: Any, options: CurvatureOptions) -> R
     Raises:
         InputError: If an argument does not fit.
     """
-    if not isinstance(likelihood, Likelihood):
-        raise InputError(
-            f"likelihood is {type(likelihood).__name__}",
-            expected="one of linnet.likelihoods, such as Categorical()",
-            remedy="call the class: linnet.likelihoods.Categorical()",
-        )
+    check_likelihood(likelihood)
     if unknown := set(options) - set(CurvatureOptions.__annotations__):
         raise InputError(
             f"unknown argument {min(unknown)!r}",
@@ -223,7 +218,7 @@ def make_recipe(likelihood: Any, structure: Any, options: CurvatureOptions) -> R
     if not isinstance(structure, str | Mapping):
         raise InputError(f"structure={structure!r}", expected="a structure, or a mapping of them")
     expectation = options.get("expectation", "exact")
-    if expectation not in EXPECTATIONS:
+    if expectation not in (*EXPECTATIONS, *EXPECTATION_ALIASES):
         raise InputError(
             f"expectation={expectation!r}",
             expected=", ".join(f'"{name}"' for name in EXPECTATIONS),

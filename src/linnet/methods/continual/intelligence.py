@@ -93,7 +93,7 @@ class SynapticIntelligence(ContinualMethod):
             return {}
         layers = [(block.layer, block.terms[0].diagonal()) for block in self._term.precision.blocks]
         found = {layer.name: values.view(layer.shapes[0]) for layer, values in layers}
-        known = [name for name in Live.of(self.model).tensors if name in found]  # in the network's order
+        known = [name for name in Live.of(self.model).tensors if name in found]
         return {name: found[name] for name in dict.fromkeys([*known, *found])}
 
     @torch.no_grad()

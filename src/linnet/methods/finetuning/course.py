@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.errors import InputError
+from linnet.methods.fitting.arguments import check_count
 from linnet.methods.fitting.targets import make_targets
 
 OPTIMIZERS = ("sgd", "adam")
@@ -106,23 +107,6 @@ def _require_number(name: str, value: Any, low: float, high: float) -> None:
         raise InputError(f"{name}={value!r}", expected=wanted, remedy=f"leave {name}= out")
 
 
-def check_whole(name: str, value: Any) -> None:
-    """Raise unless a number of something is a positive integer.
-
-    Args:
-        name: Its name.
-        value: The number.
-
-    Raises:
-        InputError: If it is not.
-
-    Example:
-        >>> check_whole("steps", 10)
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name}={value!r}", expected="a positive integer", remedy=f"leave {name}= out")
-
-
 @dataclass(frozen=True)
 class Course:
     """How long a run is, and what is done on the way.
@@ -148,7 +132,7 @@ class Course:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "evaluate_every"):
-            check_whole(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         if self.keep not in ("last", "best"):
             raise InputError(f"keep={self.keep!r}", expected='"last" or "best"', remedy="leave keep= out")
 
@@ -177,6 +161,6 @@ class Reporting:
     description: str = "training"
 
     def __post_init__(self) -> None:
-        check_whole("log_every", self.log_every)
+        check_count("log_every", self.log_every)
         if self.save_every is not None:
-            check_whole("save_every", self.save_every)
+            check_count("save_every", self.save_every)

@@ -11,7 +11,7 @@ from torch import nn
 
 from linnet.errors import InputError
 from linnet.methods.finetuning.augment import Augmentation
-from linnet.methods.finetuning.course import Course, Log, Optimization, Reporting, check_whole
+from linnet.methods.finetuning.course import Course, Log, Optimization, Reporting
 from linnet.methods.finetuning.examples import Examples
 from linnet.methods.finetuning.finetuned import Finetuned
 from linnet.methods.finetuning.plan import Plan, Problem
@@ -27,7 +27,7 @@ from linnet.methods.finetuning.recipes import (
     candidates_for,
     recipe_for,
 )
-from linnet.methods.fitting.arguments import check_positive, check_ridge
+from linnet.methods.fitting.arguments import check_count, check_positive, check_ridge
 from linnet.methods.fitting.targets import ALPHA
 from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.selection import Selector
@@ -174,7 +174,7 @@ def finetune(
     check_positive("scale", scale, "leave scale= out for α = 15")
     for name, count in (("steps", steps), ("evaluate_every", evaluate_every)):
         if count is not None:
-            check_whole(name, count)
+            check_count(name, count)
     if keep == "best" and validation is None and search is None:
         raise InputError(
             'keep="best" without validation data',

@@ -36,6 +36,23 @@ def check_positive(name: str, value: Any, remedy: str) -> None:
         raise InputError(f"{name}={value!r}", expected="a positive number", remedy=remedy)
 
 
+def check_count(name: str, value: Any) -> None:
+    """Raise unless a number of something is a positive integer.
+
+    Args:
+        name: Its name.
+        value: The number.
+
+    Raises:
+        InputError: If it is not.
+
+    Example:
+        >>> check_count("steps", 10)
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name}={value!r}", expected="a positive integer", remedy=f"leave {name}= out")
+
+
 def check_ridge(ridge: Any, elsewhere: Sequence[str] = ()) -> None:
     """Raise unless a ridge is a finite positive number or the name of a criterion.
 

@@ -12,13 +12,13 @@ from linnet.curvatures.build import watched
 from linnet.curvatures.curvature import Curvature
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
-from linnet.likelihoods.likelihood import Likelihood
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.random import Seed
-from linnet.methods.fitting.arguments import check_positive
+from linnet.methods.fitting.arguments import check_count, check_positive
 from linnet.methods.laplace.evidence import Tuned
 from linnet.methods.laplace.files import write_posterior
 from linnet.methods.laplace.linearized import linearized
-from linnet.methods.laplace.links import Link, check_count
+from linnet.methods.laplace.links import Link
 from linnet.methods.laplace.outputs import sampled_outputs
 from linnet.methods.laplace.posterior import (
     Hyper,
@@ -90,12 +90,7 @@ class Laplace:
         damping: str = "exact",
         **options: Any,
     ) -> None:
-        if not isinstance(likelihood, Likelihood):
-            raise InputError(
-                f"likelihood is {type(likelihood).__name__}",
-                expected="one of linnet.likelihoods, such as Categorical() or Gaussian(variance=0.1)",
-                remedy="call the class: linnet.likelihoods.Categorical()",
-            )
+        check_likelihood(likelihood)
         if structure == "matrix-free" or isinstance(structure, list | tuple):
             raise InputError(
                 f"structure={structure!r}",

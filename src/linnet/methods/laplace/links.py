@@ -27,6 +27,7 @@ from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.random import Seed, make_generator, normal
+from linnet.methods.fitting.arguments import check_count
 
 LINKS = ("probit", "pairwise", "bridge", "mc")
 SEED = 0  # of the draws behind a density, the same for all hyper-parameters that are compared
@@ -62,20 +63,6 @@ class Link:
     def diagonal(self) -> bool:
         """Whether variances are all that it looks at."""
         return self.kind == "probit"
-
-
-def check_count(name: str, value: int) -> None:
-    """Raise unless a number of something is a positive integer.
-
-    Args:
-        name: The argument.
-        value: Its value.
-
-    Raises:
-        InputError: If it is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name}={value!r}", expected="a positive integer", remedy=f"leave {name}= out")
 
 
 def positions(likelihood: Likelihood, shape: Sequence[int]) -> Tensor:

@@ -16,9 +16,9 @@ from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.random import Seed, make_generator, normal
+from linnet.methods.fitting.arguments import check_count
 from linnet.methods.laplace.links import (
     Link,
-    check_count,
     class_probabilities,
     log_density,
     marginals,

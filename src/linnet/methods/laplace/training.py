@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from linnet.errors import InputError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.random import Seed, make_generator
+from linnet.methods.fitting.arguments import check_count
 from linnet.methods.laplace.laplace import Laplace
-from linnet.methods.laplace.links import check_count
 from linnet.tangent.batch import Inputs, batch_size, gather_data, take
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

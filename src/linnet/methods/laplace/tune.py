@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
+from linnet.methods.fitting.arguments import check_count
 from linnet.methods.laplace.evidence import HIGHEST, LOWEST, Tuned, maximize_evidence, minimize
-from linnet.methods.laplace.links import check_count
 from linnet.methods.laplace.posterior import Hyper
 from linnet.methods.laplace.scores import Scorer, grid_points
 

@@ -20,11 +20,11 @@ from linnet.curvatures.engine import everything
 from linnet.curvatures.parts import Part
 from linnet.curvatures.variance import batch_covariance
 from linnet.errors import InputError
-from linnet.likelihoods.likelihood import Likelihood
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.random import Seed, make_generator, normal
 from linnet.linalg.structured import Diagonal
-from linnet.methods.fitting.arguments import check_positive
-from linnet.methods.laplace.links import Link, check_count
+from linnet.methods.fitting.arguments import check_count, check_positive
+from linnet.methods.laplace.links import Link
 from linnet.methods.laplace.outputs import captured_blocks
 from linnet.methods.laplace.predict import GaussianPredictive, Meaning, SampledPredictive
 from linnet.methods.linear_posterior.draws import inverse_root
@@ -298,12 +298,7 @@ def _check(lin: Any, likelihood: Any, method: str) -> None:
             expected="a Linearized",
             remedy="make one with linnet.linearize(model)",
         )
-    if not isinstance(likelihood, Likelihood):
-        raise InputError(
-            f"likelihood is {type(likelihood).__name__}",
-            expected="one of linnet.likelihoods, such as Categorical()",
-            remedy="call the class: linnet.likelihoods.Categorical()",
-        )
+    check_likelihood(likelihood)
     if not likelihood.canonical:
         raise InputError(
             f"likelihood={likelihood!r} is not canonical in the outputs",

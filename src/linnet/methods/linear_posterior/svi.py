@@ -19,8 +19,7 @@ from torch import Tensor
 
 from linnet.errors import NumericalError
 from linnet.linalg.random import normal
-from linnet.methods.fitting.arguments import check_positive
-from linnet.methods.laplace.links import check_count
+from linnet.methods.fitting.arguments import check_count, check_positive
 from linnet.methods.linear_posterior.model import LinearModel
 from linnet.progress import track
 from linnet.solvers.solution import Estimate

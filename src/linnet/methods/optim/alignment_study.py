@@ -20,7 +20,7 @@ from linnet.curvatures.ggn import GaussNewtonOperator
 from linnet.curvatures.layers import Layer
 from linnet.curvatures.stream import Batches
 from linnet.errors import InputError
-from linnet.likelihoods.likelihood import Likelihood
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.operator import LinearOperator
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.optim.gauss_newton_average import average_of
@@ -119,10 +119,7 @@ def alignment(
     """
     given = {"expectation": None, "params": None, "output": None, "seed": 0, "steps": 500, **(options or {})}
     _check(given, inversions, damping, weight_decay, tolerance)
-    if not isinstance(likelihood, Likelihood):
-        raise InputError(
-            f"likelihood is {type(likelihood).__name__}", "one of linnet.likelihoods", "pass Categorical()"
-        )
+    check_likelihood(likelihood)
     if isinstance(structures, str):
         raise InputError(f"structures={structures!r}", "a list of names", f"pass [{structures!r}]")
     function = Functional(model, given["params"], given["output"])

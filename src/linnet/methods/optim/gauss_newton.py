@@ -18,7 +18,7 @@ from torch.nn.utils import parameters_to_vector
 
 from linnet.curvatures.treatments import Structure
 from linnet.errors import InputError, NumericalError
-from linnet.likelihoods.likelihood import Likelihood
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.methods.optim.gauss_newton_average import average_of
 from linnet.methods.optim.gauss_newton_batch import suggested_batch
 from linnet.methods.optim.gauss_newton_checks import check_given, check_model, checked_group, checked_state
@@ -127,12 +127,7 @@ class GaussNewton(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         **options: Any,
     ) -> None:
-        if not isinstance(likelihood, Likelihood):
-            raise InputError(
-                f"likelihood is {type(likelihood).__name__}",
-                expected="one of linnet.likelihoods",
-                remedy="for class labels pass linnet.likelihoods.Categorical()",
-            )
+        check_likelihood(likelihood)
         self.damping, self.settings = checked_damping(damping), checked_settings(options)
         check_decay("weight_decay", weight_decay)
         shared = isinstance(model, nn.parallel.DistributedDataParallel)

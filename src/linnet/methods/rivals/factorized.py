@@ -24,12 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linnet.likelihoods.likelihood import Likelihood
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.random import Seed, make_generator, normal
-from linnet.methods.fitting.arguments import check_positive
-from linnet.methods.laplace.links import check_count
+from linnet.methods.fitting.arguments import check_count, check_positive
 from linnet.methods.linear_posterior.svi import Schedule, divergence
-from linnet.methods.rivals.sampled import Rival, check_likelihood
+from linnet.methods.rivals.sampled import Rival
 from linnet.tangent.batch import Inputs, batch_size, gather_data, take
 from linnet.tangent.functional import Functional, OutputAdapter
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError
 from linnet.likelihoods.discrete import Bernoulli, Categorical
-from linnet.likelihoods.likelihood import Likelihood
-from linnet.methods.fitting.arguments import check_positive
-from linnet.methods.laplace.links import Link, check_count
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood
+from linnet.methods.fitting.arguments import check_count, check_positive
+from linnet.methods.laplace.links import Link
 from linnet.methods.laplace.outputs import requires_gradient
 from linnet.methods.laplace.predict import Meaning, SampledPredictive
 from linnet.progress import track
@@ -87,26 +87,6 @@ class Rival(ABC):
         return p
 
 
-def check_likelihood(likelihood: Any) -> None:
-    """Raise unless it is a likelihood.
-
-    Args:
-        likelihood: What was given.
-
-    Raises:
-        InputError: If it is something else.
-
-    Example:
-        >>> check_likelihood(Categorical())
-    """
-    if not isinstance(likelihood, Likelihood):
-        raise InputError(
-            f"likelihood is {type(likelihood).__name__}",
-            expected="one of linnet.likelihoods, such as Categorical()",
-            remedy="call the class: linnet.likelihoods.Categorical()",
-        )
-
-
 # --- dropout --------------------------------------------------------------------------------------
 
 
@@ -127,10 +107,12 @@ class MCDropout(Rival):
     def outputs(self, x: Inputs) -> Tensor:
         """The outputs under S masks, (S, N, ...); the same masks at every call with as many examples."""
         theta = self._function.theta
-        with _seeded(self._seed, self.device):
-            self._function.check_runs(take(x, slice(0, 1)))
-        with _seeded(self._seed, self.device):
-            return torch.stack([self._function(theta, x) for _ in range(self._samples)])
+        try:
+            with _seeded(self._seed, self.device):
+                return torch.stack([self._function(theta, x) for _ in range(self._samples)])
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            self._function.check_runs(take(x, slice(0, 1)))  # may say better what is wrong
+            raise
 
 
 def mc_dropout(

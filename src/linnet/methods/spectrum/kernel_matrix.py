@@ -169,7 +169,6 @@ def flat_gram(matrix: Tensor, name: str = "gram") -> Tensor:
     return matrix if matrix.ndim == 2 else matrix.reshape(shape[0] * shape[1], -1)
 
 
-@in_exact_mode
 def check_symmetry(matrix: Tensor, name: str) -> None:
     """Raise where some rows of a matrix are not its columns.
 
@@ -192,6 +191,7 @@ def check_symmetry(matrix: Tensor, name: str) -> None:
         )
 
 
+@in_exact_mode
 def kernel_matrix(
     source: Source,
     x: Inputs | None = None,

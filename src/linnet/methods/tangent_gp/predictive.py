@@ -12,7 +12,8 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.linalg.factorize import cholesky
 from linnet.linalg.random import Seed, normal
-from linnet.methods.laplace.links import check_count, symmetric_root
+from linnet.methods.fitting.arguments import check_count
+from linnet.methods.laplace.links import symmetric_root
 from linnet.tangent.batch import check_finite
 
 
