@@ -115,7 +115,8 @@ def finetune(
             of the crops.
         solver: ``"sgd"`` for training steps, ``"exact"`` for the closed form.
         ridge: ρ of the closed form, or the criterion that chooses it; by default N λ.
-        learning_rate: η.
+        learning_rate: η. One that is given is kept, with a warning if the training loss goes up again; the
+            recipe's own, and one that a search chose on fewer examples, is then divided by three.
         weight_decay: λ: ½ λ‖δ‖² is added to the mean loss.
         batch_size: b.
         steps: Steps; by default 30 epochs, at least 300 steps.

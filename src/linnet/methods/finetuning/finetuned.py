@@ -32,7 +32,7 @@ class Settings:
     Args:
         method: The method.
         parts: Its parts: loss, activation, preconditioner, optimizer, head and so on.
-        values: The learning rate and the like that were taken.
+        values: The learning rate and the like that were taken, and whether the run diverged with them.
         augmentation: What was done to training images.
         outputs: C.
         classes: Whether the targets are classes.
@@ -81,6 +81,11 @@ class Finetuned:
     def method(self) -> str:
         """The method's name."""
         return self.settings.method
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the training loss went up again at the end: the steps were too large."""
+        return bool(self.settings.values.get("diverged", False))
 
     @property
     def validation(self) -> dict[str, float]:

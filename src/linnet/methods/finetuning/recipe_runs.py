@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -44,6 +45,7 @@ from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.selection import select_parameters
 
 EPOCHS, FEWEST_STEPS = 30, 300
+RETRIES = 3  # of a run whose rate was not the user's, each with a third of it
 PROBED = 256  # examples that a learning rate is estimated on
 
 
@@ -71,7 +73,10 @@ def searched(
     """
     examples, held = data
     if len(candidates) == 1:
-        return _Run(plan, model, method, examples, held).result(candidates[0], "")
+        (only,) = candidates
+        retries = RETRIES if only.learning_rate is None else 0
+        made = _Run(plan, model, method, examples, held).result(only, "", retries=retries)
+        return _told(made)
     train, chosen_by = examples, held
     if held is None:
         rows, kept = held_out_split(plan.problem.labels, plan.shaping.seed)
@@ -86,7 +91,7 @@ def searched(
             tried.append({**asdict(candidate), "scores": {}, "failed": error.what})
             continue
         tried.append({**asdict(candidate), **made.settings.values, "scores": made.validation})
-        if best is None or rank(made.validation) > rank(best.validation):
+        if best is None or _merit(made) > _merit(best):
             best, best_at = made, i
     if best is None:
         raise NumericalError(
@@ -97,10 +102,30 @@ def searched(
     for i, entry in enumerate(tried):
         entry["taken"] = i == best_at
     if held is None:
-        final = _Run(plan, model, method, examples, None).result(candidates[best_at], "final", tried)
+        run = _Run(plan, model, method, examples, None)
+        final = run.result(candidates[best_at], "final", tried, RETRIES)
         note = "values chosen on a fifth of each class held out, then trained on everything"
-        return replace(final, notes=(*final.notes, note))
-    return replace(best, candidates=tried, notes=(*best.notes, f"best of {len(candidates)} sets of values"))
+        return _told(replace(final, notes=(*final.notes, note)))
+    note = f"best of {len(candidates)} sets of values"
+    return _told(replace(best, candidates=tried, notes=(*best.notes, note)))
+
+
+def _merit(made: Finetuned) -> tuple[bool, float]:
+    """What candidates are compared by: the held-out score, of those first whose loss stayed down."""
+    return not made.diverged, rank(made.validation)
+
+
+def _told(made: Finetuned) -> Finetuned:
+    """The result; a warning if it diverged."""
+    if made.diverged:
+        warnings.warn(
+            "the training loss went up again with "
+            f"learning_rate={made.settings.values['learning_rate']:g}: the steps are too large for this "
+            "problem, and the result is not to be trusted; pass a smaller learning_rate=, or leave it out",
+            UserWarning,
+            stacklevel=4,
+        )
+    return made
 
 
 _Key = tuple[Augmentation, tuple[str, ...]]
@@ -151,9 +176,13 @@ class _Run:
         return self._ready[view]
 
     def result(
-        self, candidate: Candidate, folder: str, tried: list[dict[str, Any]] | None = None
+        self,
+        candidate: Candidate,
+        folder: str,
+        tried: list[dict[str, Any]] | None = None,
+        retries: int = 0,
     ) -> Finetuned:
-        """Train with one set of values."""
+        """Train with one set of values; where the loss goes up again, anew with a third of the rate."""
         plan, ready = self.plan, self.ready(candidate)
         if candidate.augmentation not in self._small:
             self._small[candidate.augmentation] = head_problem(ready, self.examples, candidate.augmentation)
@@ -161,7 +190,18 @@ class _Run:
         notes = [*plan.problem.notes, *ready.notes]
         kernel = None if small else self._kernel(ready, candidate, notes)
         trainer = self._trainer(ready, small or kernel, candidate, folder, notes)
-        state = trainer.run()
+        try:
+            state = trainer.run()
+        except NumericalError:
+            if not retries:
+                raise
+            state = None
+        if state is None or (retries and state.curve.rises):
+            rate = trainer.optimization.learning_rate
+            smaller = replace(candidate, learning_rate=rate / 3)
+            again = self.result(smaller, f"{folder}-slower".removeprefix("-"), tried, retries - 1)
+            note = f"trained anew with a third of learning_rate={rate:g}, with which the loss went up again"
+            return replace(again, notes=(*again.notes, note))
         scores = trainer.score(trainer.validation) if trainer.validation is not None else {}
         module = trainer.module
         if small:
@@ -179,7 +219,12 @@ class _Run:
         settings = plan.settings(self.method, candidate, values, ready.new_head)
         entries = tried or [{**asdict(candidate), **values, "scores": scores, "taken": True}]
         return Finetuned(
-            module.eval(), settings, state.history, entries, tuple(notes), output=plan.shaping.output
+            module.eval(),
+            settings,
+            state.history,
+            entries,
+            tuple(notes),
+            output=plan.shaping.output,
         )
 
     def _trainer(
@@ -370,6 +415,7 @@ class _Run:
             "batch_size": b,
             "steps": trainer.course.steps,
             "damping": None if before is None else float(before.damping),
+            "diverged": trainer.state.curve.rises,
         }
 
     def _reporting(self, folder: str) -> Reporting:

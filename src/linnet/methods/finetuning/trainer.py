@@ -24,6 +24,7 @@ from linnet.files import load_tensors, save_tensors
 from linnet.methods.finetuning.augment import Augmentation
 from linnet.methods.finetuning.course import Course, Objective, Optimization, Reporting
 from linnet.methods.finetuning.examples import Examples
+from linnet.methods.finetuning.loss_curve import LossCurve
 from linnet.methods.optim.preconditioner import KroneckerPreconditioner
 from linnet.progress import track
 from linnet.tangent.batch import Inputs
@@ -42,12 +43,14 @@ class State:
         history: What was logged.
         best: Best validation score.
         best_tensors: Weights and buffers that had it.
+        curve: The training loss from epoch to epoch.
     """
 
     step: int = 0
     history: list[dict[str, float]] = field(default_factory=list)
     best: float = -math.inf
     best_tensors: dict[str, Tensor] = field(default_factory=dict)
+    curve: LossCurve = field(default_factory=lambda: LossCurve(1))
 
 
 class Trainer:
@@ -96,7 +99,7 @@ class Trainer:
         self.preconditioner: KroneckerPreconditioner | None = None
         self.validation: Examples | None = None
         self.output: OutputAdapter = None
-        self.state = State()
+        self.state = State(curve=LossCurve.of(data.n, min(course.batch_size, data.n)))
         self._identity = ""
 
     def run(self) -> State:
@@ -168,6 +171,7 @@ class Trainer:
                 expected="a finite loss",
                 remedy="pass a smaller learning_rate=, or a larger damping= where there is a preconditioner",
             )
+        self.state.curve.add(value)
         for p in self.parameters.values():
             if p.grad is not None and self.objective.weight_decay:
                 p.grad.add_(p.detach(), alpha=self.objective.weight_decay)  # ∇ ½ λ‖p‖²
@@ -254,6 +258,7 @@ class Trainer:
             "step": self.state.step,
             "history": self.state.history,
             "best": None if self.state.best == -math.inf else self.state.best,
+            "curve": self.state.curve.state(),
             "run": self._identity,
         }
         assert self.reporting.checkpoint is not None
@@ -282,7 +287,8 @@ class Trainer:
                 self.optimizer.state[p] = {k: t if t.ndim == 0 else t.to(device) for k, t in kept.items()}
         best = -math.inf if metadata["best"] is None else metadata["best"]
         best_tensors = {n.removeprefix("best/"): t for n, t in tensors.items() if n.startswith("best/")}
-        self.state = State(metadata["step"], metadata["history"], best, best_tensors)
+        curve = LossCurve(**metadata["curve"])
+        self.state = State(metadata["step"], metadata["history"], best, best_tensors, curve)
 
     def _fingerprint(self) -> str:
         """A hash of all that decides what the run computes."""

@@ -1,0 +1,89 @@
+"""The training loss from epoch to epoch, and whether it went up again: a sign of steps that are too large."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+FEWEST = 10  # steps in a mean, however few examples there are
+RISE = 0.2  # of the first mean, by which the last exceeds the lowest where it rises
+SURE = 3.0  # standard errors, by which it exceeds it besides: batches differ
+
+
+@dataclass
+class LossCurve:
+    """Means of the loss over windows of steps.
+
+    Args:
+        window: Steps in a window, at least two.
+        means: Of the whole windows so far.
+        variances: Squares of their standard errors.
+        losses: Of the window that is not whole yet.
+
+    Example:
+        >>> curve = LossCurve(window=2)
+        >>> for loss in (4.0, 4.0, 1.0, 1.0, 3.0, 3.0):
+        ...     curve.add(loss)
+        >>> curve.means, curve.rises
+        ([4.0, 1.0, 3.0], True)
+    """
+
+    window: int
+    means: list[float] = field(default_factory=list)
+    variances: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, examples: int, batch_size: int) -> LossCurve:
+        """An empty curve whose windows are whole epochs.
+
+        Args:
+            examples: N.
+            batch_size: b.
+
+        Returns:
+            The curve.
+        """
+        epochs = math.ceil(FEWEST * batch_size / examples)
+        return cls(math.ceil(epochs * examples / batch_size))
+
+    def add(self, loss: float) -> None:
+        """Take one step's loss.
+
+        Args:
+            loss: The mean loss of its examples.
+        """
+        self.losses.append(loss)
+        if len(self.losses) == self.window:
+            mean, variance = _mean(self.losses)
+            self.means.append(mean)
+            self.variances.append(variance)
+            self.losses = []
+
+    @property
+    def rises(self) -> bool:
+        """Whether the last mean is above the lowest by a fifth of the first, and for sure."""
+        if len(self.means) < 2:
+            return False
+        last = self.means[-1]
+        if 2 * len(self.losses) >= self.window:  # half a window says enough
+            last = _mean(self.losses)[0]
+        low = min(self.means)
+        # the noise of batches; a loss that grows has a variance of its own, so the lowest window's counts
+        error = math.sqrt(2 * self.variances[self.means.index(low)])
+        return last - low > max(RISE * abs(self.means[0]), SURE * error)
+
+    def state(self) -> dict[str, Any]:
+        """Plain numbers for a checkpoint.
+
+        Returns:
+            The fields by name.
+        """
+        return asdict(self)
+
+
+def _mean(losses: list[float]) -> tuple[float, float]:
+    """The mean, and the square of its standard error."""
+    n, mean = len(losses), math.fsum(losses) / len(losses)
+    return mean, math.fsum((loss - mean) ** 2 for loss in losses) / (n * max(1, n - 1))

@@ -1,0 +1,144 @@
+"""Steps that are too large: seen in the training loss, told, taken again smaller where the rate is free."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linnet.methods.finetuning.recipe_runs as runs
+from linnet.errors import NumericalError
+from linnet.methods.finetuning.finetune import finetune
+from linnet.methods.finetuning.finetuned import load_finetuned
+from linnet.methods.finetuning.loss_curve import LossCurve
+from linnet.methods.fitting.baselines import held_out_split
+from tests.methods.problems import refused
+
+QUIET: dict[str, Any] = {"steps": 200, "batch_size": 100, "head": "zero", "momentum": 0.0}
+PLAIN: dict[str, Any] = {**QUIET, "preconditioner": "none", "activation": "relu", "params": "last-layer"}
+
+
+def net() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+
+
+def classes(n: int = 40) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    y = torch.arange(n) % 2
+    x = torch.randn(n, 3, generator=g, dtype=torch.float64)
+    return x + y[:, None], y
+
+
+def threshold(x: Tensor) -> float:
+    """2/λ_max of the mean squared loss ½‖f − y‖² in the last layer: above it gradient descent diverges."""
+    features = net()[:2](x).detach()
+    features = torch.cat([features, torch.ones(len(x), 1, dtype=features.dtype)], 1)
+    return 2 / float(torch.linalg.eigvalsh(features.T @ features / len(x))[-1])
+
+
+def curve(losses: list[float], window: int = 4) -> LossCurve:
+    made = LossCurve(window)
+    for loss in losses:
+        made.add(loss)
+    return made
+
+
+def test_a_curve_rises_by_a_fifth_of_its_first_mean() -> None:
+    assert curve([10.0] * 4 + [1.0] * 4 + [3.1] * 4).rises
+    assert not curve([10.0] * 4 + [1.0] * 4 + [2.9] * 4).rises
+    assert not curve([10.0] * 4 + [0.0, 8.0] * 2 + [4.0, 11.0] * 2).rises  # batches differ that much
+    assert not curve([1.0] * 4).rises  # one window says nothing
+    assert curve([10.0] * 4 + [1.0] * 4 + [9.0] * 2).rises  # half a window says enough
+    assert not curve([10.0] * 4 + [1.0] * 4 + [9.0]).rises
+    assert not curve([1.0] * 4 + [9.0] * 4 + [0.5] * 4).rises  # a detour that was mended
+    assert LossCurve.of(100, 16).window == 13  # two epochs: ten steps at least
+    assert LossCurve.of(1000, 16).window == 63
+
+
+@hypothesis.given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=60), st.integers(1, 59))
+def test_curves_take_up_where_they_were(losses: list[float], cut: int) -> None:
+    whole, first = curve(losses), curve(losses[:cut])
+    again = LossCurve(**first.state())
+    for loss in losses[cut:]:
+        again.add(loss)
+    assert (again.means, again.rises) == (whole.means, whole.rises)
+    assert not curve(sorted(losses, reverse=True)).rises
+
+
+def test_a_rate_beyond_the_threshold_is_told(tmp_path: Path) -> None:
+    x, y = classes()
+    rate = threshold(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calm = finetune(net(), (x, y), "lqf", learning_rate=0.98 * rate, **PLAIN)
+    assert not calm.diverged
+    assert not calm.summary()["values"]["diverged"]
+    with pytest.warns(UserWarning, match="learning_rate="):
+        wild = finetune(net(), (x, y), "lqf", learning_rate=1.1 * rate, **PLAIN)
+    assert wild.diverged
+    assert wild.settings.values["learning_rate"] == 1.1 * rate  # the user's word is kept
+    wild.save(tmp_path)
+    assert load_finetuned(tmp_path, net()).diverged
+    assert wild.summary()["values"]["diverged"]
+
+
+@pytest.mark.parametrize("factor", [1.1, 1e200])
+def test_the_recipes_own_rate_is_made_smaller(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = classes()
+    given: dict[str, Any] = {**QUIET, "loss": "squared", "params": "last-layer"}
+    wanted = finetune(net(), (x, y), "nlft", learning_rate=0.4 * threshold(x), **given)
+    own = {1.1: 1.2 * threshold(x), 1e200: 1e200}[factor]
+    monkeypatch.setattr(runs._Run, "_rate", lambda _self, _b, _t, c, _n: c.learning_rate or own)
+    if factor == 1e200:  # three thirds do not mend this
+        refused(NumericalError, lambda: finetune(net(), (x, y), "nlft", **given), "learning_rate=")
+        return
+    tuned = finetune(net(), (x, y), "nlft", **given)
+    assert not tuned.diverged
+    assert tuned.settings.values["learning_rate"] == pytest.approx(0.4 * threshold(x))
+    assert any("a third of learning_rate" in note for note in tuned.notes)
+    assert (tuned.predict(x) - wanted.predict(x)).abs().max() < 1e-9
+
+
+def uneven() -> tuple[Tensor, Tensor]:
+    """Examples of which those that a search holds out reach far: what trains on the rest diverges on all."""
+    x, y = classes()
+    _, kept = held_out_split(y, 0)
+    x[kept] *= 10
+    return x, y
+
+
+def test_a_search_whose_last_run_diverges_takes_smaller_steps(tmp_path: Path) -> None:
+    x, y = uneven()
+    train, _ = held_out_split(y, 0)
+    low, high = threshold(x), threshold(x[train])
+    assert high > 1.1 * low
+    rate = 0.5 * (low + high)
+    search: dict[str, Any] = {"search": {"learning_rate": [1e300, rate]}}
+    tuned = finetune(net(), (x, y), "lqf", **search, **PLAIN, checkpoint=tmp_path)
+    assert [c["taken"] for c in tuned.candidates] == [False, True]
+    assert not tuned.diverged
+    assert tuned.settings.values["learning_rate"] == pytest.approx(rate / 3)
+    once = finetune(net(), (x, y), "lqf", learning_rate=tuned.settings.values["learning_rate"], **PLAIN)
+    assert torch.equal(once.predict(x), tuned.predict(x))
+    again = finetune(net(), (x, y), "lqf", **search, **PLAIN, checkpoint=tmp_path)  # from what was kept
+    assert torch.equal(again.predict(x), tuned.predict(x))
+    assert again.notes == tuned.notes
+
+
+def test_a_search_leaves_out_what_diverges() -> None:
+    x, y = classes()
+    wild, calm = 1.05 * threshold(x), 1e-3 * threshold(x)
+    search: dict[str, Any] = {"search": {"learning_rate": [wild, calm]}}
+    tuned = finetune(net(), (x, y), "lqf", (x, y), **search, **PLAIN)
+    assert [(c["diverged"], c["taken"]) for c in tuned.candidates] == [(True, False), (False, True)]
+    with pytest.warns(UserWarning, match="went up again"):
+        only = finetune(net(), (x, y), "lqf", (x, y), search={"learning_rate": [wild, 1.1 * wild]}, **PLAIN)
+    assert only.diverged
