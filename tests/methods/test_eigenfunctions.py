@@ -316,3 +316,12 @@ def test_a_long_decomposition_says_what_it_does(
         shown = capsys.readouterr().err
         assert ("alignment of 1 targets" in shown) == (progress is None)
         assert ("kernel of 16" in shown) == (progress is None)
+
+
+@pytest.mark.parametrize("method", ["lanczos", "eigh"])
+def test_a_matrix_that_is_no_kernel_is_refused(method: Any) -> None:
+    given = linnet.spectrum.gram(ONE.model, ONE.x)[:, 0, :, 0]
+    size = float(torch.linalg.eigvalsh(given)[-1])
+    bad = given - 0.5 * size * torch.eye(len(given), dtype=given.dtype)
+    with pytest.raises(NumericalError, match="the Gram matrix is not positive semi-definite"):
+        linnet.spectrum.eigenfunctions(ONE.model, ONE.x, None, gram=bad, method=method)

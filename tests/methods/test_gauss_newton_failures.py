@@ -127,3 +127,30 @@ def test_an_easy_first_batch_is_no_measure_of_all_others() -> None:
     reports = [optimizer.step(x[k : k + 1], y[k : k + 1]) for k in range(40)]
     assert reports[0].loss < 1e-12
     assert sum(report.rejected for report in reports) <= 6
+
+
+def test_a_replaced_layer_is_noticed() -> None:
+    net = mlp()
+    x, y = classes()
+    optimizer = classifier(net)
+    optimizer.step(x, y)
+    last = str(len(net) - 1)
+    kept = net[-1]
+    net[-1] = nn.Linear(kept.in_features, kept.out_features).double()
+    with pytest.raises(InputError, match=rf"parameter '{last}.weight' of the network is not the one"):
+        optimizer.step(x, y)
+    del net[-1]
+    with pytest.raises(InputError, match=f"parameter '{last}.weight'"):
+        optimizer.step(x, y)
+    net.append(kept)
+    net.load_state_dict({name: t.clone() for name, t in net.state_dict().items()})
+    assert optimizer.step(x, y).step == 2
+
+
+def test_a_state_of_another_likelihood_is_refused() -> None:
+    net = mlp()
+    state = classifier(net).state_dict()
+    other = GaussNewton(net, Gaussian(variance=0.1))
+    with pytest.raises(InputError, match=r"saved with Categorical\(.*Gaussian\(variance=0.1"):
+        other.load_state_dict(state)
+    assert other.steps == 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -385,3 +387,20 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     run_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+
+
+@pytest.mark.parametrize("structure", ["kfac", "kfra", "ekfac", "full"])
+@pytest.mark.parametrize("way", ["copy", "pickle"])
+def test_copies_of_network_and_optimizer_go_on_alike(structure: str, way: str) -> None:
+    net = mlp()
+    x, y = classes()
+    optimizer = GaussNewton(net, Categorical(), structure)
+    for _ in range(2):
+        optimizer.step(x, y)
+    both = (net, optimizer)
+    other, copied = copy.deepcopy(both) if way == "copy" else pickle.loads(pickle.dumps(both))
+    start = flat(net)
+    reports = [copied.step(x, y) for _ in range(6)]
+    assert torch.equal(flat(net), start)  # the copy has weights of its own
+    assert [optimizer.step(x, y) for _ in range(6)] == reports
+    assert torch.equal(flat(net), flat(other))

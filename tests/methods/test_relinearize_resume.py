@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import linnet
-from linnet.errors import InputError, ModelError, NumericalError, WeightsError
+from linnet.errors import DataError, InputError, ModelError, NumericalError, WeightsError
 from linnet.methods.optim import Converged, IterativeLinearization, KernelDrift, LinearityGap
 from tests.methods.problems import real, refused
 from tests.methods.relinearize_cases import (
@@ -195,6 +195,13 @@ def test_a_network_that_changes_type_is_noticed() -> None:
 )
 def test_schedules_with_impossible_numbers(make: Any, words: str) -> None:
     refused(InputError, make, words)
+
+
+@pytest.mark.parametrize("make", [LinearityGap, KernelDrift])
+def test_schedules_on_examples_that_are_not_finite(make: Any) -> None:
+    x = torch.ones(3, 4)
+    x[1, 2] = float("nan")
+    refused(DataError, lambda: make(0.1, x), "first at index 1")
 
 
 def test_optimizers_closures_and_states_of_the_wrong_kind() -> None:

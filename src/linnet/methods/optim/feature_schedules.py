@@ -20,7 +20,7 @@ from linnet.errors import InputError
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.spectrum.kernel_distance import kernel_distance
 from linnet.methods.spectrum.kernel_matrix import check_kernel
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, check_finite
 from linnet.tangent.captured import Outputs
 from linnet.tangent.linearized import Linearized, linearize
 
@@ -144,6 +144,7 @@ class LinearityGap(Schedule):
         most: Linearize again after so many steps in any case.
 
     Raises:
+        DataError: If x is not finite.
         InputError: If a number is not positive.
 
     Example:
@@ -155,6 +156,8 @@ class LinearityGap(Schedule):
         self, threshold: float, x: Inputs | None = None, every: int = 10, most: int | None = None
     ) -> None:
         check_positive("threshold", threshold, "pass threshold=0.2")
+        if x is not None:
+            check_finite(x, "x")
         self.threshold, self.x, self.every, self.most = threshold, x, every, most
         _check_steps(every=every, most=most)
         self.needs_batch = x is None
@@ -186,6 +189,7 @@ class KernelDrift(Schedule):
         outputs: Which kernel: ``"trace"``, ``"full"`` or ``"sum"``.
 
     Raises:
+        DataError: If x is not finite.
         InputError: If a number is not positive, or ``outputs`` is something else.
 
     Source:
@@ -212,6 +216,7 @@ class KernelDrift(Schedule):
                 remedy="pass threshold=0.05",
             )
         check_kernel(outputs)
+        check_finite(x, "x")
         _check_steps(every=every, most=most)
         self.threshold, self.x, self.every, self.most, self.outputs = threshold, x, every, most, outputs
         self._start: Tensor | None = None

@@ -264,6 +264,7 @@ class GaussNewton(torch.optim.Optimizer):
     ) -> list[Examples]:
         """The examples of the step, in the parts in which they are differentiated."""
         check_given(closure, loss)
+        self._network.check_parameters(self._raw)
         if x is not None and y is None:
             raise InputError("y is None", expected="targets", remedy="call step(x, y)")
         if x is not None and y is not None:
@@ -446,6 +447,10 @@ class GaussNewton(torch.optim.Optimizer):
 
     # -- keeping ---------------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All of it, where torch's keep groups and state alone: for ``copy.deepcopy((model, optimizer))``."""
+        return dict(self.__dict__)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights: groups, dampings, averages, the inverse in use, and the step before.
 
@@ -457,6 +462,7 @@ class GaussNewton(torch.optim.Optimizer):
             **super().state_dict(),
             "gauss_newton": {
                 "version": VERSION,
+                "likelihood": repr(self._network.likelihood),
                 "tau": self.tau,
                 "zeta": self.zeta,
                 "steps": self.steps,
@@ -482,7 +488,7 @@ class GaussNewton(torch.optim.Optimizer):
         Raises:
             InputError: If the state is of another optimizer.
         """
-        own = checked_state(state_dict, VERSION)
+        own = checked_state(state_dict, VERSION, repr(self._network.likelihood))
         try:
             super().load_state_dict({k: v for k, v in state_dict.items() if k != "gauss_newton"})
         except ValueError as error:

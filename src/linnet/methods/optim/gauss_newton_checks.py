@@ -15,12 +15,13 @@ from linnet.tangent.linearized import Linearized
 SAVED = {"version", "tau", "zeta", "steps", "failures", "first", "curvature", "inverse"}
 
 
-def checked_state(state: Any, version: int) -> Mapping[str, Any]:
+def checked_state(state: Any, version: int, likelihood: str) -> Mapping[str, Any]:
     """What a Gauss-Newton optimizer has saved beside torch's groups and states.
 
     Args:
         state: What the user gave.
         version: The version that can be read.
+        likelihood: What the outputs mean here.
 
     Returns:
         That part.
@@ -35,6 +36,12 @@ def checked_state(state: Any, version: int) -> Mapping[str, Any]:
             "state_dict lacks what GaussNewton keeps",
             expected=f"a state_dict of GaussNewton, version {version}",
             remedy="pass what state_dict() of a GaussNewton returned",
+        )
+    if own.get("likelihood", likelihood) != likelihood:
+        raise InputError(
+            f"state_dict was saved with {own['likelihood']}",
+            expected=f"the likelihood of this optimizer, {likelihood}",
+            remedy="make the optimizer as the saved one was, or start without its state",
         )
     return own
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.distributed import all_sum
+from linnet.errors import InputError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.methods.optim.gauss_newton_checks import check_gradients, check_loss
 from linnet.methods.optim.gauss_newton_vectors import remember
@@ -48,6 +49,21 @@ class Network:
     output: OutputAdapter
     likelihood: Likelihood
     shared: bool
+
+    def check_parameters(self, network: nn.Module) -> None:
+        """Raise if a trained parameter is no longer the network's own."""
+        for name, p in self.parameters.items():
+            path, _, own = name.rpartition(".")
+            try:
+                found = getattr(network.get_submodule(path), own, None)
+            except AttributeError:
+                found = None
+            if found is not p:
+                raise InputError(
+                    f"parameter {name!r} of the network is not the one that is trained",
+                    expected="the network as it was when the optimizer was made",
+                    remedy="make a new optimizer where layers were replaced, or load weights into them",
+                )
 
     def losses(self, x: Inputs, y: Tensor) -> Tensor:
         """ℓ of every example, (N,)."""

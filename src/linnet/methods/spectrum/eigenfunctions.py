@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError, NumericalError
+from linnet.linalg.factorize import nonnegative
 from linnet.linalg.random import Seed
 from linnet.memory import parse_bytes
 from linnet.methods.spectrum.function_values import FunctionValues, function_values
@@ -310,7 +311,8 @@ def eigenfunctions(
     Raises:
         InputError: If k is out of range, or an argument has a value that is not listed.
         MemoryBudgetError: If the decomposition does not fit.
-        NumericalError: If Lanczos was asked for and does not converge.
+        NumericalError: If Lanczos was asked for and does not converge, or ``gram`` is no kernel's: one of its
+            k leading eigenvalues is negative.
 
     Source:
         Ortiz-Jimenez, Moosavi-Dezfooli, Frossard, NeurIPS 2021, supplement B, "Eigendecompositions".
@@ -327,7 +329,8 @@ def eigenfunctions(
     request = Request(function, x, outputs, n * q, n * q if k is None else k, tolerance, seed)
     pairs = kernel_eigenpairs(request, method, gram, memory, file, progress)
     vectors = _signed(pairs.vectors).reshape(n, *([q] if q > 1 else []), -1)
-    return Eigenfunctions(function, x, pairs.values / n, vectors, outputs, pairs.method, pairs.residual)
+    values = nonnegative(pairs.values, "the Gram matrix") / n
+    return Eigenfunctions(function, x, values, vectors, outputs, pairs.method, pairs.residual)
 
 
 @in_exact_mode
