@@ -90,7 +90,9 @@ def draw(study: Study, cells: list[dict[str, Any]], names: list[str]) -> None:
                 curve = torch.tensor([c[kind] for c in own]).mean(0)
                 label = method if kind == "correct" else None
                 ax.plot(own[0]["threshold"], curve, style, color=color, label=label)
-        ax.set(xlabel="entropy c (nats)", ylabel="share above c", title=name)
+        ax.set(
+            xlabel="entropy c (nats)", ylabel="share above c", title=f"{name} (right: solid, wrong: dashed)"
+        )
     axes[0].legend(fontsize=8)
     save(drawn, study.out / "pretrained.svg")
 

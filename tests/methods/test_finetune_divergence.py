@@ -17,6 +17,7 @@ from linnet.errors import NumericalError
 from linnet.methods.finetuning.finetune import finetune
 from linnet.methods.finetuning.finetuned import load_finetuned
 from linnet.methods.finetuning.loss_curve import LossCurve
+from linnet.methods.finetuning.recovery import recover
 from linnet.methods.fitting.baselines import held_out_split
 from tests.methods.problems import refused
 
@@ -81,8 +82,9 @@ def test_a_rate_beyond_the_threshold_is_told(tmp_path: Path) -> None:
         calm = finetune(net(), (x, y), "lqf", learning_rate=0.98 * rate, **PLAIN)
     assert not calm.diverged
     assert not calm.summary()["values"]["diverged"]
-    with pytest.warns(UserWarning, match="learning_rate="):
+    with pytest.warns(UserWarning, match="learning_rate=") as told:
         wild = finetune(net(), (x, y), "lqf", learning_rate=1.1 * rate, **PLAIN)
+    assert told[0].filename == __file__  # the line is the user's
     assert wild.diverged
     assert wild.settings.values["learning_rate"] == 1.1 * rate  # the user's word is kept
     wild.save(tmp_path)
@@ -142,3 +144,16 @@ def test_a_search_leaves_out_what_diverges() -> None:
     with pytest.warns(UserWarning, match="went up again"):
         only = finetune(net(), (x, y), "lqf", (x, y), search={"learning_rate": [wild, 1.1 * wild]}, **PLAIN)
     assert only.diverged
+
+
+def test_recovery_with_large_steps_is_told() -> None:
+    x, y = classes()
+    model = nn.Linear(3, 2).double()
+    hessian = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
+    rate = 2 / float(torch.linalg.eigvalsh(hessian.T @ hessian / len(x))[-1])
+    start = nn.Linear(3, 2).double()
+    options: dict[str, Any] = {"steps": 60, "momentum": 0.0, "schedule": "constant", "weight_decay": 0.0}
+    recover(start, (x, y), teacher=model, learning_rate=0.9 * rate, **options)
+    with pytest.warns(UserWarning, match="went up again") as told:
+        recover(start, (x, y), teacher=model, learning_rate=1.2 * rate, **options)
+    assert told[0].filename == __file__  # the line is the user's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -81,6 +82,21 @@ class LossCurve:
             The fields by name.
         """
         return asdict(self)
+
+
+def warn_of_large_steps(learning_rate: float, calls: int) -> None:
+    """Tell the user of a function that trains that the loss went up again.
+
+    Args:
+        learning_rate: η of the run.
+        calls: How many calls up the user's own line is.
+    """
+    warnings.warn(
+        f"the training loss went up again with learning_rate={learning_rate:g}: the steps are too large for "
+        "this problem, and the result is not to be trusted; pass a smaller learning_rate=, or leave it out",
+        UserWarning,
+        stacklevel=calls + 1,
+    )
 
 
 def _mean(losses: list[float]) -> tuple[float, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from linnet.methods.finetuning.course import Log, Objective, Reporting
 from linnet.methods.finetuning.examples import Examples
 from linnet.methods.finetuning.finetuned import Finetuned
 from linnet.methods.finetuning.kernel_steps import SMALL_DECAY, KernelProblem, kernel_problem, pays
+from linnet.methods.finetuning.loss_curve import warn_of_large_steps
 from linnet.methods.finetuning.plan import Plan
 from linnet.methods.finetuning.prepared import (
     HeadProblem,
@@ -118,13 +118,7 @@ def _merit(made: Finetuned) -> tuple[bool, float]:
 def _told(made: Finetuned) -> Finetuned:
     """The result; a warning if it diverged."""
     if made.diverged:
-        warnings.warn(
-            "the training loss went up again with "
-            f"learning_rate={made.settings.values['learning_rate']:g}: the steps are too large for this "
-            "problem, and the result is not to be trusted; pass a smaller learning_rate=, or leave it out",
-            UserWarning,
-            stacklevel=4,
-        )
+        warn_of_large_steps(made.settings.values["learning_rate"], 4)
     return made
 
 

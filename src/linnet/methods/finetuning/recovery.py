@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from linnet.errors import InputError
 from linnet.methods.finetuning.course import Course, Log, Objective, Optimization, Reporting
 from linnet.methods.finetuning.examples import Examples
+from linnet.methods.finetuning.loss_curve import warn_of_large_steps
 from linnet.methods.finetuning.trainer import Trainer, outputs_of
 from linnet.tangent.batch import concatenate
 from linnet.tangent.functional import Functional, OutputAdapter
@@ -46,7 +47,7 @@ def recover(
         teacher: The network before surgery, whose outputs are then the targets of a squared loss.
         steps: Number of steps.
         batch_size: Examples a step.
-        learning_rate: η at the start.
+        learning_rate: η at the start; with a warning if the training loss goes up again.
         momentum: Of SGD.
         weight_decay: λ, on the weights.
         schedule: ``"cosine"`` or ``"constant"``.
@@ -101,7 +102,8 @@ def recover(
         Reporting(log, 10, checkpoint, None, progress, "recovery after surgery"),
     )
     trainer.output = output
-    trainer.run()
+    if trainer.run().curve.rises:
+        warn_of_large_steps(learning_rate, 2)
     for p, before in zip(clone.parameters(), model.parameters(), strict=True):
         p.requires_grad_(before.requires_grad)
         p.grad = None
