@@ -124,9 +124,7 @@ class KernelProblem:
             Examples for :class:`KernelModel`.
         """
         rows = self.basis * (self.gain * self.values).sqrt()  # R = U S^½
-        return Examples(
-            ((self.base[0], rows.reshape(*self.base[0].shape, -1)), source.labels()), source.device
-        )
+        return _examples(self.base[0], rows, source)
 
     def held(self, source: Examples) -> Examples:
         """The held-out examples as (f₀, R) with their targets.
@@ -139,9 +137,7 @@ class KernelProblem:
         """
         # R = J_held A Jᵀ U S^(−½)
         rows = (self.gain / self.values).sqrt() * (self.cross @ self.basis)
-        return Examples(
-            ((self.base[1], rows.reshape(*self.base[1].shape, -1)), source.labels()), source.device
-        )
+        return _examples(self.base[1], rows, source)
 
     @torch.no_grad()
     def carry(self, trained: nn.Module, whole: Linearized, x: Any) -> None:
