@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -190,3 +192,24 @@ def test_importances_come_in_the_networks_order() -> None:
     assert list(method.importance) == [name for name, _ in net.named_parameters()]
     with pytest.raises(InputError, match="state is NoneType"):
         method.load_state_dict(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", ["copy", "pickle"])
+def test_copies_follow_their_own_network(way: str, float64: torch.dtype) -> None:
+    net = small_network()
+    method = SynapticIntelligence(net, strength=C, damping=XI)
+    both = (net, method)
+    other, copied = copy.deepcopy(both) if way == "copy" else pickle.loads(pickle.dumps(both))
+    importances = []
+    for one, its in ((net, method), (other, copied)):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        x, y = small_task(0)
+        for _ in range(3):  # nothing asks for a penalty before the first task ends
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(one(x), y).backward()
+            optimizer.step()
+            its.after_step()
+        its.consolidate()
+        importances.append(its.importance)
+    assert all(torch.equal(t, importances[1][name]) for name, t in importances[0].items())
+    assert torch.equal(flat(net), flat(other))

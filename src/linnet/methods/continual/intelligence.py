@@ -231,6 +231,15 @@ class SynapticIntelligence(ContinualMethod):
         if parameter.grad is not None:
             self._gradients[name] = parameter.grad
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what hangs on the parameters themselves, which a copy has others of."""
+        return {**self.__dict__, "_watched": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over the state of a method, and follow the gradients of this one's network."""
+        self.__dict__.update(state)
+        self._watch(Live.of(self.model))
+
     def _quadratics(self) -> Sequence[Quadratic]:
         self._watch(Live.of(self.model))
         return () if self._term is None else (self._term,)
