@@ -39,6 +39,7 @@ from measure import Row, parser, publish, setup, sgemm_rate, timed
 from torch import Tensor
 
 import linnet
+from linnet.curvatures.default_damping import default_damping
 from linnet.errors import NumericalError
 from linnet.methods.finetuning.augment import Augmentation
 from linnet.methods.finetuning.course import Course, Objective, Optimization
@@ -53,7 +54,7 @@ from linnet.methods.finetuning.prepared import (
 )
 from linnet.methods.finetuning.recipes import recipe_for
 from linnet.methods.finetuning.trainer import Trainer
-from linnet.methods.optim.preconditioner import KroneckerPreconditioner, default_damping
+from linnet.methods.optim.preconditioner import KroneckerPreconditioner
 from linnet.tangent.linearized import Linearized
 
 ALPHA, CLASSES = 15.0, 10

@@ -81,6 +81,27 @@ def measure(args: argparse.Namespace, method: str, seed: int, updates: int, x: T
     return found
 
 
+def table_rows(cells: Sequence[Any], momentum: bool) -> list[list[str]]:
+    """Losses of every run beside the published ones."""
+    rows = []
+    for cell in cells:
+        for step, train, test, seconds in zip(
+            cell["update"], cell["train"], cell["test"], cell["clock"], strict=True
+        ):
+            published = [f"{curve[step]:.2f}" if step in curve else "" for curve in (KFAC, KBFGS)]
+            rows.append(
+                [
+                    cell["method"] + ", momentum" * momentum,
+                    f"{step:,}",
+                    f"{train:.2f}",
+                    f"{test:.2f}",
+                    f"{seconds:.0f}",
+                    *published,
+                ]
+            )
+    return rows
+
+
 def main(given: Sequence[str] | None = None) -> None:
     """Run the study."""
     args = arguments().parse_args(given)
@@ -114,22 +135,7 @@ def main(given: Sequence[str] | None = None) -> None:
         for m in methods
         for s in study.seeds
     ]
-    rows = []
-    for cell in cells:
-        for step, train, test, seconds in zip(
-            cell["update"], cell["train"], cell["test"], cell["clock"], strict=True
-        ):
-            published = [f"{curve[step]:.2f}" if step in curve else "" for curve in (KFAC, KBFGS)]
-            rows.append(
-                [
-                    cell["method"] + ", momentum" * args.momentum,
-                    f"{step:,}",
-                    f"{train:.2f}",
-                    f"{test:.2f}",
-                    f"{seconds:.0f}",
-                    *published,
-                ]
-            )
+    rows = table_rows(cells, args.momentum)
     header = [
         "method",
         "updates",

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from linnet.methods.fitting.head import with_head as with_head
     from linnet.methods.fitting.linear_fit import LinearFit as LinearFit
     from linnet.methods.fitting.load_fit import load_fit as load_fit
+    from linnet.methods.fitting.metric import with_metric as with_metric
     from linnet.methods.fitting.predictive import Predictive as Predictive
     from linnet.methods.fitting.softmax_fit import SoftmaxFit as SoftmaxFit
     from linnet.methods.laplace.laplace import Laplace as Laplace
@@ -61,6 +62,7 @@ _HOME = {
     "preflight": "linnet.tangent.preflight",
     "Preflight": "linnet.tangent.preflight",
     "with_head": "linnet.methods.fitting.head",
+    "with_metric": "linnet.methods.fitting.metric",
     "fit": "linnet.methods.fitting.fit",
     "LinearFit": "linnet.methods.fitting.linear_fit",
     "SoftmaxFit": "linnet.methods.fitting.softmax_fit",

@@ -169,7 +169,13 @@ def _free(fit: LinearFit, gradient: Tensor) -> Tensor:
 def _warnings(fit: LinearFit, lost: Tensor) -> tuple[str, ...]:
     """What the certificate does not cover."""
     found = []
-    seen = getattr(fit.module.model, RECORD, {}).get("examples", frozenset())
+    record = getattr(fit.module.model, RECORD, {})
+    seen = record.get("examples", frozenset())
+    if record.get("metric"):
+        found.append(
+            "the network has the metric of a curvature: what that was summed over stays in it, forgotten "
+            "examples too if they were part of it"
+        )
     if seen:
         labels = fit.labels
         x, y = take(fit.x, lost), fit.targets[lost] if labels is None else labels[lost]

@@ -292,6 +292,12 @@ def _releasable(fit: LinearFit, delta: float) -> Dual:
             expected="a network that does not depend on the data, its head included",
             remedy='make the head with linnet.with_head(model, classes, init="random")',
         )
+    if head.get("metric"):
+        raise InputError(
+            "the network has the metric of a curvature, which was summed over data",
+            expected="a network that does not depend on the data",
+            remedy="release a fit of the network without linnet.with_metric",
+        )
     if fit.constraints is not None:
         raise InputError(
             "the fit obeys equations on outputs, whose values no noise hides",

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from linnet.curvatures.curvature import Curvature
+from linnet.curvatures.default_damping import default_damping
 from linnet.errors import NumericalError
 from linnet.methods.finetuning.augment import Augmentation
 from linnet.methods.finetuning.course import Log, Objective, Reporting
@@ -40,7 +41,7 @@ from linnet.methods.finetuning.trainer import Trainer, rank
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.fitting.baselines import held_out_split
 from linnet.methods.fitting.fit import fit
-from linnet.methods.optim.preconditioner import KroneckerPreconditioner, default_damping
+from linnet.methods.optim.preconditioner import KroneckerPreconditioner
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.selection import select_parameters
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,11 +10,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from linnet.curvatures.curvature import Curvature
-from linnet.errors import InputError, NumericalError
+from linnet.curvatures.default_damping import default_damping
+from linnet.errors import InputError
 from linnet.methods.fitting.arguments import check_positive
 from linnet.tangent.linearized import Linearized
-
-DAMPING = 0.1  # share of the mean eigenvalue
 
 
 class KroneckerPreconditioner:
@@ -182,29 +180,6 @@ class KroneckerPreconditioner:
             return set(self.parameters)
         groups = [group for group in optimizer.param_groups if group.get("precondition", True)]
         return {self._names[id(p)] for group in groups for p in group["params"] if id(p) in self._names}
-
-
-def default_damping(curvature: Curvature, scale: float) -> float:
-    """A tenth of the mean eigenvalue of s G.
-
-    Args:
-        curvature: G.
-        scale: s.
-
-    Returns:
-        τ.
-
-    Raises:
-        NumericalError: If G is zero or not finite.
-    """
-    mean = scale * float(curvature.trace()) / curvature.shape[0]
-    if not (math.isfinite(mean) and mean > 0):
-        raise NumericalError(
-            f"the mean eigenvalue of the curvature is {mean}",
-            expected="a positive number to take the damping from",
-            remedy="pass damping=1.0, or check whether the outputs depend on the parameters",
-        )
-    return DAMPING * mean
 
 
 def _fitting(curvature: Curvature, module: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:

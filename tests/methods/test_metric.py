@@ -1,0 +1,168 @@
+"""A network in the coordinates of a curvature: the fit in that metric against dense solves."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linnet
+from linnet.errors import InputError, LinnetError, NumericalError
+from linnet.likelihoods import Gaussian
+from linnet.methods.fitting.centered import with_centered_head
+from linnet.methods.fitting.metric import MetricNetwork
+from tests.methods.problems import near, problem, refused
+
+P = problem(n=9, tests=5)
+TAU, RHO = 0.05, 0.3
+STRUCTURES = ["kfac", "ekfac", "diagonal", "block", "full"]
+
+
+def curvature(structure: str = "kfac", model: nn.Module | None = None) -> Any:
+    targets = torch.zeros_like(P.t)
+    return linnet.curvature(model or P.model, (P.x, targets), Gaussian(variance=1.0), structure=structure)
+
+
+def dense(g: Any) -> Tensor:
+    """G/N + τ I, in the order of J."""
+    matrix: Tensor = g.dense() / len(P.x)
+    return matrix + TAU * torch.eye(len(matrix), dtype=matrix.dtype)
+
+
+def metric(structure: str = "kfac") -> tuple[MetricNetwork, Tensor]:
+    g = curvature(structure)
+    return linnet.with_metric(P.model, g, TAU), dense(g)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_fit_is_the_optimum_with_the_curvatures_ridge(structure: str) -> None:
+    network, m = metric(structure)
+    near(network(P.x), P.f0)
+    lin = linnet.linearize(network)
+    assert lin.parameter_names == ["epsilon"]
+    j, jt = P.j.flatten(0, 1), P.j_test.flatten(0, 1)
+    near(lin.kernel(P.x).flatten(2).flatten(0, 1), j @ torch.linalg.solve(m, j.T))
+    fit = linnet.fit(lin, (P.x, P.y), ridge=RHO)
+    # argmin ½‖f₀ + Jδ − t‖² + ½ρ δᵀ(G/N + τI)δ
+    delta = torch.linalg.solve(j.T @ j + RHO * m, j.T @ P.residual)
+    near(fit.predict(P.x_test), P.f0_test + (jt @ delta).view_as(P.f0_test))
+    moved = network.displacement(fit.module.delta["epsilon"].detach())
+    assert list(moved) == [name for name, _ in P.model.named_parameters()]
+    near(torch.cat([piece.reshape(-1) for piece in moved.values()]), delta)
+
+
+def test_audits_are_exact_in_the_metric() -> None:
+    network, m = metric()
+    fit = linnet.fit(linnet.linearize(network), (P.x, P.y), ridge=RHO)
+    j = P.j
+    for i in (0, 4):
+        kept = [k for k in range(len(P.x)) if k != i]
+        rows, r = j[kept].flatten(0, 1), (P.t - P.f0)[kept].reshape(-1)
+        delta = torch.linalg.solve(rows.T @ rows + RHO * m, rows.T @ r)
+        near(fit.loo()[i], P.f0[i] + j[i] @ delta)
+        without = fit.forget([i])
+        near(without.predict(P.x_test), P.f0_test + P.j_test @ delta)
+
+
+@pytest.mark.parametrize("solver", ["dual", "cg"])
+def test_every_solver_goes_there(solver: Any) -> None:
+    network, m = metric()
+    options = {"tolerance": 1e-13} if solver == "cg" else {}
+    fit = linnet.fit(linnet.linearize(network), (P.x, P.y), ridge=RHO, solver=solver, **options)
+    j = P.j.flatten(0, 1)
+    delta = torch.linalg.solve(j.T @ j + RHO * m, j.T @ P.residual)
+    near(fit.predict(P.x_test), P.f0_test + P.j_test @ delta, 1e-8)
+
+
+def test_coordinates_of_the_network_do_not_matter() -> None:
+    # W₂ tanh(W₁ x) with W₂ as a W₂ and a layer that divides: the same functions, other weights
+    class Scaled(nn.Module):
+        def __init__(self, inner: nn.Module, factor: float) -> None:
+            super().__init__()
+            self.inner, self.factor = copy.deepcopy(inner), factor
+            with torch.no_grad():
+                for p in self.inner[2].parameters():  # type: ignore[index]
+                    p.div_(factor)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden: Tensor = self.inner[:2](x)  # type: ignore[index]
+            outputs: Tensor = self.inner[2](hidden) * self.factor  # type: ignore[index]
+            return outputs
+
+    found = []
+    for model in (P.model, Scaled(P.model, 40.0).double()):
+        g = linnet.curvature(model, (P.x, torch.zeros_like(P.t)), Gaussian(variance=1.0), structure="full")
+        lin = linnet.linearize(linnet.with_metric(model, g, 1e-9))
+        natural = linnet.fit(lin, (P.x, P.y), ridge=RHO).predict(P.x)
+        plain = linnet.fit(linnet.linearize(model), (P.x, P.y), ridge=RHO).predict(P.x)
+        found.append((natural, plain))
+    assert (found[0][0] - found[1][0]).abs().max() < 1e-4 * found[0][0].abs().max()
+    assert (found[0][1] - found[1][1]).abs().max() > 1e-3 * found[0][1].abs().max()
+
+
+def test_files_know_their_metric(tmp_path: Path) -> None:
+    network, _ = metric()
+    fit = linnet.fit(linnet.linearize(network), (P.x, P.y), ridge=RHO)
+    fit.save(tmp_path / "fit")
+    near(linnet.load_fit(tmp_path / "fit", metric()[0]).predict(P.x_test), fit.predict(P.x_test))
+    for other in (linnet.with_metric(P.model, curvature(), 2 * TAU), metric("diagonal")[0], P.model):
+        with pytest.raises(LinnetError, match=r"another network|epsilon"):
+            linnet.load_fit(tmp_path / "fit", other)
+
+
+def test_copies_and_the_network_itself() -> None:
+    before = {name: t.clone() for name, t in P.model.state_dict().items()}
+    P.model.train()
+    network, _ = metric()
+    assert P.model.training
+    P.model.eval()
+    assert all(torch.equal(t, P.model.state_dict()[name]) for name, t in before.items())
+    assert all(p.requires_grad for p in P.model.parameters())
+    assert [name for name, _ in network.named_parameters()] == ["epsilon"]
+    for other in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        with torch.no_grad():
+            other.epsilon += 0.1
+        near(network(P.x), P.f0)
+        assert (other(P.x) - P.f0).abs().max() > 1e-3
+    moved = copy.deepcopy(P.model)
+    with torch.no_grad():
+        network.epsilon += 0.1
+        for name, piece in network.displacement().items():
+            moved.get_parameter(name).add_(piece)
+    near(network(P.x), moved(P.x))
+
+
+def test_heads_are_remembered_and_centered() -> None:
+    probe = linnet.with_head(P.model, 3, "probe", (P.x, P.y))
+    g = curvature(model=probe)
+    fit = linnet.fit(linnet.linearize(linnet.with_metric(probe, g)), (P.x, P.y), ridge=RHO)
+    assert any("head was fitted" in line for line in fit.record.warnings)
+    centered = linnet.with_metric(with_centered_head(probe), g)
+    assert centered(P.x).abs().max() == 0
+    again = linnet.fit(linnet.linearize(centered), (P.x, P.y), ridge=RHO)
+    assert not any("head was fitted" in line for line in again.record.warnings)
+
+
+def test_what_was_summed_over_data_is_told() -> None:
+    network, _ = metric()
+    fit = linnet.fit(linnet.linearize(network), (P.x, P.y), ridge=RHO)
+    refused(InputError, lambda: linnet.audit.release(fit, 1.0, 1e-3, clip=(1.0, 1.0)), "curvature")
+    certificate = linnet.audit.forgetting_certificate(fit, fit.forget([1]))
+    assert any("metric of a curvature" in line for line in certificate.warnings)
+
+
+def test_what_is_refused() -> None:
+    g = curvature()
+    refused(InputError, lambda: linnet.with_metric(P.lin, g), "Linearized")
+    refused(InputError, lambda: linnet.with_metric(P.model, "kfac"), "structure=")  # type: ignore[arg-type]
+    refused(InputError, lambda: linnet.with_metric(P.model, g, 0.0), "damping=0.0")
+    refused(InputError, lambda: linnet.with_metric(P.model, curvature("matrix-free")), "can be inverted")
+    other = problem(hidden=6).model
+    refused(InputError, lambda: linnet.with_metric(other, g), "'0.weight'")
+    refused(InputError, lambda: linnet.with_metric(nn.Linear(2, 2), g), "nothing of that name")
+    refused(NumericalError, lambda: linnet.with_metric(P.model, g.scaled(0.0)), "mean eigenvalue")
