@@ -232,7 +232,8 @@ def _second_sums(
 
 def _part(assignment: Assignment, sums: Mapping[tuple[str, str], Sums]) -> Part:
     """A finished block."""
-    return Part(assignment.layer, sums[_key(assignment)].block(), assignment.how, assignment.note)
+    own = sums[_key(assignment)]
+    return Part(assignment.layer, own.block(), assignment.how, assignment.note, own.terms)
 
 
 def _require_memory(function: Functional, sums: Mapping[Any, Sums], request: Request) -> None:

@@ -92,9 +92,14 @@ class KroneckerSums(Sums):
         self.tensors["inputs"] += moment.hatted() if self.layer.biased else moment.second
         self.tensors["count"] += moment.count
 
+    @property
+    def terms(self) -> float:
+        """M, or N where positions are reduced: those that count."""
+        return float(self.tensors["count"])
+
     def factors(self) -> tuple[Tensor, Tensor]:
         """A, a mean, and B, a sum: (R, d, d) and (R, c, c)."""
-        count = max(float(self.tensors["count"]), torch.finfo(torch.float32).tiny)  # 0 / 0 would be NaN
+        count = max(self.terms, torch.finfo(torch.float32).tiny)  # 0 / 0 would be NaN
         return self.tensors["inputs"] / count, self.tensors["gradients"]
 
     def block(self) -> Kronecker | GroupedKronecker:

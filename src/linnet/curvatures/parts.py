@@ -22,12 +22,14 @@ class Part:
         operator: Its block.
         structure: What the block is: "kfac", "ekfac", "kfra", "block", "diagonal", "full" or "low-rank".
         note: Why it is not what was asked for, or what is approximated beyond that; empty otherwise.
+        terms: Number of inputs that the factor of the inputs is the mean of, where there is such a factor.
     """
 
     layer: Layer
     operator: StructuredOperator
     structure: str
     note: str = ""
+    terms: float | None = None
 
     @property
     def joined(self) -> bool:
@@ -43,6 +45,7 @@ class Part:
             "why": self.layer.why,
             "structure": self.structure,
             "note": self.note,
+            "terms": self.terms,
         }
 
     def gather(self, v: Tensor, space: ParameterSpace) -> Tensor:

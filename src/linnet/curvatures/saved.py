@@ -92,4 +92,4 @@ def _part(entry: dict[str, Any], tensors: dict[str, Tensor]) -> Part:
     shapes = {name: tuple(shape) for name, shape in entry["shapes"].items()}
     layer = Layer(entry["layer"], shapes, Form(**entry["form"]), entry["why"])
     operator = from_tensors(entry["operator"], tensors)
-    return Part(layer, operator, entry["structure"], entry["note"])
+    return Part(layer, operator, entry["structure"], entry["note"], entry.get("terms"))

@@ -63,6 +63,11 @@ class Sums(ABC):
     def block(self) -> StructuredOperator:
         """The layer's part of the curvature, summed over what was added."""
 
+    @property
+    def terms(self) -> float | None:
+        """Number of inputs that a factor of the block is the mean of, or None."""
+        return None
+
     def fade(self, decay: float) -> None:
         """Multiply everything by a number, so that older batches count less; counts fade as well."""
         for tensor in self.tensors.values():

@@ -3,7 +3,8 @@
 The sums behind a matrix add up, so that the union is exact where a block is made of sums alone:
 
     full, block, diagonal     G₁ + G₂
-    kfac                      (B₁ + B₂) ⊗ (N₁ A₁ + N₂ A₂) / (N₁ + N₂), as B is a sum and A a mean
+    kfac                      (B₁ + B₂) ⊗ (M₁ A₁ + M₂ A₂) / (M₁ + M₂), as B is a sum and A a mean over the
+                              M inputs that count: examples, or positions of those, that have labels
     low-rank                  U₁ U₁ᵀ + U₂ U₂ᵀ, of up to twice the rank
 
 Eigenvalue-corrected factors would need both data sets once more, and KFRA's recursion all layers at once.
@@ -54,17 +55,22 @@ def union(first: Curvature, second: Curvature) -> Curvature:
             remedy="fit all data anew, without add=True",
         )
     counts = first.made.examples, second.made.examples
-    parts = tuple(
-        replace(one, operator=_sum(one, one.operator, other.operator, counts))
-        for one, other in zip(first.parts, second.parts, strict=True)
-    )
+    parts = tuple(_both(one, other, counts) for one, other in zip(first.parts, second.parts, strict=True))
     return Curvature(parts, first.function, replace(first.made, examples=sum(counts)))
+
+
+def _both(one: Part, other: Part, examples: tuple[float, float]) -> Part:
+    """One block of both."""
+    if one.terms is None or other.terms is None:
+        return replace(one, operator=_sum(one, one.operator, other.operator, examples))
+    terms = one.terms, other.terms
+    return replace(one, operator=_sum(one, one.operator, other.operator, terms), terms=sum(terms))
 
 
 def _sum(
     part: Part, one: StructuredOperator, other: StructuredOperator, counts: tuple[float, float]
 ) -> StructuredOperator:
-    """One block of both."""
+    """The matrix of both, where means weigh by counts."""
     name = part.layer.name
     if isinstance(one, Dense) and isinstance(other, Dense):
         return Dense(one.matrix + other.matrix, name=name)
