@@ -16,6 +16,7 @@ from linnet.linalg.stored import from_tensors
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import matching_function
+from linnet.tangent.modes import in_exact_mode
 
 _OTHER = (
     "computed for",
@@ -24,6 +25,7 @@ _OTHER = (
 )
 
 
+@in_exact_mode
 def load_curvature(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> Curvature:
     """Read a curvature that ``Curvature.save`` wrote.
 

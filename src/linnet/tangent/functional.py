@@ -235,6 +235,7 @@ def _padding_rows(model: nn.Module, names: list[str]) -> dict[str, tuple[int, bo
     return found
 
 
+@in_exact_mode
 def _frozen_copy(model: nn.Module) -> nn.Module:
     """A copy in evaluation mode, without gradients; the original is not touched."""
     _require_usable(model)

@@ -302,7 +302,7 @@ def _ascent(
     predict: Predict, x: Tensor, target: int | None, aim: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities, the classes in question, and ∇ log p of them in x; by default those predicted."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         variable = x.detach().clone().requires_grad_()
         p = class_probabilities(predict(variable), x.shape[0])
         if not p.requires_grad:

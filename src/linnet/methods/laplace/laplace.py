@@ -36,6 +36,7 @@ from linnet.methods.laplace.state import State, expanded
 from linnet.methods.laplace.tune import METHODS, Search, tuned
 from linnet.methods.laplace.union import union
 from linnet.tangent.batch import Inputs, check_examples
+from linnet.tangent.modes import in_exact_mode
 
 OPTIONS = (
     "expectation", "sharing", "matrix", "params", "output", "samples", "rank", "seed", "block", "memory",
@@ -120,6 +121,7 @@ class Laplace:
 
     # Fitting
 
+    @in_exact_mode
     def fit(self, data: Any, add: bool = False) -> Laplace:
         """Sum the curvature over the data, at the weights that the model has now.
 
@@ -216,6 +218,7 @@ class Laplace:
         return self._fitted.posterior.curvature.made.examples
 
     @property
+    @in_exact_mode
     def covariance(self) -> Curvature:
         """The posterior covariance of the weights, with ``@``, ``diagonal``, ``dense`` and more."""
         state = self._fitted
@@ -233,6 +236,7 @@ class Laplace:
         """G, as the data gave it."""
         return self._fitted.posterior.curvature
 
+    @in_exact_mode
     def sample(self, n: int, generator: Seed = None) -> Tensor:
         """Draw weights.
 
@@ -250,6 +254,7 @@ class Laplace:
 
     # Predictions
 
+    @in_exact_mode
     def predict(
         self,
         x: Inputs,
@@ -305,6 +310,7 @@ class Laplace:
 
     # Hyper-parameters
 
+    @in_exact_mode
     def log_evidence(self, prior_precision: Any = None, noise_variance: Any = None) -> Tensor:
         """The logarithm of the marginal likelihood of the data, by Laplace's method.
 
@@ -348,6 +354,7 @@ class Laplace:
             at = Hyper(at.prior, at.scale, noise.to(at.noise).reshape(()))
         return state.posterior.log_evidence(groups, at)
 
+    @in_exact_mode
     def tune(
         self,
         method: str = "evidence",

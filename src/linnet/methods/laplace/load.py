@@ -23,8 +23,10 @@ from linnet.methods.laplace.links import Link
 from linnet.methods.laplace.predict import Meaning
 from linnet.methods.laplace.state import State
 from linnet.tangent.functional import OutputAdapter
+from linnet.tangent.modes import in_exact_mode
 
 
+@in_exact_mode
 def load_laplace(
     directory: str | Path,
     model: nn.Module,

@@ -249,7 +249,7 @@ class Watcher:
     def warn(self) -> None:
         """Warn if the outputs look like probabilities."""
         if self._first is not None:
-            warn_of_probabilities(self.likelihood, self._first, stacklevel=4)
+            warn_of_probabilities(self.likelihood, self._first, stacklevel=5)
 
 
 def measure_all(function: Functional, likelihood: Likelihood, data: Any, block: int | None) -> Watcher:

@@ -25,6 +25,7 @@ from linnet.methods.laplace.links import (
     positions,
     symmetric_root,
 )
+from linnet.tangent.modes import in_exact_mode
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class GaussianPredictive:
         return f"GaussianPredictive({self.mean.shape[0]} examples x {self.mean.shape[1]} outputs)"
 
     @cached_property
+    @in_exact_mode
     def _full(self) -> Tensor:
         """The covariance as it was given."""
         return self._second if isinstance(self._second, Tensor) else self._second()
@@ -153,6 +155,7 @@ class GaussianPredictive:
         return self._full
 
     @cached_property
+    @in_exact_mode
     def probs(self) -> Tensor:
         """Class probabilities in the network's own layout, (N, C) for one label an example.
 
@@ -165,6 +168,7 @@ class GaussianPredictive:
         spread = self.variance if link.diagonal else self.covariance
         return class_probabilities(likelihood, self.mean, spread, self._meaning.shape, link)
 
+    @in_exact_mode
     def with_noise(self) -> GaussianPredictive:
         """The distribution of a new target.
 
@@ -193,6 +197,7 @@ class GaussianPredictive:
         mean, variance = (meaning.placed(values.reshape(len(values), -1), n) for values in found)
         return GaussianPredictive(mean, variance, lambda: torch.diag_embed(variance), after)
 
+    @in_exact_mode
     def sample(self, n: int, generator: Seed = None) -> Tensor:
         """Draw outputs; jointly where the joint covariance is known, else independently for each example.
 
@@ -215,6 +220,7 @@ class GaussianPredictive:
         root = symmetric_root(self.covariance).to(noise)
         return self.mean + torch.einsum("nij,snj->sni", root, noise)
 
+    @in_exact_mode
     def log_density(self, y: Tensor) -> Tensor:
         """The log predictive density of labels, each by its marginal.
 
@@ -265,12 +271,14 @@ class SampledPredictive:
         return self.outputs.var(0)
 
     @property
+    @in_exact_mode
     def covariance(self) -> Tensor:
         """Cov[f] of each example, (N, C, C)."""
         centered = self.outputs - self.mean
         return torch.einsum("sni,snj->nij", centered, centered) / (len(centered) - 1)
 
     @property
+    @in_exact_mode
     def joint_covariance(self) -> Tensor:
         """Cov[f] between all examples, (N, C, N, C)."""
         centered = self.outputs - self.mean
@@ -282,6 +290,7 @@ class SampledPredictive:
         return self.outputs.flatten(0, 1).reshape(-1, *self._meaning.shape)
 
     @cached_property
+    @in_exact_mode
     def probs(self) -> Tensor:
         """Class probabilities averaged over samples (Botev 2020, eq. 5.9), in the network's own layout.
 
@@ -291,6 +300,7 @@ class SampledPredictive:
         return self.sampled_probs.mean(0)
 
     @property
+    @in_exact_mode
     def sampled_probs(self) -> Tensor:
         """Class probabilities of every sample, (S, N, C): what splits entropy in ``linnet.evaluate``.
 
@@ -300,6 +310,7 @@ class SampledPredictive:
         likelihood = self._meaning.classes()
         return likelihood.mean(self._own).reshape(*self.outputs.shape[:2], *self._meaning.shape)
 
+    @in_exact_mode
     def with_noise(self) -> GaussianPredictive:
         """Mean and variance of a new target: E[y] and Var[y] = E[Var[y | f]] + Var[E[y | f]].
 
@@ -321,6 +332,7 @@ class SampledPredictive:
             )
         return GaussianPredictive(centers.mean(0), variance, lambda: torch.diag_embed(variance), after)
 
+    @in_exact_mode
     def sample(self, n: int, generator: Seed = None) -> Tensor:
         """Draw from the samples, with replacement; each draw is one network.
 
@@ -340,6 +352,7 @@ class SampledPredictive:
         chosen = torch.randint(len(self.outputs), (n,), generator=source, device=device)
         return self.outputs[chosen.to(self.outputs.device)]
 
+    @in_exact_mode
     def log_density(self, y: Tensor) -> Tensor:
         """Log 1/S Σ_s p(y | f_s), in nats: all positions and components of an example together.
 

@@ -24,6 +24,8 @@ from linnet.tangent.batch import Inputs, batch_size, gather_data, take
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def train_with_evidence(
     model: nn.Module,
     data: Any,

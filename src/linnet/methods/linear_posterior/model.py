@@ -56,7 +56,7 @@ class LinearModel:
         self.n = batch_size(x)
         f0 = torch.cat([function.check_runs(part) for part in split(x, BLOCK)])
         self.y = likelihood.check(f0, y)
-        warn_of_probabilities(likelihood, f0, stacklevel=4)
+        warn_of_probabilities(likelihood, f0, stacklevel=5)
         self.shape = tuple(f0.shape[1:])
         self.f0 = f0.double() if base else torch.zeros_like(f0, dtype=torch.float64)
         self.data = Batches((x, self.y), function.device, BLOCK)

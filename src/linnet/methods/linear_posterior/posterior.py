@@ -33,6 +33,7 @@ from linnet.methods.linear_posterior.svi import MeanField, Schedule, bound, mean
 from linnet.solvers.solution import Estimate
 from linnet.tangent.batch import Inputs, batch_size, check_examples, gather_data
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
 
 METHODS = ("map", "svi", "laplace")
 
@@ -114,6 +115,7 @@ class LinearPosterior:
             )
         return self._found.factors
 
+    @in_exact_mode
     def bound(self, samples: int = 100, generator: Seed = 0) -> Estimate:
         """The bound on log p(y | X) over all of the data, of "svi".
 
@@ -130,6 +132,7 @@ class LinearPosterior:
         check_count("samples", samples)
         return bound(self._model, self._factors(), self.prior_precision, samples, make_generator(generator))
 
+    @in_exact_mode
     def sample(self, n: int, generator: Seed = None) -> Tensor:
         """Draw δ: new draws, also where predictions use those made when the posterior was.
 
@@ -156,6 +159,7 @@ class LinearPosterior:
         assert self.optimum is not None, "what Laplace's method expands around"
         return _laplace_draws(self._model, self.optimum, self.prior_precision, n, generator).T
 
+    @in_exact_mode
     def predict(
         self,
         x: Inputs,
@@ -199,6 +203,7 @@ class LinearPosterior:
         return GaussianPredictive(mean, covariance.diagonal(dim1=1, dim2=2), covariance, meaning)
 
 
+@in_exact_mode
 def linear_posterior(
     lin: Linearized,
     data: Any,

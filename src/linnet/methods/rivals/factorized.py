@@ -31,6 +31,7 @@ from linnet.methods.linear_posterior.svi import Schedule, divergence
 from linnet.methods.rivals.sampled import Rival
 from linnet.tangent.batch import Inputs, batch_size, gather_data, take
 from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.modes import in_exact_mode
 
 Hook = Callable[[nn.Module, Any, Tensor], Tensor]
 
@@ -77,6 +78,7 @@ class FactorizedGaussian(Rival):
         return torch.stack(found)
 
 
+@in_exact_mode
 def factorized_gaussian(
     model: nn.Module,
     data: Any,

@@ -21,6 +21,7 @@ from linnet.methods.fitting.predictive import Predictive
 from linnet.methods.fitting.targets import make_targets
 from linnet.tangent.batch import Inputs, check_examples, gather_data, map_tensors
 from linnet.tangent.functional import Functional
+from linnet.tangent.modes import in_exact_mode
 
 POINTS = 65  # of each grid over ln ρ
 REFINEMENTS = 6
@@ -57,6 +58,7 @@ class LastLayerRegression:
         self._model, self.weights, self.covariance = model, weights, covariance
         self.noise, self.ridge, self.log_evidence = noise, ridge, log_evidence
 
+    @in_exact_mode
     def predict(self, x: Inputs) -> Predictive:
         """The distribution of the outputs.
 
@@ -82,6 +84,7 @@ class LastLayerRegression:
         return self.predict(x)
 
 
+@in_exact_mode
 def last_layer(model: nn.Module, data: Any, ridge: float | str = "evidence") -> LastLayerRegression:
     """Replace a network's last layer by its Bayesian linear regression.
 

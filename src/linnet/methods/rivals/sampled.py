@@ -291,7 +291,7 @@ def trained(
     check_count("batch_size", batch_size)
     check_positive("rate", rate, "leave rate= out")
     check_positive("prior_precision", prior_precision, "leave prior_precision= out")
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(seed)
         model = make()
         weights = [p for p in model.parameters() if p.requires_grad]

@@ -16,8 +16,10 @@ from linnet.tangent.batch import map_tensors
 from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import matching_function
+from linnet.tangent.modes import in_exact_mode
 
 
+@in_exact_mode
 def load_gp(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> TangentGP:
     """Read a process that ``TangentGP.save`` wrote.
 

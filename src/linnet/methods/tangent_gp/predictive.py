@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from linnet.linalg.random import Seed, normal
 from linnet.methods.fitting.arguments import check_count
 from linnet.methods.laplace.links import symmetric_root
 from linnet.tangent.batch import check_finite
+from linnet.tangent.modes import in_exact_mode
 
 
 class TangentPredictive:
@@ -52,7 +54,11 @@ class TangentPredictive:
     def __repr__(self) -> str:
         return f"TangentPredictive({self.mean.shape[0]} examples x {self.mean.shape[1]} outputs)"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TangentPredictive, (self.mean, self._full, self.noise, self.joint)
+
     @cached_property
+    @in_exact_mode
     def _full(self) -> Tensor:
         """The covariance as it was given."""
         return self._second if isinstance(self._second, Tensor) else self._second()
@@ -82,6 +88,7 @@ class TangentPredictive:
         """Var[f], (N, C)."""
         return self.covariance.diagonal(dim1=1, dim2=2)
 
+    @in_exact_mode
     def with_noise(self) -> TangentPredictive:
         """The distribution of new targets: their noise added to the covariance.
 
@@ -92,6 +99,7 @@ class TangentPredictive:
         added = torch.diag_embed(noise.flatten()).reshape(full.shape) if self.joint else noise.diag_embed()
         return TangentPredictive(self.mean, full + added, torch.zeros_like(self.noise), self.joint)
 
+    @in_exact_mode
     def sample(self, n: int, generator: Seed = None) -> Tensor:
         """Draw outputs; jointly where the joint covariance is known, else independently for each example.
 
@@ -110,6 +118,7 @@ class TangentPredictive:
             return self.mean + (z.flatten(1) @ root.T).view_as(z)
         return self.mean + torch.einsum("nij,snj->sni", symmetric_root(self.covariance).to(z), z)
 
+    @in_exact_mode
     def log_density(self, y: Tensor) -> Tensor:
         """The log density of new targets, their noise included: each example by its marginal.
 

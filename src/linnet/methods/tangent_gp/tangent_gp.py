@@ -45,6 +45,7 @@ from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import jvp
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
 
 
 class TangentGP:
@@ -124,6 +125,7 @@ class TangentGP:
 
     # -- data ------------------------------------------------------------------------------------
 
+    @in_exact_mode
     def fit(self, x: Any, y: Any = None) -> TangentGP:
         """Condition on data, at the weights that the model has now.
 
@@ -143,6 +145,7 @@ class TangentGP:
         self._observed = Observed(self._functional(), self._likelihood)
         return self._condition(self._gathered(x, y), None)
 
+    @in_exact_mode
     def adapt(self, x: Any, y: Any = None) -> TangentGP:
         """The process of another task: the same prior, conditioned on that task's data alone.
 
@@ -166,6 +169,7 @@ class TangentGP:
         """
         return copy.copy(self)._condition(self._gathered(x, y), self._system)
 
+    @in_exact_mode
     def update(self, x: Any, y: Any = None) -> TangentGP:
         """The process conditioned on more data of the same task.
 
@@ -223,6 +227,7 @@ class TangentGP:
 
     # -- predictions -----------------------------------------------------------------------------
 
+    @in_exact_mode
     def predict(self, x: Inputs, joint: bool = False) -> TangentPredictive:
         """The posterior of the outputs, and of new targets.
 
@@ -280,6 +285,7 @@ class TangentGP:
 
     # -- hyper-parameters ------------------------------------------------------------------------
 
+    @in_exact_mode
     def log_evidence(
         self, prior_precision: float | None = None, noise_scale: float | None = None
     ) -> Estimate:
@@ -307,6 +313,7 @@ class TangentGP:
         check_positive("noise_scale", scale, "leave it out for the current one")
         return self._fitted.measure.evidence(precision * scale, scale)
 
+    @in_exact_mode
     def tune(self, prior: bool = True, noise: bool | str = True, least_noise: float = LEAST) -> TangentGP:
         """Take the hyper-parameters of highest marginal likelihood, and solve with them.
 
@@ -373,10 +380,12 @@ class TangentGP:
         return self._plan
 
     @property
+    @in_exact_mode
     def delta(self) -> Params:
         """E[δ] by parameter name: the weights of the posterior mean are θ₀ + E[δ]."""
         return self._fitted.function.space.to_params(self._fitted.delta)
 
+    @in_exact_mode
     def summary(self) -> dict[str, Any]:
         """What was solved, how and why, and the operations that it took, as plain numbers and text.
 
