@@ -14,7 +14,8 @@ from linnet.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedastic
 from linnet.methods.tangent_gp.plan import choose
 from linnet.methods.tangent_gp.tangent_gp import TangentGP
 from linnet.tangent.functional import Functional
-from tests.methods.problems import network, real
+from tests.methods.laplace_problems import numbers
+from tests.methods.problems import near, network, real
 from tests.methods.tangent_gp_cases import dense
 
 NOISE = Gaussian(variance=0.2)
@@ -221,3 +222,60 @@ def test_densities_of_targets_that_are_not_finite() -> None:
     gp = linnet.TangentGP(net, linnet.likelihoods.Gaussian()).fit((x, y))
     with pytest.raises(DataError, match="y"):
         gp.predict(x[:2]).log_density(y[:2] * torch.nan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_processes_of_half_precision_are_sampled(dtype: torch.dtype) -> None:
+    model, x, t = numbers()
+    process = TangentGP(model.to(dtype), Gaussian(variance=0.5)).fit(x.to(dtype), t.to(dtype))
+    for joint in (False, True):
+        drawn = process.predict(x.to(dtype), joint=joint).sample(4000, 0)
+        assert drawn.dtype == dtype
+        spread = process.predict(x.to(dtype)).variance.double()
+        near(drawn.double().var(0), spread, 0.15)
+
+
+@pytest.mark.parametrize("space", ["function", "parameter"])
+def test_tuning_where_there_is_nothing_to_tell(space: str) -> None:
+    model, x, _ = numbers()
+    process = TangentGP(model, Gaussian(variance=0.5), space=space).fit(x, model(x).detach())
+    before = process.predict(x).variance
+    for noise in (True, "per-output"):
+        with pytest.raises(InputError, match="fits every target exactly"):
+            process.tune(noise=noise)
+    with pytest.raises(InputError, match="prior=None"):
+        process.tune(prior=None, noise="per-output")  # type: ignore[arg-type]
+    assert process.prior_precision == process.noise_scale == 1.0
+    assert torch.equal(process.predict(x).variance, before)
+
+
+@pytest.mark.parametrize("space", ["function", "parameter"])
+def test_a_kernel_of_zero_is_named(space: str) -> None:
+    _, x, t = numbers()
+    dead = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    with torch.no_grad():
+        dead[0].bias.fill_(-1e3)
+    process = TangentGP(dead, Gaussian(variance=0.5), space=space, params=["0.weight"]).fit(x, t)
+    with pytest.raises(NumericalError, match="the tangent kernel of the data is zero"):
+        process.tune()
+
+
+def test_a_fit_that_fails_changes_nothing() -> None:
+    model, x, t = numbers()
+    process = TangentGP(model, HeteroscedasticGaussian()).fit(x, t[:, :1])
+    before = process.predict(x)
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    with pytest.raises(DataError):
+        process.fit(x, t[:5])
+    after = process.predict(x)
+    assert torch.equal(after.mean, before.mean)
+    assert torch.equal(after.noise, before.noise)
+
+
+def test_targets_that_are_no_tensor() -> None:
+    model, x, t = numbers()
+    process = TangentGP(model, Gaussian(variance=0.5)).fit(x, t)
+    for targets in (None, t.numpy(), "all"):
+        with pytest.raises(InputError, match="y is a"):
+            process.predict(x).log_density(targets)

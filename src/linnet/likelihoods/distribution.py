@@ -44,6 +44,14 @@ def require_axis(axis: Any) -> int:
     return axis
 
 
+def require_tensor(y: Any) -> None:
+    """Raise unless labels are a tensor."""
+    if not isinstance(y, Tensor):
+        raise InputError(
+            f"y is a {type(y).__name__}", expected="a tensor of labels", remedy="pass torch.as_tensor(y)"
+        )
+
+
 def flatten_positions(y: Tensor) -> Tensor:
     """Labels (N, ...) as (N, T), for empty batches, too."""
     return y.reshape(len(y), math.prod(y.shape[1:]))
@@ -76,10 +84,7 @@ class Distribution(ABC):
             InputError: The outputs do not fit the family, or y is no tensor.
         """
         self._arrange(f)
-        if not isinstance(y, Tensor):
-            raise InputError(
-                f"y is a {type(y).__name__}", expected="a tensor of labels", remedy="pass torch.as_tensor(y)"
-            )
+        require_tensor(y)
         return self._check(f, y.to(f.device))
 
     def mask(self, y: Tensor) -> Tensor | None:
@@ -104,6 +109,7 @@ class Distribution(ABC):
         Returns:
             (N,), summed over positions.
         """
+        require_tensor(y)
         rows, labels, counts = self._prepare(f, y)
         return _masked_sum(self._nll(rows, labels), counts)
 

@@ -194,9 +194,9 @@ def symmetric_root(covariance: Tensor) -> Tensor:
         covariance: (..., C, C).
 
     Returns:
-        A root of the same shape.
+        A root of the same shape, at least in float32.
     """
-    values, vectors = torch.linalg.eigh(covariance)
+    values, vectors = torch.linalg.eigh(covariance.to(torch.promote_types(covariance.dtype, torch.float32)))
     root: Tensor = vectors * values.clamp_min(0).sqrt()[..., None, :]
     return root
 

@@ -96,7 +96,7 @@ class Measure:
         Raises:
             NumericalError: If the kernel is zero, so that no ρ can be told from another.
         """
-        top = float(self.nodes.max())
+        top = float(self.nodes.max()) if self.nodes.numel() else 0.0
         if not top > 0:
             raise NumericalError(
                 "the tangent kernel of the data is zero",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
+from linnet.likelihoods.distribution import require_tensor
 from linnet.linalg.factorize import cholesky
 from linnet.linalg.random import Seed, normal
 from linnet.methods.fitting.arguments import check_count
@@ -130,9 +131,11 @@ class TangentPredictive:
 
         Raises:
             DataError: If y is not finite.
-            InputError: If y has another shape.
+            InputError: If y is no tensor, or has another shape.
         """
+        require_tensor(y)
         check_finite(y, "y")
+        y = y.to(self.mean.device)
         if y.ndim == 1 and self.mean.shape[1] == 1:
             y = y[:, None]
         if y.shape != self.mean.shape:

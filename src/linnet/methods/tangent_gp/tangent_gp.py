@@ -29,7 +29,15 @@ from linnet.methods.tangent_gp.plan import GPPlan, choose
 from linnet.methods.tangent_gp.predictive import TangentPredictive
 from linnet.methods.tangent_gp.solve import describe, solve
 from linnet.methods.tangent_gp.task import BATCH, Observed, Task
-from linnet.methods.tangent_gp.tune import LEAST, NEAR, least_scale, per_output, searched, warn_at_floor
+from linnet.methods.tangent_gp.tune import (
+    LEAST,
+    NEAR,
+    check_free,
+    least_scale,
+    per_output,
+    searched,
+    warn_at_floor,
+)
 from linnet.solvers.solution import Estimate
 from linnet.tangent.batch import (
     Inputs,
@@ -142,8 +150,10 @@ class TangentGP:
             NumericalError: If conjugate gradients do not converge, or the kernel is not positive
                 semi-definite.
         """
-        self._observed = Observed(self._functional(), self._likelihood)
-        return self._condition(self._gathered(x, y), None)
+        twin = copy.copy(self)  # this object stays as it is where the data cannot be used
+        twin._observed = Observed(self._functional(), self._likelihood)
+        vars(self).update(vars(twin._condition(twin._gathered(x, y), None)))
+        return self
 
     @in_exact_mode
     def adapt(self, x: Any, y: Any = None) -> TangentGP:
@@ -333,20 +343,22 @@ class TangentGP:
             This object.
 
         Raises:
-            InputError: If neither is tuned, "per-output" does not go with likelihood and space, or
-                ``least_noise`` is not in [0, 1).
+            InputError: If neither is tuned, "per-output" does not go with likelihood and space,
+                ``least_noise`` is not in [0, 1), or the network fits every target exactly.
             NumericalError: If the kernel is zero.
         """
         system = self._fitted
         least = least_scale(system, least_noise)
+        check_free(prior, noise, system)
         if noise == "per-output":
             self._tune_outputs(system, prior, least)
             return self
-        self.prior_precision, self.noise_scale = searched(
-            system.measure, self.prior_precision, self.noise_scale, prior, noise, least
+        precision, scale = searched(
+            system.measure, self.prior_precision, self.noise_scale, prior, bool(noise), least
         )
-        warn_at_floor(bool(noise) and least > 0 and self.noise_scale < NEAR * least, system)
-        self._system = system.at(self.prior_precision * self.noise_scale)
+        self._system = system.at(precision * scale)
+        self.prior_precision, self.noise_scale = precision, scale
+        warn_at_floor(bool(noise) and least > 0 and scale < NEAR * least, system)
         return self
 
     def _tune_outputs(self, system: System, prior: bool, least: float) -> None:

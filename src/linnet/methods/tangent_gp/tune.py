@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,8 +59,34 @@ def warn_at_floor(found: bool, system: System) -> None:
         )
 
 
+def check_free(prior: Any, noise: Any, system: System) -> None:
+    """Raise unless there is something to tune, and data to tune it by.
+
+    Args:
+        prior: Whether λ is free.
+        noise: Whether s is free, or "per-output".
+        system: The solved equations.
+
+    Raises:
+        InputError: If neither is free, a value is none of those listed, or no target differs from f₀.
+    """
+    known = isinstance(prior, bool) and (isinstance(noise, bool) or noise == "per-output")
+    if not known or not (prior or noise):
+        raise InputError(
+            f"prior={prior!r}, noise={noise!r}",
+            expected='True or False, not both False; noise may be "per-output"',
+            remedy="gp.tune() tunes both",
+        )
+    if noise and not system.squared > 0:
+        raise InputError(
+            f"noise={noise!r}, but the network fits every target exactly",
+            expected="residuals that are not all zero",
+            remedy="pass noise=False, or data that the network was not trained on",
+        )
+
+
 def searched(
-    measure: Measure, precision: float, scale: float, prior: bool, noise: bool | str, least: float = 0.0
+    measure: Measure, precision: float, scale: float, prior: bool, noise: bool, least: float = 0.0
 ) -> tuple[float, float]:
     """The λ and s of highest evidence.
 
@@ -73,16 +100,7 @@ def searched(
 
     Returns:
         λ and s.
-
-    Raises:
-        InputError: If neither is free, or a value is none of those listed.
     """
-    if not isinstance(noise, bool) or not isinstance(prior, bool) or not (prior or noise):
-        raise InputError(
-            f"prior={prior!r}, noise={noise!r}",
-            expected='True or False, not both False; noise may be "per-output"',
-            remedy="gp.tune() tunes both",
-        )
     if prior and noise:
 
         def best_scale(rho: float) -> float:
