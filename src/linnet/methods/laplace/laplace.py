@@ -350,6 +350,8 @@ class Laplace:
                 )
             at = Hyper(values, at.scale, at.noise)
         noise = relative_noise(self._base, noise_variance)
+        if noise is not None and noise.numel() != 1:
+            raise InputError(f"noise_variance={noise_variance!r}", "one number", "call it once for each")
         if noise is not None:
             at = Hyper(at.prior, at.scale, noise.to(at.noise).reshape(()))
         return state.posterior.log_evidence(groups, at)
@@ -387,7 +389,8 @@ class Laplace:
             prior: "isotropic", "layer" or "parameter": how many precisions; as they are by default.
             noise: Whether a Gaussian noise variance is tuned too; by default for "evidence" and
                 "validation" where there is one.
-            search: "gradient" or "fixed-point" (MacKay's) for "evidence"; "gradient" or "grid" for "loo".
+            search: "gradient" or "fixed-point" (MacKay's) for "evidence"; "gradient" or "grid" for "loo", by
+                default "grid" unless ``data_scale=True``.
             prior_precision: Values for a grid, 1e-4 to 1e4 by default; of several, the geometric mean.
             data_scale: Values for a grid; ``True`` to follow its gradient in "validation" and "loo".
             noise_variance: Values for a grid, of a Gaussian likelihood of one variance.
@@ -420,7 +423,9 @@ class Laplace:
         groups, at = state.groups, state.hyper
         if prior is not None and prior != groups.form:
             groups, at = expanded(state, prior)
-        kind = search or ("grid" if method in ("grid", "loo") else "gradient")
+        follow = data_scale is True
+        by_grid = method == "grid" or (method == "loo" and not follow)
+        kind = search or ("grid" if by_grid else "gradient")
         if method == "grid" and kind != "grid":
             raise InputError(f"search={search!r} with method='grid'", "a grid", 'pass method="validation"')
         if noise is None:
@@ -428,7 +433,6 @@ class Laplace:
             noise = (
                 closed and isinstance(self._base, Gaussian) and self.curvature.made.expectation != "empirical"
             )
-        follow = data_scale is True
         plan = Search(kind, steps, follow, noise, predict, samples, seed)
         grids = {
             "prior": prior_precision,

@@ -260,6 +260,14 @@ class SampledPredictive:
         s, n, c = self.outputs.shape
         return f"SampledPredictive({s} samples, {n} examples x {c} outputs)"
 
+    def _several(self) -> Tensor:
+        """The samples, if they have a variance."""
+        if len(self.outputs) < 2:
+            raise InputError(
+                "the variance of one sample", expected="two samples or more", remedy="pass samples=100"
+            )
+        return self.outputs
+
     @property
     def mean(self) -> Tensor:
         """E[f], the average over samples, (N, C)."""
@@ -267,21 +275,25 @@ class SampledPredictive:
 
     @property
     def variance(self) -> Tensor:
-        """Var[f], (N, C)."""
-        return self.outputs.var(0)
+        """Var[f], (N, C).
+
+        Raises:
+            InputError: If there is one sample alone.
+        """
+        return self._several().var(0)
 
     @property
     @in_exact_mode
     def covariance(self) -> Tensor:
         """Cov[f] of each example, (N, C, C)."""
-        centered = self.outputs - self.mean
+        centered = self._several() - self.mean
         return torch.einsum("sni,snj->nij", centered, centered) / (len(centered) - 1)
 
     @property
     @in_exact_mode
     def joint_covariance(self) -> Tensor:
         """Cov[f] between all examples, (N, C, N, C)."""
-        centered = self.outputs - self.mean
+        centered = self._several() - self.mean
         return torch.einsum("sni,smj->nimj", centered, centered) / (len(centered) - 1)
 
     @cached_property
@@ -318,9 +330,9 @@ class SampledPredictive:
             Its moments.
 
         Raises:
-            InputError: If outputs are classes.
+            InputError: If outputs are classes, or there is one sample alone.
         """
-        meaning, (s, n, _) = self._meaning, self.outputs.shape
+        meaning, (s, n, _) = self._meaning, self._several().shape
         likelihood = meaning.noisy()
         centers = likelihood.mean(self._own).reshape(s, n, -1)
         inside = likelihood.variance(self._own).reshape(s, n, -1).mean(0)

@@ -172,13 +172,10 @@ def _by_name(
     """Precisions by the names of layers, or of parameters."""
     by_layer = make_groups("layer", parts, space, device)
     if set(given) == set(by_layer.names):
-        each = [float(given[name]) for name in by_layer.names]
-        return by_layer, torch.tensor(each, dtype=torch.float64, device=device)
+        each = [_shaped(given[name], torch.Size(()), name, device) for name in by_layer.names]
+        return by_layer, torch.stack(each)
     if set(given) == set(space.names):
-        pieces = {
-            name: torch.as_tensor(given[name], dtype=torch.float64, device=device).expand(shape)
-            for name, shape in space.shapes.items()
-        }
+        pieces = {name: _shaped(given[name], shape, name, device) for name, shape in space.shapes.items()}
         return make_groups("parameter", parts, space, device), space.to_flat(pieces).clone()
     raise InputError(
         f"prior_precision has the names {sorted(given)[:8]}",
@@ -186,6 +183,21 @@ def _by_name(
         + (" ..." if by_layer.count > 8 else ""),
         remedy="name all layers, or pass one number",
     )
+
+
+def _shaped(value: Any, shape: torch.Size, name: str, device: torch.device) -> Tensor:
+    """Precisions under one name: as many as there are to be, or one for all."""
+    found = torch.as_tensor(value, dtype=torch.float64, device=device)
+    if found.numel() == 1:
+        return found.reshape(()).expand(shape)
+    try:
+        return found.expand(shape)
+    except RuntimeError as error:
+        raise InputError(
+            f"prior_precision[{name!r}] has shape {tuple(found.shape)}",
+            expected=f"one number, or the shape {tuple(shape)}" if len(shape) else "one number for a layer",
+            remedy="see dict(model.named_parameters()) for the shapes",
+        ) from error
 
 
 def check_prior(given: Any) -> None:
@@ -203,8 +215,9 @@ def check_prior(given: Any) -> None:
     for name, value in given.items() if isinstance(given, Mapping) else [("", given)]:
         where = f"prior_precision[{name!r}]" if name else "prior_precision"
         try:
-            numbers = torch.as_tensor(value, dtype=torch.float64).detach()
-            good = not isinstance(value, bool) and numbers.numel() > 0
+            found = torch.as_tensor(value).detach()
+            good = found.numel() > 0 and found.dtype != torch.bool and not found.is_complex()
+            numbers = found.double() if good else torch.empty(0)
         except (TypeError, ValueError, RuntimeError):
             numbers, good = torch.empty(0), False
         if not good or not bool((numbers > 0).all() & numbers.isfinite().all()):
@@ -235,14 +248,20 @@ def make_mean(given: Any, space: ParameterSpace, device: torch.device) -> Tensor
         >>> make_mean(0.5, ParameterSpace({"w": (2,)}), torch.device("cpu"))
         tensor([0.5000, 0.5000], dtype=torch.float64)
     """
-    if isinstance(given, Mapping):
-        flat = space.to_flat({name: torch.as_tensor(value) for name, value in given.items()})
-    else:
-        flat = torch.as_tensor(given)
-    if flat.ndim > 1 or flat.numel() not in (1, space.dim) or not bool(flat.double().isfinite().all()):
-        raise InputError(
-            f"prior_mean has shape {tuple(flat.shape)}",
-            expected=f"a finite number, ({space.dim},), or tensors by parameter name",
-            remedy="leave prior_mean= out for zero",
-        )
-    return flat.detach().to(device, torch.float64).expand(space.dim).clone()
+    try:
+        if isinstance(given, Mapping):
+            flat = space.to_flat({n: torch.as_tensor(v, dtype=torch.float64) for n, v in given.items()})
+        else:
+            flat = torch.as_tensor(given, dtype=torch.float64)
+        shown = f"has shape {tuple(flat.shape)}"
+    except (TypeError, RuntimeError):
+        flat, shown = torch.empty(0), f"is {given!r}"
+    if flat.numel() and not bool(flat.isfinite().all()):
+        shown = "holds NaN or infinite values"
+    elif flat.ndim <= 1 and flat.numel() in (1, space.dim):
+        return flat.detach().to(device).expand(space.dim).clone()
+    raise InputError(
+        f"prior_mean {shown}",
+        expected=f"a finite number, ({space.dim},), or tensors by parameter name",
+        remedy="leave prior_mean= out for zero",
+    )

@@ -111,6 +111,13 @@ def _by_gradient(scorer: Scorer, start: Hyper, search: Search) -> Tuned:
 
 def _by_grid(scorer: Scorer, at: Hyper, search: Search, grids: dict[str, Any]) -> Tuned:
     """The best of all combinations."""
+    if search.scale or (search.noise and grids["noise"] is None):
+        name = "data_scale" if search.scale else "noise"
+        raise InputError(
+            f"{name}=True in a grid, which tries the values that it is given",
+            expected="values",
+            remedy=f"pass {'noise_variance' if name == 'noise' else name}=[...], or search by gradient",
+        )
     device = at.prior.device
     values = {
         "prior_precision": _grid("prior_precision", grids["prior"], PRIORS),
@@ -128,6 +135,8 @@ def _by_grid(scorer: Scorer, at: Hyper, search: Search, grids: dict[str, Any]) -
             expected='"glm", or "mc" for held-out data',
             remedy='pass predict="glm"',
         )
+    if search.predict == "mc":
+        check_count("samples", search.samples)
     scores = by_prediction[search.predict]()
     best = int(scores.nan_to_num(-torch.inf).argmax())
     edges = _at_edges(values, best)
