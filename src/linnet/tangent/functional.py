@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,14 +16,14 @@ from linnet.errors import InputError, ModelError, WeightsError
 from linnet.linalg.finite import is_finite
 from linnet.linalg.space import ParameterSpace
 from linnet.memory import reuse_freed_memory
-from linnet.tangent.batch import Inputs, batch_size, example_shapes, take, tensors_in
+from linnet.tangent.batch import Inputs, batch_size, example_shapes, map_tensors, take, tensors_in
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import differentiable_kernels, has_recurrence, in_exact_mode
 from linnet.tangent.selection import Selector, select_parameters
 
 # what a cache knows that other weights do not change
-STRUCTURAL = frozenset({"jvp", "folds", "operations", "inner layers"})
+STRUCTURAL = frozenset({"jvp", "folds", "operations", "inner layers", "keeps inputs"})
 OutputAdapter = str | Callable[[Any], Tensor] | None
 
 
@@ -129,6 +130,38 @@ class Functional:
 
     def __call__(self, params: Params, x: Inputs) -> Tensor:
         """f(θ, x), shape (N, ...); a network with outputs (N,) gives (N, 1)."""
+        with self.inputs(x) as own:
+            return self.run(params, own)
+
+    @contextlib.contextmanager
+    def inputs(self, x: Inputs) -> Iterator[Inputs]:
+        """What the network may do with as it likes: copies of x, until it is known not to write to them.
+
+        Args:
+            x: A batch.
+
+        Yields:
+            The batch to run the network on, once.
+        """
+        if self.cache.get("keeps inputs", False):
+            yield x
+            return
+        own = map_tensors(torch.clone, x)
+        before = _versions(own)
+        yield own
+        if before is not None:
+            self.cache.setdefault("keeps inputs", _versions(own) == before)
+
+    def run(self, params: Params, x: Inputs) -> Tensor:
+        """f(θ, x) on inputs that may be overwritten.
+
+        Args:
+            params: θ by name.
+            x: A batch, from :meth:`inputs`.
+
+        Returns:
+            The outputs, (N, ...).
+        """
         args, kwargs = call_arguments(x)
         _, places = self._members()
         everywhere = {place: value for name, value in params.items() for place in places.get(name, (name,))}
@@ -220,6 +253,14 @@ def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
     """
     model = getattr(model, "_orig_mod", model)
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _versions(x: Inputs) -> list[int] | None:
+    """How often each tensor was written to; None where nobody counts."""
+    tensors = tensors_in(x)
+    if torch.compiler.is_compiling() or any(t.is_inference() for t in tensors):
+        return None
+    return [t._version for t in tensors]
 
 
 def _padding_rows(model: nn.Module, names: list[str]) -> dict[str, tuple[int, bool]]:

@@ -78,8 +78,8 @@ def trace(function: Functional, x: Inputs) -> Trace:
         leaf._linnet_from = (name,)  # type: ignore[attr-defined]
         leaf._linnet_leaf = True  # type: ignore[attr-defined]
     recorder = _Recorder(batch_size(x))
-    with torch.enable_grad(), recorder:
-        value = function(leaves, map_tensors(_as_data, x))
+    with function.inputs(x) as own, torch.enable_grad(), recorder:
+        value = function.run(leaves, map_tensors(_as_data, own))
         outputs = value.reshape(value.shape[0], -1)
     function.cache.setdefault("output shapes", {})[example_shapes(x)] = value.shape[1:]
     found = Trace(recorder.n, outputs, leaves, recorder.uses, recorder.unhandled, recorder.moved)

@@ -293,7 +293,7 @@ def _attack(
             moved = moved + step * direction * sign
             moved = moved if plan.limits is None else moved.clamp(*plan.limits)
         with torch.no_grad():
-            points.append(judge(class_probabilities(predict(moved), moved.shape[0]), y, start))
+            points.append(judge(class_probabilities(predict(moved.clone()), moved.shape[0]), y, start))
     unmoved = int((gradient.flatten(1) == 0).all(1).sum())
     return _Attacked(p, rows, clean, points, unmoved, moved)
 
@@ -304,7 +304,7 @@ def _ascent(
     """Probabilities, the classes in question, and ∇ log p of them in x; by default those predicted."""
     with torch.inference_mode(False), torch.enable_grad():
         variable = x.detach().clone().requires_grad_()
-        p = class_probabilities(predict(variable), x.shape[0])
+        p = class_probabilities(predict(variable.clone()), x.shape[0])  # which may be written to
         if not p.requires_grad:
             raise InputError(
                 "predict returns probabilities without a gradient in its inputs",

@@ -14,7 +14,7 @@ from linnet.methods.evaluation.answers import class_probabilities, mean_and_vari
 from linnet.methods.evaluation.judged import Judged, join, judge
 from linnet.methods.evaluation.reports import RegressionReport, Report
 from linnet.progress import track
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, map_tensors
 
 Predict = Callable[[Inputs], Any]
 
@@ -70,7 +70,7 @@ def evaluate(
         for batch in track(batches_of(predict, data, batch_size, device), "evaluating"):
             if batch.y is None:
                 raise InputError("data have no targets", expected="(x, y) pairs", remedy="pass data=(x, y)")
-            answer = predict(batch.x)
+            answer = predict(map_tensors(torch.clone, batch.x))  # which may be written to
             if batch.y.is_floating_point():
                 values.append(_compared(answer, batch.y, noise, start))
             else:

@@ -16,7 +16,7 @@ from linnet.methods.evaluation.evaluate import Predict, batches_of, same_classes
 from linnet.methods.evaluation.judged import SCORES, Judged, join, judge
 from linnet.methods.evaluation.ranking import Detection, InverseCumulative, inverse_cumulative
 from linnet.progress import track
-from linnet.tangent.batch import tensors_in
+from linnet.tangent.batch import map_tensors, tensors_in
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -192,7 +192,7 @@ def _judged(predict: Predict, batches: Batches, name: str, before: Shapes) -> tu
         for batch in track(_named(batches, name), f"predicting {name}"):
             here = tuple(tuple(t.shape[1:]) for t in tensors_in(batch.x))
             try:
-                answer = predict(batch.x)
+                answer = predict(map_tensors(torch.clone, batch.x))  # which may be written to
             except (RuntimeError, ValueError, TypeError) as error:
                 if not before or here == before:
                     raise
