@@ -181,6 +181,19 @@ def test_limits_clamp_after_every_step() -> None:
     assert down.entropy[1:].tolist() == pytest.approx([math.log(2)] * 2)
 
 
+def test_limits_and_scale_of_each_dimension() -> None:
+    """Images that were standardized channel by channel have ends of their own in each."""
+    low, high = torch.tensor([-0.5, 0.0, -9.0]).double(), torch.tensor([0.5, 0.25, 9.0]).double()
+    found = inputs(fgsm(predict, X, 0.3, limits=(low, high)))
+    near(found, inputs(fgsm(predict, X, 0.3)).clamp(low, high), 1e-12)
+    assert torch.equal(
+        inputs(fgsm(predict, X, 0.3, limits=[low.tolist(), 0.5])).amax(), torch.tensor(0.5).double()
+    )
+    tripled = inputs(fgsm(predict, X, 0.1, scale=3 * torch.ones(3)))
+    for other in ([3, 3, 3], torch.full((3,), 3).numpy(), 3):
+        near(inputs(fgsm(predict, X, 0.1, scale=other)), tripled, 1e-12)
+
+
 def test_scale_is_the_range_of_each_dimension() -> None:
     span = X.amax(0) - X.amin(0)
     expected = X - 0.1 * span * sign_of_gradient(X, predict(X).argmax(1))
@@ -275,7 +288,20 @@ def test_bad_arguments() -> None:
     refused(InputError, attack(target=-1), "target=-1")
     refused(InputError, attack(target=4), "target=4", "0 to 3")
     refused(InputError, attack(limits=(1.0, 0.0)), "limits=(1.0, 0.0)")
+    for limits in (
+        1.0,
+        (0.0,),
+        ("a", "b"),
+        (None, 1.0),
+        (float("nan"), 1.0),
+        (torch.ones(3), torch.ones(3)),
+        "ab",
+    ):
+        refused(InputError, attack(limits=limits), "limits")
+    refused(InputError, attack(limits=(torch.zeros(5), 1.0)), "limits has shape (5,)", "(3,)")
     refused(InputError, attack(scale="unit"), "scale='unit'")
+    for scale in (None, "", True, float("inf"), [[1.0], [1.0, 2.0]]):
+        refused(InputError, attack(scale=scale), "scale")
     refused(InputError, attack(scale=-1.0), "scale is negative")
     refused(InputError, attack(scale=torch.ones(5)), "scale has shape (5,)", "(3,)")
     refused(InputError, attack(X.long()), "torch.int64", "(12, 3)")

@@ -159,7 +159,7 @@ class _Plan:
     iterations: int
     every: bool  # a point for every iteration of one step size, not for every step size
     target: int | None
-    limits: tuple[float, float] | None
+    limits: tuple[Tensor, Tensor] | None
 
     def labels(self) -> list[tuple[float, int]]:
         """Step size and number of iterations of each point."""
@@ -175,7 +175,7 @@ def fgsm(
     *,
     target: int | None = None,
     iterations: int = 1,
-    limits: tuple[float, float] | None = None,
+    limits: tuple[float | Tensor, float | Tensor] | None = None,
     scale: float | str | Tensor = 1.0,
     keep: bool | None = None,
     batch_size: int | None = None,
@@ -195,7 +195,8 @@ def fgsm(
         step: Step size η, or several for a curve over step sizes; 0 is the clean input.
         target: Class y of a targeted attack.
         iterations: Number of steps taken one after the other. With one step size there is a point for each.
-        limits: Smallest and largest value of an input, to which inputs are clamped after every step.
+        limits: Smallest and largest value of an input, to which inputs are clamped after every step: numbers,
+            or tensors that broadcast against one input, as one number a channel (C, 1, 1).
         scale: What η is multiplied with: a number, a tensor that broadcasts against one input, or "range",
             the largest minus the smallest value of each input dimension in the data.
         keep: Whether to keep the attacked inputs of the last point; by default for one step size and data
@@ -225,6 +226,8 @@ def fgsm(
     plan = _checked(step, target, iterations, limits)
     batches = batches_of(predict, data, batch_size, device)
     rates = _scale(scale, batches)
+    for end in (end for end in plan.limits or () if end.ndim):
+        _require_broadcast(end, "limits", _one_tensor(batches.first().x), "pass limits=(0, 1)")
     if keep is None:
         keep = len(plan.steps) == 1 and isinstance(data, Tensor | tuple | list)
     clean: list[Judged] = []
@@ -291,7 +294,7 @@ def _attack(
                 sign = slope.sign()
                 points += [judge(here, y, start)] if plan.every else []
             moved = moved + step * direction * sign
-            moved = moved if plan.limits is None else moved.clamp(*plan.limits)
+            moved = moved if plan.limits is None else moved.clamp(*(end.to(moved) for end in plan.limits))
         with torch.no_grad():
             points.append(judge(class_probabilities(predict(moved.clone()), moved.shape[0]), y, start))
     unmoved = int((gradient.flatten(1) == 0).all(1).sum())
@@ -368,28 +371,60 @@ def _scale(scale: float | str | Tensor, batches: Any) -> Tensor | float:
         low, high = reduce(lambda a, b: torch.stack([a[0].minimum(b[0]), a[1].maximum(b[1])]), ends)
         span: Tensor = high - low
         return span
-    values = torch.as_tensor(scale)
-    if not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
+    values = _numbers(scale, "scale", "'range', a number or a tensor")
+    if bool((values < 0).any()):
         raise InputError(
             "scale is negative or not finite", expected="positive numbers", remedy="pass scale=1.0"
         )
-    if not isinstance(scale, Tensor):
-        return float(scale)
+    if values.ndim == 0:
+        return float(values)
     first = _one_tensor(batches.first().x)
+    _require_broadcast(values, "scale", first, "pass x.amax(0) - x.amin(0), or scale='range'")
+    return values.to(first)
+
+
+def _numbers(value: Any, name: str, expected: str) -> Tensor:
+    """Real numbers from anything that holds them, float64; not NaN, and infinite only as limits."""
     try:
-        torch.broadcast_to(scale, first.shape[1:])
+        found = torch.as_tensor(value).double() if not isinstance(value, bool) else torch.empty(0)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.empty(0)
+    if found.numel() == 0 or bool(found.isnan().any()) or (name == "scale" and bool(found.isinf().any())):
+        shown = "is negative or not finite" if found.numel() else f"is {value!r}"
+        raise InputError(f"{name} {shown}", expected=expected, remedy=f"leave {name}= out")
+    return found
+
+
+def _require_broadcast(values: Tensor, name: str, x: Tensor, remedy: str) -> None:
+    """Raise unless numbers broadcast against one input."""
+    try:
+        torch.broadcast_to(values, x.shape[1:])
     except RuntimeError as error:
         raise InputError(
-            f"scale has shape {tuple(scale.shape)} but an input has {tuple(first.shape[1:])}",
+            f"{name} has shape {tuple(values.shape)} but an input has {tuple(x.shape[1:])}",
             expected="a shape that broadcasts against one input",
-            remedy="pass x.amax(0) - x.amin(0), or scale='range'",
+            remedy=remedy,
         ) from error
-    return scale.to(first)
 
 
-def _checked(
-    step: float | Sequence[float], target: int | None, iterations: int, limits: tuple[float, float] | None
-) -> _Plan:
+def _limits(limits: Any) -> tuple[Tensor, Tensor] | None:
+    """The smallest and the largest value of an input."""
+    if limits is None:
+        return None
+    expected = "(smallest, largest) value"
+    if not hasattr(limits, "__len__") or isinstance(limits, str | dict) or len(limits) != 2:
+        raise InputError(f"limits={limits!r}", expected=expected, remedy="pass limits=(0, 1)")
+    low, high = (_numbers(end, "limits", expected) for end in limits)
+    try:
+        ordered = bool((low < high).all())
+    except RuntimeError:
+        ordered = False
+    if not ordered:
+        raise InputError(f"limits={limits!r}", expected=expected, remedy="pass limits=(0, 1)")
+    return low, high
+
+
+def _checked(step: float | Sequence[float], target: int | None, iterations: int, limits: Any) -> _Plan:
     """The plan, or an error that names the argument."""
     try:
         sizes = torch.as_tensor(step, dtype=torch.float64)
@@ -405,8 +440,4 @@ def _checked(
         )
     if target is not None and (isinstance(target, bool) or not isinstance(target, int) or target < 0):
         raise InputError(f"target={target!r}", expected="a class, 0 or more", remedy="pass target=0")
-    if limits is not None and not (len(limits) == 2 and limits[0] < limits[1]):
-        raise InputError(
-            f"limits={limits}", expected="(smallest, largest) value", remedy="pass limits=(0, 1)"
-        )
-    return _Plan(tuple(sizes.reshape(-1).tolist()), iterations, sizes.ndim == 0, target, limits)
+    return _Plan(tuple(sizes.reshape(-1).tolist()), iterations, sizes.ndim == 0, target, _limits(limits))
