@@ -23,7 +23,7 @@ from tests.methods.laplace_problems import (
     numbers,
     theta_of,
 )
-from tests.methods.problems import real
+from tests.methods.problems import near, real
 
 L = linnet.likelihoods
 ALL = [*DENSE, *KRONECKER]
@@ -256,3 +256,31 @@ def test_training_takes_loaders_and_says_what_is_wrong() -> None:
     assert net.weight.grad is None
     with pytest.raises(InputError, match="epochs"):
         train_with_evidence(net, loader, CATEGORICAL, 0, make)
+
+
+def test_training_reaches_the_mode_of_scaled_data() -> None:
+    """Data that count three times, against a prior that stays: the weights of Bayesian linear regression."""
+    x, y = real(20, 3), real(20, 1, seed=1)
+    net = nn.Linear(3, 1, bias=False).double()
+    likelihood = L.Gaussian(variance=0.5)
+    train_with_evidence(
+        net, (x, y), likelihood, 400, lambda p: torch.optim.SGD(p, 0.1),
+        burn_in=400, structure="full", data_scale=3.0, prior_precision=20.0, steps=1,
+    )  # fmt: skip
+    precision = 3 * x.T @ x / 0.5 + 20 * torch.eye(3, dtype=torch.float64)
+    near(net.weight.T, torch.linalg.solve(precision, 3 * x.T @ y / 0.5), 1e-8)
+
+
+def test_training_takes_the_outputs_that_it_is_told() -> None:
+    class Named(nn.Linear):
+        def forward(self, input: Tensor) -> Any:
+            return {"scores": super().forward(input), "features": input}
+
+    x, y = real(12, 3), torch.arange(12) % 3
+    make = lambda p: torch.optim.SGD(p, 0.1)  # noqa: E731
+    torch.manual_seed(0)
+    net, plain = Named(3, 3).double(), nn.Linear(3, 3).double()
+    plain.load_state_dict(net.state_dict())
+    train_with_evidence(net, (x, y), CATEGORICAL, 2, make, output="scores")
+    train_with_evidence(plain, (x, y), CATEGORICAL, 2, make)
+    near(net.weight, plain.weight, 1e-12)

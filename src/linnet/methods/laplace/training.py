@@ -19,7 +19,8 @@ from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.random import Seed, make_generator
 from linnet.methods.fitting.arguments import check_count
 from linnet.methods.laplace.laplace import Laplace
-from linnet.tangent.batch import Inputs, batch_size, gather_data, take
+from linnet.tangent.batch import Inputs, batch_size, gather_data, map_tensors, take
+from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -43,7 +44,7 @@ def train_with_evidence(
 ) -> Laplace:
     """Train a network, in place, on its loss plus a prior that the evidence keeps choosing.
 
-    The loss of a batch is its mean negative log-likelihood plus ½ Σ δ (θ − μ)² / N. Keep the epoch of the
+    The loss of a batch is its mean negative log-likelihood plus ½ Σ δ (θ − μ)² / (s N). Keep the epoch of the
     largest evidence by comparing :meth:`Laplace.log_evidence` of what several calls return.
 
     Args:
@@ -79,7 +80,8 @@ def train_with_evidence(
         check_count(name, value)
     la = Laplace(model, likelihood, **options)
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
-    held = data if isinstance(data, DataLoader) else gather_data(data, missing=True)
+    place = next(model.parameters()).device
+    held = data if isinstance(data, DataLoader) else gather_data(data, place, missing=True)
     n = sum(batch_size(x) for x, _ in held) if isinstance(held, DataLoader) else batch_size(held[0])
     source = make_generator(generator)
     penalty = _Penalty(la.fit(held))
@@ -87,7 +89,9 @@ def train_with_evidence(
         model.train()
         for x, y in _batches(held, batch, source):
             optimizer.zero_grad()
-            loss = la.likelihood.nll(_outputs(model, x), y).mean() + penalty(model) / n
+            f = _outputs(model, map_tensors(lambda t: t.to(place), x), options.get("output"))
+            # −1/n of the log posterior, in which every example counts s times, over s
+            loss = la.likelihood.nll(f, y).mean() + penalty(model) / (la.data_scale * n)
             loss.backward()
             optimizer.step()
         if (epoch > burn_in and epoch % every == 0) or epoch == epochs:
@@ -110,9 +114,12 @@ def _batches(data: Any, size: int, source: torch.Generator | None) -> Iterator[t
         yield take(x, index), y[index]
 
 
-def _outputs(model: nn.Module, x: Inputs) -> Tensor:
+def _outputs(model: nn.Module, x: Inputs, output: OutputAdapter) -> Tensor:
     """The network's outputs, with gradients."""
-    result = model(*x) if isinstance(x, list | tuple) else model(**x) if isinstance(x, dict) else model(x)
+    args, kwargs = call_arguments(x)
+    result = model(*args, **kwargs)
+    if output is not None:
+        return adapt_outputs(result, output)
     result = getattr(result, "logits", result)
     if not isinstance(result, Tensor):
         raise InputError(
