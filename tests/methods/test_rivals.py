@@ -292,3 +292,50 @@ def test_dropout_names_inputs_that_it_cannot_take() -> None:
     rival = linnet.rivals.mc_dropout(net, linnet.likelihoods.Categorical(), samples=2)
     with pytest.raises(ModelError, match="cannot run on x"):
         rival.predict(torch.zeros(4, 5))
+
+
+# --- what cannot be used ----------------------------------------------------------------------------
+
+
+def test_inputs_that_no_network_takes_are_named() -> None:
+    x, y = real(8, 3), torch.arange(8) % 3
+    likelihood = L.Categorical()
+    ffg = factorized_gaussian(network(), (x, y), likelihood, epochs=1, samples=2)
+    ensemble = deep_ensemble(lambda seed: network(seed=seed), likelihood, members=2)
+    for rival in (ffg, ensemble):
+        for wrong in (x[:, :2], x.float()):
+            with pytest.raises(ModelError, match="cannot run on x"):
+                rival(wrong)
+    mixed = deep_ensemble(lambda seed: network(3, 4, 3 + seed), likelihood, members=2)
+    with pytest.raises(ModelError, match=r"shapes \(3,\), \(4,\)"):
+        mixed(x)
+
+
+@pytest.mark.parametrize("seed", ["one", None, 0.5, True, 2**70])
+def test_seeds_that_are_none(seed: Any) -> None:
+    with pytest.raises(InputError, match="seed="):
+        mc_dropout(dropout(), L.Categorical(), seed=seed)
+    with pytest.raises(InputError, match="seed="):
+        deep_ensemble(lambda _: network(), L.Categorical(), seed=seed)
+    with pytest.raises(InputError, match="seed="):
+        trained(network, (real(4, 3), torch.arange(4) % 3), L.Categorical(), seed=seed)
+
+
+def test_missing_targets_take_no_part() -> None:
+    """Those of a whole example may as well be left out."""
+    x, t = real(12, 3), real(12, 2, seed=1)
+    t[8:] = math.nan
+    likelihood, kept = L.Gaussian(variance=0.5, masked=True), (x[:8], t[:8])
+    lin = linnet.linearize(network(3, 4, 2))
+    some, all_ = (linnet.linear_posterior(lin, data, likelihood, tolerance=1e-9) for data in (kept, (x, t)))
+    near(all_.mean, some.mean, 1e-8)
+    made = [
+        trained(lambda: network(3, 4, 2), data, likelihood, epochs=1, prior_precision=1e-9)
+        for data in (kept, (x, t))
+    ]
+    near(*(member[0].weight for member in made), 1e-6)  # type: ignore[index, arg-type]
+    t[:8, 1] = math.nan
+    bounds = [factorized_gaussian(network(3, 4, 2), (x, t), likelihood, epochs=2, samples=2).bounds]
+    assert all(math.isfinite(bound) for bound in bounds[0])
+    with pytest.raises(DataError, match="y holds NaN"):
+        linnet.linear_posterior(lin, (x, t), L.Gaussian())

@@ -290,6 +290,23 @@ def check_likelihood(likelihood: object) -> None:
         )
 
 
+def takes_missing(likelihood: Likelihood) -> bool:
+    """Whether targets that are nan count as missing.
+
+    Args:
+        likelihood: Any likelihood.
+
+    Returns:
+        Whether they do; otherwise they are errors.
+
+    Example:
+        >>> from linnet.likelihoods import Gaussian
+        >>> takes_missing(Gaussian(masked=True)), takes_missing(Gaussian())
+        (True, False)
+    """
+    return bool(getattr(likelihood, "masked", False))
+
+
 def _few(rows: Tensor) -> list[slice]:
     """Examples (N, T, C) in parts whose matrices C x C are formed at once."""
     n, t, c = rows.shape

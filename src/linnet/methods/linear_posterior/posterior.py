@@ -20,7 +20,7 @@ from linnet.curvatures.engine import everything
 from linnet.curvatures.parts import Part
 from linnet.curvatures.variance import batch_covariance
 from linnet.errors import InputError
-from linnet.likelihoods.likelihood import Likelihood, check_likelihood
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing
 from linnet.linalg.random import Seed, make_generator, normal
 from linnet.linalg.structured import Diagonal
 from linnet.methods.fitting.arguments import check_count, check_positive
@@ -275,7 +275,7 @@ def linear_posterior(
     draws = {"map": 1, "svi": 1, "laplace": 30}[method] if samples is None else samples
     check_count("samples", draws)
     schedule = Schedule(epochs, rate, batch_size, draws)
-    x, y = gather_data(data, lin.function.device)
+    x, y = gather_data(data, lin.function.device, missing=takes_missing(likelihood))
     model = LinearModel(lin.function, x, y, likelihood, bool(base))
     precision = float(prior_precision)
     if method == "svi":

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linnet.likelihoods.likelihood import Likelihood, check_likelihood
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing
 from linnet.linalg.random import Seed, make_generator, normal
 from linnet.methods.fitting.arguments import check_count, check_positive
 from linnet.methods.linear_posterior.svi import Schedule, divergence
@@ -64,7 +64,7 @@ class FactorizedGaussian(Rival):
         samples: int,
         seed: int,
     ) -> None:
-        super().__init__(likelihood, function.device)
+        super().__init__(likelihood, [function])
         self._function, self._samples, self._seed = function, samples, seed
         self.mean, self.deviation, self.bounds = mean, deviation, bounds
 
@@ -138,7 +138,7 @@ def factorized_gaussian(
     check_count("samples", samples)
     schedule = Schedule(epochs, rate, batch_size, draws)
     function = Functional(model, "all", output)
-    x, y = gather_data(data, function.device)
+    x, y = gather_data(data, function.device, missing=takes_missing(likelihood))
     likelihood.check(function.check_runs(x), y)
     mean = function.space.to_flat(function.theta).clone().requires_grad_()
     # v with softplus(v) = s

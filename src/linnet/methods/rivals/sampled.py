@@ -13,16 +13,16 @@ with ``.mean`` and ``.variance``. ``.predict(x)`` returns that object always.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from linnet.errors import InputError
+from linnet.errors import InputError, ModelError
 from linnet.likelihoods.discrete import Bernoulli, Categorical
-from linnet.likelihoods.likelihood import Likelihood, check_likelihood
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing
 from linnet.methods.fitting.arguments import check_count, check_positive
 from linnet.methods.laplace.links import Link
 from linnet.methods.laplace.outputs import requires_gradient
@@ -37,15 +37,18 @@ class Rival(ABC):
 
     Args:
         likelihood: What their outputs mean.
-        device: Where they are.
+        members: The networks, or the one whose weights or masks are drawn.
+
+    Attributes:
+        members: The same.
 
     Raises:
         InputError: If the likelihood is none.
     """
 
-    def __init__(self, likelihood: Likelihood, device: torch.device) -> None:
+    def __init__(self, likelihood: Likelihood, members: Sequence[Functional]) -> None:
         check_likelihood(likelihood)
-        self.likelihood, self.device = likelihood, device
+        self.likelihood, self.members, self.device = likelihood, list(members), members[0].device
 
     @abstractmethod
     def outputs(self, x: Inputs) -> Tensor:
@@ -69,11 +72,31 @@ class Rival(ABC):
 
         Raises:
             DataError: If x is empty or not finite.
+            ModelError: If the networks cannot run on x, or not with outputs of one shape.
         """
         check_examples(x)
         with torch.set_grad_enabled(requires_gradient(x)):
-            f = self.outputs(map_tensors(lambda t: t.to(self.device), x))
+            f = self._outputs(map_tensors(lambda t: t.to(self.device), x))
         return SampledPredictive(f.flatten(2), Meaning(self.likelihood, tuple(f.shape[2:]), Link()))
+
+    def _outputs(self, x: Inputs) -> Tensor:
+        """The outputs, or an error that says why there are none."""
+        try:
+            return self.outputs(x)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            self._check_runs(x)  # may say better what is wrong
+            raise
+
+    def _check_runs(self, x: Inputs) -> None:
+        """Raise if a network cannot run on x, or gives outputs of another shape than the first."""
+        one = take(map_tensors(lambda t: t.detach(), x), slice(0, 1))
+        shapes = [tuple(member.check_runs(one).shape[1:]) for member in self.members]
+        if len(set(shapes)) > 1:
+            raise ModelError(
+                f"the networks give outputs of the shapes {', '.join(map(str, dict.fromkeys(shapes)))}",
+                expected="networks of one kind",
+                remedy="train all of them on the same task",
+            )
 
     def __call__(self, x: Inputs) -> Tensor | SampledPredictive:
         """Class probabilities (S, N, C), two columns for a yes or no; or the prediction, for numbers."""
@@ -101,18 +124,14 @@ class MCDropout(Rival):
     """
 
     def __init__(self, function: Functional, likelihood: Likelihood, samples: int, seed: int) -> None:
-        super().__init__(likelihood, function.device)
+        super().__init__(likelihood, [function])
         self._function, self._samples, self._seed = function, samples, seed
 
     def outputs(self, x: Inputs) -> Tensor:
         """The outputs under S masks, (S, N, ...); the same masks at every call with as many examples."""
         theta = self._function.theta
-        try:
-            with _seeded(self._seed, self.device):
-                return torch.stack([self._function(theta, x) for _ in range(self._samples)])
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-            self._function.check_runs(take(x, slice(0, 1)))  # may say better what is wrong
-            raise
+        with _seeded(self._seed, self.device):
+            return torch.stack([self._function(theta, x) for _ in range(self._samples)])
 
 
 def mc_dropout(
@@ -146,6 +165,7 @@ def mc_dropout(
         torch.Size([10, 4, 3])
     """
     check_count("samples", samples)
+    _check_seed(seed)
     function = Functional(model, "all", output)
     dropping = [module for module in function.model.modules() if _drops(module)]
     if not dropping:
@@ -164,6 +184,12 @@ def _drops(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
+
+
+def _check_seed(seed: Any) -> None:
+    """Raise unless torch takes the seed."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise InputError(f"seed={seed!r}", expected="an integer", remedy="leave seed= out")
 
 
 @contextmanager
@@ -186,8 +212,7 @@ class DeepEnsemble(Rival):
     """
 
     def __init__(self, members: list[Functional], likelihood: Likelihood) -> None:
-        super().__init__(likelihood, members[0].device)
-        self.members = members
+        super().__init__(likelihood, members)
 
     def outputs(self, x: Inputs) -> Tensor:
         """The outputs of every member, (S, N, ...)."""
@@ -236,6 +261,7 @@ def deep_ensemble(
             expected="a function of a seed, and at least two members",
             remedy="pass train=lambda seed: trained(make, data, likelihood, seed=seed)",
         )
+    _check_seed(seed)
     found = []
     for own in track(range(seed, seed + members), "training an ensemble"):
         with torch.random.fork_rng():
@@ -291,11 +317,12 @@ def trained(
     check_count("batch_size", batch_size)
     check_positive("rate", rate, "leave rate= out")
     check_positive("prior_precision", prior_precision, "leave prior_precision= out")
+    _check_seed(seed)
     with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(seed)
         model = make()
         weights = [p for p in model.parameters() if p.requires_grad]
-        x, y = gather_data(data, weights[0].device)
+        x, y = gather_data(data, weights[0].device, missing=takes_missing(likelihood))
         n, optimizer = _count(x), torch.optim.Adam(weights, lr=rate)
         model.train()
         for _ in range(epochs):
