@@ -104,3 +104,16 @@ def test_one_sample_has_no_variance() -> None:
             getattr(one, ask)
     with pytest.raises(InputError, match="the variance of one sample"):
         one.with_noise()
+
+
+def test_a_linearization_that_was_trained_is_refused() -> None:
+    """Its curvature and outputs would be those of δ = 0, not those that it predicts with."""
+    model, x, y = classes()
+    lin = linnet.linearize(model)
+    near(Laplace(lin, CATEGORICAL).fit((x, y)).predict(x).mean, lin(x), 1e-12)
+    with torch.no_grad():
+        lin.delta["0.weight"].add_(0.1)
+    with pytest.raises(InputError, match="Linearized that has been trained"):
+        Laplace(lin, CATEGORICAL).fit((x, y))
+    lin.relinearize()
+    near(Laplace(lin, CATEGORICAL).fit((x, y)).predict(x).mean, lin(x), 1e-12)

@@ -27,6 +27,7 @@ from linnet.methods.laplace.posterior import (
     check_damping,
     measure_all,
     relative_noise,
+    require_origin,
     with_noise,
 )
 from linnet.methods.laplace.predict import GaussianPredictive, Meaning, SampledPredictive
@@ -51,7 +52,7 @@ class Laplace:
     scale of the data. The model is not touched: a copy is taken at every fit.
 
     Args:
-        model: The trained network, or a ``Linearized``.
+        model: The trained network, or a ``Linearized`` at δ = 0.
         likelihood: What its outputs mean, one of ``linnet.likelihoods``.
         structure: Of the curvature: "kfac", "ekfac", "kfra", "diagonal", "block", "full", "low-rank",
             "last-layer", or a mapping from parameter patterns to structures.
@@ -135,7 +136,8 @@ class Laplace:
             This object.
 
         Raises:
-            InputError: If ``add`` does not go with the structure, or the weights have changed.
+            InputError: If ``add`` does not go with the structure, the weights have changed, or the model is a
+                ``Linearized`` with δ ≠ 0.
 
         Example:
             >>> import linnet
@@ -144,6 +146,7 @@ class Laplace:
             >>> halves.fit((x[4:], x[4:, :1]), add=True).examples
             8.0
         """
+        require_origin(self._model)
         before = self._state if add else None
         options = dict(self._options)
         if before is not None:  # other random numbers than those of the first data

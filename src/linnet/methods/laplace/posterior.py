@@ -18,7 +18,7 @@ from functools import cached_property, reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.parts import Part
@@ -31,6 +31,7 @@ from linnet.linalg.structured import StructuredOperator
 from linnet.methods.laplace.blocks import DAMPINGS, Block, Point, make_block
 from linnet.methods.laplace.prior import Groups, make_groups
 from linnet.tangent.functional import Functional
+from linnet.tangent.linearized import Linearized
 
 
 @dataclass(frozen=True)
@@ -320,6 +321,27 @@ def with_noise(likelihood: Likelihood, factor: float) -> Likelihood:
     if not isinstance(likelihood, Gaussian) or factor == 1.0:
         return likelihood
     return Gaussian(likelihood.noise * factor, likelihood.axis, likelihood.masked)
+
+
+def require_origin(model: nn.Module) -> None:
+    """Raise if a linearization has moved: curvature and outputs would be those at δ = 0.
+
+    Args:
+        model: A network, or a ``Linearized``.
+
+    Raises:
+        InputError: If it is one with δ ≠ 0.
+
+    Example:
+        >>> require_origin(nn.Linear(2, 1))
+    """
+    if isinstance(model, Linearized) and any(bool((t != 0).any()) for t in model.delta.values()):
+        raise InputError(
+            "model is a Linearized that has been trained: its displacement δ is not zero",
+            expected="a network, or a linearization at δ = 0",
+            remedy="use linnet.linear_posterior for the linear model, lin.relinearize() for the network at "
+            "θ₀ + δ, or lin.model for the one at θ₀",
+        )
 
 
 def check_damping(damping: str) -> None:
