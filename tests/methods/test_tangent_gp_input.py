@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -279,3 +280,13 @@ def test_targets_that_are_no_tensor() -> None:
     for targets in (None, t.numpy(), "all"):
         with pytest.raises(InputError, match="y is a"):
             process.predict(x).log_density(targets)
+
+
+def test_data_with_a_graph_are_taken_without_it() -> None:
+    model, x, t = numbers()
+    plain = TangentGP(model, Gaussian(variance=0.5)).fit(x, t).tune()
+    leaf = torch.ones((), dtype=torch.float64, requires_grad=True)
+    process = TangentGP(model, Gaussian(variance=0.5)).fit(leaf * x, leaf * t).tune()
+    again = copy.deepcopy(process.update(leaf * x, leaf * t)).predict(x)
+    assert not again.mean.requires_grad
+    assert torch.equal(again.mean, plain.update(x, t).predict(x).mean)

@@ -203,9 +203,10 @@ class TangentGP:
         return twin._take(joined, self._system)
 
     def _gathered(self, x: Any, y: Any) -> tuple[Inputs, Tensor]:
-        """Data on the network's device."""
+        """Data on the network's device, without a graph."""
         data = x if y is None else (x, y)
-        return gather_data(data, self._observed.base.device, missing=self._observed.masked)
+        x, y = gather_data(data, self._observed.base.device, missing=self._observed.masked)
+        return map_tensors(lambda t: t.detach(), x), y.detach()
 
     def _condition(self, data: tuple[Inputs, Tensor], before: System | None) -> TangentGP:
         """Solve for some data."""
