@@ -42,9 +42,7 @@ def arguments() -> argparse.ArgumentParser:
     found.add_argument("--images", type=int, default=60000)
     found.add_argument("--batch", type=int, default=1000)
     found.add_argument("--updates", type=int, default=None)
-    found.add_argument(
-        "--momentum", action="store_true", help="along the step before, by the quadratic model"
-    )
+    found.add_argument("--momentum", action="store_true", help="each method with momentum, too")
     return found
 
 
@@ -55,12 +53,13 @@ def objective(model: torch.nn.Module, x: Tensor) -> float:
     return total / len(x) + 0.5 * DECAY * sum(float(p.double().square().sum()) for p in model.parameters())
 
 
-def measure(args: argparse.Namespace, method: str, seed: int, updates: int, x: Tensor, test: Tensor) -> Any:
+def measure(
+    args: argparse.Namespace, way: tuple[str, bool], seed: int, updates: int, data: tuple[Tensor, Tensor]
+) -> Any:
     """One run; the training objective at the updates of the published curves and at the end."""
+    (method, momentum), (x, test) = way, data
     model = autoencoder(784, args.widths, "relu", seed).to(x.device)
-    optimizer = optim.GaussNewton(
-        model, Bernoulli(), method.lower(), weight_decay=DECAY, momentum=args.momentum
-    )
+    optimizer = optim.GaussNewton(model, Bernoulli(), method.lower(), weight_decay=DECAY, momentum=momentum)
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, Any] = {"update": [], "train": [], "test": [], "clock": []}
     clock = time.perf_counter if x.device.type == "cuda" else time.process_time
@@ -81,7 +80,12 @@ def measure(args: argparse.Namespace, method: str, seed: int, updates: int, x: T
     return found
 
 
-def table_rows(cells: Sequence[Any], momentum: bool) -> list[list[str]]:
+def name_of(cell: Any) -> str:
+    """The method, with what is not its default."""
+    return str(cell["method"]) + (", momentum" if cell.get("momentum") else ", defaults")
+
+
+def table_rows(cells: Sequence[Any]) -> list[list[str]]:
     """Losses of every run beside the published ones."""
     rows = []
     for cell in cells:
@@ -91,7 +95,7 @@ def table_rows(cells: Sequence[Any], momentum: bool) -> list[list[str]]:
             published = [f"{curve[step]:.2f}" if step in curve else "" for curve in (KFAC, KBFGS)]
             rows.append(
                 [
-                    cell["method"] + ", momentum" * momentum,
+                    name_of(cell),
                     f"{step:,}",
                     f"{train:.2f}",
                     f"{test:.2f}",
@@ -107,35 +111,29 @@ def main(given: Sequence[str] | None = None) -> None:
     args = arguments().parse_args(given)
     study = Study("optimizer/relu", args)
     updates = args.updates or (3000 if args.full else 60)
-    extra = {"momentum": True} if args.momentum else {}
+    ways: list[dict[str, bool]] = [{}, {"momentum": True}] if args.momentum else [{}]
     small = args.widths != list(WIDTHS)
     methods = args.methods or (("KFRA", "KFAC") if args.full or small else ("KFRA",))
     data: tuple[Tensor, Tensor] | None = None
 
-    def compute(method: str, seed: int) -> Any:
+    def compute(method: str, seed: int, momentum: bool = False) -> Any:
         nonlocal data
         if data is None:
             read = images("mnist", args.data_dir)
             x = pixels(read.train_x[: args.images]).flatten(1)
             data = x.to(args.device), pixels(read.test_x).flatten(1).to(args.device)
-        return measure(args, method, seed, updates, *data)
+        return measure(args, (method, momentum), seed, updates, data)
 
     cells = [
         study.cell(
-            {
-                "method": m,
-                "seed": s,
-                "updates": updates,
-                "widths": args.widths,
-                "images": args.images,
-                **extra,
-            },
-            lambda m=m, s=s: compute(m, s),  # type: ignore[misc]
+            {"method": m, "seed": s, "updates": updates, "widths": args.widths, "images": args.images, **way},
+            lambda m=m, s=s, way=way: compute(m, s, **way),  # type: ignore[misc]
         )
         for m in methods
+        for way in ways
         for s in study.seeds
     ]
-    rows = table_rows(cells, args.momentum)
+    rows = table_rows(cells)
     header = [
         "method",
         "updates",
@@ -148,7 +146,7 @@ def main(given: Sequence[str] | None = None) -> None:
     study.publish(markdown(header, rows), cells, published={"KFAC": KFAC, "K-BFGS": KBFGS})
     picture, axis = figure()
     for color, cell in zip(COLORS, cells, strict=False):
-        axis.plot(cell["update"], cell["train"], "o-", color=color, label=f"{cell['method']}, defaults")
+        axis.plot(cell["update"], cell["train"], "o-", color=color, label=name_of(cell))
     axis.plot(list(KFAC), list(KFAC.values()), "k--", label="published KFAC, tuned")
     axis.set(xscale="log", yscale="log", xlabel="updates", ylabel="training loss")
     axis.legend()
