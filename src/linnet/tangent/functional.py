@@ -19,7 +19,7 @@ from linnet.memory import reuse_freed_memory
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, map_tensors, take, tensors_in
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.hashing import hash_tensors
-from linnet.tangent.modes import differentiable_kernels, has_recurrence, in_exact_mode
+from linnet.tangent.modes import alone, differentiable_kernels, has_recurrence, in_exact_mode
 from linnet.tangent.selection import Selector, select_parameters
 
 # what a cache knows that other weights do not change
@@ -70,7 +70,8 @@ class Functional:
             The copy.
         """
         twin = copy.copy(self)
-        twin.model, twin.cache = copy.deepcopy(self.model), {}
+        with alone():
+            twin.model, twin.cache = copy.deepcopy(self.model), {}
         return twin
 
     @torch.no_grad()
@@ -203,7 +204,8 @@ class Functional:
 
     def fingerprint(self) -> str:
         """A hash of the network's weights, buffers and selected names; equal for equal linearizations."""
-        state = self.model.state_dict()
+        with alone():
+            state = self.model.state_dict()
         values = hash_tensors([state[key] for key in sorted(state) if isinstance(state[key], Tensor)])
         return hashlib.sha256(f"{values} {self.names}".encode()).hexdigest()[:32]
 

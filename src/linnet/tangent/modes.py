@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from linnet.tangent.batch import map_tensors
 
 F = TypeVar("F", bound=Callable[..., Any])
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+_ALONE = threading.RLock()
 
 
 def has_recurrence(model: nn.Module) -> bool:
@@ -28,8 +30,25 @@ def has_recurrence(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """One thread at a time: who runs a network with other parameters in its place shares it with nobody.
+
+    ``functional_call`` puts tensors into the module itself, and levels of forward mode, like the switches of
+    this file, are those of the whole process. Threads that answer requests from one fit would mix them up.
+
+    Yields:
+        Nothing.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    with _ALONE:
+        yield
+
+
+@contextlib.contextmanager
 def differentiable_kernels(recurrent: bool) -> Iterator[None]:
-    """Kernels with derivatives of every order, for the duration of the block.
+    """Kernels with derivatives of every order, for the duration of the block; one thread at a time.
 
     Args:
         recurrent: Whether the network has recurrent layers; only then is mkldnn switched off,
@@ -38,18 +57,19 @@ def differentiable_kernels(recurrent: bool) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            if recurrent:
-                stack.enter_context(_without_fused_recurrence())
-            if not torch.compiler.is_compiling():
-                stack.enter_context(without_recomputation())
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
+    with alone():
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+                if recurrent:
+                    stack.enter_context(_without_fused_recurrence())
+                if not torch.compiler.is_compiling():
+                    stack.enter_context(without_recomputation())
+                yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
 @contextlib.contextmanager

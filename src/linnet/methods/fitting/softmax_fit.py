@@ -203,8 +203,8 @@ class SoftmaxFit:
     def _kernel_to_train(self, x: Inputs) -> Iterator[Tensor]:
         """K(x, X), (T, C, N, C), in as many parts as the memory budget asks for; one part is kept."""
         key = hash_tensors(tensors_in(x))
-        if key in self._cross:
-            yield self._cross[key]
+        if (known := self._cross.get(key)) is not None:
+            yield known
             return
         row = self.n * self.system.c**2 * (self.module.function.dtype.itemsize + 3 * 8)
         budget = parse_bytes(self.memory, self.module.function.device)
