@@ -74,6 +74,7 @@ class Functional:
             twin.model, twin.cache = copy.deepcopy(self.model), {}
         return twin
 
+    @in_exact_mode
     @torch.no_grad()
     def moved(self, tensors: Mapping[str, Tensor], in_place: bool = False) -> Functional:
         """The same function with other weights; what is known of the network's structure stays known.
@@ -286,7 +287,8 @@ def _frozen_copy(model: nn.Module) -> nn.Module:
     try:
         for p, _ in grads:
             p.grad = None
-        clone = copy.deepcopy(model)
+        with torch.inference_mode(False):  # a copy that is made in that mode could never be differentiated
+            clone = copy.deepcopy(model)
     except (RuntimeError, TypeError) as error:
         raise ModelError(
             f"model ({type(model).__name__}) cannot be copied: {error}",

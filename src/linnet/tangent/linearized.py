@@ -49,7 +49,8 @@ class Linearized(nn.Module):
         super().__init__()
         object.__setattr__(self, "_function", function)
         self._owned = False  # whether nobody else can hold the function
-        self._modules["delta"] = _tree({name: torch.zeros_like(t) for name, t in function.theta.items()})
+        with torch.inference_mode(False):
+            self._modules["delta"] = _tree({name: torch.zeros_like(t) for name, t in function.theta.items()})
 
     _function: Functional
 

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from linnet.tangent.batch import map_tensors
+from linnet.tangent.batch import map_tensors, tensors_in
 
 F = TypeVar("F", bound=Callable[..., Any])
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
@@ -115,6 +115,8 @@ def without_recomputation() -> Iterator[None]:
 def in_exact_mode(function: F) -> F:
     """Run a function outside inference mode and autocast; inference tensors among its inputs are cloned.
 
+    They are cloned outside that mode too, where autograd refuses them.
+
     Args:
         function: What to run; its arguments may be batches of any structure.
 
@@ -128,6 +130,8 @@ def in_exact_mode(function: F) -> F:
             return function(*args, **kwargs)
         cast = [kind for kind in ("cpu", "cuda", "mps") if torch.is_autocast_enabled(kind)]
         inference = torch.is_inference_mode_enabled()
+        if any(t.is_inference() for t in tensors_in((args, kwargs))) and not inference:
+            args, kwargs = (_usable(arg) for arg in (args, kwargs))
         if not cast and not inference:
             return function(*args, **kwargs)
         with contextlib.ExitStack() as stack:

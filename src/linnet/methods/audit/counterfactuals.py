@@ -20,6 +20,7 @@ from linnet.methods.fitting.targets import Targets, make_targets
 from linnet.tangent.batch import Inputs
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Counterfactual:
         return (self.before.argmax(1) != self.after.argmax(1)).nonzero()[:, 0]
 
 
+@in_exact_mode
 def counterfactual(fit: LinearFit, index: Any, target: Any, x: Inputs | None = None) -> Counterfactual:
     """The fit as if training examples had other labels, without refitting.
 

@@ -33,6 +33,7 @@ from linnet.methods.fitting.targets import make_targets
 from linnet.solvers.cg import relative_residual
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.jacobian import NormalOperator
+from linnet.tangent.modes import in_exact_mode
 
 METHODS = ("auto", "exact", "cg", "ekfac")
 NEAR = 0.1  # relative residual at which conjugate gradients from EKFAC end
@@ -66,6 +67,7 @@ class Influence:
     residual: float
 
 
+@in_exact_mode
 @torch.no_grad()
 def influence(
     fit: LinearFit,
@@ -140,6 +142,7 @@ def influence(
     return Influence(outputs, loss, chosen, residual)
 
 
+@in_exact_mode
 @torch.no_grad()
 def weight_changes(fit: LinearFit, indices: Any = None, memory: str | int | None = None) -> Tensor:
     """δ − δ₋ᵢ, what each training example contributed to the weights.

@@ -31,10 +31,12 @@ from linnet.methods.fitting.primal import Primal
 from linnet.tangent.batch import Inputs, batch_size, split
 from linnet.tangent.capture import capture
 from linnet.tangent.functional import Functional
+from linnet.tangent.modes import in_exact_mode
 
 TOGETHER = 64  # test examples differentiated at once
 
 
+@in_exact_mode
 @torch.no_grad()
 def loss_influence(
     fit: LinearFit,

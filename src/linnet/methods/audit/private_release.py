@@ -26,6 +26,7 @@ from linnet.tangent.batch import Inputs
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.jacobian import JacobianOperator
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
 
 MECHANISMS = ("output", "objective")
 NEIGHBORS = ("replace", "remove")
@@ -127,6 +128,7 @@ class Release:
         return out.reshape(out.shape[0], -1)
 
 
+@in_exact_mode
 def release(
     fit: LinearFit,
     epsilon: float,

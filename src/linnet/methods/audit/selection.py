@@ -22,6 +22,7 @@ from linnet.methods.fitting.asked import checked_inputs
 from linnet.methods.fitting.joint import joint_covariance, own_covariances
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.tangent.batch import Inputs, batch_size, take
+from linnet.tangent.modes import in_exact_mode
 
 CRITERIA = ("variance", "information", "predictive-information", "uncertainty")
 OF_TARGETS = ("variance", "predictive-information")  # criteria that depend on other examples
@@ -56,6 +57,7 @@ class Selection:
     criterion: str
 
 
+@in_exact_mode
 def select(
     fit: LinearFit,
     pool: Inputs,

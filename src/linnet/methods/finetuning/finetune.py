@@ -30,9 +30,11 @@ from linnet.methods.finetuning.recipes import (
 from linnet.methods.fitting.arguments import check_count, check_positive, check_ridge
 from linnet.methods.fitting.targets import ALPHA
 from linnet.tangent.functional import OutputAdapter
+from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector
 
 
+@in_exact_mode
 def finetune(
     model: nn.Module,
     data: Any,
@@ -194,7 +196,8 @@ def finetune(
         Reporting(log, log_every, checkpoint, save_every, progress, f"fine-tuning by {method}"),
     )
     held = None if validation is None else Examples(validation, device)
-    with torch.random.fork_rng(devices=[]):  # new layers draw from torch's own generator before they are set
+    # whatever the caller has switched off. New layers draw from torch's own generator before they are set
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         if solver == "exact":
             return exact(plan, model, method, (examples, held), candidates[0], ridge)
         return searched(plan, model, method, (examples, held), candidates)

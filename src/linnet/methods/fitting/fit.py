@@ -32,6 +32,7 @@ from linnet.progress import waiting
 from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, take
 from linnet.tangent.gram import GramTask, gram, plan_gram
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
 
 LOSSES = ("squared", "cross-entropy")
 SOLVERS = ("auto", "dual", "cg", "sgd")
@@ -101,6 +102,7 @@ def fit(
 ) -> Any: ...
 
 
+@in_exact_mode
 def fit(
     lin: Linearized,
     data: Any,

@@ -17,10 +17,12 @@ from linnet.methods.fitting.targets import ALPHA, Targets, make_targets
 from linnet.tangent.batch import Inputs, gather_data, split, take, tensors_in
 from linnet.tangent.functional import Functional
 from linnet.tangent.hashing import hash_tensors
+from linnet.tangent.modes import in_exact_mode
 
 RECORD = "_linnet_head"  # attribute of a network whose head was fitted: how, and on which labels
 
 
+@in_exact_mode
 def with_head(
     model: nn.Module,
     classes: int,

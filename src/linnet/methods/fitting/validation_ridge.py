@@ -33,6 +33,7 @@ from linnet.tangent.batch import Inputs, gather_data, take
 from linnet.tangent.gram import own_kernels
 from linnet.tangent.jacobian import jvp_columns
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
 
 DECADES = 4  # of the grid of a primal fit, to each side of its ridge
 ACCURACY = 1e-3  # of log ρ
@@ -72,6 +73,7 @@ class ValidationPath:
         return float(self.ridges[int(self.loss.argmin())])
 
 
+@in_exact_mode
 @torch.no_grad()
 def ridge_path(fit: LinearFit, validation: Any, ridges: Any = None) -> ValidationPath:
     """Predictions, their loss and the size of δ at many ridges, from one solve.
@@ -110,6 +112,7 @@ def ridge_path(fit: LinearFit, validation: Any, ridges: Any = None) -> Validatio
     return ValidationPath(grid, loss, distance, outputs, accuracy, gradient)
 
 
+@in_exact_mode
 @torch.no_grad()
 def ridge_gradient(fit: LinearFit, x: Inputs, y: Any) -> float:
     """D L/d log ρ of the validation loss L at the fit's own ridge, exactly.
@@ -140,6 +143,7 @@ def ridge_gradient(fit: LinearFit, x: Inputs, y: Any) -> float:
     return _curve(fit, (x, y)).at(fit.ridge)[1]
 
 
+@in_exact_mode
 @torch.no_grad()
 def tune_ridge(fit: LinearFit, validation: Any) -> LinearFit:
     """The same fit at the ridge of lowest validation loss.

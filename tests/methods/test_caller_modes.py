@@ -1,0 +1,74 @@
+"""What the caller has switched on or off around a call: inference mode, no gradients, autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linnet
+
+MODES: dict[str, Callable[[], Any]] = {
+    "inference": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+X, Y = torch.randn(10, 3, generator=torch.Generator().manual_seed(0)), torch.arange(10) % 2
+
+
+def network() -> nn.Module:
+    """A network of six hidden units."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("method", ["lqf", "gaf", "nlft", "fc", "lqf-fc"])
+def test_fine_tuning_does_not_depend_on_them(mode: str, method: str) -> None:
+    def tuned() -> Any:
+        return linnet.finetune(network(), (X, Y), method, steps=3)
+
+    expected = tuned().predict(X)
+    with MODES[mode]():
+        made = tuned()
+    assert torch.equal(made.predict(X), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_audits_do_not_depend_on_them(mode: str) -> None:
+    fit = linnet.fit(linnet.linearize(network()), (X, Y))
+    asked: list[Callable[[], Tensor]] = [
+        lambda: linnet.audit.loss_influence(fit, X[:3], Y[:3]),
+        lambda: linnet.audit.influence(fit, X[:3], method="ekfac").outputs,
+        lambda: linnet.audit.weight_changes(fit),
+    ]
+    expected = [question() for question in asked]
+    with MODES[mode]():
+        found = [question() for question in asked]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("solver", ["dual", "cg"])
+@pytest.mark.parametrize("loss", ["squared", "cross-entropy"])
+def test_a_fit_made_in_inference_mode_is_like_any_other(solver: str, loss: str) -> None:
+    def solved() -> Any:
+        return linnet.fit(linnet.linearize(network()), (X, Y), loss, solver=solver, preconditioner="ekfac")
+
+    expected = solved()
+    with torch.inference_mode():
+        fit = solved()
+    assert torch.equal(fit.predict(X), expected.predict(X))
+    fit.module(X).sum().backward()
+    assert all(parameter.grad is not None for parameter in fit.module.parameters())
+
+
+def test_data_made_in_inference_mode_are_like_any_others() -> None:
+    with torch.inference_mode():
+        x = X.clone()
+    lin = linnet.linearize(network())
+    fit = linnet.fit(lin, (x, Y))
+    assert torch.equal(fit.influence(x), linnet.fit(lin, (X, Y)).influence(X))
+    assert torch.equal(fit.module(x), fit.module(X))
