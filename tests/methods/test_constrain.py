@@ -216,6 +216,38 @@ def test_every_ridge_of_a_path_obeys_the_equations() -> None:
     near(fixed.path([0.1, 2.0]).loo_error, torch.stack(errors), 1e-9)
 
 
+def weighed(p: Problem, rho: float, weight: float, kept: list[int]) -> Tensor:
+    """δ that minimizes the objective with ½w‖b − Aδ‖² added to it, from the normal equations."""
+    a, b = held(p, X, PARTIAL)
+    j, r = p.j[kept].flatten(0, 1), (p.t - p.f0)[kept].reshape(-1)
+    h = j.T @ j + weight * a.T @ a + rho * torch.eye(j.shape[1], dtype=j.dtype)
+    return torch.linalg.solve(h, j.T @ r + weight * a.T @ b)
+
+
+@pytest.mark.parametrize("ridge", [4.0, "loo"])
+def test_a_penalty_keeps_its_weight_at_another_ridge(ridge: float | str) -> None:
+    rows = list(range(len(P.x)))
+    first = linnet.fit(P.lin, (P.x[:-2], P.y[:-2]), ridge=RHO).constrain(X, PARTIAL, weight=2.0)
+    moved = first.update((P.x[-2:], P.y[-2:]), ridge=ridge)
+    near(flat(moved.delta), weighed(P, moved.ridge, 2.0, rows))
+    near(flat(moved.forget([0]).delta), weighed(P, moved.ridge, 2.0, rows[1:]))
+    errors = []
+    for rho in (0.1, moved.ridge):
+        without = [weighed(P, rho, 2.0, [k for k in rows if k != i]) for i in rows]
+        left = [P.t[i] - P.f0[i] - P.j[i] @ delta for i, delta in enumerate(without)]
+        errors.append(torch.stack(left).square().sum(1).mean())
+    near(moved.path([0.1, moved.ridge]).loo_error, torch.stack(errors), 1e-9)
+
+
+def test_the_ridge_by_validation_knows_of_equations() -> None:
+    fit = linnet.fit(P.lin, (P.x, P.y), ridge=RHO)
+    path = linnet.audit.ridge_path(fit.constrain(X, PARTIAL), (P.x, P.y), [0.1, 2.0])
+    near(path.distance, torch.stack([kkt(P, *held(P, X, PARTIAL), rho).norm() for rho in (0.1, 2.0)]))
+    penalized = fit.constrain(X, PARTIAL, weight=2.0)
+    refused(InputError, lambda: linnet.audit.ridge_path(penalized, (P.x, P.y)), "penalties")
+    refused(InputError, lambda: linnet.audit.ridge_gradient(penalized, P.x, P.y), "penalties")
+
+
 @every_solver
 def test_forgetting_and_updates_keep_the_equations(solver: str) -> None:
     p, partial = case(solver)

@@ -82,6 +82,19 @@ class Constraints:
         """The same equations for a fit with more examples."""
         return replace(self, design=torch.cat([self.design, design]))
 
+    @property
+    def soft(self) -> bool:
+        """Whether any of the equations is a penalty."""
+        return bool((self.slack > 0).any())
+
+    def at_ridge(self, old: float, new: float) -> Constraints:
+        """The same equations at another ridge: penalties keep their weight w, so that τ = ρ/w follows."""
+        slack = self.slack * (new / old)
+        # LLᵀ = AAᵀ + τI, and G = JAᵀL⁻ᵀ
+        factor = cholesky(self.factor @ self.factor.T + torch.diag(slack - self.slack), "penalties")
+        design = _forward(factor, self.factor @ self.design.T).T
+        return replace(self, slack=slack, factor=factor, design=design)
+
     def errors(self, module: Linearized) -> Tensor:
         """What is missing, v − S f, for the present δ, (q,)."""
         with torch.no_grad():

@@ -11,7 +11,8 @@ With r = t − f₀(X) the solution is δ = Jᵀβ, β = M r. Index letters: exa
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -54,6 +55,22 @@ class RidgePath:
         return float(self.ridges[int(score.argmin())])
 
 
+def joined(paths: Sequence[RidgePath]) -> RidgePath:
+    """Paths one after the other.
+
+    Args:
+        paths: Paths of the same kind of targets.
+
+    Returns:
+        One path.
+    """
+    columns: dict[str, Tensor | None] = {}
+    for one in fields(RidgePath):
+        parts = [value for path in paths if (value := getattr(path, one.name)) is not None]
+        columns[one.name] = torch.cat(parts) if parts else None
+    return RidgePath(**columns)  # type: ignore[arg-type]
+
+
 class Dual:
     """K, r and ρ, with the factorizations made when they are first needed.
 
@@ -88,6 +105,11 @@ class Dual:
         """The eigendecomposition of K, for paths of ridges."""
         if self._spectrum is None:
             self._spectrum = Spectrum(self.kernel, self.residual)
+        return self._spectrum
+
+    @property
+    def known_spectrum(self) -> Spectrum | None:
+        """The eigendecomposition if it was ever needed."""
         return self._spectrum
 
     @property

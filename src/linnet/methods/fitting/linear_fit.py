@@ -28,7 +28,14 @@ from linnet.methods.fitting.equations import wanted
 from linnet.methods.fitting.fit_files import write_fit
 from linnet.methods.fitting.predictive import Predictive, fit_temperature
 from linnet.methods.fitting.record import Record as Record
-from linnet.methods.fitting.systems import System, at_ridge, constrained, solve_delta, without_equations
+from linnet.methods.fitting.systems import (
+    System,
+    at_ridge,
+    constrained,
+    ridge_path_of,
+    solve_delta,
+    without_equations,
+)
 from linnet.methods.fitting.targets import Targets, make_targets
 from linnet.tangent.batch import (
     Inputs,
@@ -304,9 +311,7 @@ class LinearFit:
                 remedy='fit again with solver="dual", or fit at each ridge',
             )
         given = None if ridges is None else ridge_grid(ridges)
-        spectrum = self.system.spectrum
-        grid = spectrum.grid() if given is None else given.to(spectrum.values.device)
-        return spectrum.path(grid, self.classes is not None, self.targets)
+        return ridge_path_of(self.system, self._targets, self.constraints, given)
 
     # -- changes ---------------------------------------------------------------------------------
 
@@ -374,7 +379,7 @@ class LinearFit:
         targets = replace(self._targets, values=torch.cat([self.targets, new.values.to(self.targets)]))
         what = f"added {count_in_words(len(residual))}"
         if ridge is not None:
-            system, said = at_ridge(system, ridge, targets)
+            system, held, said = at_ridge(system, ridge, targets, held)
             what = f"{what}; {said}"
         fitted = self._changed(concatenate([self.x, x]), targets, system, what, start, held)
         if isinstance(ridge, str):
@@ -395,7 +400,7 @@ class LinearFit:
             targets: Outputs (M, C) to hold, NaN where an output is free; integer classes (M,) stand for
                 their training targets.
             groups: (M,) integers: every output has the same mean over each of the groups.
-            weight: w, to add ½w‖S f − v‖² to the objective instead of requiring S f = v.
+            weight: w, to add ½w‖S f − v‖² to the objective instead of requiring S f = v, at any ridge.
 
         Returns:
             A new fit; ``summary()["reasons"]["constraints"]`` says what holds and what was redundant.

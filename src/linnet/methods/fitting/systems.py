@@ -10,7 +10,7 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.fitting.constrained_primal import ConstrainedPrimal
 from linnet.methods.fitting.constraints import BATCH, Constraints, impose
-from linnet.methods.fitting.dual import Dual
+from linnet.methods.fitting.dual import Dual, RidgePath, joined
 from linnet.methods.fitting.equations import Wanted
 from linnet.methods.fitting.primal import Primal
 from linnet.methods.fitting.targets import Targets
@@ -72,16 +72,19 @@ def constrained(
     return Dual(kernel, residual.view(system.n, system.c), system.ridge), made
 
 
-def at_ridge(system: System, ridge: float | str, targets: Targets) -> tuple[System, str]:
-    """The same equations at another ridge.
+def at_ridge(
+    system: System, ridge: float | str, targets: Targets, held: Constraints | None
+) -> tuple[System, Constraints | None, str]:
+    """The same problem at another ridge.
 
     Args:
         system: Equations of a dual fit.
         ridge: ρ, or "loo", "gcv" or "evidence" to choose it by.
         targets: The training targets.
+        held: Equations on outputs that it obeys.
 
     Returns:
-        The solution, and what was done in words.
+        The solution, its equations on outputs, and what was done in words.
 
     Raises:
         InputError: If the ridge is none of these, or the fit was solved by conjugate gradients.
@@ -94,17 +97,47 @@ def at_ridge(system: System, ridge: float | str, targets: Targets) -> tuple[Syst
         )
     if not isinstance(ridge, str):
         check_positive("ridge", ridge, 'pass ρ > 0, or "loo", "gcv" or "evidence"')
-        return Dual(system.kernel, system.residual, float(ridge)), f"the ridge set to {float(ridge):.4g}"
+        return *_moved(system, float(ridge), held), f"the ridge set to {float(ridge):.4g}"
     if ridge not in CRITERIA:
         raise InputError(
             f"ridge={ridge!r}",
             expected=f"a number, or one of {', '.join(CRITERIA)}",
             remedy='try ridge="loo"',
         )
-    spectrum = system.spectrum
-    path = spectrum.path(spectrum.grid(), targets.classes is not None, targets.values)
-    chosen = path.best(ridge)
-    return Dual(system.kernel, system.residual, chosen, spectrum=spectrum), f"the ridge chosen by {ridge}"
+    chosen = ridge_path_of(system, targets, held).best(ridge)
+    return *_moved(system, chosen, held), f"the ridge chosen by {ridge}"
+
+
+def ridge_path_of(
+    system: Dual, targets: Targets, held: Constraints | None, ridges: Tensor | None = None
+) -> RidgePath:
+    """Every criterion along a path of ridges, penalties on outputs at the same weight all along.
+
+    Args:
+        system: The solution.
+        targets: The training targets.
+        held: Equations on outputs that it obeys.
+        ridges: ρ, (R,); by default a grid around the scale of the kernel.
+
+    Returns:
+        The path. Penalties take an eigendecomposition for each ridge, everything else takes one in all.
+    """
+    classes = targets.classes is not None
+    grid = system.spectrum.grid() if ridges is None else ridges.to(system.kernel.device)
+    if held is None or not held.soft:
+        return system.spectrum.path(grid, classes, targets.values)
+    each = (_moved(system, float(ridge), held)[0].spectrum for ridge in grid)
+    return joined([s.path(grid[i : i + 1], classes, targets.values) for i, s in enumerate(each)])
+
+
+def _moved(system: Dual, ridge: float, held: Constraints | None) -> tuple[Dual, Constraints | None]:
+    """The solution and its equations at another ridge; K̃ and r̃ depend on it where there are penalties."""
+    if held is None or not held.soft:
+        return Dual(system.kernel, system.residual, ridge, spectrum=system.known_spectrum), held
+    there = held.at_ridge(system.ridge, ridge)
+    kernel = system.kernel + held.design @ held.design.T - there.design @ there.design.T
+    change = held.design @ held.level - there.design @ there.level
+    return Dual(kernel, system.residual + change.view(system.residual.shape), ridge), there
 
 
 def without_equations(system: System, constraints: Constraints | None) -> Dual | Primal:

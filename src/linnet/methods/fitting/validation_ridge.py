@@ -79,7 +79,7 @@ def ridge_path(fit: LinearFit, validation: Any, ridges: Any = None) -> Validatio
     """Predictions, their loss and the size of δ at many ridges, from one solve.
 
     Args:
-        fit: A linear fit; a primal one must be free of constraints.
+        fit: A linear fit; a primal one must be free of constraints, a dual one of penalties.
         validation: An (x, y) pair, a Dataset or a DataLoader.
         ridges: ρ, (R,); by default a grid around the scale of the kernel, or around the fit's own ridge.
 
@@ -88,7 +88,7 @@ def ridge_path(fit: LinearFit, validation: Any, ridges: Any = None) -> Validatio
 
     Raises:
         DataError: If the validation data are empty, not finite or out of range.
-        InputError: If a ridge is not positive, or the fit is primal with constraints.
+        InputError: If a ridge is not positive, or the fit is primal with constraints or has penalties.
 
     Source:
         Achille et al., CVPR 2021, appendix A.1, figure 8; Jegerlehner 1996 (shifted conjugate gradients).
@@ -127,7 +127,7 @@ def ridge_gradient(fit: LinearFit, x: Inputs, y: Any) -> float:
 
     Raises:
         DataError: If the validation data are empty, not finite or out of range.
-        InputError: If the fit is primal with constraints.
+        InputError: If the fit is primal with constraints or has penalties.
 
     Source:
         Achille et al., CVPR 2021, eq. (12).
@@ -315,6 +315,12 @@ def _curve(fit: LinearFit, validation: Any) -> _Curve:
         )
     targets = made.values.to(fit.module.function.device).double()
     labels = None if made.labels is None or fit.system.c == 1 else made.labels.to(targets.device)
+    if fit.constraints is not None and fit.constraints.soft:
+        raise InputError(
+            "the ridge of a fit with penalties on outputs (weight=), whose kernel depends on it",
+            expected="a fit without constraints, or with equations that hold exactly",
+            remedy="ask the fit before fit.constrain, or call fit.path",
+        )
     if isinstance(fit.system, Dual):
         return _DualCurve(fit, fit.system, x, targets, labels)
     if not isinstance(fit.system, Primal):
@@ -337,6 +343,8 @@ class _DualCurve:
         self.rows = torch.cat(rows)  # K_vX V
         fitted = self.rows @ (self.spectrum.coordinates / (self.spectrum.values + dual.ridge))
         self.base = fit.predict(x).double() - fitted.view(targets.shape)
+        # the least ‖δ‖² that equations on outputs ask for
+        self.least = 0.0 if fit.constraints is None else float(fit.constraints.level.square().sum())
 
     def grid(self) -> Tensor:
         """Ridges in steps of a decade's parts."""
@@ -348,8 +356,8 @@ class _DualCurve:
         weights = 1 / (self.spectrum.values[:, None] + rho)  # (N·C, R)
         beta = weights * self.spectrum.coordinates[:, None]
         outputs = self.base + (self.rows @ beta).T.view(len(rho), *self.targets.shape)
-        # ‖δ‖² = βᵀKβ
-        distance = (self.spectrum.values[:, None] * beta.square()).sum(0).sqrt()
+        # ‖δ‖² = βᵀKβ, apart from what equations ask for
+        distance = ((self.spectrum.values[:, None] * beta.square()).sum(0) + self.least).sqrt()
         slope = -(self.rows @ (weights * beta)).T.view_as(outputs)  # df/dρ
         gradient = 2 * rho * ((outputs - self.targets) * slope).sum(2).mean(1)
         return outputs, distance, gradient
