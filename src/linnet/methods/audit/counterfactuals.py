@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from linnet.methods.fitting.constrained_primal import ConstrainedPrimal
 from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.primal import Primal
+from linnet.methods.fitting.remarks import after_change
 from linnet.methods.fitting.systems import System
 from linnet.methods.fitting.targets import Targets, make_targets
 from linnet.tangent.batch import Inputs
@@ -106,7 +107,9 @@ def counterfactual(fit: LinearFit, index: Any, target: Any, x: Inputs | None = N
     system = _solved(fit.system, places, new - fit.targets[places])
     targets = Targets(values, fit.classes, fit._targets.scale)
     module = Linearized(fit.module.function)
-    other = LinearFit(module, fit.x, targets, system, fit.record, fit.memory, fit.constraints)
+    warnings = after_change(fit.record.warnings, fit.module.model, fit.x, targets, likely=False)
+    record = replace(fit.record, warnings=warnings)
+    other = LinearFit(module, fit.x, targets, system, record, fit.memory, fit.constraints)
     moved = {name: value - fit.delta[name] for name, value in other.delta.items()}
     if x is None:
         return Counterfactual(other, moved, None, None)

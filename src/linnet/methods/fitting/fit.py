@@ -18,9 +18,9 @@ from linnet.methods.fitting.arguments import check_positive, check_ridge
 from linnet.methods.fitting.cross_fit import CrossFit, find_cross_fit
 from linnet.methods.fitting.dual import Dual, RidgePath, Spectrum
 from linnet.methods.fitting.fit_preconditioner import TRIAL, check_preconditioner, preconditioner_bytes
-from linnet.methods.fitting.head import RECORD, example_hashes
 from linnet.methods.fitting.linear_fit import LinearFit, Record, base_outputs
 from linnet.methods.fitting.primal import CGSettings, Primal
+from linnet.methods.fitting.remarks import head_remarks, single_remarks
 from linnet.methods.fitting.softmax_fit import SoftmaxFit
 from linnet.methods.fitting.softmax_loss import ClassLoss, class_targets
 from linnet.methods.fitting.softmax_path import check_criterion
@@ -193,7 +193,8 @@ def fit(
     reasons = {"solver": why}
     folds = find_cross_fit(lin, x, y, made.values, memory)
     criterion = ridge if isinstance(ridge, str) else "given"
-    record = Record(chosen, criterion, reasons, _warnings(lin, x, y, made, folds), seconds)
+    of_head = (folds.said,) if folds is not None else head_remarks(lin.model, x, y)
+    record = Record(chosen, criterion, reasons, (*of_head, *single_remarks(made)), seconds)
     if loss == "cross-entropy":
         warn_of_probabilities(ClassLoss(made.values).likelihood, f0)
         settings = _affordable(lin, x, settings, memory) if chosen == "cg" else settings
@@ -452,24 +453,3 @@ def _explain(path: RidgePath, criterion: str, ridge: float) -> str:
     edge = "; it is at the edge of the grid" if at in (0, len(path.ridges) - 1) else ""
     degrees = float(path.degrees_of_freedom[at])
     return f"{words} of {len(path.ridges)} values, {degrees:.0f} effective parameters{edge}"
-
-
-def _warnings(
-    lin: Linearized, x: Inputs, y: Tensor, targets: Targets, folds: CrossFit | None
-) -> tuple[str, ...]:
-    """What a reader of leave-one-out figures must know."""
-    found = [] if folds is None else [folds.said]
-    seen = getattr(lin.model, RECORD, {}).get("examples", frozenset())
-    again = sum(example in seen for example in example_hashes(x, y)) if seen and folds is None else 0
-    if again:
-        found.append(
-            f"the head was fitted on {again} of these {len(y)} examples, so leave-one-out and the "
-            "quantities chosen by it are optimistic, and forgetting an example does not undo its part "
-            "in the head"
-        )
-    if targets.labels is not None and (single := int((targets.labels.bincount() == 1).sum())):
-        found.append(
-            f"{single} class(es) have a single example: leaving it out leaves out its class, so "
-            'leave-one-out says little; ridge="evidence" does without it'
-        )
-    return tuple(found)

@@ -122,8 +122,8 @@ def _fold_heads(
 
 
 def example_hashes(x: Inputs, y: Tensor) -> list[str]:
-    """A fingerprint of every labeled example, whatever integer type its label comes in."""
-    labels = y if y.is_floating_point() else y.long().flatten()
+    """A fingerprint of every labeled example, whatever integer type or shape its label comes in."""
+    labels = y.reshape(len(y), -1) if y.is_floating_point() else y.long().flatten()
     return [hash_tensors([*tensors_in(part), labels[i]]) for i, part in enumerate(split(x, 1))]
 
 

@@ -28,6 +28,7 @@ from linnet.methods.fitting.equations import wanted
 from linnet.methods.fitting.fit_files import write_fit
 from linnet.methods.fitting.predictive import Predictive, fit_temperature
 from linnet.methods.fitting.record import Record as Record
+from linnet.methods.fitting.remarks import after_change
 from linnet.methods.fitting.systems import (
     System,
     at_ridge,
@@ -435,7 +436,9 @@ class LinearFit:
         reasons = {**self.record.reasons, "change": what}
         if held is not None:
             reasons["constraints"] = held.says()
-        record = replace(self.record, reasons=reasons, seconds=dict(self.record.seconds))
+        warnings = after_change(self.record.warnings, self.module.model, x, targets, likely=False)
+        seconds = dict(self.record.seconds)
+        record = replace(self.record, reasons=reasons, warnings=warnings, seconds=seconds)
         fitted = LinearFit(module, x, targets, system, record, self.memory, held)
         fitted.record.seconds["change"] = time.perf_counter() - start
         return fitted

@@ -26,6 +26,7 @@ from linnet.methods.fitting.asked import checked_inputs, count_in_words
 from linnet.methods.fitting.fit_files import write_fit
 from linnet.methods.fitting.linear_fit import BATCH, Record, base_outputs
 from linnet.methods.fitting.predictive import Predictive
+from linnet.methods.fitting.remarks import after_change
 from linnet.methods.fitting.softmax_dual import SoftmaxDual
 from linnet.methods.fitting.softmax_loss import ClassLoss, class_targets
 from linnet.methods.fitting.softmax_newton_cg import SoftmaxPrimal
@@ -412,7 +413,9 @@ class SoftmaxFit:
     ) -> SoftmaxFit:
         """A new fit of another system on the same network."""
         reasons = {**self.record.reasons, "change": f"{what}, {steps_in_words(system)}"}
-        record = replace(self.record, reasons=reasons, seconds=dict(self.record.seconds))
+        warnings = after_change(self.record.warnings, self.module.model, x, targets, likely=True)
+        seconds = dict(self.record.seconds)
+        record = replace(self.record, reasons=reasons, warnings=warnings, seconds=seconds)
         fitted = SoftmaxFit(Linearized(self.module.function), x, targets, system, record, self.memory)
         fitted.record.seconds["change"] = time.perf_counter() - start
         return fitted

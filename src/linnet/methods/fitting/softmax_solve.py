@@ -12,6 +12,7 @@ from linnet.linalg.operator import LinearOperator
 from linnet.methods.fitting.cross_fit import CrossFit
 from linnet.methods.fitting.linear_fit import Record
 from linnet.methods.fitting.primal import CGSettings
+from linnet.methods.fitting.remarks import empty_remarks
 from linnet.methods.fitting.softmax_dual import SoftmaxDual
 from linnet.methods.fitting.softmax_fit import SoftmaxFit, steps_in_words
 from linnet.methods.fitting.softmax_loss import ClassLoss
@@ -85,7 +86,7 @@ def solve_softmax(
         held = None if folds is None else folds.iterated(system.ridge, settings, squared=False)
     reasons["newton"] = f"{steps_in_words(system)}, gradient {system.certificate():.0e} of that at the start"
     seconds["solve"] = time.perf_counter() - started - seconds.get("kernel", 0.0)
-    full = replace(record, warnings=(*_class_warnings(task.targets), *record.warnings))
+    full = replace(record, warnings=(*empty_remarks(task.targets), *record.warnings))
     fitted = SoftmaxFit(task.module, task.x, task.targets, system, full, task.memory)
     fitted.held_out, fitted.chosen_path = held, path
     if isinstance(system, SoftmaxDual) and task.ridge == "loo" and folds is None and fitted.n > 1:
@@ -154,19 +155,3 @@ def _say_error(fitted: SoftmaxFit) -> None:
         f"logits by {found.error:.2g}"
     )
     fitted.record.seconds["leave-one-out check"] = time.perf_counter() - start
-
-
-def _class_warnings(targets: Targets) -> tuple[str, ...]:
-    """Classes without an example."""
-    labels = targets.labels
-    assert labels is not None
-    counts = targets.values.double().sum(0)
-    if targets.values.shape[1] == 1:
-        counts = torch.cat([len(labels) - counts, counts])
-    empty = [str(int(c)) for c in (counts <= 0).nonzero()[:, 0]]
-    if not empty:
-        return ()
-    shown = ", ".join(empty[:8]) + (", ..." if len(empty) > 8 else "")
-    return (
-        f"{len(empty)} class(es) have no example ({shown}): their probability falls to what the ridge allows",
-    )

@@ -27,6 +27,7 @@ from linnet.methods.fitting.asked import checked_inputs
 from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.primal import Primal
+from linnet.methods.fitting.remarks import after_change
 from linnet.methods.fitting.targets import make_targets
 from linnet.solvers.shifted_cg import shifted_cg
 from linnet.tangent.batch import Inputs, gather_data, take
@@ -192,9 +193,8 @@ def tune_ridge(fit: LinearFit, validation: Any) -> LinearFit:
     where = "; it is at the edge of the grid" if edge else ""
     value, slope, _ = curve.at(ridge)
     said = f"lowest validation loss, {value:.4g} with derivative {slope:.1e} in log ρ{where}"
-    reasons, warnings = {**fit.record.reasons, "ridge": said}, fit.record.warnings
-    if fit.held_out is not None:
-        warnings = (*warnings, "leave-one-out of the tuned fit is its own, not that of cross-fitted heads")
+    reasons = {**fit.record.reasons, "ridge": said}
+    warnings = after_change(fit.record.warnings, fit.module.model, fit.x, fit._targets, likely=False)
     seconds = dict(fit.record.seconds)
     record = replace(fit.record, criterion="validation", reasons=reasons, warnings=warnings, seconds=seconds)
     system = curve.system(ridge)
