@@ -29,7 +29,7 @@ from linnet.methods.fitting.fit_preconditioner import make_preconditioner
 from linnet.methods.fitting.formed_rows import FormedRows
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.primal import CGSettings, Effort, Primal
-from linnet.methods.fitting.targets import make_targets
+from linnet.methods.fitting.targets import check_arrangement, make_targets
 from linnet.solvers.cg import relative_residual
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.jacobian import NormalOperator
@@ -401,29 +401,30 @@ def _primal_of(fit: LinearFit, system: Any) -> Primal:
 
 def _losses(fit: LinearFit, x: Inputs, labels: Any, outputs: Tensor) -> Tensor:
     """½‖t − f‖² − ½‖t − f₋ᵢ‖², exact in both; (N, T)."""
-    targets = label_targets(fit, labels, batch_size(x))
+    targets = label_targets(fit, x, labels)
     gap = targets.to(outputs) - fit.predict(x).to(outputs)  # t − f
     # f₋ᵢ = f − Δ: ½‖gap‖² − ½‖gap + Δ‖² = −gap·Δ − ½‖Δ‖²
     return -torch.einsum("tc,ntc->nt", gap, outputs) - outputs.square().sum(2) / 2
 
 
-def label_targets(fit: LinearFit, labels: Any, n: int) -> Tensor:
+def label_targets(fit: LinearFit, x: Inputs, labels: Any) -> Tensor:
     """What the labels of test examples stand for in a fit.
 
     Args:
         fit: The fit.
+        x: n test examples.
         labels: Classes (n,) or targets (n, C).
-        n: Number of test examples.
 
     Returns:
         Targets (n, C).
 
     Raises:
         DataError: If labels are out of range.
-        InputError: If there are more or fewer of them than examples.
+        InputError: If there are more or fewer of them than examples, or they are arranged otherwise.
     """
-    function = fit.module.function
+    function, n = fit.module.function, batch_size(x)
     y = torch.as_tensor(labels).to(function.device)
+    check_arrangement(y, function.output_shape(x), "labels")
     made = make_targets(y, fit.system.c, fit._targets.scale, varied=False, dtype=function.dtype)
     if len(made.values) != n:
         raise InputError(

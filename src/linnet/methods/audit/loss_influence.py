@@ -80,7 +80,7 @@ def loss_influence(
     unconstrained(fit, "loss_influence")
     x = checked_inputs(fit.module, x)
     function, system = fit.module.function, fit.system
-    gradients = _gradients(function, x, fit.predict(x) - label_targets(fit, labels, batch_size(x)))
+    gradients = _gradients(function, x, fit.predict(x) - label_targets(fit, x, labels))
     if directions is not None:
         return checked_directions(fit, directions) @ gradients.T
     if isinstance(system, Dual) and _through_changes(fit, len(gradients), memory):

@@ -20,6 +20,7 @@ from linnet.methods.finetuning.bilinear import with_bilinear_head
 from linnet.methods.finetuning.examples import Examples
 from linnet.methods.finetuning.recipes import Recipe
 from linnet.methods.fitting.head import RECORD, features, last_linear, with_head
+from linnet.methods.fitting.targets import check_arrangement
 from linnet.methods.optim.preconditioner import KroneckerPreconditioner
 from linnet.tangent.batch import Inputs, concatenate, map_tensors
 from linnet.tangent.functional import Functional, OutputAdapter
@@ -173,8 +174,9 @@ def _with_head(
     notes: list[str],
 ) -> nn.Module:
     """The network with a last layer for the task."""
-    probe = view(examples.batch(torch.arange(min(2, examples.n)))[0])
-    current = Functional(network, "all", shaping.output).check_runs(probe).flatten(1).shape[1]
+    probe, y = examples.batch(torch.arange(min(2, examples.n)))
+    own = Functional(network, "all", shaping.output).check_runs(view(probe)).shape[1:]
+    current = own.numel()
     head = shaping.head
     if head == "auto":
         fitted = hasattr(network, RECORD) and current == outputs and not recipe.bilinear
@@ -187,6 +189,7 @@ def _with_head(
             remedy='leave head= out for a linear probe, or pass head="random"',
         )
     if head == "keep":
+        check_arrangement(y, own)
         notes.append("the network's own head was kept")
         return network
     generator = torch.Generator().manual_seed(shaping.seed)
@@ -257,11 +260,11 @@ def frozen_curvature(
     Returns:
         The curvature, summed over the examples.
     """
-    c = lin.base(view(examples.batch(torch.arange(1))[0])).shape[1]
-    expectation = "exact" if c <= EXACT_COLUMNS else "mc"
+    own = lin.function.output_shape(view(examples.batch(torch.arange(1))[0]))
+    expectation = "exact" if own.numel() <= EXACT_COLUMNS else "mc"
     likelihood = Gaussian() if recipe.loss == "squared" else Categorical()
     # neither curvature depends on the targets; with them, inputs in a tuple are not taken for (x, y)
-    blank = torch.zeros(c) if recipe.loss == "squared" else torch.tensor(0)
+    blank = torch.zeros(own) if recipe.loss == "squared" else torch.tensor(0)
     data: Any = _Viewed(examples, view, blank)
     if examples.in_memory:
         data = gathered(examples, view)[0], blank.expand(examples.n, *blank.shape).contiguous()

@@ -26,7 +26,7 @@ from linnet.methods.fitting.softmax_loss import ClassLoss, class_targets
 from linnet.methods.fitting.softmax_path import check_criterion
 from linnet.methods.fitting.softmax_solve import SoftmaxTask, solve_softmax
 from linnet.methods.fitting.stochastic import solve_stochastically
-from linnet.methods.fitting.targets import ALPHA, Targets, make_targets
+from linnet.methods.fitting.targets import ALPHA, Targets, check_arrangement, make_targets
 from linnet.methods.fitting.validation_ridge import check_validation, fit_by_validation
 from linnet.progress import waiting
 from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, take
@@ -187,6 +187,7 @@ def fit(
     lin.function.check_runs(take(x, slice(0, 1)))
     module = Linearized(lin.function)
     f0 = base_outputs(module, x)
+    check_arrangement(y, lin.function.output_shape(x))
     made = _targets(y, targets, f0, loss, scale)
     seconds = {"network": time.perf_counter() - started}
     chosen, why = _choose_solver(lin, x, f0.shape[1], ridge, solver, memory, settings, loss)

@@ -37,7 +37,7 @@ from linnet.methods.fitting.systems import (
     solve_delta,
     without_equations,
 )
-from linnet.methods.fitting.targets import Targets, make_targets
+from linnet.methods.fitting.targets import Targets, check_arrangement, make_targets
 from linnet.tangent.batch import (
     Inputs,
     batch_size,
@@ -356,6 +356,7 @@ class LinearFit:
         start = time.perf_counter()
         x, y = gather_data(data, self.module.function.device)
         self.module.function.check_runs(take(x, slice(0, 1)))
+        check_arrangement(y, self.module.function.output_shape(x))
         scale, dtype = self._targets.scale, self.targets.dtype
         new = make_targets(y, self.system.c, scale, varied=False, dtype=dtype)
         if (new.classes is None) != (self.classes is None):

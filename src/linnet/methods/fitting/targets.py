@@ -5,6 +5,8 @@ A fit of the cross-entropy has probabilities as targets: one-hot vectors with α
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +107,29 @@ def make_targets(
         )
     one_hot = torch.nn.functional.one_hot(labels, outputs).to(dtype or torch.get_default_dtype())
     return Targets(scale * one_hot, outputs, scale)
+
+
+def check_arrangement(y: Tensor, own: Sequence[int], name: str = "y") -> None:
+    """Raise if values in several axes are not in the order of the outputs that they are to be joined like.
+
+    Args:
+        y: Targets.
+        own: The shape of the network's outputs for one example.
+        name: What the argument is called.
+
+    Raises:
+        InputError: If an axis has another length, apart from axes of length one.
+
+    Example:
+        >>> check_arrangement(torch.zeros(5, 3, 4), (3, 4))
+    """
+    given = [size for size in y.shape[1:] if size > 1]
+    if y.is_floating_point() and y.ndim > 2 and given != [size for size in own if size > 1]:
+        raise InputError(
+            f"{name} has shape {tuple(y.shape)} but the network has outputs {tuple(own)} for one example",
+            expected=f"(N, {', '.join(map(str, own))}), or (N, {math.prod(own)}) with those axes joined",
+            remedy="bring the axes of the targets into the order of the network's outputs",
+        )
 
 
 def _regression(y: Tensor, outputs: int) -> Tensor:
