@@ -467,6 +467,8 @@ def test_arguments_that_are_refused(options: dict[str, Any], word: str) -> None:
 
 
 def test_networks_that_are_refused() -> None:
+    refused(ModelError, lambda: finetune(nn.Tanh(), images()), "Tanh", "no parameter")
+    refused(InputError, lambda: finetune(None, images()), "model is NoneType")
     refused(InputError, lambda: finetune(linnet.linearize(net()), images(), **SHORT), "Linearized")
     refused(ModelError, lambda: finetune(net(), images(), head="keep", **SHORT), "5 outputs")
     refused(ModelError, lambda: finetune(net(), (images()[0].flatten(1), images()[1]), **SHORT), "cannot run")

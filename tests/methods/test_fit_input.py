@@ -32,6 +32,10 @@ def test_ridges(ridge: Any) -> None:
     refused(InputError, lambda: P.fit(ridge=ridge), f"ridge={ridge!r}", "positive number", "loo")
 
 
+def test_an_array_of_ridges() -> None:
+    refused(InputError, lambda: P.fit(ridge=torch.ones(2).numpy()), "ridge=array", "positive number")
+
+
 def test_a_ridge_may_be_any_kind_of_number() -> None:
     assert P.fit(ridge=torch.tensor(2.0)).ridge == 2.0
     assert P.fit(ridge=2).ridge == 2.0

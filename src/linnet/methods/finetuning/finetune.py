@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from linnet.errors import InputError
+from linnet.errors import InputError, ModelError
 from linnet.methods.finetuning.augment import Augmentation
 from linnet.methods.finetuning.course import Course, Log, Optimization, Reporting
 from linnet.methods.finetuning.examples import Examples
@@ -168,7 +168,7 @@ def finetune(
         torch.Size([40, 2])
     """
     recipe = recipe_for(method, loss, activation, preconditioner, optimizer)
-    device = next(model.parameters()).device if isinstance(model, nn.Module) else torch.device("cpu")
+    device = _device(model)
     examples = Examples(data, device)
     crop = Augmentation(augmentation) if isinstance(augmentation, str) else augmentation
     first = Candidate(learning_rate, weight_decay, batch_size, crop)
@@ -201,6 +201,22 @@ def finetune(
         if solver == "exact":
             return exact(plan, model, method, (examples, held), candidates[0], ridge)
         return searched(plan, model, method, (examples, held), candidates)
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Where the network lives."""
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
+        )
+    first = next(model.parameters(), None)
+    if first is None:
+        raise ModelError(
+            f"model ({type(model).__name__}) has no parameter",
+            expected="a network with weights to train",
+            remedy="pass the network that holds the weights",
+        )
+    return first.device
 
 
 def _check_solver(

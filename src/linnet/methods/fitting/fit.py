@@ -169,7 +169,7 @@ def fit(
         >>> solved.predict(x).shape, solved.solver
         (torch.Size([12, 1]), 'dual')
     """
-    held_back = ridge == "validation" or validation is not None
+    held_back = (isinstance(ridge, str) and ridge == "validation") or validation is not None
     _check(lin, loss, 1.0 if held_back else ridge, solver, scale)
     check_preconditioner(preconditioner, rank)
     if held_back:
