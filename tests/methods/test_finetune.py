@@ -417,6 +417,10 @@ def test_a_fitted_head_is_kept_and_frozen_networks_are_trained() -> None:
     plain = finetune(net(), images(), "nlft", params="^conv2", **SHORT)
     assert torch.equal(plain.module.conv1.weight, net().conv1.weight)
     assert not torch.equal(plain.module.conv2.weight, net().conv2.weight)
+    model = net()
+    assert list(finetune(model, images(), params=model.conv2, **SHORT).module.delta) == list(
+        part.module.delta
+    )
 
 
 def test_single_examples_and_empty_classes() -> None:
@@ -460,6 +464,14 @@ def test_single_examples_and_empty_classes() -> None:
         ({"save_every": -1}, "save_every=-1"),
         ({"keep": "best"}, "validation="),
         ({"momentum": 1.0}, "momentum="),
+        ({"classes": "3"}, "classes="),
+        ({"search": {"learning_rate": 0.1}}, "search"),
+        ({"log": 3}, "log=3"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"checkpoint": 5}, "checkpoint=5"),
+        ({"bilinear": 3}, "bilinear=3"),
+        ({"bilinear": {"root": "eigen"}}, "without bilinear pooling"),
+        ({"method": "b-lqf", "bilinear": {"rank": 3}}, "root, iterations, channels, layer"),
     ],
 )
 def test_arguments_that_are_refused(options: dict[str, Any], word: str) -> None:

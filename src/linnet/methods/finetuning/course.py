@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,9 @@ class Course:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "evaluate_every"):
             check_count(name, getattr(self, name))
+        seed: Any = self.seed
+        if isinstance(seed, bool) or not isinstance(seed, Integral):
+            raise InputError(f"seed={seed!r}", expected="an integer", remedy="leave seed= out for 0")
         if self.keep not in ("last", "best"):
             raise InputError(f"keep={self.keep!r}", expected='"last" or "best"', remedy="leave keep= out")
 
@@ -162,5 +166,17 @@ class Reporting:
 
     def __post_init__(self) -> None:
         check_count("log_every", self.log_every)
+        if self.log is not None and not callable(self.log):
+            raise InputError(
+                f"log={self.log!r}",
+                expected="a function of a dict of numbers and the step",
+                remedy="leave log= out, or pass log=lambda values, step: ...",
+            )
+        if self.checkpoint is not None and not isinstance(self.checkpoint, str | Path):
+            raise InputError(
+                f"checkpoint={self.checkpoint!r}",
+                expected="the name of a folder",
+                remedy='leave checkpoint= out, or pass checkpoint="runs/mine"',
+            )
         if self.save_every is not None:
             check_count("save_every", self.save_every)

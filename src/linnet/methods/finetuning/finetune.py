@@ -33,6 +33,8 @@ from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector
 
+BILINEAR = ("root", "iterations", "channels", "layer")
+
 
 @in_exact_mode
 def finetune(
@@ -132,7 +134,7 @@ def finetune(
         head: ``"probe"``, ``"random"``, ``"zero"`` or ``"keep"``; ``"auto"`` keeps a head that
             ``linnet.with_head`` made with the right number of outputs, and fits a probe otherwise.
         classes: Number of classes; by default the largest label plus one.
-        params: Which parameters of the network vary.
+        params: Which parameters of the network vary; by default all, apart from what is frozen in part of it.
         output: How to turn the network's result into a tensor.
         bilinear: Options of b-lqf: ``root``, ``iterations``, ``channels``, ``layer``.
         training_mode: Whether BatchNorm uses the batch and dropout is on, for nlft.
@@ -188,7 +190,7 @@ def finetune(
         momentum = 0.5 if method == "gaf" and recipe.optimizer == "adam" else MOMENTUM
     plan = Plan(
         recipe,
-        Shaping(slope, scale, head, params, output, dict(bilinear or {}), seed),
+        Shaping(slope, scale, head, params, output, _bilinear_options(bilinear, recipe), seed),
         Problem.of(examples, classes, recipe),
         Optimization(recipe.optimizer, learning_rate or PLAIN_RATE, momentum, schedule, clip),
         Course(1, 1, seed, 1, keep, training_mode),
@@ -196,11 +198,26 @@ def finetune(
         Reporting(log, log_every, checkpoint, save_every, progress, f"fine-tuning by {method}"),
     )
     held = None if validation is None else Examples(validation, device)
+    if held is not None:
+        plan.problem.check(held)
     # whatever the caller has switched off. New layers draw from torch's own generator before they are set
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         if solver == "exact":
             return exact(plan, model, method, (examples, held), candidates[0], ridge)
         return searched(plan, model, method, (examples, held), candidates)
+
+
+def _bilinear_options(options: Any, recipe: Recipe) -> dict[str, Any]:
+    """Options of bilinear pooling, or an error where there are others or no such pooling."""
+    if not options and (options is None or isinstance(options, Mapping)):
+        return {}
+    if not isinstance(options, Mapping) or not set(options) <= set(BILINEAR) or not recipe.bilinear:
+        raise InputError(
+            f"bilinear={options!r}" + ("" if recipe.bilinear else " without bilinear pooling"),
+            expected=f"options of b-lqf by name: {', '.join(BILINEAR)}",
+            remedy='leave bilinear= out, or pass method="b-lqf"',
+        )
+    return dict(options)
 
 
 def _device(model: nn.Module) -> torch.device:

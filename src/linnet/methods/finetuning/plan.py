@@ -13,6 +13,7 @@ from linnet.methods.finetuning.examples import Examples
 from linnet.methods.finetuning.finetuned import Settings
 from linnet.methods.finetuning.prepared import Shaping
 from linnet.methods.finetuning.recipes import Candidate, Recipe
+from linnet.methods.fitting.targets import make_targets
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Problem:
                 )
             return cls(y.reshape(len(y), -1).shape[1], False, y, ())
         found = int(y.max()) + 1
-        if classes is not None and (isinstance(classes, bool) or classes < found):
+        whole = isinstance(classes, int) and not isinstance(classes, bool)
+        if classes is not None and not (whole and classes >= found):
             raise InputError(
                 f"classes={classes!r}, but y goes up to {found - 1}",
                 expected=f"at least {found}",
@@ -60,6 +62,25 @@ class Problem:
         empty = outputs - len(y.unique())
         notes = (f"{empty} of {outputs} classes have no training example",) if empty else ()
         return cls(outputs, True, y, notes)
+
+    def check(self, held: Examples) -> None:
+        """Raise unless validation data are of the same kind: before the training, not after it.
+
+        Args:
+            held: Validation examples.
+
+        Raises:
+            DataError: If a class is out of range.
+            InputError: If they are values and the training data classes, or the other way round.
+        """
+        y = held.labels()
+        if y.is_floating_point() == self.classes:
+            raise InputError(
+                f"y of the validation data has type {y.dtype}",
+                expected="integer classes (N,)" if self.classes else f"float targets (N, {self.outputs})",
+                remedy="convert y with y.long() or y.float(), as in the training data",
+            )
+        make_targets(y, self.outputs, varied=False)
 
 
 @dataclass(frozen=True)

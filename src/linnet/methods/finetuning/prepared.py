@@ -25,7 +25,7 @@ from linnet.methods.optim.preconditioner import KroneckerPreconditioner
 from linnet.tangent.batch import Inputs, concatenate, map_tensors
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized, linearize
-from linnet.tangent.selection import Selector
+from linnet.tangent.selection import Selector, select_parameters
 from linnet.tangent.surgery import leaky_relu, report
 
 HEADS = ("auto", "probe", "random", "zero", "keep")
@@ -48,7 +48,7 @@ class Shaping:
         slope: Slope of Leaky ReLU.
         scale: α of one-hot targets.
         head: ``"auto"``, ``"probe"``, ``"random"``, ``"zero"`` or ``"keep"``.
-        params: Which parameters vary, of a linearized network.
+        params: Which parameters vary.
         output: How to turn the network's result into a tensor.
         bilinear: Keyword arguments of :func:`linnet.methods.finetuning.bilinear.with_bilinear_head`.
         seed: Seed of a random head and of sampled curvature.
@@ -90,8 +90,7 @@ class Prepared:
         """The module as before any training."""
         if isinstance(self.module, Linearized):
             return Linearized(self.module.function)
-        module = copy.deepcopy(self.module)
-        return module.requires_grad_(True)
+        return copy.deepcopy(self.module)
 
 
 def prepare(
@@ -134,14 +133,17 @@ def prepare(
     before, network = network, _with_head(network, recipe, shaping, examples, view, outputs, notes)
     new_head = network is not before
     last = last_linear(network)[0] if recipe.last_layer else None
+    wanted = _selected(shaping.params, model)
     if not recipe.linear:
-        return Prepared(
-            copy.deepcopy(network) if network is model else network, outputs, last, notes, new_head
-        )
+        plain = copy.deepcopy(network) if network is model else network
+        chosen = set(select_parameters(plain, wanted))
+        for name, p in plain.named_parameters():
+            p.requires_grad_(name in chosen)
+        return Prepared(plain, outputs, last, notes, new_head)
     params = (
         [f"{last}.{name}" for name, _ in network.get_submodule(last).named_parameters()] if last else None
     )
-    lin = linearize(network, params or _selected(shaping.params, network), shaping.output)
+    lin = linearize(network, params or wanted, shaping.output)
     notes.append(f"linearized in {lin.space.dim} parameters of {len(lin.parameter_names)} tensors")
     return Prepared(lin, outputs, last, notes, new_head)
 
@@ -159,9 +161,12 @@ def _surgery_notes(network: nn.Module, found: int, slope: float) -> list[str]:
     return notes
 
 
-def _selected(params: Selector, network: nn.Module) -> Selector:
-    """All parameters unless told: a pretrained network may come frozen."""
-    return "all" if params is None and not any(p.requires_grad for p in network.parameters()) else params
+def _selected(params: Selector, model: nn.Module) -> Selector:
+    """All parameters unless told: a network may come frozen; where only a part of it is, that stays so."""
+    if isinstance(params, nn.Module):
+        return select_parameters(model, params)  # by name: what is trained is a copy
+    free = {p.requires_grad for p in model.parameters()}
+    return "all" if params is None and len(free) == 1 else params
 
 
 def _with_head(

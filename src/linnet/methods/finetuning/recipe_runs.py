@@ -43,7 +43,6 @@ from linnet.methods.fitting.baselines import held_out_split
 from linnet.methods.fitting.fit import fit
 from linnet.methods.optim.preconditioner import KroneckerPreconditioner
 from linnet.tangent.linearized import Linearized, linearize
-from linnet.tangent.selection import select_parameters
 
 EPOCHS, FEWEST_STEPS = 30, 300
 RETRIES = 3  # of a run whose rate was not the user's, each with a third of it
@@ -233,10 +232,6 @@ class _Run:
         """The trainer of one set of values."""
         plan, decay = self.plan, candidate.weight_decay
         module = small.module() if small else ready.fresh()
-        if not plan.recipe.linear:
-            chosen = set(select_parameters(module, plan.shaping.params))
-            for name, p in module.named_parameters():
-                p.requires_grad_(name in chosen)
         crop = Augmentation() if small else candidate.augmentation
         before: KroneckerPreconditioner | None = None
         if isinstance(small, KernelProblem):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -181,7 +181,7 @@ def candidates_for(
             )
         return _wide(first) if search == "wide" else _paper(recipe, first)
     unknown = [name for name in search if name not in TUNED]
-    empty = [name for name, values in search.items() if isinstance(values, str) or not list(values)]
+    empty = [name for name, values in search.items() if not _lists(values)]
     if unknown or empty:
         raise InputError(
             f"search has {unknown + empty} without values to try",
@@ -193,6 +193,11 @@ def candidates_for(
         replace(first, **dict(zip(lists, values, strict=True)))
         for values in itertools.product(*lists.values())
     ]
+
+
+def _lists(values: Any) -> bool:
+    """Whether values can be tried one after the other."""
+    return isinstance(values, Iterable) and not isinstance(values, str) and bool(list(values))
 
 
 def _as_value(name: str, value: Any, first: Candidate) -> Any:

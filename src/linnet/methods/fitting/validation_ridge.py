@@ -176,6 +176,7 @@ def tune_ridge(fit: LinearFit, validation: Any) -> LinearFit:
         >>> tune_ridge(fit, (x, 2 * x)).ridge < 100.0
         True
     """
+    _check_squared(fit)
     if fit.constraints is not None:
         raise InputError(
             "tune_ridge of a fit with constraints",
@@ -262,6 +263,16 @@ def check_validation(ridge: Any, loss: str) -> None:
         )
 
 
+def _check_squared(fit: Any) -> None:
+    """Raise unless it is a fit of the squared loss."""
+    if not isinstance(fit, LinearFit):
+        raise InputError(
+            f"fit is {type(fit).__name__}",
+            expected='a LinearFit, whose loss is "squared"',
+            remedy="call fit.path() of a cross-entropy fit, or choose its ridge with ridge='loo'",
+        )
+
+
 def _root(curve: _Curve, low: float, high: float) -> float:
     """The zero of dL/d log ρ between two ridges, by regula falsi (Illinois)."""
     a, b = math.log(low), math.log(high)
@@ -303,6 +314,7 @@ class _Curve(Protocol):
 
 def _curve(fit: LinearFit, validation: Any) -> _Curve:
     """The curve of a fit."""
+    _check_squared(fit)
     x, y = gather_data(validation, fit.module.function.device)
     x = checked_inputs(fit.module, x)
     check_arrangement(y, fit.module.function.output_shape(x))

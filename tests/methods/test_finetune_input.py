@@ -1,0 +1,42 @@
+"""What fine-tuning takes from the network and the data before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from linnet.errors import DataError, InputError
+from linnet.methods.finetuning.finetune import finetune
+from tests.methods.problems import refused
+from tests.methods.test_finetune import SHORT, images, net
+
+
+def test_a_frozen_part_stays_frozen_in_every_recipe() -> None:
+    model = net()
+    model.conv1.requires_grad_(False)
+    plain = finetune(model, images(), "nlft", **SHORT)
+    assert torch.equal(plain.module.conv1.weight, net().conv1.weight)
+    assert not torch.equal(plain.module.conv2.weight, net().conv2.weight)
+    assert not any(name.startswith("conv1") for name in finetune(model, images(), **SHORT).module.delta)
+    # a network that is frozen altogether is trained altogether, whatever head it gets
+    whole = finetune(net().requires_grad_(False), images(), **SHORT)
+    assert len(whole.module.delta) == len(list(net().parameters()))
+
+
+def test_validation_data_are_of_the_kind_of_the_training_data() -> None:
+    x, y = images()
+    one_hot = nn.functional.one_hot(y).float()
+    begun: list[int] = []
+    options: dict[str, Any] = {**SHORT, "log": lambda values, step: begun.append(step)}
+    refused(
+        InputError, lambda: finetune(net(), (x, y), validation=(x, one_hot), **options), "validation data"
+    )
+    refused(
+        InputError,
+        lambda: finetune(net(), (x, one_hot), validation=(x, y), **options),
+        "float targets (N, 3)",
+    )
+    refused(DataError, lambda: finetune(net(), (x, y), validation=(x, y + 9), **options), "out of range")
+    assert not begun
