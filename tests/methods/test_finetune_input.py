@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from linnet.errors import DataError, InputError
+from linnet.errors import DataError, InputError, WeightsError
 from linnet.methods.finetuning.finetune import finetune
+from linnet.methods.finetuning.finetuned import load_finetuned
 from tests.methods.problems import refused
 from tests.methods.test_finetune import SHORT, images, net
+
+
+class Scale(nn.BatchNorm2d):
+    """A layer with the tensors of BatchNorm that does something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """No normalization."""
+        return x * self.weight[:, None, None]
 
 
 def test_a_frozen_part_stays_frozen_in_every_recipe() -> None:
@@ -23,6 +34,17 @@ def test_a_frozen_part_stays_frozen_in_every_recipe() -> None:
     # a network that is frozen altogether is trained altogether, whatever head it gets
     whole = finetune(net().requires_grad_(False), images(), **SHORT)
     assert len(whole.module.delta) == len(list(net().parameters()))
+
+
+@pytest.mark.parametrize("method", ["lqf", "gaf", "nlft", "fc", "b-lqf"])
+def test_weights_of_a_network_with_other_layers_are_refused(method: str, tmp_path: Path) -> None:
+    tuned = finetune(net(), images(), method, **SHORT)
+    tuned.save(tmp_path)
+    assert torch.equal(load_finetuned(tmp_path, net()).predict(images()[0]), tuned.predict(images()[0]))
+    other = net()
+    other.norm = Scale(6)
+    other.norm.load_state_dict(net().norm.state_dict())
+    refused(WeightsError, lambda: load_finetuned(tmp_path, other), "norm was BatchNorm2d and is Scale")
 
 
 def test_validation_data_are_of_the_kind_of_the_training_data() -> None:

@@ -161,6 +161,7 @@ class Finetuned:
             "parameters": names,
             "output": None if callable(self.output) else self.output,
             "custom_output": callable(self.output),
+            "modules": _kinds(network),
         }
         return save_tensors(directory, KIND, tensors, metadata)
 
@@ -213,6 +214,7 @@ def load_finetuned(directory: str | Path, model: nn.Module, output: OutputAdapte
             expected="a network of the architecture that was fine-tuned",
             remedy="pass the network that was given to linnet.finetune",
         ) from error
+    _check_kinds(network, metadata.get("modules"), path)
     network = network.to(reference.device)
     module: nn.Module = network
     if metadata["linear"]:
@@ -230,6 +232,24 @@ def load_finetuned(directory: str | Path, model: nn.Module, output: OutputAdapte
         tuple(metadata["notes"]),
         output=adapter,
     )
+
+
+def _kinds(network: nn.Module) -> dict[str, str]:
+    """The type of every module by its name: equal weights do not make equal networks."""
+    return {name: type(module).__name__ for name, module in network.named_modules() if name}
+
+
+def _check_kinds(network: nn.Module, saved: dict[str, str] | None, path: Path) -> None:
+    """Raise if a layer is of another kind than the one that was trained."""
+    found = _kinds(network)
+    names = [name for name in {**(saved or {}), **found} if saved and saved.get(name) != found.get(name)]
+    if saved and names:
+        was, now = saved.get(names[0], "missing"), found.get(names[0], "missing")
+        raise WeightsError(
+            f"{path} does not fit the network: {names[0]} was {was} and is {now}",
+            expected="a network of the architecture that was fine-tuned",
+            remedy="pass the network that was given to linnet.finetune",
+        )
 
 
 def _rebuilt(model: nn.Module, settings: Settings, tensors: dict[str, Tensor]) -> nn.Module:
