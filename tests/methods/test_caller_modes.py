@@ -51,6 +51,32 @@ def test_audits_do_not_depend_on_them(mode: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loss", ["squared", "cross-entropy"])
+def test_questions_to_a_fit_without_a_kernel_do_not_depend_on_them(mode: str, loss: str) -> None:
+    asked: list[Callable[[Any], Tensor]] = [
+        lambda fit: fit.loo(),
+        lambda fit: fit.influence(X[:3]),
+        lambda fit: fit.informativeness(),
+        lambda fit: fit.predictive(X[:3]).probs,
+        lambda fit: fit.forget([0]).predict(X),
+        lambda fit: fit.update((X[:2] + 1, Y[:2])).predict(X),
+    ]
+    if loss == "squared":
+        asked.append(lambda fit: fit.constrain(X[:1], Y[:1]).loo())
+        asked.append(lambda fit: linnet.audit.mislabeled(fit).scores)
+        asked.append(lambda fit: torch.tensor(fit.temperature))
+
+    def solved() -> Any:
+        return linnet.fit(linnet.linearize(network()), (X, Y), loss, solver="cg", preconditioner="none")
+
+    expected = [question(solved()) for question in asked]
+    fits = [solved() for _ in asked]
+    with MODES[mode]():
+        found = [question(fit) for question, fit in zip(asked, fits, strict=True)]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("solver", ["dual", "cg"])
 @pytest.mark.parametrize("loss", ["squared", "cross-entropy"])
 def test_a_fit_made_in_inference_mode_is_like_any_other(solver: str, loss: str) -> None:

@@ -15,6 +15,7 @@ from linnet.methods.fitting.head import RECORD, example_hashes
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.tangent.batch import take
 from linnet.tangent.jacobian import JacobianOperator
+from linnet.tangent.modes import in_exact_mode
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class ForgettingCertificate:
     warnings: tuple[str, ...] = ()
 
 
+@in_exact_mode
 def forgetting_certificate(fit: LinearFit, forgotten: LinearFit | Any) -> ForgettingCertificate:
     """Certify that forgetting equals retraining: the gradient on the retained data vanishes.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.methods.audit.predictors import check_fit
 from linnet.methods.fitting.linear_fit import LinearFit
+from linnet.tangent.modes import in_exact_mode
 
 SCORES = ("auto", "margin", "residual", "self-influence")
 
@@ -67,6 +68,7 @@ class Suspects:
         return self.order[(self.labels != self.predicted)[self.order]]
 
 
+@in_exact_mode
 @torch.no_grad()
 def mislabeled(fit: LinearFit, score: str = "auto") -> Suspects:
     """Rank training examples by how much the fit without them contradicts their labels.

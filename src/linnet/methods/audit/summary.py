@@ -26,6 +26,7 @@ from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.progress import track
 from linnet.tangent.batch import Inputs
+from linnet.tangent.modes import in_exact_mode
 
 METHODS = ("greedy", "informative")
 
@@ -60,6 +61,7 @@ class Summary:
     fit: LinearFit
 
 
+@in_exact_mode
 @torch.no_grad()
 def summarize(
     fit: LinearFit,

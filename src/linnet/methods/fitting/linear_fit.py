@@ -50,6 +50,7 @@ from linnet.tangent.batch import (
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
 
 BATCH = 128  # examples predicted at once
 
@@ -143,6 +144,7 @@ class LinearFit:
         return max(self.system.noise(), torch.finfo(torch.float64).tiny)
 
     @property
+    @in_exact_mode
     def temperature(self) -> float | None:
         """T of the softmax of outputs with their variance, by leave-one-out; ``None`` for regression."""
         labels = self.labels
@@ -178,6 +180,7 @@ class LinearFit:
         parts = [self.module(part) for part in split(x, BATCH)]
         return torch.cat([part.reshape(part.shape[0], -1) for part in parts])
 
+    @in_exact_mode
     def predictive(self, x: Inputs) -> Predictive:
         """The posterior of the outputs: mean f₀ + Jδ and covariance σ² J (JᵀJ + ρI)⁻¹ Jᵀ.
 
@@ -229,6 +232,7 @@ class LinearFit:
 
     # -- audits ----------------------------------------------------------------------------------
 
+    @in_exact_mode
     def loo(self) -> Tensor:
         """Outputs for each training example by the fit without it: exactly, without refitting.
 
@@ -244,6 +248,7 @@ class LinearFit:
         residuals = self.system.loo_residuals()
         return self.targets.to(residuals) - residuals
 
+    @in_exact_mode
     def influence(self, x: Inputs) -> Tensor:
         """What each training example did to each prediction: prediction with it minus without it.
 
@@ -268,6 +273,7 @@ class LinearFit:
         # f(x) − f₋ᵢ(x) = K(x,X) M_·i (M_ii)⁻¹ β_i
         return torch.cat([torch.einsum("tcnd,nd->ntc", part, residuals.to(part)) for part in parts], 1)
 
+    @in_exact_mode
     def informativeness(self, x: Inputs | None = None) -> Tensor:
         """How much predictions would change without each training example: its functional information.
 
@@ -316,6 +322,7 @@ class LinearFit:
 
     # -- changes ---------------------------------------------------------------------------------
 
+    @in_exact_mode
     def forget(self, indices: Any) -> LinearFit:
         """The fit as if some training examples had never been there, without refitting.
 
@@ -340,6 +347,7 @@ class LinearFit:
         what = f"forgot {count_in_words(len(index))}"
         return self._changed(take(self.x, kept), targets, system, what, start, held)
 
+    @in_exact_mode
     def update(self, data: Any, ridge: float | str | None = None) -> LinearFit:
         """The fit with more training examples, without refitting.
 
@@ -388,6 +396,7 @@ class LinearFit:
             fitted.record = replace(fitted.record, criterion=ridge)
         return fitted
 
+    @in_exact_mode
     def constrain(
         self, x: Inputs, targets: Any = None, groups: Any = None, *, weight: float | None = None
     ) -> LinearFit:

@@ -55,6 +55,7 @@ from linnet.tangent.forward_mode import Params
 from linnet.tangent.gram import gram, own_kernels
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
 
 CHECKED = 3  # examples that are refitted where a ridge is chosen by leave-one-out
 
@@ -176,6 +177,7 @@ class SoftmaxFit:
         parts = [self.module(part) for part in split(x, BATCH)]
         return torch.cat([part.reshape(part.shape[0], -1) for part in parts])
 
+    @in_exact_mode
     def predictive(self, x: Inputs) -> Predictive:
         """Laplace's posterior of the outputs: mean f₀ + Jδ and covariance J (JᵀΛJ + ρI)⁻¹ Jᵀ.
 
@@ -216,6 +218,7 @@ class SoftmaxFit:
 
     # -- audits ----------------------------------------------------------------------------------
 
+    @in_exact_mode
     def loo(self) -> Tensor:
         """Outputs for each training example without it: one exact Newton step from the optimum.
 
@@ -229,6 +232,7 @@ class SoftmaxFit:
         """
         return self.system.loo_outputs() if self.held_out is None else self.held_out
 
+    @in_exact_mode
     def check_loo(self, examples: Any = None) -> LeftOut:
         """Refit without some examples and compare with the one Newton step of ``loo``.
 
@@ -252,6 +256,7 @@ class SoftmaxFit:
         again = [self.forget([i]).predict(take(self.x, [i])) for i in index.tolist()]
         return compare_left_out(system, index, torch.cat(again))
 
+    @in_exact_mode
     def influence(self, x: Inputs) -> Tensor:
         """What each training example did to each prediction: with it minus without it, by one Newton step.
 
@@ -287,6 +292,7 @@ class SoftmaxFit:
         columns.diagonal(dim1=0, dim2=2).copy_(e.T)
         return dual.weighted(columns.view(self.n * dual.c, self.n)) / dual.ridge
 
+    @in_exact_mode
     def informativeness(self, x: Inputs | None = None) -> Tensor:
         """How much predictions would change without each training example, by one Newton step.
 
@@ -355,6 +361,7 @@ class SoftmaxFit:
             remedy="fit with loss='squared' and constrain that",
         )
 
+    @in_exact_mode
     def forget(self, indices: Any) -> SoftmaxFit:
         """The fit as if some training examples had never been there: Newton's method from the present one.
 
@@ -378,6 +385,7 @@ class SoftmaxFit:
             take(self.x, kept), targets, system, f"forgot {count_in_words(len(index))}", start
         )
 
+    @in_exact_mode
     def update(self, data: Any) -> SoftmaxFit:
         """The fit with more training examples: Newton's method from the present one.
 
