@@ -33,6 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("runs",),
     ("commands",),
     ("cli",),
+    ("__main__",),
     ("__init__",),
 )
 FORBIDDEN_NAMES = ("utils", "util", "core", "base", "common", "helpers", "misc")

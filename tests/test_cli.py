@@ -38,6 +38,13 @@ def test_version() -> None:
     assert linnet("--version").stdout == f"linnet {__version__}\n"
 
 
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "linnet", "--version"], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout == f"linnet {__version__}\n"
+
+
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
 def test_help_lists_every_command_with_its_purpose(words: tuple[str, ...]) -> None:
     page = linnet(*words).stdout
