@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FEWEST = 10  # steps in a mean, however few examples there are
 RISE = 0.2  # of the first mean, by which the last exceeds the lowest where it rises
+OURS = ("linnet", "torch", "contextlib")  # packages whose lines are not the user's
 SURE = 3.0  # standard errors, by which it exceeds it besides: batches differ
 
 
@@ -84,19 +86,26 @@ class LossCurve:
         return asdict(self)
 
 
-def warn_of_large_steps(learning_rate: float, calls: int) -> None:
-    """Tell the user of a function that trains that the loss went up again.
+def warn_of_large_steps(learning_rate: float) -> None:
+    """Tell the user, at the line that called this library, that the loss went up again.
 
     Args:
         learning_rate: η of the run.
-        calls: How many calls up the user's own line is.
     """
     warnings.warn(
         f"the training loss went up again with learning_rate={learning_rate:g}: the steps are too large for "
         "this problem, and the result is not to be trusted; pass a smaller learning_rate=, or leave it out",
         UserWarning,
-        stacklevel=calls + 1,
+        stacklevel=_calls_of_ours() + 1,
     )
+
+
+def _calls_of_ours() -> int:
+    """How many calls up the first line is that is neither this library's nor torch's."""
+    frame, calls = sys._getframe(1), 0
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in OURS:
+        frame, calls = frame.f_back, calls + 1
+    return calls
 
 
 def _mean(losses: list[float]) -> tuple[float, float]:

@@ -118,7 +118,7 @@ def _merit(made: Finetuned) -> tuple[bool, float]:
 def _told(made: Finetuned) -> Finetuned:
     """The result; a warning if it diverged."""
     if made.diverged:
-        warn_of_large_steps(made.settings.values["learning_rate"], 4)
+        warn_of_large_steps(made.settings.values["learning_rate"])
     return made
 
 

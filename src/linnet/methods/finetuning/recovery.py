@@ -103,7 +103,7 @@ def recover(
     )
     trainer.output = output
     if trainer.run().curve.rises:
-        warn_of_large_steps(learning_rate, 2)
+        warn_of_large_steps(learning_rate)
     for p, before in zip(clone.parameters(), model.parameters(), strict=True):
         p.requires_grad_(before.requires_grad)
         p.grad = None
