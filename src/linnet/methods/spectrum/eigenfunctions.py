@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError, NumericalError
-from linnet.linalg.factorize import nonnegative
 from linnet.linalg.random import Seed
 from linnet.memory import parse_bytes
 from linnet.methods.spectrum.function_values import FunctionValues, function_values
@@ -37,6 +36,8 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+
+INDEFINITE = 1e-3  # share of the largest eigenvalue below zero from which a matrix is no kernel's
 
 
 @dataclass(frozen=True)
@@ -329,8 +330,20 @@ def eigenfunctions(
     request = Request(function, x, outputs, n * q, n * q if k is None else k, tolerance, seed)
     pairs = kernel_eigenpairs(request, method, gram, memory, file, progress)
     vectors = _signed(pairs.vectors).reshape(n, *([q] if q > 1 else []), -1)
-    values = nonnegative(pairs.values, "the Gram matrix") / n
-    return Eigenfunctions(function, x, values, vectors, outputs, pairs.method, pairs.residual)
+    if gram is not None:
+        _check_kernel_values(pairs.values)
+    return Eigenfunctions(function, x, pairs.values / n, vectors, outputs, pairs.method, pairs.residual)
+
+
+def _check_kernel_values(values: Tensor) -> None:
+    """Raise if eigenvalues are further below zero than rounding, Lanczos and float32 kernels explain."""
+    smallest = float(values.min())
+    if smallest < -INDEFINITE * float(values.abs().max()):
+        raise NumericalError(
+            f"gram is not positive semi-definite: it has the eigenvalue {smallest:.3g}",
+            expected="the Gram matrix of a kernel, without negative eigenvalues",
+            remedy="pass what linnet.spectrum.gram returned, or leave gram= out",
+        )
 
 
 @in_exact_mode
