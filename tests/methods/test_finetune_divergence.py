@@ -19,6 +19,7 @@ from linnet.methods.finetuning.finetuned import load_finetuned
 from linnet.methods.finetuning.loss_curve import LossCurve
 from linnet.methods.finetuning.recovery import recover
 from linnet.methods.fitting.baselines import held_out_split
+from linnet.tangent.surgery import leaky_relu
 from tests.methods.problems import refused
 
 QUIET: dict[str, Any] = {"steps": 200, "batch_size": 100, "head": "zero", "momentum": 0.0}
@@ -157,3 +158,26 @@ def test_recovery_with_large_steps_is_told() -> None:
     with pytest.warns(UserWarning, match="went up again") as told:
         recover(start, (x, y), teacher=model, learning_rate=1.2 * rate, **options)
     assert told[0].filename == __file__  # the line is the user's
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_recovery_finds_a_rate_of_its_own(momentum: float, tmp_path: Path) -> None:
+    # a hundred outputs times a hundred: a rate of 0.01 is far beyond 2/λ_max
+    x, _ = classes()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 32), nn.ReLU(), nn.Linear(32, 100)).double()
+    with torch.no_grad():
+        for p in model[2].parameters():
+            p.mul_(100)
+    leaky = leaky_relu(model, 0.2)
+    data, options = (x, torch.zeros(len(x))), {"steps": 60, "momentum": momentum, "weight_decay": 0.0}
+
+    def missed(net: nn.Module) -> float:
+        return float((net(x) - model(x)).detach().square().mean())
+
+    with pytest.raises(NumericalError):
+        recover(leaky, data, teacher=model, learning_rate=0.01, **options)  # type: ignore[arg-type]
+    found = recover(leaky, data, teacher=model, checkpoint=tmp_path, **options)  # type: ignore[arg-type]
+    assert missed(found) < 0.7 * missed(leaky)
+    again = recover(leaky, data, teacher=model, checkpoint=tmp_path, **options)  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), again.parameters(), strict=True))

@@ -115,6 +115,63 @@ def test_files_know_their_metric(tmp_path: Path) -> None:
             linnet.load_fit(tmp_path / "fit", other)
 
 
+class Tied(nn.Module):
+    """An embedding whose table reads the outputs out again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4)
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.inner(self.table(x).mean(1)))
+        return hidden @ self.table.weight.T
+
+
+def conv() -> nn.Module:
+    torch.manual_seed(1)
+    layers = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 2, 2, groups=2, bias=False)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 3))
+
+
+def padded() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Embedding(6, 3, padding_idx=0), nn.Flatten(), nn.Linear(12, 2))
+
+
+IMAGES = torch.randn(5, 2, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+TOKENS = torch.tensor([[0, 1, 2, 3], [4, 5, 0, 0], [1, 1, 2, 5], [3, 0, 4, 2]])
+NETWORKS = [(conv, IMAGES), (Tied, TOKENS), (padded, TOKENS)]
+
+
+@pytest.mark.parametrize(("make", "x"), NETWORKS)
+@pytest.mark.parametrize("moved", [False, True])
+def test_the_kernel_goes_by_the_networks_own_rules(
+    make: Any, x: Tensor, moved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make().double().eval()
+    targets = torch.zeros(len(x), model(x).shape[1], dtype=torch.float64)
+    g = linnet.curvature(model, (x, targets), Gaussian(variance=1.0))
+    network = linnet.with_metric(model, g, TAU)
+    if moved:
+        with torch.no_grad():
+            network.epsilon += 0.1 * torch.randn(len(network.epsilon), dtype=torch.float64)
+    lin = linnet.linearize(network)
+    dense = lin.jacobian(x)
+    with monkeypatch.context() as patch:
+        patch.setattr("linnet.tangent.capture.exact_rows", lambda f, x, names, u: refuse(names))
+        kernel = lin.kernel(x)
+        near(kernel.flatten(2).flatten(0, 1), dense.flatten(0, 1) @ dense.flatten(0, 1).T)
+        near(lin.kernel(x, outputs="trace"), torch.einsum("nimi->nm", kernel))
+    columns = torch.eye(len(network.epsilon), dtype=torch.float64)
+    near(lin.jvp(x, columns), dense)  # forward mode through H, padding rows held
+
+
+def refuse(names: list[str]) -> dict[str, Tensor]:
+    assert not names, f"{names} are differentiated example by example"
+    return {}
+
+
 def test_copies_and_the_network_itself() -> None:
     before = {name: t.clone() for name, t in P.model.state_dict().items()}
     P.model.train()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from linnet import cli
+from linnet.errors import FileFormatError
 from linnet.files import load_tensors
 from linnet.runs.adaptation import choose_head
 from linnet.runs.folder import load_run
@@ -130,6 +131,34 @@ def test_a_probe_head_starts_at_zero(folder: Path) -> None:
     run = load_run(folder / "run")
     assert float(run.fit.module.base(run.fit.x).abs().max()) == 0
     assert cli.main(["predict", "--run", str(folder / "run"), "--data", str(folder / "pictures.npz")]) == 0
+
+
+@pytest.mark.parametrize("more", [[], ["--head", "probe", "--params", "3"], ["--loss", "cross-entropy"]])
+def test_a_ridge_in_the_metric_of_the_curvature(folder: Path, more: list[str]) -> None:
+    assert adapt(folder, "--metric", "kfac", "--no-baseline", *more) == 0
+    found, run = result(folder / "run"), load_run(folder / "run")
+    assert "by evidence" in found["fit"]["reasons"]["ridge"]
+    assert any("metric" in choice["what"] for choice in found["report"]["choices"])
+    assert run.origin.metric is not None and run.fit.module.parameter_names == ["epsilon"]
+    kept = run.fit.predict(run.fit.x)
+    out = str(folder / "less")
+    assert (
+        cli.main(["forget", "--run", str(folder / "run"), "--indices", "1,4", "--out", out, "--verify"]) == 0
+    )
+    change = result(folder / "less")
+    assert change["difference"] < 1e-3 * float(kept.abs().max())
+    assert load_run(folder / "less").origin.metric == run.origin.metric
+    state = (folder / "run" / "curvature.safetensors").read_bytes()
+    (folder / "run" / "curvature.safetensors").write_bytes(state[:-9])
+    with pytest.raises(FileFormatError, match=r"curvature\.safetensors"):
+        load_run(folder / "run")
+
+
+def test_a_metric_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert adapt(folder, "--metric", "fisher") == 2
+    assert "one of none, kfac" in capsys.readouterr().err
+    assert adapt(folder, "--metric", "kfac", "--cross-fit", "3") == 2
+    assert "a metric of its own" in capsys.readouterr().err
 
 
 def test_the_head_is_a_probe_where_there_are_more_samples_than_features(folder: Path) -> None:

@@ -18,6 +18,7 @@ def adapt(
     ridge: float | str = "auto",
     solver: str = "auto",
     loss: str = "squared",
+    metric: str = "none",
     params: str | None = None,
     head: str = "auto",
     cross_fit: int = 0,
@@ -51,6 +52,8 @@ def adapt(
         loss: What is fitted: squared (one-hot targets), cross-entropy (a few Newton steps on the same
             kernel), or auto, which solves both and keeps the one whose leave-one-out log loss on the training
             samples is lower.
+        metric: Of the ridge: none holds all weights alike, kfac those more that move the outputs far, by the
+            curvature of the network. ridge auto is then chosen by evidence.
         params: The parameters to fit, by name or regular expression; all of them by default.
         head: The head to start from: probe (a linear probe), random, zero or keep. auto keeps it where a
             regression fits the network's outputs; else it is a probe, or random where there are fewer samples
@@ -81,7 +84,7 @@ def adapt(
     settings = Settings(
         Network(model, weights, model_args or {}, head, cross_fit),
         Source(data, image_transform(mean, std, size, channels), shots, tests, seed, target),
-        Solving(ridge, solver, params, memory, device, loss),
+        Solving(ridge, solver, params, memory, device, loss, metric),
         baseline_steps if baseline else 0,
     )
     found = run_adaptation(settings, out)

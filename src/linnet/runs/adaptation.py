@@ -10,11 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from linnet.curvatures.build import curvature as compute_curvature
 from linnet.data import TaskData, load_data
 from linnet.errors import InputError, ModelError
+from linnet.likelihoods import Gaussian
 from linnet.methods.fitting.baselines import fine_tune, held_out_probe
 from linnet.methods.fitting.centered import CenteredLinear, with_centered_head
 from linnet.methods.fitting.head import RECORD, features, with_head
+from linnet.methods.fitting.metric import MetricNetwork, with_metric
 from linnet.methods.fitting.predictive import fit_temperature, probabilities
 from linnet.models import load_model
 from linnet.progress import waiting
@@ -100,14 +103,17 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
             centered, lin = False, linearize(probe, params=solving.params)
     with stages.measure("preflight"), waiting("preflight"):
         report = _checked(probe, x, solving)  # a centered head would hide randomness
+    if solving.metric != "none":
+        with stages.measure("metric"), waiting("metric"):
+            lin = linearize(_in_metric(probe, lin, x, solving))
     with stages.measure("fit"):
         fit, pilot = solve(lin, (x, y), solving, out / KERNEL_FILE)
     temperatures = None if task.classes is None else temperatures_of(pilot or fit)
     if centered and fit.held_out is None:
         fit.record = replace(fit.record, warnings=(*fit.record.warnings, PROBED))
     run = SavedRun(
-        _origin(network, head, centered), fit, _samples(task), task.classes, (task.transform, task.targets),
-        _test_source(settings.source, task), temperatures,
+        _origin(network, head, centered, lin.model), fit, _samples(task), task.classes,
+        (task.transform, task.targets), _test_source(settings.source, task), temperatures,
     )  # fmt: skip
     step = "evaluation on the test samples"
     with stages.measure(step), waiting(step):
@@ -123,6 +129,14 @@ def _fits_head(lin: Linearized) -> bool:
     """Whether the weight of a centered head is among the parameters that are fitted."""
     heads = [name for name, layer in lin.model.named_modules() if isinstance(layer, CenteredLinear)]
     return any(f"{name}.weight".lstrip(".") in lin.parameter_names for name in heads)
+
+
+def _in_metric(probe: nn.Module, lin: Linearized, x: Tensor, solving: Solving) -> MetricNetwork:
+    """The network where the fit starts, in the coordinates of the probe's curvature."""
+    outputs = torch.zeros(len(x), lin.base(x[:1]).shape[1], dtype=lin.function.dtype, device=x.device)
+    unit, params, memory = Gaussian(variance=1.0), solving.params, solving.memory
+    found = compute_curvature(probe, (x, outputs), unit, solving.metric, params=params, memory=memory)
+    return with_metric(lin.model, found)
 
 
 def _checked(model: nn.Module, x: Tensor, solving: Solving) -> Preflight:
@@ -204,12 +218,13 @@ def choose_head(model: nn.Module, x: Tensor, samples: int) -> str:
     return "probe" if samples >= features(model, x).shape[1] else "random"
 
 
-def _origin(network: Network, head: int | None, centered: bool) -> Origin:
+def _origin(network: Network, head: int | None, centered: bool, start: nn.Module) -> Origin:
     """The network's origin, with absolute paths."""
     source, colon, name = network.spec.rpartition(":")
     spec = f"{Path(source).resolve()}:{name}" if colon and source.endswith(".py") else network.spec
     weights = None if network.weights is None else str(Path(network.weights).resolve())
-    return Origin(spec, dict(network.arguments), head, centered, weights)
+    metric = start.damping if isinstance(start, MetricNetwork) else None
+    return Origin(spec, dict(network.arguments), head, centered, weights, metric)
 
 
 def _samples(task: TaskData) -> TrainingSamples:

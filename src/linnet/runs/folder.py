@@ -2,6 +2,7 @@
 
 ``model.safetensors``       the network at θ₀, its new head included
 ``linear-fit.safetensors``  the solved fit, training inputs included
+``curvature.safetensors``   the metric of the ridge, where it has one
 ``samples.safetensors``     the training samples as people see them
 ``run.json``                how to build the network, what the data were, and the checksums of the above
 
@@ -19,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from linnet.curvatures.curvature import KIND as CURVATURE
+from linnet.curvatures.saved import load_curvature
 from linnet.data import ImageTransform, Standardize, TaskData, load_data
 from linnet.errors import FileFormatError, InputError, LinnetError
 from linnet.files import load_tensors, read_json, save_tensors, write_json
@@ -26,12 +29,14 @@ from linnet.methods.fitting.centered import with_centered_head
 from linnet.methods.fitting.head import with_head
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.load_fit import load_fit
+from linnet.methods.fitting.metric import MetricNetwork, with_metric
 from linnet.models import apply_weights, load_model
 from linnet.runs.kinds import Fit, known_outputs
 from linnet.runs.place import RECORD
 
 Array = np.ndarray[Any, Any]
 _KIND = "run"
+INSIDE = "network."  # before the names of what a network in a metric holds
 _TENSORS = ("model", "linear-fit", "samples")
 
 
@@ -45,6 +50,7 @@ class Origin:
         head: Outputs of the new head, or None where the old one was kept.
         centered: Whether the head starts at zero, see :mod:`linnet.methods.fitting.centered`.
         weights: The weights that it started from, for the reader.
+        metric: τ of the curvature that is the metric of the ridge; None where all weights are held alike.
     """
 
     spec: str
@@ -52,6 +58,7 @@ class Origin:
     head: int | None
     centered: bool
     weights: str | None = None
+    metric: float | None = None
 
 
 @dataclass(frozen=True)
@@ -209,6 +216,10 @@ def save_run(folder: Path, run: SavedRun) -> None:
     (folder / RECORD).unlink(missing_ok=True)
     save_tensors(folder, "model", dict(run.fit.module.model.state_dict()), {})
     run.fit.save(folder)
+    tensors: tuple[str, ...] = _TENSORS
+    if isinstance(run.fit.module.model, MetricNetwork):
+        run.fit.module.model.curvature.save(folder)
+        tensors = (*_TENSORS, CURVATURE)
     arrays = {"answers": torch.from_numpy(run.samples.answers)}
     if run.samples.images is not None:
         arrays["images"] = torch.from_numpy(run.samples.images)
@@ -221,7 +232,7 @@ def save_run(folder: Path, run: SavedRun) -> None:
         "scale": None if scale is None else asdict(scale),
         "test": None if run.test is None else asdict(run.test),
         "temperatures": run.temperatures,
-        "files": {name: _checksum(folder / f"{name}.safetensors") for name in _TENSORS},
+        "files": {name: _checksum(folder / f"{name}.safetensors") for name in tensors},
     }
     write_json(folder / RECORD, record, kind=_KIND)
 
@@ -340,11 +351,16 @@ def _build(folder: Path, origin: Origin) -> nn.Module:
     model = load_model(origin.spec, None, origin.arguments, pretrained=False)
     if origin.head is not None:
         model = with_head(model, origin.head, init="zero")
-    if origin.centered:
-        model = with_centered_head(model)
+    start = with_centered_head(model) if origin.centered else model
     state, _ = load_tensors(folder / "model.safetensors", "model")
-    apply_weights(model, state)
-    return model.eval()
+    if origin.metric is None:
+        apply_weights(start, state)
+        return start.eval()
+    state = {name.removeprefix(INSIDE): t for name, t in state.items() if name.startswith(INSIDE)}
+    apply_weights(start, state)
+    if start is not model:  # the curvature is that of the probe, which has fewer tensors
+        apply_weights(model, {name: state[name] for name in model.state_dict()})
+    return with_metric(start.eval(), load_curvature(folder, model.eval()), origin.metric)
 
 
 @torch.no_grad()

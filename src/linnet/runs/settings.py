@@ -13,6 +13,7 @@ from linnet.errors import InputError
 
 HEADS = ("auto", "probe", "random", "zero", "keep")
 SOLVERS = ("auto", "dual", "cg")
+METRICS = ("none", "kfac")
 LOSSES = ("auto", "squared", "cross-entropy")
 LEAVE = "leave it out to have it chosen"
 CRITERIA = {"auto": "loo", "loo": "loo", "gcv": "gcv", "evidence": "evidence"}
@@ -89,9 +90,10 @@ class Solving:
         memory: Budget such as ``"2GB"``.
         device: Where to compute.
         loss: ``"squared"``, ``"cross-entropy"``, or ``"auto"``: the one of lower leave-one-out log loss.
+        metric: Of the ridge: ``"none"`` holds all weights alike, ``"kfac"`` is the curvature of the network.
 
     Raises:
-        InputError: The ridge, the solver, the loss or the device makes no sense.
+        InputError: The ridge, the solver, the loss, the metric or the device makes no sense.
     """
 
     ridge: float | str = "auto"
@@ -100,8 +102,13 @@ class Solving:
     memory: str | None = None
     device: str = "cpu"
     loss: str = "squared"
+    metric: str = "none"
 
     def __post_init__(self) -> None:
+        if self.metric not in METRICS:
+            raise InputError(
+                f"metric is {self.metric!r}", expected=f"one of {', '.join(METRICS)}", remedy=LEAVE
+            )
         if self.loss not in LOSSES:
             raise InputError(f"loss is {self.loss!r}", expected=f"one of {', '.join(LOSSES)}", remedy=LEAVE)
         if isinstance(self.ridge, str) and self.ridge not in CRITERIA:
@@ -138,7 +145,7 @@ class Settings:
         title: Title of the report; made from the data's name when empty.
 
     Raises:
-        InputError: ``baseline`` is negative.
+        InputError: ``baseline`` is negative, or a metric is to be cross-fitted.
     """
 
     network: Network
@@ -148,6 +155,12 @@ class Settings:
     title: str = ""
 
     def __post_init__(self) -> None:
+        if self.network.cross_fit and self.solving.metric != "none":
+            raise InputError(
+                f"metric is {self.solving.metric!r} with cross_fit {self.network.cross_fit}",
+                expected="one of the two: every fold would have a metric of its own",
+                remedy="leave --metric or --cross-fit out",
+            )
         if self.baseline < 0:
             raise InputError(
                 f"baseline steps are {self.baseline}",

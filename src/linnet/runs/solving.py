@@ -122,6 +122,10 @@ def _criterion(solving: Solving, y: Tensor) -> tuple[float | str, str]:
             "; by evidence and not by leave-one-out, which says nothing of a class with one sample, "
             f"and {singles} class(es) have one"
         )
+    if solving.ridge == "auto" and solving.metric != "none":
+        return "evidence", (
+            "; by evidence and not by leave-one-out, which goes to the smallest ridges in this metric"
+        )
     return solving.criterion, ""
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from linnet.tangent.batch import Inputs
 from linnet.tangent.captured import Captured, Outputs
+from linnet.tangent.coordinates import moved_network, pulled_parts
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import exact_rows, use_gradients
 from linnet.tangent.layout import fits
@@ -53,6 +54,10 @@ def capture_parts(
     Yields:
         A captured batch for each part of the cotangents, in order. Inputs a are the same in all.
     """
+    inside = moved_network(function)
+    if inside is not None:
+        yield from pulled_parts(function, capture_parts(inside, x, cotangents, columns))
+        return
     run, u = _run(function, x, cotangents)
     parts = u.split(columns or max(len(u), 1))
     for i, part in enumerate(parts):
@@ -155,6 +160,10 @@ def capture_bytes(function: Functional, x: Inputs, cotangents: int) -> int:
     Returns:
         Activations, what autograd saves of them, and K gradients of every use.
     """
+    inside = moved_network(function)
+    if inside is not None:  # the rows of J come beside those of J H
+        rows = 2 * function.space.dim * function.dtype.itemsize
+        return capture_bytes(inside, x, cotangents) + cotangents * rows
     plan = expected_plan(function, x)
     return 3 * plan.bytes.inputs + (cotangents + 1) * plan.bytes.gradients
 

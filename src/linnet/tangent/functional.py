@@ -55,7 +55,7 @@ class Functional:
         self.model = _frozen_copy(model)
         self.output = output
         self.recurrent = has_recurrence(model)
-        self.padding = _padding_rows(self.model, self.names)
+        self.padding = padding_rows(self.model, self.names)
         self.cache: dict[Any, Any] = {}
         self._walked: tuple[nn.Module, dict[str, nn.Parameter], dict[str, tuple[str, ...]]] | None = None
         theta = self.theta
@@ -266,8 +266,16 @@ def _versions(x: Inputs) -> list[int] | None:
     return [t._version for t in tensors]
 
 
-def _padding_rows(model: nn.Module, names: list[str]) -> dict[str, tuple[int, bool]]:
-    """Embedding tables with a padding row, which has no gradient: that row, and whether the table is tied."""
+def padding_rows(model: nn.Module, names: list[str]) -> dict[str, tuple[int, bool]]:
+    """Embedding tables with a padding row, which has no gradient.
+
+    Args:
+        model: The network.
+        names: Tracked parameters.
+
+    Returns:
+        By the table's name its padding row, and whether the table is tied to another layer.
+    """
     every = list(model.named_parameters(remove_duplicate=False))
     found = {}
     for module in model.modules():

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from linnet.errors import InputError
+from linnet.errors import InputError, NumericalError
 from linnet.methods.finetuning.course import Course, Log, Objective, Optimization, Reporting
 from linnet.methods.finetuning.examples import Examples
 from linnet.methods.finetuning.loss_curve import warn_of_large_steps
+from linnet.methods.finetuning.prepared import largest_eigenvalue
 from linnet.methods.finetuning.trainer import Trainer, outputs_of
 from linnet.tangent.batch import concatenate
 from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.linearized import linearize
+
+RATE = 0.01  # for networks like the paper's
+PROBED = 32  # examples that the largest eigenvalue is estimated on
+RETRIES = 3  # with a third of the rate each
 
 
 def recover(
@@ -25,7 +32,7 @@ def recover(
     *,
     steps: int = 200,
     batch_size: int = 64,
-    learning_rate: float = 0.01,
+    learning_rate: float | None = None,
     momentum: float = 0.9,
     weight_decay: float = 1e-4,
     schedule: str = "cosine",
@@ -47,7 +54,8 @@ def recover(
         teacher: The network before surgery, whose outputs are then the targets of a squared loss.
         steps: Number of steps.
         batch_size: Examples a step.
-        learning_rate: η at the start; with a warning if the training loss goes up again.
+        learning_rate: η at the start; a warning if the training loss goes up again. By default 0.01, with
+            a teacher at most half of 1/λ_max of the Hessian; taken anew with a third where the loss goes up.
         momentum: Of SGD.
         weight_decay: λ, on the weights.
         schedule: ``"cosine"`` or ``"constant"``.
@@ -93,21 +101,79 @@ def recover(
             remedy="pass teacher=, the network before surgery",
         )
     loss = "cross-entropy" if teacher is None else "squared"
-    trainer = Trainer(
+    run = _Run(
         clone,
         examples,
         Objective(loss, outputs, 1.0, weight_decay),
-        Optimization("sgd", learning_rate, momentum, schedule),
+        Optimization("sgd", RATE, momentum, schedule),
         Course(steps, batch_size, seed, evaluate_every=steps, training_mode=training_mode),
         Reporting(log, 10, checkpoint, None, progress, "recovery after surgery"),
+        output,
     )
-    trainer.output = output
-    if trainer.run().curve.rises:
-        warn_of_large_steps(learning_rate)
-    for p, before in zip(clone.parameters(), model.parameters(), strict=True):
+    trained = run.with_rate(learning_rate) if learning_rate is not None else run.with_own_rate()
+    for p, before in zip(trained.parameters(), model.parameters(), strict=True):
         p.requires_grad_(before.requires_grad)
         p.grad = None
-    return clone
+    return trained
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """A training whose rate is still open.
+
+    Args:
+        network: The network to start from, which stays as it is.
+        examples: What it learns from.
+        objective: The loss.
+        optimization: The optimizer; its rate does not count.
+        course: The steps.
+        reporting: Where it reports.
+        output: How to turn the network's result into a tensor.
+    """
+
+    network: nn.Module
+    examples: Examples
+    objective: Objective
+    optimization: Optimization
+    course: Course
+    reporting: Reporting
+    output: OutputAdapter
+
+    def with_rate(self, rate: float) -> nn.Module:
+        """The network trained at the user's rate; a warning if the loss goes up again."""
+        trained, rises = self._trained(rate, self.reporting)
+        if rises:
+            warn_of_large_steps(rate)
+        return trained
+
+    def with_own_rate(self) -> nn.Module:
+        """The network trained at a rate at which the loss stays down."""
+        rate = RATE
+        if self.objective.loss == "squared":
+            some = torch.arange(min(PROBED, self.examples.n))
+            lin = linearize(self.network, "all", self.output)
+            # steps of gradient descent grow beyond 2/λ_max
+            rate = min(RATE, 0.5 / max(largest_eigenvalue(lin, self.examples.batch(some)[0]), 1e-30))
+        place = self.reporting.checkpoint
+        for attempt in range(RETRIES):
+            own = None if place is None else Path(place) / ("slower-" * attempt).strip("-")
+            try:
+                trained, rises = self._trained(rate, replace(self.reporting, checkpoint=own))
+            except NumericalError:
+                rises = True
+            if not rises:
+                return trained
+            rate /= 3
+        own = None if place is None else Path(place) / "slowest"
+        return replace(self, reporting=replace(self.reporting, checkpoint=own)).with_rate(rate)
+
+    def _trained(self, rate: float, reporting: Reporting) -> tuple[nn.Module, bool]:
+        """A trained copy, and whether the loss went up again."""
+        clone = copy.deepcopy(self.network)
+        optimization = replace(self.optimization, learning_rate=rate)
+        trainer = Trainer(clone, self.examples, self.objective, optimization, self.course, reporting)
+        trainer.output = self.output
+        return clone, trainer.run().curve.rises
 
 
 @torch.no_grad()

@@ -22,9 +22,12 @@ from torch.func import functional_call
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.default_damping import default_damping
 from linnet.errors import InputError
-from linnet.linalg.random import normal
+from linnet.linalg.stored import to_tensors
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.fitting.head import RECORD
+from linnet.tangent.coordinates import Coordinates
+from linnet.tangent.forward_mode import Params
+from linnet.tangent.functional import padding_rows
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -32,29 +35,36 @@ from linnet.tangent.modes import in_exact_mode
 HASHED = 8  # bytes of the hash that tells one metric from another
 
 
-class MetricNetwork(nn.Module):
+class MetricNetwork(Coordinates):
     """f(θ₀ + H ε) as a module whose one parameter is ε. :func:`with_metric` makes it.
 
     Args:
         network: f at θ₀; its parameters become buffers.
-        covariance: A = H Hᵀ.
-        names: The parameters that ε displaces, in the order of A.
+        curvature: G, summed over N examples.
+        damping: τ > 0.
 
     Attributes:
         network: The network.
         epsilon: ε, (P,), zero at first.
+        curvature: G.
+        damping: τ.
     """
 
-    def __init__(self, network: nn.Module, covariance: Curvature, names: list[str]) -> None:
+    def __init__(self, network: nn.Module, curvature: Curvature, damping: float) -> None:
         super().__init__()
-        shapes = {name: network.get_parameter(name).shape for name in names}
-        dtype, device = covariance.dtype, covariance.device
-        self.network, self._covariance, self._shapes = _with_buffers(network), covariance, shapes
-        self.epsilon = nn.Parameter(torch.zeros(covariance.shape[0], dtype=dtype, device=device))
+        names = list(curvature.function.theta)
+        self.curvature, self.damping = curvature, damping
+        # A = (G/N + τ I)⁻¹ = H Hᵀ
+        self._covariance = curvature.scaled(1 / curvature.made.examples).damped(damping).inverse()
+        self._shapes = {name: network.get_parameter(name).shape for name in names}
+        padding = padding_rows(network, names)
+        self._padding = {name: row for name, (row, tied) in padding.items() if not tied}
+        self.network = _with_buffers(network)
+        zero = torch.zeros(curvature.shape[0], dtype=curvature.dtype, device=curvature.device)
+        self.epsilon = nn.Parameter(zero)
         # equal weights do not make equal networks: what is saved of one metric is not another's
-        seen = covariance._root(normal((len(self.epsilon), 1), 0, dtype, device)).cpu()
-        digest = bytes.fromhex(hash_tensors([seen]))[:HASHED]
-        self.register_buffer("metric", torch.tensor(list(digest), dtype=torch.uint8))
+        identity = torch.tensor(list(_identity(curvature, damping)), dtype=torch.uint8)
+        self.register_buffer("metric", identity)
 
     def displacement(self, epsilon: Tensor | None = None) -> dict[str, Tensor]:
         """δ = H ε.
@@ -69,9 +79,13 @@ class MetricNetwork(nn.Module):
         # δ = H ε
         delta = self._covariance._root(chosen.to(self._covariance.dtype)[:, None])[:, 0].to(chosen.dtype)
         pieces = delta.split([shape.numel() for shape in self._shapes.values()])
-        return {
+        moved = {
             name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)
         }
+        for name, row in self._padding.items():  # has no gradient, so it does not move
+            keep = torch.arange(len(moved[name]), device=chosen.device) != row
+            moved[name] = moved[name] * keep[:, None]
+        return moved
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the network gives at θ₀ + H ε.
@@ -86,6 +100,41 @@ class MetricNetwork(nn.Module):
         delta = self.displacement()
         theta = {name: self.network.get_buffer(name) + piece for name, piece in delta.items()}
         return functional_call(self.network, theta, args, kwargs)
+
+    @torch.no_grad()
+    def network_in_place(self) -> tuple[nn.Module, list[str]]:
+        """The network with parameters θ₀ + H ε, and the names of those that ε moves.
+
+        Returns:
+            A network that is no longer tied to this one, and names in its own order.
+        """
+        clone, made = copy.deepcopy(self.network), dict[int, nn.Parameter]()
+        owners = {id(clone.get_buffer(name)): name for name in self._shapes}
+        delta = self.displacement()
+        for module in clone.modules():
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None and id(buffer) in owners:
+                    own = owners[id(buffer)]
+                    value = made.setdefault(id(buffer), nn.Parameter(buffer + delta[own]))
+                    del module._buffers[name]
+                    module.register_parameter(name, value)
+        return clone, list(self._shapes)
+
+    def pulled(self, rows: Params) -> Tensor:
+        """J H from the rows of J.
+
+        Args:
+            rows: Gradients (N, K, *shape) by the names of the parameters.
+
+        Returns:
+            (N, K, P).
+        """
+        n, k = next(iter(rows.values())).shape[:2]
+        pieces = [rows[name].reshape(n * k, -1) for name in self._shapes]
+        flat = torch.cat(pieces, 1)
+        # (J H)ᵀ = Hᵀ Jᵀ
+        turned = self._covariance._root_transposed(flat.to(self._covariance.dtype).T).T
+        return turned.to(flat.dtype).reshape(n, k, -1)
 
     def extra_repr(self) -> str:
         """The metric."""
@@ -139,15 +188,22 @@ def with_metric(model: nn.Module, curvature: Curvature, damping: float | None = 
             remedy='make one with linnet.curvature(model, data, likelihood, structure="kfac")',
         )
     network: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
-    names = list(curvature.function.theta)
     _check_fits(dict(network.named_parameters()), curvature.function.theta)
-    scale = 1.0 / curvature.made.examples
-    tau = default_damping(curvature, scale) if damping is None else damping
+    tau = default_damping(curvature, 1 / curvature.made.examples) if damping is None else damping
     check_positive("damping", tau, "leave damping= out for a tenth of the mean eigenvalue")
-    made = MetricNetwork(network, curvature.scaled(scale).damped(float(tau)).inverse(), names).eval()
+    made = MetricNetwork(network, curvature, float(tau)).eval()
     head = {key: value for key, value in getattr(network, RECORD, {}).items() if key != "folds"}
     setattr(made, RECORD, {"init": "keep", "layer": "", "examples": frozenset(), **head, "metric": True})
     return made
+
+
+def _identity(curvature: Curvature, tau: float) -> bytes:
+    """A hash of G as it would be saved, and of τ: the same on every machine that loads it."""
+    stored = [to_tensors(part.operator)[1] for part in curvature.parts]
+    given = torch.tensor([curvature.made.examples, tau], dtype=torch.float64)
+    return bytes.fromhex(hash_tensors([given, *(t for own in stored for _, t in sorted(own.items()))]))[
+        :HASHED
+    ]
 
 
 def _check_fits(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
