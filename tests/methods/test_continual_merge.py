@@ -86,6 +86,19 @@ def test_a_list_of_products_is_the_exact_sum(float64: torch.dtype) -> None:
     assert errors["svd"] <= min(errors.values()) * 1.05  # merged one by one, it is near the best
 
 
+def test_examples_without_a_label_weigh_nothing(float64: torch.dtype) -> None:
+    net, found = small_network(), []
+    (x, y), other = small_task(0), small_task(1)
+    masked = y.clone()
+    masked[len(y) // 2 :] = -100
+    for task in ((x, masked), (x[: len(y) // 2], y[: len(y) // 2])):
+        method = OnlineLaplace(net, Categorical(), merge="count", prior_precision=0.0)
+        method.consolidate(task)
+        method.consolidate(other)
+        found.append(method.precision().dense())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "diagonal", "full", "low-rank"])
 def test_memory_is_constant_in_the_number_of_tasks(structure: str) -> None:
     net = small_network()

@@ -31,7 +31,7 @@ class Block:
         layer: The layer.
         structure: What its blocks are, in the engine's words.
         terms: What they add up to; one, unless a list of Kronecker products is kept.
-        examples: Number of examples behind them.
+        examples: Number of inputs behind the means of Kronecker products, examples where there are none.
     """
 
     layer: Layer
@@ -53,7 +53,9 @@ class Block:
             λ times the block.
         """
         operator = moved(part.operator, part.operator.device, like)
-        return cls(part.layer, part.structure, (scaled(operator, strength),), examples)
+        # positions without a label are in no mean
+        count = examples if part.terms is None else part.terms
+        return cls(part.layer, part.structure, (scaled(operator, strength),), count)
 
     @property
     def _joined(self) -> bool:
