@@ -134,6 +134,12 @@ def conv() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 3))
 
 
+def transposed() -> nn.Module:
+    torch.manual_seed(3)
+    layers = [nn.ConvTranspose2d(2, 3, 2, stride=2), nn.Tanh(), nn.Conv2d(3, 2, 4, stride=3)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(18, 2))
+
+
 def padded() -> nn.Module:
     torch.manual_seed(2)
     return nn.Sequential(nn.Embedding(6, 3, padding_idx=0), nn.Flatten(), nn.Linear(12, 2))
@@ -141,7 +147,7 @@ def padded() -> nn.Module:
 
 IMAGES = torch.randn(5, 2, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TOKENS = torch.tensor([[0, 1, 2, 3], [4, 5, 0, 0], [1, 1, 2, 5], [3, 0, 4, 2]])
-NETWORKS = [(conv, IMAGES), (Tied, TOKENS), (padded, TOKENS)]
+NETWORKS = [(conv, IMAGES), (transposed, IMAGES), (Tied, TOKENS), (padded, TOKENS)]
 
 
 @pytest.mark.parametrize(("make", "x"), NETWORKS)

@@ -103,6 +103,41 @@ def batch_covariance(parts: Sequence[Part], captured: Captured) -> Tensor:
     return (total + total.mT) / 2
 
 
+def root_rows(parts: Sequence[Part], captured: Captured) -> Tensor:
+    """Rows J S for some S with S Sᵀ = M, so that products of two batches of them are J₁ M J₂ᵀ.
+
+    A block in an eigenbasis turns the factors before they are multiplied, and its S is Q Λ^½: both are
+    cheaper than the symmetric root of the block, applied to rows.
+
+    Args:
+        parts: M, layer by layer; not negative.
+        captured: A batch.
+
+    Returns:
+        (N, K, P), layer after layer.
+    """
+    return torch.cat([_part_rows(part, captured) for part in parts], 2)
+
+
+def _part_rows(part: Part, captured: Captured) -> Tensor:
+    """J S of one layer, (N, K, size)."""
+    n, k = captured.n, captured.k
+    if part.layer.factored and part.joined and as_found(captured, part.layer):
+        form, found = _Form.of(part), _homogeneous(part, captured)
+        if found and form.roots is not None:
+            rows = _formed(found, slice(0, n), form.inputs, form.gradients)  # (N, R, K, c, d)
+            return rows.mul_(form.roots[:, None]).transpose(1, 2).reshape(n, k, -1)
+    rows = _ordered_rows(part, captured)
+    return part.operator._root_transposed(rows.flatten(0, 1).T).T.reshape(rows.shape)
+
+
+def _homogeneous(part: Part, captured: Captured) -> list[Factors]:
+    """The factors of every use, a with a one for the bias."""
+    kind, ones = part.operator.dtype, (0, int(part.layer.biased))
+    found = layer_factors(captured, part.layer)
+    return [Factors(F.pad(f.a.to(kind), ones, value=1.0), f.g.to(kind)) for f in found]
+
+
 def _part_covariance(part: Part, captured: Captured) -> Tensor:
     """One layer's contribution."""
     if not as_found(captured, part.layer):
@@ -112,13 +147,10 @@ def _part_covariance(part: Part, captured: Captured) -> Tensor:
     if not _is_closed(part):
         rows = layer_rows(captured, part.layer).to(part.operator.dtype)
         return part.operator.quadratic(rows)
-    found = layer_factors(captured, part.layer)
+    found = _homogeneous(part, captured)
     if not found:
         return torch.zeros((), dtype=part.operator.dtype, device=captured.outputs.device)
-    kind = part.operator.dtype
-    a = [F.pad(f.a.to(kind), (0, 1), value=1.0) if part.layer.biased else f.a.to(kind) for f in found]
-    parts = [Factors(own, f.g.to(kind)) for own, f in zip(a, found, strict=True)]
-    return _Form.of(part).covariance(parts)
+    return _Form.of(part).covariance(found)
 
 
 def _ordered_rows(part: Part, captured: Captured) -> Tensor:

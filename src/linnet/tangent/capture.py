@@ -13,7 +13,7 @@ from torch import Tensor
 
 from linnet.tangent.batch import Inputs
 from linnet.tangent.captured import Captured, Outputs
-from linnet.tangent.coordinates import moved_network, pulled_parts
+from linnet.tangent.coordinates import kernel_part, moved_network, pulled_parts
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import exact_rows, use_gradients
 from linnet.tangent.layout import fits
@@ -38,6 +38,24 @@ def capture(function: Functional, x: Inputs, cotangents: Cotangents = "full") ->
         The uses with a and g, and exact gradients where no rule holds.
     """
     return next(capture_parts(function, x, cotangents))
+
+
+@in_exact_mode
+def capture_for_products(function: Functional, x: Inputs, cotangents: Cotangents) -> Captured:
+    """The same where gradients are only multiplied with each other: in coordinates, any that give J H HᵀJᵀ.
+
+    Args:
+        function: The network.
+        x: A batch of N examples.
+        cotangents: As for :func:`capture`.
+
+    Returns:
+        The captured batch.
+    """
+    inside = moved_network(function)
+    if inside is None:
+        return capture(function, x, cotangents)
+    return kernel_part(function, capture(inside, x, cotangents))
 
 
 def capture_parts(

@@ -33,6 +33,10 @@ class Coordinates(nn.Module, ABC):
     def pulled(self, rows: Params) -> Tensor:
         """J H from the rows of J: gradients (N, K, *shape) by name to (N, K, P)."""
 
+    @abstractmethod
+    def kernel_rows(self, captured: Captured) -> Tensor:
+        """Rows (N, K, P) with the products of those of J H, from a batch of the network inside."""
+
 
 def moved_network(function: Functional) -> Functional | None:
     """The network inside coordinates, at the weights where it stands; ``None`` for any other network.
@@ -67,3 +71,18 @@ def pulled_parts(function: Functional, parts: Iterator[Captured]) -> Iterator[Ca
     for part in parts:
         rows = coordinates.pulled({name: part.rows(name) for name in part.leaves})
         yield Captured(part.n, part.outputs, [], function.theta, {"epsilon": rows}, part.k)
+
+
+def kernel_part(function: Functional, part: Captured) -> Captured:
+    """What was captured of the network inside, for products with its like and nothing else.
+
+    Args:
+        function: A network in coordinates.
+        part: A captured batch of the network inside.
+
+    Returns:
+        A captured batch whose one parameter is ε, in coordinates that may be turned.
+    """
+    assert isinstance(function.model, Coordinates)
+    rows = function.model.kernel_rows(part).to(part.outputs.dtype)
+    return Captured(part.n, part.outputs, [], function.theta, {"epsilon": rows}, part.k)

@@ -21,10 +21,12 @@ from torch.func import functional_call
 
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.default_damping import default_damping
+from linnet.curvatures.variance import root_rows
 from linnet.errors import InputError
 from linnet.linalg.stored import to_tensors
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.fitting.head import RECORD
+from linnet.tangent.captured import Captured
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import padding_rows
@@ -136,6 +138,17 @@ class MetricNetwork(Coordinates):
         turned = self._covariance._root_transposed(flat.to(self._covariance.dtype).T).T
         return turned.to(flat.dtype).reshape(n, k, -1)
 
+    def kernel_rows(self, captured: Captured) -> Tensor:
+        """Rows with the products of those of J H, of every layer in its eigenbasis.
+
+        Args:
+            captured: A batch of the network in place.
+
+        Returns:
+            (N, K, P), layer after layer.
+        """
+        return root_rows(self._covariance.parts, captured)
+
     def extra_repr(self) -> str:
         """The metric."""
         return f"{self._covariance!r}"
@@ -146,8 +159,7 @@ def with_metric(model: nn.Module, curvature: Curvature, damping: float | None = 
     """The same network in coordinates in which a ridge is the curvature's.
 
     Linearized and fitted as any network, its ridge is ρ δᵀ(G/N + τI)δ in place of ρ‖δ‖²: weights that move
-    the outputs far pay for it. Its kernel J A Jᵀ is formed without the shortcuts for single layers, and took
-    two to three times as long on a ResNet-20.
+    the outputs far pay for it. Its kernel J A Jᵀ takes about 1.4 times as long on a ResNet-20.
 
     Args:
         model: The network; it is not touched.
