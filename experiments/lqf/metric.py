@@ -84,7 +84,7 @@ def compared(
 
 def _judged(fit: Any, x: Tensor, y: Tensor) -> dict[str, float]:
     """Log loss on the test images and by leave-one-out, and the evidence of an image."""
-    p = predict(fit, x, temperatures=temperatures_of(fit), std=True).probs
+    p = predict(fit, x, temperatures=temperatures_of(fit), std=False).probs
     assert p is not None
     picked = torch.as_tensor(p).double().gather(1, y[:, None]).clamp_min(1e-300)
     evidence = float(fit.system.log_evidence()) / fit.n
