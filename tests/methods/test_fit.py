@@ -341,7 +341,7 @@ def test_temperature_is_fitted_to_left_out_predictions(solver: str) -> None:
 
     def loss(temperature: float) -> float:
         """Of the labels, and of one more example that is of no class in particular."""
-        shared = variance.mean(1, keepdim=True)
+        shared = fit.variance_scale * variance.mean(1, keepdim=True)
         scaled = loo / temperature / torch.sqrt(1 + torch.pi / 8 * shared / temperature**2)
         log_p = scaled.log_softmax(1)
         return -(log_p.gather(1, y[:, None]).sum() + log_p.mean()).item()

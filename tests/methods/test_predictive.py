@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linnet.errors import InputError
-from linnet.methods.fitting.predictive import Predictive, fit_temperature, probabilities
+from linnet.methods.fitting.predictive import Predictive, fit_moderation, fit_temperature, probabilities
 from tests.methods.problems import near, real, refused
 
 
@@ -142,3 +142,32 @@ def test_the_most_probable_class_is_that_of_the_largest_mean() -> None:
     mean = torch.tensor([[2.0, 1.9, 0.0]], dtype=torch.float64)
     covariance = torch.diag_embed(torch.tensor([[90.0, 0.1, 0.1]], dtype=torch.float64))
     assert Predictive(mean, covariance, 1.0, 0.5).probs.argmax(1) == mean.argmax(1)
+
+
+def test_variance_that_counts_too_much_is_scaled(generator: torch.Generator) -> None:
+    """Targets of 0 and 15 with much noise: as uncertain as the classes differ, yet mostly right."""
+    n = 200
+    labels = torch.randint(3, (n,), generator=generator)
+    wrong = torch.rand(n, generator=generator) < 0.1
+    seen = torch.where(wrong, (labels + 1) % 3, labels)
+    outputs = 1.5 * torch.nn.functional.one_hot(seen, 3).double()
+    variance = torch.full((n, 3), 8.0, dtype=torch.float64)
+
+    def loss(t: float, s: float) -> float:
+        return float(-probabilities(outputs, s * variance, t).gather(1, labels[:, None]).log().mean())
+
+    t, s = fit_moderation(outputs, labels, variance)
+    assert s < 1
+    assert loss(t, s) < loss(fit_temperature(outputs, labels, variance), 1.0) - 0.1
+    assert loss(t, s) < 1.02 * loss(fit_temperature(outputs, labels), 0.0)
+
+
+def test_variance_that_says_which_outputs_to_trust_counts_as_it_is(generator: torch.Generator) -> None:
+    n = 300
+    spread = torch.where(torch.rand(n, 1, generator=generator) < 0.5, 0.05, 40.0).double()
+    mean = 2 * torch.randn(n, 3, generator=generator, dtype=torch.float64)
+    noise = torch.randn(n, 3, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial((mean + spread.sqrt() * noise).softmax(1), 1, generator=generator)[:, 0]
+    t, s = fit_moderation(mean, labels, spread.expand(n, 3))
+    assert s >= 0.3
+    assert 0.5 < t < 2

@@ -61,7 +61,7 @@ def predict(
     fit: Fit,
     x: Tensor,
     scale: Standardize | None = None,
-    temperatures: tuple[float, float] | None = None,
+    temperatures: tuple[float, float, float] | None = None,
     std: bool = True,
 ) -> Predictions:
     """Predict in pieces that fit the memory.
@@ -70,7 +70,8 @@ def predict(
         fit: The fit.
         x: Inputs of T samples.
         scale: Scale of regression targets.
-        temperatures: T of the softmax of outputs with and without their variance; None for a regression.
+        temperatures: T of the softmax of outputs with and without their variance, and the scale of that
+            variance; None for a regression.
         std: Whether to compute standard deviations, which needs the kernel with the training samples.
 
     Returns:
@@ -91,8 +92,9 @@ def predict(
     mean = torch.cat(means)
     variance = torch.cat(variances) if std and not note else None
     if temperatures is not None:
-        temperature = temperatures[0 if variance is not None else 1]
-        probs = probabilities(mean.double(), None if variance is None else variance.double(), temperature)
+        moderated, point, share = temperatures
+        known = None if variance is None else share * variance.double()
+        probs = probabilities(mean.double(), known, point if known is None else moderated)
         spread = None if variance is None else _numpy(variance.sqrt())
         return Predictions(_numpy(mean), spread, _numpy(probs), note)
     if variance is not None:

@@ -138,7 +138,8 @@ class SavedRun:
         classes: Names of the classes; None for a regression.
         transforms: From stored samples to inputs, and the scale of regression targets.
         test: Where the test samples are; None when there are none.
-        temperatures: T of the softmax of outputs with and without their variance; None for a regression.
+        temperatures: T of the softmax of outputs with and without their variance, and the scale of that
+            variance; None for a regression.
     """
 
     origin: Origin
@@ -147,7 +148,7 @@ class SavedRun:
     classes: tuple[str, ...] | None
     transforms: tuple[ImageTransform | Standardize | None, Standardize | None]
     test: TestSource | None
-    temperatures: tuple[float, float] | None
+    temperatures: tuple[float, float, float] | None
 
     def changed(self, fit: Fit, samples: TrainingSamples) -> SavedRun:
         """The run after its training samples changed.
@@ -192,17 +193,17 @@ class SavedRun:
         return scale(y, dtype) if scale else torch.from_numpy(y).to(dtype)
 
 
-def temperatures_of(fit: Fit) -> tuple[float, float] | None:
-    """T of the softmax, fitted to leave-one-out outputs with and without their variance.
+def temperatures_of(fit: Fit) -> tuple[float, float, float] | None:
+    """T of the softmax, fitted to leave-one-out outputs with and without their variance, and its scale.
 
     Args:
         fit: A fit.
 
     Returns:
-        Both, or None for a regression.
+        All three, or None for a regression.
     """
     moderated, point = fit.temperature, fit.point_temperature
-    return None if moderated is None or point is None else (moderated, point)
+    return None if moderated is None or point is None else (moderated, point, fit.variance_scale)
 
 
 def save_run(folder: Path, run: SavedRun) -> None:
@@ -273,7 +274,7 @@ def load_run(folder: Path, device: str = "cpu", memory: str | None = None) -> Sa
     )
     temperatures = None if record["temperatures"] is None else tuple(record["temperatures"])
     if temperatures is not None and isinstance(fit, LinearFit):
-        fit._temperature, fit._point_temperature = temperatures
+        fit._temperature, fit._point_temperature, fit._variance_scale = temperatures
     return SavedRun(origin, fit, samples, classes, transforms, test, temperatures)
 
 

@@ -252,11 +252,17 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
         made.append(Choice("noise variance", f"{fit.noise:.4g}", "highest evidence at this ridge"))
     if run.temperatures is not None and not isinstance(fit, SoftmaxFit):
         made.append(
-            Choice("softmax temperature", f"{run.temperatures[0]:.4g}", "likeliest leave-one-out predictions")
+            Choice("softmax temperature", f"{run.temperatures[0]:.4g}", _moderation(run.temperatures[2]))
         )
     if "change" in reasons:
         made.append(Choice("change", reasons["change"], "by linear algebra on the fit before"))
     return tuple(made)
+
+
+def _moderation(scale: float) -> str:
+    """How probabilities were calibrated."""
+    counted = "" if scale == 1 else f"; variances count {scale:g}-fold"
+    return f"likeliest leave-one-out predictions{counted}"
 
 
 def facts(run: SavedRun) -> tuple[tuple[str, str], ...]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from linnet.tangent.batch import Inputs, check_examples, map_tensors, take
+import torch
+from torch import Tensor
+
+from linnet.tangent.batch import Inputs, check_examples, map_tensors, split, take
 from linnet.tangent.linearized import Linearized
+
+BATCH = 128  # examples predicted at once
 
 
 def checked_inputs(module: Linearized, x: Inputs, name: str = "x") -> Inputs:
@@ -25,6 +30,20 @@ def checked_inputs(module: Linearized, x: Inputs, name: str = "x") -> Inputs:
     x = map_tensors(lambda t: t.to(module.function.device), x)
     module.function.check_runs(take(x, slice(0, 1)))
     return x
+
+
+@torch.no_grad()
+def base_outputs(module: Linearized, x: Inputs) -> Tensor:
+    """f₀(x), batch by batch.
+
+    Args:
+        module: The network.
+        x: N examples.
+
+    Returns:
+        (N, C).
+    """
+    return torch.cat([module.base(part) for part in split(x, BATCH)])
 
 
 def count_in_words(n: int) -> str:

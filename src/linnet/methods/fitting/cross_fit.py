@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from linnet.methods.fitting.asked import base_outputs
 from linnet.methods.fitting.dual import Spectrum
 from linnet.methods.fitting.folds import Folds
 from linnet.methods.fitting.head import RECORD, example_hashes
-from linnet.methods.fitting.linear_fit import base_outputs
 from linnet.methods.fitting.primal import CGSettings, Primal
 from linnet.methods.fitting.softmax_dual import SoftmaxDual
 from linnet.methods.fitting.softmax_loss import ClassLoss

@@ -15,10 +15,11 @@ from linnet.likelihoods.probabilities import warn_of_probabilities
 from linnet.linalg.operator import LinearOperator
 from linnet.memory import Plan, format_bytes, parse_bytes, require
 from linnet.methods.fitting.arguments import check_positive, check_ridge
+from linnet.methods.fitting.asked import base_outputs
 from linnet.methods.fitting.cross_fit import CrossFit, find_cross_fit
 from linnet.methods.fitting.dual import Dual, RidgePath, Spectrum
 from linnet.methods.fitting.fit_preconditioner import TRIAL, check_preconditioner, preconditioner_bytes
-from linnet.methods.fitting.linear_fit import LinearFit, Record, base_outputs
+from linnet.methods.fitting.linear_fit import LinearFit, Record
 from linnet.methods.fitting.primal import CGSettings, Primal
 from linnet.methods.fitting.remarks import head_remarks, single_remarks
 from linnet.methods.fitting.softmax_fit import SoftmaxFit

@@ -21,12 +21,12 @@ from torch import Tensor
 from linnet.errors import DataError, InputError
 from linnet.memory import parse_bytes
 from linnet.methods.fitting.arguments import check_positive, positions, ridge_grid
-from linnet.methods.fitting.asked import checked_inputs, count_in_words
+from linnet.methods.fitting.asked import BATCH, base_outputs, checked_inputs, count_in_words
 from linnet.methods.fitting.constraints import Constraints, conditioned_gram, conditioned_own
 from linnet.methods.fitting.dual import Dual, RidgePath
 from linnet.methods.fitting.equations import wanted
 from linnet.methods.fitting.fit_files import write_fit
-from linnet.methods.fitting.predictive import Predictive, fit_temperature
+from linnet.methods.fitting.predictive import Predictive, fit_moderation, fit_temperature
 from linnet.methods.fitting.record import Record as Record
 from linnet.methods.fitting.remarks import after_change
 from linnet.methods.fitting.systems import (
@@ -51,8 +51,6 @@ from linnet.tangent.forward_mode import Params
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
-
-BATCH = 128  # examples predicted at once
 
 
 class LinearFit:
@@ -98,6 +96,7 @@ class LinearFit:
         self.held_out: Tensor | None = None
         self._cross: dict[str, Tensor] = {}
         self._temperature: float | None = None
+        self._variance_scale = 1.0
         self._point_temperature: float | None = None
         solve_delta(module, x, system, constraints)
 
@@ -149,9 +148,15 @@ class LinearFit:
         """T of the softmax of outputs with their variance, by leave-one-out; ``None`` for regression."""
         labels = self.labels
         if labels is not None and self._temperature is None:
-            variances = self.noise * self.system.loo_variances().diagonal(dim1=1, dim2=2)
-            self._temperature = fit_temperature(self.loo(), labels, variances.clamp_min(0))
+            variances = (self.noise * self.system.loo_variances().diagonal(dim1=1, dim2=2)).clamp_min(0)
+            self._temperature, self._variance_scale = fit_moderation(self.loo(), labels, variances)
         return self._temperature
+
+    @property
+    def variance_scale(self) -> float:
+        """s, what variances are multiplied with in probabilities; fitted together with ``temperature``."""
+        _ = self.temperature
+        return self._variance_scale
 
     @property
     def point_temperature(self) -> float | None:
@@ -200,7 +205,8 @@ class LinearFit:
             covariance = self.system.posterior(x)
         mean = self.predict(x)
         covariance = self.noise * (covariance + covariance.mT) / 2
-        return Predictive(mean, covariance.to(mean.dtype), self.noise, self.temperature)
+        spread, scale = covariance.to(mean.dtype), self.variance_scale
+        return Predictive(mean, spread, self.noise, self.temperature, scale)
 
     def _dual_covariance(self, dual: Dual, x: Inputs) -> Tensor:
         """[K(x,x) − K(x,X) M K(X,x)]/ρ, example by example, (T, C, C)."""
@@ -490,9 +496,3 @@ class LinearFit:
         return write_fit(
             directory, function, self.x, self._targets, kept, record, self.held_out, self.constraints
         )
-
-
-@torch.no_grad()
-def base_outputs(module: Linearized, x: Inputs) -> Tensor:
-    """f₀(x), (N, C), batch by batch."""
-    return torch.cat([module.base(part) for part in split(x, BATCH)])

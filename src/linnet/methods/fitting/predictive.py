@@ -10,6 +10,9 @@ from torch import Tensor
 
 from linnet.errors import InputError
 
+SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)  # of the variance, in probabilities
+NATS = 1.0  # that another scale than one must gain
+
 
 @dataclass(frozen=True)
 class Predictive:
@@ -20,6 +23,7 @@ class Predictive:
         covariance: Cov[f], (N, C, C).
         noise: σ², variance of a target about f.
         temperature: T of the softmax that turns outputs into probabilities, ``None`` for regression.
+        variance_scale: s, what the variance is multiplied with before it moderates probabilities.
 
     Example:
         >>> prediction = Predictive(torch.zeros(1, 2), torch.eye(2)[None], noise=0.5)
@@ -31,6 +35,7 @@ class Predictive:
     covariance: Tensor
     noise: float
     temperature: float | None = None
+    variance_scale: float = 1.0
 
     @property
     def variance(self) -> Tensor:
@@ -73,8 +78,8 @@ class Predictive:
     def probs(self) -> Tensor:
         """Class probabilities (N, C): the softmax with uncertain outputs shrunk toward each other.
 
-        softmax(μ / (T √(1 + π/8 · v / T²))) for mean μ and v the mean variance of the example's
-        outputs (MacKay 1992), so that the most probable class is that of the largest mean. T is
+        softmax(μ / (T √(1 + π/8 · s v / T²))) for mean μ and v the mean variance of the example's
+        outputs (MacKay 1992), so that the most probable class is that of the largest mean. T and s are
         fitted to leave-one-out predictions.
 
         Raises:
@@ -86,7 +91,7 @@ class Predictive:
                 expected="a fit with integer classes",
                 remedy="use .mean and .variance",
             )
-        return probabilities(self.mean, self.variance, self.temperature)
+        return probabilities(self.mean, self.variance_scale * self.variance, self.temperature)
 
 
 def probabilities(mean: Tensor, variance: Tensor | None, temperature: float) -> Tensor:
@@ -131,14 +136,50 @@ def fit_temperature(outputs: Tensor, labels: Tensor, variance: Tensor | None = N
     scale = float(outputs.double().std()) + 1e-12
 
     def loss(log_t: float) -> float:
-        p = probabilities(outputs.double(), None if variance is None else variance.double(), math.exp(log_t))
-        log_p = p.clamp_min(1e-300).log()
-        # Σᵢ log p(yᵢ) and the mean over classes and examples of log p, for the one example more
-        return -float(log_p.gather(1, labels[:, None]).sum() + log_p.mean())
+        return -_likelihood(outputs, labels, variance, math.exp(log_t))
 
     grid = [math.log(scale) + step for step in torch.linspace(-6, 4, 21).tolist()]
     best = min(range(len(grid)), key=lambda i: loss(grid[i]))
     return math.exp(golden_section(loss, grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]))
+
+
+def fit_moderation(outputs: Tensor, labels: Tensor, variance: Tensor) -> tuple[float, float]:
+    """The temperature and the scale of the variance that make held-out outputs most likely.
+
+    The variance comes from Gaussian noise on targets of 0 and α. Where it is large, the outputs of all
+    classes are as uncertain as they differ, and no temperature makes softmax(μ / √(T² + π/8 v)) certain of
+    anything. So s v takes the place of v if one of a few s < 1 gains more than the one nat that a further
+    parameter may cost (Akaike).
+
+    Args:
+        outputs: Held-out (leave-one-out) outputs (N, C).
+        labels: Classes (N,).
+        variance: Their variances (N, C).
+
+    Returns:
+        T and s.
+
+    Example:
+        >>> outputs = torch.tensor([[3.0, 0.0], [0.0, 3.0], [3.0, 0.0], [0.0, 3.0], [1.0, 0.0], [1.0, 0.0]])
+        >>> labels = torch.tensor([0, 1, 0, 1, 0, 1])
+        >>> fit_moderation(outputs, labels, torch.full((6, 2), 1e3))[1] < 1
+        True
+    """
+    found = []
+    for scale in SCALES:
+        t = fit_temperature(outputs, labels, scale * variance)
+        found.append((_likelihood(outputs, labels, scale * variance, t), t, scale))
+    whole, best = found[0], max(found)
+    _, t, scale = best if best[0] > whole[0] + NATS else whole
+    return t, scale
+
+
+def _likelihood(outputs: Tensor, labels: Tensor, variance: Tensor | None, temperature: float) -> float:
+    """Log-likelihood of labels, and of one more example that is of no class in particular."""
+    spread = None if variance is None else variance.double()
+    log_p = probabilities(outputs.double(), spread, temperature).clamp_min(1e-300).log()
+    # Σᵢ log p(yᵢ) and the mean over classes and examples of log p, for the one example more
+    return float(log_p.gather(1, labels[:, None]).sum() + log_p.mean())
 
 
 def golden_section(f, low: float, high: float, steps: int = 30) -> float:  # type: ignore[no-untyped-def]

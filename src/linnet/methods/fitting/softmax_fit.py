@@ -22,9 +22,9 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.memory import parse_bytes
 from linnet.methods.fitting.arguments import positions, ridge_grid
-from linnet.methods.fitting.asked import checked_inputs, count_in_words
+from linnet.methods.fitting.asked import BATCH, base_outputs, checked_inputs, count_in_words
 from linnet.methods.fitting.fit_files import write_fit
-from linnet.methods.fitting.linear_fit import BATCH, Record, base_outputs
+from linnet.methods.fitting.linear_fit import Record
 from linnet.methods.fitting.predictive import Predictive
 from linnet.methods.fitting.remarks import after_change
 from linnet.methods.fitting.softmax_dual import SoftmaxDual
@@ -156,6 +156,11 @@ class SoftmaxFit:
     @property
     def point_temperature(self) -> float:
         """1, for outputs without their variance alike."""
+        return 1.0
+
+    @property
+    def variance_scale(self) -> float:
+        """1: the variance of the logits counts as it is."""
         return 1.0
 
     # -- predictions -----------------------------------------------------------------------------
