@@ -272,7 +272,8 @@ def load_run(folder: Path, device: str = "cpu", memory: str | None = None) -> Sa
         _transform(record["transform"]),
         None if record["scale"] is None else Standardize(**record["scale"]),
     )
-    temperatures = None if record["temperatures"] is None else tuple(record["temperatures"])
+    known = record["temperatures"]
+    temperatures = None if known is None else (*known, 1.0)[:3]  # older folders have no scale of the variance
     if temperatures is not None and isinstance(fit, LinearFit):
         fit._temperature, fit._point_temperature, fit._variance_scale = temperatures
     return SavedRun(origin, fit, samples, classes, transforms, test, temperatures)
