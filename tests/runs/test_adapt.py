@@ -155,9 +155,30 @@ def test_a_ridge_in_the_metric_of_the_curvature(folder: Path, more: list[str]) -
         load_run(folder / "run")
 
 
+def test_the_metric_is_chosen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(*words: str, model: str = "conv") -> tuple[bool, str]:
+        assert adapt(folder, "--no-baseline", "--overwrite", *words, model=model) == 0
+        metric = load_run(folder / "run").origin.metric
+        return metric is not None, result(folder / "run")["fit"]["reasons"]["metric"]
+
+    assert taken() == (
+        False,
+        "the study of metrics is about probes that are not cross-fitted",
+    )  # a random head
+    probe = ("--head", "probe")
+    assert taken(*probe)[0]
+    assert taken(*probe, "--metric", "none") == (False, "asked for")
+    assert taken(*probe, "--cross-fit", "2")[1].startswith("the study of metrics")
+    assert taken(*probe, "--ridge", "2.5") == (False, "a ridge that is given is that of all weights alike")
+    assert taken(*probe, "--ridge", "loo")[1].startswith("a ridge that is given")
+    assert taken(*probe, "--ridge", "evidence")[0]
+    monkeypatch.setattr("linnet.runs.metrics.SMALL", 0.0)
+    assert taken(*probe)[1] == "its eigenvectors would take longer than the kernel"
+
+
 def test_a_metric_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert adapt(folder, "--metric", "fisher") == 2
-    assert "one of none, kfac" in capsys.readouterr().err
+    assert "one of auto, none, kfac" in capsys.readouterr().err
     assert adapt(folder, "--metric", "kfac", "--cross-fit", "3") == 2
     assert "a metric of its own" in capsys.readouterr().err
 

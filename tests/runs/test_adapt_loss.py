@@ -62,7 +62,7 @@ def test_a_run_with_the_cross_entropy(folder: Path) -> None:
     assert "refitted without" in page
     run = load_run(folder / "cross-entropy")
     assert isinstance(run.fit, SoftmaxFit)
-    assert run.temperatures == (1.0, 1.0)
+    assert run.temperatures == (1.0, 1.0, 1.0)
 
 
 def test_the_probabilities_are_those_of_the_posterior(folder: Path) -> None:

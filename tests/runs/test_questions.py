@@ -45,7 +45,8 @@ def test_a_run_loads_as_it_was(workshop: Path) -> None:
     assert accuracy == result(workshop / "pictures")["scores"][0]["accuracy"]
     assert run.samples.images is not None
     assert run.samples.ids[0] == "train/0"
-    assert (run.fit.temperature, run.fit.point_temperature) == run.temperatures
+    fit = run.fit
+    assert (fit.temperature, fit.point_temperature, fit.variance_scale) == run.temperatures
 
 
 def test_predict_new_pictures(workshop: Path, tmp_path: Path) -> None:
@@ -286,10 +287,15 @@ def test_damaged_runs(
 
 
 @pytest.mark.parametrize(
-    ("head", "what"), [("random", "outputs differ"), ("probe", "does not compute what it did")]
+    ("head", "what"),
+    [
+        (["random"], "outputs differ"),
+        (["probe", "--metric", "none"], "does not compute what it did"),
+        (["probe", "--metric", "kfac"], "is ReLU, and was Tanh"),
+    ],
 )
 def test_a_changed_factory_is_noticed(
-    workshop: Path, tmp_path: Path, head: str, what: str, capsys: pytest.CaptureFixture[str]
+    workshop: Path, tmp_path: Path, head: list[str], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(workshop / "nets.py", tmp_path / "nets.py")
     words = [
@@ -300,7 +306,7 @@ def test_a_changed_factory_is_noticed(
         workshop / "pictures.npz",
         "--no-baseline",
     ]
-    linnet(*words, "--head", head, "--out", tmp_path / "run")
+    linnet(*words, "--head", *head, "--out", tmp_path / "run")
     text = (tmp_path / "nets.py").read_text()
     (tmp_path / "nets.py").write_text(text.replace("stride=2), nn.Tanh()", "stride=2), nn.ReLU()"))
     words = ["predict", "--run", tmp_path / "run", "--data", workshop / "pictures.npz"]

@@ -10,14 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linnet.curvatures.build import curvature as compute_curvature
 from linnet.data import TaskData, load_data
 from linnet.errors import InputError, ModelError
-from linnet.likelihoods import Gaussian
 from linnet.methods.fitting.baselines import fine_tune, held_out_probe
 from linnet.methods.fitting.centered import CenteredLinear, with_centered_head
 from linnet.methods.fitting.head import RECORD, features, with_head
-from linnet.methods.fitting.metric import MetricNetwork, with_metric
+from linnet.methods.fitting.metric import MetricNetwork
 from linnet.methods.fitting.predictive import fit_temperature, probabilities
 from linnet.models import load_model
 from linnet.progress import waiting
@@ -26,6 +24,7 @@ from linnet.report.wording import number
 from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.runs.folder import Origin, SavedRun, TestSource, TrainingSamples, temperatures_of, test_digest
 from linnet.runs.kinds import loss_of
+from linnet.runs.metrics import choose_metric, in_metric
 from linnet.runs.place import KERNEL_FILE, check_out, made_folder
 from linnet.runs.settings import Network, Settings, Solving, Source
 from linnet.runs.solving import solve
@@ -103,11 +102,14 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
             centered, lin = False, linearize(probe, params=solving.params)
     with stages.measure("preflight"), waiting("preflight"):
         report = _checked(probe, x, solving)  # a centered head would hide randomness
-    if solving.metric != "none":
+    chosen, why = choose_metric(settings, lin, centered, len(x) * lin.base(x[:1]).shape[1])
+    solving = replace(solving, metric=chosen)
+    if chosen != "none":
         with stages.measure("metric"), waiting("metric"):
-            lin = linearize(_in_metric(probe, lin, x, solving))
+            lin = linearize(in_metric(probe, lin, x, solving))
     with stages.measure("fit"):
         fit, pilot = solve(lin, (x, y), solving, out / KERNEL_FILE)
+    fit.record.reasons["metric"] = why
     temperatures = None if task.classes is None else temperatures_of(pilot or fit)
     if centered and fit.held_out is None:
         fit.record = replace(fit.record, warnings=(*fit.record.warnings, PROBED))
@@ -129,14 +131,6 @@ def _fits_head(lin: Linearized) -> bool:
     """Whether the weight of a centered head is among the parameters that are fitted."""
     heads = [name for name, layer in lin.model.named_modules() if isinstance(layer, CenteredLinear)]
     return any(f"{name}.weight".lstrip(".") in lin.parameter_names for name in heads)
-
-
-def _in_metric(probe: nn.Module, lin: Linearized, x: Tensor, solving: Solving) -> MetricNetwork:
-    """The network where the fit starts, in the coordinates of the probe's curvature."""
-    outputs = torch.zeros(len(x), lin.base(x[:1]).shape[1], dtype=lin.function.dtype, device=x.device)
-    unit, params, memory = Gaussian(variance=1.0), solving.params, solving.memory
-    found = compute_curvature(probe, (x, outputs), unit, solving.metric, params=params, memory=memory)
-    return with_metric(lin.model, found)
 
 
 def _checked(model: nn.Module, x: Tensor, solving: Solving) -> Preflight:

@@ -13,7 +13,7 @@ from linnet.errors import InputError
 
 HEADS = ("auto", "probe", "random", "zero", "keep")
 SOLVERS = ("auto", "dual", "cg")
-METRICS = ("none", "kfac")
+METRICS = ("auto", "none", "kfac")
 LOSSES = ("auto", "squared", "cross-entropy")
 LEAVE = "leave it out to have it chosen"
 CRITERIA = {"auto": "loo", "loo": "loo", "gcv": "gcv", "evidence": "evidence"}
@@ -90,7 +90,8 @@ class Solving:
         memory: Budget such as ``"2GB"``.
         device: Where to compute.
         loss: ``"squared"``, ``"cross-entropy"``, or ``"auto"``: the one of lower leave-one-out log loss.
-        metric: Of the ridge: ``"none"`` holds all weights alike, ``"kfac"`` is the curvature of the network.
+        metric: Of the ridge: ``"none"`` holds all weights alike, ``"kfac"`` is the curvature of the network,
+            ``"auto"`` takes it behind a probe.
 
     Raises:
         InputError: The ridge, the solver, the loss, the metric or the device makes no sense.
@@ -155,7 +156,7 @@ class Settings:
     title: str = ""
 
     def __post_init__(self) -> None:
-        if self.network.cross_fit and self.solving.metric != "none":
+        if self.network.cross_fit and self.solving.metric == "kfac":
             raise InputError(
                 f"metric is {self.solving.metric!r} with cross_fit {self.network.cross_fit}",
                 expected="one of the two: every fold would have a metric of its own",
