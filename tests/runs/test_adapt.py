@@ -139,7 +139,8 @@ def test_a_ridge_in_the_metric_of_the_curvature(folder: Path, more: list[str]) -
     found, run = result(folder / "run"), load_run(folder / "run")
     assert "by evidence" in found["fit"]["reasons"]["ridge"]
     assert any("metric" in choice["what"] for choice in found["report"]["choices"])
-    assert run.origin.metric is not None and run.fit.module.parameter_names == ["epsilon"]
+    assert run.origin.metric is not None
+    assert run.fit.module.parameter_names == ["epsilon"]
     kept = run.fit.predict(run.fit.x)
     out = str(folder / "less")
     assert (
