@@ -195,7 +195,7 @@ def gather_data(
         InputError: If ``data`` is none of the kinds above.
     """
     x, y = _as_pair(data)
-    y = _as_tensor(y, "y")
+    y = named_tensor(y, "y")
     if batch_size(x) == 0:
         raise DataError("data is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
     if y.ndim == 0 or y.shape[0] != batch_size(x):
@@ -241,14 +241,14 @@ def _as_pair(data: Any) -> tuple[Inputs, Any]:
     elif isinstance(data, Dataset) or (hasattr(data, "__getitem__") and not isinstance(data, _NO_DATA_SETS)):
         samples = [_two(data[i], f"sample {i} of the data set") for i in range(len(data))]  # type: ignore[arg-type]
         batches = [
-            (map_tensors(lambda t: t[None], _tensorize(x)), _as_tensor(y, "y")[None]) for x, y in samples
+            (map_tensors(lambda t: t[None], _tensorize(x)), named_tensor(y, "y")[None]) for x, y in samples
         ]
     else:
         pair = _two(data, "data")
         return _tensorize(pair[0]), pair[1]
     if not batches:
         raise DataError("data is empty: it yields no example", expected="at least one example", remedy=EMPTY)
-    labels = [_as_tensor(b[1], "y") for b in batches]
+    labels = [named_tensor(b[1], "y") for b in batches]
     return concatenate([b[0] for b in batches]), concatenate(labels)
 
 
@@ -276,7 +276,7 @@ def _tensorize(x: Any) -> Inputs:
         return {key: _tensorize(value) for key, value in x.items()}
     if isinstance(x, list | tuple) and _holds_arrays(x):
         return tuple(_tensorize(value) for value in x)
-    return _as_tensor(x, "x")
+    return named_tensor(x, "x")
 
 
 def _holds_arrays(x: Any) -> bool:
@@ -286,8 +286,23 @@ def _holds_arrays(x: Any) -> bool:
     return isinstance(x, Mapping) or getattr(x, "ndim", 0) > 0
 
 
-def _as_tensor(value: Any, name: str) -> Tensor:
-    """A tensor from numbers of any kind, or an error that names the argument."""
+def named_tensor(value: Any, name: str) -> Tensor:
+    """A tensor from numbers of any kind, or an error that names the argument.
+
+    Args:
+        value: A tensor, or an array or list of numbers.
+        name: What the argument is called.
+
+    Returns:
+        A dense tensor.
+
+    Raises:
+        InputError: If it is none of these.
+
+    Example:
+        >>> named_tensor([1, 2], "labels")
+        tensor([1, 2])
+    """
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
