@@ -30,6 +30,32 @@ _FORMAT = "linnet"
 _PARTIAL = ".partial"
 
 
+def as_path(value: Any, name: str = "directory") -> Path:
+    """A path that a user gave.
+
+    Args:
+        value: A string or a ``Path``.
+        name: What the argument is called.
+
+    Returns:
+        ``value`` as a Path.
+
+    Raises:
+        InputError: It is neither, or empty.
+
+    Example:
+        >>> as_path("runs/first").name
+        'first'
+    """
+    if not isinstance(value, str | os.PathLike) or value == "":
+        raise InputError(
+            f"{name} is {'empty' if value == '' else type(value).__name__}",
+            expected="a path, as a string or a pathlib.Path",
+            remedy=f'pass {name}=pathlib.Path("runs/first"), or another path',
+        )
+    return Path(value)
+
+
 def write_atomic(path: str | os.PathLike[str], writer: Callable[[Path], object]) -> Path:
     """Write a file completely or not at all.
 
@@ -125,7 +151,7 @@ def save_tensors(
     }
     text = _dump(label)
     header = {_FORMAT: f"{_digest(text, content)} {text}"}  # one entry: several come in random order
-    path = Path(directory) / f"{name}.safetensors"
+    path = as_path(directory) / f"{name}.safetensors"
     return write_atomic(path, lambda temporary: save_file(content, str(temporary), metadata=header))
 
 

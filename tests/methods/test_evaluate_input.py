@@ -238,3 +238,11 @@ def test_wrong_answers_of_a_regression() -> None:
     found, *_ = regression()
     refused(InputError, lambda: found.coverage(1.0), "levels=1.0")
     refused(InputError, lambda: found.coverage([]), "levels=[]")
+
+
+def test_resampling_with_wrong_numbers() -> None:
+    report = evaluate(lambda x: P, (X, Y))
+    for seed in ("a", None, 1.5, True):
+        refused(InputError, lambda seed=seed: report.bootstrap("ece", seed=seed), "seed=")
+    for draws in ("a", 1, 2.5, None):
+        refused(InputError, lambda draws=draws: report.bootstrap("ece", draws=draws), "draws=")

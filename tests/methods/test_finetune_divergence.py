@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet.methods.finetuning.recipe_runs as runs
-from linnet.errors import NumericalError
+from linnet.errors import DataError, InputError, ModelError, NumericalError
 from linnet.methods.finetuning.finetune import finetune
 from linnet.methods.finetuning.finetuned import load_finetuned
 from linnet.methods.finetuning.loss_curve import LossCurve
@@ -181,3 +182,16 @@ def test_recovery_finds_a_rate_of_its_own(momentum: float, tmp_path: Path) -> No
     assert missed(found) < 0.7 * missed(leaky)
     again = recover(leaky, data, teacher=model, checkpoint=tmp_path, **options)  # type: ignore[arg-type]
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), again.parameters(), strict=True))
+
+
+def test_recovery_refuses_what_cannot_be_learned_from() -> None:
+    model, (x, y) = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), (torch.randn(8, 4), torch.arange(8) % 3)
+    wrong: Any
+    for wrong in ("net", 3, [model]):
+        refused(InputError, lambda wrong=wrong: recover(model, (x, y), wrong), "teacher is")
+    for wrong in ("a", -1.0, math.nan, True, None):
+        refused(InputError, lambda wrong=wrong: recover(model, (x, y), weight_decay=wrong), "weight_decay=")
+    refused(DataError, lambda: recover(model, (x, y + 5)), "out of range, first 5")
+    refused(DataError, lambda: recover(model, (x, y - 100)), "first -100")
+    refused(ModelError, lambda: recover(nn.ReLU(), (x, y)), "no parameter")
+    refused(InputError, lambda: recover(model, (x, y), nn.Linear(4, 2)), "teacher has 2 outputs", "3")

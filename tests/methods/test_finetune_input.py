@@ -47,6 +47,28 @@ def test_weights_of_a_network_with_other_layers_are_refused(method: str, tmp_pat
     refused(WeightsError, lambda: load_finetuned(tmp_path, other), "norm was BatchNorm2d and is Scale")
 
 
+@pytest.mark.parametrize(
+    "given", [{"steps": 9}, {"damping": 0.1}, {"learning_rate": 0.1}, {"momentum": 0.5}, {"clip": 1.0}]
+)
+def test_the_closed_form_refuses_what_is_of_steps(given: dict[str, Any]) -> None:
+    name = next(iter(given))
+    refused(InputError, lambda: finetune(net(), images(), solver="exact", **given), f"{name}=", "exact")
+
+
+def test_values_that_a_recipe_does_not_use_are_refused() -> None:
+    refused(InputError, lambda: finetune(net(), images(), "gaf", damping=0.1, **SHORT), "damping=0.1")
+    refused(InputError, lambda: finetune(net(), images(), "nlft", slope=0.1, **SHORT), "slope=0.1")
+    unpaired = {**SHORT, "preconditioner": "none", "activation": "relu"}
+    refused(InputError, lambda: finetune(net(), images(), damping=0.1, **unpaired), "damping=0.1")
+    refused(InputError, lambda: finetune(net(), images(), slope=0.1, **unpaired), "slope=0.1")
+
+
+def test_what_is_no_network_has_no_weights_to_load(tmp_path: Path) -> None:
+    finetune(net(), images(), **SHORT).save(tmp_path)
+    refused(InputError, lambda: load_finetuned(tmp_path, None), "model is NoneType")  # type: ignore[arg-type]
+    refused(InputError, lambda: load_finetuned(None, net()), "directory is NoneType")  # type: ignore[arg-type]
+
+
 def test_validation_data_are_of_the_kind_of_the_training_data() -> None:
     x, y = images()
     one_hot = nn.functional.one_hot(y).float()

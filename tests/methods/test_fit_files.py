@@ -239,3 +239,24 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         fit.forget([0]).save(tmp_path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("wrong", [None, 3, b"fit", ["fit"], ""])
+def test_what_is_no_path(wrong: Any) -> None:
+    fit = P.fit(ridge=0.3)
+    gp = linnet.TangentGP(P.model, linnet.likelihoods.Gaussian(variance=1.0))
+    what = "directory is empty" if wrong == "" else f"directory is {type(wrong).__name__}"
+    refused(InputError, lambda: fit.save(wrong), what)
+    refused(InputError, lambda: linnet.load_fit(wrong, P.model), what)
+    refused(InputError, lambda: linnet.load_curvature(wrong, P.model), what)
+    refused(InputError, lambda: linnet.load_laplace(wrong, P.model), what)
+    refused(InputError, lambda: linnet.load_gp(wrong, P.model), what)
+    refused(InputError, lambda: gp.fit(P.x, P.t).save(wrong), what)
+    if wrong is not None:
+        refused(InputError, lambda: P.fit(ridge=0.3, file=wrong), what.replace("directory", "file"))
+
+
+@pytest.mark.parametrize("wrong", [None, "net.pt", {}])
+def test_what_is_no_network(wrong: Any, tmp_path: Path) -> None:
+    saved(tmp_path)
+    refused(InputError, lambda: linnet.load_fit(tmp_path, wrong), f"model is {type(wrong).__name__}")

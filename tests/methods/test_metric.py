@@ -229,3 +229,41 @@ def test_what_is_refused() -> None:
     refused(InputError, lambda: linnet.with_metric(other, g), "'0.weight'")
     refused(InputError, lambda: linnet.with_metric(nn.Linear(2, 2), g), "nothing of that name")
     refused(NumericalError, lambda: linnet.with_metric(P.model, g.scaled(0.0)), "mean eigenvalue")
+
+
+def test_what_is_no_displacement() -> None:
+    network, _ = metric()
+    wrong: Any
+    for wrong in (torch.zeros(3), network.epsilon[None], [0.0], {"epsilon": network.epsilon}, "epsilon"):
+        refused(InputError, lambda wrong=wrong: network.displacement(wrong), "epsilon is", "delta")
+
+
+@pytest.mark.parametrize("kinds", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_a_curvature_of_another_precision(kinds: tuple[torch.dtype, torch.dtype]) -> None:
+    own, others = kinds
+    other = copy.deepcopy(P.model).to(others)
+    zeros = torch.zeros_like(P.t, dtype=others)
+    g = linnet.curvature(other, (P.x.to(others), zeros), Gaussian(variance=1.0))
+    network = linnet.with_metric(copy.deepcopy(P.model).to(own), g, TAU)
+    fit = linnet.fit(linnet.linearize(network), (P.x.to(own), P.y), ridge=RHO)
+    expected = linnet.fit(linnet.linearize(metric()[0]), (P.x, P.y), ridge=RHO).predict(P.x_test)
+    found = fit.predict(P.x_test.to(own))
+    assert found.dtype == own
+    near(found.double(), expected, 1e-3)
+
+
+def test_the_preflight_knows_the_rules_inside() -> None:
+    report = linnet.preflight(metric()[0], P.x)
+    assert report.ok
+    assert not report.findings
+    assert report.parameters[0].treatment == "coordinates of 4 parameters, by the rules for each"
+    assert not report.parameters[0].exact
+    torch.manual_seed(0)
+    odd = nn.Sequential(nn.Linear(3, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))).double()
+    x = torch.randn(5, 3, dtype=torch.float64)
+    g = linnet.curvature(odd, (x, torch.zeros(5, 2, dtype=torch.float64)), Gaussian(variance=1.0))
+    network = linnet.with_metric(odd, g, TAU)
+    plain = [p for p in linnet.preflight(odd, x).parameters if p.exact]
+    found = linnet.preflight(network, x).parameters[0]
+    assert found.exact == bool(plain)
+    assert not plain or plain[0].name in found.treatment

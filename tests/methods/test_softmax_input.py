@@ -218,3 +218,10 @@ def test_the_criteria_of_a_ridge_are_named() -> None:
     lin = linnet.linearize(torch.nn.Linear(3, 3))
     with pytest.raises(InputError, match='"loo", "gcv", "evidence", "validation"'):
         linnet.fit(lin, (x, y), ridge="foo")
+
+
+def test_a_ridge_stays_when_examples_come() -> None:
+    x, y, wrong = real(6, 3), torch.arange(6) % 3, "loo"
+    fit: Any = linnet.fit(linnet.linearize(network()), (x, y), loss="cross-entropy", ridge=1.0)
+    refused(InputError, lambda: fit.update((x, y), ridge=wrong), "ridge='loo'", "cross-entropy")
+    refused(InputError, lambda: fit.check_loo([]), "examples is empty")

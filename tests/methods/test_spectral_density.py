@@ -213,3 +213,9 @@ def test_an_operator_becomes_the_same_matrix_in_every_mode() -> None:
     assert torch.equal(mixed, plain)
     assert torch.equal(inferred, plain)
     assert not inferred.is_inference()
+
+
+@pytest.mark.parametrize("steps", [None, "many", 2.5, 0])
+def test_steps_are_a_number_of_them(steps: Any) -> None:
+    source = torch.eye(4, dtype=torch.float64)
+    refused(InputError, lambda: linnet.spectrum.spectral_density(source, steps=steps), "steps is")

@@ -7,6 +7,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -333,3 +334,8 @@ def test_compiled_scripts_are_refused() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)
         script = torch.jit.script(nn.ReLU())
     refused(ModelError, lambda: leaky_relu(nn.Sequential(script)), "torch.jit")
+
+
+@pytest.mark.parametrize("keep", [None, 3, 0.5])
+def test_names_to_keep_are_a_list(keep: Any) -> None:
+    refused(InputError, lambda: leaky_relu(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), keep=keep), "keep is")

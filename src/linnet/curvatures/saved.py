@@ -11,7 +11,7 @@ from linnet.curvatures.curvature import KIND, Curvature, Provenance
 from linnet.curvatures.layers import Form, Layer
 from linnet.curvatures.parts import Part
 from linnet.errors import FileFormatError, InputError
-from linnet.files import load_tensors
+from linnet.files import as_path, load_tensors
 from linnet.linalg.stored import from_tensors
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
@@ -50,7 +50,7 @@ def load_curvature(directory: str | Path, model: nn.Module, output: OutputAdapte
         >>> torch.equal(load_curvature(folder, net).dense(), G.dense())
         True
     """
-    path = Path(directory)
+    path = as_path(directory)
     path = path if path.is_file() else path / f"{KIND}.safetensors"
     tensors, metadata = load_tensors(path, KIND)
     model = model.model if isinstance(model, Linearized) else model

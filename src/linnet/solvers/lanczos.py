@@ -71,8 +71,8 @@ def tridiagonalize(operator: LinearOperator, start: Tensor, steps: int) -> Tridi
     """
     if operator.shape[0] != operator.shape[1] or start.shape[:1] != operator.shape[:1] or start.ndim != 2:
         raise InputError(f"start has shape {tuple(start.shape)}", f"(n, K) for the square {operator!r}")
-    if steps < 1:
-        raise InputError(f"steps is {steps!r}", expected="a positive integer")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise InputError(f"steps is {steps!r}", "a positive integer", "leave steps= out")
     steps = min(steps, operator.shape[0])
     basis = start.new_zeros(steps + 1, *start.shape)  # (m + 1, n, K)
     diagonal, offdiagonal = start.new_zeros(2, steps, start.shape[1])  # (m, K) each

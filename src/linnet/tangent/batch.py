@@ -73,6 +73,8 @@ def batch_size(x: Inputs) -> int:
     """
     found = tensors_in(x)
     for tensor in found:
+        require_dense(tensor, "x")
+    for tensor in found:
         if tensor.ndim > 0:
             return tensor.shape[0]
     axis = "give every input an example axis, as in x[None] for a single example"
@@ -81,6 +83,27 @@ def batch_size(x: Inputs) -> int:
         expected="a tensor (N, ...), a tuple of tensors or a dict of tensors",
         remedy=axis if found else "turn arrays and lists of numbers into tensors with torch.as_tensor",
     )
+
+
+def require_dense(tensor: Tensor, name: str) -> None:
+    """Raise unless the examples of a tensor can be taken one by one.
+
+    Args:
+        tensor: A tensor.
+        name: What the argument is called.
+
+    Raises:
+        InputError: It is sparse or nested.
+
+    Example:
+        >>> require_dense(torch.ones(2, 3), "x")
+    """
+    if tensor.layout != torch.strided and not tensor.is_mkldnn:
+        raise InputError(
+            f"{name} is a tensor of layout {tensor.layout}",
+            expected="a dense tensor (N, ...)",
+            remedy=f"pass {name}.to_dense()",
+        )
 
 
 def take(x: Inputs, index: slice | Tensor | Sequence[int]) -> Inputs:
@@ -172,7 +195,7 @@ def gather_data(
         InputError: If ``data`` is none of the kinds above.
     """
     x, y = _as_pair(data)
-    y = _as_tensor(y, "y")
+    y = named_tensor(y, "y")
     if batch_size(x) == 0:
         raise DataError("data is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
     if y.ndim == 0 or y.shape[0] != batch_size(x):
@@ -218,14 +241,14 @@ def _as_pair(data: Any) -> tuple[Inputs, Any]:
     elif isinstance(data, Dataset) or (hasattr(data, "__getitem__") and not isinstance(data, _NO_DATA_SETS)):
         samples = [_two(data[i], f"sample {i} of the data set") for i in range(len(data))]  # type: ignore[arg-type]
         batches = [
-            (map_tensors(lambda t: t[None], _tensorize(x)), _as_tensor(y, "y")[None]) for x, y in samples
+            (map_tensors(lambda t: t[None], _tensorize(x)), named_tensor(y, "y")[None]) for x, y in samples
         ]
     else:
         pair = _two(data, "data")
         return _tensorize(pair[0]), pair[1]
     if not batches:
         raise DataError("data is empty: it yields no example", expected="at least one example", remedy=EMPTY)
-    labels = [_as_tensor(b[1], "y") for b in batches]
+    labels = [named_tensor(b[1], "y") for b in batches]
     return concatenate([b[0] for b in batches]), concatenate(labels)
 
 
@@ -234,10 +257,17 @@ def _two(item: Any, name: str) -> tuple[Any, Any]:
     if isinstance(item, list | tuple) and len(item) == 2:
         return item[0], item[1]
     raise InputError(
-        f"{name} is {type(item).__name__}" + (f" of length {len(item)}" if hasattr(item, "__len__") else ""),
+        f"{name} is {type(item).__name__}" + _length_of(item),
         expected="an (x, y) pair, a Dataset or a DataLoader of such pairs",
         remedy="pass data=(x, y)",
     )
+
+
+def _length_of(item: Any) -> str:
+    """The length of what has one, in words."""
+    if isinstance(item, Tensor) and item.ndim == 0:
+        return " without an axis"
+    return f" of length {len(item)}" if hasattr(item, "__len__") else ""
 
 
 def _tensorize(x: Any) -> Inputs:
@@ -246,7 +276,7 @@ def _tensorize(x: Any) -> Inputs:
         return {key: _tensorize(value) for key, value in x.items()}
     if isinstance(x, list | tuple) and _holds_arrays(x):
         return tuple(_tensorize(value) for value in x)
-    return _as_tensor(x, "x")
+    return named_tensor(x, "x")
 
 
 def _holds_arrays(x: Any) -> bool:
@@ -256,16 +286,33 @@ def _holds_arrays(x: Any) -> bool:
     return isinstance(x, Mapping) or getattr(x, "ndim", 0) > 0
 
 
-def _as_tensor(value: Any, name: str) -> Tensor:
-    """A tensor from numbers of any kind, or an error that names the argument."""
+def named_tensor(value: Any, name: str) -> Tensor:
+    """A tensor from numbers of any kind, or an error that names the argument.
+
+    Args:
+        value: A tensor, or an array or list of numbers.
+        name: What the argument is called.
+
+    Returns:
+        A dense tensor.
+
+    Raises:
+        InputError: If it is none of these.
+
+    Example:
+        >>> named_tensor([1, 2], "labels")
+        tensor([1, 2])
+    """
     try:
-        return torch.as_tensor(value)
+        tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
             f"{name} is {type(value).__name__} and cannot be made a tensor ({error})",
             expected="a tensor, or an array or rectangular list of numbers",
             remedy=f"convert {name} to a tensor first",
         ) from error
+    require_dense(tensor, name)
+    return tensor
 
 
 def check_finite(x: Inputs, name: str) -> None:

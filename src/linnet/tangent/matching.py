@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from linnet.errors import FileFormatError
+from linnet.errors import FileFormatError, InputError
 from linnet.tangent.functional import Functional, OutputAdapter
 
 
@@ -31,8 +31,13 @@ def matching_function(
         The function.
 
     Raises:
+        InputError: If the model is no module.
         FileFormatError: If a parameter is missing or the weights differ.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy=f"pass {words[1]}"
+        )
     names = {name for name, _ in model.named_parameters()}
     missing = [name for name in metadata["parameters"] if name not in names]
     if not missing:

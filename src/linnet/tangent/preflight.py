@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from linnet.errors import DataError
 from linnet.memory import Plan
 from linnet.tangent.batch import EMPTY, Inputs, batch_size, take
+from linnet.tangent.coordinates import moved_network
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gram import GramTask, plan_gram
 from linnet.tangent.jacobian import jvp_path
@@ -233,6 +234,9 @@ def _batch_dependence(function: Functional, batch: Inputs, value: Tensor) -> lis
 
 def _coverage(function: Functional, run: Trace, batch: Inputs) -> tuple[Coverage, ...]:
     """Treatment of every tracked parameter."""
+    inside = moved_network(function)
+    if inside is not None:  # ε is differentiated by the rules for what it moves
+        return (_in_coordinates(function, _coverage(inside, trace(inside, batch), batch)),)
     plan = plan_for(function, run, batch)
     found = []
     for name in function.names:
@@ -252,3 +256,16 @@ def _coverage(function: Functional, run: Trace, batch: Inputs) -> tuple[Coverage
             )
         found.append(Coverage(name, tuple(function.space.shapes[name]), len(uses), text, exact))
     return tuple(found)
+
+
+def _in_coordinates(function: Functional, inside: tuple[Coverage, ...]) -> Coverage:
+    """The treatment of the coordinates of a network, from that of its parameters."""
+    name = function.names[0]
+    exact = [p for p in inside if p.exact]
+    text = f"coordinates of {len(inside)} parameters, by the rules for each"
+    if exact:
+        text += f"; {exact[0].name}: {exact[0].treatment}" + (
+            f" and {len(exact) - 1} more" if exact[1:] else ""
+        )
+    uses = sum(p.uses for p in inside)
+    return Coverage(name, tuple(function.space.shapes[name]), uses, text, bool(exact))

@@ -129,7 +129,7 @@ def _by_name(model: nn.Module, named: dict[str, nn.Parameter], names: Sequence[s
     """Exact names; the second name of a tied parameter stands for its first."""
     first = {id(p): n for n, p in named.items()}
     every: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
-    missing = [n for n in names if n not in every or id(every[n]) not in first]
+    missing = [n for n in names if not isinstance(n, str) or n not in every or id(every[n]) not in first]
     if missing:
         raise InputError(
             f"params names {_some(missing)}, not among the floating-point parameters",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.files import read_json, write_json
+from linnet.files import as_path, read_json, write_json
 
 RECORD_SECONDS = 5.0  # between two records of finished steps: what a killed run may lose
 
@@ -44,7 +44,7 @@ class GramFile:
     def __init__(
         self, file: str | Path, shape: tuple[int, ...], dtype: torch.dtype, identity: dict[str, Any]
     ) -> None:
-        self.path = Path(file)
+        self.path = as_path(file, "file")
         if self.path.suffix != ".npy":
             raise InputError(
                 f"file={str(file)!r}",

@@ -197,6 +197,12 @@ def _check(model: nn.Module, slope: float, keep: Collection[str]) -> None:
             expected="a network with its own activations",
             remedy="pass the network as it was before linnet.surgery.leaky_relu",
         )
+    if not isinstance(keep, Collection):
+        raise InputError(
+            f"keep is {type(keep).__name__}",
+            expected="a list of names of modules of the network",
+            remedy="leave keep= out to replace all",
+        )
     names = dict(model.named_modules(remove_duplicate=False))
     missing = [name for name in ([keep] if isinstance(keep, str) else keep) if name not in names]
     if isinstance(keep, str) or missing:

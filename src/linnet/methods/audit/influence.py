@@ -31,7 +31,7 @@ from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.primal import CGSettings, Effort, Primal
 from linnet.methods.fitting.targets import check_arrangement, make_targets
 from linnet.solvers.cg import relative_residual
-from linnet.tangent.batch import Inputs, batch_size, split, take
+from linnet.tangent.batch import Inputs, batch_size, named_tensor, split, take
 from linnet.tangent.jacobian import NormalOperator
 from linnet.tangent.modes import in_exact_mode
 
@@ -423,7 +423,11 @@ def label_targets(fit: LinearFit, x: Inputs, labels: Any) -> Tensor:
         InputError: If there are more or fewer of them than examples, or they are arranged otherwise.
     """
     function, n = fit.module.function, batch_size(x)
-    y = torch.as_tensor(labels).to(function.device)
+    y = named_tensor(labels, "labels").to(function.device)
+    if y.ndim == 0:
+        raise InputError(
+            f"labels is one value for {n} examples", "one label for each example of x", "pass labels (n,)"
+        )
     check_arrangement(y, function.output_shape(x), "labels")
     made = make_targets(y, fit.system.c, fit._targets.scale, varied=False, dtype=function.dtype)
     if len(made.values) != n:

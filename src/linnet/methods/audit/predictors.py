@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError
 from linnet.methods.fitting.linear_fit import LinearFit
-from linnet.tangent.batch import Inputs, batch_size, split, tensors_in
+from linnet.tangent.batch import Inputs, batch_size, require_dense, split, tensors_in
 from linnet.tangent.hashing import hash_tensors
 
 BATCH = 128  # examples predicted at once
@@ -63,7 +63,8 @@ def outputs_of(predictor: Any, x: Inputs, name: str) -> Tensor:
                 expected="a network in evaluation mode, whose outputs depend on each input alone",
                 remedy=f"call {name}.eval() first",
             )
-        out = torch.cat([predictor(part) for part in split(x, BATCH)])
+        parts = [predictor(part) for part in split(x, BATCH)]
+        out = torch.cat(parts) if all(isinstance(part, Tensor) and part.ndim for part in parts) else parts[0]
     else:
         raise InputError(
             f"{name} is {type(predictor).__name__}",
@@ -77,6 +78,7 @@ def outputs_of(predictor: Any, x: Inputs, name: str) -> Tensor:
             expected=f"outputs ({batch_size(x)}, C)",
             remedy="pass one row of outputs for each example of x",
         )
+    require_dense(out, name)
     out = out.detach().reshape(len(out), -1)
     if out.is_floating_point() and not out.isfinite().all():
         at = int((~out.isfinite().all(1)).nonzero()[0])

@@ -177,6 +177,12 @@ def release(
         2.0
     """
     _check(epsilon, delta, mechanism, clip, neighbors)
+    if not isinstance(generator, torch.Generator | None):
+        raise InputError(
+            f"generator is {type(generator).__name__}",
+            expected="a torch.Generator, or None",
+            remedy="pass torch.Generator().manual_seed(seed), with a seed that nobody can guess",
+        )
     system = _releasable(fit, delta)
     function, c = fit.module.function, system.c
     kappa, tau = (float(value) for value in clip)

@@ -25,7 +25,7 @@ from linnet.methods.audit.predictors import check_fit
 from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.progress import track
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, named_tensor
 from linnet.tangent.modes import in_exact_mode
 
 METHODS = ("greedy", "informative")
@@ -166,8 +166,9 @@ def _checked(fit: LinearFit, n: Any, method: Any, x: Inputs | None, candidates: 
             expected="a dual fit, and the training examples as those that count",
             remedy='pass method="informative"',
         )
-    index = torch.arange(fit.n) if candidates is None else torch.as_tensor(candidates).flatten()
-    if index.dtype == torch.bool or index.is_floating_point() or len(index.unique()) != len(index):
+    index = torch.arange(fit.n) if candidates is None else named_tensor(candidates, "candidates").flatten()
+    broken = index.dtype == torch.bool or index.is_floating_point() or index.is_complex()
+    if broken or len(index.unique()) != len(index):
         raise InputError(
             f"candidates of type {index.dtype}",
             expected="distinct integer positions in the training data",

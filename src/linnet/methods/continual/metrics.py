@@ -41,6 +41,12 @@ class StreamMetrics:
 
     def __post_init__(self) -> None:
         rows, self.accuracy = self.accuracy, []
+        if not isinstance(rows, Sequence):
+            raise InputError(
+                f"accuracy is {type(rows).__name__}",
+                expected="a list with a list of accuracies for each task learned",
+                remedy="leave accuracy= out and call record() after every task",
+            )
         for row in rows:
             self.record(row)
         if self.baseline is not None:

@@ -197,8 +197,10 @@ class Report:
         """
         if name not in self.to_dict() or not isinstance(value := getattr(self, name), float):
             raise InputError(f"name={name!r}", expected="a score of this report", remedy="pass name='ece'")
-        if draws < 2:
-            raise InputError(f"draws={draws}", expected="two or more", remedy="pass draws=200")
+        if isinstance(draws, bool) or not isinstance(draws, int) or draws < 2:
+            raise InputError(f"draws={draws!r}", expected="an integer, two or more", remedy="pass draws=200")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise InputError(f"seed={seed!r}", expected="an integer", remedy="leave seed= out")
         generator, n = torch.Generator().manual_seed(seed), self.examples.n
         found = []
         for _ in range(draws):

@@ -33,6 +33,7 @@ from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector
 
+SLOPE = 0.2
 BILINEAR = ("root", "iterations", "channels", "layer")
 
 
@@ -60,7 +61,7 @@ def finetune(
     schedule: str = "constant",
     clip: float | None = None,
     scale: float = ALPHA,
-    slope: float = 0.2,
+    slope: float = SLOPE,
     head: str = "auto",
     classes: int | None = None,
     params: Selector = None,
@@ -176,6 +177,14 @@ def finetune(
     first = Candidate(learning_rate, weight_decay, batch_size, crop)
     candidates = candidates_for(search, recipe, first)
     _check_solver(solver, ridge, recipe, candidates, training_mode)
+    steps_only = {
+        "learning_rate": learning_rate,
+        "steps": steps,
+        "momentum": momentum,
+        "damping": damping,
+        "clip": clip,
+    }
+    _check_used(solver, recipe, steps_only, slope)
     check_positive("scale", scale, "leave scale= out for α = 15")
     for name, count in (("steps", steps), ("evaluate_every", evaluate_every)):
         if count is not None:
@@ -234,6 +243,29 @@ def _device(model: nn.Module) -> torch.device:
             remedy="pass the network that holds the weights",
         )
     return first.device
+
+
+def _check_used(solver: str, recipe: Recipe, steps_only: Mapping[str, Any], slope: float) -> None:
+    """Raise where a value is given that nothing would use."""
+    given = [name for name, value in steps_only.items() if value is not None]
+    if solver == "exact" and given:
+        raise InputError(
+            f'{given[0]}={steps_only[given[0]]!r} with solver="exact"',
+            expected="values of the closed form: weight_decay= or ridge=",
+            remedy=f"leave {given[0]}= out, or leave solver= out for training steps",
+        )
+    if recipe.preconditioner == "none" and "damping" in given:
+        raise InputError(
+            f"damping={steps_only['damping']!r} without a preconditioner",
+            expected="a method whose steps a curvature preconditions",
+            remedy='leave damping= out, or pass preconditioner="kfac"',
+        )
+    if slope != SLOPE and not recipe.leaky:
+        raise InputError(
+            f"slope={slope!r} without Leaky ReLU",
+            expected="a method that replaces the activations",
+            remedy='leave slope= out, or pass activation="leaky-relu"',
+        )
 
 
 def _check_solver(

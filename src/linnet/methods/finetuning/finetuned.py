@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import DataError, FileFormatError, InputError, WeightsError
-from linnet.files import load_tensors, save_tensors
+from linnet.files import as_path, load_tensors, save_tensors
 from linnet.methods.finetuning.augment import Augmentation
 from linnet.methods.finetuning.bilinear import assemble
 from linnet.methods.finetuning.trainer import outputs_of
@@ -192,7 +192,13 @@ def load_finetuned(directory: str | Path, model: nn.Module, output: OutputAdapte
         >>> torch.equal(load_finetuned(folder, net).predict(x), tuned.predict(x))
         True
     """
-    path = Path(directory) / f"{KIND}.safetensors"
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"model is {type(model).__name__}",
+            expected="a torch.nn.Module",
+            remedy="pass a network of the architecture that was given to linnet.finetune",
+        )
+    path = as_path(directory) / f"{KIND}.safetensors"
     tensors, metadata = load_tensors(path, KIND)
     if metadata["custom_output"] and not callable(output):
         raise InputError(

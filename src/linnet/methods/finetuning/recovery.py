@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.errors import InputError, NumericalError
+from linnet.errors import InputError, ModelError, NumericalError
 from linnet.methods.finetuning.course import Course, Log, Objective, Optimization, Reporting
 from linnet.methods.finetuning.examples import Examples
 from linnet.methods.finetuning.loss_curve import warn_of_large_steps
 from linnet.methods.finetuning.prepared import largest_eigenvalue
 from linnet.methods.finetuning.trainer import Trainer, outputs_of
+from linnet.methods.fitting.targets import make_targets
 from linnet.tangent.batch import concatenate
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import linearize
@@ -70,7 +72,9 @@ def recover(
         The trained copy, in the mode that the network was in.
 
     Raises:
+        DataError: If the data are empty or not finite, or labels are out of range.
         InputError: If an argument has a value that does not work, or labels are needed and are not classes.
+        ModelError: If the network has no parameter.
         NumericalError: If the loss is not finite.
 
     Source:
@@ -84,22 +88,21 @@ def recover(
         >>> bool((better(x) - net(x)).norm() < (leaky(x) - net(x)).norm())
         True
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
-        )
+    _check(model, teacher, weight_decay)
     clone = copy.deepcopy(model).requires_grad_(True)
     examples = Examples(data, next(clone.parameters()).device)
     x, y = examples.batch(torch.arange(1))
     outputs = Functional(clone, "all", output).check_runs(x).flatten(1).shape[1]
     if teacher is not None:
-        examples = _taught(examples, teacher, output)
+        examples = _taught(examples, teacher, output, outputs)
     elif y.is_floating_point():
         raise InputError(
             f"y has type {y.dtype} and there is no teacher",
             expected="integer classes of the pretraining task",
             remedy="pass teacher=, the network before surgery",
         )
+    elif examples.in_memory:
+        make_targets(examples.labels(), outputs, varied=False)
     loss = "cross-entropy" if teacher is None else "squared"
     run = _Run(
         clone,
@@ -115,6 +118,28 @@ def recover(
         p.requires_grad_(before.requires_grad)
         p.grad = None
     return trained
+
+
+def _check(model: Any, teacher: Any, weight_decay: Any) -> None:
+    """Raise on arguments that cannot work."""
+    for name, network in (("model", model), ("teacher", teacher)):
+        if not isinstance(network, nn.Module) and (name == "model" or network is not None):
+            raise InputError(
+                f"{name} is {type(network).__name__}",
+                expected="a torch.nn.Module",
+                remedy="pass the network itself",
+            )
+    if next(model.parameters(), None) is None:
+        raise ModelError(
+            f"model ({type(model).__name__}) has no parameter",
+            expected="a network with weights to train",
+            remedy="pass the network that holds the weights",
+        )
+    decay = weight_decay
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < math.inf:
+        raise InputError(
+            f"weight_decay={decay!r}", "zero or a positive number", "leave weight_decay= out for 1e-4"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,9 +202,16 @@ class _Run:
 
 
 @torch.no_grad()
-def _taught(examples: Examples, teacher: nn.Module, output: OutputAdapter) -> Examples:
+def _taught(examples: Examples, teacher: nn.Module, output: OutputAdapter, outputs: int) -> Examples:
     """The examples with the outputs of a network as targets."""
     frozen = copy.deepcopy(teacher).eval()
     parts: list[tuple[Any, Tensor]] = [(x, outputs_of(frozen, x, output)) for x, _ in examples.batches()]
     x = concatenate([part for part, _ in parts])
-    return Examples((x, torch.cat([targets for _, targets in parts])), examples.device)
+    targets = torch.cat([own for _, own in parts]).flatten(1)
+    if targets.shape[1] != outputs:
+        raise InputError(
+            f"teacher has {targets.shape[1]} outputs and the network {outputs}",
+            expected="the network before surgery, with the same outputs",
+            remedy="pass the network that was given to linnet.surgery.leaky_relu",
+        )
+    return Examples((x, targets), examples.device)

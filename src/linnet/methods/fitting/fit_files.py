@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from linnet.files import load_tensors, save_tensors
+from linnet.files import as_path, load_tensors, save_tensors
 from linnet.methods.fitting.constraints import Constraints, constraint_tensors, constraints_from
 from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.primal import Primal
@@ -75,7 +75,7 @@ def write_fit(
         "settings": settings,
         "constraints": held,
     }
-    return save_tensors(Path(directory), KIND, {k: t.contiguous() for k, t in tensors.items()}, metadata)
+    return save_tensors(directory, KIND, {k: t.contiguous() for k, t in tensors.items()}, metadata)
 
 
 def read_fit(directory: str | Path) -> tuple[Path, dict[str, Tensor], Inputs, dict[str, Any]]:
@@ -87,7 +87,7 @@ def read_fit(directory: str | Path) -> tuple[Path, dict[str, Tensor], Inputs, di
     Returns:
         The file, its tensors, the training inputs and the metadata.
     """
-    path = Path(directory)
+    path = as_path(directory)
     path = path / f"{KIND}.safetensors" if path.is_dir() or not path.suffix else path
     tensors, metadata = load_tensors(path, KIND)
     return path, tensors, unflatten_inputs(tensors, metadata["inputs"]), metadata

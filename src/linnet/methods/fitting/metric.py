@@ -62,7 +62,9 @@ class MetricNetwork(Coordinates):
         padding = padding_rows(network, names)
         self._padding = {name: row for name, (row, tied) in padding.items() if not tied}
         self.network = _with_buffers(network)
-        zero = torch.zeros(curvature.shape[0], dtype=curvature.dtype, device=curvature.device)
+        # of the network's type, whatever that of the curvature
+        like = network.get_parameter(names[0])
+        zero = torch.zeros(curvature.shape[0], dtype=like.dtype, device=like.device)
         self.epsilon = nn.Parameter(zero)
         # equal weights do not make equal networks: what is saved of one metric is not another's
         identity = torch.tensor(list(_identity(curvature, damping)), dtype=torch.uint8)
@@ -76,8 +78,18 @@ class MetricNetwork(Coordinates):
 
         Returns:
             The displacement of every parameter by its name in the network.
+
+        Raises:
+            InputError: If ε is no vector of P numbers.
         """
         chosen = self.epsilon if epsilon is None else epsilon
+        if not isinstance(chosen, Tensor) or chosen.shape != self.epsilon.shape:
+            what = f"of shape {tuple(chosen.shape)}" if isinstance(chosen, Tensor) else type(chosen).__name__
+            raise InputError(
+                f"epsilon is {what}",
+                expected=f"a tensor {tuple(self.epsilon.shape)}, the coordinates of one displacement",
+                remedy='of a fit, pass fit.module.delta["epsilon"]',
+            )
         # δ = H ε
         delta = self._covariance._root(chosen.to(self._covariance.dtype)[:, None])[:, 0].to(chosen.dtype)
         pieces = delta.split([shape.numel() for shape in self._shapes.values()])

@@ -248,7 +248,7 @@ class SoftmaxFit:
             Both outputs, and ``.error`` and ``.loss_error``.
 
         Raises:
-            InputError: A position is out of range or given twice.
+            InputError: There is no position, or one is out of range or given twice.
         """
         system = self.system
         if examples is None:
@@ -256,6 +256,8 @@ class SoftmaxFit:
             index = change.argsort(descending=True)[: min(CHECKED, self.n - 1)]
         else:
             index = positions(examples, self.n, leave=0).to(self.module.function.device)
+            if not len(index):
+                raise InputError("examples is empty", "at least one position", "leave examples= out")
         if isinstance(system, SoftmaxDual):
             return compare_left_out(system, index, left_out_refitted(system, index))
         again = [self.forget([i]).predict(take(self.x, [i])) for i in index.tolist()]
@@ -391,18 +393,26 @@ class SoftmaxFit:
         )
 
     @in_exact_mode
-    def update(self, data: Any) -> SoftmaxFit:
+    def update(self, data: Any, ridge: None = None) -> SoftmaxFit:
         """The fit with more training examples: Newton's method from the present one.
 
         Args:
             data: New examples: an (x, y) pair, a Dataset or a DataLoader.
+            ridge: Stays as it is; only the fit of the squared loss can choose another.
 
         Returns:
             A new fit on all examples, old ones first, exact to ``summary()["certificate"]``.
 
         Raises:
+            InputError: If a ridge is given.
             DataError: If the data are empty, not finite, or have labels out of range.
         """
+        if ridge is not None:
+            raise InputError(
+                f"ridge={ridge!r} in update() of a fit with loss='cross-entropy'",
+                expected="no ridge: it stays as it is",
+                remedy="leave ridge= out, or fit all examples again with linnet.fit",
+            )
         start = time.perf_counter()
         function = self.module.function
         x, y = gather_data(data, function.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linnet.curvatures.curvature import Curvature
 from linnet.errors import FileFormatError, InputError
-from linnet.files import load_tensors, save_tensors
+from linnet.files import as_path, load_tensors, save_tensors
 from linnet.likelihoods import from_description
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.methods.laplace.posterior import DataFit, Hyper, Posterior
@@ -73,7 +73,7 @@ def read_posterior(directory: str | Path) -> tuple[dict[str, Tensor], dict[str, 
     Raises:
         FileFormatError: If the two files do not belong together.
     """
-    path = Path(directory)
+    path = as_path(directory)
     tensors, metadata = load_tensors(path / f"{KIND}.safetensors", KIND)
     other = path / "curvature.safetensors"
     if other.exists() and _checksum(other) != metadata["curvature"]:

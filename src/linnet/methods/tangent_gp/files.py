@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from linnet.files import load_tensors, save_tensors
+from linnet.files import as_path, load_tensors, save_tensors
 from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.fit_files import flatten_inputs, unflatten_inputs
 from linnet.methods.tangent_gp.dense import FunctionDense, ParameterDense, System
@@ -53,9 +53,7 @@ def write_gp(
         **how,
     }
     tensors |= solved
-    return save_tensors(
-        Path(directory), KIND, {k: t.detach().contiguous() for k, t in tensors.items()}, metadata
-    )
+    return save_tensors(directory, KIND, {k: t.detach().contiguous() for k, t in tensors.items()}, metadata)
 
 
 def _solved(system: System) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -91,7 +89,7 @@ def read_gp(directory: str | Path) -> tuple[Path, dict[str, Tensor], Inputs, dic
     Returns:
         The file, its tensors, the training inputs and the metadata.
     """
-    path = Path(directory)
+    path = as_path(directory)
     path = path / f"{KIND}.safetensors" if path.is_dir() or not path.suffix else path
     tensors, metadata = load_tensors(path, KIND)
     return path, tensors, unflatten_inputs(tensors, metadata["inputs"]), metadata

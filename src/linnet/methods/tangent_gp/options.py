@@ -76,7 +76,7 @@ class Options:
             ("space", space, SPACES),
             *((k, given.get(k), v) for k, v in WORDS.items()),
         ]:
-            if value is not None and value not in known:
+            if (value is not None or name == "space") and value not in known:
                 raise InputError(
                     f"{name}={value!r}", ", ".join(f'"{one}"' for one in known), f"leave {name}= out"
                 )
