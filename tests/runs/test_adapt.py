@@ -137,7 +137,7 @@ def test_a_probe_head_starts_at_zero(folder: Path) -> None:
 def test_a_ridge_in_the_metric_of_the_curvature(folder: Path, more: list[str]) -> None:
     assert adapt(folder, "--metric", "kfac", "--no-baseline", *more) == 0
     found, run = result(folder / "run"), load_run(folder / "run")
-    assert "by evidence" in found["fit"]["reasons"]["ridge"]
+    assert ("by evidence" in found["fit"]["reasons"]["ridge"]) == run.origin.centered
     assert any("metric" in choice["what"] for choice in found["report"]["choices"])
     assert run.origin.metric is not None
     assert run.fit.module.parameter_names == ["epsilon"]
@@ -161,17 +161,17 @@ def test_the_metric_is_chosen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         metric = load_run(folder / "run").origin.metric
         return metric is not None, result(folder / "run")["fit"]["reasons"]["metric"]
 
-    assert taken() == (
-        False,
-        "the study of metrics is about probes that are not cross-fitted",
-    )  # a random head
+    why = "weights that move the outputs far are held more; ahead on every pair of a study"
+    assert taken() == (True, why)
+    assert "leave-one-out" in result(folder / "run")["fit"]["reasons"]["ridge"]  # behind a random head
     probe = ("--head", "probe")
     assert taken(*probe)[0]
+    assert "by evidence" in result(folder / "run")["fit"]["reasons"]["ridge"]
+    assert taken(*probe, "--ridge", "loo")[0]
     assert taken(*probe, "--metric", "none") == (False, "asked for")
-    assert taken(*probe, "--cross-fit", "2")[1].startswith("the study of metrics")
-    assert taken(*probe, "--ridge", "2.5") == (False, "a ridge that is given is that of all weights alike")
-    assert taken(*probe, "--ridge", "loo")[1].startswith("a ridge that is given")
-    assert taken(*probe, "--ridge", "evidence")[0]
+    assert taken(*probe, "--cross-fit", "2")[1].startswith("every fold")
+    assert taken("--ridge", "2.5") == (False, "the ridge that is given is that of all weights alike")
+    assert taken("--solver", "cg")[1] == "conjugate gradients are preconditioned instead"
     monkeypatch.setattr("linnet.runs.metrics.SMALL", 0.0)
     assert taken(*probe)[1] == "its eigenvectors would take longer than the kernel"
 

@@ -289,7 +289,7 @@ def test_damaged_runs(
 @pytest.mark.parametrize(
     ("head", "what"),
     [
-        (["random"], "outputs differ"),
+        (["random", "--metric", "none"], "outputs differ"),
         (["probe", "--metric", "none"], "does not compute what it did"),
         (["probe", "--metric", "kfac"], "is ReLU, and was Tanh"),
     ],

@@ -45,16 +45,16 @@ def adapt(
         model_args: Keyword arguments of the factory, as a JSON object.
         shots: Training samples of each class, or of all in a regression; all there are by default.
         tests: Test samples to evaluate on, drawn at random; all by default.
-        ridge: The ridge, a positive number, or how to choose it: auto (by leave-one-out; by evidence with
-            metric kfac and where a class has one sample), loo, gcv, evidence.
+        ridge: The ridge, a positive number, or how to choose it: auto (by leave-one-out, or by evidence where
+            a class has one sample), loo, gcv, evidence.
             Where the kernel is too large for the memory, auto chooses it on some of the samples.
         solver: How to solve: dual (the kernel), cg (conjugate gradients), or auto.
         loss: What is fitted: squared (one-hot targets), cross-entropy (a few Newton steps on the same
             kernel), or auto, which solves both and keeps the one whose leave-one-out log loss on the training
             samples is lower.
         metric: Of the ridge: none holds all weights alike, kfac those more that move the outputs far, by the
-            curvature of the network; ridge auto is then chosen by evidence. auto is kfac behind a probe where
-            no ridge is given.
+            curvature of the network. auto is kfac for classes where no ridge is given; ridge auto is then by
+            evidence behind a probe.
         params: The parameters to fit, by name or regular expression; all of them by default.
         head: The head to start from: probe (a linear probe), random, zero or keep. auto keeps it where a
             regression fits the network's outputs; else it is a probe, or random where there are fewer samples

@@ -102,11 +102,11 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
             centered, lin = False, linearize(probe, params=solving.params)
     with stages.measure("preflight"), waiting("preflight"):
         report = _checked(probe, x, solving)  # a centered head would hide randomness
-    chosen, why = choose_metric(settings, lin, centered, len(x) * lin.base(x[:1]).shape[1])
-    solving = replace(solving, metric=chosen)
-    if chosen != "none":
+    metric, why = choose_metric(settings, lin, task.classes is not None, len(x) * lin.base(x[:1]).shape[1])
+    if metric != "none":
         with stages.measure("metric"), waiting("metric"):
-            lin = linearize(in_metric(probe, lin, x, solving))
+            lin, metric, why = in_metric(settings, probe, lin, x, (metric, why))
+    solving = replace(solving, metric=metric)
     with stages.measure("fit"):
         fit, pilot = solve(lin, (x, y), solving, out / KERNEL_FILE)
     fit.record.reasons["metric"] = why

@@ -36,8 +36,7 @@ from linnet.runs.place import RECORD
 
 Array = np.ndarray[Any, Any]
 _KIND = "run"
-INSIDE = "network."  # before the names of what a network in a metric holds
-_TENSORS = ("model", "linear-fit", "samples")
+_TENSORS: tuple[str, ...] = ("model", "linear-fit", "samples")
 
 
 @dataclass(frozen=True)
@@ -215,12 +214,12 @@ def save_run(folder: Path, run: SavedRun) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RECORD).unlink(missing_ok=True)
-    save_tensors(folder, "model", dict(run.fit.module.model.state_dict()), {})
+    network, tensors = run.fit.module.model, _TENSORS
+    if isinstance(network, MetricNetwork):
+        network.curvature.save(folder)
+        network, tensors = network.network, (*_TENSORS, CURVATURE)
+    save_tensors(folder, "model", dict(network.state_dict()), {})
     run.fit.save(folder)
-    tensors: tuple[str, ...] = _TENSORS
-    if isinstance(run.fit.module.model, MetricNetwork):
-        run.fit.module.model.curvature.save(folder)
-        tensors = (*_TENSORS, CURVATURE)
     arrays = {"answers": torch.from_numpy(run.samples.answers)}
     if run.samples.images is not None:
         arrays["images"] = torch.from_numpy(run.samples.images)
@@ -355,11 +354,9 @@ def _build(folder: Path, origin: Origin) -> nn.Module:
         model = with_head(model, origin.head, init="zero")
     start = with_centered_head(model) if origin.centered else model
     state, _ = load_tensors(folder / "model.safetensors", "model")
-    if origin.metric is None:
-        apply_weights(start, state)
-        return start.eval()
-    state = {name.removeprefix(INSIDE): t for name, t in state.items() if name.startswith(INSIDE)}
     apply_weights(start, state)
+    if origin.metric is None:
+        return start.eval()
     if start is not model:  # the curvature is that of the probe, which has fewer tensors
         apply_weights(model, {name: state[name] for name in model.state_dict()})
     return with_metric(start.eval(), load_curvature(folder, model.eval()), origin.metric)

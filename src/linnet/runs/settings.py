@@ -91,7 +91,7 @@ class Solving:
         device: Where to compute.
         loss: ``"squared"``, ``"cross-entropy"``, or ``"auto"``: the one of lower leave-one-out log loss.
         metric: Of the ridge: ``"none"`` holds all weights alike, ``"kfac"`` is the curvature of the network,
-            ``"auto"`` takes it behind a probe.
+            ``"auto"`` takes it for classes.
 
     Raises:
         InputError: The ridge, the solver, the loss, the metric or the device makes no sense.

@@ -12,6 +12,7 @@ from torch import Tensor
 from linnet.data import draw_shots
 from linnet.errors import InputError, MemoryBudgetError
 from linnet.memory import parse_bytes
+from linnet.methods.fitting.centered import CenteredLinear
 from linnet.methods.fitting.fit import fit as fit_linear
 from linnet.report.wording import number
 from linnet.runs.kinds import Fit, loo_log_loss, loss_of
@@ -82,7 +83,7 @@ def _solve(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file:
     """The fit of one loss."""
     reason = "asked for"
     if solving.solver != "cg":
-        criterion, why = _criterion(solving, data[1])
+        criterion, why = _criterion(solving, lin, data[1])
         solver = "dual" if isinstance(criterion, str) else solving.solver
         options: dict[str, Any] = {"solver": solver, "memory": solving.memory, "file": str(file)}
         try:
@@ -115,17 +116,16 @@ def _singles(y: Tensor) -> int:
     return 0 if y.is_floating_point() else int((torch.bincount(y.cpu().flatten()) == 1).sum())
 
 
-def _criterion(solving: Solving, y: Tensor) -> tuple[float | str, str]:
+def _criterion(solving: Solving, lin: Linearized, y: Tensor) -> tuple[float | str, str]:
     """The ridge or its criterion, and why it is not what auto usually is."""
+    probed = any(isinstance(layer, CenteredLinear) for layer in lin.model.modules())
     if solving.ridge == "auto" and (singles := _singles(y)):
         return "evidence", (
             "; by evidence and not by leave-one-out, which says nothing of a class with one sample, "
             f"and {singles} class(es) have one"
         )
-    if solving.ridge == "auto" and solving.metric != "none":
-        return "evidence", (
-            "; by evidence and not by leave-one-out, which goes to the smallest ridges in this metric"
-        )
+    if solving.ridge == "auto" and solving.metric != "none" and probed:
+        return "evidence", ("; by evidence and not by leave-one-out, which knows the labels behind a probe")
     return solving.criterion, ""
 
 
@@ -142,7 +142,7 @@ def _solve_large(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving)
     rows = rows.to(x.device)
     budget = parse_bytes(solving.memory, lin.function.device)
     rank = min(100, len(x), budget // (16 * lin.space.dim * lin.function.dtype.itemsize))
-    criterion, why = _criterion(solving, y[rows])
+    criterion, why = _criterion(solving, lin, y[rows])
     few = (x[rows], y[rows])
     try:
         pilot: Fit = fit_linear(lin, few, solving.loss, ridge=criterion, solver="dual", memory=solving.memory)
