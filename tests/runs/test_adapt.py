@@ -266,10 +266,15 @@ def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="kills with SIGKILL")
-def test_a_killed_run_resumes_to_the_same_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("width", "memory", "metric"), [(300, "1500kB", "none"), (300, "1500kB", "auto"), (40, "640kB", "kfac")]
+)
+def test_a_killed_run_resumes_to_the_same_result(
+    width: int, memory: str, metric: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_pictures(folder / "many.npz", train=10, test=2)
-    words = ["--model", f"{folder / 'nets.py'}:conv", "--model-args", '{"width": 300}', "--memory", "1500kB"]
-    words += ["--data", str(folder / "many.npz"), "--no-baseline"]
+    words = ["--model", f"{folder / 'nets.py'}:conv", "--model-args", f'{{"width": {width}}}']
+    words += ["--memory", memory, "--metric", metric, "--data", str(folder / "many.npz"), "--no-baseline"]
     run, whole = folder / "killed", folder / "whole"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -288,7 +293,10 @@ def test_a_killed_run_resumes_to_the_same_result(folder: Path, monkeypatch: pyte
     assert not list(run.glob("*kernel*"))
     first, _ = load_tensors(run / "linear-fit.safetensors", "linear-fit")
     second, _ = load_tensors(whole / "linear-fit.safetensors", "linear-fit")
-    assert all(torch.equal(first[name], second[name]) for name in second)
+    if metric == "kfac":  # eigenvectors differ in the last digits with the number of threads, kernels hardly
+        assert all((first[n] - second[n]).abs().max() <= 1e-4 * second[n].abs().max() for n in second)
+    else:
+        assert all(torch.equal(first[name], second[name]) for name in second)
 
 
 def npz(folder: Path, **changes: np.ndarray) -> str:
