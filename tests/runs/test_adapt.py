@@ -155,6 +155,17 @@ def test_a_ridge_in_the_metric_of_the_curvature(folder: Path, more: list[str]) -
         load_run(folder / "run")
 
 
+def test_nothing_is_decomposed_when_a_run_is_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert adapt(folder, "--metric", "kfac", "--no-baseline") == 0
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("an eigendecomposition")
+
+    monkeypatch.setattr("torch.linalg.eigh", refuse)
+    run = load_run(folder / "run")
+    assert run.fit.predict(run.fit.x).isfinite().all()
+
+
 def test_the_metric_is_chosen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(*words: str, model: str = "conv") -> tuple[bool, str]:
         assert adapt(folder, "--no-baseline", "--overwrite", *words, model=model) == 0

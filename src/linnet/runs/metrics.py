@@ -76,4 +76,5 @@ def in_metric(
         if settings.solving.metric != "auto":
             raise
         return lin, "none", f"the metric is too large: {error.what}"
-    return linearize(with_metric(lin.model, found)), structure, why
+    # G + 0 I in its eigenbasis: so the run folder keeps it, and nothing is decomposed when it is opened
+    return linearize(with_metric(lin.model, found.damped(0.0))), structure, why
