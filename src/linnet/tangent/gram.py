@@ -17,7 +17,8 @@ from linnet.errors import InputError
 from linnet.memory import Plan, format_bytes, parse_bytes, require
 from linnet.progress import track
 from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, take, tensors_in
-from linnet.tangent.capture import capture_bytes, capture_for_products
+from linnet.tangent.capture import capture_bytes
+from linnet.tangent.capture import capture_for_products as capture  # gradients are only multiplied here
 from linnet.tangent.captured import Outputs
 from linnet.tangent.features import Features, Treatment, TreatmentChanged, choose, reduce
 from linnet.tangent.functional import Functional
@@ -242,7 +243,7 @@ def _probe(task: GramTask) -> tuple[Treatment, Features, int]:
         for x in (task.x1, task.x2):
             if x is not None:
                 task.function.check_runs(take(x, slice(0, 2)))
-        captured = capture_for_products(task.function, take(task.x1, slice(0, min(n, 3))), task.outputs)
+        captured = capture(task.function, take(task.x1, slice(0, min(n, 3))), task.outputs)
         formed = task.function.cache.get("formed", set())
         treatment = choose(captured, task.function.names, (n, m), task.outputs, formed)
         features = reduce(captured, task.function.names, treatment).hollow()
@@ -312,7 +313,7 @@ def _features(
 ) -> Features:
     """Features of a few examples."""
     block = x if wanted == (0, batch_size(x)) else take(x, slice(*wanted))
-    captured = capture_for_products(task.function, block, task.outputs)
+    captured = capture(task.function, block, task.outputs)
     return reduce(captured, task.function.names, plan.treatment, room)
 
 
