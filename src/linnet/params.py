@@ -1,0 +1,362 @@
+"""One check for each kind of parameter: choice, flag, integer, number, instance, function, tensor, path.
+
+Each function returns the value it was given, so that a check and an assignment are one line, and raises an
+:class:`~linnet.errors.InputError` that names the parameter, shows the value and says what is accepted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+import operator
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+
+_Kind = TypeVar("_Kind")
+_SHOWN = 60  # characters of a value in an error: enough to recognize it
+_DIGITS = 40  # beyond this many digits an integer is told by its length; Python refuses to print 4,300
+_PATH = 4096  # bytes of a path, PATH_MAX on Linux
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: short, and safe for values whose ``repr`` fails or is long.
+
+    Args:
+        value: Anything.
+
+    Returns:
+        At most about sixty characters.
+
+    Example:
+        >>> shown(torch.zeros(2, 3)), shown("a" * 100)[-4:], shown(10**50)
+        ('a float32 tensor of shape (2, 3)', "...'", 'an integer of 51 digits')
+    """
+    if isinstance(value, Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        where = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"a {kind} tensor of shape {tuple(value.shape)}{where}"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**_DIGITS:
+        return f"an integer of {int(value.bit_length() * math.log10(2)) + 1} digits"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    try:
+        text = repr(value)
+    except Exception:  # the user's own __repr__ may fail in any way
+        return f"an object of type {type(value).__name__}"
+    if len(text) <= _SHOWN:
+        return text
+    return f"{text[: _SHOWN - 4]}...{text[-1]}"
+
+
+def refuse(name: str, value: Any, expected: str, remedy: str | None = None) -> NoReturn:
+    """Raise the error of a parameter.
+
+    Args:
+        name: The parameter's name.
+        value: Its value.
+        expected: What is accepted.
+        remedy: What to do; by default to leave the parameter out.
+
+    Raises:
+        InputError: Always.
+    """
+    raise InputError(f"{name} is {shown(value)}", expected, remedy or f"leave {name}= out for the default")
+
+
+def choice(name: str, value: Any, allowed: Collection[str], remedy: str | None = None) -> str:
+    """One of several words.
+
+    Args:
+        name: The parameter's name.
+        value: Its value.
+        allowed: The words.
+        remedy: What to do; by default the word that is spelled most like the value, if there is one.
+
+    Returns:
+        The value.
+
+    Raises:
+        InputError: It is none of them.
+
+    Example:
+        >>> choice("solver", "dual", ("dual", "cg"))
+        'dual'
+    """
+    if isinstance(value, str) and value in allowed:
+        return value
+    words = ", ".join(f'"{one}"' for one in allowed)
+    if remedy is None and isinstance(value, str):
+        close = difflib.get_close_matches(value, allowed, 1)
+        remedy = f'did you mean {name}="{close[0]}"?' if close else None
+    refuse(name, value, f"one of {words}", remedy)
+
+
+def flag(name: str, value: Any, remedy: str | None = None) -> bool:
+    """True or False.
+
+    Args:
+        name: The parameter's name.
+        value: Its value.
+        remedy: What to do.
+
+    Returns:
+        The value.
+
+    Raises:
+        InputError: It is neither.
+
+    Example:
+        >>> flag("shard", True)
+        True
+    """
+    if isinstance(value, bool):
+        return value
+    refuse(name, value, "True or False", remedy)
+
+
+def integer(name: str, value: Any, least: int = 1, most: int | None = None, remedy: str | None = None) -> int:
+    """A whole number within bounds.
+
+    Args:
+        name: The parameter's name.
+        value: Its value; numpy's and torch's integers of no axis count, True and False do not.
+        least: Smallest that is accepted.
+        most: Largest that is accepted; ``None`` for no bound.
+        remedy: What to do.
+
+    Returns:
+        The value as an ``int``.
+
+    Raises:
+        InputError: It is no integer, or out of bounds.
+
+    Example:
+        >>> integer("steps", 10)
+        10
+    """
+    found: int | None = None
+    if not isinstance(value, bool | float) and not (isinstance(value, Tensor) and not _integral(value)):
+        try:
+            found = operator.index(value)
+        except Exception:  # whatever an object's own __index__ raises
+            found = None
+    if found is not None and found >= least and (most is None or found <= most):
+        return found
+    bounds = {0: "an integer, 0 or greater", 1: "a positive integer"}.get(
+        least, f"an integer, {least} or more"
+    )
+    refuse(name, value, bounds if most is None else f"an integer from {least} to {most}", remedy)
+
+
+def _integral(value: Tensor) -> bool:
+    """Whether a tensor is one integer whose value can be read."""
+    plain = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+    return plain and value.numel() == 1 and value.device.type != "meta"
+
+
+def number(
+    name: str,
+    value: Any,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+    remedy: str | None = None,
+) -> float:
+    """A finite real number within bounds.
+
+    Args:
+        name: The parameter's name.
+        value: Its value; numbers of numpy and torch of no axis count, True, False and text do not.
+        above: It must be greater than this.
+        least: It must be this or greater.
+        below: It must be smaller than this.
+        most: It must be this or smaller.
+        remedy: What to do.
+
+    Returns:
+        The value as a ``float``.
+
+    Raises:
+        InputError: It is no such number.
+
+    Example:
+        >>> number("ridge", 0.5, above=0)
+        0.5
+    """
+    found = _real(value)
+    inside = (
+        math.isfinite(found)
+        and (above is None or found > above)
+        and (least is None or found >= least)
+        and (below is None or found < below)
+        and (most is None or found <= most)
+    )
+    if inside:
+        return found
+    limits = {"greater than": above, "at least": least, "less than": below, "at most": most}
+    if above == 0 and below is None and most is None:
+        expected = "a positive number"
+    else:
+        bounds = [f"{words} {limit:g}" for words, limit in limits.items() if limit is not None]
+        expected = " ".join(["a finite number", " and ".join(bounds)]).strip()
+    refuse(name, value, expected, remedy)
+
+
+def _real(value: Any) -> float:
+    """A value as a float, NaN where it is no real number."""
+    if isinstance(value, Tensor):
+        readable = value.numel() == 1 and value.device.type != "meta"
+        if not readable or value.is_complex() or value.dtype == torch.bool:
+            return math.nan
+        return float(value.item())
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return math.nan
+    try:
+        return float(value)
+    except (OverflowError, TypeError, ValueError):  # an integer beyond 1e308, or a broken __float__
+        return math.nan
+
+
+def instance(
+    name: str, value: Any, kind: type[_Kind] | tuple[type[Any], ...], expected: str, remedy: str | None = None
+) -> _Kind:
+    """An object of a class.
+
+    Args:
+        name: The parameter's name.
+        value: Its value.
+        kind: The class, or several.
+        expected: What is accepted, in words.
+        remedy: What to do.
+
+    Returns:
+        The value.
+
+    Raises:
+        InputError: It is none.
+
+    Example:
+        >>> instance("model", torch.nn.Linear(1, 1), torch.nn.Module, "an nn.Module").in_features
+        1
+    """
+    if isinstance(value, kind):
+        return value
+    if remedy is None and isinstance(value, type) and issubclass(value, kind):
+        remedy = f"pass an object of the class: {value.__name__}(...)"
+    refuse(name, value, expected, remedy)
+
+
+def function(name: str, value: Any, expected: str, remedy: str | None = None) -> Callable[..., Any]:
+    """Something that can be called.
+
+    Args:
+        name: The parameter's name.
+        value: Its value.
+        expected: What is accepted, in words.
+        remedy: What to do.
+
+    Returns:
+        The value.
+
+    Raises:
+        InputError: It cannot be called, or is a class.
+
+    Example:
+        >>> function("predict", torch.sigmoid, "a function from x to probabilities")(torch.tensor(0.0))
+        tensor(0.5000)
+    """
+    if callable(value) and not isinstance(value, type):
+        called: Callable[..., Any] = value
+        return called
+    refuse(name, value, expected, remedy)
+
+
+def tensor(name: str, value: Any, expected: str, remedy: str | None = None) -> Tensor:
+    """A dense tensor of real numbers that can be read.
+
+    Args:
+        name: The parameter's name.
+        value: A tensor, or an array or rectangular list of numbers.
+        expected: What is accepted, in words.
+        remedy: What to do.
+
+    Returns:
+        A tensor; NaN is not looked for.
+
+    Raises:
+        InputError: It is none, is complex, sparse or nested, or has no values (device "meta").
+
+    Example:
+        >>> tensor("labels", [1, 2], "class numbers (N,)")
+        tensor([1, 2])
+    """
+    try:
+        found = torch.as_tensor(value)
+    except Exception:  # lists of anything, objects whose __array__ fails
+        refuse(name, value, expected, remedy)
+    dense = found.layout == torch.strided or found.is_mkldnn
+    if not dense or found.is_nested or found.is_complex() or found.device.type == "meta":
+        refuse(name, value, expected, remedy)
+    return found
+
+
+def path(name: str, value: Any, remedy: str | None = None) -> Path:
+    r"""The place of a file or folder.
+
+    Args:
+        name: The parameter's name.
+        value: A string or path object.
+        remedy: What to do.
+
+    Returns:
+        The path.
+
+    Raises:
+        InputError: It is neither, empty, too long, or holds a NUL character.
+
+    Example:
+        >>> path("file", "runs/kernel.npy").name
+        'kernel.npy'
+    """
+    expected = "a path, as a string or a pathlib.Path"
+    remedy = remedy or f'pass {name}=pathlib.Path("runs/first"), or another path'
+    if not isinstance(value, str | os.PathLike):
+        refuse(name, value, expected, remedy)
+    text = os.fspath(value)
+    if not isinstance(text, str) or not text or "\0" in text or len(os.fsencode(text)) > _PATH:
+        refuse(name, value, f"{expected}, of 1 to {_PATH} bytes without a NUL", remedy)
+    return Path(text)
+
+
+def known(caller: str, options: Collection[str], allowed: Collection[str]) -> None:
+    """Refuse keywords that a function does not have.
+
+    Args:
+        caller: The function, as the user calls it.
+        options: Keywords given.
+        allowed: Keywords there are.
+
+    Raises:
+        InputError: One is unknown; the nearest spelling is named.
+
+    Example:
+        >>> known("linnet.fit", ["ridge"], ("ridge", "solver"))
+    """
+    for name in options:
+        if name in allowed:
+            continue
+        close = difflib.get_close_matches(name, allowed, 1)
+        raise InputError(
+            f"{caller} has no parameter {name}",
+            expected=f"among {', '.join(sorted(allowed))}" if allowed else "no keywords",
+            remedy=f"did you mean {close[0]}=?" if close else f"leave {name}= out",
+        )
