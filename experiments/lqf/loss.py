@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import linnet
-from experiments.lqf.tasks import PAIRS, Pair, load
+from experiments.lqf.tasks import PAIRS, Pair, accuracy, load, log_loss
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 from linnet.methods.fitting.centered import with_centered_head
@@ -56,9 +56,8 @@ def adapted(pair: Pair, seed: int, shots: int, data_dir: str | None) -> dict[str
             assert pilot is None
             probs = predict(fit, xt, temperatures=temperatures_of(fit), std=True).probs
             assert probs is not None
-            p = torch.as_tensor(probs).double()
-            found[f"{loss} accuracy"] = float((p.argmax(1) == yt).double().mean())
-            found[f"{loss} log loss"] = -float(p.gather(1, yt[:, None]).clamp_min(1e-300).log().mean())
+            found[f"{loss} accuracy"] = accuracy(torch.as_tensor(probs), yt)
+            found[f"{loss} log loss"] = log_loss(probs, yt)
             found[f"{loss} ridge"] = fit.ridge
             found[f"{loss} leave-one-out"] = loo_log_loss(fit)
     taken = min(LOSSES, key=lambda loss: found[f"{loss} leave-one-out"])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from experiments.lqf.tasks import PAIRS, Data, Pair, accuracy, load
+from experiments.lqf.tasks import PAIRS, Data, Pair, accuracy, load, log_loss
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 from linnet.likelihoods import Gaussian
@@ -86,9 +86,8 @@ def _judged(fit: Any, x: Tensor, y: Tensor) -> dict[str, float]:
     """Log loss on the test images and by leave-one-out, and the evidence of an image."""
     p = predict(fit, x, temperatures=temperatures_of(fit), std=False).probs
     assert p is not None
-    picked = torch.as_tensor(p).double().gather(1, y[:, None]).clamp_min(1e-300)
     evidence = float(fit.system.log_evidence()) / fit.n
-    return {"log loss": -float(picked.log().mean()), "loo": loo_log_loss(fit), "evidence": evidence}
+    return {"log loss": log_loss(p, y), "loo": loo_log_loss(fit), "evidence": evidence}
 
 
 def _scale(lin: linnet.Linearized, train: Data, file: str) -> float:

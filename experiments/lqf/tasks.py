@@ -118,6 +118,12 @@ def accuracy(outputs: Tensor, y: Tensor) -> float:
     return float((outputs.argmax(1) == y).double().mean())
 
 
+def log_loss(probs: Any, y: Tensor) -> float:
+    """Mean of −log p of the right classes."""
+    p = torch.as_tensor(probs).double().gather(1, y[:, None])
+    return -float(p.clamp_min(1e-300).log().mean())
+
+
 def options(method: str, steps: int, batch: int = 16) -> dict[str, Any]:
     """Settings of a run; plain fine-tuning is clipped and annealed, the strongest form that we know of it."""
     shared: dict[str, Any] = {"steps": steps, "batch_size": batch}

@@ -17,6 +17,7 @@ from linnet.likelihoods import Gaussian
 from linnet.methods.fitting.centered import with_centered_head
 from linnet.methods.fitting.metric import MetricNetwork
 from tests.methods.problems import near, problem, refused
+from tests.zoo_modules import TiedEmbedding
 
 P = problem(n=9, tests=5)
 TAU, RHO = 0.05, 0.3
@@ -115,19 +116,6 @@ def test_files_know_their_metric(tmp_path: Path) -> None:
             linnet.load_fit(tmp_path / "fit", other)
 
 
-class Tied(nn.Module):
-    """An embedding whose table reads the outputs out again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(6, 4)
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.inner(self.table(x).mean(1)))
-        return hidden @ self.table.weight.T
-
-
 def conv() -> nn.Module:
     torch.manual_seed(1)
     layers = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 2, 2, groups=2, bias=False)]
@@ -147,7 +135,7 @@ def padded() -> nn.Module:
 
 IMAGES = torch.randn(5, 2, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TOKENS = torch.tensor([[0, 1, 2, 3], [4, 5, 0, 0], [1, 1, 2, 5], [3, 0, 4, 2]])
-NETWORKS = [(conv, IMAGES), (transposed, IMAGES), (Tied, TOKENS), (padded, TOKENS)]
+NETWORKS = [(conv, IMAGES), (transposed, IMAGES), (TiedEmbedding, TOKENS % 4), (padded, TOKENS)]
 
 
 @pytest.mark.parametrize(("make", "x"), NETWORKS)

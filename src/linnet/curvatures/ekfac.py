@@ -12,7 +12,6 @@ layer the cheaper is taken by counting multiplications.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
@@ -83,8 +82,7 @@ class EigenvalueSums(Sums):
         turned = s == 1 or s * (d * d + k * c * c) < k * (c * c * d + c * d * d)
         if turned and self._turned:
             return self._turned, True
-        ones = (0, 1) if self.layer.biased else (0, 0)
-        a = [F.pad(f.a.to(kind), ones, value=1.0) for f in parts]  # (N, R, S, d)
+        a = [self.layer.homogeneous(f.a.to(kind)) for f in parts]  # (N, R, S, d)
         if turned:
             a = self._turned = [one @ self.input_basis for one in a]
         return a, turned

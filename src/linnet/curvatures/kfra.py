@@ -15,7 +15,6 @@ the gradients must satisfy g_l = φ'(h_l) ∘ W_{l+1}ᵀ g_{l+1} with one vector
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.curvatures.accumulate import require_finite_pass
@@ -117,9 +116,7 @@ class RecursionSums:
             else:
                 own += second_moment(slopes.to(own.dtype).T)
             a = a.to(own.dtype)
-            self.tensors[f"inputs {i}"] += second_moment(
-                (F.pad(a, (0, 1), value=1.0) if layer.biased else a).T
-            )
+            self.tensors[f"inputs {i}"] += second_moment(layer.homogeneous(a).T)
         self.tensors["count"] += len(chain.outputs)
 
     def blocks(self) -> dict[str, Kronecker]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.errors import ModelError
@@ -103,6 +104,17 @@ class Layer:
         rows = self.shapes[0][0] // self.groups
         columns = torch.Size(self.shapes[0][1:]).numel()
         return (rows + self.biased, columns) if self.transposed else (rows, columns + self.biased)
+
+    def homogeneous(self, a: Tensor) -> Tensor:
+        """Inputs with a one for the bias, if the layer has one.
+
+        Args:
+            a: (..., d).
+
+        Returns:
+            â (..., d + 1), or a itself.
+        """
+        return F.pad(a, (0, 1), value=1.0) if self.biased else a
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Weight and bias as one matrix a group.

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.curvatures.diagonal import looked_up
@@ -133,9 +132,8 @@ def _part_rows(part: Part, captured: Captured) -> Tensor:
 
 def _homogeneous(part: Part, captured: Captured) -> list[Factors]:
     """The factors of every use, a with a one for the bias."""
-    kind, ones = part.operator.dtype, (0, int(part.layer.biased))
-    found = layer_factors(captured, part.layer)
-    return [Factors(F.pad(f.a.to(kind), ones, value=1.0), f.g.to(kind)) for f in found]
+    kind, found = part.operator.dtype, layer_factors(captured, part.layer)
+    return [Factors(part.layer.homogeneous(f.a.to(kind)), f.g.to(kind)) for f in found]
 
 
 def _part_covariance(part: Part, captured: Captured) -> Tensor:

@@ -102,7 +102,8 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
             centered, lin = False, linearize(probe, params=solving.params)
     with stages.measure("preflight"), waiting("preflight"):
         report = _checked(probe, x, solving)  # a centered head would hide randomness
-    metric, why = choose_metric(settings, lin, task.classes is not None, len(x) * lin.base(x[:1]).shape[1])
+    equations = len(x) * lin.function.output_shape(x).numel()
+    metric, why = choose_metric(settings, lin, task.classes is not None, equations)
     if metric != "none":
         with stages.measure("metric"), waiting("metric"):
             lin, metric, why = in_metric(settings, probe, lin, x, (metric, why))

@@ -68,7 +68,8 @@ def in_metric(
         MemoryBudgetError: If it was asked for and does not fit.
     """
     structure, why = chosen
-    outputs = torch.zeros(len(x), lin.base(x[:1]).shape[1], dtype=lin.function.dtype, device=x.device)
+    shape = len(x), lin.function.output_shape(x).numel()
+    outputs = torch.zeros(shape, dtype=lin.function.dtype, device=x.device)
     unit, params, memory = Gaussian(variance=1.0), settings.solving.params, settings.solving.memory
     try:
         found = compute_curvature(probe, (x, outputs), unit, structure, params=params, memory=memory)

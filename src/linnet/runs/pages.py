@@ -238,10 +238,9 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
         Choice("solver", fit.solver, reasons.get("solver", "")),
         Choice("ridge", f"{fit.ridge:.4g}", reasons.get("ridge", "")),
     ]  # fmt: skip
-    if run.origin.metric is not None:
-        made.insert(
-            2, Choice("metric of the ridge", "K-FAC", "weights that move the outputs far are held more")
-        )
+    if "metric" in reasons:
+        metric = "one for all weights" if run.origin.metric is None else "K-FAC"
+        made.insert(2, Choice("metric of the ridge", metric, reasons["metric"]))
     if "loss" in reasons or isinstance(fit, SoftmaxFit):
         made.insert(1, Choice("loss", loss_of(fit), reasons.get("loss", "asked for")))
     if isinstance(fit, SoftmaxFit):

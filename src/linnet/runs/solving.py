@@ -118,14 +118,14 @@ def _singles(y: Tensor) -> int:
 
 def _criterion(solving: Solving, lin: Linearized, y: Tensor) -> tuple[float | str, str]:
     """The ridge or its criterion, and why it is not what auto usually is."""
-    probed = any(isinstance(layer, CenteredLinear) for layer in lin.model.modules())
     if solving.ridge == "auto" and (singles := _singles(y)):
         return "evidence", (
             "; by evidence and not by leave-one-out, which says nothing of a class with one sample, "
             f"and {singles} class(es) have one"
         )
+    probed = any(isinstance(layer, CenteredLinear) for layer in lin.model.modules())
     if solving.ridge == "auto" and solving.metric != "none" and probed:
-        return "evidence", ("; by evidence and not by leave-one-out, which knows the labels behind a probe")
+        return "evidence", "; by evidence and not by leave-one-out, which knows the labels behind a probe"
     return solving.criterion, ""
 
 

@@ -16,6 +16,7 @@ from linnet.methods.finetuning.course import Course, Log, Objective, Optimizatio
 from linnet.methods.finetuning.examples import Examples
 from linnet.methods.finetuning.loss_curve import warn_of_large_steps
 from linnet.methods.finetuning.prepared import largest_eigenvalue
+from linnet.methods.finetuning.recipe_runs import RETRIES
 from linnet.methods.finetuning.trainer import Trainer, outputs_of
 from linnet.methods.fitting.targets import make_targets
 from linnet.tangent.batch import concatenate
@@ -24,7 +25,6 @@ from linnet.tangent.linearized import linearize
 
 RATE = 0.01  # for networks like the paper's
 PROBED = 32  # examples that the largest eigenvalue is estimated on
-RETRIES = 3  # with a third of the rate each
 
 
 def recover(
@@ -113,7 +113,10 @@ def recover(
         Reporting(log, 10, checkpoint, None, progress, "recovery after surgery"),
         output,
     )
-    trained = run.with_rate(learning_rate) if learning_rate is not None else run.with_own_rate()
+    if learning_rate is None:
+        trained = run.result(run.own_rate(), RETRIES)
+    else:
+        trained = run.result(learning_rate, retries=0)
     for p, before in zip(trained.parameters(), model.parameters(), strict=True):
         p.requires_grad_(before.requires_grad)
         p.grad = None
@@ -164,33 +167,30 @@ class _Run:
     reporting: Reporting
     output: OutputAdapter
 
-    def with_rate(self, rate: float) -> nn.Module:
-        """The network trained at the user's rate; a warning if the loss goes up again."""
-        trained, rises = self._trained(rate, self.reporting)
+    def own_rate(self) -> float:
+        """A rate that gradient descent would not grow with, as far as can be told at the start."""
+        if self.objective.loss != "squared":
+            return RATE
+        some = torch.arange(min(PROBED, self.examples.n))
+        lin = linearize(self.network, "all", self.output)
+        # steps of gradient descent grow beyond 2/λ_max
+        return min(RATE, 0.5 / max(largest_eigenvalue(lin, self.examples.batch(some)[0]), 1e-30))
+
+    def result(self, rate: float, retries: int, folder: str = "") -> nn.Module:
+        """The trained network; where the loss goes up again, anew with a third of the rate, or a warning."""
+        place = self.reporting.checkpoint
+        own = replace(self.reporting, checkpoint=None if place is None else Path(place) / folder)
+        try:
+            trained, rises = self._trained(rate, own)
+        except NumericalError:
+            if not retries:
+                raise
+            rises = True
+        if rises and retries:
+            return self.result(rate / 3, retries - 1, f"{folder}-slower".removeprefix("-"))
         if rises:
             warn_of_large_steps(rate)
         return trained
-
-    def with_own_rate(self) -> nn.Module:
-        """The network trained at a rate at which the loss stays down."""
-        rate = RATE
-        if self.objective.loss == "squared":
-            some = torch.arange(min(PROBED, self.examples.n))
-            lin = linearize(self.network, "all", self.output)
-            # steps of gradient descent grow beyond 2/λ_max
-            rate = min(RATE, 0.5 / max(largest_eigenvalue(lin, self.examples.batch(some)[0]), 1e-30))
-        place = self.reporting.checkpoint
-        for attempt in range(RETRIES):
-            own = None if place is None else Path(place) / ("slower-" * attempt).strip("-")
-            try:
-                trained, rises = self._trained(rate, replace(self.reporting, checkpoint=own))
-            except NumericalError:
-                rises = True
-            if not rises:
-                return trained
-            rate /= 3
-        own = None if place is None else Path(place) / "slowest"
-        return replace(self, reporting=replace(self.reporting, checkpoint=own)).with_rate(rate)
 
     def _trained(self, rate: float, reporting: Reporting) -> tuple[nn.Module, bool]:
         """A trained copy, and whether the loss went up again."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.curvatures.curvature import Curvature
@@ -104,7 +103,7 @@ def _outputs(covariance: Curvature, block: Inputs) -> tuple[Tensor, Tensor] | No
     if a is None:
         return None
     a = a.reshape(run.n, -1)
-    return run.outputs.detach(), F.pad(a, (0, 1), value=1.0) if layer.biased else a
+    return run.outputs.detach(), layer.homogeneous(a)
 
 
 def _spread(part: Part, a: Tensor, diagonal: bool) -> Tensor:
