@@ -85,7 +85,7 @@ def test_choice_knows_a_slip() -> None:
         (lambda v: params.instance("model", v, torch.nn.Module, "a module"), [*WRONG, torch.nn.Linear]),
         (
             lambda v: params.tensor("y", v, "numbers"),
-            [None, "x", Odd(), int, [[1], [1, 2]], 1j, torch.zeros(1, device="meta"), torch.eye(2).to_sparse()],
+            [None, "x", Odd(), [[1], [1, 2]], 1j, torch.zeros(1, device="meta"), torch.eye(2).to_sparse()],
         ),
     ],
 )  # fmt: skip
