@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("params",),
-    ("files", "memory", "progress"),
+    ("distributed", "files", "memory", "progress"),
     ("npz",),
     ("linalg",),
     ("solvers",),

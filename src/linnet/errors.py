@@ -64,3 +64,7 @@ class NumericalError(LinnetError, ArithmeticError):
 
 class DependencyError(LinnetError, ImportError):
     """An optional package is missing or cannot be imported."""
+
+
+class ProcessGroupError(LinnetError, RuntimeError):
+    """A process of ``torch.distributed`` has gone, failed outside linnet, or is elsewhere than the others."""

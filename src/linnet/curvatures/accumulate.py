@@ -10,11 +10,11 @@ from torch import Tensor
 
 from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.checkpoint import Checkpoint
-from linnet.curvatures.distributed import all_sum
 from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.output_layer import OutputLayer, add_output_layer, has_closed_form, remembered_inputs
 from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.sums import Gradients, Sums, wide
+from linnet.distributed import all_sum, gathered
 from linnet.errors import ModelError
 from linnet.progress import track
 from linnet.tangent.batch import Inputs
@@ -182,8 +182,13 @@ class Accumulator:
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
 
+    def clear(self) -> None:
+        """Set all statistics to zero."""
+        for tensor in self.state().values():
+            tensor.zero_()
+
     def share(self) -> None:
-        """Add up the statistics of all processes; a process by itself has nothing to do."""
+        """Add up the statistics of all processes."""
         all_sum(list(self.state().values()))
 
 
@@ -317,6 +322,9 @@ class Passes:
         self.function, self.batches, self.expectation = function, batches, expectation
         self.columns, self.few, self.checkpoint, self.watch = columns, few, checkpoint, watch
         self._saved = None if checkpoint is None else checkpoint.read()
+        own = 0 if self._saved is None else self._saved[0]
+        shared = checkpoint is not None and batches.share.world > 1
+        self._turns = gathered(own) if shared else [own]  # the pass that each process had come to
         self._finished: dict[str, Tensor] = {}
         self._data: dict[str, Tensor] = {}
         self._turn = 0
@@ -342,7 +350,8 @@ class Passes:
                     self._note(turn, batch.index + 1, accumulator)
                 elif batch.index + 1 == done:
                     self._require_same_data(turn)
-            accumulator.share()
+            if self.batches.share.world > 1:
+                accumulator.share()
             self._data[f"{turn}/data"] = self.batches.passed()
         self._finished |= _prefixed(accumulator, turn)
         if self.checkpoint is not None and done is not None:
@@ -355,18 +364,22 @@ class Passes:
             self.checkpoint.remove()
 
     def _restore(self, accumulator: Accumulator, turn: int) -> int | None:
-        """Batches that are done in this pass; ``None`` if all are."""
-        if self._saved is None or self._saved[0] < turn:
-            return 0
-        saved_turn, done, tensors = self._saved
+        """Batches that are done in this pass; ``None`` if all are, on all processes."""
+        saved_turn, done, tensors = self._saved or (0, 0, {})
         prefix = f"{turn}/"
         own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         if own:
             accumulator.load(own)
-        if saved_turn <= turn:
-            return done
-        self._data[f"{turn}/data"] = own["data"]
-        self.batches.expect(own["data"])
+        last = max(self._turns)
+        if last <= turn:
+            return done if saved_turn == turn else 0
+        if min(self._turns) <= turn:  # a process died before it wrote the sums of all, which others have
+            if self.batches.share.rank != self._turns.index(last):
+                accumulator.clear()
+            accumulator.share()
+        if saved_turn > turn and "data" in own:
+            self._data[f"{turn}/data"] = own["data"]
+            self.batches.expect(own["data"])
         return None
 
     def _note(self, turn: int, done: int, accumulator: Accumulator) -> None:

@@ -100,8 +100,9 @@ def whole(
             expected="float32 or float64: the matrix is made from whole products with it",
             remedy="pass model.float(), or use a structure that sums in float32, such as kfac or diagonal",
         )
-    examples = float(sum(batch.size for batch in batches))
-    made = request.provenance(structure, examples)
+    for _ in batches:  # counts the examples of all processes, and checks them
+        pass
+    made = request.provenance(structure, float(batches.examples))
     if structure == "low-rank" and kept != "hessian":
         low = _low_rank(product, rank, method, request)
         return Curvature((Part(everything(function), low, "low-rank"),), function, made)

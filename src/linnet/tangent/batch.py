@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from linnet.errors import DataError, InputError
 from linnet.linalg.finite import is_finite
+from linnet.tangent.sharded import require_whole
 
 EMPTY = "check the path and the split that the data come from"
 
@@ -237,6 +238,7 @@ def _as_pair(data: Any) -> tuple[Inputs, Any]:
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
         return data.tensors[0], data.tensors[1]
     if isinstance(data, DataLoader):
+        require_whole(data)
         batches = [_two(batch, "a batch of the DataLoader") for batch in data]
     elif isinstance(data, Dataset) or (hasattr(data, "__getitem__") and not isinstance(data, _NO_DATA_SETS)):
         samples = [_two(data[i], f"sample {i} of the data set") for i in range(len(data))]  # type: ignore[arg-type]
