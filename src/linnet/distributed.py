@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -347,7 +348,8 @@ def _carried(exchange: Callable[..., _Result], *args: Any) -> _Result:
         return exchange(*args)
     except RuntimeError as error:
         rank, size = world()
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:_SHOWN]
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = re.sub(r"^\[\S+\] ", "", first)[:_SHOWN]  # without the line of torch's source
         gone = ProcessGroupError(
             f"rank {rank} of {size} has lost another process, which was killed or does not answer: {first}",
             expected="all processes alive until the result is there",
