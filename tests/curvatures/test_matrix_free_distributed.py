@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from linnet.distributed import Share, all_sum, world
 from linnet.curvatures.fisher import FisherOperator
 from linnet.curvatures.ggn import GaussNewtonOperator
 from linnet.curvatures.stream import Batches
+from linnet.distributed import Share, all_sum, world
 from linnet.likelihoods import Categorical
 from tests.ranks import one_of_ranks, run_ranks
 from tests.zoo import assert_near, case, linearize
