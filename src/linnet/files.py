@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ FORMAT_VERSION = 1
 
 _FORMAT = "linnet"
 _PARTIAL = ".partial"
+_TOKEN = "[0-9a-f]{12}"  # what secrets.token_hex(6) gives
 
 
 def as_path(value: Any, name: str = "directory") -> Path:
@@ -99,6 +101,28 @@ def write_atomic(path: str | os.PathLike[str], writer: Callable[[Path], object])
     if os.name == "posix":  # the rename itself lives in the folder
         _force_to_disk(path.parent)
     return path
+
+
+def remove_unfinished(path: str | os.PathLike[str]) -> None:
+    """Delete what killed writers of a file have left beside it; nobody may be writing it.
+
+    Args:
+        path: The file, as it was given to :func:`write_atomic`.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Path(folder, ".sums.0123456789ab.partial.json").touch()
+        ...     remove_unfinished(Path(folder, "sums.json"))
+        ...     os.listdir(folder)
+        []
+    """
+    path = Path(path)
+    start, end = f".{path.stem}.", f"{_PARTIAL}{path.suffix}"
+    for found in path.parent.iterdir():
+        middle = found.name.removeprefix(start).removesuffix(end)
+        if found.name == start + middle + end and re.fullmatch(_TOKEN, middle):
+            found.unlink(missing_ok=True)
 
 
 def _force_to_disk(path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.files import as_path, read_json, write_json
+from linnet.files import as_path, read_json, remove_unfinished, write_json
 
 RECORD_SECONDS = 5.0  # between two records of finished steps: what a killed run may lose
 
@@ -120,4 +120,5 @@ class GramFile:
         self.map.flush()
         os.replace(self.partial, self.path)
         self.record.unlink(missing_ok=True)
+        remove_unfinished(self.record)
         return torch.from_numpy(np.lib.format.open_memmap(self.path, mode="r+"))
