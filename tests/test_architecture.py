@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("params",),
-    ("files", "memory", "progress"),
+    ("memory", "progress"),
+    ("disk", "limits"),
+    ("files",),
     ("npz",),
     ("linalg",),
     ("solvers",),

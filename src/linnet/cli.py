@@ -124,7 +124,7 @@ def _write_replay(name: str, settings: Settings, folder: object) -> None:
     """Write the settings into the run's folder, where there is one, in the form that `--config` reads."""
     if not isinstance(folder, str | os.PathLike) or not Path(folder).is_dir():
         return
-    from linnet.files import write_atomic
+    from linnet.files import write_text
     from linnet.runs.place import plain_settings
 
     path = Path(folder) / _REPLAY
@@ -134,7 +134,7 @@ def _write_replay(name: str, settings: Settings, folder: object) -> None:
         f"# linnet {__version__}. To run this again, from the folder where it was first run:\n"
         f"#   linnet {name} --config {path}\n{plain_settings(settings.yaml)}"
     )
-    write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(path, text)
 
 
 def _plain(value: Any) -> Any:

@@ -23,7 +23,7 @@ from typing import IO, Any
 import numpy as np
 
 from linnet.errors import FileFormatError, LinnetError
-from linnet.files import require_file
+from linnet.limits import require_file
 
 # What the decoders raise on damaged bytes.
 _DAMAGE = (

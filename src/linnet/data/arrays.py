@@ -15,7 +15,7 @@ from linnet.data.splits import split_at_random, split_by_class
 from linnet.data.task import Part, TaskData
 from linnet.data.transforms import ImageTransform, require_default
 from linnet.errors import DataError
-from linnet.files import require_file
+from linnet.limits import require_file
 from linnet.npz import ArrayHeader, npz_headers, read_npz, require_arrays
 
 Array = np.ndarray[Any, Any]

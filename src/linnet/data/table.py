@@ -16,7 +16,7 @@ from linnet.data.splits import split_at_random
 from linnet.data.task import InMemory, Part, TaskData
 from linnet.data.transforms import Standardize
 from linnet.errors import DataError, FileFormatError, InputError
-from linnet.files import require_file
+from linnet.limits import require_file
 
 Array = np.ndarray[Any, Any]
 _DELIMITERS = (",", ";", "\t")

@@ -15,7 +15,7 @@ import numpy as np
 from linnet.data import Part
 from linnet.data.task import InMemory
 from linnet.errors import InputError
-from linnet.files import write_atomic
+from linnet.files import write_text
 from linnet.report import HeldOutSet, Notes, Run, Samples, Scores, TrainingSet
 from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.runs.folder import SavedRun, load_test
@@ -88,7 +88,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writeheader()
         writer.writerows(rows)
         text = buffer.getvalue()
-    write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(path, text)
 
 
 def check_table(path: Path) -> None:
