@@ -35,6 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("runs",),
     ("commands",),
+    ("settings_file",),
     ("cli",),
     ("__main__",),
     ("__init__",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 from linnet.data import ImageTransform, Standardize
 from linnet.data.arrays import Member
 from linnet.data.checks import as_labels, as_targets, check_finite, check_lengths, some
-from linnet.data.folder import ImageFiles
+from linnet.data.folder import ImageFiles, files_below
 from linnet.data.load import KINDS
 from linnet.data.table import read_numbers
 from linnet.errors import DataError, InputError
@@ -84,9 +83,7 @@ def _from_folder(path: Path, run: SavedRun) -> NewSamples:
         run.samples.images is not None and transform.channels is None
     ):  # decoded to what the run was trained on
         transform = replace(transform, channels=run.samples.images.shape[-1])
-    walked = sorted(os.walk(path, followlinks=True))
-    files = [Path(at, name) for at, _, names in walked for name in sorted(names) if not name.startswith(".")]
-    found = [file.relative_to(path) for file in files if file.suffix.lower() in _SUFFIXES]
+    found = [file.relative_to(path) for file in files_below(path, path) if file.suffix.lower() in _SUFFIXES]
     if not found:
         raise DataError(
             f"{path} has no images",

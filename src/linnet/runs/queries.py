@@ -22,6 +22,7 @@ from linnet.runs.folder import SavedRun, load_test
 from linnet.runs.newdata import NewSamples
 from linnet.runs.pages import explanations, facts, held_out, seen
 
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what begins a formula for some spreadsheet
 Array = np.ndarray[Any, Any]
 
 
@@ -72,6 +73,8 @@ def prediction_rows(run: SavedRun, new: NewSamples, found: Predictions) -> list[
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write rows as ``.csv`` or ``.json``.
 
+    In a table, text that a spreadsheet would take for a formula gets an apostrophe before it.
+
     Args:
         path: The file.
         rows: The rows, alike in their columns.
@@ -84,11 +87,22 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         text = json.dumps(rows, indent=2) + "\n"
     else:
         buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+        writer = csv.writer(buffer, lineterminator="\n")
+        writer.writerow(map(_as_text, rows[0]))
+        writer.writerows([_as_text(value) for value in row.values()] for row in rows)
         text = buffer.getvalue()
     write_text(path, text)
+
+
+def _as_text(value: object) -> object:
+    """A cell that no spreadsheet takes for a formula: such text gets an apostrophe; numbers stay numbers."""
+    if not isinstance(value, str) or not value.startswith(_FORMULA):
+        return value
+    try:
+        float(value)  # a class may be called -1
+    except ValueError:
+        return f"'{value}"
+    return value
 
 
 def check_table(path: Path) -> None:
