@@ -47,12 +47,12 @@ def load_data(
         raise InputError(
             f"target is {target!r}, but {path} is no table", expected="target only with a .csv file"
         )
-    if path.is_dir():
+    if os.path.isdir(path):  # False for names that no file can have, where pathlib raises
         return read_folder(path, transform, seed, test_fraction, damaged, links)
     if path.suffix.lower() == ".npz":
         return read_arrays(path, transform, seed, test_fraction)
     if path.suffix.lower() == ".csv":
         require_default(transform, f"{path} is a table")
         return read_table(path, target, seed, test_fraction)
-    what = "has an unknown kind" if path.exists() else "does not exist"
+    what = "has an unknown kind" if os.path.exists(path) else "does not exist"
     raise InputError(f"data {path} {what}", expected=KINDS, remedy="check the path and its ending")

@@ -139,7 +139,9 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
                     yield reader.line_num, row
     except (UnicodeDecodeError, csv.Error) as error:
         raise FileFormatError(
-            f"{path} is no table of text ({error})", expected="a .csv file in UTF-8"
+            f"{path} is no table of text ({error})",
+            expected="a .csv file in UTF-8",
+            remedy="save it again as CSV in UTF-8; look for a quotation mark that is not closed",
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def read_new(path: Path, run: SavedRun, prefer: str) -> NewSamples:
         DataError: The samples or their answers are not such as the run was trained on.
     """
     images = isinstance(run.transforms[0], ImageTransform)
-    if path.is_dir():
+    if os.path.isdir(path):
         if not images:
             raise InputError(
                 f"data {path} is a folder",
@@ -71,7 +72,7 @@ def read_new(path: Path, run: SavedRun, prefer: str) -> NewSamples:
         return _checked(_from_archive(path, run, prefer), run)
     if path.suffix.lower() == ".csv":
         return _checked(_from_table(path, run), run)
-    what = "has an unknown kind" if path.exists() else "does not exist"
+    what = "has an unknown kind" if os.path.exists(path) else "does not exist"
     raise InputError(f"data {path} {what}", expected=KINDS, remedy="check the path and its ending")
 
 
