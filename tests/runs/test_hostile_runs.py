@@ -98,13 +98,14 @@ def test_a_run_that_cannot_be_written_whole_leaves_nothing(
 
 
 FORMULAS = ["=1+1", "+cmd|' /C calc'!A0", "-1+1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "-x"]
+INSIDE = "a\r=1\r\n=2\n=3"  # begins no cell as long as it is quoted
 
 
 @pytest.mark.parametrize("text", FORMULAS)
 def test_no_cell_begins_a_formula(text: str, tmp_path: Path) -> None:
     rows = [
         {"id": text, text: -1.5, "predicted": "-1", "std": None},
-        {"id": "a-b", text: 2, "predicted": "+3", "std": 0},
+        {"id": INSIDE, text: 2, "predicted": "+3", "std": 0},
     ]
     write_rows(tmp_path / "rows.csv", rows)
     with (tmp_path / "rows.csv").open(newline="") as file:
@@ -112,7 +113,7 @@ def test_no_cell_begins_a_formula(text: str, tmp_path: Path) -> None:
     assert found == [
         [f"'{text}" if name == text else name for name in rows[0]],
         [f"'{text}", "-1.5", "-1", ""],
-        ["a-b", "2", "+3", "0"],
+        [INSIDE, "2", "+3", "0"],
     ]
     write_rows(tmp_path / "rows.json", rows)
     assert json.loads((tmp_path / "rows.json").read_text()) == rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,12 +86,15 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     if path.suffix.lower() == ".json":
         text = json.dumps(rows, indent=2) + "\n"
     else:
-        buffer = io.StringIO()
-        writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerow(map(_as_text, rows[0]))
-        writer.writerows([_as_text(value) for value in row.values()] for row in rows)
-        text = buffer.getvalue()
+        text = "".join(_line(cells) for cells in (list(rows[0]), *(list(row.values()) for row in rows)))
     write_text(path, text)
+
+
+def _line(cells: Iterable[object]) -> str:
+    """One line of a table."""
+    buffer = io.StringIO()  # cells with a character of the writer's line end are quoted: with either, here
+    csv.writer(buffer, lineterminator="\r\n").writerow(map(_as_text, cells))
+    return buffer.getvalue().removesuffix("\r\n") + "\n"
 
 
 def _as_text(value: object) -> object:
