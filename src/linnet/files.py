@@ -10,6 +10,7 @@ Formats: safetensors (https://github.com/huggingface/safetensors) for tensors, J
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -52,7 +53,13 @@ def as_path(value: Any, name: str = "directory") -> Path:
         >>> as_path("runs/first").name
         'first'
     """
-    return params.path(name, value)
+    path = params.path(name, value)
+    try:
+        path.lstat()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            params.refuse(name, value, "a path whose names the file system can hold", "use shorter names")
+    return path
 
 
 def write_atomic(

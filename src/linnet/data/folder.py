@@ -85,7 +85,7 @@ def read_folder(
         DataError: There are no class folders or images, one class only, or a link leads out of the folder.
     """
     root = params.path("root", root)
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise InputError(
             f"there is no folder {root}", expected="a folder with one folder a class", remedy="check the path"
         )
