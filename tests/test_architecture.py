@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("params",),
-    ("distributed", "files", "memory", "progress"),
+    ("distributed", "memory", "progress"),
+    ("disk", "limits"),
+    ("files",),
     ("npz",),
     ("linalg",),
     ("solvers",),
@@ -33,6 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("runs",),
     ("commands",),
+    ("settings_file",),
     ("cli",),
     ("__main__",),
     ("__init__",),

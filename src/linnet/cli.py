@@ -41,6 +41,7 @@ _FLAGS = {
     "--traceback": "Show where in the program an error came from.",
 }
 _REPLAY = "run.yaml"
+_SHOWN = 200  # characters of a value in an error
 _ARGUMENTS = "memory|solver|params|ridge|channels|size|mean|std|head|seed|target|shots|tests|device"
 
 
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Raises:
         LinnetError: The command failed and `--traceback` was given.
+        OSError: Likewise, where the system refused something.
 
     Example:
         >>> main(["--version"])
@@ -75,6 +77,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "--traceback" in words:
             raise
         _print_error(error)
+        return 2
+    except OSError as error:  # a disk that is full for our output, a folder that vanished
+        if "--traceback" in words:
+            raise
+        place = error.filename or "the output"
+        _print_error(
+            InputError(
+                f"{place} cannot be read or written: {error.strerror or type(error).__name__}",
+                expected="files and folders that stay there, on a disk with room",
+                remedy="see whether the disk is full; --traceback shows where it happened",
+            )
+        )
         return 2
 
 
@@ -124,7 +138,7 @@ def _write_replay(name: str, settings: Settings, folder: object) -> None:
     """Write the settings into the run's folder, where there is one, in the form that `--config` reads."""
     if not isinstance(folder, str | os.PathLike) or not Path(folder).is_dir():
         return
-    from linnet.files import write_atomic
+    from linnet.files import write_text
     from linnet.runs.place import plain_settings
 
     path = Path(folder) / _REPLAY
@@ -134,7 +148,7 @@ def _write_replay(name: str, settings: Settings, folder: object) -> None:
         f"# linnet {__version__}. To run this again, from the folder where it was first run:\n"
         f"#   linnet {name} --config {path}\n{plain_settings(settings.yaml)}"
     )
-    write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(path, text)
 
 
 def _plain(value: Any) -> Any:
@@ -277,11 +291,18 @@ class Command:
             >>> Command.load("doctor").parse(["--seconds", "0.5"]).values
             {'seconds': 0.5}
         """
-        parser = self._parser()
+        parser, plain = self._parser(), self._normalize(words)
+        _check_configs(plain)
         try:
-            found = parser.parse_args(self._normalize(words))
+            found = parser.parse_args(plain)
         except ArgumentError as error:
             raise self._explain(str(error)) from None
+        except (ValueError, RecursionError, OverflowError) as error:  # out of the reader of YAML
+            raise InputError(
+                f"an option cannot be read ({textwrap.shorten(str(error), 200)})",
+                expected=f"the options of linnet {self.name}",
+                remedy=f"linnet {self.name} --help shows every option",
+            ) from error
         names = inspect.signature(self.function).parameters
         values = {name: getattr(found, name) for name in names}
         return Settings(values, parser.dump(found))
@@ -351,7 +372,7 @@ class Command:
         given = re.search(r"(?:Given|Got) value: (.*)", message)
         if key and given and key[1] in parameters:
             return InputError(
-                f"{_option(key[1])} is {given[1]!r}",
+                f"{_option(key[1])} is {given[1][:_SHOWN]!r}",
                 expected=_kind(parameters[key[1]].annotation),
                 remedy=page,
             )
@@ -367,6 +388,16 @@ class Command:
         return InputError(
             textwrap.shorten(message, 300), expected=f"the options of linnet {self.name}", remedy=page
         )
+
+
+def _check_configs(words: Sequence[str]) -> None:
+    """Look through the files of settings before they are read; text in place of a file is the user's own."""
+    for word in words:
+        name, _, value = word.partition("=")
+        if name == "--config" and os.path.lexists(value):
+            from linnet.settings_file import check_settings
+
+            check_settings(value)
 
 
 def _option(name: str) -> str:

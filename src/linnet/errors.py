@@ -58,6 +58,10 @@ class MemoryBudgetError(LinnetError, MemoryError):
     """An operation would need more memory than its budget."""
 
 
+class DiskSpaceError(LinnetError, OSError):
+    """A file does not fit its disk, or is larger than the system lets a file be."""
+
+
 class NumericalError(LinnetError, ArithmeticError):
     """A factorization or an iteration failed."""
 

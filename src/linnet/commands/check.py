@@ -57,7 +57,8 @@ def check(
     place = find_device(device)
     task = load_data(data, image_transform(mean, std, size, channels), seed=seed)
     sample = task.subset("train", range(min(batch, len(task.train))))
-    replace(sample, test=sample.train).require_memory(memory)  # only these are decoded
+    if size is not None:  # of what a few samples take in their own size, the preflight tells
+        replace(sample, test=sample.train).require_memory(memory)  # only these are decoded
     x, _ = sample.tensors("train")
     network = load_model(model, weights, model_args).to(place)
     report = preflight(network, x.to(place), params=params, memory=memory)

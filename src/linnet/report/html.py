@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from linnet.files import write_atomic
+from linnet.files import write_text
 from linnet.memory import format_bytes
 from linnet.report import figures, wording
 from linnet.report.measures import split_by_uncertainty
@@ -46,7 +46,7 @@ def write_report(path: str | os.PathLike[str], run: Run) -> Path:
         True
     """
     page = render(run)
-    return write_atomic(path, lambda temporary: temporary.write_text(page, encoding="utf-8"))
+    return write_text(path, page)
 
 
 def render(run: Run) -> str:

@@ -12,6 +12,7 @@ Each file is written whole or not at all, and ``run.json`` last: a folder withou
 from __future__ import annotations
 
 import hashlib
+import textwrap
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from linnet import params
 from linnet.curvatures.curvature import KIND as CURVATURE
 from linnet.curvatures.saved import load_curvature
 from linnet.data import ImageTransform, Standardize, TaskData, load_data
@@ -36,7 +38,9 @@ from linnet.runs.place import RECORD
 
 Array = np.ndarray[Any, Any]
 _KIND = "run"
+_MOST = 2**31  # outputs and positions: beyond what a run in memory can have
 _TENSORS: tuple[str, ...] = ("model", "linear-fit", "samples")
+_SAVED = {*_TENSORS, CURVATURE}
 
 
 @dataclass(frozen=True)
@@ -209,9 +213,19 @@ def save_run(folder: Path, run: SavedRun) -> None:
     """Write a run; the record last, so that an interruption leaves no run that looks finished.
 
     Args:
-        folder: The folder; made if missing.
+        folder: The folder; made if missing. Nothing of the run is left in it if it cannot be written whole.
         run: The run.
     """
+    try:
+        _write_run(folder, run)
+    except BaseException:
+        for name in _SAVED:
+            (folder / f"{name}.safetensors").unlink(missing_ok=True)
+        raise
+
+
+def _write_run(folder: Path, run: SavedRun) -> None:
+    """The files of a run, in the order that matters."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RECORD).unlink(missing_ok=True)
     network, tensors = run.fit.module.model, _TENSORS
@@ -332,6 +346,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
             remedy="run linnet adapt again with the same --out; an interrupted run continues there",
         )
     record: dict[str, Any] = read_json(folder / RECORD, _KIND)
+    _check_record(folder / RECORD, record)
     for name, checksum in record["files"].items():
         path = folder / f"{name}.safetensors"
         if not path.is_file():
@@ -345,6 +360,34 @@ def _read_record(folder: Path) -> dict[str, Any]:
                 remedy="restore it from a copy, or run linnet adapt again",
             )
     return record
+
+
+def _check_record(path: Path, record: Any) -> None:
+    """Require that a record has all that is read from it, of the right kinds, and no number too large."""
+    try:
+        origin = Origin(**record["origin"])
+        params.integer("head", 1 if origin.head is None else origin.head, most=_MOST)
+        params.instance("arguments", origin.arguments, dict, "a dictionary")
+        params.instance("spec", origin.spec, str, "a string")
+        _transform(record["transform"])
+        if record["scale"] is not None:
+            Standardize(**record["scale"])
+        if record["test"] is not None:
+            test = TestSource(**record["test"])
+            params.instance("path", test.path, str, "a string")
+            for position in test.positions or ():
+                params.integer("positions", position, least=0, most=_MOST)
+        for value in record["temperatures"] or ():
+            float(value)
+        names = [*(record["classes"] or ()), *record["files"].values()]
+        if not all(isinstance(name, str) for name in names) or not set(record["files"]) <= _SAVED:
+            raise ValueError("classes and files must be names")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise FileFormatError(
+            f"{path} does not describe a run ({type(error).__name__}: {textwrap.shorten(str(error), 200)})",
+            expected="the record exactly as linnet wrote it",
+            remedy="restore it from a copy, or run linnet adapt again",
+        ) from error
 
 
 def _build(folder: Path, origin: Origin) -> nn.Module:

@@ -68,7 +68,7 @@ def check_unused(out: Path, command: str, settings: str, overwrite: bool) -> Non
         return
     names = sorted(path.name for path in out.iterdir() if not path.name.startswith("."))
     remedy = "name another folder, or pass --overwrite"
-    if RECORD in names:
+    if RECORD in names and REPLAY in names:  # without its settings, which come last, a run was killed
         if not _same_settings(out / REPLAY, command, settings):
             raise InputError(
                 f"out is {out}, which holds a finished run of other settings",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ import numpy as np
 from linnet.data import Part
 from linnet.data.task import InMemory
 from linnet.errors import InputError
-from linnet.files import write_atomic
+from linnet.files import write_text
 from linnet.report import HeldOutSet, Notes, Run, Samples, Scores, TrainingSet
 from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.runs.folder import SavedRun, load_test
 from linnet.runs.newdata import NewSamples
 from linnet.runs.pages import explanations, facts, held_out, seen
 
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what begins a formula for some spreadsheet
 Array = np.ndarray[Any, Any]
 
 
@@ -72,6 +73,8 @@ def prediction_rows(run: SavedRun, new: NewSamples, found: Predictions) -> list[
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write rows as ``.csv`` or ``.json``.
 
+    In a table, text that a spreadsheet would take for a formula gets an apostrophe before it.
+
     Args:
         path: The file.
         rows: The rows, alike in their columns.
@@ -83,12 +86,26 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     if path.suffix.lower() == ".json":
         text = json.dumps(rows, indent=2) + "\n"
     else:
-        buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        text = buffer.getvalue()
-    write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        text = "".join(_line(cells) for cells in (list(rows[0]), *(list(row.values()) for row in rows)))
+    write_text(path, text)
+
+
+def _line(cells: Iterable[object]) -> str:
+    """One line of a table."""
+    buffer = io.StringIO()  # cells with a character of the writer's line end are quoted: with either, here
+    csv.writer(buffer, lineterminator="\r\n").writerow(map(_as_text, cells))
+    return buffer.getvalue().removesuffix("\r\n") + "\n"
+
+
+def _as_text(value: object) -> object:
+    """A cell that no spreadsheet takes for a formula: such text gets an apostrophe; numbers stay numbers."""
+    if not isinstance(value, str) or not value.startswith(_FORMULA):
+        return value
+    try:
+        float(value)  # a class may be called -1
+    except ValueError:
+        return f"'{value}"
+    return value
 
 
 def check_table(path: Path) -> None:
