@@ -5,6 +5,7 @@ Every answer is linear algebra on the solved fit; none of them trains anything.
 
 from __future__ import annotations
 
+from linnet.methods.audit.accuracy import Accuracy, accuracy
 from linnet.methods.audit.compatibility import Compatible, Flips, compatible, flips
 from linnet.methods.audit.counterfactuals import Counterfactual, counterfactual
 from linnet.methods.audit.fairness import GroupMeans, group_means
@@ -18,6 +19,8 @@ from linnet.methods.audit.summary import Summary, summarize
 from linnet.methods.fitting.validation_ridge import ValidationPath, ridge_gradient, ridge_path, tune_ridge
 
 __all__ = [
+    "accuracy",
+    "Accuracy",
     "loss_influence",
     "influence",
     "Influence",
