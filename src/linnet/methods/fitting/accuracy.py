@@ -255,15 +255,16 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
         conjugate gradients with equations on its outputs.
     """
     system = fit.system
+    loose = isinstance(system, Primal | SoftmaxPrimal) and system.settings.tolerance > ITERATED
+    counted = iterations or not loose
     if isinstance(system, SoftmaxPrimal):
         dual = system.dual
-        return (
-            None if dual is None else softmax_accuracy(dual, rounding, index, system.outputs - dual.outputs)
-        )
+        gap = None if dual is None or not counted else system.outputs - dual.outputs
+        return None if dual is None else softmax_accuracy(dual, rounding, index, gap)
     if isinstance(system, Primal):
         same = system.dual
         gap = None
-        if same is not None and (iterations or not loose):
+        if same is not None and counted:
             gap = system.ridge * (same.beta - system.beta.double())
         return None if same is None else squared_accuracy(same, rounding, index, None, gap)
     if isinstance(system, SoftmaxDual):

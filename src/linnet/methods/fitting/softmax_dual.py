@@ -244,7 +244,7 @@ class SoftmaxDual:
         return columns - back.reshape(columns.shape)
 
     def next_change(self) -> Tensor:
-        """What one more Newton step would change in the outputs, (N, C): how far they are from the optimum."""
+        """What one more Newton step would change in the outputs, (N, C): their distance to the optimum."""
         r = (self.gradient + self.ridge * self.beta).reshape(-1, 1)
         return self._product(self.weighted(r)) / self.ridge
 
