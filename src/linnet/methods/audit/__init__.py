@@ -11,6 +11,7 @@ from linnet.methods.audit.counterfactuals import Counterfactual, counterfactual
 from linnet.methods.audit.fairness import GroupMeans, group_means
 from linnet.methods.audit.forgetting import ForgettingCertificate, forgetting_certificate
 from linnet.methods.audit.influence import Influence, influence, weight_changes
+from linnet.methods.audit.label_errors import LabelErrors, label_errors
 from linnet.methods.audit.loss_influence import loss_influence
 from linnet.methods.audit.mislabel import Suspects, mislabeled
 from linnet.methods.audit.private_release import PrivacyCertificate, Release, release
@@ -26,6 +27,8 @@ __all__ = [
     "Influence",
     "weight_changes",
     "mislabeled",
+    "label_errors",
+    "LabelErrors",
     "Suspects",
     "summarize",
     "Summary",

@@ -201,7 +201,7 @@ def softmax_accuracy(
     beta = dual.beta.reshape(-1)
     left = beta.expand(len(index), size).clone()
     reach = float(weights.norm(dim=2).max())
-    left_over = reach * float(dual.next_change().norm())
+    left_over = SAFETY * reach * float(dual.next_change().norm())
     off = left_over if gap is None else left_over + reach * float(gap.norm())
     scale = max(1.0, _root_mean_square(dual.outputs - dual.base))
     found = _accuracy(weights, (beta, left), dual.kernel.diagonal().clamp_min(0), rounding, (scale, 0.0))
@@ -292,7 +292,8 @@ def observed(fit: Any, count: int | None = None) -> Tensor:
         Positions, (k,).
     """
     beta: Tensor = fit.system.beta
-    count = min(len(beta), max(PROBED, COLUMNS // beta.shape[1]) if count is None else count)
+    columns = min(COLUMNS, max(COLUMNS // 2, beta.numel() // 8))
+    count = min(len(beta), max(PROBED, columns // beta.shape[1]) if count is None else count)
     largest = beta.norm(dim=1).topk(count - count // 2).indices
     even = (torch.arange(count // 2, device=beta.device) * len(beta)) // max(count // 2, 1)
     chosen: Tensor = torch.cat([largest, even]).unique()
