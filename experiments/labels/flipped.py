@@ -1,6 +1,6 @@
 """Labels flipped at random, and who finds them: three rules on the same leave-one-out outputs.
 
-A random network of one hidden layer is linearized and fitted in closed form to 200 images, some labels of
+A random network of one hidden layer is linearized and fitted in closed form to 150 images, some labels of
 which are flipped to another class. "Disagrees" doubts every label that is not the leave-one-out prediction;
 "confident learning" is the rule of Northcutt, Jiang and Chuang (JAIR 2021): the off-diagonal of the confident
 joint, with the mean leave-one-out probability of each class as its threshold; the last is
@@ -87,7 +87,7 @@ def main() -> None:
     """Run the study."""
     arguments = parser(__doc__ or "").parse_args()
     study = Study("labels/flipped", arguments)
-    count = 1000 if arguments.full else 200
+    count = 1000 if arguments.full else 150
     cells = [
         study.cell(
             {"data": name, "share": share, "seed": seed, "count": count},
