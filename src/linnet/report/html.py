@@ -88,7 +88,7 @@ def _context(run: Run) -> dict[str, Any]:
         "sections": _sections(run, drawn, tiles),
         "tiles": tiles,
         "split": _split(run),
-        "doubt": wording.doubt_found(run.train.suspects, run.train.flipped) if run.train else "",
+        "doubt": wording.doubt_found(run.train) if run.train else "",
         "more_suspects": len(run.train.suspects) - len(tiles.suspects) if run.train else 0,
         "forgetting": forgotten,
         "columns": _columns(run),

@@ -251,7 +251,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A training sample whose given label the fit doubts.
+    """A training sample whose given label looks wrong to the fit on the others.
 
     Args:
         sample: Position in the training set.
@@ -299,6 +299,7 @@ class TrainingSet:
         suspects: Samples with doubtful labels, most doubtful first.
         flipped: Number of labels that are known to be wrong, when the truth is known.
         forgetting: What forgetting some of the samples changed.
+        by_chance: How many labels would look wrong if all were right.
     """
 
     samples: Samples
@@ -306,6 +307,7 @@ class TrainingSet:
     suspects: tuple[Suspect, ...] = ()
     flipped: int | None = None
     forgetting: Forgetting | None = None
+    by_chance: float | None = None
 
     def __post_init__(self) -> None:
         count = len(self.samples)

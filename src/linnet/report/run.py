@@ -164,6 +164,7 @@ def _train_dict(part: TrainingSet) -> dict[str, Any]:
         "informativeness": part.informativeness,
         "suspects": [{**vars(s), "id": name(s.sample)} for s in part.suspects],
         "flipped": part.flipped,
+        "by_chance": part.by_chance,
         "forgetting": None if forgotten is None else vars(forgotten),
     }
 

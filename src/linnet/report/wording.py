@@ -10,7 +10,7 @@ from linnet.report.measures import (
     split_by_uncertainty,
     wilson_interval,
 )
-from linnet.report.records import Suspect
+from linnet.report.records import TrainingSet
 from linnet.report.run import Run
 
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -205,7 +205,7 @@ def _labels(run: Run) -> str:
         return ""
     parts = []
     if run.train.suspects:
-        parts.append(doubt_found(run.train.suspects, run.train.flipped))
+        parts.append(doubt_found(run.train))
     forgotten = run.train.forgetting
     if forgotten is not None:
         count = len(forgotten.removed)
@@ -215,25 +215,31 @@ def _labels(run: Run) -> str:
     return text[:1].upper() + text[1:] + "." if text else ""
 
 
-def doubt_found(suspects: tuple[Suspect, ...], flipped: int | None) -> str:
-    """How many doubtful labels there are, and how many of the wrong ones are among them.
+def doubt_found(train: TrainingSet) -> str:
+    """How many labels look wrong, how many would by chance, and how many of the wrong ones are among them.
 
     Args:
-        suspects: The doubted samples.
-        flipped: Number of labels known to be wrong, when the truth is known.
+        train: The training samples.
 
     Returns:
         A clause without a full stop.
 
     Example:
-        >>> doubt_found((Suspect(3, 0, 1, flipped=True), Suspect(4, 1, 0, flipped=False)), 1)
-        'the fit doubts 2 training labels, among them 1 of the 1 that are known to be wrong'
+        >>> from linnet.report.records import Samples, Suspect
+        >>> two = (Suspect(3, 0, 1, flipped=True), Suspect(4, 1, 0, flipped=False))
+        >>> doubt_found(TrainingSet(Samples(), suspects=two, flipped=1))
+        '2 training labels look wrong, among them 1 of the 1 that are known to be wrong'
     """
-    text = f"the fit doubts {len(suspects)} training label{'s' if len(suspects) != 1 else ''}"
-    found = [suspect.flipped for suspect in suspects if suspect.flipped is not None]
+    count, every = len(train.suspects), len(train.samples)
+    of_all = f" of {every}" if every else ""
+    text = f"{count}{of_all} training label{'s' if every or count != 1 else ''} "
+    text += f"look{'' if count != 1 else 's'} wrong"
+    if train.by_chance is not None:
+        text += f" ({train.by_chance:.0f} expected by chance)"
+    found = [suspect.flipped for suspect in train.suspects if suspect.flipped is not None]
     if not found:
         return text
-    known = f"{sum(found)} of the {flipped}" if flipped is not None else f"{sum(found)}"
+    known = f"{sum(found)} of the {train.flipped}" if train.flipped is not None else f"{sum(found)}"
     return f"{text}, among them {known} that are known to be wrong"
 
 

@@ -203,8 +203,8 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
     forgotten = _forgetting(change, scores) if change.removed else None
     train = training_set(after)
     if change.removed:
-        doubted = suspects(before.fit) if before.fit.solver == "dual" else ()
-        train = TrainingSet(seen(before.samples), None, doubted, None, forgotten)
+        doubted, by_chance = suspects(before.fit) if before.fit.solver == "dual" else ((), None)
+        train = TrainingSet(seen(before.samples), None, doubted, None, forgotten, by_chance)
     rows = tuple(row for row, _ in scores)
     test = None
     if task is not None and shown is not None:

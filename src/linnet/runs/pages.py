@@ -12,6 +12,7 @@ import torch
 from linnet import __version__
 from linnet.data import Part
 from linnet.files import write_json
+from linnet.methods.audit.label_errors import label_errors
 from linnet.methods.fitting.dual import Spectrum as Eigen
 from linnet.methods.fitting.softmax_fit import SoftmaxFit
 from linnet.report import (
@@ -100,7 +101,8 @@ def training_set(run: SavedRun) -> TrainingSet:
     if run.fit.solver != "dual":
         return TrainingSet(samples)
     informative = run.fit.informativeness().double().cpu().numpy()
-    return TrainingSet(samples, informative, suspects(run.fit))
+    doubted, by_chance = suspects(run.fit)
+    return TrainingSet(samples, informative, doubted, by_chance=by_chance)
 
 
 def doubts(fit: Fit) -> Array:
@@ -115,20 +117,23 @@ def doubts(fit: Fit) -> Array:
     return np.asarray(contradiction(fit).cpu().numpy())
 
 
-def suspects(fit: Fit) -> tuple[Suspect, ...]:
-    """Training samples whose label the fit of all the others contradicts.
+def suspects(fit: Fit) -> tuple[tuple[Suspect, ...], float | None]:
+    """Training samples whose label looks wrong to the fit of all the others.
 
     Args:
         fit: A dual fit.
 
     Returns:
-        Most doubtful first.
+        Most doubtful first, and how many would look wrong if all labels were right; ``None`` for regression.
     """
     if fit.labels is None:
-        return ()
-    given, suggested, doubt = fit.labels.cpu(), fit.loo().argmax(1).cpu(), doubts(fit)
-    order = [int(i) for i in ranking(doubt) if suggested[i] != given[i]]
-    return tuple(Suspect(i, int(given[i]), int(suggested[i]), float(doubt[i])) for i in order)
+        return (), None
+    errors = label_errors(fit.loo(), fit.labels)
+    chosen = set(errors.indices.tolist())
+    given, suggested, doubt = fit.labels.cpu(), errors.suggested.cpu(), doubts(fit)
+    order = [int(i) for i in ranking(doubt) if int(i) in chosen]
+    found = tuple(Suspect(i, int(given[i]), int(suggested[i]), float(doubt[i])) for i in order)
+    return found, errors.expected
 
 
 def held_out(

@@ -55,6 +55,7 @@ class Functional:
         self.model = _frozen_copy(model)
         self.output = output
         self.recurrent = has_recurrence(model)
+        self.source: Functional | None = None  # the same network in the type that it came in
         self.padding = padding_rows(self.model, self.names)
         self.cache: dict[Any, Any] = {}
         self._walked: tuple[nn.Module, dict[str, nn.Parameter], dict[str, tuple[str, ...]]] | None = None
@@ -72,6 +73,20 @@ class Functional:
         twin = copy.copy(self)
         with alone():
             twin.model, twin.cache = copy.deepcopy(self.model), {}
+        return twin
+
+    def in_float64(self) -> Functional:
+        """The same function computed in float64, on a copy of the network, which converts its inputs.
+
+        Returns:
+            The function, ``self`` if it is in float64 already; its fingerprint is that of the original.
+        """
+        if self.dtype == torch.float64:
+            return self
+        twin = self.copy()
+        twin.model.double()
+        twin.space = ParameterSpace.of(twin.theta)
+        twin.source = self.source or self
         return twin
 
     @in_exact_mode
@@ -145,6 +160,8 @@ class Functional:
         Yields:
             The batch to run the network on, once.
         """
+        if self.source is not None:
+            x = map_tensors(lambda t: t.to(self.dtype) if t.is_floating_point() else t, x)
         if self.cache.get("keeps inputs", False):
             yield x
             return
@@ -205,6 +222,8 @@ class Functional:
 
     def fingerprint(self) -> str:
         """A hash of the network's weights, buffers and selected names; equal for equal linearizations."""
+        if self.source is not None:
+            return self.source.fingerprint()
         with alone():
             state = self.model.state_dict()
         values = hash_tensors([state[key] for key in sorted(state) if isinstance(state[key], Tensor)])
