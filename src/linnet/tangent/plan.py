@@ -283,7 +283,7 @@ def _prove(found: _Findings, function: Functional, probe: Trace, gradients: _Alo
 def _compared(
     ruled: Captured, probe: Trace, gradients: _Alone, name: str, undecided: bool
 ) -> tuple[float, float] | None:
-    """The largest entry of autograd's gradients in a parameter and of what the rules miss; ``None`` if unused."""
+    """The largest entry of autograd's gradients and of what the rules miss; ``None`` if unused."""
     rows: Tensor | None = None
     if not undecided:
         try:
