@@ -16,9 +16,10 @@ from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.sums import Gradients, Sums, wide
 from linnet.distributed import all_sum, gathered
 from linnet.errors import ModelError
+from linnet.memory import Plan, require
 from linnet.progress import track
 from linnet.tangent.batch import Inputs
-from linnet.tangent.capture import capture_parts
+from linnet.tangent.capture import capture_bytes, capture_parts
 from linnet.tangent.captured import Captured
 from linnet.tangent.channels_last import forward_trace
 from linnet.tangent.functional import Functional
@@ -289,6 +290,50 @@ def plan_chunks(
         return Chunks(max(1, min(LARGEST, examples)), columns)
     parts = max(1, (target // FEWEST - inputs) // max(1, column))
     return Chunks(FEWEST if parts > 1 else max(1, examples), max(1, min(columns, parts)))
+
+
+def require_columns(function: Functional, batch: Batch, columns: int, outputs: int, budget: int) -> None:
+    """Raise if one example does not fit: its columns, and its derivatives in one of them.
+
+    Args:
+        function: The network.
+        batch: A batch; a few of its examples are run if none of their shape has been.
+        columns: K, all columns of an example.
+        outputs: C.
+        budget: Bytes that may be used.
+
+    Raises:
+        MemoryBudgetError: If so.
+    """
+    items = (
+        ("columns of one example", columns * outputs * function.dtype.itemsize),
+        ("derivatives of one example", capture_bytes(function, batch.x, 1)),
+    )
+    plan = Plan(f"curvature with {columns} columns of {outputs} outputs", budget, items)
+    require(
+        plan,
+        {
+            items[0][0]: ['pass expectation="mc"', "use fewer outputs with output="],
+            items[1][0]: ["raise memory=", "use smaller inputs"],
+        },
+    )
+
+
+def capped(chunks: Chunks, columns: int, outputs: int, item: int, budget: int) -> Chunks:
+    """The sizes with as many examples as can have all their columns (K, N, C) at once.
+
+    Args:
+        chunks: The sizes.
+        columns: K.
+        outputs: C.
+        item: Bytes of a number.
+        budget: Bytes that may be used.
+
+    Returns:
+        The sizes, of at least one example.
+    """
+    most = max(1, budget // 4 // max(1, columns * outputs * item))
+    return Chunks(min(chunks.examples, most), chunks.columns)
 
 
 def _examples(target: int, most: int, each: int) -> int:

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.curvatures.accumulate import LARGEST, Chunks, Passes, Watch, plan_chunks, require_runs
+from linnet.curvatures.accumulate import (
+    LARGEST,
+    Chunks,
+    Passes,
+    Watch,
+    capped,
+    plan_chunks,
+    require_columns,
+    require_runs,
+)
 from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.ekfac import EigenvalueSums, RowEigenvalueSums, eigenvalue_sums
@@ -97,8 +106,8 @@ def by_structure(
     _require_memory(function, _first_sums(plans, request, function, torch.device("meta")), request)
     sums = _first_sums(plans, request, function, function.device)
     f = look.outputs.detach()[:1].view(1, *function.output_shape(first.x))
-    chunks = _chunks(function, first, f, request, sums, batches.most(first), _fields(plans))
     closed = _closed_examples(look, first, function, request, sums)
+    chunks = _chunks(function, first, f, request, sums, batches.most(first), _fields(plans), closed is None)
     batches.block = batches.block or closed or chunks.examples
     checkpoint = _checkpoint(function, batches, request, [structure for _, structure in wanted])
     few = chunks.examples if closed else None
@@ -267,14 +276,18 @@ def _chunks(
     sums: Mapping[Any, Sums],
     most: int,
     fields: int,
+    formed: bool,
 ) -> Chunks:
-    """How much to capture at once; f are the outputs of the first example."""
+    """How much to capture at once; f are the outputs of the first example, whose columns may be formed."""
     e = request.expectation
     y = e.targets(f, None if first.y is None else first.y[:1])
-    columns = len(e.columns(f, y, 0))
+    columns, outputs = e.count(f, y), f.numel()
     rows = max((_row_numbers(s) for s in sums.values()), default=0) * function.dtype.itemsize
     budget = parse_bytes(request.memory, function.device)
-    return plan_chunks(function, first, columns, rows, budget, most, fields=fields)
+    if formed:
+        require_columns(function, first, columns, outputs, budget)
+    chunks = plan_chunks(function, first, columns, rows, budget, most, fields=fields)
+    return capped(chunks, columns, outputs, function.dtype.itemsize, budget)
 
 
 def _closed_examples(

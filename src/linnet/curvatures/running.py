@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.curvatures.accumulate import Accumulator, plan_chunks
+from linnet.curvatures.accumulate import Accumulator, capped, plan_chunks, require_columns
 from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.ekfac import EigenvalueSums, RowEigenvalueSums, eigenvalue_sums
@@ -208,11 +208,13 @@ class RunningCurvature:
         if key not in self._sizes:
             e = self.expectation
             f = self.function.check_runs(take(batch.x, slice(0, 1)))
-            columns = len(e.columns(f, e.targets(f, None if batch.y is None else batch.y[:1]), 0))
+            columns = e.count(f, e.targets(f, None if batch.y is None else batch.y[:1]))
             formed = [a.size for a, how, _ in self._assigned if how in ("block", "full") or not a.factored]
             row = max(formed, default=0) * self.function.dtype.itemsize
             budget = parse_bytes(None, self.function.device)
+            require_columns(self.function, batch, columns, f.numel(), budget)
             chunks = plan_chunks(self.function, batch, columns, row, budget)
+            chunks = capped(chunks, columns, f.numel(), self.function.dtype.itemsize, budget)
             self._sizes[key] = chunks.examples, chunks.columns
         return self._sizes[key]
 

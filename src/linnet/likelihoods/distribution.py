@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
-from linnet.linalg.random import Seed, make_generator
+from linnet.linalg.random import Seed, make_generator, require_room
 
 Moments = tuple[Tensor, Tensor]
 
@@ -124,7 +124,7 @@ class Distribution(ABC):
         Returns:
             (n, *shape of y).
         """
-        require_draws(n)
+        require_draws(n, f.shape[:1], f)  # a label an example, at the least
         drawn = self._sample(self._arrange(f).detach(), n, make_generator(generator))
         return self._restore_labels(drawn, f.shape, lead=1)
 
@@ -306,10 +306,11 @@ class Distribution(ABC):
         """Arguments of the constructor, less the axis."""
 
 
-def require_draws(n: int) -> None:
-    """Check a number of draws."""
+def require_draws(n: int, shape: Sequence[int], f: Tensor) -> None:
+    """Check a number of draws, and that so many of a shape would fit the memory; f has their type."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise InputError(f"n={n!r}", expected="at least one draw", remedy="pass n=1 or more")
+    require_room((n, *shape), 2 * f.dtype.itemsize, f.device, "draws")
 
 
 def _masked_sum(terms: Tensor, counts: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ use whose gradient vanished on all probes (a dead unit, a zero head) proves noth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from linnet.tangent.rules import Use, example_axes
 from linnet.tangent.trace import Trace, weighed_trace
 
 PROBES = 3  # examples traced at once to prove a plan
+AT_ONCE = 32 << 20  # bytes of gradients of a parameter on all probes above which it is proved by itself
 TRIES = 8  # groups of probes looked at before a vanishing gradient is left unproven
 
 Key = tuple[tuple[str, ...], int]  # sources of a use, and how many uses of the same sources came before
@@ -201,24 +202,38 @@ class _Alone:
 
     Args:
         uses: At the result of every use, by its place, (n, *shape).
-        leaves: In every parameter, (n, *shape); ``None`` if the outputs do not depend on it.
+        leaves: In every parameter that is not large, (n, *shape); ``None`` if it moves no output.
+        cotangents: The cotangents, (n, n, C).
     """
 
     uses: dict[Any, Tensor | None]
     leaves: dict[str, Tensor | None]
+    cotangents: Tensor
+
+    def of(self, probe: Trace, name: str) -> Iterator[tuple[slice, Tensor | None]]:
+        """Gradients in one parameter, of all examples at once or, where that is large, one by one."""
+        if name in self.leaves:
+            yield slice(None), self.leaves[name]
+            return
+        for i in range(probe.n):
+            part = slice(i, i + 1)
+            yield part, batched_grad(probe.outputs, [probe.leaves[name]], self.cotangents[part])[0]
 
 
 def _gradients_alone(found: _Findings, probe: Trace) -> _Alone:
     """Autograd's own gradients on the probes, at the open uses and in the parameters, in one call."""
     edges = {use.place: use.result.edge for _, use in found.open_uses(probe)}
-    leaves = dict(probe.leaves)
-    if not probe.outputs.requires_grad:
-        return _Alone(dict.fromkeys(edges), dict.fromkeys(leaves))
     n, c = probe.outputs.shape
     weights = torch.randn(n, c, generator=torch.Generator().manual_seed(0)).to(probe.outputs)
     alone = torch.diag_embed(weights.T).permute(1, 2, 0)  # (n, n, C): row i holds example i's cotangent only
-    every = batched_grad(probe.outputs, [*edges.values(), *leaves.values()], alone)
-    return _Alone(dict(zip(edges, every, strict=False)), dict(zip(leaves, every[len(edges) :], strict=True)))
+    if not probe.outputs.requires_grad:
+        return _Alone(dict.fromkeys(edges), dict.fromkeys(probe.leaves), alone)
+    leaves = {name: leaf for name, leaf in probe.leaves.items() if n * leaf.nbytes <= AT_ONCE}
+    wanted = [*edges.values(), *leaves.values()]
+    every = batched_grad(probe.outputs, wanted, alone) if wanted else []
+    return _Alone(
+        dict(zip(edges, every, strict=False)), dict(zip(leaves, every[len(edges) :], strict=True)), alone
+    )
 
 
 def _find_layouts(found: _Findings, probe: Trace, gradients: _Alone) -> None:
@@ -253,28 +268,46 @@ def _prove(found: _Findings, function: Functional, probe: Trace, gradients: _Alo
         # of all examples at once: gradients are linear in the cotangents
         use.g = probe.outputs.new_zeros(1, *use.shape) if g is None else g.sum(0, keepdim=True)
     ruled = Captured(probe.n, probe.outputs, uses, probe.leaves, {}, 1)
-    truth = gradients.leaves
-    largest = max((float(g.abs().max()) for g in truth.values() if g is not None and g.numel()), default=0.0)
+    compared = {name: _compared(ruled, probe, gradients, name, name in undecided) for name in function.names}
+    largest = max((largest for largest, _ in filter(None, compared.values())), default=0.0)
     unused = []
-    for name in function.names:
-        expected = truth[name]
-        if expected is None:
+    for name, seen in compared.items():
+        if seen is None:
             unused.append(name)
-        elif name not in undecided and not _matches(ruled, name, expected, largest):
+        elif name not in undecided and not _matches(*seen, largest, probe.leaves[name].dtype):
             found.exact[name] = "its rule disagrees with autograd here"
     found.unused = tuple(unused)
     found.exact = {name: why for name, why in found.exact.items() if name not in unused}
 
 
-def _matches(ruled: Captured, name: str, expected: Tensor, largest: float) -> bool:
-    """Whether the rules reproduce autograd's per-example gradients (n, *shape) of one parameter."""
-    try:
-        rows = ruled.rows(name)[:, 0]
-    except RuntimeError:  # a shape that the rule did not foresee
-        return False
-    tolerance = {torch.float64: 1e-7, torch.float32: 2e-3}.get(expected.dtype, 1e-1)
-    scale = expected.abs().max() + 1e-2 * largest
-    return bool((rows - expected).abs().max() <= tolerance * scale)
+def _compared(
+    ruled: Captured, probe: Trace, gradients: _Alone, name: str, undecided: bool
+) -> tuple[float, float] | None:
+    """The largest entry of autograd's gradients and of what the rules miss; ``None`` if unused."""
+    rows: Tensor | None = None
+    if not undecided:
+        try:
+            rows = ruled.rows(name)[:, 0]
+        except RuntimeError:  # a shape that the rule did not foresee
+            rows = ruled.leaves[name].new_full((), torch.nan)
+    largest, missed = [], []
+    for part, expected in gradients.of(probe, name):
+        if expected is None:
+            return None
+        if expected.numel():
+            largest.append(expected.abs().max())
+            if rows is not None:
+                missed.append(((rows[part] if rows.ndim else rows) - expected).abs_().max())
+    return (
+        float(torch.stack(largest).max()) if largest else 0.0,
+        float(torch.stack(missed).max()) if missed else 0.0,  # NaN stays NaN
+    )
+
+
+def _matches(expected: float, missed: float, largest: float, dtype: torch.dtype) -> bool:
+    """Whether the rules reproduce autograd's per-example gradients, given the largest entries."""
+    tolerance = {torch.float64: 1e-7, torch.float32: 2e-3}.get(dtype, 1e-1)
+    return missed <= tolerance * (expected + 1e-2 * largest)
 
 
 def _bytes(uses: Sequence[Use], saved: int) -> Bytes:

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from linnet.errors import DataError, InputError, NumericalError
+from linnet.memory import Plan, parse_bytes, require
 from linnet.methods.evaluation.answers import class_probabilities
 from linnet.methods.evaluation.evaluate import Predict, batches_of, same_classes
 from linnet.methods.evaluation.judged import Judged, join, judge
 from linnet.methods.evaluation.reports import Report
 from linnet.progress import track
+
+POINT = 1000  # bytes of a point of an attack at the least: its label, report and tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -440,4 +443,8 @@ def _checked(step: float | Sequence[float], target: int | None, iterations: int,
         )
     if target is not None and (isinstance(target, bool) or not isinstance(target, int) or target < 0):
         raise InputError(f"target={target!r}", expected="a class, 0 or more", remedy="pass target=0")
+    if sizes.ndim == 0:
+        items = (("points", iterations * POINT),)
+        plan = Plan(f"an attack that keeps {iterations} points", parse_bytes(None), items)
+        require(plan, ["pass fewer iterations=", "pass step=[...], which keeps the last"])
     return _Plan(tuple(sizes.reshape(-1).tolist()), iterations, sizes.ndim == 0, target, _limits(limits))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError
+from linnet.memory import Plan, parse_bytes, require
 from linnet.methods.fitting.arguments import check_positive, check_ridge
 from linnet.methods.fitting.dual import Spectrum
 from linnet.methods.fitting.folds import Folds, deal
@@ -82,6 +83,7 @@ def with_head(
     clone = copy.deepcopy(model)
     name, old = last_linear(clone)
     reference = old.weight
+    _require_room(old, classes, init, data)
     new = nn.Linear(old.in_features, classes, device=reference.device, dtype=reference.dtype)
     record: dict[str, Any] = {"init": init, "layer": name, "examples": frozenset()}
     with torch.no_grad():
@@ -106,6 +108,19 @@ def with_head(
     replace_module(clone, name, new)
     setattr(clone, RECORD, record)
     return clone
+
+
+def _require_room(old: nn.Linear, classes: int, init: str, data: Any) -> None:
+    """Raise if the new layer, or the targets of a probe, would not fit."""
+    weight = classes * (old.in_features + 1)
+    examples = len(data[1]) if init == "probe" and isinstance(data, list | tuple) else 0
+    items = (
+        ("weight and bias", weight * old.weight.dtype.itemsize),
+        ("as drawn or fitted, in float64", 0 if init == "zero" else 8 * weight),
+        ("targets, one column a class", 8 * examples * classes),
+    )
+    plan = Plan(f"a head of {classes} classes", parse_bytes(None, old.weight.device), items)
+    require(plan, ["pass fewer classes=", "free memory"])
 
 
 def _fold_heads(
