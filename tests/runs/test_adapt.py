@@ -144,9 +144,7 @@ def test_a_ridge_in_the_metric_of_the_curvature(folder: Path, more: list[str]) -
     assert run.fit.module.parameter_names == ["epsilon"]
     kept = run.fit.predict(run.fit.x)
     out = str(folder / "less")
-    assert (
-        cli.main(["forget", "--run", str(folder / "run"), "--indices", "1,4", "--out", out, "--verify"]) == 0
-    )
+    assert cli.main(["forget", "--run", str(folder / "run"), "--ids", "1,4", "--out", out, "--verify"]) == 0
     change = result(folder / "less")
     assert change["difference"] < 1e-3 * float(kept.abs().max())
     assert load_run(folder / "less").origin.metric == run.origin.metric
@@ -244,8 +242,7 @@ def test_conjugate_gradients_take_over_where_the_kernel_is_too_large(folder: Pat
     assert "all samples" in found["fit"]["reasons"]["ridge"]
     assert found["scores"][0]["accuracy"] > 0.8
     assert (
-        cli.main(["forget", "--run", str(folder / "run"), "--indices", "1", "--out", str(folder / "less")])
-        == 0
+        cli.main(["forget", "--run", str(folder / "run"), "--ids", "1", "--out", str(folder / "less")]) == 0
     )
 
 

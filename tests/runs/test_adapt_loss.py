@@ -94,7 +94,7 @@ def test_auto_takes_the_lower_leave_one_out_log_loss(folder: Path) -> None:
 
 def test_forgetting_and_updating_such_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = folder / "cross-entropy", folder / "without"
-    assert cli.main(["forget", "--run", str(run), "--indices", "3,17", "--out", str(out), "--verify"]) == 0
+    assert cli.main(["forget", "--run", str(run), "--ids", "3,17", "--out", str(out), "--verify"]) == 0
     assert "norm of the gradient" in capsys.readouterr().out
     found = result(out)
     assert (found["train_before"], found["train"]) == (24, 22)
@@ -110,7 +110,7 @@ def test_forgetting_and_updating_such_a_run(folder: Path, capsys: pytest.Capture
 
 
 def test_explaining_such_a_run(folder: Path) -> None:
-    words = ["explain", "--run", str(folder / "cross-entropy"), "--index", "0", "--out", str(folder / "why")]
+    words = ["explain", "--run", str(folder / "cross-entropy"), "--ids", "0", "--out", str(folder / "why")]
     assert cli.main(words) == 0
     assert result(folder / "why")["explanations"][0]["up"]
 

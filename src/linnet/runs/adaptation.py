@@ -29,6 +29,7 @@ from linnet.runs.place import KERNEL_FILE, check_out, made_folder
 from linnet.runs.settings import Network, Settings, Solving, Source
 from linnet.runs.solving import solve
 from linnet.runs.stages import Stages
+from linnet.runs.trust import absolute_spec
 from linnet.tangent.batch import split
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized, linearize
@@ -215,11 +216,9 @@ def choose_head(model: nn.Module, x: Tensor, samples: int) -> str:
 
 def _origin(network: Network, head: int | None, centered: bool, start: nn.Module) -> Origin:
     """The network's origin, with absolute paths."""
-    source, colon, name = network.spec.rpartition(":")
-    spec = f"{Path(source).resolve()}:{name}" if colon and source.endswith(".py") else network.spec
     weights = None if network.weights is None else str(Path(network.weights).resolve())
     metric = start.damping if isinstance(start, MetricNetwork) else None
-    return Origin(spec, dict(network.arguments), head, centered, weights, metric)
+    return Origin(absolute_spec(network.spec), dict(network.arguments), head, centered, weights, metric)
 
 
 def _samples(task: TaskData) -> TrainingSamples:

@@ -37,6 +37,7 @@ from linnet.runs.adaptation import Adaptation
 from linnet.runs.evaluation import Predictions, ridge_path, softmax_path, spectrum_of
 from linnet.runs.folder import SavedRun, TrainingSamples
 from linnet.runs.kinds import Fit, certificate_of, contradiction, loss_of
+from linnet.runs.lock import writing
 from linnet.tangent.preflight import Preflight
 
 Array = np.ndarray[Any, Any]
@@ -52,8 +53,9 @@ def write(folder: Path, result: dict[str, Any], page: Run) -> None:
         result: The result of a command.
         page: Its report.
     """
-    write_report(folder / "report.html", page)
-    write_json(folder / "result.json", {**result, "report": page.to_dict()})
+    with writing(folder, wait=True):  # both of one process
+        write_report(folder / "report.html", page)
+        write_json(folder / "result.json", {**result, "report": page.to_dict()})
 
 
 def adaptation_page(found: Adaptation, title: str) -> Run:
