@@ -44,7 +44,7 @@ def test_the_end_of_one_id_alone() -> None:
     files = ["train/cat/003.png", "train/cat/004.png", "train/dog/004.png"]
     assert find("003.png", ids=files) == [0]
     assert find("dog/004.png", ids=files) == [2]
-    with pytest.raises(InputError, match="could be train/cat/004.png") as caught:
+    with pytest.raises(InputError, match="could be train/cat/004") as caught:
         find("004.png", ids=files)
     assert caught.value.remedy == "write train/cat/004.png or train/dog/004.png"
 
@@ -60,9 +60,9 @@ def test_a_bare_number_with_two_readings_is_refused_with_both() -> None:
     with pytest.raises(InputError, match=r"cat/002\.png \(position 7, label dog\) or position 2 \(cat/007"):
         find("2", ids=files)
     many = [f"{folder}/1.png" for folder in "abcdef"]
-    with pytest.raises(InputError, match=r"a/1\.png .*, b/1\.png .*, c/1\.png .* or f/1\.png") as caught:
+    with pytest.raises(InputError, match=r"a/1\.png .*, b/1\.png .*, c/1\.png .* or f/1\.png"):
         find("1.png", ids=many)
-    with pytest.raises(InputError, match=r"or f/1\.png|or position 1|, b/1\.png"):
+    with pytest.raises(InputError, match=r"1 could be a/1\.png .* or f/1\.png"):
         find("1", ids=many)
 
 
