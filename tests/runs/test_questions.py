@@ -151,10 +151,17 @@ def test_forget(workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert after.samples.ids == tuple(name for i, name in enumerate(before.samples.ids) if i not in (0, 5, 9))
     assert torch.equal(after.fit.x, before.fit.x[[i for i in range(24) if i not in (0, 5, 9)]])
     assert not torch.equal(after.fit.predict(before.fit.x), before.fit.predict(before.fit.x))
-    assert "Forgetting" in (tmp_path / "less" / "report.html").read_text()
+    page = (tmp_path / "less" / "report.html").read_text()
+    assert "from a fit that never saw them" in page
+    ridge = next(c for c in found["report"]["choices"] if c["what"] == "ridge")
+    assert ridge["why"].startswith("of the fit before: lowest leave-one-out error")
     linnet("explain", "--run", tmp_path / "less", "--ids", "test/0")
     linnet("forget", "--run", tmp_path / "less", "--ids", "train/20", "--out", tmp_path / "less2")
     assert result(tmp_path / "less2")["train"] == 20
+    page = (tmp_path / "less2" / "report.html").read_text()
+    assert "a solution of the remaining equations from scratch" in page
+    assert "never saw" not in page
+    assert "fitting anew" not in page
 
 
 def test_update_undoes_forgetting(workshop: Path, tmp_path: Path) -> None:

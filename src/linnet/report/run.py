@@ -105,6 +105,7 @@ class Run:
             "comparison": [vars(row) for row in self.scores.comparison],
             "reliability": [_reliability_dict(r) for r in self.scores.reliability],
             "ridge_path": None if fit.path is None else vars(fit.path),
+            "ridge": None if fit.ridge is None else vars(fit.ridge),
             "spectrum": None if fit.spectrum is None else _spectrum_dict(fit.spectrum),
             "choices": [vars(choice) for choice in fit.choices],
             "preflight": None if fit.preflight is None else _preflight_dict(fit.preflight),

@@ -97,7 +97,8 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
     with stages.measure("building the network"), waiting("building the network"):
         old = load_model(network.spec, network.weights, network.arguments).to(solving.device)
         probe, head = _headed(old, network, task, (x, y))
-        centered = hasattr(probe, RECORD) and getattr(probe, RECORD)["init"] == "probe"
+        init = "keep" if head is None else getattr(probe, RECORD)["init"]
+        centered = init == "probe"
         lin = linearize(with_centered_head(probe) if centered else probe, params=solving.params)
         if centered and not _fits_head(lin):  # what the head says must then stay in f₀
             centered, lin = False, linearize(probe, params=solving.params)
@@ -112,11 +113,12 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
     with stages.measure("fit"):
         fit, pilot = solve(lin, (x, y), solving, out / KERNEL_FILE)
     fit.record.reasons["metric"] = why
+    fit.record.reasons["head"] = _why_head(network, init, centered)
     temperatures = None if task.classes is None else temperatures_of(pilot or fit)
     if centered and fit.held_out is None:
         fit.record = replace(fit.record, warnings=(*fit.record.warnings, PROBED))
     run = SavedRun(
-        _origin(network, head, centered, lin.model), fit, _samples(task), task.classes,
+        replace(_origin(network, head, centered, lin.model), init=init), fit, _samples(task), task.classes,
         (task.transform, task.targets), _test_source(settings.source, task), temperatures,
     )  # fmt: skip
     step = "evaluation on the test samples"
@@ -127,6 +129,23 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
         rows.append(row)
         diagrams += [diagram] if diagram else []
     return Adaptation(run, task, report, predictions, tuple(rows), tuple(diagrams), stages)
+
+
+def _why_head(network: Network, init: str, centered: bool) -> str:
+    """Why the head is what it is, and what that means for the fit."""
+    chosen = {
+        "keep": "a regression whose values the network's outputs fit",
+        "probe": "as many samples as features, or more",
+        "random": "fewer samples than features, which a probe would fit by heart",
+    }
+    why = "asked for" if network.head != "auto" else chosen[init]
+    if network.cross_fit:
+        why = "fitted in folds, so that leave-one-out leaves out its part too"
+    if centered:
+        return f"{why}; it gives the derivatives, and the ridge draws the outputs to zero"
+    if init == "probe":
+        return f"{why}; the fit starts from its outputs"
+    return why if init == "keep" else f"{why}; the labels have no part in it"
 
 
 def _fits_head(lin: Linearized) -> bool:

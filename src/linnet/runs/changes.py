@@ -304,5 +304,11 @@ def _forgetting(change: Change, scores: list[tuple[Comparison, Predictions]]) ->
         "The comparison solves the equations of the remaining samples from scratch."
     )  # fmt: skip
     return Forgetting(
-        change.removed, tuple(table), change.difference, change.seconds, change.refit_seconds, how
+        change.removed,
+        tuple(table),
+        change.difference,
+        change.seconds,
+        change.refit_seconds,
+        how,
+        change.verified,
     )

@@ -52,6 +52,7 @@ class Origin:
         centered: Whether the head starts at zero, see :mod:`linnet.methods.fitting.centered`.
         weights: The weights that it started from, for the reader.
         metric: τ of the curvature that is the metric of the ridge; None where all weights are held alike.
+        init: The head at the start: ``"probe"``, ``"random"``, ``"zero"`` or ``"keep"``; None in older runs.
     """
 
     spec: str
@@ -60,6 +61,7 @@ class Origin:
     centered: bool
     weights: str | None = None
     metric: float | None = None
+    init: str | None = None
 
 
 @dataclass(frozen=True)
