@@ -68,7 +68,7 @@ def test_a_bare_number_with_two_readings_is_refused_with_both() -> None:
 
 def test_a_bare_number_with_one_reading_is_taken() -> None:
     assert find("12") == [2]  # no position 12
-    assert find("1") == [1]  # no train/1
+    assert find("1", ids=["cat/ann.png", "dog/bob.png"]) == [1]  # ids without numbers
     assert find("2", ids=["train/0", "train/1", "train/2"]) == [2]  # both are the same
     assert find("3", "line 2", ids=["line 2", "line 3"]) == [1, 0]
 
@@ -78,6 +78,12 @@ def test_what_names_nothing(word: str) -> None:
     with pytest.raises(InputError, match="none of the 4 training samples") as caught:
         find(word)
     assert ("train/12" in str(caught.value.remedy)) == (word == "trian/12")
+
+
+def test_a_number_of_no_id_is_no_position_where_ids_are_numbered() -> None:
+    with pytest.raises(InputError, match=r"1 is in no id here; position 1 is train/3, label dog") as caught:
+        find("1")
+    assert caught.value.remedy == "write train/3 if that is meant"
 
 
 def test_each_sample_once() -> None:

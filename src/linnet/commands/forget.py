@@ -47,7 +47,9 @@ def forget(
     check_out(out, run)
     check_device(device)
     change = forget_samples(load_run(run, device, memory, model=model, trust=trust), ids, verify)
-    result, page = report_change(change, "forget", out, f"{run.name}, {len(ids)} training samples forgotten")
+    result, page = report_change(
+        change, "forget", out, f"{run.name}, {len(ids)} training sample(s) forgotten"
+    )
     with made_folder(out):
         if overwrite:
             clear_run(out)

@@ -49,7 +49,8 @@ def find_samples(
     """The positions of samples that a user named.
 
     An id is taken first; else the end of one, such as a file's name, where it is the end of one alone. A bare
-    number is taken where its readings, the number in an id and the position, mean the same sample.
+    number is taken where the number in an id and the position do not mean two samples, and a position alone
+    where ids have no numbers.
 
     Args:
         names: What the user wrote, such as ``"train/14"`` or ``"003.png"``.
@@ -101,9 +102,7 @@ class _Table:
         """The positions of the ids that end alike: behind the first folder, behind all, and in a number."""
         found: dict[str, list[int]] = {}
         for place, name in enumerate(self.ids):
-            path = PurePosixPath(name)
-            number = path.stem.rpartition(" ")[2]
-            for end in {name.partition("/")[2], path.name, _plain(number)} - {""}:
+            for end in {name.partition("/")[2], PurePosixPath(name).name, _plain(_last(name))} - {""}:
                 found.setdefault(end, []).append(place)
         return found
 
@@ -116,6 +115,12 @@ class _Table:
         readings: dict[int, str] = {at: f"{self.ids[at]} (position {at}{self._said(at)})" for at in places}
         if number and int(number) < len(self.ids):
             at = int(number)
+            if not readings and _plain(_last(self.ids[at])):  # numbered ids, and the number is none of them
+                raise InputError(
+                    f"{name} is in no id here; position {at} is {self.ids[at]}{self._said(at)}",
+                    expected="the id of one sample",
+                    remedy=f"write {self.ids[at]} if that is meant",
+                )
             readings.setdefault(at, f"position {at} ({self.ids[at]}{self._said(at)})")
         if len(readings) == 1:
             return next(iter(readings))
@@ -141,6 +146,11 @@ class _Table:
             expected=f"ids as the report and result.json name them: {', '.join(self.ids[:_SHOWN])}, ...",
             remedy=f"did you mean {close[0]}?" if close else "copy one from the report",
         )
+
+
+def _last(name: str) -> str:
+    """The last word of an id, without the suffix of a file."""
+    return PurePosixPath(name).stem.rpartition(" ")[2]
 
 
 def _plain(word: str) -> str:

@@ -171,8 +171,9 @@ def print_change(result: dict[str, Any]) -> list[str]:
     """
     text, key = ("forgotten", "removed") if result["command"] == "forget" else ("added", "added")
     count = len(result[key])
+    many = "training samples" if count != 1 else "training sample"
     lines = [
-        f"{count} training samples {text} in {_cell(duration, result['seconds'])}; {result['train']} now",
+        f"{count} {many} {text} in {_cell(duration, result['seconds'])}; {result['train']} now",
         *lines_of(result[key]),
     ]
     if result["scores"]:

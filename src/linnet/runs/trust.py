@@ -157,8 +157,8 @@ def state_folder() -> Path | None:
 
 def _remember(subject: object, spec: str) -> None:
     """Keep the digest of a subject with that of its code; without a folder to keep it in, do not."""
-    place = _place(subject)
-    if place is None:
+    place, file = _place(subject), factory_file(spec)
+    if place is None or (file is not None and not file.is_file()):
         return
     with suppress(OSError, InputError):
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
