@@ -39,6 +39,7 @@ _FUNCTIONS = {"spectrum": "task_spectrum"}
 _FLAGS = {
     "--json": "Print the result as JSON, and nothing else, on standard output.",
     "--traceback": "Show where in the program an error came from.",
+    "--trust": "Run the code that a run folder or settings file of somebody else names; see SECURITY.md.",
 }
 _REPLAY = "run.yaml"
 _SHOWN = 200  # characters of a value in an error
@@ -107,31 +108,48 @@ def _run(words: list[str]) -> int:
     if {"-h", "--help"} & set(options):
         print(command.help())
         return 0
-    flags = {flag for flag in _FLAGS if flag in options}
+    flags = {flag for flag in command.flags if flag in options}
     settings = command.parse([word for word in options if word not in flags])
-    return _execute(command, settings, as_json="--json" in flags)
+    return _execute(command, settings, as_json="--json" in flags, trust="--trust" in flags)
 
 
-def _execute(command: Command, settings: Settings, as_json: bool) -> int:
+def _execute(command: Command, settings: Settings, as_json: bool, trust: bool) -> int:
     """Call the command; afterwards leave the settings beside what it wrote, even when it was interrupted."""
-    folder = settings.values.get("out")
-    if "overwrite" in settings.values and settings.values.get("run") != folder:
-        from linnet.runs.place import check_unused
+    values = dict(settings.values)
+    folder = values.get("out")
+    if values.get("model") is not None:
+        from linnet.runs.trust import check_settings
 
-        check_unused(Path(str(folder)), command.name, settings.yaml, bool(settings.values["overwrite"]))
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) if as_json else contextlib.nullcontext():
-            result = command.function(**settings.values)
-    except KeyboardInterrupt:
+        check_settings(values, settings.typed, trust)
+    if "trust" in command.parameters:
+        values["trust"] = trust
+    with _claimed(command, settings):
+        try:
+            with contextlib.redirect_stdout(io.StringIO()) if as_json else contextlib.nullcontext():
+                result = command.function(**values)
+        except KeyboardInterrupt:
+            if command.name == "adapt":
+                _write_replay(command.name, settings, folder)
+                raise KeyboardInterrupt("the same command continues where it stopped") from None
+            if "overwrite" not in values:
+                _write_replay(command.name, settings, folder)
+            raise
         _write_replay(command.name, settings, folder)
-        if command.name == "adapt":
-            raise KeyboardInterrupt("the same command continues where it stopped") from None
-        raise
-    _write_replay(command.name, settings, folder)
     if as_json:
         print(json.dumps(_plain(result), indent=2, allow_nan=False))
     sys.stdout.flush()
     return int(isinstance(result, Mapping) and result.get("ok") is False)
+
+
+def _claimed(command: Command, settings: Settings) -> contextlib.AbstractContextManager[None]:
+    """The folder of a command that writes a run, for this process alone until the settings are in it too."""
+    values = settings.values
+    if "overwrite" not in values:
+        return contextlib.nullcontext()
+    from linnet.runs.place import claimed
+
+    overwrite = bool(values["overwrite"])
+    return claimed(Path(values["out"]), command.name, settings.yaml, overwrite, values.get("run"))
 
 
 def _write_replay(name: str, settings: Settings, folder: object) -> None:
@@ -228,10 +246,14 @@ def _unknown_command(name: str) -> InputError:
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of one call: by parameter name, and as the YAML that `--config` reads."""
+    """The options of one call: by parameter name, as the YAML that `--config` reads, and what was typed.
+
+    `typed` holds the words beside a `--config`, such as `--shots=3`; None where there is no `--config`.
+    """
 
     values: dict[str, Any]
     yaml: str
+    typed: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -263,6 +285,17 @@ class Command:
         """The first line of the function's docstring."""
         return (inspect.getdoc(self.function) or "").partition("\n")[0]
 
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the function, by name."""
+        return inspect.signature(self.function).parameters
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """The flags that commands share and this one takes, with their help."""
+        names = {"model", "run"} & set(self.parameters)
+        return {flag: text for flag, text in _FLAGS.items() if flag != "--trust" or names}
+
     def help(self) -> str:
         """The page that `linnet NAME --help` prints.
 
@@ -270,7 +303,7 @@ class Command:
             Usage, what the command does, and every option with its type and default.
         """
         parser = self._parser()
-        for flag, text in _FLAGS.items():
+        for flag, text in self.flags.items():
             parser.add_argument(flag, action="store_true", help=text)
         text = parser.format_help().replace("``", "")
         return re.sub(r"--(?!print_config)[a-z_]+", lambda match: match[0].replace("_", "-"), text).rstrip()
@@ -291,10 +324,12 @@ class Command:
             >>> Command.load("doctor").parse(["--seconds", "0.5"]).values
             {'seconds': 0.5}
         """
-        parser, plain = self._parser(), self._normalize(words)
-        _check_configs(plain)
+        parser, given = self._parser(), self._normalize(words)
+        _check_configs(given)
+        files = [word for word in given if word.startswith("--config")]
+        typed = tuple(word for word in given if not word.startswith("--config"))
         try:
-            found = parser.parse_args(plain)
+            found = parser.parse_args([*files, *typed])  # what is typed has the last word
         except ArgumentError as error:
             raise self._explain(str(error)) from None
         except (ValueError, RecursionError, OverflowError) as error:  # out of the reader of YAML
@@ -303,9 +338,8 @@ class Command:
                 expected=f"the options of linnet {self.name}",
                 remedy=f"linnet {self.name} --help shows every option",
             ) from error
-        names = inspect.signature(self.function).parameters
-        values = {name: getattr(found, name) for name in names}
-        return Settings(values, parser.dump(found))
+        values = {name: getattr(found, name) for name in self.parameters if name != "trust"}
+        return Settings(values, parser.dump(found), typed if files else None)
 
     def _parser(self) -> jsonargparse.ArgumentParser:
         """The parser of the function's signature."""
@@ -314,7 +348,8 @@ class Command:
         parser = jsonargparse.ArgumentParser(
             prog=f"linnet {self.name}", exit_on_error=False, allow_abbrev=False
         )
-        parser.add_function_arguments(self.function, as_positional=False)
+        # trust is a flag of the command line alone: no settings file can give it to itself
+        parser.add_function_arguments(self.function, as_positional=False, skip={"trust"})
         parser.add_argument(
             "--config",
             action="config",
@@ -324,8 +359,7 @@ class Command:
 
     def _normalize(self, words: Sequence[str]) -> list[str]:
         """Accept what people type: dashes in names, `--flag`, `--no-flag`, lists as words or with commas."""
-        parameters = inspect.signature(self.function).parameters
-        kinds = {name: str(parameter.annotation) for name, parameter in parameters.items()}
+        kinds = {name: str(parameter.annotation) for name, parameter in self.parameters.items()}
         result: list[str] = []
         queue = list(words)
         while queue:
@@ -350,7 +384,7 @@ class Command:
 
     def _explain(self, message: str) -> InputError:
         """A parser's message as what, expected and remedy."""
-        parameters = inspect.signature(self.function).parameters
+        parameters = self.parameters
         page = f"linnet {self.name} --help shows every option"
         if match := re.match(r"unrecognized arguments: (\S+)|Option '(\S+)' is not accepted", message):
             word = (match[1] or f"--{match[2]}").partition("=")[0]

@@ -114,6 +114,13 @@ def test_other_criteria(folder: Path, criterion: str) -> None:
     path = found["report"]["ridge_path"]
     scores = path["gcv"] if criterion == "gcv" else [-value for value in path["evidence"]]
     assert found["fit"]["ridge"] == pytest.approx(path["ridges"][int(np.argmin(scores))])
+    page = (folder / "run" / "report.html").read_text()
+    chosen = {
+        "gcv": "It was chosen by generalized cross-validation",
+        "evidence": "It was chosen by the evidence",
+    }
+    assert chosen[criterion] in page
+    assert page.count("It was chosen by") == 1
 
 
 @pytest.mark.parametrize(
@@ -124,6 +131,13 @@ def test_heads(folder: Path, head: str, rows: str) -> None:
     found = result(folder / "run")
     assert found["fit"]["warnings"] == []
     assert found["scores"][1]["name"] == rows
+    page, choice = (folder / "run" / "report.html").read_text(), found["report"]["choices"][0]
+    assert "It was given: no score had a part in it." in page
+    assert "How the ridge was chosen" not in page
+    assert "It was chosen by" not in page
+    assert choice["chosen"] == ("kept" if head == "keep" else f"new, 3 outputs, {head}")
+    assert choice["why"].startswith("asked for")
+    assert ("the labels have no part in it" in choice["why"]) == (head != "keep")
 
 
 def test_a_probe_head_starts_at_zero(folder: Path) -> None:
@@ -131,6 +145,9 @@ def test_a_probe_head_starts_at_zero(folder: Path) -> None:
     assert "linear probe" in result(folder / "run")["fit"]["warnings"][0]
     run = load_run(folder / "run")
     assert float(run.fit.module.base(run.fit.x).abs().max()) == 0
+    choice = result(folder / "run")["report"]["choices"][0]
+    assert choice["chosen"] == "new, 3 outputs, linear probe"
+    assert choice["why"].startswith("asked for;")  # 24 samples are fewer than 72 features
     assert cli.main(["predict", "--run", str(folder / "run"), "--data", str(folder / "pictures.npz")]) == 0
 
 
@@ -144,9 +161,7 @@ def test_a_ridge_in_the_metric_of_the_curvature(folder: Path, more: list[str]) -
     assert run.fit.module.parameter_names == ["epsilon"]
     kept = run.fit.predict(run.fit.x)
     out = str(folder / "less")
-    assert (
-        cli.main(["forget", "--run", str(folder / "run"), "--indices", "1,4", "--out", out, "--verify"]) == 0
-    )
+    assert cli.main(["forget", "--run", str(folder / "run"), "--ids", "1,4", "--out", out, "--verify"]) == 0
     change = result(folder / "less")
     assert change["difference"] < 1e-3 * float(kept.abs().max())
     assert load_run(folder / "less").origin.metric == run.origin.metric
@@ -241,11 +256,13 @@ def test_conjugate_gradients_take_over_where_the_kernel_is_too_large(folder: Pat
     assert adapt(folder, "--solver", "cg", "--no-baseline") == 0
     found = result(folder / "run")
     assert found["fit"]["solver"] == "cg"
-    assert "all samples" in found["fit"]["reasons"]["ridge"]
+    assert "chosen by leave-one-out on all samples" in found["fit"]["reasons"]["ridge"]
+    assert found["fit"]["criterion"] == "loo"
+    temperature = next(c for c in found["report"]["choices"] if c["what"] == "softmax temperature")
+    assert "of the small fit that chose the ridge" in temperature["why"]
     assert found["scores"][0]["accuracy"] > 0.8
     assert (
-        cli.main(["forget", "--run", str(folder / "run"), "--indices", "1", "--out", str(folder / "less")])
-        == 0
+        cli.main(["forget", "--run", str(folder / "run"), "--ids", "1", "--out", str(folder / "less")]) == 0
     )
 
 

@@ -92,6 +92,8 @@ def _context(run: Run) -> dict[str, Any]:
         "more_suspects": len(run.train.suspects) - len(tiles.suspects) if run.train else 0,
         "forgetting": forgotten,
         "columns": _columns(run),
+        "ridge_choice": wording.ridge_choice(run.fit.ridge),
+        "loo_name": wording.loo_name(run.fit.ridge),
         "confusions": confusions(run),
         "spectrum_facts": spectrum_facts(run),
         "longest": max((timing.seconds for timing in run.fit.timings), default=0.0) or 1.0,
@@ -110,7 +112,7 @@ def _figures(run: Run) -> dict[str, Any]:
     if known:
         drawn["reliability"] = figures.reliability_diagram(known)
     if fit.path is not None and len(fit.path.ridges):
-        drawn["ridge"] = figures.ridge_curve(fit.path)
+        drawn["ridge"] = figures.ridge_curve(fit.path, fit.ridge)
     if fit.spectrum is not None and len(fit.spectrum.eigenvalues):
         drawn["spectrum"] = figures.kernel_spectrum(fit.spectrum)
     if fit.task is not None:
@@ -167,7 +169,7 @@ def _sections(run: Run, drawn: dict[str, Any], tiles: Gallery) -> list[tuple[str
         ("linear", "Is this task linear", fit.task is not None),
         ("good", "How good is it", run.scores.comparison or {"predicted", "confusion"} & set(drawn)),
         ("sure", "How sure is it", sure),
-        ("ridge", "How the ridge was chosen", "ridge" in drawn),
+        ("ridge", wording.ridge_heading(fit.ridge), "ridge" in drawn),
         ("kernel", "What the kernel looks like", "spectrum" in drawn),
         (
             "mattered",

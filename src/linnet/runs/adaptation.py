@@ -29,6 +29,7 @@ from linnet.runs.place import KERNEL_FILE, check_out, made_folder
 from linnet.runs.settings import Network, Settings, Solving, Source
 from linnet.runs.solving import solve
 from linnet.runs.stages import Stages
+from linnet.runs.trust import absolute_spec
 from linnet.tangent.batch import split
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized, linearize
@@ -96,7 +97,8 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
     with stages.measure("building the network"), waiting("building the network"):
         old = load_model(network.spec, network.weights, network.arguments).to(solving.device)
         probe, head = _headed(old, network, task, (x, y))
-        centered = hasattr(probe, RECORD) and getattr(probe, RECORD)["init"] == "probe"
+        init = "keep" if head is None else getattr(probe, RECORD)["init"]
+        centered = init == "probe"
         lin = linearize(with_centered_head(probe) if centered else probe, params=solving.params)
         if centered and not _fits_head(lin):  # what the head says must then stay in f₀
             centered, lin = False, linearize(probe, params=solving.params)
@@ -111,11 +113,12 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
     with stages.measure("fit"):
         fit, pilot = solve(lin, (x, y), solving, out / KERNEL_FILE)
     fit.record.reasons["metric"] = why
+    fit.record.reasons["head"] = _why_head(network, init, centered)
     temperatures = None if task.classes is None else temperatures_of(pilot or fit)
     if centered and fit.held_out is None:
         fit.record = replace(fit.record, warnings=(*fit.record.warnings, PROBED))
     run = SavedRun(
-        _origin(network, head, centered, lin.model), fit, _samples(task), task.classes,
+        replace(_origin(network, head, centered, lin.model), init=init), fit, _samples(task), task.classes,
         (task.transform, task.targets), _test_source(settings.source, task), temperatures,
     )  # fmt: skip
     step = "evaluation on the test samples"
@@ -126,6 +129,23 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
         rows.append(row)
         diagrams += [diagram] if diagram else []
     return Adaptation(run, task, report, predictions, tuple(rows), tuple(diagrams), stages)
+
+
+def _why_head(network: Network, init: str, centered: bool) -> str:
+    """Why the head is what it is, and what that means for the fit."""
+    chosen = {
+        "keep": "a regression whose values the network's outputs fit",
+        "probe": "as many samples as features, or more",
+        "random": "fewer samples than features, which a probe would fit by heart",
+    }
+    why = "asked for" if network.head != "auto" else chosen[init]
+    if network.cross_fit:
+        why = "fitted in folds, so that leave-one-out leaves out its part too"
+    if centered:
+        return f"{why}; it gives the derivatives, and the ridge draws the outputs to zero"
+    if init == "probe":
+        return f"{why}; the fit starts from its outputs"
+    return why if init == "keep" else f"{why}; the labels have no part in it"
 
 
 def _fits_head(lin: Linearized) -> bool:
@@ -215,11 +235,9 @@ def choose_head(model: nn.Module, x: Tensor, samples: int) -> str:
 
 def _origin(network: Network, head: int | None, centered: bool, start: nn.Module) -> Origin:
     """The network's origin, with absolute paths."""
-    source, colon, name = network.spec.rpartition(":")
-    spec = f"{Path(source).resolve()}:{name}" if colon and source.endswith(".py") else network.spec
     weights = None if network.weights is None else str(Path(network.weights).resolve())
     metric = start.damping if isinstance(start, MetricNetwork) else None
-    return Origin(spec, dict(network.arguments), head, centered, weights, metric)
+    return Origin(absolute_spec(network.spec), dict(network.arguments), head, centered, weights, metric)
 
 
 def _samples(task: TaskData) -> TrainingSamples:

@@ -53,12 +53,12 @@ class Recall:
     """How well wrong labels are found.
 
     Args:
-        wrong: Positions of the flipped labels.
-        inspected: The same number of training samples, the most doubtful first.
+        wrong: Ids of the samples with flipped labels.
+        inspected: Ids of as many training samples, the most doubtful first.
     """
 
-    wrong: tuple[int, ...]
-    inspected: tuple[int, ...]
+    wrong: tuple[str, ...]
+    inspected: tuple[str, ...]
 
     @property
     def found(self) -> int:
@@ -210,8 +210,8 @@ def forget_flipped(files: Files, out: Path, seed: int) -> tuple[Recall, dict[str
 
 def _forget_doubtful(found: Adaptation, wrong: tuple[int, ...]) -> tuple[Change, Recall]:
     """Forget as many of the most doubtful samples as labels were flipped."""
-    order = ranking(doubts(found.run.fit))
-    recall = Recall(wrong, tuple(int(i) for i in order[:FLIPPED]))
+    order, ids = ranking(doubts(found.run.fit)), found.run.samples.ids
+    recall = Recall(tuple(ids[i] for i in wrong), tuple(ids[i] for i in order[:FLIPPED]))
     return forget(found.run, recall.inspected, verify=True), recall
 
 

@@ -34,7 +34,9 @@ from linnet.methods.fitting.load_fit import load_fit
 from linnet.methods.fitting.metric import MetricNetwork, with_metric
 from linnet.models import apply_weights, load_model
 from linnet.runs.kinds import Fit, known_outputs
-from linnet.runs.place import RECORD
+from linnet.runs.lock import check_free, writing
+from linnet.runs.place import RECORD, check_still, note_record
+from linnet.runs.trust import absolute_spec, check_run, remember_run
 
 Array = np.ndarray[Any, Any]
 _KIND = "run"
@@ -54,6 +56,7 @@ class Origin:
         centered: Whether the head starts at zero, see :mod:`linnet.methods.fitting.centered`.
         weights: The weights that it started from, for the reader.
         metric: τ of the curvature that is the metric of the ridge; None where all weights are held alike.
+        init: The head at the start: ``"probe"``, ``"random"``, ``"zero"`` or ``"keep"``; None in older runs.
     """
 
     spec: str
@@ -62,6 +65,7 @@ class Origin:
     centered: bool
     weights: str | None = None
     metric: float | None = None
+    init: str | None = None
 
 
 @dataclass(frozen=True)
@@ -215,18 +219,24 @@ def save_run(folder: Path, run: SavedRun) -> None:
     Args:
         folder: The folder; made if missing. Nothing of the run is left in it if it cannot be written whole.
         run: The run.
+
+    Raises:
+        InputError: Another process is writing there, or has finished a run there since this one claimed it.
     """
-    try:
-        _write_run(folder, run)
-    except BaseException:
-        for name in _SAVED:
-            (folder / f"{name}.safetensors").unlink(missing_ok=True)
-        raise
+    with writing(folder):
+        check_still(folder)
+        try:
+            _write_run(folder, run)
+        except BaseException:
+            for name in _SAVED:
+                (folder / f"{name}.safetensors").unlink(missing_ok=True)
+            raise
+        note_record(folder)
+        remember_run(folder)
 
 
 def _write_run(folder: Path, run: SavedRun) -> None:
     """The files of a run, in the order that matters."""
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / RECORD).unlink(missing_ok=True)
     network, tensors = run.fit.module.model, _TENSORS
     if isinstance(network, MetricNetwork):
@@ -251,26 +261,40 @@ def _write_run(folder: Path, run: SavedRun) -> None:
     write_json(folder / RECORD, record, kind=_KIND)
 
 
-def load_run(folder: Path, device: str = "cpu", memory: str | None = None) -> SavedRun:
-    """Read a run.
+def load_run(
+    folder: Path,
+    device: str = "cpu",
+    memory: str | None = None,
+    *,
+    model: str | None = None,
+    trust: bool = False,
+) -> SavedRun:
+    """Read a run, which builds its network: code runs that the user made the run with, named or trusts.
 
     Args:
         folder: The folder.
         device: Where to compute.
         memory: Budget of what is computed from it.
+        model: The network's factory, named by the user; the one that the run names when None.
+        trust: Whether to run what the run names, though it is of somebody else; it is then remembered.
 
     Returns:
         The run.
 
     Raises:
-        InputError: There is no such folder.
+        InputError: There is no such folder, another process is writing there, or it would run code that the
+            user has neither named nor trusted.
         FileFormatError: It is no finished run, a file is damaged or of another run, or the factory makes
             another network now.
     """
+    check_free(folder)
     record = _read_record(folder)
     origin = Origin(**record["origin"])
-    model = _build(folder, origin).to(device)
-    fit = load_fit(folder, model)
+    if not trust:
+        check_run(folder, record, origin.spec, origin.arguments, named=model is not None)
+    if model is not None:
+        origin = replace(origin, spec=absolute_spec(model))
+    fit = load_fit(folder, _build(folder, origin).to(device))
     fit.memory = memory
     arrays, names = load_tensors(folder / "samples.safetensors", "samples")
     images = arrays["images"].numpy() if "images" in arrays else None
@@ -289,6 +313,8 @@ def load_run(folder: Path, device: str = "cpu", memory: str | None = None) -> Sa
     temperatures = None if known is None else (*known, 1.0)[:3]  # older folders have no scale of the variance
     if temperatures is not None and isinstance(fit, LinearFit):
         fit._temperature, fit._point_temperature, fit._variance_scale = temperatures
+    if trust:
+        remember_run(folder)
     return SavedRun(origin, fit, samples, classes, transforms, test, temperatures)
 
 

@@ -24,6 +24,7 @@ from linnet.report import (
     Neighbor,
     Notes,
     PreflightText,
+    RidgeChoice,
     Run,
     Samples,
     Scores,
@@ -38,6 +39,7 @@ from linnet.runs.adaptation import Adaptation
 from linnet.runs.evaluation import Predictions, ridge_path, softmax_path, spectrum_of
 from linnet.runs.folder import SavedRun, TrainingSamples
 from linnet.runs.kinds import Fit, certificate_of, contradiction, loss_of
+from linnet.runs.lock import writing
 from linnet.tangent.preflight import Preflight
 
 Array = np.ndarray[Any, Any]
@@ -53,8 +55,9 @@ def write(folder: Path, result: dict[str, Any], page: Run) -> None:
         result: The result of a command.
         page: Its report.
     """
-    write_report(folder / "report.html", page)
-    write_json(folder / "result.json", {**result, "report": page.to_dict()})
+    with writing(folder, wait=True):  # both of one process
+        write_report(folder / "report.html", page)
+        write_json(folder / "result.json", {**result, "report": page.to_dict()})
 
 
 def adaptation_page(found: Adaptation, title: str) -> Run:
@@ -82,6 +85,7 @@ def adaptation_page(found: Adaptation, title: str) -> Run:
     record = FitRecord(
         path, _spectrum(run.fit, eigen), choices(run), _preflight(found.preflight),
         tuple(Timing(name, seconds) for name, seconds in _timings(found).items()),
+        ridge=RidgeChoice(run.fit.record.criterion, loss_of(run.fit), run.fit.held_out is not None),
     )  # fmt: skip
     notes = Notes(warnings=(*run.fit.record.warnings, *task.findings), facts=facts(run))
     scores = Scores(found.rows, found.reliability, len(task.test))
@@ -228,21 +232,13 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
         One line a decision.
     """
     fit, reasons = run.fit, run.fit.record.reasons
-    head, why = "kept", "the network's outputs fit the task"
-    if run.origin.head:
-        head, why = f"new, {run.origin.head} outputs", "the labels have no part in it"
-    if run.origin.centered:
-        head, why = f"{head}, linear probe", "more samples than features; the ridge draws it to zero"
-        if fit.held_out is not None:
-            head, why = (
-                f"{head}, cross-fitted",
-                "leave-one-out leaves out its part too; the ridge draws it to zero",
-            )
+    ridge = reasons.get("ridge", "")
     made = [
-        Choice("head", head, why),
+        Choice("head", _head(run), reasons.get("head", "")),
         Choice("solver", fit.solver, reasons.get("solver", "")),
-        Choice("ridge", f"{fit.ridge:.4g}", reasons.get("ridge", "")),
-    ]  # fmt: skip
+        # a change of the training samples keeps the ridge, and so what was said of the samples before
+        Choice("ridge", f"{fit.ridge:.4g}", f"of the fit before: {ridge}" if "change" in reasons else ridge),
+    ]
     if "metric" in reasons:
         metric = "one for all weights" if run.origin.metric is None else "K-FAC"
         made.insert(2, Choice("metric of the ridge", metric, reasons["metric"]))
@@ -256,17 +252,29 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
         made.append(Choice("noise variance", f"{fit.noise:.4g}", "highest evidence at this ridge"))
     if run.temperatures is not None and not isinstance(fit, SoftmaxFit):
         made.append(
-            Choice("softmax temperature", f"{run.temperatures[0]:.4g}", _moderation(run.temperatures[2]))
+            Choice("softmax temperature", f"{run.temperatures[0]:.4g}", _moderation(fit, run.temperatures[2]))
         )
     if "change" in reasons:
         made.append(Choice("change", reasons["change"], "by linear algebra on the fit before"))
     return tuple(made)
 
 
-def _moderation(scale: float) -> str:
+def _head(run: SavedRun) -> str:
+    """What the head is."""
+    if run.origin.head is None:
+        return "kept"
+    init = run.origin.init or ("probe" if run.origin.centered else "")
+    kind = {"probe": ", linear probe", "random": ", random", "zero": ", zero"}.get(init, "")
+    crossed = ", cross-fitted" if run.fit.held_out is not None else ""
+    return f"new, {run.origin.head} outputs{kind}{crossed}"
+
+
+def _moderation(fit: Fit, scale: float) -> str:
     """How probabilities were calibrated."""
     counted = "" if scale == 1 else f"; variances count {scale:g}-fold"
-    return f"likeliest leave-one-out predictions{counted}"
+    kind = "held-out" if fit.held_out is not None else "leave-one-out"
+    part = "" if fit.solver == "dual" else " of the small fit that chose the ridge"
+    return f"likeliest {kind} predictions{part}{counted}"
 
 
 def facts(run: SavedRun) -> tuple[tuple[str, str], ...]:

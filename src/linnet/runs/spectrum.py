@@ -103,20 +103,24 @@ def check_counts(top: int | None, samples: int | None) -> None:
         )
 
 
-def from_run(folder: Path, device: str, memory: str | None) -> Subject:
+def from_run(
+    folder: Path, device: str, memory: str | None, model: str | None = None, trust: bool = False
+) -> Subject:
     """Read a finished run.
 
     Args:
         folder: Its folder.
         device: Where to compute.
         memory: The budget.
+        model: The network's factory, named by the user; the one that the run names when None.
+        trust: Whether to run what the run names, though it is of somebody else.
 
     Returns:
         The run with its test samples.
     """
     stages = Stages()
     with stages.measure("reading the run"):
-        run = load_run(folder, device, memory)
+        run = load_run(folder, device, memory, model=model, trust=trust)
         task, why = load_test(run)
     return Subject(run, None if task is None else task.test, () if task is not None else (why,), stages)
 

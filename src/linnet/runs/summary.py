@@ -10,6 +10,7 @@ from linnet.report import Comparison
 from linnet.report.wording import duration, number, percent
 from linnet.runs.adaptation import Adaptation
 from linnet.runs.folder import SavedRun, save_run
+from linnet.runs.naming import lines_of
 from linnet.runs.pages import adaptation_page, write
 
 
@@ -137,16 +138,18 @@ def describe(run: SavedRun) -> str:
     return f"linear fit of {run.fit.n} samples, {kind}"
 
 
-def print_prediction(result: dict[str, Any]) -> list[str]:
+def print_prediction(result: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     """Predictions for people.
 
     Args:
         result: The result of ``linnet predict``.
+        rows: The samples with what was predicted.
 
     Returns:
         Lines.
     """
     lines = [f"{result['samples']} samples predicted: {result['predictions']}"]
+    lines += lines_of(rows, Path(result["predictions"]).name)
     if result["predicted"]:
         lines.append(
             "  " + ", ".join(f"{name} {count}" for name, count in result["predicted"].items() if count)
@@ -166,10 +169,12 @@ def print_change(result: dict[str, Any]) -> list[str]:
     Returns:
         Lines.
     """
-    text = "forgotten" if result["command"] == "forget" else "added"
-    count = abs(result["train"] - result["train_before"])
+    text, key = ("forgotten", "removed") if result["command"] == "forget" else ("added", "added")
+    count = len(result[key])
+    many = "training samples" if count != 1 else "training sample"
     lines = [
-        f"{count} training samples {text} in {_cell(duration, result['seconds'])}; {result['train']} now"
+        f"{count} {many} {text} in {_cell(duration, result['seconds'])}; {result['train']} now",
+        *lines_of(result[key]),
     ]
     if result["scores"]:
         lines += score_table([Comparison(**row) for row in reversed(result["scores"])])
