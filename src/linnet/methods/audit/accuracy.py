@@ -34,8 +34,7 @@ def accuracy(fit: LinearFit | SoftmaxFit) -> Accuracy:
         ``check_loo`` compares with refitting.
 
     Raises:
-        InputError: If it is no fit, or one by conjugate gradients with equations on its outputs or with a
-            kernel that exceeds the memory budget.
+        InputError: If it is no fit, or one by conjugate gradients whose kernel exceeds the memory budget.
 
     Example:
         >>> import linnet
@@ -50,7 +49,7 @@ def accuracy(fit: LinearFit | SoftmaxFit) -> Accuracy:
     found = estimated(fit, rounding, observed(fit, max(1, min(fit.n, COLUMNS // fit.system.c))))
     if found is None:
         raise InputError(
-            f"fit was solved by {fit.solver!r} with equations on its outputs or a kernel beyond the budget",
+            f"fit was solved by {fit.solver!r} with a kernel beyond the budget",
             expected="a fit whose kernel fits the memory budget",
             remedy='fit with solver="dual", or raise memory=',
         )

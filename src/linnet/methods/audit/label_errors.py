@@ -41,11 +41,11 @@ class LabelErrors:
         temperature: T of the same.
 
     Example:
-        >>> outputs = torch.tensor([[4.0, 0.0], [0.0, 4.0]]).repeat(10, 1)
-        >>> labels = torch.tensor([0, 1]).repeat(10)
-        >>> labels[3] = 0
-        >>> label_errors(outputs, labels).indices
-        tensor([3])
+        >>> odds = torch.linspace(-8, 8, 40)[:, None]
+        >>> labels = (odds[:, 0] > 0).long()
+        >>> labels[1] = 1
+        >>> label_errors(odds, labels).indices
+        tensor([1])
     """
 
     indices: Tensor

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import MemoryBudgetError, ModelError, NumericalError
+from linnet.methods.fitting.constrained_primal import ConstrainedPrimal
 from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.primal import Primal
 from linnet.methods.fitting.remarks import ROUNDED
@@ -251,27 +252,28 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
         iterations: Whether a tolerance of conjugate gradients that was asked for counts as an error.
 
     Returns:
-        The estimate; ``None`` for a fit whose kernel does not fit the memory budget, and for one by
-        conjugate gradients with equations on its outputs.
+        The estimate; ``None`` for a fit whose kernel does not fit the memory budget.
     """
     system = fit.system
-    loose = isinstance(system, Primal | SoftmaxPrimal) and system.settings.tolerance > ITERATED
+    loose = (
+        isinstance(system, Primal | ConstrainedPrimal | SoftmaxPrimal)
+        and system.settings.tolerance > ITERATED
+    )
     counted = iterations or not loose
     if isinstance(system, SoftmaxPrimal):
         dual = system.dual
         gap = None if dual is None or not counted else system.outputs - dual.outputs
         return None if dual is None else softmax_accuracy(dual, rounding, index, gap)
-    if isinstance(system, Primal):
+    if isinstance(system, Primal | ConstrainedPrimal):
         same = system.dual
         gap = None
         if same is not None and counted:
             gap = system.ridge * (same.beta - system.beta.double())
-        return None if same is None else squared_accuracy(same, rounding, index, None, gap)
+        return None if same is None else squared_accuracy(same, rounding, index, _held(fit), gap)
     if isinstance(system, SoftmaxDual):
         found, outputs = softmax_accuracy(system, rounding, index), system.outputs
     elif isinstance(system, Dual):
-        held = None if fit.constraints is None else fit.constraints.design.square().sum(1)
-        found = squared_accuracy(system, rounding, index, held)
+        found = squared_accuracy(system, rounding, index, _held(fit))
         outputs = fit.targets.to(system.beta) - system.ridge * system.beta
     else:
         return None
@@ -279,6 +281,15 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
     few = index[:PROBED]
     off = float((fit.predict(take(fit.x, few)).to(outputs) - outputs[few]).abs().max())
     return replace(found, predictions=found.predictions + SAFETY / 2 * off)
+
+
+def _held(fit: Any) -> Tensor | None:
+    """What equations on outputs took off the kernel's diagonal, (N·C,)."""
+    if getattr(fit, "constraints", None) is None:
+        return None
+    made = isinstance(fit.system, ConstrainedPrimal) and fit.system.dual is not None
+    held: Tensor = (fit.system.design if made else fit.constraints.design).square().sum(1)
+    return held
 
 
 def observed(fit: Any, count: int | None = None) -> Tensor:
@@ -311,7 +322,8 @@ def checked(fit: Any) -> Accuracy | None:
         could tell.
     """
     large = len(fit.system.beta) * fit.system.c > SMALL
-    if fit.solver == "sgd" or (large and isinstance(fit.system, Primal | SoftmaxPrimal)):
+    iterated = isinstance(fit.system, Primal | ConstrainedPrimal | SoftmaxPrimal)
+    if fit.solver == "sgd" or (large and iterated):
         return None
     index, base = observed(fit), largest_base(fit)
     function = fit.module.function
@@ -427,12 +439,10 @@ def _at(fit: Any, ridge: float, rounding: Rounding) -> Accuracy | None:
     """The estimate for the kernel of a fit at another ridge; ``None`` where it cannot be factorized."""
     system = fit.system
     dual = system if isinstance(system, Dual | SoftmaxDual) else system.dual
-    held = getattr(fit, "constraints", None)
     try:
         if isinstance(dual, Dual):
             moved = Dual(dual.kernel, dual.residual, ridge)
-            off = None if held is None else held.design.square().sum(1)
-            return squared_accuracy(moved, rounding, observed(fit), off)
+            return squared_accuracy(moved, rounding, observed(fit), _held(fit))
         return softmax_accuracy(dual.at(ridge), rounding, observed(fit))
     except NumericalError:
         return None
