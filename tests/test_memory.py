@@ -87,7 +87,7 @@ from pathlib import Path
 from linnet.memory import available_bytes, parse_bytes
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
 used = int(status["{used}"].split()[0]) * 1024
-resource.setrlimit(resource.{limit}, (used + {room}, resource.RLIM_INFINITY))
+resource.setrlimit(resource.{limit}, (used + {room}, resource.getrlimit(resource.{limit})[1]))
 print(available_bytes(), parse_bytes(None))
 """
 

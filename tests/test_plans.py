@@ -99,7 +99,7 @@ lin.kernel(x[:2])
 from pathlib import Path
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
 limit = int(status["VmSize"].split()[0]) * 1024 + 600_000_000
-resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 work = {
     "kernel": lambda: lin.kernel(x),
     "jacobian": lambda: lin.jacobian(x),
@@ -191,12 +191,12 @@ def test_a_preflight_of_a_thousand_classes_takes_no_gradients(monkeypatch: pytes
 def deep() -> nn.Module:
     """Layers of 8 positions whose gradients are cheaper to multiply and larger to keep than their factors."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(3) for layer in (nn.Linear(40, 40), nn.Tanh())]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(320, 2)).double()
+    layers = [layer for _ in range(3) for layer in (nn.Linear(120, 120), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(960, 2)).double()
 
 
 def test_what_is_probed_without_gradients_is_what_is_captured() -> None:
-    function, x = Functional(deep()), torch.randn(3, 8, 40, dtype=torch.float64)
+    function, x = Functional(deep()), torch.randn(3, 8, 120, dtype=torch.float64)
     for kind, k in (("full", 2), ("sum", 1)):
         hollow, real = hollow_capture(function, x, k), capture(function, x, kind)
         mine, its = (outline(c, function.names, (50, 50), kind) for c in (hollow, real))
@@ -211,20 +211,19 @@ def test_what_is_probed_without_gradients_is_what_is_captured() -> None:
 
 
 def test_a_small_budget_takes_factors_where_gradients_would_be_captured_again() -> None:
-    function, x = Functional(deep()), torch.randn(60, 8, 40, dtype=torch.float64)
+    function, x = Functional(deep()), torch.randn(24, 8, 120, dtype=torch.float64)
     task = GramTask(function, x, None, "full", None)
-    roomy, tight = plan_gram(task, "1GB"), plan_gram(task, 3_600_000)
-    assert roomy.hold == tight.hold == 60 or tight.hold > 30
-    assert len(tight.treatment.factored) > len(roomy.treatment.factored)
-    assert tight.memory.peak <= 3_600_000
-    kernel = gram(function, x[:9], memory=800_000)
-    assert plan_gram(GramTask(function, x[:9], None, "full", None), 800_000).treatment.factored
-    assert_near(kernel, kernel_oracle(jacobian_oracle(function.model, x[:9])))
+    roomy, tight = plan_gram(task, "1GB"), plan_gram(task, "8MB")
+    assert set(roomy.treatment.factored) == {"7.weight"}
+    assert set(tight.treatment.factored) == {"0.weight", "2.weight", "4.weight", "7.weight"}
+    assert roomy.hold == tight.hold == 24
+    assert tight.memory.peak <= 8_000_000
+    assert_near(gram(function, x, memory="8MB"), kernel_oracle(jacobian_oracle(deep(), x)))
 
 
 def test_the_choice_stays_where_everything_fits_and_is_the_smallest_where_nothing_does() -> None:
-    function, x = Functional(deep()), torch.randn(3, 8, 40, dtype=torch.float64)
-    found = outline(hollow_capture(function, x, 2), function.names, (60, 60), "full")
+    function, x = Functional(deep()), torch.randn(3, 8, 120, dtype=torch.float64)
+    found = outline(hollow_capture(function, x, 2), function.names, (24, 24), "full")
     cheapest = found.treatment(found.cheapest)
     roomy = lambda _: Fit(peak=10, captured=60)  # noqa: E731
     assert treatment_within(found, 10, roomy, 60, True) == cheapest

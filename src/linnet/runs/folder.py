@@ -238,7 +238,8 @@ def save_run(folder: Path, run: SavedRun) -> None:
 def _write_run(folder: Path, run: SavedRun) -> None:
     """The files of a run, in the order that matters."""
     (folder / RECORD).unlink(missing_ok=True)
-    network, tensors = run.fit.module.model, _TENSORS
+    function = run.fit.module.function
+    network, tensors = (function.source or function).model, _TENSORS  # in the type that it came in
     if isinstance(network, MetricNetwork):
         network.curvature.save(folder)
         network, tensors = network.network, (*_TENSORS, CURVATURE)

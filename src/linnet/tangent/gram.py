@@ -261,8 +261,12 @@ def _sized(task: GramTask, found: _Probed, features: Features, budget: int, to_d
         return plan
     # not even one example with all its cotangents: as many of them as fit
     column = found.column + 2 * -(-features.nbytes // (features.n * features.k))
-    columns = max(1, features.k - -(-excess // max(column, 1)))
-    return _blocks(task, found, features, budget, to_disk, columns)
+    columns = min(features.k - 1, max(1, features.k - -(-excess // max(column, 1))))
+    while (plan := _blocks(task, found, features, budget, to_disk, columns)).memory.peak > budget:
+        if columns == 1:
+            break
+        columns = max(1, columns * 3 // 4)
+    return plan
 
 
 def _blocks(
@@ -283,7 +287,11 @@ def _blocks(
     left = budget - result
     most = CAPTURE if columns == k else 1
     block = max(1, min(most, n if task.x2 is None else max(n, m), int(0.3 * left) // max(transient, 1)))
-    while product > 8 and tile_bytes(features, task.outputs, product, product, dtype.itemsize) > 0.2 * left:
+    # products of fewer than 8 examples are slow: only where half of the memory would be taken otherwise
+    while product > 1 and (
+        tile_bytes(features, task.outputs, product, product, dtype.itemsize)
+        > (0.2 if product > 8 else 0.5) * left
+    ):
         product //= 2
     product = min(product, max(n, m))
     identity = columns * features.outputs.shape[1] * dtype.itemsize  # the cotangents of a block
