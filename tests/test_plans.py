@@ -6,13 +6,16 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import linnet
+from linnet import cli
 from linnet.errors import MemoryBudgetError
 from linnet.likelihoods import Categorical
 from linnet.linalg import random as random_numbers
@@ -183,6 +186,25 @@ def test_a_preflight_of_a_thousand_classes_takes_no_gradients(monkeypatch: pytes
     model, x = nn.Sequential(*layers, nn.Linear(32, 1000)), torch.randn(3, 3, 32, 32)
     assert grown(lambda: found.append(preflight(model, x, memory="100MB"))) < 60_000_000
     assert dict(found[0].memory.items)["kernel"] == 4 * 3000**2
+
+
+def test_check_plans_for_the_head_that_adapt_puts_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1,000 old classes, 2 new ones: the plan is for the kernel of 2."""
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\n"
+        "def old():\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, 1000))\n"
+    )
+    images = np.random.default_rng(0).integers(0, 255, (6, 8, 8), dtype=np.uint8)
+    labels = np.array([0, 1] * 3)
+    np.savez(tmp_path / "task.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    words = ["check", "--model", f"{tmp_path / 'nets.py'}:old", "--data", str(tmp_path / "task.npz")]
+    assert cli.main([*words, "--memory", "1MB"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 outputs" in printed
+    assert "new head of 2 outputs, one a class, for the old one of 1000" in printed
 
 
 # --- the plan ---------------------------------------------------------------------------------------

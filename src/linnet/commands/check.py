@@ -4,33 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from linnet.data.task import TaskData
-
-
-def _headed(network: nn.Module, task: TaskData, x: Tensor) -> tuple[nn.Module, str]:
-    """The network with as many outputs as ``adapt`` gives it, and a sentence if they are new."""
-    import torch
-
-    from linnet.errors import ModelError
-    from linnet.methods.fitting.head import with_head
-    from linnet.tangent.functional import Functional
-
-    if task.classes is None:
-        return network, ""
-    outputs, own = len(task.classes), Functional(network).output_shape(x).numel()
-    if own == outputs:
-        return network, ""
-    try:
-        generator = torch.Generator().manual_seed(0)  # what the new head holds does not matter here
-        new = with_head(network, outputs, init="random", generator=generator)
-    except ModelError as error:
-        return network, f"its {own} outputs are not the data's {outputs} classes, and {error.what}"
-    return new, f"planned with a new head of {outputs} outputs, one a class, for the old one of {own}"
+from typing import Any
 
 
 def check(
@@ -79,6 +53,7 @@ def check(
     from linnet.errors import InputError
     from linnet.machine import find_device
     from linnet.models import load_model
+    from linnet.runs.adaptation import with_head_of_adapt
     from linnet.tangent.preflight import preflight
 
     if batch < 1:
@@ -89,7 +64,8 @@ def check(
     if size is not None:  # of what a few samples take in their own size, the preflight tells
         replace(sample, test=sample.train).require_memory(memory)  # only these are decoded
     x, _ = sample.tensors("train")
-    network, note = _headed(load_model(model, weights, model_args).to(place), task, x.to(place))
+    old = load_model(model, weights, model_args).to(place)
+    network, note = with_head_of_adapt(old, task, x.to(place))
     report = preflight(network, x.to(place), params=params, memory=memory)
     if report.memory.peak > report.memory.budget:
         report = replace(report, ok=False)  # the finding says so; nothing could be computed

@@ -216,6 +216,29 @@ def _headed(
     ), outputs
 
 
+def with_head_of_adapt(model: nn.Module, task: TaskData, x: Tensor) -> tuple[nn.Module, str]:
+    """The network with as many outputs as a run gives it; what its head holds is left open.
+
+    Args:
+        model: The network.
+        task: The data.
+        x: A few samples.
+
+    Returns:
+        The network, and a sentence if its outputs are not its own.
+    """
+    if task.classes is None:
+        return model, ""
+    outputs, own = len(task.classes), Functional(model).output_shape(x).numel()
+    if own == outputs:
+        return model, ""
+    try:
+        new = with_head(model, outputs, init="random", generator=torch.Generator().manual_seed(0))
+    except ModelError as error:
+        return model, f"its {own} outputs are not the {outputs} classes of the data, and {error.what}"
+    return new, f"planned with a new head of {outputs} outputs, one a class, for the old one of {own}"
+
+
 def choose_head(model: nn.Module, x: Tensor, samples: int) -> str:
     """The head to start from, where nobody has said.
 
