@@ -47,9 +47,8 @@ def forget(
     check_out(out, run)
     check_device(device)
     change = forget_samples(load_run(run, device, memory, model=model, trust=trust), ids, verify)
-    result, page = report_change(
-        change, "forget", out, f"{run.name}, {len(ids)} training sample(s) forgotten"
-    )
+    title = f"{run.name} without {len(ids)} training sample{'s' * (len(ids) != 1)}"
+    result, page = report_change(change, "forget", out, title)
     with made_folder(out):
         if overwrite:
             clear_run(out)
