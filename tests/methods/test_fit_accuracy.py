@@ -203,3 +203,17 @@ def test_the_estimate_of_the_rounding_is_that_of_the_kernel() -> None:
     root = right.diagonal().sqrt()
     relative = ((fit.system.kernel - right) / root / root[:, None]).square().mean().sqrt()
     assert 0.2 * relative < audit.accuracy(fit).rounding < 5 * relative
+
+
+def test_equations_on_outputs_keep_their_digits() -> None:
+    case = Case(repeated=False)
+    for ridge in (1.0, 1e-4):
+        primal, dual = case.fit(ridge, "cg"), case.fit(ridge)
+        assert isinstance(primal, LinearFit)
+        assert isinstance(dual, LinearFit)
+        one, other = (fit.constrain(case.x_test[:2], torch.ones(2, 1)) for fit in (primal, dual))
+        bound = audit.accuracy(one), audit.accuracy(other)
+        assert off(one.loo(), other.loo().double()) <= sum(b.leave_one_out for b in bound)
+        x = case.x_test[2:]
+        assert off(one.predict(x), other.predict(x).double()) <= sum(b.predictions for b in bound)
+        assert off(one.influence(x), other.influence(x).double()) <= sum(b.influence for b in bound)

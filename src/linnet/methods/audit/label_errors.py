@@ -8,7 +8,7 @@ softmax of the leave-one-out outputs of example i at temperature T, and let a la
 
 T and η are those of highest likelihood. Hard examples ask for a higher T, wrong labels of easy examples for
 a higher η. A label is doubted where it is likelier wrong than right, and where another class is the likeliest
-of those that reach the probability that they have on average among the examples labelled so (the confident
+of those that reach the probability that they have on average among the examples labeled so (the confident
 joint of confident learning).
 """
 

@@ -27,19 +27,17 @@ from linnet.methods.fitting.constrained_primal import ConstrainedPrimal
 from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.primal import Primal
 from linnet.methods.fitting.remarks import ROUNDED
+from linnet.methods.fitting.rounding import PROBED, Rounding, assumed_rounding
+from linnet.methods.fitting.rounding import measured_rounding as measured_rounding
 from linnet.methods.fitting.softmax_dual import SoftmaxDual
 from linnet.methods.fitting.softmax_newton_cg import SoftmaxPrimal
-from linnet.tangent.batch import Inputs, batch_size, take
-from linnet.tangent.functional import Functional
-from linnet.tangent.gram import gram
+from linnet.tangent.batch import take
 from linnet.tangent.linearized import Linearized
 
 TOLERANCE = 1e-3  # error, relative to what the fit changes, up to which a fit is returned as it is
-ASSUMED = 16.0  # units of roundoff of a kernel's entry, several times what networks show
 FAMILIAR = 1e-2  # share of f₀ that counts as changed where the targets are what the network gives already
 MOVING = 2.0  # times the estimate for the cross-entropy, whose Λ moves along with f
 SAFETY = 6.0  # standard deviations: the largest of many errors, and entries that are not independent
-PROBED = 4  # examples that are computed in float64 as well
 COLUMNS = 128  # of M that an estimate looks at while fitting
 ITERATED = 1e-5  # tolerance of conjugate gradients up to which their error counts as rounding's does
 SMALL = 512  # equations up to which the kernel of a fit by conjugate gradients is formed to check it
@@ -76,71 +74,6 @@ class Accuracy:
     def sound(self) -> bool:
         """Whether predictions and leave-one-out are right to a thousandth of the scale."""
         return max(self.predictions, self.leave_one_out) <= TOLERANCE * self.scale
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """Rounding errors of a network.
-
-    Args:
-        kernel: Relative error of an entry of the kernel, root mean square.
-        outputs: Error of an output f₀, root mean square.
-        dtype: Type in which it is computed.
-        base: Largest output f₀.
-    """
-
-    kernel: float
-    outputs: float
-    dtype: torch.dtype
-    base: float
-
-
-def assumed_rounding(function: Functional, base: float) -> Rounding:
-    """Rounding errors larger than those of most networks.
-
-    Args:
-        function: The network.
-        base: Largest output f₀.
-
-    Returns:
-        The errors.
-    """
-    unit = ASSUMED * torch.finfo(function.dtype).eps
-    return Rounding(unit, unit * base, function.dtype, base)
-
-
-@torch.no_grad()
-def measured_rounding(function: Functional, x: Inputs, base: float, count: int = PROBED) -> Rounding:
-    """Rounding errors of a network on a few examples, by computing them in float64 as well.
-
-    Args:
-        function: The network; one in float64 is judged by the network that it was made from.
-        x: Examples.
-        base: Largest output f₀.
-        count: How many of them are computed.
-
-    Returns:
-        The errors; those assumed where the network is in float64 by itself or does not run in it.
-    """
-    low = function.source if function.source is not None else function
-    if low.dtype == torch.float64:
-        return assumed_rounding(function, base)
-    n = batch_size(x)
-    few = take(x, torch.arange(min(n, count)) * (n // min(n, count)))
-    try:
-        high = low.in_float64()
-        right, near = gram(high, few), gram(low, few)
-        size = right.shape[0] * right.shape[1]
-        f = high.flat(high.theta, few).double() - low.flat(low.theta, few).double()
-    except (ModelError, RuntimeError, TypeError):
-        return assumed_rounding(function, base)
-    right, near = right.reshape(size, size).double(), near.reshape(size, size).double()
-    root = right.diagonal().clamp_min(torch.finfo(torch.float32).tiny).sqrt()
-    relative = ((near - right) / (root[:, None] * root)).square().mean().sqrt()
-    eps = torch.finfo(low.dtype).eps
-    finer = torch.finfo(function.dtype).eps / eps
-    kernel, outputs = max(float(relative), eps / 4), max(float(f.square().mean().sqrt()), eps / 4 * base)
-    return Rounding(kernel * finer, outputs * finer, function.dtype, base)
 
 
 def squared_accuracy(
@@ -351,6 +284,8 @@ def sound_fit(lin: Linearized, make: Callable[[Linearized], Fit], factorized: bo
         NumericalError: If float64 does not make it right either.
         MemoryBudgetError: If the kernel cannot be factorized, nor formed in float64.
         ModelError: If the kernel cannot be factorized, and the network does not run in float64.
+        RuntimeError: The same, where the network fails in another way.
+        TypeError: The same.
     """
     double = lin.function.dtype == torch.float64
     found, first = None, None
@@ -362,23 +297,34 @@ def sound_fit(lin: Linearized, make: Callable[[Linearized], Fit], factorized: bo
     except NumericalError:
         if double or not factorized:
             raise
-    if double and isinstance(cast(Any, first).system, Dual | SoftmaxDual):
-        _refuse(first, found)
+    if double and first is not None and isinstance(cast(Any, first).system, Dual | SoftmaxDual):
+        assert found is not None
+        return _judged(first, found)
     try:
         second: Any = make(Linearized(lin.function.in_float64()))
         better = checked(second)
-    except (ModelError, MemoryBudgetError) as error:
+    except (ModelError, MemoryBudgetError, RuntimeError, TypeError) as error:
         if first is None:
             raise
-        _refuse(first, found, error)
+        assert found is not None
+        # a network may hold tensors that do not follow .double()
+        return _judged(first, found, error)
     if better is not None and not better.sound:
-        _refuse(second, better)
+        return _judged(cast(Fit, second), better)
     if double:
         second.record.reasons["precision"] = f"a tolerance of {second.system.settings.tolerance:.0e}"
         return cast(Fit, second)
     small = f"{str(lin.function.dtype).removeprefix('torch.')} cannot answer a ridge of {second.ridge:.3g}"
     second.record.reasons["precision"] = f"float64: {small}"
     return cast(Fit, second)
+
+
+def _judged(fit: Fit, found: Accuracy, cause: Exception | None = None) -> Fit:
+    """A fit that cannot be made better: with a remark where the ridge was chosen or two digits are right."""
+    own: Any = fit
+    if own.record.criterion == "given" and _worst(found) > WORST * found.scale:
+        _refuse(fit, found, cause)
+    return _remarked(fit, found)
 
 
 def sound_change(fit: Fit) -> Fit:
@@ -397,10 +343,20 @@ def sound_change(fit: Fit) -> Fit:
     found = checked(changed)
     if found is None or found.sound:
         return fit
-    worst = max(found.predictions, found.leave_one_out)
-    if worst > WORST * found.scale:
+    if _worst(found) > WORST * found.scale:
         _refuse(changed, found)
-    said = f"{ROUNDED} of about {worst:.1g}, where the fit changes outputs by {found.scale:.2g}"
+    return _remarked(fit, found)
+
+
+def _worst(found: Accuracy) -> float:
+    """The larger error of predictions and leave-one-out."""
+    return max(found.predictions, found.leave_one_out)
+
+
+def _remarked(fit: Fit, found: Accuracy) -> Fit:
+    """A fit with a remark on its rounding errors."""
+    said = f"{ROUNDED} of about {_worst(found):.1g}, where the fit changes outputs by {found.scale:.2g}"
+    changed: Any = fit
     changed.record = replace(changed.record, warnings=(*changed.record.warnings, said))
     return fit
 
