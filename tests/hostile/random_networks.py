@@ -252,14 +252,20 @@ def _grid(rng: random.Random, axes: int, width: int, feature: str) -> list[nn.Mo
 
 
 class Reduced(nn.Module):
-    """The mean over places, or the last place; places are the axes after ``axis``, or axis 1."""
+    """The mean over places, or the last place; places are all axes after ``axis``, or axis 1.
+
+    Places are not moved before the last axis: for one example, torch 2.13 differentiates BatchNorm in
+    evaluation mode wrongly where its result is flattened and transposed.
+    """
 
     def __init__(self, how: str, axis: int) -> None:
         super().__init__()
         self.how, self.axis = how, axis
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(2).mT if self.axis < 0 else x
+        if self.axis < 0:
+            x = x.flatten(2)
+            return x.mean(2) if self.how == "mean" else x[:, :, -1]
         return x.mean(1) if self.how == "mean" else x[:, -1]
 
 

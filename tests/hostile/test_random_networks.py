@@ -102,7 +102,8 @@ def _check_module(net: Network, lin: linnet.Linearized, step: Tensor) -> None:
     there = called(net.moved(step), net.x).flatten(1).detach()
     near(lin.gap(net.x), (there - linear).norm() / (linear - net.f).norm(), 1.0)
     lin(net.x).square().sum().backward()
-    gradient = lin.space.to_flat({name: d.grad for name, d in lin.delta.items() if d.grad is not None})
+    found = {name: torch.zeros_like(d) if d.grad is None else d.grad for name, d in lin.delta.items()}
+    gradient = lin.space.to_flat(found)
     near(gradient, 2 * torch.einsum("ncp,nc->p", net.j, linear))
     lin.relinearize()
     near(lin.base(net.x), there)
