@@ -39,7 +39,7 @@ def global_state() -> dict[str, Any]:
         "default device": torch.get_default_device(),
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
-        "autocast": [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
+        "autocast": [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")],
         "autocast cache": torch.is_autocast_cache_enabled(),
         "anomaly mode": torch.is_anomaly_enabled(),
         "autograd's threads": torch.autograd.is_multithreading_enabled()

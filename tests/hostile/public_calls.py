@@ -164,8 +164,8 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "curvature empirical": lambda s: linnet.curvature(s.model, s.data, Categorical(), "full", "empirical"),
     "hessian": lambda s: linnet.curvature(s.model, s.data, Categorical(), "full", matrix="hessian"),
     "low rank": lambda s: linnet.curvature(s.model, s.data, Categorical(), "low-rank", rank=3),
-    "matrix-free": lambda s: linnet.curvature(s.model, s.data, Categorical(), "matrix-free") @ torch.ones(
-        s.lin().space.dim
+    "matrix-free": lambda s: (
+        linnet.curvature(s.model, s.data, Categorical(), "matrix-free") @ torch.ones(s.lin().space.dim)
     ),
     "output covariance": lambda s: s.laplace().precision.inverse().output_covariance(s.x),
     "save curvature": lambda s: _saved(s.laplace().curvature, linnet.load_curvature, s.model),
@@ -181,7 +181,9 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "tangent process adapt": lambda s: s.gp().adapt(*s.values),
     "save tangent process": lambda s: _saved(s.gp(), linnet.load_gp, s.model),
     "linear posterior": lambda s: linnet.linear_posterior(s.lin(), s.data, Categorical()),
-    "linear posterior svi": lambda s: linnet.linear_posterior(s.lin(), s.data, Categorical(), "svi", epochs=1),
+    "linear posterior svi": lambda s: linnet.linear_posterior(
+        s.lin(), s.data, Categorical(), "svi", epochs=1
+    ),
     "gradient flow": lambda s: linnet.gradient_flow(s.lin(), s.data, [1.0, float("inf")]),
     "last layer": lambda s: linnet.rivals.last_layer(s.model, s.values),
     "dropout": lambda s: linnet.rivals.mc_dropout(s.model, Categorical(), 3).predict(s.x),
@@ -213,7 +215,9 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "eigenfunctions": lambda s: linnet.spectrum.eigenfunctions(s.model, s.x, 2),
     "spectrum.alignment": lambda s: linnet.spectrum.alignment(s.model, s.values),
     "spectral density": lambda s: linnet.spectrum.spectral_density(s.model, s.x, samples=2, steps=4),
-    "effective dimension": lambda s: linnet.spectrum.effective_dimension(s.model, 1.0, s.x, samples=2, steps=4),
+    "effective dimension": lambda s: linnet.spectrum.effective_dimension(
+        s.model, 1.0, s.x, samples=2, steps=4
+    ),
     "condition number": lambda s: linnet.spectrum.condition_number(s.model, s.x, 1.0),
     "kernel distance": lambda s: linnet.spectrum.kernel_distance(s.model, s.lin(), s.x),
     "task linearity": lambda s: linnet.spectrum.task_linearity(s.fit()),

@@ -144,7 +144,10 @@ FORMS: dict[str, tuple[Callable[[int, int], dict[str, tuple[int, ...]]], Callabl
         lambda m, x: m.gate.sigmoid() * (x @ m.w) + (1 - m.gate.sigmoid()) * x,
     ),
     "late bias": (lambda d, k: {"w": (k, d), "b": (k,)}, lambda m, x: torch.tanh(F.linear(x, m.w)) + 2 * m.b),
-    "einsum": (lambda d, k: {"w": (2, d, k)}, lambda m, x: torch.einsum("...i,rij->...rj", x, m.w).tanh().sum(-2)),
+    "einsum": (
+        lambda d, k: {"w": (2, d, k)},
+        lambda m, x: torch.einsum("...i,rij->...rj", x, m.w).tanh_().sum(-2),
+    ),
     "bilinear": (lambda d, k: {"w": (k, d, d)}, lambda m, x: torch.einsum("...i,kij,...j->...k", x, m.w, x)),
     "power": (lambda d, k: {"p": (d,)}, lambda m, x: (x.square() + 0.5) ** m.p),
     "slices": (lambda d, k: {"w": (2 * k, d)}, _sliced),
@@ -154,7 +157,10 @@ FORMS: dict[str, tuple[Callable[[int, int], dict[str, tuple[int, ...]]], Callabl
         lambda m, x: F.linear(x, torch.einsum("r,rkd->kd", m.choice.softmax(0), m.w)),
     ),
     "normalized": (lambda d, k: {"w": (k, d)}, lambda m, x: F.linear(x, F.normalize(m.w, dim=1))),
-    "distance": (lambda d, k: {"c": (k, d)}, lambda m, x: (x[..., None, :] - m.c).square().sum(-1).neg().exp()),
+    "distance": (
+        lambda d, k: {"c": (k, d)},
+        lambda m, x: (x[..., None, :] - m.c).square().sum(-1).neg().exp(),
+    ),
     "doubled": (lambda d, k: {"w": (k, d)}, lambda m, x: torch.tanh(x @ m.w.T) + F.linear(x.square(), m.w)),
     "division": (lambda d, k: {"w": (k, d), "t": ()}, lambda m, x: F.linear(x, m.w) / (1 + m.t.square())),
     "cumulative": (lambda d, k: {"w": (d,)}, lambda m, x: x * m.w.cumsum(0)),

@@ -1,4 +1,4 @@
-"""Networks drawn at random: from a seed a small network in float64, its inputs, and its derivatives by brute force.
+"""Networks drawn at random: a small network in float64 from a seed, and its derivatives by brute force.
 
 Every kind of layer comes up in turn (``featured``), among others drawn at random. What a network is compared
 with is plain ``torch.autograd.grad`` on a copy, one example and one output at a time: nothing of linnet.
@@ -381,14 +381,18 @@ def outputs(model: nn.Module, x: Any) -> Tensor:
 
 def tracked(model: nn.Module, names: list[str] | None = None) -> list[nn.Parameter]:
     """The parameters that require a gradient, or those of the names."""
-    return [q for name, q in model.named_parameters() if (q.requires_grad if names is None else name in names)]
+    return [
+        q for name, q in model.named_parameters() if (q.requires_grad if names is None else name in names)
+    ]
 
 
 def flat_gradient(value: Tensor, inputs: list[nn.Parameter], create_graph: bool = False) -> Tensor:
     """∇ of a scalar, flat (P,), zero where it does not depend on a parameter."""
     if not value.requires_grad:
         return torch.zeros(sum(p.numel() for p in inputs), dtype=torch.float64)
-    found = torch.autograd.grad(value, inputs, retain_graph=True, create_graph=create_graph, allow_unused=True)
+    found = torch.autograd.grad(
+        value, inputs, retain_graph=True, create_graph=create_graph, allow_unused=True
+    )
     pairs = zip(found, inputs, strict=True)
     return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in pairs])
 

@@ -1,6 +1,6 @@
 """Random networks: derivatives, kernels, linear fits and tangent processes against dense float64 algebra.
 
-Three hundred networks are drawn from fixed seeds; an ordinary run takes the same 24 of them, and
+Three hundred networks are drawn from fixed seeds; an ordinary run takes the same twelve of them, and
 ``make test-hostile`` all. Nothing here is compared with linnet itself.
 """
 
@@ -18,12 +18,8 @@ from tests.hostile.cases import (
     SHORT,
     drawn,
     every_network,
-    families,
-    labels,
     left_out,
-    likelihood,
     near,
-    output_derivatives,
     ridge_solution,
     untouched,
 )
@@ -32,11 +28,8 @@ from tests.hostile.random_networks import (
     called,
     examples,
     featured,
-    frozen_copy,
     jacobian,
-    joined,
     network,
-    rows,
 )
 
 

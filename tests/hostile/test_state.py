@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +16,9 @@ import torch
 
 from tests.hostile.global_state import differences, global_state, module_state
 from tests.hostile.public_calls import CALLS, DRAWING, FORWARD, TRAINING, Scene
+from tests.hostile.repeated_calls import OPERATIONS
 
-MODULE_CALLS = {**CALLS, **DRAWING}
+ROOT = Path(__file__).resolve().parents[2]
 FIRST_FAILURES = (1, 2, 4, 9)  # runs of the user's forward pass that raise an error, one after the other
 
 
@@ -58,10 +63,16 @@ def test_training_changes_the_weights_alone(name: str) -> None:
     assert not scene.model.fixed.weight.requires_grad
 
 
-@pytest.mark.parametrize("name", [*CALLS, *DRAWING, *TRAINING])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if k % 4 == 0 else (pytest.mark.long,))
+        for k, name in enumerate([*CALLS, *DRAWING, *TRAINING])
+    ],
+)
 def test_an_error_in_the_forward_pass_leaves_everything_as_it_was(name: str) -> None:
     call = {**CALLS, **DRAWING, **TRAINING}[name]
-    failed = 0
+    said: list[str] = []
     for at in FIRST_FAILURES:
         scene = Scene()
         before, mine = global_state(), module_state(scene.model)
@@ -69,15 +80,15 @@ def test_an_error_in_the_forward_pass_leaves_everything_as_it_was(name: str) -> 
         try:
             call(scene)
         except Exception as error:
-            failed += 1
-            assert "the user's own mistake" in f"{error} {error.__cause__} {error.__context__}", error
+            said.append(f"{error} {error.__cause__} {error.__context__}")
         FORWARD["raises at"] = 0
         changed, own = differences(before, global_state()), differences(mine, module_state(scene.model))
         allowed = ["torch's random stream"] if name in {*DRAWING, *TRAINING} else []
         assert set(changed) <= set(allowed), (at, changed)
         if name not in TRAINING:
             assert own == [], (at, own)
-    assert failed or name in ("linearize", "leaky relu", "with_head zero", "with_head random"), failed
+    assert all("the user's own mistake" in text for text in said)
+    assert said or name in ("linearize", "leaky relu", "with_head zero", "with_head random")
 
 
 def test_the_state_that_is_watched_can_change() -> None:
@@ -104,3 +115,64 @@ def test_the_state_that_is_watched_can_change() -> None:
     scene.model.fixed.requires_grad_(True)
     found = differences(mine, module_state(scene.model))
     assert {"head.extra", "head._parameters", "body.training", "fixed._parameters"} <= set(found)
+
+
+# --- what only a fresh process shows --------------------------------------------------------------
+
+FIRST_CALL = """
+import os, sys, warnings, torch
+from tests.hostile.public_calls import CALLS, TRAINING, Scene
+warnings.simplefilter("ignore")
+assert "torch._dynamo" not in sys.modules
+before = dict(os.environ)
+{**CALLS, **TRAINING}[sys.argv[1]](Scene())
+assert "torch._dynamo" in sys.modules, "torch has imported nothing that writes to the environment"
+assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
+"""
+
+
+def alone(*arguments: str) -> str:
+    """Python in a process of its own, with one thread; its output."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "name", ["fit auto", *(pytest.param(n, marks=pytest.mark.long) for n in ("call", "GaussNewton"))]
+)
+def test_the_first_call_of_a_process_leaves_the_environment(name: str) -> None:
+    """Torch imports its compiler then, which writes TORCHINDUCTOR_CACHE_DIR."""
+    alone("-c", FIRST_CALL, name)
+
+
+#: What may be there in the end, and for each call: counts and caches of Python's own, but no tensor.
+ALLOWED = {
+    "objects": (20, 0.1),
+    "tensors": (0, 0.0),
+    "bytes of objects": (100_000, 500.0),
+    "bytes of the process": (2_000_000, 20_000.0),
+}
+
+
+def check_growth(name: str, calls: int) -> None:
+    """Nothing is left of repeated calls."""
+    found = json.loads(alone("-m", "tests.hostile.repeated_calls", name, str(calls)))
+    assert found.keys() == ALLOWED.keys()
+    for what, (once, each) in ALLOWED.items():
+        assert found[what] <= once + each * calls, (name, found)
+
+
+@pytest.mark.parametrize("name", ["curvature"])
+def test_memory_does_not_grow(name: str) -> None:
+    check_growth(name, 30)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_memory_does_not_grow_over_two_hundred_calls(name: str) -> None:
+    check_growth(name, 200)

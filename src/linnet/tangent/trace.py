@@ -245,6 +245,13 @@ def _as_no_view(result: Any, operands: list[Tensor]) -> Any:
     Some operations (a linear layer with bias on a sequence, einsum, instance norm) return a view of a tensor
     of their own. When the network writes into such a result, autograd gives it another history, and its
     gradient never passes the place that it had when it was made.
+
+    Args:
+        result: What the operation returned.
+        operands: Its tensors.
+
+    Returns:
+        The result, or the same memory as a tensor of its own.
     """
     if not isinstance(result, Tensor) or not result.requires_grad or not result._is_view():
         return result

@@ -131,7 +131,7 @@ def zero_layer(kind: type[L], *sizes: int, like: Tensor, **options: Any) -> L:
         Parameter containing:
         tensor([[0., 0.]], requires_grad=True)
     """
-    layer = skip_init(kind, *sizes, device=like.device, dtype=like.dtype, **options)
+    layer: L = skip_init(kind, *sizes, device=like.device, dtype=like.dtype, **options)
     with torch.no_grad():
         for p in layer.parameters():
             p.zero_()

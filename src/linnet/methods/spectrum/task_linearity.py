@@ -303,7 +303,7 @@ def _fair(kernel: Tensor) -> float:
     left = float(trace - own.sum(dtype=torch.float64) / n)
     if left <= n * torch.finfo(kernel.dtype).eps * float(trace):
         raise NumericalError(
-            f"the tangent kernel is the same for all {n} examples, so that it explains no difference of labels",
+            f"the tangent kernel is the same for all {n} examples and explains no difference of labels",
             expected="a network whose derivatives tell the examples apart",
             remedy="check that the units before the last layer are not all off for these inputs",
         )
