@@ -46,6 +46,7 @@ from linnet.methods.optim.gauss_newton_settings import (
 from linnet.methods.optim.gauss_newton_vectors import is_finite, norm_of, put, remember
 from linnet.tangent.batch import Inputs, batch_size, check_finite, concatenate
 from linnet.tangent.functional import Functional, tensors_by_name
+from linnet.tangent.modes import environment_kept
 
 VERSION = 1  # of the state that is saved
 RAISE = 4.0  # what a rejected step multiplies τ and ζ by
@@ -137,8 +138,7 @@ class GaussNewton(torch.optim.Optimizer):
         called = cast(nn.Module, model.module) if shared else model
         network: nn.Module = getattr(called, "_orig_mod", called)  # torch.compile's wrapper
         function = Functional(network, self.settings.params, self.settings.output)
-        every = dict(network.named_parameters())
-        parameters = {name: every[name] for name in function.names}
+        parameters = {name: network.get_parameter(name) for name in function.names}
         check_model(network, parameters)
         self._raw = network
         self._network = Network(called, parameters, self.settings.output, likelihood, shared)
@@ -151,9 +151,9 @@ class GaussNewton(torch.optim.Optimizer):
         self._inverse: Inverse | None = None
         self._saved: Mapping[str, Any] | None = None
         self._fresh = True  # other processes have not been heard of yet
-        super().__init__(
-            list(parameters.values()), {"lr": self.settings.lr, "weight_decay": float(weight_decay)}
-        )
+        groups = {"lr": self.settings.lr, "weight_decay": float(weight_decay)}
+        with environment_kept():
+            super().__init__(list(parameters.values()), groups)
 
     # -- as an optimizer -------------------------------------------------------------------------
 
