@@ -290,10 +290,8 @@ def _cannot_run(function: Functional, x: Inputs, error: Exception) -> ModelError
 
 
 def _in_order(t: Tensor) -> Tensor:
-    """Images with channels last in memory, copied to channels first; other tensors as they are.
-
-    The backward pass of torch's group normalization reads outside such an input where it needs no gradient.
-    """
+    """Images with channels last in memory, copied to channels first; other tensors as they are."""
+    # torch 2.13's backward pass of group normalization reads outside such an input if it needs no gradient
     if t.ndim not in (4, 5) or t.layout != torch.strided or t.is_contiguous():
         return t
     last = torch.channels_last if t.ndim == 4 else torch.channels_last_3d
