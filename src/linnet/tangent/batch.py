@@ -20,6 +20,8 @@ from linnet.tangent.sharded import require_whole
 
 EMPTY = "check the path and the split that the data come from"
 
+SHARED = "give an input that belongs to all examples another length on its first axis, as in w[None]"
+
 _NO_DATA_SETS = (list, tuple, str, bytes, Mapping, Tensor)  # have items, but no samples
 
 Inputs = Any  # Tensor | Sequence[Any] | Mapping[str, Any]
@@ -86,6 +88,28 @@ def batch_size(x: Inputs) -> int:
     )
 
 
+def ambiguity(x: Inputs) -> str:
+    """A sentence about inputs that are taken for rows of examples and may be shared by all of them.
+
+    Args:
+        x: A batch.
+
+    Returns:
+        The sentence; empty if one input alone has N rows.
+
+    Example:
+        >>> ambiguity((torch.ones(4, 3), torch.ones(4)))
+        'the input of shape (4,) is taken to hold one row for each of the 4 examples'
+    """
+    n, axes = batch_size(x), [t for t in tensors_in(x) if t.ndim > 0]
+    own = [t for t in axes[1:] if t.shape[0] == n]
+    if not own:
+        return ""
+    fewest = min(own, key=lambda t: t.ndim)
+    rows = f"each of the {n} examples" if n > 1 else "the one example"
+    return f"the input of shape {tuple(fewest.shape)} is taken to hold one row for {rows}"
+
+
 def require_dense(tensor: Tensor, name: str) -> None:
     """Raise unless the examples of a tensor can be taken one by one.
 
@@ -94,7 +118,7 @@ def require_dense(tensor: Tensor, name: str) -> None:
         name: What the argument is called.
 
     Raises:
-        InputError: It is sparse or nested.
+        InputError: It is sparse or nested, or has no values.
 
     Example:
         >>> require_dense(torch.ones(2, 3), "x")
@@ -104,6 +128,12 @@ def require_dense(tensor: Tensor, name: str) -> None:
             f"{name} is a tensor of layout {tensor.layout}",
             expected="a dense tensor (N, ...)",
             remedy=f"pass {name}.to_dense()",
+        )
+    if tensor.device.type == "meta":
+        raise InputError(
+            f"{name} is on the meta device and holds no numbers",
+            expected="a dense tensor (N, ...) with values",
+            remedy=f"make {name} on a device that stores it",
         )
 
 

@@ -13,18 +13,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, take
 from linnet.tangent.captured import Captured, Outputs
 from linnet.tangent.coordinates import kernel_part, moved_network, pulled_parts
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import exact_rows, use_gradients
 from linnet.tangent.layout import fits
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.plan import Key, Plan, expected_plan, keyed, plan_for
+from linnet.tangent.plan import Key, Plan, amend, expected_plan, keyed, plan_for
+from linnet.tangent.proof import MOST, disagreeing, random_cotangent
 from linnet.tangent.rules import Use
 from linnet.tangent.trace import Trace, trace
 
 Cotangents = Tensor | Outputs | Callable[[Tensor], Tensor]
+LARGE = 4  # a proof on fewer examples is repeated when the first larger batch comes
 
 
 def capture(function: Functional, x: Inputs, cotangents: Cotangents = "full") -> Captured:
@@ -137,7 +139,7 @@ def _identity_rows(outputs: Tensor, start: int, stop: int) -> Tensor:
 @in_exact_mode
 def _capture(function: Functional, x: Inputs, run: Trace, u: Tensor, last: bool = False) -> Captured:
     """One backward pass with some cotangents; the last one may let go of what the forward pass saved."""
-    plan = plan_for(function, run, x)
+    plan = proved_plan(function, x, run)
     uses, surprised = _differentiate(run, plan, u, keep=not last or run.moved or bool(plan.unproven))
     if surprised:  # a gradient that vanished on all probes does not vanish here
         plan = plan_for(function, run, x, renew=True)
@@ -148,6 +150,37 @@ def _capture(function: Functional, x: Inputs, run: Trace, u: Tensor, last: bool 
     uses = [use for use in uses if not lost & set(use.sources)]
     exact = exact_rows(function, x, [name for name in function.names if name in {*plan.exact, *lost}], u)
     return Captured(run.n, run.outputs.detach(), uses, run.leaves, exact, len(u))
+
+
+@in_exact_mode
+def proved_plan(function: Functional, x: Inputs, run: Trace) -> Plan:
+    """The plan for a pass; on the first batch of its kind, what the rules give is held against autograd.
+
+    Args:
+        function: The network.
+        x: A batch.
+        run: Its traced pass, with its history.
+
+    Returns:
+        The plan.
+    """
+    plan = plan_for(function, run, x)
+    proved: dict[object, int] = function.cache.setdefault("proved", {})
+    size = min(run.n, MOST)
+    if proved.get(run.signature, 0) >= min(size, LARGE):
+        return plan
+    part = x if size == run.n else take(x, slice(0, size))
+    own = run if size == run.n else trace(function, part)
+    u = random_cotangent(own.outputs.detach())
+    uses, surprised = _differentiate(own, plan_for(function, own, part), u)
+    if surprised:
+        uses, _ = _differentiate(own, plan_for(function, own, part, renew=True), u)
+    plan = plan_for(function, own, part)
+    wrong = disagreeing(own, uses, u) - set(plan.exact)
+    if wrong:
+        amend(function, own, part, wrong)
+    proved[run.signature] = size
+    return plan_for(function, run, x)
 
 
 def _misplaced(run: Trace, uses: Sequence[Use]) -> set[str]:

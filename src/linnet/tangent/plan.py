@@ -9,23 +9,25 @@ use whose gradient vanished on all probes (a dead unit, a zero head) proves noth
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from linnet.errors import ModelError
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
 from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad
+from linnet.tangent.independence import require_independence, require_own_gradients
 from linnet.tangent.layout import Layout, find_layout
+from linnet.tangent.proof import sharing
 from linnet.tangent.rules import Use, example_axes
 from linnet.tangent.trace import Trace, weighed_trace
 
 PROBES = 3  # examples traced at once to prove a plan
 AT_ONCE = 32 << 20  # bytes of gradients of a parameter on all probes above which it is proved by itself
+HIDDEN = "it is read where no operation is seen"
 TRIES = 8  # groups of probes looked at before a vanishing gradient is left unproven
 
 Key = tuple[tuple[str, ...], int]  # sources of a use, and how many uses of the same sources came before
@@ -98,9 +100,31 @@ def plan_for(function: Functional, run: Trace, x: Inputs, renew: bool = False) -
     """
     plans: dict[Any, Plan] = function.cache.setdefault("plans", {})
     if renew or run.signature not in plans:
+        require_independence(function, x, run.signature)
         plans[run.signature] = _make_plan(function, run, x, None if renew else TRIES)
+    require_independence(function, x, run.signature)  # once more when the first larger batch comes
     plan = function.cache.setdefault("plans by shape", {})[example_shapes(x)] = plans[run.signature]
     return plan
+
+
+def amend(function: Functional, run: Trace, x: Inputs, wrong: set[str]) -> Plan:
+    """The plan with more parameters differentiated example by example.
+
+    Args:
+        function: The network.
+        run: A traced pass.
+        x: Its batch.
+        wrong: Parameters whose uses do not add up to their gradient.
+
+    Returns:
+        The plan, which is kept.
+    """
+    plans: dict[Any, Plan] = function.cache["plans"]
+    old = plans[run.signature]
+    reasons = dict.fromkeys(sorted(sharing(wrong, run.uses)), HIDDEN)
+    unused = tuple(name for name in old.unused if name not in reasons)
+    plans[run.signature] = replace(old, exact={**reasons, **old.exact}, unused=unused)
+    return plan_for(function, run, x)
 
 
 def expected_plan(function: Functional, x: Inputs) -> Plan:
@@ -143,9 +167,11 @@ def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -
         few = take(x, group)
         probe = run if _looked_at(run, group) else weighed_trace(function, few)
         if group is groups[0]:
-            _require_independence(function, probe, take(few, slice(0, 1)))
             _compare_passes(found, probe, run)
         gradients = _gradients_alone(found, probe)
+        if group is groups[0]:
+            seen = {name: g for name, g in gradients.leaves.items() if g is not None}
+            require_own_gradients(function, few, seen, _weights(probe))
         _find_layouts(found, probe, gradients)
         _prove(found, function, probe, gradients)
         if all(key in found.layouts for key, _ in found.open_uses(probe)):
@@ -163,19 +189,6 @@ def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -
 def _looked_at(run: Trace, group: Sequence[int]) -> bool:
     """Whether a pass is itself one of these examples, weighed."""
     return run.saved_bytes is not None and list(group) == list(range(run.n))
-
-
-def _require_independence(function: Functional, probe: Trace, first: Inputs) -> None:
-    """Raise if the outputs of an example depend on the others in its batch: it has no gradient of its own."""
-    alone = function.check_runs(first).reshape(1, -1)
-    together = probe.outputs.detach()[:1]
-    tolerance = {torch.float64: 1e-8, torch.float32: 1e-3}.get(alone.dtype, 1e-1)
-    if (alone - together).abs().max() > tolerance * (together.abs().max() + 1e-12):
-        raise ModelError(
-            f"model ({type(function.model).__name__}) gives an example other outputs when its batch changes",
-            expected="outputs that depend on their own example alone, the same at every call",
-            remedy="use running statistics in normalization layers, and no randomness in evaluation mode",
-        )
 
 
 def _compare_passes(found: _Findings, probe: Trace, run: Trace) -> None:
@@ -223,8 +236,8 @@ class _Alone:
 def _gradients_alone(found: _Findings, probe: Trace) -> _Alone:
     """Autograd's own gradients on the probes, at the open uses and in the parameters, in one call."""
     edges = {use.place: use.result.edge for _, use in found.open_uses(probe)}
-    n, c = probe.outputs.shape
-    weights = torch.randn(n, c, generator=torch.Generator().manual_seed(0)).to(probe.outputs)
+    n = probe.n
+    weights = _weights(probe)
     alone = torch.diag_embed(weights.T).permute(1, 2, 0)  # (n, n, C): row i holds example i's cotangent only
     if not probe.outputs.requires_grad:
         return _Alone(dict.fromkeys(edges), dict.fromkeys(probe.leaves), alone)
@@ -234,6 +247,11 @@ def _gradients_alone(found: _Findings, probe: Trace) -> _Alone:
     return _Alone(
         dict(zip(edges, every, strict=False)), dict(zip(leaves, every[len(edges) :], strict=True)), alone
     )
+
+
+def _weights(probe: Trace) -> Tensor:
+    """A fixed random cotangent (n, C) for the probes."""
+    return torch.randn(probe.outputs.shape, generator=torch.Generator().manual_seed(0)).to(probe.outputs)
 
 
 def _find_layouts(found: _Findings, probe: Trace, gradients: _Alone) -> None:
@@ -262,7 +280,9 @@ def _prove(found: _Findings, function: Functional, probe: Trace, gradients: _Alo
     """Compare the rules' gradients with autograd's on the probes."""
     uses = [use for key, use in found.open_uses(probe) if key in found.layouts]
     waiting = [use for key, use in found.open_uses(probe) if key not in found.layouts]
-    undecided = {*found.exact, *(name for use in waiting for name in use.sources)}
+    # a use without any gradient here adds nothing; of one with some, it is not known where the examples are
+    open_here = [use for use in waiting if (g := gradients.uses[use.place]) is not None and bool(g.any())]
+    undecided = {*found.exact, *(name for use in open_here for name in use.sources)}
     for use in uses:
         g = gradients.uses[use.place]
         # of all examples at once: gradients are linear in the cotangents
@@ -275,7 +295,9 @@ def _prove(found: _Findings, function: Functional, probe: Trace, gradients: _Alo
         if seen is None:
             unused.append(name)
         elif name not in undecided and not _matches(*seen, largest, probe.leaves[name].dtype):
-            found.exact[name] = "its rule disagrees with autograd here"
+            hidden = not any(name in use.sources for use in uses)
+            reason = HIDDEN if hidden else "its rule disagrees with autograd here"
+            found.exact.update(dict.fromkeys(sorted(sharing({name}, uses)), reason))
     found.unused = tuple(unused)
     found.exact = {name: why for name, why in found.exact.items() if name not in unused}
 

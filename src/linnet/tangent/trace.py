@@ -98,9 +98,22 @@ def weighed_trace(function: Functional, x: Inputs) -> Trace:
 
     Returns:
         The trace, with ``saved_bytes``.
+
+    Raises:
+        ModelError: If the network cannot run on the examples.
+        RuntimeError: If torch fails for another reason.
     """
-    with weighing(function) as kept:
+    try:
+        with weighing(function) as kept:
+            run = trace(function, x)
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            function.check_runs(x)  # says what is wrong with x, if x is what is wrong
+            raise
+        # torch.func.grad inside the network forbids to look; what uses read is about what autograd keeps
         run = trace(function, x)
+        run.saved_bytes = sum(use.a.nbytes for use in run.uses if use.a is not None) // run.n
+        return run
     run.saved_bytes = sum(kept.values()) // run.n
     return run
 
@@ -284,6 +297,7 @@ def _is_transpose(view: Tensor, leaf: Tensor) -> bool:
     """Whether ``view`` is ``leaf.t()`` under whatever name it was taken."""
     return (
         view.ndim == leaf.ndim == 2
+        and not torch._C._functorch.is_functorch_wrapped_tensor(view)  # has no place in memory
         and view.data_ptr() == leaf.data_ptr()
         and view.shape == leaf.shape[::-1]
         and view.stride() == leaf.stride()[::-1]
