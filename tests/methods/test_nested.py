@@ -181,8 +181,11 @@ def test_files(fit: linnet.NestedFit, tmp_path: Path) -> None:
     assert near(again.predict(X), fit.predict(X))
     assert near(again.forget([1]).predict(X), fit.forget([1]).predict(X))
     assert again.summary()["reasons"] == fit.summary()["reasons"]
+    other = network()
+    with torch.no_grad():
+        other[0].weight[0, 0, 0, 0] += 1
     with pytest.raises(FileFormatError, match="other weights"):
-        linnet.load_adapted(tmp_path, network().float().double())
+        linnet.load_adapted(tmp_path, other)
 
 
 def test_the_network_is_not_touched() -> None:

@@ -19,7 +19,8 @@ from linnet.methods.fitting.record import Record
 from linnet.methods.fitting.remarks import single_remarks
 from linnet.methods.fitting.targets import ALPHA, Targets, make_targets
 from linnet.methods.nested.features import Features
-from linnet.methods.nested.nested_fit import KIND, NestedFit, Prior, solved
+from linnet.methods.nested.nested_fit import KIND, NestedFit, solved
+from linnet.methods.nested.prior import Prior
 from linnet.methods.nested.search import Mixture
 from linnet.tangent.batch import gather_data, take
 from linnet.tangent.modes import in_exact_mode
