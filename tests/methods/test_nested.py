@@ -152,8 +152,11 @@ def test_a_far_task_takes_the_body_and_pure_noise_the_probe() -> None:
     far = linnet.adapt(net, (x, (x[:, 0] * x[:, 1] > 0).long()))
     assert far.body_weight > 0.2
     assert "the lower layers help" in far.record.reasons["body"]
+    assert far.record.reasons["verdict"].startswith("The lower layers add ")
     labels = torch.randint(2, (150,), generator=torch.Generator().manual_seed(0))
-    assert linnet.adapt(net, (x, labels)).body_weight == 0
+    noise = linnet.adapt(net, (x, labels))
+    assert noise.body_weight == 0
+    assert noise.record.reasons["verdict"].startswith("Use the linear probe")
 
 
 def test_the_grid_of_ridges_grows() -> None:

@@ -53,14 +53,14 @@ class Candidate:
         weight: w.
         ridge: ρ.
         errors: Squared leave-one-out error of every sample, summed over outputs, (N,).
-        right: Share of classes that are right when left out; ``None`` for regression.
+        right: Whether the class of every sample is right when it is left out, (N,); ``None`` for regression.
         edge: The end of all ridges at which it stands: "", "smallest" or "largest".
     """
 
     weight: float
     ridge: float
     errors: Tensor
-    right: float | None
+    right: Tensor | None
     edge: str = ""
 
     @property
@@ -107,7 +107,25 @@ class Choice:
         else:
             body = "no weight of the lower layers has less leave-one-out error than the linear probe"
         ridge = "set by the user" if ridge_given else "lowest leave-one-out error"
-        return {"solver": "one kernel for all outputs", "body": body, "ridge": ridge}
+        found = {"solver": "one kernel for all outputs", "body": body, "ridge": ridge}
+        return found if weight_given else {**found, "verdict": self.verdict()}
+
+    def verdict(self) -> str:
+        """What to use, in one sentence."""
+        gain, error = self.gain
+        less = f"{100 * gain:.0f} ± {100 * error:.0f} % less leave-one-out error"
+        if not self.taken.weight:
+            if not self.best.weight:
+                return "Use the linear probe: no share of the lower layers has less leave-one-out error."
+            return f"Use the linear probe: the lower layers would give {less}, which is within the error."
+        if self.taken.right is None or self.probe.right is None:
+            return f"The lower layers help: {less} than the linear probe."
+        points = 100 * (self.taken.right.double() - self.probe.right.double())
+        spread = float(points.std(correction=1)) / len(points) ** 0.5
+        return (
+            f"The lower layers add {float(points.mean()):.1f} ± {spread:.1f} points to the linear probe's "
+            f"{100 * float(self.probe.right.double().mean()):.1f} % by leave-one-out ({less})."
+        )
 
     def warnings(self) -> tuple[str, ...]:
         """What a reader must know."""
@@ -188,5 +206,5 @@ def _candidate(
     labels, right = targets.labels, None
     if labels is not None:
         left_out = targets.values.to(residuals) - residuals
-        right = float((left_out.argmax(1) == labels).double().mean())
+        right = left_out.argmax(1) == labels
     return Candidate(weight, ridge, residuals.square().sum(1), right, edge)
