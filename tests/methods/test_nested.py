@@ -159,6 +159,27 @@ def test_a_far_task_takes_the_body_and_pure_noise_the_probe() -> None:
     assert noise.record.reasons["verdict"].startswith("Use the linear probe")
 
 
+def test_one_sample_a_class_takes_the_probe_by_evidence() -> None:
+    x, _ = samples(4)
+    fit = linnet.adapt(NET, (x, torch.arange(4)))
+    assert fit.body_weight == 0
+    assert fit.record.reasons["ridge"] == "highest evidence"
+    path = fit.path()
+    assert fit.ridge == pytest.approx(path.best("evidence"), rel=1e-6)
+
+
+def test_single_samples_do_not_count() -> None:
+    x, y = samples(10, 2)
+    y[0] = 2
+    fit = linnet.adapt(NET, (x, y), weight=0.0)
+    errors = [(fit.targets - fit.loo()).square().sum(1)[1:].mean()]
+    for ridge in (fit.ridge * 10**0.25, fit.ridge / 10**0.25):
+        other = linnet.adapt(NET, (x, y), weight=0.0, ridge=ridge)
+        errors.append((other.targets - other.loo()).square().sum(1)[1:].mean())
+    assert errors[0] == min(errors)
+    assert any("single example" in line for line in fit.record.warnings)
+
+
 def test_the_grid_of_ridges_grows() -> None:
     x = torch.randn(60, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).double()

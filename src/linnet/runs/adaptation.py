@@ -17,6 +17,12 @@ from linnet.methods.fitting.centered import CenteredLinear, with_centered_head
 from linnet.methods.fitting.head import RECORD, features, with_head
 from linnet.methods.fitting.metric import MetricNetwork
 from linnet.methods.fitting.predictive import fit_temperature, probabilities
+from linnet.methods.fitting.record import Record
+from linnet.methods.fitting.remarks import single_remarks
+from linnet.methods.fitting.targets import make_targets
+from linnet.methods.nested.adapt import HEADS
+from linnet.methods.nested.features import Features
+from linnet.methods.nested.nested_fit import solved
 from linnet.models import load_model
 from linnet.progress import waiting
 from linnet.report import Comparison, Reliability
@@ -95,6 +101,9 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
         x, y = (t.to(solving.device) for t in task.tensors("train"))
     with stages.measure("building the network"), waiting("building the network"):
         old = load_model(network.spec, network.weights, network.arguments).to(solving.device)
+    if nests(settings, task, old, x):
+        return _nested(settings, task, old, stages, out)
+    with stages.measure("building the head"), waiting("building the head"):
         probe, head = _headed(old, network, task, (x, y))
         centered = hasattr(probe, RECORD) and getattr(probe, RECORD)["init"] == "probe"
         lin = linearize(with_centered_head(probe) if centered else probe, params=solving.params)
@@ -118,14 +127,104 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
         _origin(network, head, centered, lin.model), fit, _samples(task), task.classes,
         (task.transform, task.targets), _test_source(settings.source, task), temperatures,
     )  # fmt: skip
+    others = _Others(settings, task, probe, old)
+    return _evaluated(run, task, report, others, head is not None, pilot is None, stages)
+
+
+def _evaluated(
+    run: SavedRun,
+    task: TaskData,
+    report: Preflight,
+    others: _Others,
+    new_head: bool,
+    std: bool,
+    stages: Stages,
+) -> Adaptation:
+    """The fit and what it is compared with, on the test samples."""
     step = "evaluation on the test samples"
     with stages.measure(step), waiting(step):
-        predictions = _predict_test(run, task, std=pilot is None)
-    rows, diagrams = _own_scores(run, task, predictions, sum(fit.record.seconds.values()))
-    for row, diagram in _Others(settings, task, probe, old).scores(head is not None, stages):
+        predictions = _predict_test(run, task, std=std)
+    rows, diagrams = _own_scores(run, task, predictions, sum(run.fit.record.seconds.values()))
+    for row, diagram in others.scores(new_head, stages):
         rows.append(row)
         diagrams += [diagram] if diagram else []
     return Adaptation(run, task, report, predictions, tuple(rows), tuple(diagrams), stages)
+
+
+def nests(settings: Settings, task: TaskData, model: nn.Module, x: Tensor) -> bool:
+    """Whether the nested fit is made: where it is asked for, or nothing that only one linearization has.
+
+    Args:
+        settings: What is asked for.
+        task: The data.
+        model: The network.
+        x: Training inputs.
+
+    Returns:
+        True for ``linnet.adapt``.
+
+    Raises:
+        InputError: It is asked for together with something that it does not have.
+    """
+    network, solving = settings.network, settings.solving
+    if solving.method == "linear":
+        return False
+    others = {
+        "head": network.head != "auto",
+        "cross_fit": bool(network.cross_fit),
+        "metric": solving.metric != "auto",
+        "loss": solving.loss != "squared",
+        "solver": solving.solver == "cg",
+        "ridge": solving.ridge not in ("auto", "loo") and isinstance(solving.ridge, str),
+    }
+    asked = [name for name, given in others.items() if given]
+    if solving.method == "nested" or solving.weight != "auto":
+        if asked:
+            raise InputError(
+                f"{asked[0]} is given with method nested",
+                expected="a probe of its own, one metric, the squared loss, the kernel and leave-one-out",
+                remedy=f"leave {asked[0]} out, or pass --method linear",
+            )
+        return True
+    if asked or ends_elsewhere(model, x):
+        return False
+    if task.classes is None:  # a regressor of as many values goes on from what it predicts
+        outputs = Functional(model).output_shape(x[:2]).numel()
+        return bool(outputs != task.tensors("train")[1].shape[1])
+    return True
+
+
+def ends_elsewhere(model: nn.Module, x: Tensor) -> bool:
+    """Whether a network ends in something else than a linear layer."""
+    try:
+        features(model, x[:2])
+    except ModelError:
+        return True
+    return False
+
+
+def _nested(settings: Settings, task: TaskData, old: nn.Module, stages: Stages, out: Path) -> Adaptation:
+    """The linear probe and the lower layers in one solve."""
+    network, solving = settings.network, settings.solving
+    x, y = (t.to(solving.device) for t in task.tensors("train"))
+    with stages.measure("preflight"), waiting("preflight"):
+        module = Features(old, HEADS, settings.source.seed, solving.params)
+        report = _checked(module.model, x, replace(solving, params=tuple(module.function.names)))
+    weight, ridge = (None if isinstance(v, str) else float(v) for v in (solving.weight, solving.ridge))
+    outputs = len(task.classes) if task.classes is not None else y.shape[1]
+    targets = make_targets(y, outputs, dtype=module.function.dtype)
+    record = Record("dual", "loo", {}, single_remarks(targets))
+    file = out / KERNEL_FILE
+    with stages.measure("fit"):
+        fit = solved(module, x, targets, solving.memory, record, (weight, ridge), file)
+    file.unlink(missing_ok=True)
+    origin = _origin(network, None, False, old)
+    temperatures = None if task.classes is None else temperatures_of(fit)
+    run = SavedRun(
+        replace(origin, heads=(module.heads, module.seed)), fit, _samples(task), task.classes,
+        (task.transform, task.targets), _test_source(settings.source, task), temperatures,
+    )  # fmt: skip
+    return _evaluated(run, task, report, _Others(settings, task, old, old), True, True, stages)
 
 
 def _fits_head(lin: Linearized) -> bool:

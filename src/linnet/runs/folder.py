@@ -1,7 +1,7 @@
 """A run folder: everything that predicting, explaining, forgetting and updating need.
 
 ``model.safetensors``       the network at θ₀, its new head included
-``linear-fit.safetensors``  the solved fit, training inputs included
+``linear-fit.safetensors``  the solved fit, training inputs included (``nested-fit.safetensors`` of ``linnet.adapt``)
 ``curvature.safetensors``   the metric of the ridge, where it has one
 ``samples.safetensors``     the training samples as people see them
 ``run.json``                how to build the network, what the data were, and the checksums of the above
@@ -30,6 +30,10 @@ from linnet.methods.fitting.head import with_head
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.load_fit import load_fit
 from linnet.methods.fitting.metric import MetricNetwork, with_metric
+from linnet.methods.nested.adapt import load_adapted
+from linnet.methods.nested.features import with_random_heads
+from linnet.methods.nested.nested_fit import KIND as NESTED
+from linnet.methods.nested.nested_fit import NestedFit
 from linnet.models import apply_weights, load_model
 from linnet.runs.kinds import Fit, known_outputs
 from linnet.runs.place import RECORD
@@ -50,6 +54,7 @@ class Origin:
         centered: Whether the head starts at zero, see :mod:`linnet.methods.fitting.centered`.
         weights: The weights that it started from, for the reader.
         metric: τ of the curvature that is the metric of the ridge; None where all weights are held alike.
+        heads: Number and seed of the random heads of a nested fit; None for one linearization.
     """
 
     spec: str
@@ -58,6 +63,7 @@ class Origin:
     centered: bool
     weights: str | None = None
     metric: float | None = None
+    heads: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -218,6 +224,8 @@ def save_run(folder: Path, run: SavedRun) -> None:
     if isinstance(network, MetricNetwork):
         network.curvature.save(folder)
         network, tensors = network.network, (*_TENSORS, CURVATURE)
+    if isinstance(run.fit, NestedFit):
+        tensors = tuple(NESTED if name == "linear-fit" else name for name in tensors)
     save_tensors(folder, "model", dict(network.state_dict()), {})
     run.fit.save(folder)
     arrays = {"answers": torch.from_numpy(run.samples.answers)}
@@ -256,7 +264,7 @@ def load_run(folder: Path, device: str = "cpu", memory: str | None = None) -> Sa
     record = _read_record(folder)
     origin = Origin(**record["origin"])
     model = _build(folder, origin).to(device)
-    fit = load_fit(folder, model)
+    fit: Fit = load_fit(folder, model) if origin.heads is None else load_adapted(folder, model)
     fit.memory = memory
     arrays, names = load_tensors(folder / "samples.safetensors", "samples")
     images = arrays["images"].numpy() if "images" in arrays else None
@@ -275,6 +283,8 @@ def load_run(folder: Path, device: str = "cpu", memory: str | None = None) -> Sa
     temperatures = None if known is None else (*known, 1.0)[:3]  # older folders have no scale of the variance
     if temperatures is not None and isinstance(fit, LinearFit):
         fit._temperature, fit._point_temperature, fit._variance_scale = temperatures
+    if temperatures is not None and isinstance(fit, NestedFit):
+        fit.calibrate(*temperatures)
     return SavedRun(origin, fit, samples, classes, transforms, test, temperatures)
 
 
@@ -352,6 +362,8 @@ def _build(folder: Path, origin: Origin) -> nn.Module:
     model = load_model(origin.spec, None, origin.arguments, pretrained=False)
     if origin.head is not None:
         model = with_head(model, origin.head, init="zero")
+    if origin.heads is not None:
+        model = with_random_heads(model, *origin.heads)
     start = with_centered_head(model) if origin.centered else model
     state, _ = load_tensors(folder / "model.safetensors", "model")
     apply_weights(start, state)

@@ -14,6 +14,7 @@ from linnet.data import Part
 from linnet.files import write_json
 from linnet.methods.fitting.dual import Spectrum as Eigen
 from linnet.methods.fitting.softmax_fit import SoftmaxFit
+from linnet.methods.nested.nested_fit import NestedFit
 from linnet.report import (
     Choice,
     Coverage,
@@ -238,6 +239,9 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
         Choice("solver", fit.solver, reasons.get("solver", "")),
         Choice("ridge", f"{fit.ridge:.4g}", reasons.get("ridge", "")),
     ]  # fmt: skip
+    if isinstance(fit, NestedFit):
+        made[0] = Choice("head", f"new, {fit.system.c} outputs", "a linear probe, part of the fit")
+        made.insert(1, Choice("weight of the lower layers", f"{fit.body_weight:g}", reasons.get("body", "")))
     if "metric" in reasons:
         metric = "one for all weights" if run.origin.metric is None else "K-FAC"
         made.insert(2, Choice("metric of the ridge", metric, reasons["metric"]))

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from linnet.errors import ModelError
 from linnet.linalg.space import ParameterSpace
 from linnet.methods.fitting.head import features, last_linear, replace_module
 from linnet.tangent.batch import Inputs
@@ -24,6 +25,28 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram, own_kernels
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector, select_parameters
+
+
+def with_random_heads(model: nn.Module, heads: int, seed: int) -> nn.Module:
+    """A copy of a network whose last linear layer is H random heads, without a bias.
+
+    Args:
+        model: The network; it is not touched.
+        heads: H.
+        seed: Seed of their weights, drawn from N(0, 1/D).
+
+    Returns:
+        The copy.
+    """
+    clone = copy.deepcopy(getattr(model, "_orig_mod", model))  # torch.compile's wrapper
+    name, old = last_linear(clone)
+    weight = old.weight
+    new = nn.Linear(old.in_features, heads, bias=False, device=weight.device, dtype=weight.dtype)
+    draws = torch.randn(new.weight.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    with torch.no_grad():
+        new.weight.copy_(draws * old.in_features**-0.5)
+    replace_module(clone, name, new)
+    return clone
 
 
 class Features:
@@ -35,26 +58,26 @@ class Features:
         seed: Seed of their weights.
         params: Parameters below the head that take part; all of them by default.
 
+    Raises:
+        ModelError: If the network does not end in a linear layer, or no parameter below it is chosen.
+
     Attributes:
         model: The network, its last layer replaced by the random heads, in evaluation mode.
         function: Its linearization in the weights below the head.
     """
 
     def __init__(self, model: nn.Module, heads: int, seed: int, params: Selector = None) -> None:
-        clone = copy.deepcopy(getattr(model, "_orig_mod", model))  # torch.compile's wrapper
-        name, old = last_linear(clone)
-        weight = old.weight
-        new = nn.Linear(old.in_features, heads, bias=False, device=weight.device, dtype=weight.dtype)
-        generator = torch.Generator().manual_seed(seed)
-        draws = torch.randn(new.weight.shape, generator=generator, dtype=torch.float64)
-        with torch.no_grad():
-            new.weight.copy_(draws * old.in_features**-0.5)
-        chosen = select_parameters(clone, params)
-        replace_module(clone, name, new)
-        body = [key for key in chosen if key not in (f"{name}.weight", f"{name}.bias")]
+        name, old = last_linear(model)
+        body = [key for key in select_parameters(model, params) if key.rpartition(".")[0] != name]
+        if not body:
+            raise ModelError(
+                f"nothing is below the last linear layer ({name}) in the parameters chosen",
+                expected="a network with weights below its head",
+                remedy="leave params= out, or pass weight=0 for the linear probe alone",
+            )
         self.heads, self.seed, self.width = heads, seed, old.in_features
-        self.model = clone
-        self.function = Functional(clone, body)
+        self.model = with_random_heads(model, heads, seed)
+        self.function = Functional(self.model, body)
 
     @property
     def space(self) -> ParameterSpace:

@@ -100,9 +100,18 @@ class NestedFit:
         return self.record.solver
 
     @property
+    def module(self) -> Features:
+        """The network with random heads for its last layer, whose features and kernel the fit is made of."""
+        return self.prior.features
+
+    @property
     def memory(self) -> str | int | None:
         """Budget of kernels formed later."""
         return self.prior.memory
+
+    @memory.setter
+    def memory(self, budget: str | int | None) -> None:
+        self.prior = replace(self.prior, memory=budget)
 
     @property
     def classes(self) -> int | None:
@@ -153,6 +162,16 @@ class NestedFit:
         if labels is not None and self._point_temperature is None:
             self._point_temperature = fit_temperature(self.loo(), labels)
         return self._point_temperature
+
+    def calibrate(self, temperature: float, point_temperature: float, variance_scale: float = 1.0) -> None:
+        """Take temperatures that are known already, instead of fitting them by leave-one-out.
+
+        Args:
+            temperature: T of outputs with their variance.
+            point_temperature: T of outputs without it.
+            variance_scale: Factor on variances in probabilities.
+        """
+        self._moderation, self._point_temperature = (temperature, variance_scale), point_temperature
 
     # -- predictions -----------------------------------------------------------------------------
 
@@ -273,6 +292,22 @@ class NestedFit:
         """
         given = self.ridges() if ridges is None else ridge_grid(ridges)
         return self.system.spectrum.path(given, self.classes is not None, self.targets)
+
+    @torch.no_grad()
+    def along(self, x: Inputs, ridges: Tensor) -> Tensor:
+        """Outputs along a path of ridges.
+
+        Args:
+            x: T examples.
+            ridges: ρ, (R,).
+
+        Returns:
+            (R, T, C).
+        """
+        cross, spectrum = self._to_train(self._checked(x)), self.system.spectrum
+        coordinates = spectrum.coordinates.reshape(len(spectrum.values), -1)
+        turned = cross @ spectrum.vectors
+        return torch.stack([(turned / (spectrum.values + ridge)) @ coordinates for ridge in ridges])
 
     def ridges(self) -> Tensor:
         """Seven decades of ridges around the mean of the kernel's diagonal, and the fit's own, (R,)."""

@@ -8,8 +8,10 @@ the model is ridge regression on the features with an intercept, the linear prob
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from linnet.methods.fitting.dual import Spectrum
@@ -49,11 +51,14 @@ class Mixture:
 class Candidate:
     """One weight of the body with its best ridge, or the one that was given.
 
+    Leave-one-out says nothing of a class with a single sample, so its samples do not count; where no class
+    has more, the ridge is chosen by evidence.
+
     Args:
         weight: w.
         ridge: ρ.
-        errors: Squared leave-one-out error of every sample, summed over outputs, (N,).
-        right: Whether the class of every sample is right when it is left out, (N,); ``None`` for regression.
+        errors: Squared leave-one-out error of every sample that counts, summed over outputs, (n,).
+        right: Whether its class is right when it is left out, (n,); ``None`` for regression.
         edge: The end of all ridges at which it stands: "", "smallest" or "largest".
     """
 
@@ -90,6 +95,8 @@ class Choice:
     @property
     def gain(self) -> tuple[float, float]:
         """Share of the probe's leave-one-out error that ``best`` takes away, and its standard error."""
+        if len(self.probe.errors) < 2:
+            return 0.0, 0.0
         gains = (self.probe.errors - self.best.errors) / max(self.probe.score, 1e-300)
         return float(gains.mean()), float(gains.std(correction=1)) / len(gains) ** 0.5
 
@@ -100,19 +107,24 @@ class Choice:
         said = f"{100 * gain:.0f} ± {100 * error:.0f} % less leave-one-out error than the linear probe"
         if weight_given:
             body = "set by the user"
+        elif len(self.probe.errors) < 2:
+            body = "one sample a class cannot tell whether the lower layers help"
         elif self.taken.weight:
             body = f"the lower layers help: {said}"
         elif self.best.weight:
             body = f"the linear probe is kept: the lower layers would give {said}, within the error"
         else:
             body = "no weight of the lower layers has less leave-one-out error than the linear probe"
-        ridge = "set by the user" if ridge_given else "lowest leave-one-out error"
+        chosen = "lowest leave-one-out error" if len(self.probe.errors) else "highest evidence"
+        ridge = "set by the user" if ridge_given else chosen
         found = {"solver": "one kernel for all outputs", "body": body, "ridge": ridge}
         return found if weight_given else {**found, "verdict": self.verdict()}
 
     def verdict(self) -> str:
         """What to use, in one sentence."""
         gain, error = self.gain
+        if len(self.probe.errors) < 2:
+            return "Use the linear probe: one sample a class cannot tell whether the lower layers help."
         less = f"{100 * gain:.0f} ± {100 * error:.0f} % less leave-one-out error"
         if not self.taken.weight:
             if not self.best.weight:
@@ -152,7 +164,10 @@ def choose(
         The choice.
     """
     scales = _scale(head), _scale(body)
-    weights = WEIGHTS if weight is None else (0.0, weight)
+    counting = counted(targets)
+    weights: tuple[float, ...] = WEIGHTS if weight is None else (0.0, weight)
+    if weight is None and not counting.any():
+        weights = (0.0,)  # nothing can tell whether the lower layers help
     found = [best_ridge(Mixture(w, *scales)(head, body), targets, w, ridge) for w in dict.fromkeys(weights)]
     probe, best = found[0], min(found if weight is None else found[-1:], key=lambda one: one.score)
     choice = Choice(best, probe, best, Mixture(best.weight, *scales), (weight is not None, ridge is not None))
@@ -180,14 +195,14 @@ def best_ridge(kernel: Tensor, targets: Targets, weight: float, ridge: float | N
     Returns:
         The candidate.
     """
-    spectrum = Spectrum(kernel, targets.values.double())
+    spectrum, counting = Spectrum(kernel, targets.values.double()), counted(targets)
     if ridge is not None:
         return _candidate(spectrum, targets, weight, ridge)
     low, high, errors = LOW * PER_DECADE, HIGH * PER_DECADE, dict[int, float]()
     while True:
         for step in range(low, high + 1):
             if step not in errors:
-                errors[step] = float(spectrum.loo_residuals(10 ** (step / PER_DECADE)).square().sum(1).mean())
+                errors[step] = _score(spectrum, 10 ** (step / PER_DECADE), counting)
         best = min(errors, key=errors.__getitem__)
         if best == low and low > LOWEST * PER_DECADE:
             low -= PER_DECADE
@@ -198,13 +213,33 @@ def best_ridge(kernel: Tensor, targets: Targets, weight: float, ridge: float | N
             return _candidate(spectrum, targets, weight, 10 ** (best / PER_DECADE), edge)
 
 
+def counted(targets: Targets) -> Tensor:
+    """Which samples leave-one-out can judge: all but those that are the only one of their class, (N,)."""
+    labels = targets.labels
+    if labels is None:
+        return torch.ones(len(targets.values), dtype=torch.bool, device=targets.values.device)
+    return labels.bincount()[labels] > 1
+
+
+def _score(spectrum: Spectrum, ridge: float, counting: Tensor) -> float:
+    """Mean leave-one-out error at a ridge, or the evidence with its sign turned where no sample counts."""
+    if counting.any():
+        return float(spectrum.loo_residuals(ridge)[counting].square().sum(1).mean())
+    n = spectrum.residual.numel()
+    weights = 1 / (spectrum.values + ridge)
+    quadratic = float((weights[:, None] * spectrum.coordinates.reshape(len(weights), -1).square()).sum())
+    # −2/n log N(t; 0, σ²/ρ (K + ρI)) at the best σ², less constants
+    return math.log(max(quadratic / n, 1e-300)) - float(weights.log().mean())
+
+
 def _candidate(
     spectrum: Spectrum, targets: Targets, weight: float, ridge: float, edge: str = ""
 ) -> Candidate:
     """The scores at one ridge."""
-    residuals = spectrum.loo_residuals(ridge)
+    counting = counted(targets)
+    residuals = spectrum.loo_residuals(ridge)[counting]
     labels, right = targets.labels, None
     if labels is not None:
-        left_out = targets.values.to(residuals) - residuals
-        right = left_out.argmax(1) == labels
+        left_out = targets.values[counting].to(residuals) - residuals
+        right = left_out.argmax(1) == labels[counting]
     return Candidate(weight, ridge, residuals.square().sum(1), right, edge)
