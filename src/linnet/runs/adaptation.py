@@ -14,7 +14,7 @@ from linnet.data import TaskData, load_data
 from linnet.errors import InputError, ModelError
 from linnet.methods.fitting.baselines import fine_tune, held_out_probe
 from linnet.methods.fitting.centered import CenteredLinear, with_centered_head
-from linnet.methods.fitting.head import RECORD, features, with_head
+from linnet.methods.fitting.head import RECORD, features, last_linear, with_head
 from linnet.methods.fitting.metric import MetricNetwork
 from linnet.methods.fitting.predictive import fit_temperature, probabilities
 from linnet.methods.fitting.record import Record
@@ -29,7 +29,7 @@ from linnet.report import Comparison, Reliability
 from linnet.report.wording import number
 from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.runs.folder import Origin, SavedRun, TestSource, TrainingSamples, temperatures_of, test_digest
-from linnet.runs.kinds import loss_of
+from linnet.runs.kinds import held_out, loss_of
 from linnet.runs.metrics import choose_metric, in_metric
 from linnet.runs.place import KERNEL_FILE, check_out, made_folder
 from linnet.runs.settings import Network, Settings, Solving, Source
@@ -39,6 +39,7 @@ from linnet.tangent.batch import split
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.preflight import Preflight, preflight
+from linnet.tangent.selection import select_parameters
 
 ALL = "leave it out to take all"
 PROBED = (
@@ -121,7 +122,7 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
         fit, pilot = solve(lin, (x, y), solving, out / KERNEL_FILE)
     fit.record.reasons["metric"] = why
     temperatures = None if task.classes is None else temperatures_of(pilot or fit)
-    if centered and fit.held_out is None:
+    if centered and held_out(fit) is None:
         fit.record = replace(fit.record, warnings=(*fit.record.warnings, PROBED))
     run = SavedRun(
         _origin(network, head, centered, lin.model), fit, _samples(task), task.classes,
@@ -186,7 +187,7 @@ def nests(settings: Settings, task: TaskData, model: nn.Module, x: Tensor) -> bo
                 remedy=f"leave {asked[0]} out, or pass --method linear",
             )
         return True
-    if asked or ends_elsewhere(model, x):
+    if asked or not _has_body(model, x, solving.params):
         return False
     if task.classes is None:  # a regressor of as many values goes on from what it predicts
         outputs = Functional(model).output_shape(x[:2]).numel()
@@ -194,13 +195,14 @@ def nests(settings: Settings, task: TaskData, model: nn.Module, x: Tensor) -> bo
     return True
 
 
-def ends_elsewhere(model: nn.Module, x: Tensor) -> bool:
-    """Whether a network ends in something else than a linear layer."""
+def _has_body(model: nn.Module, x: Tensor, params: str | tuple[str, ...] | None) -> bool:
+    """Whether a network ends in a linear layer, and parameters below it are to be fitted."""
     try:
-        features(model, x[:2])
+        features(model, x[:1])
+        head = last_linear(model)[0]
     except ModelError:
-        return True
-    return False
+        return False
+    return any(name.rpartition(".")[0] != head for name in select_parameters(model, params))
 
 
 def _nested(settings: Settings, task: TaskData, old: nn.Module, stages: Stages, out: Path) -> Adaptation:

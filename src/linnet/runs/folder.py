@@ -1,7 +1,7 @@
 """A run folder: everything that predicting, explaining, forgetting and updating need.
 
 ``model.safetensors``       the network at θ₀, its new head included
-``linear-fit.safetensors``  the solved fit, training inputs included (``nested-fit.safetensors`` of ``linnet.adapt``)
+``linear-fit.safetensors``  the solved fit, training inputs included; ``nested-fit.safetensors`` of ``adapt``
 ``curvature.safetensors``   the metric of the ridge, where it has one
 ``samples.safetensors``     the training samples as people see them
 ``run.json``                how to build the network, what the data were, and the checksums of the above

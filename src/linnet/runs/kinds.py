@@ -21,6 +21,11 @@ def loss_of(fit: Fit) -> str:
     return "cross-entropy" if isinstance(fit, SoftmaxFit) else "squared"
 
 
+def held_out(fit: Fit) -> Tensor | None:
+    """Held-out outputs of a cross-fitted head, (N, C); None for any other fit."""
+    return None if isinstance(fit, NestedFit) else fit.held_out
+
+
 def certificate_of(fit: Fit) -> str:
     """What the certificate of a fit is."""
     return "relative gradient" if isinstance(fit, SoftmaxFit) else "relative residual"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,12 @@ from linnet.report import (
     write_report,
 )
 from linnet.report.measures import ranking
+from linnet.report.wording import summary
 from linnet.runs.adaptation import Adaptation
 from linnet.runs.evaluation import Predictions, ridge_path, softmax_path, spectrum_of
 from linnet.runs.folder import SavedRun, TrainingSamples
 from linnet.runs.kinds import Fit, certificate_of, contradiction, loss_of
+from linnet.runs.kinds import held_out as held_out_of
 from linnet.tangent.preflight import Preflight
 
 Array = np.ndarray[Any, Any]
@@ -85,7 +88,11 @@ def adaptation_page(found: Adaptation, title: str) -> Run:
     )  # fmt: skip
     notes = Notes(warnings=(*run.fit.record.warnings, *task.findings), facts=facts(run))
     scores = Scores(found.rows, found.reliability, len(task.test))
-    return Run(title, run.classes, notes, scores, record, train, test)
+    page = Run(title, run.classes, notes, scores, record, train, test)
+    verdict = run.fit.record.reasons.get("verdict")
+    if verdict is None:
+        return page
+    return replace(page, notes=replace(notes, headline=(verdict, *summary(page))))
 
 
 def training_set(run: SavedRun) -> TrainingSet:
@@ -229,7 +236,7 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
         head, why = f"new, {run.origin.head} outputs", "the labels have no part in it"
     if run.origin.centered:
         head, why = f"{head}, linear probe", "more samples than features; the ridge draws it to zero"
-        if fit.held_out is not None:
+        if held_out_of(fit) is not None:
             head, why = (
                 f"{head}, cross-fitted",
                 "leave-one-out leaves out its part too; the ridge draws it to zero",

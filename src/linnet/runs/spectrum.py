@@ -13,6 +13,7 @@ from linnet.errors import InputError
 from linnet.methods.fitting.centered import with_centered_head
 from linnet.methods.fitting.fit import fit as fit_linear
 from linnet.methods.fitting.head import with_head
+from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.softmax_fit import SoftmaxFit
 from linnet.methods.nested.nested_fit import NestedFit
 from linnet.methods.spectrum.task_linearity import TaskLinearity, task_linearity
@@ -193,6 +194,7 @@ def examine(subject: Subject, top: int | None, samples: int | None, memory: str 
         )
     x = None if subject.test is None else run.inputs(subject.test.x[:])
     with subject.stages.measure("spectrum, alignment and gap"):
+        assert isinstance(run.fit, LinearFit)
         found = task_linearity(run.fit, x, top, samples=samples, memory=memory)
     return Examined(subject, found, () if subject.test is None else _scores(run, x, subject.test))
 
@@ -201,6 +203,7 @@ def examine(subject: Subject, top: int | None, samples: int | None, memory: str 
 def _scores(run: SavedRun, x: Any, test: Part) -> tuple[Comparison, ...]:
     """The linear fit, and the network with the weights that it found."""
     fit = run.fit
+    assert isinstance(fit, LinearFit)
     function = fit.module.function
     weights = {name: value + fit.delta[name] for name, value in function.theta.items()}
     outputs = {
