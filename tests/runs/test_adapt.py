@@ -22,7 +22,7 @@ from linnet.runs.folder import load_run
 from tests.runs.small_tasks import write_nets, write_pictures, write_table
 
 RUN_FILES = {
-    "model.safetensors", "linear-fit.safetensors", "samples.safetensors", "run.json",
+    "model.safetensors", "nested-fit.safetensors", "samples.safetensors", "run.json",
     "result.json", "report.html", "run.yaml",
 }  # fmt: skip
 
@@ -82,8 +82,8 @@ def test_the_test_accuracy_is_that_of_the_kernel(workshop: Path) -> None:
 
 def test_the_same_command_gives_the_same_fit(workshop: Path, folder: Path) -> None:
     assert adapt(folder, "--baseline-steps", "4") == 0
-    first, _ = load_tensors(workshop / "pictures" / "linear-fit.safetensors", "linear-fit")
-    second, _ = load_tensors(folder / "run" / "linear-fit.safetensors", "linear-fit")
+    first, _ = load_tensors(workshop / "pictures" / "nested-fit.safetensors", "nested-fit")
+    second, _ = load_tensors(folder / "run" / "nested-fit.safetensors", "nested-fit")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert result(folder / "run")["scores"][2]["nll"] == result(workshop / "pictures")["scores"][2]["nll"]
@@ -184,7 +184,8 @@ def test_nothing_is_decomposed_when_a_run_is_opened(folder: Path, monkeypatch: p
 
 def test_the_metric_is_chosen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(*words: str, model: str = "conv") -> tuple[bool, str]:
-        assert adapt(folder, "--no-baseline", "--overwrite", *words, model=model) == 0
+        given = ("--no-baseline", "--overwrite", "--method", "linear")
+        assert adapt(folder, *given, *words, model=model) == 0
         metric = load_run(folder / "run").origin.metric
         return metric is not None, result(folder / "run")["fit"]["reasons"]["metric"]
 
@@ -203,6 +204,27 @@ def test_the_metric_is_chosen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert taken(*probe)[1] == "its eigenvectors would take longer than the kernel"
 
 
+def test_the_method_is_chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--weight", "0.4"], ["--ridge", "0.1", "--method", "nested"]):
+        assert adapt(folder, "--no-baseline", "--overwrite", *words) == 0
+        assert load_run(folder / "run").origin.heads is not None
+    assert result(folder / "run")["fit"]["ridge"] == 0.1
+    for words in (["--head", "random"], ["--ridge", "gcv"], ["--params", "^3"], ["--method", "linear"]):
+        assert adapt(folder, "--no-baseline", "--overwrite", *words) == 0
+        assert load_run(folder / "run").origin.heads is None
+    for words in (["--head", "random"], ["--cross-fit", "3"], ["--solver", "cg"], ["--ridge", "gcv"]):
+        assert adapt(folder, "--method", "nested", "--overwrite", *words) == 2
+        assert f"{words[0][2:].replace('-', '_')} is given with method nested" in capsys.readouterr().err
+    assert adapt(folder, "--weight", "2", "--overwrite") == 2
+    assert "weight is 2" in capsys.readouterr().err
+
+
+def test_the_verdict_is_told(workshop: Path) -> None:
+    found = result(workshop / "pictures")
+    verdict = found["fit"]["reasons"]["verdict"]
+    assert verdict in found["report"]["headline"][0]
+
+
 def test_a_metric_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert adapt(folder, "--metric", "fisher") == 2
     assert "one of auto, none, kfac" in capsys.readouterr().err
@@ -214,9 +236,10 @@ def test_the_head_is_a_probe_where_there_are_more_samples_than_features(folder: 
     network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
     x = torch.ones(1, 4)
     assert (choose_head(network, x, 6), choose_head(network, x, 5)) == ("probe", "random")
-    assert adapt(folder, "--no-baseline", "--model-args", '{"width": 2}') == 0  # 18 features, 24 samples
+    words = ("--no-baseline", "--method", "linear")
+    assert adapt(folder, *words, "--model-args", '{"width": 2}') == 0  # 18 features, 24 samples
     assert load_run(folder / "run").origin.centered
-    assert adapt(folder, "--no-baseline", "--overwrite") == 0  # 72 features
+    assert adapt(folder, *words, "--overwrite") == 0  # 72 features
     assert not load_run(folder / "run").origin.centered
 
 
@@ -227,10 +250,8 @@ def test_old_weights_go_into_the_old_head(folder: Path) -> None:
     with torch.no_grad():
         old[0].weight.mul_(2)  # type: ignore[index, operator]
     torch.save({"state_dict": old.state_dict()}, folder / "old.pt")
-    assert (
-        adapt(folder, "--weights", str(folder / "old.pt"), "--model-args", '{"classes": 7}', "--no-baseline")
-        == 0
-    )
+    words = ("--weights", str(folder / "old.pt"), "--model-args", '{"classes": 7}', "--no-baseline")
+    assert adapt(folder, *words, "--method", "linear") == 0
     state, _ = load_tensors(folder / "run" / "model.safetensors", "model")
     assert torch.equal(state["0.weight"], old.state_dict()["0.weight"])
     assert state["3.weight"].shape == (3, 72)
@@ -329,8 +350,9 @@ def test_a_killed_run_resumes_to_the_same_result(
     assert cli.main(["adapt", *words, "--out", str(whole)]) == 0
     assert resumed == len(counted) - resumed - len(finished)  # what was done is not done again
     assert not list(run.glob("*kernel*"))
-    first, _ = load_tensors(run / "linear-fit.safetensors", "linear-fit")
-    second, _ = load_tensors(whole / "linear-fit.safetensors", "linear-fit")
+    kind = "nested-fit" if metric == "auto" else "linear-fit"
+    first, _ = load_tensors(run / f"{kind}.safetensors", kind)
+    second, _ = load_tensors(whole / f"{kind}.safetensors", kind)
     assert all(torch.equal(first[name], second[name]) for name in second)
 
 

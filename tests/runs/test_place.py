@@ -10,7 +10,7 @@ import pytest
 
 from linnet import cli
 from linnet.errors import NumericalError
-from linnet.methods.fitting.linear_fit import LinearFit
+from linnet.methods.nested.nested_fit import NestedFit
 from linnet.runs.folder import load_run
 from tests.runs.small_tasks import write_nets, write_pictures
 from tests.runs.test_adapt import adapt, refused, result
@@ -56,6 +56,8 @@ def test_numbers_out_of_range(folder: Path, words: list[str], capsys: pytest.Cap
 
 def test_one_sample_a_class_takes_the_evidence(folder: Path) -> None:
     assert adapt(folder, "--no-baseline", "--shots", "1") == 0
+    assert result(folder / "run")["fit"]["reasons"]["ridge"] == "highest evidence"
+    assert adapt(folder, "--no-baseline", "--shots", "1", "--method", "linear", "--overwrite") == 0
     assert "class with one sample" in result(folder / "run")["fit"]["reasons"]["ridge"]
     assert result(folder / "run")["fit"]["criterion"] == "evidence"
     page = (folder / "run" / "report.html").read_text()
@@ -125,7 +127,7 @@ def test_predictions_without_variances_that_cannot_be_solved_for(
     def fail(*_: object) -> None:
         raise NumericalError("a solve ended early")
 
-    monkeypatch.setattr(LinearFit, "predictive", fail)
+    monkeypatch.setattr(NestedFit, "predictive", fail)
     table = tmp_path / "p.csv"
     words = ["--run", str(workshop / "pictures"), "--data", str(workshop / "pictures.npz")]
     assert cli.main(["predict", *words, "--out", str(table)]) == 0

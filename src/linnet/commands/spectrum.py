@@ -98,7 +98,7 @@ def task_spectrum(
         settings = Settings(
             Network(model, weights, model_args or {}, head),
             Source(data, image_transform(mean, std, size, channels), shots, tests, seed, target),
-            Solving(ridge, solver, params, memory, device),
+            Solving(ridge, solver, params, memory, device, metric="none", method="linear"),
             baseline=0,
         )
         subject = from_settings(settings, folder)

@@ -14,16 +14,22 @@ from linnet.data import TaskData, load_data
 from linnet.errors import InputError, ModelError
 from linnet.methods.fitting.baselines import fine_tune, held_out_probe
 from linnet.methods.fitting.centered import CenteredLinear, with_centered_head
-from linnet.methods.fitting.head import RECORD, features, with_head
+from linnet.methods.fitting.head import RECORD, features, last_linear, with_head
 from linnet.methods.fitting.metric import MetricNetwork
 from linnet.methods.fitting.predictive import fit_temperature, probabilities
+from linnet.methods.fitting.record import Record
+from linnet.methods.fitting.remarks import single_remarks
+from linnet.methods.fitting.targets import make_targets
+from linnet.methods.nested.adapt import HEADS
+from linnet.methods.nested.features import Features
+from linnet.methods.nested.nested_fit import solved
 from linnet.models import load_model
 from linnet.progress import waiting
 from linnet.report import Comparison, Reliability
 from linnet.report.wording import number
 from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.runs.folder import Origin, SavedRun, TestSource, TrainingSamples, temperatures_of, test_digest
-from linnet.runs.kinds import loss_of
+from linnet.runs.kinds import held_out, loss_of
 from linnet.runs.metrics import choose_metric, in_metric
 from linnet.runs.place import KERNEL_FILE, check_out, made_folder
 from linnet.runs.settings import Network, Settings, Solving, Source
@@ -34,6 +40,7 @@ from linnet.tangent.batch import split
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.preflight import Preflight, preflight
+from linnet.tangent.selection import select_parameters
 
 ALL = "leave it out to take all"
 PROBED = (
@@ -96,6 +103,9 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
         x, y = (t.to(solving.device) for t in task.tensors("train"))
     with stages.measure("building the network"), waiting("building the network"):
         old = load_model(network.spec, network.weights, network.arguments).to(solving.device)
+    if nests(settings, task, old, x):
+        return _nested(settings, task, old, stages, out)
+    with stages.measure("building the head"), waiting("building the head"):
         probe, head = _headed(old, network, task, (x, y))
         init = "keep" if head is None else getattr(probe, RECORD)["init"]
         centered = init == "probe"
@@ -115,17 +125,31 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
     fit.record.reasons["metric"] = why
     fit.record.reasons["head"] = _why_head(network, init, centered)
     temperatures = None if task.classes is None else temperatures_of(pilot or fit)
-    if centered and fit.held_out is None:
+    if centered and held_out(fit) is None:
         fit.record = replace(fit.record, warnings=(*fit.record.warnings, PROBED))
     run = SavedRun(
         replace(_origin(network, head, centered, lin.model), init=init), fit, _samples(task), task.classes,
         (task.transform, task.targets), _test_source(settings.source, task), temperatures,
     )  # fmt: skip
+    others = _Others(settings, task, probe, old)
+    return _evaluated(run, task, report, others, head is not None, pilot is None, stages)
+
+
+def _evaluated(
+    run: SavedRun,
+    task: TaskData,
+    report: Preflight,
+    others: _Others,
+    new_head: bool,
+    std: bool,
+    stages: Stages,
+) -> Adaptation:
+    """The fit and what it is compared with, on the test samples."""
     step = "evaluation on the test samples"
     with stages.measure(step), waiting(step):
-        predictions = _predict_test(run, task, std=pilot is None)
-    rows, diagrams = _own_scores(run, task, predictions, sum(fit.record.seconds.values()))
-    for row, diagram in _Others(settings, task, probe, old).scores(head is not None, stages):
+        predictions = _predict_test(run, task, std=std)
+    rows, diagrams = _own_scores(run, task, predictions, sum(run.fit.record.seconds.values()))
+    for row, diagram in others.scores(new_head, stages):
         rows.append(row)
         diagrams += [diagram] if diagram else []
     return Adaptation(run, task, report, predictions, tuple(rows), tuple(diagrams), stages)
@@ -136,7 +160,7 @@ def _why_head(network: Network, init: str, centered: bool) -> str:
     chosen = {
         "keep": "a regression whose values the network's outputs fit",
         "probe": "as many samples as features, or more",
-        "random": "fewer samples than features, which a probe would fit by heart",
+        "random": "fewer samples than features, because a probe would overfit",
     }
     why = "asked for" if network.head != "auto" else chosen[init]
     if network.cross_fit:
@@ -146,6 +170,83 @@ def _why_head(network: Network, init: str, centered: bool) -> str:
     if init == "probe":
         return f"{why}; the fit starts from its outputs"
     return why if init == "keep" else f"{why}; the labels have no part in it"
+
+
+def nests(settings: Settings, task: TaskData, model: nn.Module, x: Tensor) -> bool:
+    """Whether the nested fit is made: where it is asked for, or nothing that only one linearization has.
+
+    Args:
+        settings: What is asked for.
+        task: The data.
+        model: The network.
+        x: Training inputs.
+
+    Returns:
+        True for ``linnet.adapt``.
+
+    Raises:
+        InputError: It is asked for together with something that it does not have.
+    """
+    network, solving = settings.network, settings.solving
+    if solving.method == "linear":
+        return False
+    others = {
+        "head": network.head != "auto",
+        "cross_fit": bool(network.cross_fit),
+        "metric": solving.metric != "auto",
+        "loss": solving.loss != "squared",
+        "solver": solving.solver == "cg",
+        "ridge": solving.ridge not in ("auto", "loo") and isinstance(solving.ridge, str),
+    }
+    asked = [name for name, given in others.items() if given]
+    if solving.method == "nested" or solving.weight != "auto":
+        if asked:
+            raise InputError(
+                f"{asked[0]} is given with method nested",
+                expected="a probe of its own, one metric, the squared loss, the kernel and leave-one-out",
+                remedy=f"leave {asked[0]} out, or pass --method linear",
+            )
+        return True
+    if asked or not _has_body(model, x, solving.params):
+        return False
+    if task.classes is None:  # a regressor of as many values goes on from what it predicts
+        outputs = Functional(model).output_shape(x[:2]).numel()
+        return bool(outputs != task.tensors("train")[1].shape[1])
+    return True
+
+
+def _has_body(model: nn.Module, x: Tensor, params: str | tuple[str, ...] | None) -> bool:
+    """Whether a network ends in a linear layer, and parameters below it are to be fitted."""
+    try:
+        features(model, x[:1])
+        head = last_linear(model)[0]
+    except ModelError:
+        return False
+    return any(name.rpartition(".")[0] != head for name in select_parameters(model, params))
+
+
+def _nested(settings: Settings, task: TaskData, old: nn.Module, stages: Stages, out: Path) -> Adaptation:
+    """The linear probe and the lower layers in one solve."""
+    network, solving = settings.network, settings.solving
+    x, y = (t.to(solving.device) for t in task.tensors("train"))
+    with stages.measure("preflight"), waiting("preflight"):
+        module = Features(old, HEADS, settings.source.seed, solving.params)
+        report = _checked(module.model, x, replace(solving, params=tuple(module.function.names)))
+    weight, ridge = (None if isinstance(v, str) else float(v) for v in (solving.weight, solving.ridge))
+    outputs = len(task.classes) if task.classes is not None else y.shape[1]
+    targets = make_targets(y, outputs, dtype=module.function.dtype)
+    record = Record("dual", "loo", {}, single_remarks(targets))
+    file = out / KERNEL_FILE
+    with stages.measure("fit"):
+        fit = solved(module, x, targets, solving.memory, record, (weight, ridge), file)
+    file.unlink(missing_ok=True)
+    origin = _origin(network, None, False, old)
+    temperatures = None if task.classes is None else temperatures_of(fit)
+    run = SavedRun(
+        replace(origin, heads=(module.heads, module.seed)), fit, _samples(task), task.classes,
+        (task.transform, task.targets), _test_source(settings.source, task), temperatures,
+    )  # fmt: skip
+    return _evaluated(run, task, report, _Others(settings, task, old, old), True, True, stages)
 
 
 def _fits_head(lin: Linearized) -> bool:

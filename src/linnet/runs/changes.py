@@ -14,6 +14,7 @@ import torch
 from linnet.data import TaskData
 from linnet.errors import DataError, InputError
 from linnet.methods.fitting.fit import fit as fit_linear
+from linnet.methods.nested.nested_fit import NestedFit
 from linnet.report import Comparison, FitRecord, Forgetting, Notes, Run, Scores, Timing, TrainingSet
 from linnet.report.wording import duration
 from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
@@ -185,6 +186,10 @@ def _hashes(x: Inputs) -> list[str]:
 def _compare(fit: Fit, verify: bool) -> tuple[float | None, float | None]:
     """Largest difference of training outputs from a solution from scratch, and its time."""
     start = time.perf_counter()
+    if verify and isinstance(fit, NestedFit):
+        anew = fit.recomputed()
+        seconds = time.perf_counter() - start
+        return float((anew.predict(fit.x) - fit.predict(fit.x)).abs().max()), seconds
     if verify:
         labels = fit.labels
         data = (fit.x, fit.targets if labels is None else labels)

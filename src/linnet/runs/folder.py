@@ -1,7 +1,7 @@
 """A run folder: everything that predicting, explaining, forgetting and updating need.
 
 ``model.safetensors``       the network at θ₀, its new head included
-``linear-fit.safetensors``  the solved fit, training inputs included
+``linear-fit.safetensors``  the solved fit, training inputs included; ``nested-fit.safetensors`` of ``adapt``
 ``curvature.safetensors``   the metric of the ridge, where it has one
 ``samples.safetensors``     the training samples as people see them
 ``run.json``                how to build the network, what the data were, and the checksums of the above
@@ -32,6 +32,10 @@ from linnet.methods.fitting.head import with_head
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.load_fit import load_fit
 from linnet.methods.fitting.metric import MetricNetwork, with_metric
+from linnet.methods.nested.adapt import load_adapted
+from linnet.methods.nested.features import with_random_heads
+from linnet.methods.nested.nested_fit import KIND as NESTED
+from linnet.methods.nested.nested_fit import NestedFit
 from linnet.models import apply_weights, load_model
 from linnet.runs.kinds import Fit, known_outputs
 from linnet.runs.lock import check_free, writing
@@ -42,7 +46,7 @@ Array = np.ndarray[Any, Any]
 _KIND = "run"
 _MOST = 2**31  # outputs and positions: beyond what a run in memory can have
 _TENSORS: tuple[str, ...] = ("model", "linear-fit", "samples")
-_SAVED = {*_TENSORS, CURVATURE}
+_SAVED = {*_TENSORS, CURVATURE, NESTED}
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Origin:
         weights: The weights that it started from, for the reader.
         metric: τ of the curvature that is the metric of the ridge; None where all weights are held alike.
         init: The head at the start: ``"probe"``, ``"random"``, ``"zero"`` or ``"keep"``; None in older runs.
+        heads: Number and seed of the random heads of a nested fit; None for one linearization.
     """
 
     spec: str
@@ -66,6 +71,7 @@ class Origin:
     weights: str | None = None
     metric: float | None = None
     init: str | None = None
+    heads: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -243,6 +249,8 @@ def _write_run(folder: Path, run: SavedRun) -> None:
     if isinstance(network, MetricNetwork):
         network.curvature.save(folder)
         network, tensors = network.network, (*_TENSORS, CURVATURE)
+    if isinstance(run.fit, NestedFit):
+        tensors = tuple(NESTED if name == "linear-fit" else name for name in tensors)
     save_tensors(folder, "model", dict(network.state_dict()), {})
     run.fit.save(folder)
     arrays = {"answers": torch.from_numpy(run.samples.answers)}
@@ -295,7 +303,8 @@ def load_run(
         check_run(folder, record, origin.spec, origin.arguments, named=model is not None)
     if model is not None:
         origin = replace(origin, spec=absolute_spec(model))
-    fit = load_fit(folder, _build(folder, origin).to(device))
+    network = _build(folder, origin).to(device)
+    fit: Fit = load_fit(folder, network) if origin.heads is None else load_adapted(folder, network)
     fit.memory = memory
     arrays, names = load_tensors(folder / "samples.safetensors", "samples")
     images = arrays["images"].numpy() if "images" in arrays else None
@@ -314,6 +323,8 @@ def load_run(
     temperatures = None if known is None else (*known, 1.0)[:3]  # older folders have no scale of the variance
     if temperatures is not None and isinstance(fit, LinearFit):
         fit._temperature, fit._point_temperature, fit._variance_scale = temperatures
+    if temperatures is not None and isinstance(fit, NestedFit):
+        fit.calibrate(*temperatures)
     if trust:
         remember_run(folder)
     return SavedRun(origin, fit, samples, classes, transforms, test, temperatures)
@@ -394,6 +405,10 @@ def _check_record(path: Path, record: Any) -> None:
     try:
         origin = Origin(**record["origin"])
         params.integer("head", 1 if origin.head is None else origin.head, most=_MOST)
+        for number, least in zip(origin.heads or (), (1, 0), strict=False):
+            params.integer("heads", number, least=least, most=_MOST)
+        if origin.heads is not None and len(origin.heads) != 2:
+            raise ValueError("heads must be their number and a seed")
         params.instance("arguments", origin.arguments, dict, "a dictionary")
         params.instance("spec", origin.spec, str, "a string")
         _transform(record["transform"])
@@ -422,6 +437,8 @@ def _build(folder: Path, origin: Origin) -> nn.Module:
     model = load_model(origin.spec, None, origin.arguments, pretrained=False)
     if origin.head is not None:
         model = with_head(model, origin.head, init="zero")
+    if origin.heads is not None:
+        model = with_random_heads(model, *origin.heads)
     start = with_centered_head(model) if origin.centered else model
     state, _ = load_tensors(folder / "model.safetensors", "model")
     apply_weights(start, state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from linnet.files import write_json
 from linnet.methods.audit.label_errors import label_errors
 from linnet.methods.fitting.dual import Spectrum as Eigen
 from linnet.methods.fitting.softmax_fit import SoftmaxFit
+from linnet.methods.nested.nested_fit import NestedFit
 from linnet.report import (
     Choice,
     Coverage,
@@ -35,6 +37,7 @@ from linnet.report import (
     write_report,
 )
 from linnet.report.measures import ranking
+from linnet.report.wording import summary
 from linnet.runs.adaptation import Adaptation
 from linnet.runs.evaluation import Predictions, ridge_path, softmax_path, spectrum_of
 from linnet.runs.folder import SavedRun, TrainingSamples
@@ -85,11 +88,15 @@ def adaptation_page(found: Adaptation, title: str) -> Run:
     record = FitRecord(
         path, _spectrum(run.fit, eigen), choices(run), _preflight(found.preflight),
         tuple(Timing(name, seconds) for name, seconds in _timings(found).items()),
-        ridge=RidgeChoice(run.fit.record.criterion, loss_of(run.fit), run.fit.held_out is not None),
+        ridge=RidgeChoice(run.fit.record.criterion, loss_of(run.fit), held_out_of(run.fit) is not None),
     )  # fmt: skip
     notes = Notes(warnings=(*run.fit.record.warnings, *task.findings), facts=facts(run))
     scores = Scores(found.rows, found.reliability, len(task.test))
-    return Run(title, run.classes, notes, scores, record, train, test)
+    page = Run(title, run.classes, notes, scores, record, train, test)
+    verdict = run.fit.record.reasons.get("verdict")
+    if verdict is None:
+        return page
+    return replace(page, notes=replace(notes, headline=(verdict, *summary(page))))
 
 
 def training_set(run: SavedRun) -> TrainingSet:
@@ -239,6 +246,9 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
         # a change of the training samples keeps the ridge, and so what was said of the samples before
         Choice("ridge", f"{fit.ridge:.4g}", f"of the fit before: {ridge}" if "change" in reasons else ridge),
     ]
+    if isinstance(fit, NestedFit):
+        made[0] = Choice("head", f"new, {fit.system.c} outputs", "a linear probe, part of the fit")
+        made.insert(1, Choice("weight of the lower layers", f"{fit.body_weight:g}", reasons.get("body", "")))
     if "metric" in reasons:
         metric = "one for all weights" if run.origin.metric is None else "K-FAC"
         made.insert(2, Choice("metric of the ridge", metric, reasons["metric"]))
@@ -265,14 +275,14 @@ def _head(run: SavedRun) -> str:
         return "kept"
     init = run.origin.init or ("probe" if run.origin.centered else "")
     kind = {"probe": ", linear probe", "random": ", random", "zero": ", zero"}.get(init, "")
-    crossed = ", cross-fitted" if run.fit.held_out is not None else ""
+    crossed = ", cross-fitted" if held_out_of(run.fit) is not None else ""
     return f"new, {run.origin.head} outputs{kind}{crossed}"
 
 
 def _moderation(fit: Fit, scale: float) -> str:
     """How probabilities were calibrated."""
     counted = "" if scale == 1 else f"; variances count {scale:g}-fold"
-    kind = "held-out" if fit.held_out is not None else "leave-one-out"
+    kind = "held-out" if held_out_of(fit) is not None else "leave-one-out"
     part = "" if fit.solver == "dual" else " of the small fit that chose the ridge"
     return f"likeliest {kind} predictions{part}{counted}"
 

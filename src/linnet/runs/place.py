@@ -14,8 +14,8 @@ RECORD = "run.json"
 KERNEL_FILE = "kernel.npy"
 REPLAY = "run.yaml"
 _FILES = (
-    RECORD, "model.safetensors", "curvature.safetensors", "linear-fit.safetensors", "samples.safetensors",
-    "result.json", "report.html", "predictions.csv", "predictions.json", REPLAY,
+    RECORD, "model.safetensors", "curvature.safetensors", "linear-fit.safetensors", "nested-fit.safetensors",
+    "samples.safetensors", "result.json", "report.html", "predictions.csv", "predictions.json", REPLAY,
 )  # fmt: skip
 _FOLDERS = ("predict", "explain", "spectrum")
 _DEMO = ("digits.npz", "digits-flipped.npz", "pretrained.safetensors", "flipped", "forgotten")

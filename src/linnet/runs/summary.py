@@ -60,7 +60,13 @@ def print_adaptation(result: dict[str, Any]) -> list[str]:
         f"{result['title']}: {result['train']} training and {result['test']} test samples, {task}; "
         f"{fit['parameters']:,} weights",
         *score_table([Comparison(**row) for row in result["scores"]]),
+        *([fit["reasons"]["verdict"]] if "verdict" in fit["reasons"] else []),
         *([f"loss {_loss(fit)}: {fit['reasons']['loss']}"] if "loss" in fit["reasons"] else []),
+        *(
+            [f"weight of the lower layers {fit['body_weight']:g}: {fit['reasons']['body']}"]
+            if "body_weight" in fit
+            else []
+        ),
         f"ridge {number(fit['ridge'])}: {fit['reasons'].get('ridge', '')}",
         f"solver {fit['solver']}: {fit['reasons'].get('solver', '')}",
         "time: " + ", ".join(f"{step} {_cell(duration, t)}" for step, t in result["seconds"].items()),
