@@ -29,7 +29,7 @@ from linnet.report import Comparison, Reliability
 from linnet.report.wording import number
 from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.runs.folder import Origin, SavedRun, TestSource, TrainingSamples, temperatures_of, test_digest
-from linnet.runs.kinds import held_out, loss_of
+from linnet.runs.kinds import cross_fitted, loss_of
 from linnet.runs.metrics import choose_metric, in_metric
 from linnet.runs.place import KERNEL_FILE, check_out, made_folder
 from linnet.runs.settings import Network, Settings, Solving, Source
@@ -125,7 +125,7 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
     fit.record.reasons["metric"] = why
     fit.record.reasons["head"] = _why_head(network, init, centered)
     temperatures = None if task.classes is None else temperatures_of(pilot or fit)
-    if centered and held_out(fit) is None:
+    if centered and not cross_fitted(fit):
         fit.record = replace(fit.record, warnings=(*fit.record.warnings, PROBED))
     run = SavedRun(
         replace(_origin(network, head, centered, lin.model), init=init), fit, _samples(task), task.classes,

@@ -21,9 +21,9 @@ def loss_of(fit: Fit) -> str:
     return "cross-entropy" if isinstance(fit, SoftmaxFit) else "squared"
 
 
-def held_out(fit: Fit) -> Tensor | None:
-    """Held-out outputs of a cross-fitted head, (N, C); None for any other fit."""
-    return None if isinstance(fit, NestedFit) else fit.held_out
+def cross_fitted(fit: Fit) -> bool:
+    """Whether the head was fitted in folds, so that leave-one-out leaves out its part too."""
+    return not isinstance(fit, NestedFit) and fit.held_out is not None
 
 
 def certificate_of(fit: Fit) -> str:

@@ -41,7 +41,7 @@ from linnet.report.wording import summary
 from linnet.runs.adaptation import Adaptation
 from linnet.runs.evaluation import Predictions, ridge_path, softmax_path, spectrum_of
 from linnet.runs.folder import SavedRun, TrainingSamples
-from linnet.runs.kinds import Fit, certificate_of, contradiction, loss_of
+from linnet.runs.kinds import Fit, certificate_of, contradiction, cross_fitted, loss_of
 from linnet.runs.lock import writing
 from linnet.tangent.preflight import Preflight
 
@@ -88,7 +88,7 @@ def adaptation_page(found: Adaptation, title: str) -> Run:
     record = FitRecord(
         path, _spectrum(run.fit, eigen), choices(run), _preflight(found.preflight),
         tuple(Timing(name, seconds) for name, seconds in _timings(found).items()),
-        ridge=RidgeChoice(run.fit.record.criterion, loss_of(run.fit), held_out_of(run.fit) is not None),
+        ridge=RidgeChoice(run.fit.record.criterion, loss_of(run.fit), cross_fitted(run.fit)),
     )  # fmt: skip
     notes = Notes(warnings=(*run.fit.record.warnings, *task.findings), facts=facts(run))
     scores = Scores(found.rows, found.reliability, len(task.test))
@@ -275,14 +275,14 @@ def _head(run: SavedRun) -> str:
         return "kept"
     init = run.origin.init or ("probe" if run.origin.centered else "")
     kind = {"probe": ", linear probe", "random": ", random", "zero": ", zero"}.get(init, "")
-    crossed = ", cross-fitted" if held_out_of(run.fit) is not None else ""
+    crossed = ", cross-fitted" if cross_fitted(run.fit) else ""
     return f"new, {run.origin.head} outputs{kind}{crossed}"
 
 
 def _moderation(fit: Fit, scale: float) -> str:
     """How probabilities were calibrated."""
     counted = "" if scale == 1 else f"; variances count {scale:g}-fold"
-    kind = "held-out" if held_out_of(fit) is not None else "leave-one-out"
+    kind = "held-out" if cross_fitted(fit) else "leave-one-out"
     part = "" if fit.solver == "dual" else " of the small fit that chose the ridge"
     return f"likeliest {kind} predictions{part}{counted}"
 
