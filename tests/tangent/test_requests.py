@@ -176,7 +176,7 @@ class Failing(nn.Module):
         ([1.0], "returns list, not a tensor"),
         (None, "returns NoneType"),
         (KeyError("vocabulary"), "vocabulary"),
-        (RuntimeError("no service"), "no licence"),
+        (RuntimeError("no service"), "no service"),
     ],
     ids=["list", "none", "key", "runtime"],
 )
