@@ -179,7 +179,7 @@ for name, call in calls.items():
     left = [path for path in disk.rglob("*") if path.is_file()]
     assert not left, left
 words = ["adapt", "--data", str(write_pictures(home / "p.npz")), "--model", f"{write_nets(home)}:conv"]
-words += ["--model-args", '{"width": 100}', "--no-baseline", "--out", str(disk / "run")]
+words += ["--model-args", '{"width": 100}', "--out", str(disk / "run")]
 print("adapt", cli.main(words), [path for path in disk.rglob("*") if path.is_file()])
 """
 

@@ -81,7 +81,7 @@ def test_the_test_accuracy_is_that_of_the_kernel(workshop: Path) -> None:
 
 
 def test_the_same_command_gives_the_same_fit(workshop: Path, folder: Path) -> None:
-    assert adapt(folder, "--baseline-steps", "4") == 0
+    assert adapt(folder, "--compare", "finetune", "--finetune-steps", "4") == 0
     first, _ = load_tensors(workshop / "pictures" / "nested-fit.safetensors", "nested-fit")
     second, _ = load_tensors(folder / "run" / "nested-fit.safetensors", "nested-fit")
     assert first.keys() == second.keys()
@@ -90,7 +90,7 @@ def test_the_same_command_gives_the_same_fit(workshop: Path, folder: Path) -> No
 
 
 def test_options_change_the_outcome(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--shots", "4", "--ridge", "2.5", "--params", "^3", "--tests", "9", "--no-baseline", "--json"]
+    words = ["--shots", "4", "--ridge", "2.5", "--params", "^3", "--tests", "9", "--json"]
     assert adapt(folder, *words, "--mean", "half", "--size", "8") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["train"], found["test"], found["fit"]["ridge"]) == (12, 9, 2.5)
@@ -109,7 +109,7 @@ def test_options_change_the_outcome(folder: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("criterion", ["gcv", "evidence"])
 def test_other_criteria(folder: Path, criterion: str) -> None:
-    assert adapt(folder, "--ridge", criterion, "--no-baseline") == 0
+    assert adapt(folder, "--ridge", criterion) == 0
     found = result(folder / "run")
     path = found["report"]["ridge_path"]
     scores = path["gcv"] if criterion == "gcv" else [-value for value in path["evidence"]]
@@ -127,7 +127,7 @@ def test_other_criteria(folder: Path, criterion: str) -> None:
     ("head", "rows"), [("random", "linear probe"), ("zero", "linear probe"), ("keep", "network as it is")]
 )
 def test_heads(folder: Path, head: str, rows: str) -> None:
-    assert adapt(folder, "--head", head, "--no-baseline", "--ridge", "1") == 0
+    assert adapt(folder, "--head", head, "--ridge", "1") == 0
     found = result(folder / "run")
     assert found["fit"]["warnings"] == []
     assert found["scores"][1]["name"] == rows
@@ -141,7 +141,7 @@ def test_heads(folder: Path, head: str, rows: str) -> None:
 
 
 def test_a_probe_head_starts_at_zero(folder: Path) -> None:
-    assert adapt(folder, "--head", "probe", "--no-baseline") == 0
+    assert adapt(folder, "--head", "probe") == 0
     assert "linear probe" in result(folder / "run")["fit"]["warnings"][0]
     run = load_run(folder / "run")
     assert float(run.fit.module.base(run.fit.x).abs().max()) == 0
@@ -153,7 +153,7 @@ def test_a_probe_head_starts_at_zero(folder: Path) -> None:
 
 @pytest.mark.parametrize("more", [[], ["--head", "probe", "--params", "3"], ["--loss", "cross-entropy"]])
 def test_a_ridge_in_the_metric_of_the_curvature(folder: Path, more: list[str]) -> None:
-    assert adapt(folder, "--metric", "kfac", "--no-baseline", *more) == 0
+    assert adapt(folder, "--metric", "kfac", *more) == 0
     found, run = result(folder / "run"), load_run(folder / "run")
     assert ("by evidence" in found["fit"]["reasons"]["ridge"]) == run.origin.centered
     assert any("metric" in choice["what"] for choice in found["report"]["choices"])
@@ -172,7 +172,7 @@ def test_a_ridge_in_the_metric_of_the_curvature(folder: Path, more: list[str]) -
 
 
 def test_nothing_is_decomposed_when_a_run_is_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert adapt(folder, "--metric", "kfac", "--no-baseline") == 0
+    assert adapt(folder, "--metric", "kfac") == 0
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("an eigendecomposition")
@@ -184,7 +184,7 @@ def test_nothing_is_decomposed_when_a_run_is_opened(folder: Path, monkeypatch: p
 
 def test_the_metric_is_chosen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(*words: str, model: str = "conv") -> tuple[bool, str]:
-        given = ("--no-baseline", "--overwrite", "--method", "linear")
+        given = ("--overwrite", "--method", "linear")
         assert adapt(folder, *given, *words, model=model) == 0
         metric = load_run(folder / "run").origin.metric
         return metric is not None, result(folder / "run")["fit"]["reasons"]["metric"]
@@ -206,11 +206,11 @@ def test_the_metric_is_chosen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_method_is_chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in ([], ["--weight", "0.4"], ["--ridge", "0.1", "--method", "nested"]):
-        assert adapt(folder, "--no-baseline", "--overwrite", *words) == 0
+        assert adapt(folder, "--overwrite", *words) == 0
         assert load_run(folder / "run").origin.heads is not None
     assert result(folder / "run")["fit"]["ridge"] == 0.1
     for words in (["--head", "random"], ["--ridge", "gcv"], ["--params", "^3"], ["--method", "linear"]):
-        assert adapt(folder, "--no-baseline", "--overwrite", *words) == 0
+        assert adapt(folder, "--overwrite", *words) == 0
         assert load_run(folder / "run").origin.heads is None
     for words in (["--head", "random"], ["--cross-fit", "3"], ["--solver", "cg"], ["--ridge", "gcv"]):
         assert adapt(folder, "--method", "nested", "--overwrite", *words) == 2
@@ -236,7 +236,7 @@ def test_the_head_is_a_probe_where_there_are_more_samples_than_features(folder: 
     network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
     x = torch.ones(1, 4)
     assert (choose_head(network, x, 6), choose_head(network, x, 5)) == ("probe", "random")
-    words = ("--no-baseline", "--method", "linear")
+    words = ("--method", "linear")
     assert adapt(folder, *words, "--model-args", '{"width": 2}') == 0  # 18 features, 24 samples
     assert load_run(folder / "run").origin.centered
     assert adapt(folder, *words, "--overwrite") == 0  # 72 features
@@ -250,7 +250,7 @@ def test_old_weights_go_into_the_old_head(folder: Path) -> None:
     with torch.no_grad():
         old[0].weight.mul_(2)  # type: ignore[index, operator]
     torch.save({"state_dict": old.state_dict()}, folder / "old.pt")
-    words = ("--weights", str(folder / "old.pt"), "--model-args", '{"classes": 7}', "--no-baseline")
+    words = ("--weights", str(folder / "old.pt"), "--model-args", '{"classes": 7}')
     assert adapt(folder, *words, "--method", "linear") == 0
     state, _ = load_tensors(folder / "run" / "model.safetensors", "model")
     assert torch.equal(state["0.weight"], old.state_dict()["0.weight"])
@@ -267,14 +267,23 @@ def test_regression(workshop: Path) -> None:
 
 
 def test_regression_with_a_new_head_and_fine_tuning(folder: Path) -> None:
-    words = ["--model-args", '{"outputs": 4}', "--baseline-steps", "30", "--target", "a"]
+    words = [
+        "--model-args",
+        '{"outputs": 4}',
+        "--compare",
+        "finetune",
+        "--finetune-steps",
+        "30",
+        "--target",
+        "a",
+    ]
     assert adapt(folder, *words, model="mlp", data="prices.csv") == 0
     names = [row["name"] for row in result(folder / "run")["scores"]]
     assert names == ["linear fit", "linear probe", "plain fine-tuning"]
 
 
 def test_conjugate_gradients_take_over_where_the_kernel_is_too_large(folder: Path) -> None:
-    assert adapt(folder, "--solver", "cg", "--no-baseline") == 0
+    assert adapt(folder, "--solver", "cg") == 0
     found = result(folder / "run")
     assert found["fit"]["solver"] == "cg"
     assert "chosen by leave-one-out on all samples" in found["fit"]["reasons"]["ridge"]
@@ -333,7 +342,7 @@ def test_a_killed_run_resumes_to_the_same_result(
 ) -> None:
     write_pictures(folder / "many.npz", train=10, test=2)
     words = ["--model", f"{folder / 'nets.py'}:conv", "--model-args", f'{{"width": {width}}}']
-    words += ["--memory", memory, "--metric", metric, "--data", str(folder / "many.npz"), "--no-baseline"]
+    words += ["--memory", memory, "--metric", metric, "--data", str(folder / "many.npz")]
     run, whole = folder / "killed", folder / "whole"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -426,7 +435,7 @@ def refused(
         (["--device", "abacus"], "device is 'abacus'"),
         (["--params", "nothing"], "params"),
         (["--mean", "dark"], "mean is 'dark'"),
-        (["--baseline-steps", "-1"], "-1"),
+        (["--finetune-steps", "-1"], "-1"),
         (["--model-args", '{"depht": 3}'], "raised TypeError"),
         (["--weights", "absent.pt"], "absent.pt"),
         (["--size", "4"], "cannot run on x"),

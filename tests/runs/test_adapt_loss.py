@@ -23,7 +23,7 @@ from tests.runs.small_tasks import write_nets, write_pictures, write_table
 def words(folder: Path, out: str, *more: str, data: str = "pictures.npz", net: str = "conv") -> list[str]:
     """The command's words."""
     given = ["--model", f"{folder / 'nets.py'}:{net}", "--data", str(folder / data)]
-    return ["adapt", *given, "--out", str(folder / out), "--no-baseline", *more]
+    return ["adapt", *given, "--out", str(folder / out), *more]
 
 
 def result(run: Path) -> Any:

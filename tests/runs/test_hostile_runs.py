@@ -121,7 +121,7 @@ def test_no_cell_begins_a_formula(text: str, tmp_path: Path) -> None:
 
 def test_a_run_killed_before_its_settings_were_written_goes_on(workshop: Path, tmp_path: Path) -> None:
     words = ["adapt", "--data", str(workshop / "prices.csv"), "--model", f"{workshop / 'nets.py'}:mlp"]
-    words += ["--no-baseline", "--out", str(tmp_path / "run")]
+    words += ["--out", str(tmp_path / "run")]
     assert cli.main(words) == 0
     (tmp_path / "run" / "run.yaml").unlink()
     assert cli.main(words) == 0

@@ -108,7 +108,7 @@ def test_the_report_the_terminal_and_the_commands_name_the_same_sample(
     """With few of the samples taken, the number in an id is not the position in the fit."""
     run = tmp_path / "few"
     words = ["--model", f"{workshop / 'nets.py'}:conv", "--data", workshop / "pictures.npz", "--out", run]
-    linnet("adapt", *words, "--shots", 2, "--no-baseline", "--ridge", 1)
+    linnet("adapt", *words, "--shots", 2, "--ridge", 1)
     ids = load_run(run).samples.ids
     place, name = next((i, name) for i, name in enumerate(ids) if name != f"train/{i}")
     assert f">{name}</span>" in (run / "report.html").read_text()

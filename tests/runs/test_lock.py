@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 def words(folder: Path, *more: str) -> list[str]:
     """The command's words."""
     given = ["--model", f"{folder / 'nets.py'}:conv", "--data", str(folder / "pictures.npz")]
-    return [*given, "--out", str(folder / "run"), "--no-baseline", "--ridge", "1", *more]
+    return [*given, "--out", str(folder / "run"), "--ridge", "1", *more]
 
 
 @pytest.fixture

@@ -31,22 +31,22 @@ def test_folders_that_cannot_be_used(folder: Path, capsys: pytest.CaptureFixture
     (folder / "mine").mkdir()
     (folder / "mine" / "thesis.tex").write_text("all of it")
     refused(folder, [], "other files, first thesis.tex", capsys, out="mine")
-    assert adapt(folder, "--no-baseline", "--overwrite", out="mine") == 0
+    assert adapt(folder, "--overwrite", out="mine") == 0
     assert (folder / "mine" / "thesis.tex").exists()
 
 
 def test_a_finished_run_is_only_replaced_on_request(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = folder / "run"
-    assert adapt(folder, "--no-baseline") == 0
+    assert adapt(folder) == 0
     assert cli.main(["predict", "--run", str(run), "--data", str(folder / "pictures.npz")]) == 0
-    assert adapt(folder, "--no-baseline") == 0  # the same settings
-    refused(folder, ["--no-baseline", "--shots", "4"], "a finished run of other settings", capsys)
+    assert adapt(folder) == 0  # the same settings
+    refused(folder, ["--shots", "4"], "a finished run of other settings", capsys)
     assert result(run)["train"] == 24
-    assert adapt(folder, "--no-baseline", "--shots", "4", "--overwrite") == 0
+    assert adapt(folder, "--shots", "4", "--overwrite") == 0
     assert result(run)["train"] == 12
     assert not (run / "predict").exists()
     assert not (run / "predictions.csv").exists()
-    assert adapt(folder, "--no-baseline", "--shots", "4") == 0  # the permission is not a setting
+    assert adapt(folder, "--shots", "4") == 0  # the permission is not a setting
 
 
 @pytest.mark.parametrize("words", [["--seed", "-1"], ["--seed", "9" * 20], ["--size", "100000"]])
@@ -55,9 +55,9 @@ def test_numbers_out_of_range(folder: Path, words: list[str], capsys: pytest.Cap
 
 
 def test_one_sample_a_class_takes_the_evidence(folder: Path) -> None:
-    assert adapt(folder, "--no-baseline", "--shots", "1") == 0
+    assert adapt(folder, "--shots", "1") == 0
     assert result(folder / "run")["fit"]["reasons"]["ridge"] == "highest evidence"
-    assert adapt(folder, "--no-baseline", "--shots", "1", "--method", "linear", "--overwrite") == 0
+    assert adapt(folder, "--shots", "1", "--method", "linear", "--overwrite") == 0
     assert "class with one sample" in result(folder / "run")["fit"]["reasons"]["ridge"]
     assert result(folder / "run")["fit"]["criterion"] == "evidence"
     page = (folder / "run" / "report.html").read_text()
@@ -66,7 +66,7 @@ def test_one_sample_a_class_takes_the_evidence(folder: Path) -> None:
 
 
 def test_a_probe_stays_in_the_outputs_where_the_head_is_not_fitted(folder: Path) -> None:
-    words = ["--no-baseline", "--head", "probe"]
+    words = ["--head", "probe"]
     assert adapt(folder, *words, "--params", r"0\.(weight|bias)") == 0
     run = load_run(folder / "run")
     assert not run.origin.centered

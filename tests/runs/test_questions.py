@@ -318,7 +318,6 @@ def test_a_changed_factory_is_noticed(
         f"{tmp_path / 'nets.py'}:conv",
         "--data",
         workshop / "pictures.npz",
-        "--no-baseline",
     ]
     linnet(*words, "--head", *head, "--out", tmp_path / "run")
     text = (tmp_path / "nets.py").read_text()
@@ -333,7 +332,7 @@ def test_changed_test_data_are_noticed(
 ) -> None:
     data = tmp_path / "pictures.npz"
     shutil.copy(workshop / "pictures.npz", data)
-    words = ["adapt", "--model", f"{workshop / 'nets.py'}:conv", "--data", data, "--no-baseline"]
+    words = ["adapt", "--model", f"{workshop / 'nets.py'}:conv", "--data", data]
     linnet(*words, "--out", tmp_path / "run")
     with np.load(data) as arrays:
         changed = {**arrays, "y_test": arrays["y_test"][::-1]}

@@ -72,7 +72,7 @@ def test_of_a_run(workshop: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_of_a_run_of_one_linearization(workshop: Path) -> None:
     words = ["--model", f"{workshop / 'nets.py'}:conv", "--data", str(workshop / "pictures.npz")]
     run = workshop / "linear"
-    assert cli.main(["adapt", *words, "--method", "linear", "--no-baseline", "--out", str(run)]) == 0
+    assert cli.main(["adapt", *words, "--method", "linear", "--out", str(run)]) == 0
     assert spectrum("--run", run, "--top", 7) == 0
     found, known = read(run / "spectrum"), json.loads((run / "result.json").read_text())
     assert found["ridge"] == known["fit"]["ridge"]

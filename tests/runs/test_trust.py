@@ -246,7 +246,7 @@ def test_settings_of_ones_own_run_are_taken(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LINNET_STATE", str(tmp_path / "state"))
-    words = ["--data", workshop / "pictures.npz", "--no-baseline", "--ridge", 1, "--out", tmp_path / "run"]
+    words = ["--data", workshop / "pictures.npz", "--ridge", 1, "--out", tmp_path / "run"]
     linnet("adapt", "--model", f"{workshop / 'nets.py'}:conv", *words)
     linnet("adapt", "--config", tmp_path / "run" / "run.yaml")
     explain(tmp_path / "run", tmp_path / "why")

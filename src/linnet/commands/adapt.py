@@ -29,8 +29,8 @@ def adapt(
     size: int | None = None,
     channels: int | None = None,
     target: str | None = None,
-    baseline: bool = True,
-    baseline_steps: int = 150,
+    compare: str = "probe",
+    finetune_steps: int = 150,
     memory: str | None = None,
     device: str = "cpu",
     seed: int = 0,
@@ -76,8 +76,9 @@ def adapt(
         size: Height and width that images are scaled to, in pixels.
         channels: Color channels that the network expects, 1 or 3.
         target: The column of a table to predict; the last by default.
-        baseline: Whether to compare with plain fine-tuning, which takes most of the time.
-        baseline_steps: Steps of each run of plain fine-tuning.
+        compare: What the fit is compared with on the test samples: probe (the linear probe, or the network as
+            it is), or finetune, which adds plain fine-tuning and takes most of the time.
+        finetune_steps: Steps of each run of plain fine-tuning.
         memory: The budget, such as 2GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.
         seed: Seed of the split, of the draws and of plain fine-tuning.
@@ -87,7 +88,7 @@ def adapt(
     """
     from linnet.data import image_transform
     from linnet.runs.adaptation import adapt as run_adaptation
-    from linnet.runs.place import clear_run
+    from linnet.runs.folder import SavedRun, keep_fit
     from linnet.runs.settings import Network, Settings, Solving, Source
     from linnet.runs.summary import keep_adaptation, print_adaptation
 
@@ -95,11 +96,13 @@ def adapt(
         Network(model, weights, model_args or {}, head, cross_fit),
         Source(data, image_transform(mean, std, size, channels), shots, tests, seed, target),
         Solving(ridge, solver, params, memory, device, loss, metric, method, weight),
-        baseline_steps if baseline else 0,
-    )
-    found = run_adaptation(settings, out)
-    if overwrite:
-        clear_run(out)
+        compare, finetune_steps,
+    )  # fmt: skip
+
+    def keep(run: SavedRun) -> None:
+        keep_fit(out, run, overwrite)
+
+    found = run_adaptation(settings, out, keep)
     result = keep_adaptation(found, out, f"{data.stem} from {model.rpartition(':')[2]}")
     for line in print_adaptation(result):
         print(line)

@@ -99,7 +99,6 @@ def task_spectrum(
             Network(model, weights, model_args or {}, head),
             Source(data, image_transform(mean, std, size, channels), shots, tests, seed, target),
             Solving(ridge, solver, params, memory, device, metric="none", method="linear"),
-            baseline=0,
         )
         subject = from_settings(settings, folder)
         title = f"Is {data.stem} linear for {model.rpartition(':')[2]}?"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +29,15 @@ from linnet.progress import waiting
 from linnet.report import Comparison, Reliability
 from linnet.report.wording import number
 from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
-from linnet.runs.folder import Origin, SavedRun, TestSource, TrainingSamples, temperatures_of, test_digest
+from linnet.runs.folder import (
+    Origin,
+    SavedRun,
+    TestSource,
+    TrainingSamples,
+    interrupted_run,
+    temperatures_of,
+    test_digest,
+)
 from linnet.runs.kinds import cross_fitted, loss_of
 from linnet.runs.metrics import choose_metric, in_metric
 from linnet.runs.place import KERNEL_FILE, check_out, made_folder
@@ -72,17 +81,19 @@ class Adaptation:
     stages: Stages
 
 
-def adapt(settings: Settings, out: Path) -> Adaptation:
+def adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | None = None) -> Adaptation:
     """Adapt a network: load, check, put on a head, fit, evaluate, compare.
 
-    Nothing is written but the kernel while it grows, so that an interrupted run can continue.
+    The kernel is written while it grows, so that an interrupted run can continue, and the fit by ``keep``
+    before it is evaluated.
 
     Args:
         settings: What is asked for.
-        out: The run folder, for that file.
+        out: The run folder.
+        keep: Writes the fit, such as ``linnet.runs.folder.keep_fit``; by default it is not written.
 
     Returns:
-        What was found; ``linnet.runs.folder.save_run`` keeps it.
+        What was found.
 
     Raises:
         ModelError: The preflight says that results could not be trusted.
@@ -90,10 +101,10 @@ def adapt(settings: Settings, out: Path) -> Adaptation:
     """
     check_out(out)
     with made_folder(out):
-        return _adapt(settings, out)
+        return _adapt(settings, out, keep)
 
 
-def _adapt(settings: Settings, out: Path) -> Adaptation:
+def _adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | None) -> Adaptation:
     """The steps, in order."""
     stages, network, solving = Stages(), settings.network, settings.solving
     torch.manual_seed(settings.source.seed)  # factories without weights start at random
@@ -104,7 +115,10 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
     with stages.measure("building the network"), waiting("building the network"):
         old = load_model(network.spec, network.weights, network.arguments).to(solving.device)
     if nests(settings, task, old, x):
-        return _nested(settings, task, old, stages, out)
+        run, report = _nested(settings, task, old, stages, out)
+        if keep:
+            keep(run)
+        return _evaluated(run, task, report, _Others(settings, task, old, old), True, True, stages)
     with stages.measure("building the head"), waiting("building the head"):
         probe, head = _headed(old, network, task, (x, y))
         init = "keep" if head is None else getattr(probe, RECORD)["init"]
@@ -131,6 +145,8 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
         replace(_origin(network, head, centered, lin.model), init=init), fit, _samples(task), task.classes,
         (task.transform, task.targets), _test_source(settings.source, task), temperatures,
     )  # fmt: skip
+    if keep:
+        keep(run)
     others = _Others(settings, task, probe, old)
     return _evaluated(run, task, report, others, head is not None, pilot is None, stages)
 
@@ -225,13 +241,18 @@ def _has_body(model: nn.Module, x: Tensor, params: str | tuple[str, ...] | None)
     return any(name.rpartition(".")[0] != head for name in select_parameters(model, params))
 
 
-def _nested(settings: Settings, task: TaskData, old: nn.Module, stages: Stages, out: Path) -> Adaptation:
-    """The linear probe and the lower layers in one solve."""
+def _nested(
+    settings: Settings, task: TaskData, old: nn.Module, stages: Stages, out: Path
+) -> tuple[SavedRun, Preflight]:
+    """The linear probe and the lower layers in one solve, or the one that an interrupted run has kept."""
     network, solving = settings.network, settings.solving
     x, y = (t.to(solving.device) for t in task.tensors("train"))
     with stages.measure("preflight"), waiting("preflight"):
         module = Features(old, HEADS, settings.source.seed, solving.params)
         report = _checked(module.model, x, replace(solving, params=tuple(module.function.names)))
+    known = interrupted_run(out, solving.device, solving.memory)
+    if known is not None and known.origin.heads is not None and known.samples.ids == task.train.ids:
+        return known, report
     weight, ridge = (None if isinstance(v, str) else float(v) for v in (solving.weight, solving.ridge))
     outputs = len(task.classes) if task.classes is not None else y.shape[1]
     targets = make_targets(y, outputs, dtype=module.function.dtype)
@@ -246,7 +267,7 @@ def _nested(settings: Settings, task: TaskData, old: nn.Module, stages: Stages, 
         replace(origin, heads=(module.heads, module.seed)), fit, _samples(task), task.classes,
         (task.transform, task.targets), _test_source(settings.source, task), temperatures,
     )  # fmt: skip
-    return _evaluated(run, task, report, _Others(settings, task, old, old), True, True, stages)
+    return run, report
 
 
 def _fits_head(lin: Linearized) -> bool:
@@ -440,7 +461,7 @@ class _Others:
         found = [
             self._row(name, outputs, temperature, seconds, "ridge regression on the last features" * new_head)
         ]
-        if self.settings.baseline:
+        if self.settings.compare == "finetune":
             with stages.measure("plain fine-tuning"):
                 found.append(self._tuned(x, y, test, new_head))
         return found
@@ -454,7 +475,7 @@ class _Others:
         classes = len(self.task.classes) if self.task.classes is not None else y.shape[1]
         generator = torch.Generator().manual_seed(seed)
         model = with_head(self.old, classes, init="random", generator=generator) if new_head else self.model
-        tuned = fine_tune(model, (x, y), self.settings.baseline, seed=seed)
+        tuned = fine_tune(model, (x, y), self.settings.finetune_steps, seed=seed)
         seconds = time.perf_counter() - start
         tried = len(tuned.held_out)
         note = f"SGD, {tuned.steps} steps at {tuned.rate:g}, the best of {tried} rates on held-out samples"

@@ -39,7 +39,7 @@ from linnet.methods.nested.nested_fit import NestedFit
 from linnet.models import apply_weights, load_model
 from linnet.runs.kinds import Fit, known_outputs
 from linnet.runs.lock import check_free, writing
-from linnet.runs.place import RECORD, check_still, note_record
+from linnet.runs.place import RECORD, REPLAY, check_still, clear_run, note_record
 from linnet.runs.trust import absolute_spec, check_run, remember_run
 
 Array = np.ndarray[Any, Any]
@@ -239,6 +239,40 @@ def save_run(folder: Path, run: SavedRun) -> None:
             raise
         note_record(folder)
         remember_run(folder)
+
+
+def keep_fit(folder: Path, run: SavedRun, overwrite: bool = False) -> None:
+    """Write a run before it is evaluated; its report comes later.
+
+    Args:
+        folder: The folder.
+        run: The run.
+        overwrite: Whether an earlier run there goes.
+    """
+    if overwrite:
+        clear_run(folder)
+    for name in ("result.json", "report.html"):  # without them a run is known to be interrupted
+        (folder / name).unlink(missing_ok=True)
+    save_run(folder, run)
+
+
+def interrupted_run(folder: Path, device: str, memory: str | None) -> SavedRun | None:
+    """The fit of a run that was interrupted while it was evaluated.
+
+    Args:
+        folder: The folder, whose settings are those of the run that goes on.
+        device: Where to compute.
+        memory: Budget of what is computed from it.
+
+    Returns:
+        The run, or None where there is none that can be read.
+    """
+    if not all((folder / name).is_file() for name in (RECORD, REPLAY)) or (folder / "result.json").exists():
+        return None
+    try:
+        return load_run(folder, device, memory)
+    except LinnetError:
+        return None
 
 
 def _write_run(folder: Path, run: SavedRun) -> None:

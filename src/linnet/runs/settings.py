@@ -16,6 +16,7 @@ HEADS = ("auto", "probe", "random", "zero", "keep")
 SOLVERS = ("auto", "dual", "cg")
 METRICS = ("auto", "none", "kfac")
 LOSSES = ("auto", "squared", "cross-entropy")
+COMPARED = ("probe", "finetune")
 METHODS = ("auto", "nested", "linear")
 LEAVE = "leave it out to have it chosen"
 CRITERIA = {"auto": "loo", "loo": "loo", "gcv": "gcv", "evidence": "evidence"}
@@ -154,17 +155,19 @@ class Settings:
         network: What to start from.
         source: What to learn from.
         solving: How to fit.
-        baseline: Steps of plain fine-tuning to compare with; 0 for none.
+        compare: ``"probe"``, or ``"finetune"`` to compare with plain fine-tuning as well.
+        finetune_steps: Steps of each run of it.
         title: Title of the report; made from the data's name when empty.
 
     Raises:
-        InputError: ``baseline`` is negative, or a metric is to be cross-fitted.
+        InputError: ``compare`` is neither, there are no steps, or a metric is to be cross-fitted.
     """
 
     network: Network
     source: Source
     solving: Solving = field(default_factory=Solving)
-    baseline: int = 150
+    compare: str = "probe"
+    finetune_steps: int = 150
     title: str = ""
 
     def __post_init__(self) -> None:
@@ -174,12 +177,8 @@ class Settings:
                 expected="one of the two: every fold would have a metric of its own",
                 remedy="leave --metric or --cross-fit out",
             )
-        if self.baseline < 0:
-            raise InputError(
-                f"baseline steps are {self.baseline}",
-                expected="a positive number",
-                remedy="pass --no-baseline to leave the comparison out",
-            )
+        check.choice("compare", self.compare, COMPARED, LEAVE)
+        check.integer("finetune_steps", self.finetune_steps)
 
 
 def check_device(name: str) -> None:

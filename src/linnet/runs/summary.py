@@ -9,13 +9,13 @@ from typing import Any
 from linnet.report import Comparison
 from linnet.report.wording import duration, number, percent
 from linnet.runs.adaptation import Adaptation
-from linnet.runs.folder import SavedRun, save_run
+from linnet.runs.folder import SavedRun
 from linnet.runs.naming import lines_of
 from linnet.runs.pages import adaptation_page, write
 
 
 def keep_adaptation(found: Adaptation, out: Path, title: str) -> dict[str, Any]:
-    """Write an adaptation's run folder with its report.
+    """Write the report of an adaptation whose fit is kept already.
 
     Args:
         found: What was found.
@@ -39,7 +39,6 @@ def keep_adaptation(found: Adaptation, out: Path, title: str) -> dict[str, Any]:
         "seconds": dict(found.stages.seconds),
         "out": str(out),
     }
-    save_run(out, found.run)
     write(out, result, page)
     return result
 
