@@ -225,6 +225,27 @@ def test_the_verdict_is_told(workshop: Path) -> None:
     assert verdict in found["report"]["headline"][0]
 
 
+def test_an_interrupted_evaluation_keeps_the_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from linnet.runs import adaptation
+
+    solved, made = adaptation.solved, []
+    monkeypatch.setattr(adaptation, "solved", lambda *a: (made.append(a), solved(*a))[1])
+    with monkeypatch.context() as patch:
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(adaptation, "_predict_test", interrupt)
+        assert adapt(folder) == 130
+    kept = load_run(folder / "run").fit
+    words = ["--data", str(folder / "pictures.npz"), "--out", str(folder / "p.csv")]
+    assert cli.main(["predict", "--run", str(folder / "run"), *words]) == 0
+    assert adapt(folder) == 0
+    assert len(made) == 1  # the second run goes on from the fit of the first
+    assert torch.equal(load_run(folder / "run").fit.system.beta, kept.system.beta)
+    assert result(folder / "run")["scores"][0]["accuracy"] > 0.5
+
+
 def test_a_metric_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert adapt(folder, "--metric", "fisher") == 2
     assert "one of auto, none, kfac" in capsys.readouterr().err
@@ -430,7 +451,7 @@ def refused(
         (["--ridge", "best"], "ridge is 'best'"),
         (["--head", "new"], "head is 'new'"),
         (["--solver", "lu"], "solver"),
-        (["--memory", "20kB"], "need"),
+        (["--memory", "2kB"], "need"),
         (["--memory", "much"], "memory is 'much'"),
         (["--device", "abacus"], "device is 'abacus'"),
         (["--params", "nothing"], "params"),

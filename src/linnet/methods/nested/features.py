@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from linnet.errors import ModelError
 from linnet.linalg.space import ParameterSpace
-from linnet.methods.fitting.head import features, last_linear, replace_module
+from linnet.methods.fitting.head import features, last_linear, replace_module, zero_layer
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram, own_kernels
@@ -40,8 +40,7 @@ def with_random_heads(model: nn.Module, heads: int, seed: int) -> nn.Module:
     """
     clone = copy.deepcopy(getattr(model, "_orig_mod", model))  # torch.compile's wrapper
     name, old = last_linear(clone)
-    weight = old.weight
-    new = nn.Linear(old.in_features, heads, bias=False, device=weight.device, dtype=weight.dtype)
+    new = zero_layer(nn.Linear, old.in_features, heads, like=old.weight, bias=False)
     draws = torch.randn(new.weight.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     with torch.no_grad():
         new.weight.copy_(draws * old.in_features**-0.5)

@@ -134,6 +134,10 @@ class Choice:
             return f"The lower layers help: {less} than the linear probe."
         points = 100 * (self.taken.right.double() - self.probe.right.double())
         spread = float(points.std(correction=1)) / len(points) ** 0.5
+        if float(points.mean()) <= spread:
+            return (
+                f"The lower layers take part: {less} than the linear probe, and about as many right classes."
+            )
         return (
             f"The lower layers add {float(points.mean()):.1f} ± {spread:.1f} points to the linear probe's "
             f"{100 * float(self.probe.right.double().mean()):.1f} % by leave-one-out ({less})."
