@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import FileFormatError, InputError
+from linnet.params import path as checked_path
 
 FORMAT_VERSION = 1
 """Version of what is written; files of this version and of older ones are read."""
@@ -47,13 +48,7 @@ def as_path(value: Any, name: str = "directory") -> Path:
         >>> as_path("runs/first").name
         'first'
     """
-    if not isinstance(value, str | os.PathLike) or value == "":
-        raise InputError(
-            f"{name} is {'empty' if value == '' else type(value).__name__}",
-            expected="a path, as a string or a pathlib.Path",
-            remedy=f'pass {name}=pathlib.Path("runs/first"), or another path',
-        )
-    return Path(value)
+    return checked_path(name, value)
 
 
 def write_atomic(path: str | os.PathLike[str], writer: Callable[[Path], object]) -> Path:
@@ -75,7 +70,7 @@ def write_atomic(path: str | os.PathLike[str], writer: Callable[[Path], object])
         ...     write_atomic(Path(folder) / "note.txt", lambda p: p.write_text("whole")).read_text()
         'whole'
     """
-    path = Path(path)
+    path = checked_path("path", path)
     if path.is_dir():
         raise InputError(f"path {path} is a folder", expected="a file to write", remedy="add a file name")
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(6)}{_PARTIAL}{path.suffix}")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 import linnet
 from tests.hostile import small
@@ -190,7 +189,9 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "matrix-free": lambda: small.curvature("matrix-free"),
     "matrix-free Fisher": lambda: small.curvature("matrix-free", expectation="mc"),
     "matrix-free Hessian": lambda: small.curvature("matrix-free", matrix="hessian"),
-    "finite-difference": lambda: small.curvature("matrix-free", matrix="fisher", derivative="finite-difference"),
+    "finite-difference": lambda: small.curvature(
+        "matrix-free", matrix="fisher", derivative="finite-difference"
+    ),
     "RunningCurvature": small.running,
     "Gaussian": linnet.likelihoods.Gaussian,
     "HeteroscedasticGaussian": lambda: linnet.likelihoods.HeteroscedasticGaussian(psd="clip"),
@@ -199,14 +200,18 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "Poisson": linnet.likelihoods.Poisson,
     "Custom": small.custom,
     "Laplace": lambda: linnet.Laplace(small.net(), small.likelihood()).fit(small.classes()),
-    "Laplace (Gaussian)": lambda: linnet.Laplace(small.net(), linnet.likelihoods.Gaussian()).fit(small.regression()),
+    "Laplace (Gaussian)": lambda: linnet.Laplace(small.net(), linnet.likelihoods.Gaussian()).fit(
+        small.regression()
+    ),
     "LaplacePredictive": lambda: small.laplace().predict(small.x()),
     "GaussianPredictive": lambda: small.laplace_regression().predict(small.x()),
     "SampledPredictive": lambda: small.dropout().predict(small.x()),
-    "TangentGP": lambda: linnet.TangentGP(small.net(), linnet.likelihoods.Gaussian(), "function").fit(*small.regression()),
-    "TangentGP (parameter)": lambda: linnet.TangentGP(small.net(), linnet.likelihoods.Gaussian(), "parameter").fit(
+    "TangentGP": lambda: linnet.TangentGP(small.net(), linnet.likelihoods.Gaussian(), "function").fit(
         *small.regression()
     ),
+    "TangentGP (parameter)": lambda: linnet.TangentGP(
+        small.net(), linnet.likelihoods.Gaussian(), "parameter"
+    ).fit(*small.regression()),
     "TangentPredictive": small.tangent_predictive,
     "LinearPosterior": small.posterior,
     "continual.NonOnlineLaplace (saved)": small.restored,
@@ -320,8 +325,12 @@ METHODS: dict[str, Callable[[], Arguments]] = {
 }  # fmt: skip
 # Valid arguments that belong to the object whose method it is.
 OWN: dict[str, Callable[[Any], Arguments]] = {
-    "KroneckerPreconditioner.attach": lambda own: {"optimizer": small.make_optimizer(own.parameters.values())},
-    "optim.GaussNewton.add_param_group": lambda own: {"param_group": {"params": own.param_groups[0]["params"][:1]}},
+    "KroneckerPreconditioner.attach": lambda own: {
+        "optimizer": small.make_optimizer(own.parameters.values())
+    },
+    "optim.GaussNewton.add_param_group": lambda own: {
+        "param_group": {"params": own.param_groups[0]["params"][:1]}
+    },
 }
 LIKELIHOODS = ("Gaussian", "HeteroscedasticGaussian", "Categorical", "Bernoulli", "Poisson", "Custom")
 # Documented as products without checks, for solvers that checked once, or called by linnet alone.
@@ -404,7 +413,12 @@ def functions() -> Iterator[Door]:
 
 def _likelihood_arguments(name: str, parameters: Mapping[str, Any]) -> Arguments:
     f = small.normal(5, 2)
-    y = {"Categorical": small.labels(), "Bernoulli": torch.ones(5, 2), "Poisson": torch.ones(5, 2), "Custom": small.labels()}
+    y = {
+        "Categorical": small.labels(),
+        "Bernoulli": torch.ones(5, 2),
+        "Poisson": torch.ones(5, 2),
+        "Custom": small.labels(),
+    }
     y |= {"HeteroscedasticGaussian": small.normal(5, 1, seed=2)}
     found = {
         "f": f,
@@ -429,7 +443,11 @@ def of_objects() -> Iterator[Door]:
             static = inspect.getattr_static(kind, method)
             parameters = _parameters(getattr(static, "__func__", static), 1)
             given = next(
-                (METHODS[key] for key in (f"{name}.{method}", f"{name.split(' (')[0]}.{method}", method) if key in METHODS),
+                (
+                    METHODS[key]
+                    for key in (f"{name}.{method}", f"{name.split(' (')[0]}.{method}", method)
+                    if key in METHODS
+                ),
                 dict,
             )
 

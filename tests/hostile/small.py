@@ -41,7 +41,9 @@ def conv_net() -> nn.Module:
 
 def pooled_net() -> nn.Module:
     return _seeded(
-        lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 2))
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 2, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 2)
+        )
     )
 
 
@@ -315,7 +317,13 @@ def diagonal() -> Diagonal:
 def saved(kind: str) -> Path:
     """A folder of something that was saved."""
     folder = Path(mkdtemp(prefix="linnet-")) / kind
-    made = {"fit": fit, "curvature": lambda: curvature("kfac"), "laplace": laplace, "gp": gp, "finetuned": finetuned}
+    made = {
+        "fit": fit,
+        "curvature": lambda: curvature("kfac"),
+        "laplace": laplace,
+        "gp": gp,
+        "finetuned": finetuned,
+    }
     made[kind]().save(folder)
     return folder
 

@@ -84,9 +84,11 @@ def of_tensor(t: Tensor) -> dict[str, Make]:
         found["~wider"] = lambda: torch.cat([t, t], -1)
     if t.is_floating_point():
         found["~requires grad"] = lambda: t.detach().clone().requires_grad_()
-    return {
-        name: make for name, make in found.items() if name != f"~{str(t.dtype).removeprefix('torch.')}"
-    } if t.ndim else {"~meta": found["~meta"], "~complex": found["~complex"]}
+    return (
+        {name: make for name, make in found.items() if name != f"~{str(t.dtype).removeprefix('torch.')}"}
+        if t.ndim
+        else {"~meta": found["~meta"], "~complex": found["~complex"]}
+    )
 
 
 def wrong_for(valid: Any) -> dict[str, Make]:

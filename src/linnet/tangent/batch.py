@@ -93,7 +93,7 @@ def require_dense(tensor: Tensor, name: str) -> None:
         name: What the argument is called.
 
     Raises:
-        InputError: It is sparse or nested.
+        InputError: It is sparse or nested, or has no values.
 
     Example:
         >>> require_dense(torch.ones(2, 3), "x")
@@ -103,6 +103,12 @@ def require_dense(tensor: Tensor, name: str) -> None:
             f"{name} is a tensor of layout {tensor.layout}",
             expected="a dense tensor (N, ...)",
             remedy=f"pass {name}.to_dense()",
+        )
+    if tensor.device.type == "meta":
+        raise InputError(
+            f'{name} is a tensor on the device "meta", which has shapes and no values',
+            expected="a tensor with values",
+            remedy=f'make {name} on a device that keeps them, such as "cpu"',
         )
 
 
@@ -238,7 +244,7 @@ def _as_pair(data: Any) -> tuple[Inputs, Any]:
         return data.tensors[0], data.tensors[1]
     if isinstance(data, DataLoader):
         batches = [_two(batch, "a batch of the DataLoader") for batch in data]
-    elif isinstance(data, Dataset) or (hasattr(data, "__getitem__") and not isinstance(data, _NO_DATA_SETS)):
+    elif isinstance(data, Dataset) or (_has_items(data)):
         samples = [_two(data[i], f"sample {i} of the data set") for i in range(len(data))]  # type: ignore[arg-type]
         batches = [
             (map_tensors(lambda t: t[None], _tensorize(x)), named_tensor(y, "y")[None]) for x, y in samples
@@ -250,6 +256,12 @@ def _as_pair(data: Any) -> tuple[Inputs, Any]:
         raise DataError("data is empty: it yields no example", expected="at least one example", remedy=EMPTY)
     labels = [named_tensor(b[1], "y") for b in batches]
     return concatenate([b[0] for b in batches]), concatenate(labels)
+
+
+def _has_items(data: Any) -> bool:
+    """Whether it is an object that gives samples by position; a class of such objects is none."""
+    given = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return given and not isinstance(data, (*_NO_DATA_SETS, type))
 
 
 def _two(item: Any, name: str) -> tuple[Any, Any]:
@@ -267,7 +279,8 @@ def _length_of(item: Any) -> str:
     """The length of what has one, in words."""
     if isinstance(item, Tensor) and item.ndim == 0:
         return " without an axis"
-    return f" of length {len(item)}" if hasattr(item, "__len__") else ""
+    sized = hasattr(item, "__len__") and not isinstance(item, type)
+    return f" of length {len(item)}" if sized else ""
 
 
 def _tensorize(x: Any) -> Inputs:
