@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError
+from linnet.errors import InputError, LinnetError
 
 _Kind = TypeVar("_Kind")
 _SHOWN = 60  # characters of a value in an error: enough to recognize it
@@ -305,6 +305,39 @@ def function(name: str, value: Any, expected: str, remedy: str | None = None) ->
         called: Callable[..., Any] = value
         return called
     refuse(name, value, expected, remedy)
+
+
+def call(name: str, value: Callable[..., Any], *given: Any, expected: str, remedy: str | None = None) -> Any:
+    """What a function of the user's own returns; where it fails, which function it was.
+
+    Args:
+        name: What the function is called.
+        value: The function.
+        *given: Its arguments.
+        expected: What it has to be, in words.
+        remedy: What to do.
+
+    Returns:
+        What it returns.
+
+    Raises:
+        InputError: If it raises an error that is not linnet's own, which is then the cause.
+
+    Example:
+        >>> call("make", list, (1, 2), expected="a function")
+        [1, 2]
+    """
+    try:
+        return value(*given)
+    except Exception as error:  # whatever the user's code raises
+        if isinstance(error, LinnetError | torch.OutOfMemoryError):
+            raise
+        what = ", ".join(shown(one) for one in given)
+        raise InputError(
+            f"{name}({what}) failed with {type(error).__name__}: {error}",
+            expected,
+            remedy or f"call {name} on this yourself, and mend it or what it is given",
+        ) from error
 
 
 def tensor(name: str, value: Any, expected: str, remedy: str | None = None, convert: bool = True) -> Tensor:

@@ -18,6 +18,9 @@ from linnet.curvatures.stream import Batches
 from linnet.curvatures.treatments import EXPECTATION_ALIASES, resolve
 from linnet.errors import InputError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
+from linnet.params import choice, flag, integer
+from linnet.params import path as checked_path
+from linnet.params import seed as checked_seed
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -174,6 +177,7 @@ def _made(
     words = {"expectation": expectation, "sharing": sharing, "derivative": derivative, "method": method}
     _check_words(words, {"samples": samples, "rank": rank})
     _check_seed(seed)
+    flag("shard", shard)
     if "last-layer" in kinds:
         params, kinds = _last_layer(params, kinds)
     function = _functional(model, params, output)
@@ -217,6 +221,7 @@ def _names(wanted: Sequence[Any]) -> list[str]:
 
 def _resolve(wanted: Sequence[Any], expectation: str) -> tuple[list[Any], str]:
     """Structures and expectation in the engine's own words."""
+    choice("expectation", expectation, (*EXPECTATIONS, *EXPECTATION_ALIASES))
     implied = EXPECTATION_ALIASES.get(expectation, expectation)
     kinds: list[Any] = []
     for one in wanted:
@@ -247,29 +252,21 @@ WORDS = {
 def _check_words(words: Mapping[str, str], numbers: Mapping[str, int]) -> None:
     """Raise on values that are not listed."""
     for name, value in words.items():
-        if value not in WORDS[name]:
-            raise InputError(
-                f"{name}={value!r}",
-                expected=", ".join(f'"{one}"' for one in WORDS[name]),
-                remedy=f"leave {name}= out",
-            )
+        choice(name, value, WORDS[name])
     for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise InputError(f"{name}={number!r}", expected="a positive integer", remedy=f"leave {name}= out")
+        integer(name, number)
 
 
 def _check_seed(seed: Any) -> None:
     """Raise unless the seed is an integer."""
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise InputError(f"seed={seed!r}", expected="an integer", remedy="leave seed= out")
+    checked_seed("seed", seed)
 
 
 def _check_file(file: Any, kinds: Sequence[Any], matrix: str) -> None:
     """Raise on a file that is none, or that nothing would be written to."""
     if file is None:
         return
-    if not isinstance(file, str | Path):
-        raise InputError(f"file={file!r}", expected="a path", remedy='pass file="sums.safetensors"')
+    checked_path("file", file, 'pass file="sums.safetensors"')
     if matrix == "hessian" or any(kind in (*OPERATORS, "kfra") for kind in kinds):
         raise InputError(
             f"file={str(file)!r} with structure={[*kinds]!r} and matrix={matrix!r}",

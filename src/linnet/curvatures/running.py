@@ -31,10 +31,21 @@ from linnet.curvatures.layers import Layer
 from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.sums import Sums
-from linnet.curvatures.treatments import BY_LAYER, Structure, by_layer, make_sums, resolve, treatment
+from linnet.curvatures.treatments import (
+    BY_LAYER,
+    EXPECTATION_ALIASES,
+    Structure,
+    by_layer,
+    make_sums,
+    resolve,
+    treatment,
+)
 from linnet.errors import DataError, InputError
-from linnet.likelihoods.likelihood import Likelihood
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood
+from linnet.linalg.space import require_params
 from linnet.memory import parse_bytes
+from linnet.params import choice, flag, number
+from linnet.params import seed as checked_seed
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized
@@ -88,6 +99,8 @@ class RunningCurvature:
         decay: float = 0.95,
         seed: int = 0,
     ) -> None:
+        check_likelihood(likelihood)
+        choice("expectation", expectation, (*EXPECTATIONS, *EXPECTATION_ALIASES), 'pass "mc" if in doubt')
         if isinstance(structure, str):
             structure, expectation = resolve(structure, expectation)
         _check(structure, expectation, sharing, decay)
@@ -97,7 +110,7 @@ class RunningCurvature:
         else:
             self.function = model.function.copy() if isinstance(model, Linearized) else Functional(model)
         matrix = choose_matrix(likelihood, expectation, "auto")
-        self.expectation = Expectation(likelihood, expectation, matrix, 1, seed)
+        self.expectation = Expectation(likelihood, expectation, matrix, 1, checked_seed("seed", seed))
         self.batches = 0
         self.examples = torch.zeros((), dtype=torch.float64, device=self.function.device)
         self._assigned: list[tuple[Layer, str, str]] = []
@@ -126,6 +139,7 @@ class RunningCurvature:
             DataError: If the batch is empty, not finite, or lacks targets.
             ModelError: If the outputs are not finite.
         """
+        flag("shared", shared)
         rank, processes = world() if shared else (0, 1)
         whole = Batches(x if y is None else (x, y), self.function.device, max(1, batch_size(x))).first()
         self._prepare(whole)
@@ -232,10 +246,7 @@ class RunningCurvature:
             )
         own = float(self.examples)
         wanted = own if examples is None else examples
-        if isinstance(wanted, bool) or not isinstance(wanted, int | float) or not 0 < wanted < float("inf"):
-            raise InputError(
-                f"examples={examples!r}", expected="a positive number", remedy="leave examples= out"
-            )
+        wanted = number("examples", wanted, above=0)
         parts = []
         for i, (layer, how, note) in enumerate(self._assigned):
             block = _snapshot(self._second[i] if how == "ekfac" else self._first[i]).block()
@@ -263,6 +274,7 @@ class RunningCurvature:
         if isinstance(model, nn.Module):
             model = getattr(model, "_orig_mod", model)
             model = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        require_params(model, "model")
         kept = {key: self.function.cache[key] for key in KEPT if key in self.function.cache}
         self.function.moved(model, in_place=True)
         self.function.cache.update(kept)
@@ -293,6 +305,7 @@ class RunningCurvature:
         Raises:
             InputError: If the averages belong to another network or structure.
         """
+        require_params(state, "state")
         self._first, self._second, self._basis = [], {}, {}
         if int(state.get("batches", 1)):
             self._prepare(Batches(x, self.function.device, max(1, batch_size(x))).first())
@@ -358,12 +371,8 @@ def _check(structure: Structure, expectation: str, sharing: str, decay: Any) -> 
             expected='"exact", "mc", "random-projection" or "empirical"',
             remedy='pass expectation="mc" if in doubt',
         )
-    if sharing not in ("expand", "reduce"):
-        raise InputError(f"sharing={sharing!r}", expected='"expand" or "reduce"', remedy="leave sharing= out")
-    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
-        raise InputError(
-            f"decay={decay!r}", expected="a number above 0, at most 1", remedy="pass decay=1.0 for plain sums"
-        )
+    choice("sharing", sharing, ("expand", "reduce"))
+    number("decay", decay, above=0, most=1, remedy="pass decay=1.0 for plain sums")
 
 
 def _snapshot(statistic: Sums, empty: bool = False) -> Sums:

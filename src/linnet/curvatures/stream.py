@@ -23,6 +23,7 @@ from linnet.tangent.batch import (
     check_finite,
     gather_data,
     map_tensors,
+    require_dense,
     split,
     take,
     tensors_in,
@@ -271,6 +272,8 @@ def _read(data: Any, indices: range) -> tuple[Inputs, Tensor | None]:
 
 def _moved(x: Inputs, y: Tensor | None, device: torch.device | None) -> tuple[Inputs, Tensor | None]:
     """A batch on the device, of tensors that autograd may keep."""
+    for tensor in tensors_in((x, y)):
+        require_dense(tensor, "data")
     return map_tensors(lambda t: usable(t, device), x), None if y is None else usable(y, device)
 
 

@@ -14,7 +14,7 @@ from linnet.likelihoods.definite import Psd, positive_root, require_psd
 from linnet.likelihoods.discrete import draw_classes
 from linnet.likelihoods.distribution import Moments, first_of, flatten_positions, require_axis
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.params import flag, function, refuse, tensor
+from linnet.params import call, flag, function, refuse, tensor
 
 _PROBED = 4  # positions on which a claim of canonicity is tested
 
@@ -185,14 +185,8 @@ class Custom(Likelihood):
 
     def _values(self, flat: Tensor, labels: Tensor) -> Tensor:
         """The function's values (M,), checked."""
-        try:
-            values = self._function(flat, labels)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            raise InputError(
-                f"nll failed for outputs {tuple(flat.shape)} and labels {tuple(labels.shape)}: {error}",
-                expected="a function from outputs (M, C) and labels (M, ...) to numbers (M,)",
-                remedy="check that f and y are what nll was written for",
-            ) from error
+        expected = "a function from outputs (M, C) and labels (M, ...) to numbers (M,)"
+        values = call("nll", self._function, flat, labels, expected=expected)
         if not isinstance(values, Tensor) or values.shape != flat.shape[:1]:
             got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise InputError(

@@ -49,6 +49,8 @@ def require_axis(axis: Any) -> int:
 
 def require_tensor(y: Any) -> None:
     """Raise unless labels are a tensor."""
+    if isinstance(y, Tensor) and y.is_complex():
+        raise DataError(f"y has type {y.dtype}", expected="real targets", remedy="pass y.real")
     tensor("y", y, "a dense tensor of labels", convert=False)
 
 

@@ -21,6 +21,7 @@ from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.methods.continual.method import Prepare
 from linnet.methods.continual.parameters import computing_type, same_random_state, unwrapped
 from linnet.methods.continual.precision import Block
+from linnet.params import call, function
 from linnet.tangent.batch import Inputs, concatenate
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
@@ -150,8 +151,9 @@ class Recipe:
                 remedy="pass output= to linnet.linearize",
             )
         if prepare is not None:
+            function("prepare", prepare, "a function that makes a network serve the task")
             network = copy.deepcopy(network)
-            prepare(network)
+            call("prepare", prepare, network, expected="a function that makes a network serve the task")
         return network, self.options.get("output") if output is None else output
 
     def function(self, network: nn.Module, adapter: OutputAdapter) -> Callable[[Inputs], Tensor]:

@@ -21,6 +21,7 @@ from linnet.methods.continual.precision import Precision
 from linnet.methods.continual.quadratic import Quadratic, moved_anchor, moved_term
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.optim.preconditioner import KroneckerPreconditioner
+from linnet.params import number, refuse
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.selection import Selector, select_parameters
@@ -448,12 +449,9 @@ def _prior_anchor(model: nn.Module, mean: PriorMean, params: Selector, prior: fl
     elif mean == "initial":
         anchor = values
     elif isinstance(mean, int | float) and not isinstance(mean, bool):
-        anchor = {name: torch.full_like(value, float(mean)) for name, value in values.items()}
+        center = number("prior_mean", mean)
+        anchor = {name: torch.full_like(value, center) for name, value in values.items()}
     else:
-        raise InputError(
-            f"prior_mean={mean!r}",
-            expected='None, "initial", a number, or tensors by name',
-            remedy="leave prior_mean= out",
-        )
+        refuse("prior_mean", mean, 'None, "initial", a number, or tensors by name')
     reached = {name: tuple(value.shape) for name, value in anchor.items()}
     return Quadratic(anchor, Precision(prior=prior, reached=reached))

@@ -36,6 +36,8 @@ from linnet.methods.laplace.scores import Scorer
 from linnet.methods.laplace.state import State, expanded
 from linnet.methods.laplace.tune import METHODS, Search, tuned
 from linnet.methods.laplace.union import union
+from linnet.params import choice, flag, instance
+from linnet.params import seed as checked_seed
 from linnet.tangent.batch import Inputs, check_examples
 from linnet.tangent.modes import in_exact_mode
 
@@ -146,6 +148,7 @@ class Laplace:
             >>> halves.fit((x[4:], x[4:, :1]), add=True).examples
             8.0
         """
+        flag("add", add)
         require_origin(self._model)
         before = self._state if add else None
         options = dict(self._options)
@@ -411,12 +414,7 @@ class Laplace:
             InputError: If the arguments do not go together, or data are missing.
         """
         state = self._fitted
-        if method not in METHODS:
-            raise InputError(
-                f"method={method!r}",
-                expected=", ".join(f'"{one}"' for one in METHODS),
-                remedy='pass "evidence"',
-            )
+        choice("method", method, METHODS, 'pass "evidence"')
         if (data is None) != (method == "evidence"):
             raise InputError(
                 f"tune({method!r}) {'without' if data is None else 'with'} data",
@@ -426,6 +424,12 @@ class Laplace:
         groups, at = state.groups, state.hyper
         if prior is not None and prior != groups.form:
             groups, at = expanded(state, prior)
+        for name, word in (("search", search), ("prior", prior)):
+            if word is not None:
+                instance(name, word, str, "a word, as help(linnet.Laplace.tune) lists them")
+        if noise is not None:
+            flag("noise", noise)
+        checked_seed("seed", seed)
         follow = data_scale is True
         by_grid = method == "grid" or (method == "loo" and not follow)
         kind = search or ("grid" if by_grid else "gradient")

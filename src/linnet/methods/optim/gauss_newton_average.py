@@ -10,6 +10,7 @@ from linnet.curvatures.treatments import ALIASES, Structure, resolve
 from linnet.errors import InputError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.methods.optim.gauss_newton_settings import Settings
+from linnet.params import instance
 from linnet.tangent.functional import Functional
 
 Average = RunningCurvature | RunningRecursion
@@ -64,6 +65,8 @@ def running_arguments(structure: Structure, expectation: str | None) -> tuple[St
         raise InputError(
             f"structure={structure!r}", expected="a structure, or a mapping of them", remedy='pass "kfac"'
         )
+    if expectation is not None:
+        instance("expectation", expectation, str, "a word, as linnet.curvature takes it")
     if not isinstance(structure, str):
         return structure, expectation or "mc"
     named = ALIASES.get(structure.lower(), (structure, None))[1]

@@ -30,6 +30,7 @@ from linnet.methods.spectrum.kernel_matrix import (
     tangent_of,
     values_of_one,
 )
+from linnet.params import choice, flag, integer, tensor
 from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, map_tensors, split
 from linnet.tangent.captured import Outputs
 from linnet.tangent.functional import Functional
@@ -133,6 +134,7 @@ class Eigenfunctions:
             DataError: If y holds NaN or infinite values.
             InputError: If k is out of range, or a target is zero.
         """
+        flag("squared", squared)
         k = self.k if k is None else k
         check_count(k, self.k, "the eigenfunctions that were computed")
         values = self._targets(y)
@@ -187,8 +189,8 @@ class Eigenfunctions:
         Source:
             Ortiz-Jimenez et al., NeurIPS 2021, supplement B, "Binarization".
         """
-        if labels not in ("signs", "classes"):
-            raise InputError(f"labels={labels!r}", '"signs" or "classes"', "leave labels= out for signs")
+        choice("labels", labels, ("signs", "classes"), "leave labels= out for signs")
+        integer("index", index, 0, self.k - 1, "compute more eigenfunctions with k=")
         chosen = self._chosen([index])
         phi = (self.vectors[..., chosen] if x is None else self(x, chosen))[..., 0]
         is_positive = phi >= 0
@@ -198,7 +200,7 @@ class Eigenfunctions:
     def _targets(self, y: Tensor) -> FunctionValues:
         """Targets as functions on the examples."""
         n, shape = self.vectors.shape[0], tuple(self.vectors.shape[1:-1]) or (1,)
-        y = torch.as_tensor(y).to(self.vectors.device)
+        y = tensor("y", y, "targets of the examples").to(self.vectors.device)
         if y.ndim == 0 or y.shape[0] != n:
             raise InputError(
                 f"y has shape {tuple(y.shape)}",
@@ -210,12 +212,14 @@ class Eigenfunctions:
 
     def _chosen(self, indices: Sequence[int] | Tensor | None) -> Tensor:
         """Indices as a tensor, checked."""
-        chosen = torch.arange(self.k) if indices is None else torch.as_tensor(indices).flatten()
-        wrong = chosen.is_floating_point() or bool(((chosen < 0) | (chosen >= self.k)).any())
+        expected = f"integers from 0 to {self.k - 1}"
+        chosen = torch.arange(self.k) if indices is None else tensor("indices", indices, expected).flatten()
+        wrong = not chosen.numel() or chosen.is_floating_point() or chosen.dtype == torch.bool
+        wrong = wrong or bool(((chosen < 0) | (chosen >= self.k)).any())
         if wrong:
             raise InputError(
                 f"indices holds {chosen.tolist()}",
-                expected=f"integers from 0 to {self.k - 1}",
+                expected=expected,
                 remedy="compute more eigenfunctions with k=",
             )
         return chosen.to(self.vectors.device)
