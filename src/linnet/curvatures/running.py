@@ -44,7 +44,7 @@ from linnet.errors import DataError, InputError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.space import require_params
 from linnet.memory import parse_bytes
-from linnet.params import choice, flag, number
+from linnet.params import choice, flag, instance, integer, number
 from linnet.params import seed as checked_seed
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
 from linnet.tangent.functional import Functional
@@ -140,6 +140,8 @@ class RunningCurvature:
             ModelError: If the outputs are not finite.
         """
         flag("shared", shared)
+        if seen is not None:
+            instance("seen", seen, ChainPass, "a forward pass of linnet's own")
         rank, processes = world() if shared else (0, 1)
         whole = Batches(x if y is None else (x, y), self.function.device, max(1, batch_size(x))).first()
         self._prepare(whole)
@@ -307,7 +309,7 @@ class RunningCurvature:
         """
         require_params(state, "state")
         self._first, self._second, self._basis = [], {}, {}
-        if int(state.get("batches", 1)):
+        if integer("state['batches']", state.get("batches", 1), 0):
             self._prepare(Batches(x, self.function.device, max(1, batch_size(x))).first())
             factors = {i: s for i, s in enumerate(self._first) if self._assigned[i][1] == "ekfac"}
             _fill(factors, state, "basis")
@@ -315,8 +317,8 @@ class RunningCurvature:
         _match({"examples", "batches"} | self._names(), set(state))
         for kind, sums in self._groups():
             _fill(sums, state, kind)
-        self.examples.copy_(state["examples"])
-        self.batches = int(state["batches"])
+        self.examples.fill_(number("state['examples']", state["examples"], least=0))
+        self.batches = integer("state['batches']", state["batches"], 0)
 
     def _groups(self) -> list[tuple[str, dict[int, Sums]]]:
         """All statistics, by kind and layer."""

@@ -245,7 +245,7 @@ def _as_pair(data: Any) -> tuple[Inputs, Any]:
     if isinstance(data, DataLoader):
         batches = [_two(batch, "a batch of the DataLoader") for batch in data]
     elif isinstance(data, Dataset) or (_has_items(data)):
-        samples = [_two(data[i], f"sample {i} of the data set") for i in range(len(data))]  # type: ignore[arg-type]
+        samples = [_two(data[i], f"sample {i} of the data set") for i in range(len(data))]
         batches = [
             (map_tensors(lambda t: t[None], _tensorize(x)), named_tensor(y, "y")[None]) for x, y in samples
         ]

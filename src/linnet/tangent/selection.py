@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from linnet.errors import InputError, ModelError
+from linnet.params import call
 
 Selector = str | Sequence[str] | nn.Module | Callable[[str, nn.Parameter], bool] | None
 
@@ -74,8 +75,9 @@ def _chosen(model: nn.Module, named: dict[str, nn.Parameter], params: Selector) 
     if isinstance(params, nn.Module):
         inside = {id(p) for p in params.parameters()}
         return {n for n, p in named.items() if id(p) in inside}
-    if callable(params):
-        return {n for n, p in named.items() if params(n, p)}
+    if callable(params) and not isinstance(params, type):
+        expected = "a predicate of a name and a parameter"
+        return {n for n, p in named.items() if call("params", params, n, p, expected=expected)}
     if not isinstance(params, Sequence):
         raise InputError(
             f"params={params!r} is {type(params).__name__}",

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError
+from linnet.params import instance, number
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.rectifiers import CALLS, RELU, CappedLeakyReLU, Leaking, make_leaking, mentions
@@ -172,6 +173,7 @@ def report(model: nn.Module) -> SurgeryReport:
         >>> isinstance(report(leaky_relu(net)), SurgeryReport)
         True
     """
+    instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
     for module in model.modules():
         found = getattr(module, RECORD, None)
         if isinstance(found, SurgeryReport):
@@ -189,15 +191,14 @@ def _check(model: nn.Module, slope: float, keep: Collection[str]) -> None:
         raise InputError(
             f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
         )
-    if isinstance(slope, bool) or not isinstance(slope, int | float) or not 0 < slope <= 1:
-        raise InputError(f"slope={slope!r}", expected="a number in (0, 1]", remedy="leave slope= out for 0.2")
+    number("slope", slope, above=0, most=1, remedy="leave slope= out for 0.2")
     if any(hasattr(module, RECORD) for module in model.modules()):
         raise InputError(
             "model had surgery before",
             expected="a network with its own activations",
             remedy="pass the network as it was before linnet.surgery.leaky_relu",
         )
-    if not isinstance(keep, Collection):
+    if not isinstance(keep, Collection) or isinstance(keep, Tensor):
         raise InputError(
             f"keep is {type(keep).__name__}",
             expected="a list of names of modules of the network",

@@ -16,6 +16,7 @@ from torch import Tensor
 from linnet.curvatures.parts import Part
 from linnet.errors import InputError
 from linnet.linalg.space import ParameterSpace
+from linnet.params import shown, tensor
 
 FORMS = ("isotropic", "layer", "parameter")
 VECTOR_STRUCTURES = ("full", "block", "diagonal", "low-rank")  # exact with a precision for each parameter
@@ -214,20 +215,17 @@ def check_prior(given: Any) -> None:
     """
     for name, value in given.items() if isinstance(given, Mapping) else [("", given)]:
         where = f"prior_precision[{name!r}]" if name else "prior_precision"
-        try:
-            found = torch.as_tensor(value).detach()
-            good = found.numel() > 0 and found.dtype != torch.bool and not found.is_complex()
-            numbers = found.double() if good else torch.empty(0)
-        except (TypeError, ValueError, RuntimeError):
-            numbers, good = torch.empty(0), False
+        expected = (
+            "positive numbers: with a precision of zero the prior has no density, and what the data leave "
+            "undetermined would be infinitely uncertain"
+        )
+        remedy = 'pass a small positive number, or tune it: .tune("evidence")'
+        found = tensor(where, value, expected, remedy).detach()
+        numbers = found.double()
+        good = found.numel() > 0 and found.dtype != torch.bool
         if not good or not bool((numbers > 0).all() & numbers.isfinite().all()):
-            shown = f"holds {float(numbers.min()):.4g}" if numbers.numel() > 1 else f"is {value!r}"
-            raise InputError(
-                f"{where} {shown}",
-                expected="positive numbers: with a precision of zero the prior has no density, and what the "
-                "data leave undetermined would be infinitely uncertain",
-                remedy='pass a small positive number, or tune it: .tune("evidence")',
-            )
+            what = f"holds {float(numbers.min()):.4g}" if numbers.numel() > 1 else f"is {shown(value)}"
+            raise InputError(f"{where} {what}", expected, remedy)
 
 
 def make_mean(given: Any, space: ParameterSpace, device: torch.device) -> Tensor:

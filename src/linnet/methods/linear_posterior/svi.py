@@ -99,7 +99,7 @@ class Schedule:
 def _minibatches(n: int, size: int, source: torch.Generator | None) -> Iterator[Tensor]:
     """Every example once, in random order."""
     device = source.device if source else torch.device("cpu")
-    yield from torch.randperm(n, generator=source, device=device).cpu().split(size)
+    yield from torch.randperm(n, generator=source, device=device).cpu().split(min(size, n))
 
 
 def divergence(mean: Tensor, deviation: Tensor, precision: float) -> Tensor:
