@@ -157,6 +157,13 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "surgery.SquareRootPooling": dict,
 }  # fmt: skip
 
+# Plain tuples of settings are checked by what takes them, and tried there.
+TAKERS: dict[str, Callable[..., Any]] = {
+    "optim.Damping": lambda **given: linnet.optim.GaussNewton(
+        small.net(), small.likelihood(), damping=linnet.optim.Damping(**given)
+    ),
+    "optim.Settings": lambda **given: linnet.optim.GaussNewton(small.net(), small.likelihood(), **given),
+}
 # Options that a callable takes as **keywords.
 CURVATURE_OPTIONS: dict[str, Any] = {
     "expectation": "exact", "sharing": "expand", "matrix": "auto", "params": None, "output": None, "samples": 1,
@@ -399,9 +406,9 @@ def methods(kind: type) -> Iterator[str]:
 def functions() -> Iterator[Door]:
     """A door for every public function and every class that users construct."""
     for name, given in FUNCTIONS.items():
-        target = public(name)
+        target = TAKERS.get(name, public(name))
         options = OPTIONS[name]() if name in OPTIONS else {}
-        parameters = _parameters(target, 0)
+        parameters = _parameters(public(name), 0)
 
         def make(
             target: Any = target, given: Any = given, parameters: Any = parameters

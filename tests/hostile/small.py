@@ -1,4 +1,4 @@
-"""The smallest objects that every public callable can be tried with: 5 examples, 3 inputs, 2 outputs, P = 26."""
+"""The smallest objects to try every public callable with: 5 examples, 3 inputs, 2 outputs, P = 26."""
 
 from __future__ import annotations
 

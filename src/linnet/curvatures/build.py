@@ -12,19 +12,20 @@ from torch import nn
 from linnet.curvatures.accumulate import Watch
 from linnet.curvatures.distributed import world
 from linnet.curvatures.engine import Request, by_structure
-from linnet.curvatures.expectation import EXPECTATIONS, Expectation, choose_matrix
+from linnet.curvatures.expectation import EXPECTATIONS, MATRICES, Expectation, choose_matrix
 from linnet.curvatures.operators import matrix_free, whole
 from linnet.curvatures.stream import Batches
 from linnet.curvatures.treatments import EXPECTATION_ALIASES, resolve
 from linnet.errors import InputError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
-from linnet.params import choice, flag, integer
+from linnet.memory import parse_bytes
+from linnet.params import choice, flag, integer, refuse
 from linnet.params import path as checked_path
 from linnet.params import seed as checked_seed
-from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.selection import Selector
+from linnet.tangent.selection import Selector, check_selector
 
 OPERATORS = ("matrix-free", "low-rank")
 
@@ -247,6 +248,39 @@ WORDS = {
     "derivative": ("exact", "finite-difference"),
     "method": ("lanczos", "randomized"),
 }
+
+
+def check_options(structure: Any, options: Mapping[str, Any]) -> None:
+    """Raise on keywords of :func:`curvature` that cannot work, before there are data to try them on.
+
+    Args:
+        structure: The structure.
+        options: Other keywords, those of them that are given.
+
+    Raises:
+        InputError: If a value is not one of those listed, or of another kind.
+
+    Example:
+        >>> check_options("kfac", {"samples": 2})
+    """
+    if not isinstance(structure, str | Mapping) or not structure:
+        refuse("structure", structure, "a structure, or a mapping of them", 'pass structure="kfac"')
+    expectation = options.get("expectation", "exact")
+    choice("expectation", expectation, (*EXPECTATIONS, *EXPECTATION_ALIASES))
+    if isinstance(structure, str):
+        resolve(structure, expectation)
+    _check_words({name: options[name] for name in ("sharing", "method") if name in options}, {})
+    choice("matrix", options.get("matrix", "auto"), ("auto", *MATRICES))
+    for name in ("samples", "rank", "block"):
+        if name in options and not (name == "block" and options[name] is None):
+            integer(name, options[name])
+    _check_seed(options.get("seed", 0))
+    flag("shard", options.get("shard", True))
+    parse_bytes(options.get("memory"))
+    check_output(options.get("output"))
+    check_selector(options.get("params"))
+    if options.get("file") is not None:
+        checked_path("file", options["file"])
 
 
 def _check_words(words: Mapping[str, str], numbers: Mapping[str, int]) -> None:

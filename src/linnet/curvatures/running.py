@@ -44,9 +44,9 @@ from linnet.errors import DataError, InputError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.space import require_params
 from linnet.memory import parse_bytes
-from linnet.params import choice, flag, instance, integer, number
+from linnet.params import choice, flag, instance, integer, number, refuse
 from linnet.params import seed as checked_seed
-from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
+from linnet.tangent.batch import Inputs, batch_size, example_shapes, take, tensors_in
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -100,6 +100,8 @@ class RunningCurvature:
         seed: int = 0,
     ) -> None:
         check_likelihood(likelihood)
+        if not isinstance(structure, str | Mapping) or not structure:
+            refuse("structure", structure, "a structure, or a mapping of them", 'pass structure="kfac"')
         choice("expectation", expectation, (*EXPECTATIONS, *EXPECTATION_ALIASES), 'pass "mc" if in doubt')
         if isinstance(structure, str):
             structure, expectation = resolve(structure, expectation)
@@ -117,6 +119,7 @@ class RunningCurvature:
         self._first: list[Sums] = []
         self._second: dict[int, EigenvalueSums | RowEigenvalueSums] = {}
         self._sizes: dict[Any, tuple[int, int]] = {}
+        self._kinds: set[Any] = set()
         self._basis: dict[int, Sums] = {}  # the factors that the bases were made of
 
     # -- averaging -------------------------------------------------------------------------------
@@ -145,6 +148,7 @@ class RunningCurvature:
         rank, processes = world() if shared else (0, 1)
         whole = Batches(x if y is None else (x, y), self.function.device, max(1, batch_size(x))).first()
         self._prepare(whole)
+        self._check_kind(whole)
         batch = replace(whole, index=self.batches * processes + rank)
         corrected = [i for i, (_, how, _) in enumerate(self._assigned) if how == "ekfac"]
         if corrected and self._second and self.batches % RENEWAL == 0:
@@ -170,6 +174,13 @@ class RunningCurvature:
                 if i in self._second:
                     _carry(self._second[i], new)
                 self._second[i], self._basis[i] = new, first
+
+    def _check_kind(self, batch: Batch) -> None:
+        """Raise if a batch of another shape or type than any before it cannot be run on."""
+        kind = tuple((t.shape[1:], t.dtype) for t in tensors_in(batch.x))
+        if kind not in self._kinds:
+            self.function.check_runs(take(batch.x, slice(0, 1)))
+            self._kinds.add(kind)
 
     def _prepare(self, batch: Batch) -> None:
         """Find the layers, on the first batch."""

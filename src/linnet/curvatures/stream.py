@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from linnet.errors import DataError, InputError
+from linnet.params import integer
 from linnet.tangent.batch import (
     EMPTY,
     Inputs,
@@ -104,8 +105,8 @@ class Batches:
     def __init__(
         self, data: Any, device: torch.device | None, block: int | None = None, rank: int = 0, world: int = 1
     ) -> None:
-        if block is not None and (isinstance(block, bool) or not isinstance(block, int) or block < 1):
-            raise InputError(f"block={block!r}", expected="a positive integer", remedy="leave block= out")
+        if block is not None:
+            block = integer("block", block)
         self.device, self.block, self.rank, self.world = device, block, rank, world
         self._streamed = isinstance(data, DataLoader) or (
             isinstance(data, Dataset) and not isinstance(data, TensorDataset)

@@ -146,6 +146,8 @@ class ParameterSpace:
         Returns:
             ``flat`` itself, or Params when ``like`` is Params.
         """
+        if not isinstance(like, Tensor):
+            require_params(like, "like")
         return flat if isinstance(like, Tensor) else self.to_params(flat)
 
     def _checked(self, flat: Tensor) -> Tensor:

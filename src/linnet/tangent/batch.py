@@ -202,6 +202,8 @@ def gather_data(
     """
     x, y = _as_pair(data)
     y = named_tensor(y, "y")
+    if y.is_complex():
+        raise DataError(f"y has type {y.dtype}", "real targets", "pass y.real, or its parts as two outputs")
     if batch_size(x) == 0:
         raise DataError("data is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
     if y.ndim == 0 or y.shape[0] != batch_size(x):

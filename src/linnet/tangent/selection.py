@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from linnet.errors import InputError, ModelError
-from linnet.params import call
+from linnet.params import call, refuse
 
 Selector = str | Sequence[str] | nn.Module | Callable[[str, nn.Parameter], bool] | None
 
@@ -64,6 +64,25 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
                 remedy="leave it out with params=, or store its real and imaginary parts",
             )
     return [name for name in named if name in chosen]
+
+
+def check_selector(params: Any) -> None:
+    """Raise unless it can say which parameters take part, before there is a network to ask.
+
+    Args:
+        params: Anything.
+
+    Raises:
+        InputError: It is no keyword, regular expression, list of names, module or predicate.
+
+    Example:
+        >>> check_selector("last-layer")
+    """
+    names = isinstance(params, list | tuple) and bool(params) and all(isinstance(n, str) for n in params)
+    predicate = callable(params) and not isinstance(params, type)
+    if not (params is None or isinstance(params, str | nn.Module) or names or predicate):
+        expected = "a keyword, regular expression, list of names, module or predicate"
+        refuse("params", params, expected, 'pass params="all" for every parameter')
 
 
 def _chosen(model: nn.Module, named: dict[str, nn.Parameter], params: Selector) -> set[str]:

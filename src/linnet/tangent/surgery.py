@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError
-from linnet.params import instance, number
+from linnet.params import flag, instance, number
 from linnet.tangent.batch import Inputs
-from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.rectifiers import CALLS, RELU, CappedLeakyReLU, Leaking, make_leaking, mentions
 
 RECORD = "_linnet_surgery"  # attribute of a network after surgery: its report
@@ -128,7 +128,8 @@ def leaky_relu(
         (LeakyReLU(negative_slope=0.2), ReLU())
     """
     model = getattr(model, "_orig_mod", model)
-    _check(model, slope, keep)
+    _check(model, slope, keep, clamps)
+    check_output(output)
     function = Functional(model, output=output, params=None) if example is not None else None
     if function is not None:
         function.check_runs(example)
@@ -185,13 +186,14 @@ def report(model: nn.Module) -> SurgeryReport:
     )
 
 
-def _check(model: nn.Module, slope: float, keep: Collection[str]) -> None:
+def _check(model: nn.Module, slope: float, keep: Collection[str], clamps: bool) -> None:
     """Raise on arguments that cannot work."""
     if not isinstance(model, nn.Module):
         raise InputError(
             f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
         )
     number("slope", slope, above=0, most=1, remedy="leave slope= out for 0.2")
+    flag("clamps", clamps)
     if any(hasattr(module, RECORD) for module in model.modules()):
         raise InputError(
             "model had surgery before",

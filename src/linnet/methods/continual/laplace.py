@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.errors import InputError, ModelError
@@ -21,8 +22,9 @@ from linnet.methods.continual.precision import Precision
 from linnet.methods.continual.quadratic import Quadratic, moved_anchor, moved_term
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.optim.preconditioner import KroneckerPreconditioner
-from linnet.params import number, refuse
-from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.params import function, number, refuse
+from linnet.tangent.batch import gather_data
+from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.selection import Selector, select_parameters
 
@@ -404,6 +406,15 @@ class NonOnlineLaplace(ContinualMethod):
                 f"remember() with the data of all {self.tasks} past tasks at hand",
                 expected="a task that was consolidated before the state was saved",
                 remedy="call consolidate(data) for a new task",
+            )
+        check_output(output)
+        if prepare is not None:
+            function("prepare", prepare, "a function that makes a network serve the task")
+        if isinstance(data, tuple | list):
+            gather_data(data)
+        elif not isinstance(data, Dataset | DataLoader):
+            refuse(
+                "data", data, "an (x, y) pair, a Dataset or a DataLoader of such pairs", "pass data=(x, y)"
             )
         self._past.append(PastTask(data, output, prepare))
 

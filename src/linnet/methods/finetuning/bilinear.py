@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from linnet.errors import InputError, ModelError
 from linnet.methods.fitting.head import last_linear, replace_module, with_head
 from linnet.methods.fitting.targets import ALPHA
-from linnet.params import choice, integer, number, refuse, tensor
+from linnet.params import call, choice, integer, number, refuse, tensor
 from linnet.tangent.batch import gather_data, split, take
 from linnet.tangent.functional import Functional
 
@@ -389,7 +390,8 @@ def _maps(network: BilinearNetwork, x: Any) -> Tensor:
     frozen = Functional(network, params="all")
     arguments = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), {})
     assert isinstance(frozen.model, BilinearNetwork)
-    return frozen.model.maps(*arguments[0], **arguments[1])
+    maps = partial(frozen.model.maps, *arguments[0], **arguments[1])
+    return cast("Tensor", call("model", maps, expected="a network that can run on x"))
 
 
 @torch.no_grad()

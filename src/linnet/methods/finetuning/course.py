@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.methods.fitting.arguments import check_count
 from linnet.methods.fitting.targets import make_targets
-from linnet.params import choice, number
+from linnet.params import choice, flag, integer, number
+from linnet.params import seed as checked_seed
 
 OPTIMIZERS = ("sgd", "adam")
 SCHEDULES = ("constant", "cosine")
@@ -127,12 +127,10 @@ class Course:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "evaluate_every"):
-            check_count(name, getattr(self, name))
-        seed: Any = self.seed
-        if isinstance(seed, bool) or not isinstance(seed, Integral):
-            raise InputError(f"seed={seed!r}", expected="an integer", remedy="leave seed= out for 0")
-        if self.keep not in ("last", "best"):
-            raise InputError(f"keep={self.keep!r}", expected='"last" or "best"', remedy="leave keep= out")
+            object.__setattr__(self, name, integer(name, getattr(self, name)))
+        object.__setattr__(self, "seed", checked_seed("seed", self.seed))
+        choice("keep", self.keep, ("last", "best"))
+        flag("training_mode", self.training_mode)
 
 
 @dataclass(frozen=True)

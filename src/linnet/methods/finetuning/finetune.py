@@ -29,7 +29,7 @@ from linnet.methods.finetuning.recipes import (
 )
 from linnet.methods.fitting.arguments import check_count, check_positive, check_ridge
 from linnet.methods.fitting.targets import ALPHA
-from linnet.params import flag, function, instance, integer
+from linnet.params import flag, function, instance, integer, number
 from linnet.params import path as checked_path
 from linnet.params import seed as checked_seed
 from linnet.tangent.functional import OutputAdapter
@@ -173,6 +173,7 @@ def finetune(
         >>> tuned.predict(x).shape
         torch.Size([40, 2])
     """
+    number("weight_decay", weight_decay, least=0)
     recipe = recipe_for(method, loss, activation, preconditioner, optimizer)
     device = _device(model)
     examples = Examples(data, device)

@@ -19,7 +19,7 @@ from linnet.methods.fitting.head import with_head
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.params import integer
 from linnet.tangent.batch import Inputs, check_examples, map_tensors, split
-from linnet.tangent.functional import OutputAdapter
+from linnet.tangent.functional import OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.surgery import leaky_relu
 
@@ -200,6 +200,7 @@ def load_finetuned(directory: str | Path, model: nn.Module, output: OutputAdapte
             remedy="pass a network of the architecture that was given to linnet.finetune",
         )
     path = as_path(directory) / f"{KIND}.safetensors"
+    check_output(output)
     tensors, metadata = load_tensors(path, KIND)
     if metadata["custom_output"] and not callable(output):
         raise InputError(

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.curvatures.build import watched
+from linnet.curvatures.build import check_options, watched
 from linnet.curvatures.curvature import Curvature
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
-from linnet.linalg.random import Seed
+from linnet.linalg.random import Seed, make_generator
+from linnet.memory import parse_bytes
 from linnet.methods.fitting.arguments import check_count, check_positive
 from linnet.methods.laplace.evidence import Tuned
 from linnet.methods.laplace.files import write_posterior
@@ -31,7 +32,7 @@ from linnet.methods.laplace.posterior import (
     with_noise,
 )
 from linnet.methods.laplace.predict import GaussianPredictive, Meaning, SampledPredictive
-from linnet.methods.laplace.prior import Groups, check_prior, make_mean, prior_values
+from linnet.methods.laplace.prior import Groups, check_mean, check_prior, make_mean, prior_values
 from linnet.methods.laplace.scores import Scorer
 from linnet.methods.laplace.state import State, expanded
 from linnet.methods.laplace.tune import METHODS, Search, tuned
@@ -45,6 +46,8 @@ OPTIONS = (
     "expectation", "sharing", "matrix", "params", "output", "samples", "rank", "seed", "block", "memory",
     "file", "shard", "method",
 )  # fmt: skip
+SEARCHES = ("gradient", "fixed-point", "grid")
+PRIORS = ("isotropic", "layer", "parameter")
 
 
 class Laplace:
@@ -108,6 +111,9 @@ class Laplace:
                 expected=", ".join(OPTIONS),
                 remedy="see help(linnet.Laplace)",
             )
+        instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
+        check_options(structure, options)
+        check_mean(prior_mean)
         check_prior(prior_precision)
         check_positive("data_scale", data_scale, "leave data_scale= out")
         check_damping(damping)
@@ -299,14 +305,15 @@ class Laplace:
             InputError: If the method or link is unknown, or fit has not been called.
         """
         check_examples(x)
+        choice("method", method, ("glm", "mc"), 'pass method="glm" for closed forms')
+        make_generator(generator)
+        flag("joint", joint)
+        parse_bytes(memory)
+        if samples is not None:
+            check_count("samples", samples)
         if method == "mc":
-            check_count("samples", 100 if samples is None else samples)
             outputs = sampled_outputs(self.covariance, x, 100 if samples is None else samples, generator)
             return SampledPredictive(outputs, self._meaning(Link()))
-        if method != "glm":
-            raise InputError(
-                f"method={method!r}", expected='"glm" or "mc"', remedy='pass method="glm" for closed forms'
-            )
         meaning = self._meaning(Link(link, 1000 if samples is None else samples, generator))
         return linearized(self.covariance, x, meaning, joint, memory)
 
@@ -426,10 +433,14 @@ class Laplace:
             groups, at = expanded(state, prior)
         for name, word in (("search", search), ("prior", prior)):
             if word is not None:
-                instance(name, word, str, "a word, as help(linnet.Laplace.tune) lists them")
+                choice(name, word, SEARCHES if name == "search" else PRIORS)
         if noise is not None:
             flag("noise", noise)
         checked_seed("seed", seed)
+        choice("predict", predict, ("glm", "mc"))
+        check_count("samples", samples)
+        check_count("steps", steps)
+        parse_bytes(memory)
         follow = data_scale is True
         by_grid = method == "grid" or (method == "loo" and not follow)
         kind = search or ("grid" if by_grid else "gradient")

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from linnet.curvatures.parts import Part
 from linnet.errors import InputError
+from linnet.linalg.finite import is_finite
 from linnet.linalg.space import ParameterSpace
-from linnet.params import shown, tensor
+from linnet.params import refuse, shown, tensor
 
 FORMS = ("isotropic", "layer", "parameter")
 VECTOR_STRUCTURES = ("full", "block", "diagonal", "low-rank")  # exact with a precision for each parameter
@@ -213,6 +214,8 @@ def check_prior(given: Any) -> None:
     Example:
         >>> check_prior({"0": 1.0, "2": 0.5})
     """
+    if isinstance(given, Mapping) and not given:
+        refuse("prior_precision", given, "positive numbers", "name a layer or a parameter")
     for name, value in given.items() if isinstance(given, Mapping) else [("", given)]:
         where = f"prior_precision[{name!r}]" if name else "prior_precision"
         expected = (
@@ -226,6 +229,25 @@ def check_prior(given: Any) -> None:
         if not good or not bool((numbers > 0).all() & numbers.isfinite().all()):
             what = f"holds {float(numbers.min()):.4g}" if numbers.numel() > 1 else f"is {shown(value)}"
             raise InputError(f"{where} {what}", expected, remedy)
+
+
+def check_mean(given: Any) -> None:
+    """Raise unless prior means are finite numbers, whatever they come in; shapes are looked at later.
+
+    Args:
+        given: A number, a tensor, or a mapping of them.
+
+    Raises:
+        InputError: If they are not.
+
+    Example:
+        >>> check_mean(0.5)
+    """
+    for name, value in given.items() if isinstance(given, Mapping) else [("", given)]:
+        where = f"prior_mean[{name!r}]" if name else "prior_mean"
+        found = tensor(where, value, "finite numbers")
+        if not found.numel() or found.dtype == torch.bool or not is_finite(found):
+            refuse(where, value, "finite numbers", "leave prior_mean= out for zero")
 
 
 def make_mean(given: Any, space: ParameterSpace, device: torch.device) -> Tensor:

@@ -29,7 +29,7 @@ from linnet.methods.optim.gauss_newton_model import Network
 from linnet.methods.optim.gauss_newton_settings import Settings, check_decay
 from linnet.params import instance, refuse
 from linnet.solvers.cg import cg
-from linnet.tangent.batch import gather_data
+from linnet.tangent.batch import gather_data, take
 from linnet.tangent.functional import Functional
 
 EXACT = "block-diagonal"  # the name of the update of the exact blocks
@@ -126,6 +126,7 @@ def alignment(
     _check_words("structures", structures)
     function = Functional(model, given["params"], given["output"])
     x, y = gather_data(data, function.device)
+    function.check_runs(take(x, slice(0, 1)))
     study = _Study(function, likelihood, (x, y), damping, weight_decay, given["steps"], tolerance)
     whole, residual = study.full()
     blocks, worst = study.blocks()

@@ -42,7 +42,8 @@ from linnet.methods.optim.gauss_newton_settings import (
     checked_settings,
 )
 from linnet.methods.optim.gauss_newton_vectors import is_finite, norm_of, put, remember
-from linnet.tangent.batch import Inputs, batch_size, check_finite, concatenate
+from linnet.params import tensor
+from linnet.tangent.batch import Inputs, batch_size, check_examples, check_finite, concatenate
 from linnet.tangent.functional import Functional, tensors_by_name
 
 VERSION = 1  # of the state that is saved
@@ -179,7 +180,8 @@ class GaussNewton(torch.optim.Optimizer):
         Raises:
             DataError: If x is not finite.
         """
-        check_finite(x, "x")
+        check_examples(x)
+        tensor("y", y, "targets of the examples", convert=False)
         self._pending.append((x, y))
 
     @torch.no_grad()

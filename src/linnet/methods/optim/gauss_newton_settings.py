@@ -8,8 +8,8 @@ from linnet.errors import InputError
 from linnet.methods.fitting.arguments import check_positive
 from linnet.params import choice, flag, integer, number
 from linnet.params import seed as checked_seed
-from linnet.tangent.functional import OutputAdapter
-from linnet.tangent.selection import Selector
+from linnet.tangent.functional import OutputAdapter, check_output
+from linnet.tangent.selection import Selector, check_selector
 
 
 class Damping(NamedTuple):
@@ -182,6 +182,10 @@ def checked_settings(given: dict[str, Any]) -> Settings:
     for name in ("momentum", "noise"):
         flag(name, getattr(settings, name))
     checked_seed("seed", settings.seed)
+    check_output(settings.output)
+    check_selector(settings.params)
+    choice("sharing", settings.sharing, ("expand", "reduce"))
+    number("average", settings.average, above=0, below=1)
     for name in ("inverse_period", "rejections"):
         _check_count(name, getattr(settings, name), 1)
     if settings.examples is not None:

@@ -35,9 +35,9 @@ from linnet.methods.optim.feature_schedules import (
 from linnet.methods.optim.gradient_flow import Flow, gradient_flow
 from linnet.methods.optim.relinearize_checks import INDEPENDENT, checked_loss, evaluates, made_optimizer
 from linnet.methods.optim.relinearize_report import LinearizationReport
-from linnet.params import call
+from linnet.params import call, flag
 from linnet.tangent.batch import Inputs
-from linnet.tangent.functional import OutputAdapter, tensors_by_name
+from linnet.tangent.functional import OutputAdapter, check_output, tensors_by_name
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.selection import Selector, select_parameters
 
@@ -108,6 +108,8 @@ class IterativeLinearization:
     ) -> None:
         if isinstance(model, Linearized):
             raise InputError("model is linearized already", "the network itself", "pass the network")
+        check_output(output)
+        flag("record_gap", record_gap)
         self.model, self.schedule, self.output, self.record_gap = (
             model,
             schedule_of(period),

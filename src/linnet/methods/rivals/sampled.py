@@ -93,8 +93,9 @@ class Rival(ABC):
             DataError: If x is empty or not finite.
             ModelError: If the networks cannot run on x, or not with outputs of one shape.
         """
+        check_examples(x)
         with torch.set_grad_enabled(requires_gradient(x)):
-            f = self.outputs(map_tensors(lambda t: t.to(self.device), x))
+            f = self._outputs(map_tensors(lambda t: t.to(self.device), x))
         return SampledPredictive(f.flatten(2), Meaning(self.likelihood, tuple(f.shape[2:]), Link()))
 
     def _check_runs(self, x: Inputs) -> None:
@@ -342,7 +343,7 @@ def trained(
         for _ in range(epochs):
             for index in torch.randperm(n).split(min(batch_size, n)):
                 own = index.to(weights[0].device)
-                f = _run(model, take(x, own))
+                f = call("the network", _run, model, take(x, own), expected="a network that can run on x")
                 # 1/B Σ nll + λ/2N ‖θ‖²
                 squares = torch.stack([p.square().sum() for p in weights]).sum()
                 loss = likelihood.nll(f, y[own]).mean() + prior_precision / (2 * n) * squares

@@ -150,7 +150,7 @@ def linear_advantage(
         >>> found.linear.final_loss < found.linear.losses[0], found.network.distance > 0
         (True, True)
     """
-    plan = _Plan(epochs, batch_size, target_loss, every, stop, seed)
+    plan = _Plan(epochs, batch_size, target_loss, every, stop, checked_seed("seed", seed))
     plan.check()
     if loss is not None:
         function("loss", loss, "a function from outputs and targets to their mean loss")
@@ -187,7 +187,6 @@ class _Plan:
         for name, value in (("epochs", self.epochs), ("batch_size", self.batch_size), ("every", every)):
             integer(name, value)
         flag("stop", self.stop)
-        checked_seed("seed", self.seed)
         check_positive("target_loss", self.target_loss, "leave target_loss= out")
 
 
@@ -237,6 +236,15 @@ def _task(lin: Linearized, data: tuple[Inputs, Tensor], loss: Loss | None) -> _T
     return _Task(x, column.to(lin.function.dtype) if loss is None else y, None, loss or _half_square)
 
 
+def _loss(task: _Task, f: Tensor, y: Tensor) -> Tensor:
+    """The mean loss, one number."""
+    expected = "a function from outputs and targets to their mean loss"
+    found = call("loss", task.loss, f, y, expected=expected)
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        refuse("loss(outputs, y)", found, "a tensor with one number", "return the mean over the examples")
+    return found
+
+
 def _half_square(outputs: Tensor, y: Tensor) -> Tensor:
     """½ E ‖f − t‖²."""
     return (outputs - y).square().sum(1).mean() / 2
@@ -269,7 +277,7 @@ def _evaluate(module: nn.Module, task: _Task) -> tuple[float, float | None]:
     if task.labels is not None:
         predicted = (f[:, 0] > 0).long() if f.shape[1] == 1 else f.argmax(1)
         accuracy = float((predicted == task.labels).double().mean())
-    return float(task.loss(f, task.y)), accuracy
+    return float(_loss(task, f, task.y)), accuracy
 
 
 def _batches(n: int, plan: _Plan) -> Iterator[Tensor]:
@@ -354,7 +362,7 @@ def _step(
     """One step of the optimizer."""
     index = index.to(task.y.device)
     optimizer.zero_grad()
-    loss = task.loss(_forward(module, take(task.x, index)), task.y[index])
+    loss = _loss(task, _forward(module, take(task.x, index)), task.y[index])
     if not torch.isfinite(loss):
         raise NumericalError(
             f"training of the {name} diverged at iteration {step}: the loss is {float(loss.detach())}",

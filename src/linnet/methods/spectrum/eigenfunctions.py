@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError, NumericalError
-from linnet.linalg.random import Seed
+from linnet.linalg.random import Seed, make_generator
 from linnet.memory import parse_bytes
 from linnet.methods.spectrum.function_values import FunctionValues, function_values
 from linnet.methods.spectrum.kernel_eigenpairs import Method, Request, check_count, kernel_eigenpairs
@@ -30,8 +30,17 @@ from linnet.methods.spectrum.kernel_matrix import (
     tangent_of,
     values_of_one,
 )
-from linnet.params import choice, flag, integer, tensor
-from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, map_tensors, split
+from linnet.params import choice, flag, integer, refuse, tensor
+from linnet.params import path as checked_path
+from linnet.tangent.batch import (
+    Inputs,
+    batch_size,
+    check_examples,
+    check_finite,
+    gather_data,
+    map_tensors,
+    split,
+)
 from linnet.tangent.captured import Outputs
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
@@ -258,7 +267,12 @@ class EigenfunctionTargets(torch.utils.data.Dataset[tuple[Any, Tensor]]):
     """
 
     def __init__(self, x: Inputs, y: Tensor, index: int) -> None:
-        self.x, self.y, self.index = x, y, index
+        check_examples(x)
+        tensor("y", y, "labels (N,) or (N, C)", convert=False)
+        if y.ndim == 0 or len(y) != batch_size(x):
+            refuse("y", y, f"one label for each of the {batch_size(x)} examples", "take both from one split")
+        check_finite(y, "y")
+        self.x, self.y, self.index = x, y, integer("index", index, 0)
 
     def __len__(self) -> int:
         return self.y.shape[0]
@@ -328,6 +342,12 @@ def eigenfunctions(
         torch.Size([20, 3])
     """
     check_kernel(outputs)
+    make_generator(seed, "seed")
+    parse_bytes(memory)
+    if progress is not None:
+        flag("progress", progress)
+    if file is not None:
+        checked_path("file", file)
     function = tangent_of(lin_or_model)
     x = on_device(x, function)
     q, n = values_of_one(check_inputs(function, x), outputs), batch_size(x)

@@ -20,7 +20,7 @@ from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, make_generator, signs
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.spectrum.kernel_matrix import Source, kernel_matrix, kernel_operator
-from linnet.params import choice, integer, number, refuse, tensor
+from linnet.params import call, choice, integer, number, refuse, tensor
 from linnet.params import function as checked_function
 from linnet.solvers.lanczos import eigenpairs, tridiagonalize
 from linnet.solvers.solution import Estimate
@@ -60,7 +60,7 @@ class SpectralDensity:
             The estimate; exact for polynomials up to degree 2 m − 1 but for the random vectors.
         """
         checked_function("function", function, "a function of the eigenvalues", "pass torch.exp, or another")
-        values = function(self.nodes)
+        values = call("function", function, self.nodes, expected="a function of the eigenvalues, elementwise")
         if not isinstance(values, Tensor) or values.shape != self.nodes.shape:
             refuse(
                 "function(nodes)", values, f"a tensor of shape {tuple(self.nodes.shape)}", "map each alone"
