@@ -25,6 +25,7 @@ _SHOWN = 60  # characters of a value in an error: enough to recognize it
 _DIGITS = 40  # beyond this many digits an integer is told by its length; Python refuses to print 4,300
 _PATH = 4096  # bytes of a path, PATH_MAX on Linux
 _NAME = 255  # bytes of one part of it, NAME_MAX on Linux
+_WRITTEN = (bool, int, float, complex, str, bytes, list, tuple, dict, type(None))  # shown as in a call
 _LARGEST = 2**63 - 1  # what torch's integers hold
 _SEED = 2**64 - 1  # and its generators
 
@@ -71,7 +72,9 @@ def refuse(name: str, value: Any, expected: str, remedy: str | None = None) -> N
     Raises:
         InputError: Always.
     """
-    raise InputError(f"{name} is {shown(value)}", expected, remedy or f"leave {name}= out for the default")
+    text = shown(value)
+    written = name.replace(".", "").isidentifier() and isinstance(value, _WRITTEN) and text == repr(value)
+    raise InputError(f"{name}={text}" if written else f"{name} is {text}", expected, remedy or f"leave {name}= out for the default")
 
 
 def choice(name: str, value: Any, allowed: Collection[str], remedy: str | None = None) -> str:
