@@ -46,7 +46,8 @@ def shown(value: Any) -> str:
     if isinstance(value, Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         where = "" if value.device.type == "cpu" else f" on {value.device}"
-        return f"a {kind} tensor of shape {tuple(value.shape)}{where}"
+        article = "an" if kind.startswith("int") else "a"
+        return f"{article} {kind} tensor of shape {tuple(value.shape)}{where}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**_DIGITS:
         return f"an integer of {int(value.bit_length() * math.log10(2)) + 1} digits"
     if isinstance(value, type):
@@ -74,7 +75,11 @@ def refuse(name: str, value: Any, expected: str, remedy: str | None = None) -> N
     """
     text = shown(value)
     written = name.replace(".", "").isidentifier() and isinstance(value, _WRITTEN) and text == repr(value)
-    raise InputError(f"{name}={text}" if written else f"{name} is {text}", expected, remedy or f"leave {name}= out for the default")
+    raise InputError(
+        f"{name}={text}" if written else f"{name} is {text}",
+        expected,
+        remedy or f"leave {name}= out for the default",
+    )
 
 
 def choice(name: str, value: Any, allowed: Collection[str], remedy: str | None = None) -> str:
@@ -247,7 +252,7 @@ def _real(value: Any) -> float:
         readable = value.numel() == 1 and value.device.type != "meta"
         if not readable or value.is_complex() or value.dtype == torch.bool:
             return math.nan
-        return float(value.item())
+        return float(value.detach().item())
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return math.nan
     try:
@@ -367,6 +372,8 @@ def tensor(name: str, value: Any, expected: str, remedy: str | None = None, conv
         refuse(name, value, expected, remedy or f"pass torch.as_tensor({name})")
     try:
         found = torch.as_tensor(value)
+        if isinstance(value, float | list | tuple) and found.is_floating_point():
+            found = torch.as_tensor(value, dtype=torch.float64)  # Python's floats, whole
     except Exception:  # lists of anything, objects whose __array__ fails
         refuse(name, value, expected, remedy)
     dense = found.layout == torch.strided or found.is_mkldnn

@@ -76,7 +76,9 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     },
     "load_finetuned": lambda: {"directory": small.saved("finetuned"), "model": small.relu_net()},
     "Augmentation": lambda: {"kind": "random-crop", "size": 2},
-    "KroneckerPreconditioner": lambda: {"curvature": small.curvature("kfac"), "module": small.net(), "damping": 0.1},
+    "KroneckerPreconditioner": lambda: {
+        "curvature": small.curvature("kfac"), "module": small.net(), "damping": 0.1,
+    },
     "gradient_flow": lambda: {"times": [0.5, 1.0]},
     "audit.loss_influence": dict,
     "audit.influence": dict,

@@ -67,23 +67,29 @@ KINDS: dict[str, set[str]] = {
 
 # The kind of a parameter by its name; where a name has several, OF_CALL decides.
 _NAMES = {
-    "word": "accumulate activation criterion derivative expectation head init inversion inversions kind layer "
+    "word": "accumulate activation criterion derivative expectation head init inversion inversions kind "
+    "layer "
     "link matrix mechanism merge method name neighbors of outputs parametrization pin predict prior psd "
     "reduction root schedule score search sharing solver source space structure structures to variant keep "
     "preconditioner loss names mode like",
     "made": "curvature fit forgotten lin likelihood moment param_group report seen description "
     "augmentation memory directory device dtype candidates gram prepare directions",
     "selector": "params",
-    "flag": "adaptive add base canonical clamps discrete flip inplace joint masked momentum per_output progress "
+    "flag": "adaptive add base canonical clamps discrete flip inplace joint masked momentum per_output "
+    "progress "
     "record_gap shard shared squared stop training_mode",
-    "count": "batch batch_size bins block channels classes draws epochs evaluate_every every inverse_period "
-    "iterations largest log_every members most n patience points rank rejections rounds samples save_every size "
+    "count": "batch batch_size bins block channels classes draws epochs evaluate_every every "
+    "inverse_period "
+    "iterations largest log_every members most n patience points rank rejections rounds samples "
+    "save_every size "
     "steps",
     "count or none": "k max_steps",
     "count from zero": "burn_in cross_fit target index step tau_period zeta_period",
     "integer": "axis ignore_index",
-    "positive": "cap clip data_scale damping decay deviation epsilon examples least_noise lr new noise_scale old "
-    "rate target_loss threshold tolerance width weight learning_rate noise_variance limit average variance ridge",
+    "positive": "cap clip data_scale damping decay deviation epsilon examples least_noise lr new "
+    "noise_scale old "
+    "rate target_loss threshold tolerance width weight learning_rate noise_variance limit average "
+    "variance ridge",
     "not negative": "sigma strength tau time weight_decay zeta prior_precision scale",
     "share": "area delta eps slope",
     "real": "gradient scalar",

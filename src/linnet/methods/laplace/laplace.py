@@ -431,11 +431,9 @@ class Laplace:
         groups, at = state.groups, state.hyper
         if prior is not None and prior != groups.form:
             groups, at = expanded(state, prior)
-        for name, word in (("search", search), ("prior", prior)):
-            if word is not None:
-                choice(name, word, SEARCHES if name == "search" else PRIORS)
-        if noise is not None:
-            flag("noise", noise)
+        for name, word, words in (("search", search, SEARCHES), ("prior", prior, PRIORS)):
+            _ = word is None or choice(name, word, words)
+        _ = noise is None or flag("noise", noise)
         checked_seed("seed", seed)
         choice("predict", predict, ("glm", "mc"))
         check_count("samples", samples)
