@@ -17,16 +17,18 @@ OPERATIONS = ("__call__", "__matmul__", "__add__", "__sub__", "__mul__")
 Arguments = dict[str, Any]
 
 # Records that linnet makes and hands out: nobody has to construct them.
-MADE_BY_LINNET = frozenset(
-    "Linearized Preflight LinearFit SoftmaxFit Predictive Curvature LinearPosterior TangentPredictive Report "
-    "RegressionReport Separation Attack Finetuned Flow audit.Influence audit.Suspects audit.Summary "
-    "audit.ValidationPath audit.Selection audit.Flips audit.Compatible audit.Counterfactual audit.GroupMeans "
-    "audit.ForgettingCertificate audit.Release audit.PrivacyCertificate optim.StepReport optim.Alignment "
-    "optim.LinearizationReport optim.Moment optim.Verdict spectrum.Eigenfunctions spectrum.SpectralDensity "
-    "spectrum.KernelNote spectrum.AnisotropyDirections spectrum.Advantage spectrum.TrainingRun "
-    "spectrum.TaskLinearity spectrum.LabelEnergy spectrum.HeldOut spectrum.LinearityGap spectrum.Verdict "
-    "surgery.SurgeryReport surgery.Activation".split()
-)
+MADE_BY_LINNET = frozenset({
+    "Linearized", "Preflight", "LinearFit", "SoftmaxFit", "Predictive", "Curvature", "LinearPosterior",
+    "TangentPredictive", "Report", "RegressionReport", "Separation", "Attack", "Finetuned", "Flow",
+    "audit.Influence", "audit.Suspects", "audit.Summary", "audit.ValidationPath", "audit.Selection",
+    "audit.Flips", "audit.Compatible", "audit.Counterfactual", "audit.GroupMeans",
+    "audit.ForgettingCertificate", "audit.Release", "audit.PrivacyCertificate", "optim.StepReport",
+    "optim.Alignment", "optim.LinearizationReport", "optim.Moment", "optim.Verdict",
+    "spectrum.Eigenfunctions", "spectrum.SpectralDensity", "spectrum.KernelNote",
+    "spectrum.AnisotropyDirections", "spectrum.Advantage", "spectrum.TrainingRun",
+    "spectrum.TaskLinearity", "spectrum.LabelEnergy", "spectrum.HeldOut", "spectrum.LinearityGap",
+    "spectrum.Verdict", "surgery.SurgeryReport", "surgery.Activation",
+})  # fmt: skip
 # Classes to derive from: their methods are tried in the classes that derive from them.
 ABSTRACT = frozenset({"likelihoods.Likelihood", "continual.ContinualMethod", "optim.Schedule"})
 
@@ -151,11 +153,14 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "surgery.leaky_relu": lambda: {"model": small.relu_net()},
     "surgery.report": lambda: {"model": linnet.surgery.leaky_relu(small.relu_net())},
     "surgery.recover": lambda: {
-        "model": linnet.surgery.leaky_relu(small.relu_net()), "teacher": small.relu_net(), "steps": 2, "batch_size": 5,
+        "model": linnet.surgery.leaky_relu(small.relu_net()), "teacher": small.relu_net(), "steps": 2,
+        "batch_size": 5,
         "progress": False,
     },
     "surgery.CappedLeakyReLU": lambda: {"slope": 0.2, "cap": 6.0},
-    "surgery.with_bilinear_head": lambda: {"model": small.pooled_net(), "classes": 2, "data": small.pictures()},
+    "surgery.with_bilinear_head": lambda: {
+        "model": small.pooled_net(), "classes": 2, "data": small.pictures(),
+    },
     "surgery.SquareRootPooling": dict,
 }  # fmt: skip
 
@@ -168,8 +173,8 @@ TAKERS: dict[str, Callable[..., Any]] = {
 }
 # Options that a callable takes as **keywords.
 CURVATURE_OPTIONS: dict[str, Any] = {
-    "expectation": "exact", "sharing": "expand", "matrix": "auto", "params": None, "output": None, "samples": 1,
-    "rank": 2, "seed": 0, "block": None, "memory": None, "shard": True,
+    "expectation": "exact", "sharing": "expand", "matrix": "auto", "params": None, "output": None,
+    "samples": 1, "rank": 2, "seed": 0, "block": None, "memory": None, "shard": True,
 }  # fmt: skip
 OPTIONS: dict[str, Callable[[], Arguments]] = {
     "Laplace": lambda: {**CURVATURE_OPTIONS, "file": None, "method": "lanczos"},
@@ -284,7 +289,6 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "RunningCurvature.load_state_dict": lambda: {"state": small.running().state_dict()},
     "RunningCurvature.refresh": lambda: {"model": small.net()},
     "Report.bootstrap": lambda: {"name": "accuracy", "draws": 3},
-    
     "KroneckerPreconditioner.half": lambda: {"v": small.normal(26, 1)},
     "KroneckerPreconditioner.multiply": lambda: {"v": small.normal(26)},
     "KroneckerPreconditioner.refresh": lambda: {"curvature": small.curvature("kfac")},
@@ -293,7 +297,9 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "Flow.weights": lambda: {"time": 0.5},
     "preconditioner": lambda: {"examples": 5},
     "continual.OnlineLaplace.load_state_dict": lambda: {"state": small.learned("OnlineLaplace").state_dict()},
-    "continual.NonOnlineLaplace.load_state_dict": lambda: {"state": small.learned("NonOnlineLaplace").state_dict()},
+    "continual.NonOnlineLaplace.load_state_dict": lambda: {
+        "state": small.learned("NonOnlineLaplace").state_dict()
+    },
     "continual.EWC.load_state_dict": lambda: {"state": small.learned("EWC").state_dict()},
     "continual.SynapticIntelligence.load_state_dict": lambda: {
         "state": small.learned("SynapticIntelligence").state_dict()

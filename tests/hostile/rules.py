@@ -14,6 +14,10 @@ SIZES = {"~shorter", "~longer", "~extra axis", "~first example", "~wider"}
 KINDS: dict[str, set[str]] = {
     "word": set(),
     "unused": set(),
+    "labels later": TYPES
+    | SIZES
+    | {"~nan", "~inf", "~no example", "tensor", "tensor of nan", "tensor of inf"}
+    | {"empty tensor", "scalar tensor", "integer tensor"},
     "share or zero": {"half", "zero"},
     "tensors by name": REAL | {"zero", "minus one", "empty dict"},
     "made": set(),
@@ -114,8 +118,10 @@ _NAMES = {
 OF_NAME = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 OF_CALL: dict[str, str] = {
     "audit.select(batch)": "flag",
+    "evaluate(noise)": "word",
+    "optim.GaussNewton.accumulate(y)": "labels later",
     "preflight(batch)": "inputs",
-    "convert_strength(batch)": "positive",
+    "continual.convert_strength(batch)": "positive",
     "fgsm(step)": "not negative",
     "spectrum.Recorder(keep)": "place or flag",
     "surgery.leaky_relu(keep)": "optional mapping",
@@ -154,6 +160,9 @@ ALWAYS_REFUSED = frozenset({
 # Parameters that may still end in an error of torch's or Python's own, each with its reason.
 _PENDING = "tangent/linearized.py has its checks in a change of its own"
 DIFFERS: dict[str, str] = {
+    "ParameterSpace.in_kind(like)": "only the kind of like= is looked at, not what it holds",
+    "ParameterSpace.to_flat(vector)": "NaN in a vector stays where it is",
+    "spectrum.condition_number(source)": "the kernel of another network may be singular: infinity is right",
     "Linearized.jvp(v)": _PENDING,
     "Linearized.jvp(x)": _PENDING,
     "Linearized.vjp(u)": _PENDING,
@@ -171,7 +180,7 @@ def kind_of(name: str, parameter: str) -> str | None:
 
 
 # Kinds whose values may be infinite or NaN, or stand in the result as they are.
-NOT_FINITE = frozenset({"times", "bound", "vector", "entries", "any tensors", "labels alone"})
+NOT_FINITE = frozenset({"labels later", "times", "bound", "vector", "entries", "any tensors", "labels alone"})
 
 
 def may_take(name: str, parameter: str, wrong: str) -> bool:

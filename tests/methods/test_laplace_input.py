@@ -90,7 +90,7 @@ def test_labels_that_are_no_tensor() -> None:
     la, x, y = fitted("kfac")
     for prediction in (la.predict(x), la.predict(x, "mc", samples=2, generator=0)):
         for labels in (None, y.numpy()):
-            with pytest.raises(InputError, match="y(=None| is )"):
+            with pytest.raises(InputError, match=r"y(=None| is )"):
                 prediction.log_density(labels)
 
 

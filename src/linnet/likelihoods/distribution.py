@@ -68,7 +68,7 @@ def require_numbers(f: Tensor, name: str = "f") -> None:
         return
     bad = ~(f.detach() < math.inf)
     raise DataError(
-        f"{first_of(bad, name)} is {float(f.detach()[bad][0])}, and {int(bad.sum())} of {f.numel()} are like it",
+        f"{first_of(bad, name)} is {float(f.detach()[bad][0])}, and {int(bad.sum())} of {f.numel()} are so",
         expected="finite outputs",
         remedy="look for divergence of the training, or for overflow in the network",
     )

@@ -43,7 +43,8 @@ class StreamMetrics:
 
     def __post_init__(self) -> None:
         rows, self.accuracy = self.accuracy, []
-        if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
+        given: Any = rows
+        if not isinstance(given, Sequence) or isinstance(given, str | bytes):
             raise InputError(
                 f"accuracy is {type(rows).__name__}",
                 expected="a list with a list of accuracies for each task learned",
