@@ -181,7 +181,7 @@ class GaussNewton(torch.optim.Optimizer):
             DataError: If x is not finite.
         """
         check_examples(x)
-        self._pending.append((x, tensor("y", y, "targets of the examples", convert=False)))
+        self._pending.append((x, tensor("y", y, "targets (N, ...)", convert=False)))
 
     @torch.no_grad()
     def step(  # type: ignore[override]
