@@ -179,7 +179,7 @@ def parse_bytes(amount: str | int | None, device: torch.device | str = "cpu") ->
     if amount is None:
         return max(available_bytes(device) // 2, 1)
     size = _text_to_bytes(amount) if isinstance(amount, str) else amount
-    if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 2**63:
         raise InputError(
             f"memory is {amount!r}",
             expected="a positive number of bytes, or text such as '2GB' or '512MiB'",

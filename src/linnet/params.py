@@ -1,4 +1,4 @@
-"""One check for each kind of parameter: choice, flag, integer, number, instance, function, tensor, path.
+"""One check for each kind of parameter: choice, flag, integer, number, seed, tensor, path, and so on.
 
 Each function returns the value it was given, so that a check and an assignment are one line, and raises an
 :class:`~linnet.errors.InputError` that names the parameter, shows the value and says what is accepted.
@@ -18,12 +18,16 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError
+from linnet.errors import InputError, LinnetError
 
 _Kind = TypeVar("_Kind")
 _SHOWN = 60  # characters of a value in an error: enough to recognize it
 _DIGITS = 40  # beyond this many digits an integer is told by its length; Python refuses to print 4,300
 _PATH = 4096  # bytes of a path, PATH_MAX on Linux
+_NAME = 255  # bytes of one part of it, NAME_MAX on Linux
+_WRITTEN = (bool, int, float, complex, str, bytes, list, tuple, dict, type(None))  # shown as in a call
+_LARGEST = 2**63 - 1  # what torch's integers hold
+_SEED = 2**64 - 1  # and its generators
 
 
 def shown(value: Any) -> str:
@@ -42,7 +46,8 @@ def shown(value: Any) -> str:
     if isinstance(value, Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         where = "" if value.device.type == "cpu" else f" on {value.device}"
-        return f"a {kind} tensor of shape {tuple(value.shape)}{where}"
+        article = "an" if kind.startswith("int") else "a"
+        return f"{article} {kind} tensor of shape {tuple(value.shape)}{where}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**_DIGITS:
         return f"an integer of {int(value.bit_length() * math.log10(2)) + 1} digits"
     if isinstance(value, type):
@@ -68,7 +73,13 @@ def refuse(name: str, value: Any, expected: str, remedy: str | None = None) -> N
     Raises:
         InputError: Always.
     """
-    raise InputError(f"{name} is {shown(value)}", expected, remedy or f"leave {name}= out for the default")
+    text = shown(value)
+    written = name.replace(".", "").isidentifier() and isinstance(value, _WRITTEN) and text == repr(value)
+    raise InputError(
+        f"{name}={text}" if written else f"{name} is {text}",
+        expected,
+        remedy or f"leave {name}= out for the default",
+    )
 
 
 def choice(name: str, value: Any, allowed: Collection[str], remedy: str | None = None) -> str:
@@ -129,7 +140,7 @@ def integer(name: str, value: Any, least: int = 1, most: int | None = None, reme
         name: The parameter's name.
         value: Its value; numpy's and torch's integers of no axis count, True and False do not.
         least: Smallest that is accepted.
-        most: Largest that is accepted; ``None`` for no bound.
+        most: Largest that is accepted; ``None`` for the largest that torch can hold.
         remedy: What to do.
 
     Returns:
@@ -148,12 +159,36 @@ def integer(name: str, value: Any, least: int = 1, most: int | None = None, reme
             found = operator.index(value)
         except Exception:  # whatever an object's own __index__ raises
             found = None
-    if found is not None and found >= least and (most is None or found <= most):
+    if found is not None and found >= least and found <= (_LARGEST if most is None else most):
         return found
     bounds = {0: "an integer, 0 or greater", 1: "a positive integer"}.get(
         least, f"an integer, {least} or more"
     )
     refuse(name, value, bounds if most is None else f"an integer from {least} to {most}", remedy)
+
+
+def seed(name: str, value: Any, remedy: str | None = None) -> int:
+    """A seed of random numbers.
+
+    Args:
+        name: The parameter's name.
+        value: Its value.
+        remedy: What to do.
+
+    Returns:
+        The value as an ``int``.
+
+    Raises:
+        InputError: It is no integer from 0 to 2⁶⁴ − 1, which is what torch's generators take.
+
+    Example:
+        >>> seed("seed", 3)
+        3
+    """
+    try:
+        return integer(name, value, 0, _SEED, remedy)
+    except InputError:
+        refuse(name, value, "an integer, 0 or greater and below 2**64", remedy)
 
 
 def _integral(value: Tensor) -> bool:
@@ -217,7 +252,7 @@ def _real(value: Any) -> float:
         readable = value.numel() == 1 and value.device.type != "meta"
         if not readable or value.is_complex() or value.dtype == torch.bool:
             return math.nan
-        return float(value.item())
+        return float(value.detach().item())
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return math.nan
     try:
@@ -280,7 +315,40 @@ def function(name: str, value: Any, expected: str, remedy: str | None = None) ->
     refuse(name, value, expected, remedy)
 
 
-def tensor(name: str, value: Any, expected: str, remedy: str | None = None) -> Tensor:
+def call(name: str, value: Callable[..., Any], *given: Any, expected: str, remedy: str | None = None) -> Any:
+    """What a function of the user's own returns; where it fails, which function it was.
+
+    Args:
+        name: What the function is called.
+        value: The function.
+        *given: Its arguments.
+        expected: What it has to be, in words.
+        remedy: What to do.
+
+    Returns:
+        What it returns.
+
+    Raises:
+        InputError: If it raises an error that is not linnet's own, which is then the cause.
+
+    Example:
+        >>> call("make", list, (1, 2), expected="a function")
+        [1, 2]
+    """
+    try:
+        return value(*given)
+    except Exception as error:  # whatever the user's code raises
+        if isinstance(error, LinnetError | torch.OutOfMemoryError):
+            raise
+        what = ", ".join(shown(one) for one in given)
+        raise InputError(
+            f"{name}({what}) failed with {type(error).__name__}: {error}",
+            expected,
+            remedy or f"call {name} on this yourself, and mend it or what it is given",
+        ) from error
+
+
+def tensor(name: str, value: Any, expected: str, remedy: str | None = None, convert: bool = True) -> Tensor:
     """A dense tensor of real numbers that can be read.
 
     Args:
@@ -288,6 +356,7 @@ def tensor(name: str, value: Any, expected: str, remedy: str | None = None) -> T
         value: A tensor, or an array or rectangular list of numbers.
         expected: What is accepted, in words.
         remedy: What to do.
+        convert: Whether arrays and lists are turned into tensors; otherwise they are refused.
 
     Returns:
         A tensor; NaN is not looked for.
@@ -299,14 +368,70 @@ def tensor(name: str, value: Any, expected: str, remedy: str | None = None) -> T
         >>> tensor("labels", [1, 2], "class numbers (N,)")
         tensor([1, 2])
     """
+    if not convert and not isinstance(value, Tensor):
+        refuse(name, value, expected, remedy or f"pass torch.as_tensor({name})")
     try:
         found = torch.as_tensor(value)
+        if isinstance(value, float | list | tuple) and found.is_floating_point():
+            found = torch.as_tensor(value, dtype=torch.float64)  # Python's floats, whole
     except Exception:  # lists of anything, objects whose __array__ fails
         refuse(name, value, expected, remedy)
     dense = found.layout == torch.strided or found.is_mkldnn
     if not dense or found.is_nested or found.is_complex() or found.device.type == "meta":
-        refuse(name, value, expected, remedy)
+        refuse(name, value, expected, remedy or f"pass a dense tensor of real numbers as {name}=")
     return found
+
+
+def device(name: str, value: Any, remedy: str | None = None) -> torch.device:
+    """A device that tensors can be moved to.
+
+    Args:
+        name: The parameter's name.
+        value: A device or its name.
+        remedy: What to do.
+
+    Returns:
+        The device.
+
+    Raises:
+        InputError: There is none of that name here, or it keeps no values ("meta").
+
+    Example:
+        >>> device("device", "cpu")
+        device(type='cpu')
+    """
+    found: torch.device | None = None
+    if isinstance(value, str | torch.device):
+        try:
+            found = torch.empty(0, device=value).device
+        except Exception:  # torch has an exception of its own for each kind of device that is missing
+            found = None
+    if found is None or found.type == "meta":
+        refuse(name, value, 'a device of this machine, such as "cpu" or "cuda:0"', remedy)
+    return torch.device(value)
+
+
+def real_type(name: str, value: Any, remedy: str | None = None) -> torch.dtype:
+    """A type of real floating-point numbers.
+
+    Args:
+        name: The parameter's name.
+        value: Its value.
+        remedy: What to do.
+
+    Returns:
+        The value.
+
+    Raises:
+        InputError: It is none.
+
+    Example:
+        >>> real_type("dtype", torch.float64)
+        torch.float64
+    """
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return value
+    refuse(name, value, "a floating-point type, such as torch.float32", remedy)
 
 
 def path(name: str, value: Any, remedy: str | None = None) -> Path:
@@ -332,9 +457,17 @@ def path(name: str, value: Any, remedy: str | None = None) -> Path:
     if not isinstance(value, str | os.PathLike):
         refuse(name, value, expected, remedy)
     text = os.fspath(value)
-    if not isinstance(text, str) or not text or "\0" in text or len(os.fsencode(text)) > _PATH:
+    if not isinstance(text, str) or not text or "\0" in text or len(_encoded(text)) > _PATH:
         refuse(name, value, f"{expected}, of 1 to {_PATH} bytes without a NUL", remedy)
-    return Path(text)
+    found = Path(text)
+    if any(len(_encoded(part)) > _NAME for part in found.parts):
+        refuse(name, value, f"{expected}, whose parts have at most {_NAME} bytes", remedy)
+    return found
+
+
+def _encoded(text: str) -> bytes:
+    """A path as the file system has it; what cannot be encoded counts as it is written in source."""
+    return text.encode("utf-8", "backslashreplace")
 
 
 def known(caller: str, options: Collection[str], allowed: Collection[str]) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
+from linnet.params import flag
+
 T = TypeVar("T")
 
 _DELAY = 2.0  # seconds of silence before anything is shown
@@ -113,7 +115,7 @@ def waiting(description: str, seconds: float | None = None, enabled: bool | None
 
 def _is_enabled(enabled: bool | None) -> bool:
     """The argument if given, else the environment's word, else True."""
-    return os.environ.get("LINNET_PROGRESS", "1") != "0" if enabled is None else enabled
+    return os.environ.get("LINNET_PROGRESS", "1") != "0" if enabled is None else flag("progress", enabled)
 
 
 def _length(iterable: Iterable[T], total: int | None) -> int | None:

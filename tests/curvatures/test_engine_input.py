@@ -75,7 +75,7 @@ WORDS: list[tuple[dict[str, Any], str, str, str]] = [
     ({"params": 3}, "params=3", "list of names", 'params="all"'),
     ({"params": ["0.weight", "nope"]}, "params names 'nope'", "0.weight", "named_parameters"),
     ({"params": "^nothing$"}, r"params='\^nothing\$'", "at least one", "0.weight"),
-    ({"likelihood": "mse"}, "likelihood is str", "linnet.likelihoods", r"Categorical\(\)"),
+    ({"likelihood": "mse"}, "likelihood='mse'", "linnet.likelihoods", r"Categorical\(\)"),
     ({"likelihood": Categorical}, "likelihood is", "linnet.likelihoods", "call the class"),
     ({"model": None}, "model is NoneType", "nn.Module", "the network itself"),
     ({"data": None}, "data is NoneType", r"\(x, y\) pair", "data="),

@@ -200,7 +200,11 @@ def test_the_inverse_of_a_matrix_says_what_it_is() -> None:
             r"permutation of 0 ... 1",
         ),
         (lambda: Permuted(Diagonal(torch.ones(2)), torch.tensor([0])), InputError, r"shape \(1,\)"),
-        (lambda: Diagonal(torch.ones(2)).quadratic(torch.ones(2, 3)), InputError, r"rows has shape \(2, 3\)"),
+        (
+            lambda: Diagonal(torch.ones(2)).quadratic(torch.ones(2, 3)),
+            InputError,
+            r"rows is a float32 tensor of shape \(2, 3\)",
+        ),
         (lambda: Diagonal(torch.ones(2)).scaled(-1.0), InputError, r"-1"),
         (lambda: Diagonal(torch.ones(2)).solve(torch.ones(3)), InputError, r"shape \(3,\)"),
     ],

@@ -124,7 +124,7 @@ def test_wrong_arguments() -> None:
     def predict(x: Tensor) -> Tensor:
         return P
 
-    refused(InputError, lambda: evaluate(P, (X, Y)), "predict is Tensor")  # type: ignore[arg-type]
+    refused(InputError, lambda: evaluate(P, (X, Y)), "predict is a float64 tensor")  # type: ignore[arg-type]
     refused(InputError, lambda: evaluate(predict, (X, Y), bins=0), "bins=0")
     refused(InputError, lambda: evaluate(predict, (X, Y), bins=True), "bins=True")
     refused(InputError, lambda: evaluate(predict, (X, Y), batch_size=0), "batch_size=0")

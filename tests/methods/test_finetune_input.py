@@ -66,7 +66,7 @@ def test_values_that_a_recipe_does_not_use_are_refused() -> None:
 def test_what_is_no_network_has_no_weights_to_load(tmp_path: Path) -> None:
     finetune(net(), images(), **SHORT).save(tmp_path)
     refused(InputError, lambda: load_finetuned(tmp_path, None), "model is NoneType")  # type: ignore[arg-type]
-    refused(InputError, lambda: load_finetuned(None, net()), "directory is NoneType")  # type: ignore[arg-type]
+    refused(InputError, lambda: load_finetuned(None, net()), "directory=None")  # type: ignore[arg-type]
 
 
 def test_validation_data_are_of_the_kind_of_the_training_data() -> None:

@@ -33,7 +33,7 @@ def test_ridges(ridge: Any) -> None:
 
 
 def test_an_array_of_ridges() -> None:
-    refused(InputError, lambda: P.fit(ridge=torch.ones(2).numpy()), "ridge=array", "positive number")
+    refused(InputError, lambda: P.fit(ridge=torch.ones(2).numpy()), "ridge is array", "positive number")
 
 
 def test_a_ridge_may_be_any_kind_of_number() -> None:

@@ -203,7 +203,7 @@ def test_notes_that_cannot_be() -> None:
     recorder = linnet.spectrum.Recorder(P.x, k=2, memory="1GB")
     recorder.note(P.model, 3)
     refused(InputError, lambda: recorder.note(P.model, 3), "step is 3 after a note at step 3")
-    refused(InputError, lambda: recorder.note(P.model, "4"), "step is '4'", "an integer")  # type: ignore[arg-type]
+    refused(InputError, lambda: recorder.note(P.model, "4"), "step='4'", "an integer")  # type: ignore[arg-type]
     many = linnet.spectrum.Recorder(P.x, k=25)
     refused(InputError, lambda: many.note(P.model, 0), "k is 25", "1 to 24")
     wrong = linnet.spectrum.Recorder(P.x, real(8, 2), k=2)

@@ -159,7 +159,7 @@ def test_condition_number() -> None:
         (lambda s: s.spectral_density(Diagonal(VALUES), P.x), ["x is given"]),
         (lambda s: s.spectral_density("net"), ["source is str"]),
         (lambda s: s.spectral_density(K[:3]), ["source has shape (3, 24)"]),
-        (lambda s: s.spectral_density(K, samples=0), ["samples is 0"]),
+        (lambda s: s.spectral_density(K, samples=0), ["samples= 0"]),
         (lambda s: s.spectral_density(P.model, P.x, outputs="diagonal"), ["outputs='diagonal'"]),
         (lambda s: s.spectral_density(K).density(width=0.0), ["width=0.0"]),
         (lambda s: s.spectral_density(K).density(scale="sqrt"), ["scale='sqrt'"]),
@@ -218,4 +218,4 @@ def test_an_operator_becomes_the_same_matrix_in_every_mode() -> None:
 @pytest.mark.parametrize("steps", [None, "many", 2.5, 0])
 def test_steps_are_a_number_of_them(steps: Any) -> None:
     source = torch.eye(4, dtype=torch.float64)
-    refused(InputError, lambda: linnet.spectrum.spectral_density(source, steps=steps), "steps is")
+    refused(InputError, lambda: linnet.spectrum.spectral_density(source, steps=steps), "steps=")

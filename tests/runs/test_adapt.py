@@ -232,7 +232,7 @@ def test_an_interrupted_evaluation_keeps_the_fit(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(adaptation, "solved", lambda *a: (made.append(a), solved(*a))[1])
     with monkeypatch.context() as patch:
 
-        def interrupt(*_: object) -> None:
+        def interrupt(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
 
         patch.setattr(adaptation, "_predict_test", interrupt)

@@ -194,9 +194,9 @@ def test_no_right_hand_side_is_solved_at_once() -> None:
         ({"b": torch.ones(3).double()}, r"float64"),
         ({"x0": torch.ones(4)}, r"shape \(4,\)"),
         ({"preconditioner": Diagonal(torch.ones(4))}, r"preconditioner is Diagonal\(4 x 4"),
-        ({"tolerance": 0.0}, r"tolerance is 0"),
-        ({"tolerance": 2.0}, r"tolerance is 2"),
-        ({"max_steps": 0}, r"max_steps is 0"),
+        ({"tolerance": 0.0}, r"tolerance=0"),
+        ({"tolerance": 2.0}, r"tolerance=2"),
+        ({"max_steps": 0}, r"max_steps=0"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], text: str) -> None:

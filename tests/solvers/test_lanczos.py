@@ -148,9 +148,9 @@ def test_the_zero_operator_has_zero_eigenvalues() -> None:
         ({"k": 0}, r"k is 0"),
         ({"k": 4}, r"k is 4 .*1 to 3"),
         ({"operator": FunctionOperator(lambda v: v[:2], (2, 3))}, r"square"),
-        ({"tolerance": -1.0}, r"tolerance is -1"),
-        ({"max_steps": 0}, r"max_steps is 0"),
-        ({"generator": "seed"}, r"generator is 'seed'"),
+        ({"tolerance": -1.0}, r"tolerance=-1"),
+        ({"max_steps": 0}, r"max_steps=0"),
+        ({"generator": "seed"}, r"generator='seed'"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], text: str) -> None:

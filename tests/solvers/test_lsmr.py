@@ -114,8 +114,8 @@ def test_a_zero_right_hand_side_needs_no_step() -> None:
         ({"b": torch.ones(2)}, r"b has shape \(2,\)"),
         ({"b": torch.ones(3).double()}, r"float64"),
         ({"ridge": -1.0}, r"-1"),
-        ({"tolerance": 0.0}, r"tolerance is 0"),
-        ({"max_steps": -1}, r"max_steps is -1"),
+        ({"tolerance": 0.0}, r"tolerance=0"),
+        ({"max_steps": -1}, r"max_steps=-1"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], text: str) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from linnet.curvatures.accumulate import Watch
 from linnet.curvatures.engine import Request, by_structure
-from linnet.curvatures.expectation import EXPECTATIONS, Expectation, choose_matrix
+from linnet.curvatures.expectation import EXPECTATIONS, MATRICES, Expectation, choose_matrix
 from linnet.curvatures.operators import matrix_free, whole
 from linnet.curvatures.stream import Batches
 from linnet.curvatures.treatments import EXPECTATION_ALIASES, resolve
@@ -19,10 +19,13 @@ from linnet.distributed import Share, agree, least, together
 from linnet.errors import InputError, ModelError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.memory import parse_bytes
-from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.params import choice, flag, integer, refuse
+from linnet.params import path as checked_path
+from linnet.params import seed as checked_seed
+from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.selection import Selector
+from linnet.tangent.selection import Selector, check_selector
 
 OPERATORS = ("matrix-free", "low-rank")
 
@@ -251,6 +254,7 @@ def _names(wanted: Sequence[Any]) -> list[str]:
 
 def _resolve(wanted: Sequence[Any], expectation: str) -> tuple[list[Any], str]:
     """Structures and expectation in the engine's own words."""
+    choice("expectation", expectation, (*EXPECTATIONS, *EXPECTATION_ALIASES))
     implied = EXPECTATION_ALIASES.get(expectation, expectation)
     kinds: list[Any] = []
     for one in wanted:
@@ -278,32 +282,57 @@ WORDS = {
 }
 
 
+def check_options(structure: Any, options: Mapping[str, Any]) -> None:
+    """Raise on keywords of :func:`curvature` that cannot work, before there are data to try them on.
+
+    Args:
+        structure: The structure.
+        options: Other keywords, those of them that are given.
+
+    Raises:
+        InputError: If a value is not one of those listed, or of another kind.
+
+    Example:
+        >>> check_options("kfac", {"samples": 2})
+    """
+    if not isinstance(structure, str | Mapping) or not structure:
+        refuse("structure", structure, "a structure, or a mapping of them", 'pass structure="kfac"')
+    expectation = options.get("expectation", "exact")
+    choice("expectation", expectation, (*EXPECTATIONS, *EXPECTATION_ALIASES))
+    if isinstance(structure, str):
+        resolve(structure, expectation)
+    _check_words({name: options[name] for name in ("sharing", "method") if name in options}, {})
+    choice("matrix", options.get("matrix", "auto"), ("auto", *MATRICES))
+    for name in ("samples", "rank", "block"):
+        if name in options and not (name == "block" and options[name] is None):
+            integer(name, options[name])
+    _check_seed(options.get("seed", 0))
+    flag("shard", options.get("shard", True))
+    parse_bytes(options.get("memory"))
+    check_output(options.get("output"))
+    check_selector(options.get("params"))
+    if options.get("file") is not None:
+        checked_path("file", options["file"])
+
+
 def _check_words(words: Mapping[str, str], numbers: Mapping[str, int]) -> None:
     """Raise on values that are not listed."""
     for name, value in words.items():
-        if value not in WORDS[name]:
-            raise InputError(
-                f"{name}={value!r}",
-                expected=", ".join(f'"{one}"' for one in WORDS[name]),
-                remedy=f"leave {name}= out",
-            )
+        choice(name, value, WORDS[name])
     for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise InputError(f"{name}={number!r}", expected="a positive integer", remedy=f"leave {name}= out")
+        integer(name, number)
 
 
 def _check_seed(seed: Any) -> None:
     """Raise unless the seed is an integer."""
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise InputError(f"seed={seed!r}", expected="an integer", remedy="leave seed= out")
+    checked_seed("seed", seed)
 
 
 def _check_file(file: Any, kinds: Sequence[Any], matrix: str) -> None:
     """Raise on a file that is none, or that nothing would be written to."""
     if file is None:
         return
-    if not isinstance(file, str | Path):
-        raise InputError(f"file={file!r}", expected="a path", remedy='pass file="sums.safetensors"')
+    checked_path("file", file, 'pass file="sums.safetensors"')
     if matrix == "hessian" or any(kind in (*OPERATORS, "kfra") for kind in kinds):
         raise InputError(
             f"file={str(file)!r} with structure={[*kinds]!r} and matrix={matrix!r}",

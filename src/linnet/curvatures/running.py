@@ -30,12 +30,23 @@ from linnet.curvatures.layers import Layer
 from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.sums import Sums
-from linnet.curvatures.treatments import BY_LAYER, Structure, by_layer, make_sums, resolve, treatment
+from linnet.curvatures.treatments import (
+    BY_LAYER,
+    EXPECTATION_ALIASES,
+    Structure,
+    by_layer,
+    make_sums,
+    resolve,
+    treatment,
+)
 from linnet.distributed import all_same, all_sum, together, world
 from linnet.errors import DataError, InputError
-from linnet.likelihoods.likelihood import Likelihood
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood
+from linnet.linalg.space import require_params
 from linnet.memory import parse_bytes
-from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
+from linnet.params import choice, flag, instance, integer, number, refuse
+from linnet.params import seed as checked_seed
+from linnet.tangent.batch import Inputs, batch_size, example_shapes, take, tensors_in
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -88,6 +99,10 @@ class RunningCurvature:
         decay: float = 0.95,
         seed: int = 0,
     ) -> None:
+        check_likelihood(likelihood)
+        if not isinstance(structure, str | Mapping) or not structure:
+            refuse("structure", structure, "a structure, or a mapping of them", 'pass structure="kfac"')
+        choice("expectation", expectation, (*EXPECTATIONS, *EXPECTATION_ALIASES), 'pass "mc" if in doubt')
         if isinstance(structure, str):
             structure, expectation = resolve(structure, expectation)
         _check(structure, expectation, sharing, decay)
@@ -97,13 +112,14 @@ class RunningCurvature:
         else:
             self.function = model.function.copy() if isinstance(model, Linearized) else Functional(model)
         matrix = choose_matrix(likelihood, expectation, "auto")
-        self.expectation = Expectation(likelihood, expectation, matrix, 1, seed)
+        self.expectation = Expectation(likelihood, expectation, matrix, 1, checked_seed("seed", seed))
         self.batches = 0
         self.examples = torch.zeros((), dtype=torch.float64, device=self.function.device)
         self._assigned: list[tuple[Layer, str, str]] = []
         self._first: list[Sums] = []
         self._second: dict[int, EigenvalueSums | RowEigenvalueSums] = {}
         self._sizes: dict[Any, tuple[int, int]] = {}
+        self._kinds: set[Any] = set()
         self._basis: dict[int, Sums] = {}  # the factors that the bases were made of
 
     # -- averaging -------------------------------------------------------------------------------
@@ -126,6 +142,9 @@ class RunningCurvature:
             DataError: If the batch is empty, not finite, or lacks targets.
             ModelError: If the outputs are not finite.
         """
+        flag("shared", shared)
+        if seen is not None:
+            instance("seen", seen, ChainPass, "a forward pass of linnet's own")
         with together("RunningCurvature.add", shared):
             self._add_all(x, y, shared, seen)
 
@@ -134,6 +153,7 @@ class RunningCurvature:
         rank, processes = world() if shared else (0, 1)
         whole = Batches(x if y is None else (x, y), self.function.device, max(1, batch_size(x))).first()
         self._prepare(whole)
+        self._check_kind(whole)
         batch = replace(whole, index=self.batches * processes + rank)
         corrected = [i for i, (_, how, _) in enumerate(self._assigned) if how == "ekfac"]
         if corrected and self._second and self.batches % RENEWAL == 0:
@@ -164,6 +184,13 @@ class RunningCurvature:
                 if i in self._second:
                     _carry(self._second[i], new)
                 self._second[i], self._basis[i] = new, first
+
+    def _check_kind(self, batch: Batch) -> None:
+        """Raise if a batch of another shape or type than any before it cannot be run on."""
+        kind = tuple((t.shape[1:], t.dtype) for t in tensors_in(batch.x))
+        if kind not in self._kinds:
+            self.function.check_runs(take(batch.x, slice(0, 1)))
+            self._kinds.add(kind)
 
     def _prepare(self, batch: Batch) -> None:
         """Find the layers, on the first batch."""
@@ -244,10 +271,7 @@ class RunningCurvature:
             )
         own = float(self.examples)
         wanted = own if examples is None else examples
-        if isinstance(wanted, bool) or not isinstance(wanted, int | float) or not 0 < wanted < float("inf"):
-            raise InputError(
-                f"examples={examples!r}", expected="a positive number", remedy="leave examples= out"
-            )
+        wanted = number("examples", wanted, above=0)
         parts = []
         for i, (layer, how, note) in enumerate(self._assigned):
             block = _snapshot(self._second[i] if how == "ekfac" else self._first[i]).block()
@@ -275,6 +299,7 @@ class RunningCurvature:
         if isinstance(model, nn.Module):
             model = getattr(model, "_orig_mod", model)
             model = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        require_params(model, "model")
         kept = {key: self.function.cache[key] for key in KEPT if key in self.function.cache}
         self.function.moved(model, in_place=True)
         self.function.cache.update(kept)
@@ -305,8 +330,9 @@ class RunningCurvature:
         Raises:
             InputError: If the averages belong to another network or structure.
         """
+        require_params(state, "state")
         self._first, self._second, self._basis = [], {}, {}
-        if int(state.get("batches", 1)):
+        if integer("state['batches']", state.get("batches", 1), 0):
             self._prepare(Batches(x, self.function.device, max(1, batch_size(x))).first())
             factors = {i: s for i, s in enumerate(self._first) if self._assigned[i][1] == "ekfac"}
             _fill(factors, state, "basis")
@@ -314,8 +340,8 @@ class RunningCurvature:
         _match({"examples", "batches"} | self._names(), set(state))
         for kind, sums in self._groups():
             _fill(sums, state, kind)
-        self.examples.copy_(state["examples"])
-        self.batches = int(state["batches"])
+        self.examples.fill_(number("state['examples']", state["examples"], least=0))
+        self.batches = integer("state['batches']", state["batches"], 0)
 
     def _groups(self) -> list[tuple[str, dict[int, Sums]]]:
         """All statistics, by kind and layer."""
@@ -370,12 +396,8 @@ def _check(structure: Structure, expectation: str, sharing: str, decay: Any) -> 
             expected='"exact", "mc", "random-projection" or "empirical"',
             remedy='pass expectation="mc" if in doubt',
         )
-    if sharing not in ("expand", "reduce"):
-        raise InputError(f"sharing={sharing!r}", expected='"expand" or "reduce"', remedy="leave sharing= out")
-    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
-        raise InputError(
-            f"decay={decay!r}", expected="a number above 0, at most 1", remedy="pass decay=1.0 for plain sums"
-        )
+    choice("sharing", sharing, ("expand", "reduce"))
+    number("decay", decay, above=0, most=1, remedy="pass decay=1.0 for plain sums")
 
 
 def _snapshot(statistic: Sums, empty: bool = False) -> Sums:

@@ -13,7 +13,7 @@ from linnet.curvatures.parts import Part
 from linnet.errors import FileFormatError, InputError
 from linnet.files import as_path, load_tensors
 from linnet.linalg.stored import from_tensors
-from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import matching_function
 from linnet.tangent.modes import in_exact_mode
@@ -51,6 +51,7 @@ def load_curvature(directory: str | Path, model: nn.Module, output: OutputAdapte
         True
     """
     path = as_path(directory)
+    check_output(output)
     path = path if path.is_file() else path / f"{KIND}.safetensors"
     tensors, metadata = load_tensors(path, KIND)
     model = model.model if isinstance(model, Linearized) else model

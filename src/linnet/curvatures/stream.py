@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from linnet.distributed import Share, agree, look_around, sum_numbers
 from linnet.errors import DataError, InputError
+from linnet.params import integer
 from linnet.tangent.batch import (
     EMPTY,
     Inputs,
@@ -28,6 +29,7 @@ from linnet.tangent.batch import (
     check_finite,
     gather_data,
     map_tensors,
+    require_dense,
     split,
     take,
     tensors_in,
@@ -120,8 +122,8 @@ class Batches:
     def __init__(
         self, data: Any, device: torch.device | None, block: int | None = None, share: Share | None = None
     ) -> None:
-        if block is not None and (isinstance(block, bool) or not isinstance(block, int) or block < 1):
-            raise InputError(f"block={block!r}", expected="a positive integer", remedy="leave block= out")
+        if block is not None:
+            block = integer("block", block)
         share = share or Share()
         self._part = sharded(data) if share.world > 1 else None
         if self._part is not None:
@@ -373,6 +375,8 @@ def _read(data: Any, indices: range) -> tuple[Inputs, Tensor | None]:
 
 def _moved(x: Inputs, y: Tensor | None, device: torch.device | None) -> tuple[Inputs, Tensor | None]:
     """A batch on the device, of tensors that autograd may keep."""
+    for tensor in tensors_in((x, y)):
+        require_dense(tensor, "data")
     return map_tensors(lambda t: usable(t, device), x), None if y is None else usable(y, device)
 
 

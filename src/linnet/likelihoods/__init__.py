@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from linnet.errors import InputError
@@ -9,6 +11,7 @@ from linnet.likelihoods.custom import Custom, mixture_of_classifiers
 from linnet.likelihoods.discrete import Bernoulli, Categorical, Poisson
 from linnet.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from linnet.likelihoods.likelihood import Likelihood
+from linnet.params import instance, known, shown
 
 __all__ = [
     "Likelihood",
@@ -43,13 +46,15 @@ def from_description(description: dict[str, Any]) -> Likelihood:
         >>> from_description(Categorical(axis=-1).describe())
         Categorical(ignore_index=-100, axis=-1)
     """
+    instance("description", description, Mapping, "what describe() returned", "pass likelihood.describe()")
     settings = dict(description)
     kind = settings.pop("kind", None)
     for family in _FAMILIES:
         if family.__name__ == kind:
+            known(family.__name__, list(settings), list(inspect.signature(family).parameters))
             return family(**settings)
     raise InputError(
-        f"the description has kind {kind!r}",
+        f"the description has kind {shown(kind)}",
         expected=f"one of {', '.join(family.__name__ for family in _FAMILIES)}",
         remedy="make a Custom likelihood again from its functions",
     )

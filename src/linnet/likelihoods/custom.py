@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from linnet.likelihoods.definite import Psd, positive_root, require_psd
 from linnet.likelihoods.discrete import draw_classes
 from linnet.likelihoods.distribution import Moments, first_of, flatten_positions, require_axis
 from linnet.likelihoods.likelihood import Likelihood
+from linnet.params import call, flag, function, refuse, tensor
 
 _PROBED = 4  # positions on which a claim of canonicity is tested
 
@@ -61,13 +62,15 @@ class Custom(Likelihood):
         axis: int = 1,
     ) -> None:
         for name, value in (("nll", nll), ("sample", sample), ("moments", moments)):
-            if not callable(value) and (name == "nll" or value is not None):
-                raise InputError(
-                    f"{name}={value!r}", expected="a function", remedy=f"see help(Custom): {name}"
-                )
+            if name == "nll" or value is not None:
+                function(name, value, "a function", f"see help(Custom): {name}")
         self._function, self._sampler, self._given_moments = nll, sample, moments
         self._support = None if support is None else _label_tensor(support)
-        self.canonical, self.psd, self.axis = bool(canonical), require_psd(psd), require_axis(axis)
+        self.canonical, self.psd, self.axis = (
+            flag("canonical", canonical),
+            require_psd(psd),
+            require_axis(axis),
+        )
         self._doubtful = self.canonical and self._support is not None
 
     # Labels
@@ -182,7 +185,8 @@ class Custom(Likelihood):
 
     def _values(self, flat: Tensor, labels: Tensor) -> Tensor:
         """The function's values (M,), checked."""
-        values = self._function(flat, labels)
+        expected = "a function from outputs (M, C) and labels (M, ...) to numbers (M,)"
+        values = call("nll", self._function, flat, labels, expected=expected)
         if not isinstance(values, Tensor) or values.shape != flat.shape[:1]:
             got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise InputError(
@@ -376,17 +380,27 @@ def _mixture_nll(f: Tensor, y: Tensor) -> Tensor:
 
 def _label_tensor(support: Iterable[Any]) -> Tensor:
     """All labels in one tensor (L, ...)."""
+    if isinstance(support, str | bytes | Mapping) or not (_axes(support) and isinstance(support, Iterable)):
+        refuse("support", support, "all labels that there are, in a list", "leave support= out")
     labels = list(support)
     if not labels:
         raise InputError(
             "support is empty", expected="all labels that there are", remedy="leave support= out"
         )
     try:
-        return torch.stack([torch.as_tensor(label) for label in labels])
+        table = torch.stack([torch.as_tensor(label) for label in labels])
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"support={labels!r} cannot be made a tensor: {error}", expected="numbers or tensors of one shape"
+            f"support={labels!r} cannot be made a tensor: {error}",
+            expected="numbers or tensors of one shape",
+            remedy="pass numbers such as support=[0, 1]",
         ) from error
+    return tensor("support", table, "finite numbers")
+
+
+def _axes(support: Any) -> bool:
+    """Whether it is no tensor without an axis."""
+    return not isinstance(support, Tensor) or support.ndim > 0
 
 
 def _name(function: Callable[..., Any]) -> str:

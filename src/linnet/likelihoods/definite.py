@@ -7,20 +7,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError, NumericalError
+from linnet.errors import NumericalError
 from linnet.linalg.factorize import eigh
+from linnet.params import choice
 
 Psd = Literal["raise", "clip"]
 
 
 def require_psd(psd: Any) -> Psd:
     """The way to treat indefinite matrices as given, or an error when it is none."""
-    if psd not in ("raise", "clip"):
-        raise InputError(
-            f"psd={psd!r}",
-            expected='"raise" or "clip"',
-            remedy='pass psd="clip" to keep the positive part of an indefinite Hessian',
-        )
+    choice(
+        "psd", psd, ("raise", "clip"), 'pass psd="clip" to keep the positive part of an indefinite Hessian'
+    )
     return "clip" if psd == "clip" else "raise"
 
 

@@ -22,6 +22,7 @@ from linnet.likelihoods.distribution import (
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.finite import lies_within
 from linnet.linalg.random import signs
+from linnet.params import flag, integer
 
 _LEAST_LOG = -3e4  # below it every square root of a probability is zero in any type
 
@@ -300,7 +301,7 @@ class Poisson(IndependentComponents):
     """
 
     def __init__(self, axis: int = 1, masked: bool = False) -> None:
-        self.axis, self.masked = require_axis(axis), bool(masked)
+        self.axis, self.masked = require_axis(axis), flag("masked", masked)
 
     def _plain(self) -> tuple[float, float]:
         return math.inf, -math.inf  # whether numbers are whole is not said by their range
@@ -352,11 +353,7 @@ class Poisson(IndependentComponents):
 
 def _require_index(ignore_index: Any) -> int:
     """The ignored label as given, or an error when it is no integer."""
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise InputError(
-            f"ignore_index={ignore_index!r}", expected="an integer", remedy="pass ignore_index=-100"
-        )
-    return ignore_index
+    return integer("ignore_index", ignore_index, -(2**63), remedy="pass ignore_index=-100")
 
 
 def draw_classes(p: Tensor, n: int, generator: torch.Generator | None) -> Tensor:

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from linnet.errors import DataError, InputError
 from linnet.linalg.random import Seed, make_generator, require_room
+from linnet.params import integer, refuse, shown, tensor
 
 Moments = tuple[Tensor, Tensor]
+OUTPUTS = "a dense floating-point tensor (N, ...) of outputs"
 
 
 def uniform(shape: Sequence[int], seed: Seed, like: Tensor) -> Tensor:
@@ -35,21 +37,55 @@ def first_of(bad: Tensor, name: str = "y") -> str:
 
 def require_axis(axis: Any) -> int:
     """The class axis as given, or an error when it cannot be one."""
-    if isinstance(axis, bool) or not isinstance(axis, int) or axis == 0:
-        raise InputError(
-            f"axis={axis!r}",
-            expected="the axis of the outputs that holds classes; axis 0 holds examples",
-            remedy="pass axis=1 for (N, C) and (N, C, H, W), axis=-1 for sequences (N, T, C)",
+    if isinstance(axis, bool) or not isinstance(axis, int) or axis == 0 or abs(axis) > 64:  # torch's most
+        refuse(
+            "axis",
+            axis,
+            "the axis of the outputs that holds classes; axis 0 holds examples",
+            "pass axis=1 for (N, C) and (N, C, H, W), axis=-1 for sequences (N, T, C)",
         )
     return axis
 
 
 def require_tensor(y: Any) -> None:
     """Raise unless labels are a tensor."""
-    if not isinstance(y, Tensor):
-        raise InputError(
-            f"y is a {type(y).__name__}", expected="a tensor of labels", remedy="pass torch.as_tensor(y)"
-        )
+    if isinstance(y, Tensor) and y.is_complex():
+        raise DataError(f"y has type {y.dtype}", expected="real targets", remedy="pass y.real")
+    tensor("y", y, "a dense tensor of labels", convert=False)
+
+
+def require_numbers(f: Tensor, name: str = "f") -> None:
+    """Raise if outputs hold NaN or +inf; −inf is the logit of what is impossible. One pass over them.
+
+    Args:
+        f: Outputs.
+        name: What the argument is called.
+
+    Raises:
+        DataError: They do.
+    """
+    if f.numel() == 0 or float(f.detach().amax()) < math.inf:
+        return
+    bad = ~(f.detach() < math.inf)
+    raise DataError(
+        f"{first_of(bad, name)} is {float(f.detach()[bad][0])}, and {int(bad.sum())} of {f.numel()} are so",
+        expected="finite outputs",
+        remedy="look for divergence of the training, or for overflow in the network",
+    )
+
+
+def require_outputs(f: Any, name: str = "f") -> None:
+    """Raise unless outputs, or what has their type, are a tensor that can be computed with.
+
+    Args:
+        f: Outputs.
+        name: What the argument is called.
+
+    Raises:
+        InputError: They are none, or not of a floating-point type.
+    """
+    if not tensor(name, f, OUTPUTS, convert=False).is_floating_point():
+        refuse(name, f, OUTPUTS, f"pass {name}.float()")
 
 
 def flatten_positions(y: Tensor) -> Tensor:
@@ -81,10 +117,12 @@ class Distribution(ABC):
             The labels, on the device of f.
 
         Raises:
+            DataError: The outputs hold NaN or +inf, or the labels are none of the family's.
             InputError: The outputs do not fit the family, or y is no tensor.
         """
         self._arrange(f)
         require_tensor(y)
+        require_numbers(f)
         return self._check(f, y.to(f.device))
 
     def mask(self, y: Tensor) -> Tensor | None:
@@ -96,6 +134,9 @@ class Distribution(ABC):
         Returns:
             (N, T) booleans, or None when all have one.
         """
+        require_tensor(y)
+        if y.ndim == 0:
+            refuse("y", y, "labels (N, ...)", "give them an axis of examples, as in y[None] for one")
         present = self._present(y)
         return present.any(-1) if present is not None and present.ndim == 3 else present
 
@@ -124,8 +165,9 @@ class Distribution(ABC):
         Returns:
             (n, *shape of y).
         """
-        require_draws(n, f.shape[:1], f)  # a label an example, at the least
-        drawn = self._sample(self._arrange(f).detach(), n, make_generator(generator))
+        rows = self._prepare(f, None)[0]
+        require_draws(n, rows.shape[:1], rows)  # a label an example, at the least
+        drawn = self._sample(rows.detach(), n, make_generator(generator))
         return self._restore_labels(drawn, f.shape, lead=1)
 
     def kl(self, f: Tensor, g: Tensor, y: Tensor | None = None) -> Tensor:
@@ -142,12 +184,16 @@ class Distribution(ABC):
         Raises:
             InputError: The shapes differ.
         """
+        require_outputs(f)
+        require_outputs(g, "g")
         if f.shape != g.shape:
             raise InputError(
-                f"f has shape {tuple(f.shape)} and g {tuple(g.shape)}", expected="outputs of one shape"
+                f"f has shape {tuple(f.shape)} and g {tuple(g.shape)}",
+                expected="outputs of one shape",
+                remedy="pass the outputs of two networks for the same inputs",
             )
-        counts = None if y is None else self._prepare(f, y)[2]
-        return _masked_sum(self._kl(self._arrange(f), self._arrange(g)), counts)
+        rows, _, counts = self._prepare(f, y)
+        return _masked_sum(self._kl(rows, self._prepare(g, None)[0]), counts)
 
     def mean(self, f: Tensor) -> Tensor:
         """E[y | f]; class probabilities for Categorical.
@@ -158,7 +204,7 @@ class Distribution(ABC):
         Returns:
             In the layout of f.
         """
-        return self._restore_labels(self._moments(self._arrange(f))[0], f.shape)
+        return self._restore_labels(self._moments(self._prepare(f, None)[0])[0], f.shape)
 
     def variance(self, f: Tensor) -> Tensor:
         """Var[y | f] of each component; for Categorical, of the indicator of each class.
@@ -169,7 +215,7 @@ class Distribution(ABC):
         Returns:
             In the layout of f.
         """
-        return self._restore_labels(self._moments(self._arrange(f))[1], f.shape)
+        return self._restore_labels(self._moments(self._prepare(f, None)[0])[1], f.shape)
 
     def predictive(self, mean: Tensor, covariance: Tensor) -> Tensor | Moments:
         """The distribution of a new label when the outputs are uncertain, f ~ N(mean, covariance).
@@ -184,10 +230,15 @@ class Distribution(ABC):
         Raises:
             InputError: The shapes do not fit.
         """
-        if mean.ndim != 2 or covariance.shape not in (mean.shape, (*mean.shape, mean.shape[-1])):
+        require_outputs(mean, "mean")
+        require_outputs(covariance, "covariance")
+        require_numbers(mean, "mean")
+        require_numbers(covariance, "covariance")
+        alike = mean.dtype == covariance.dtype
+        if not alike or mean.ndim != 2 or covariance.shape not in (mean.shape, (*mean.shape, mean.shape[-1])):
             raise InputError(
-                f"mean has shape {tuple(mean.shape)} and covariance {tuple(covariance.shape)}",
-                expected="(N, C) with (N, C, C) or (N, C)",
+                f"mean is {shown(mean)} and covariance {shown(covariance)}",
+                expected="(N, C) with (N, C, C) or (N, C), of one type",
                 remedy="make each position of outputs with several an example of its own",
             )
         variance = covariance.diagonal(dim1=-2, dim2=-1) if covariance.ndim == 3 else covariance
@@ -224,12 +275,9 @@ class Distribution(ABC):
 
     def _arrange(self, f: Tensor, lead: int = 0) -> Tensor:
         """Outputs (*lead, N, ...) as (*lead, N, T, C)."""
-        ndim = f.ndim - lead
-        if not f.is_floating_point() or ndim < 1:
-            raise InputError(
-                f"outputs have shape {tuple(f.shape)} and type {f.dtype}",
-                expected="a floating-point tensor (N, ...)",
-            )
+        require_outputs(f)
+        if f.ndim - lead < 1:
+            refuse("f", f, OUTPUTS, "give it an axis of examples, as in f[None] for one")
         return self._arranged(f, lead)
 
     def _arranged(self, values: Tensor, lead: int = 0) -> Tensor:
@@ -264,6 +312,7 @@ class Distribution(ABC):
         """Outputs and labels arranged, and which components count; None for no labels and for all."""
         rows = self._arrange(f)
         if y is None:
+            require_numbers(f)
             return rows, None, None
         return rows, *self._labels(f, self.check(f, y))
 
@@ -308,8 +357,7 @@ class Distribution(ABC):
 
 def require_draws(n: int, shape: Sequence[int], f: Tensor) -> None:
     """Check a number of draws, and that so many of a shape would fit the memory; f has their type."""
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise InputError(f"n={n!r}", expected="at least one draw", remedy="pass n=1 or more")
+    integer("n", n, remedy="pass n=1 or more")
     require_room((n, *shape), 2 * f.dtype.itemsize, f.device, "draws")
 
 

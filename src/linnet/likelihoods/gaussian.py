@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,9 +16,17 @@ from linnet.likelihoods.components import (
     require_targets,
 )
 from linnet.likelihoods.definite import require_psd, require_semidefinite
-from linnet.likelihoods.distribution import Moments, first_of, require_axis, require_shape
+from linnet.likelihoods.distribution import (
+    Moments,
+    first_of,
+    require_axis,
+    require_outputs,
+    require_shape,
+    require_tensor,
+)
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.random import normal
+from linnet.params import choice, flag, number, refuse, tensor
 
 _LOG_2PI = math.log(2 * math.pi)
 
@@ -39,14 +48,19 @@ class Gaussian(IndependentComponents):
     """
 
     def __init__(self, variance: float | Tensor = 1.0, axis: int = 1, masked: bool = False) -> None:
-        noise = torch.as_tensor(variance, dtype=torch.float64).detach().cpu()
-        if noise.ndim > 1 or not bool((noise > 0).all()) or not bool(noise.isfinite().all()):
-            raise InputError(
-                f"variance={variance!r}",
-                expected="a positive number, or one for each output (C,)",
-                remedy="pass variance=1.0, or Gaussian.fitted(f, y)",
-            )
-        self.noise, self.axis, self.masked = noise, require_axis(axis), bool(masked)
+        remedy = "pass variance=1.0, or Gaussian.fitted(f, y)"
+        if not isinstance(variance, Tensor | Sequence):
+            variance = number("variance", variance, above=0, remedy=remedy)
+        expected = "a positive number, or one for each output (C,)"
+        noise = tensor("variance", variance, expected, remedy).to(torch.float64).detach().cpu()
+        if (
+            noise.numel() == 0
+            or noise.ndim > 1
+            or not bool((noise > 0).all())
+            or not bool(noise.isfinite().all())
+        ):
+            refuse("variance", variance, expected, remedy)
+        self.noise, self.axis, self.masked = noise, require_axis(axis), flag("masked", masked)
 
     @classmethod
     def fitted(
@@ -71,6 +85,9 @@ class Gaussian(IndependentComponents):
             >>> Gaussian.fitted(torch.zeros(2, 1), torch.tensor([[1.0], [3.0]]))
             Gaussian(variance=5.0, masked=False, axis=1)
         """
+        flag("per_output", per_output)
+        require_outputs(f)
+        require_tensor(y)
         rows, labels, counts = cls(axis=axis, masked=masked)._prepare(f.detach(), y)
         weights = torch.ones_like(rows) if counts is None else counts.to(rows.dtype)
         squares, over = weights * (labels - rows) ** 2, (0, 1) if per_output else (0, 1, 2)
@@ -158,10 +175,9 @@ class HeteroscedasticGaussian(Likelihood):
         axis: int = 1,
         masked: bool = False,
     ) -> None:
-        if parametrization not in ("log-variance", "natural"):
-            raise InputError(f"parametrization={parametrization!r}", expected='"log-variance" or "natural"')
+        choice("parametrization", parametrization, ("log-variance", "natural"))
         self.parametrization, self.psd = parametrization, require_psd(psd)
-        self.axis, self.masked = require_axis(axis), bool(masked)
+        self.axis, self.masked = require_axis(axis), flag("masked", masked)
         self.canonical = parametrization == "natural"
 
     def _arrange(self, f: Tensor, lead: int = 0) -> Tensor:

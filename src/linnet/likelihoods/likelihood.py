@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.likelihoods.distribution import Distribution, require_draws
+from linnet.likelihoods.distribution import (
+    Distribution,
+    require_draws,
+    require_numbers,
+    require_outputs,
+    require_tensor,
+)
 from linnet.linalg.random import Seed, make_generator, signs
+from linnet.params import refuse
 
 FORMED = 1 << 22  # numbers in the matrices Λ of several examples that are formed at once
 
@@ -46,6 +53,7 @@ class Likelihood(Distribution, ABC):
         Returns:
             Like f.
         """
+        require_tensor(y)
         rows, labels, counts = self._prepare(f, y)
         return self._restore(_masked(self._gradient(rows, labels), counts), f.shape)
 
@@ -101,10 +109,15 @@ class Likelihood(Distribution, ABC):
         Raises:
             InputError: v does not end in the shape of f.
         """
+        require_outputs(f)
+        require_outputs(v, "v")
+        require_numbers(v, "v")
         lead = v.ndim - f.ndim
         if lead < 0 or v.shape[lead:] != f.shape:
             raise InputError(
-                f"v has shape {tuple(v.shape)} and f {tuple(f.shape)}", expected="(..., *shape of f)"
+                f"v has shape {tuple(v.shape)} and f {tuple(f.shape)}",
+                expected="(..., *shape of f)",
+                remedy="give v the axes of f, after any of its own",
             )
         rows, labels, counts = self._prepare_second(f, y)
         return self._restore(_masked(self._product(rows, self._arrange(v, lead), labels), counts), f.shape)
@@ -181,7 +194,7 @@ class Likelihood(Distribution, ABC):
         Returns:
             (N, T, C, C), equal to ``hessian`` for canonical families.
         """
-        return self._fisher(self._arrange(f))
+        return self._fisher(self._prepare(f, None)[0])
 
     def fisher_root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """Columns whose outer products sum to the Fisher information of the outputs.
@@ -283,10 +296,11 @@ def check_likelihood(likelihood: object) -> None:
         >>> check_likelihood(Categorical())
     """
     if not isinstance(likelihood, Likelihood):
-        raise InputError(
-            f"likelihood is {type(likelihood).__name__}",
-            expected="one of linnet.likelihoods, such as Categorical() or Gaussian(variance=0.1)",
-            remedy="call the class: linnet.likelihoods.Categorical()",
+        refuse(
+            "likelihood",
+            likelihood,
+            "one of linnet.likelihoods, such as Categorical() or Gaussian(variance=0.1)",
+            "call the class: linnet.likelihoods.Categorical()",
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.linalg.space import ParameterSpace, Vector
+from linnet.params import instance, number, refuse
 
 
 class LinearOperator(ABC):
@@ -90,11 +91,11 @@ class LinearOperator(ABC):
 
     def __add__(self, other: LinearOperator) -> LinearOperator:
         """A + B."""
-        return Sum((self, other))
+        return Sum((self, _require_operator(other)))
 
     def __sub__(self, other: LinearOperator) -> LinearOperator:
         """A − B."""
-        return Sum((self, -1.0 * other))
+        return Sum((self, -1.0 * _require_operator(other)))
 
     def __neg__(self) -> LinearOperator:
         """−A."""
@@ -180,14 +181,13 @@ def flatten(operator: LinearOperator, vector: Vector) -> Tensor:
     elif isinstance(vector, Tensor):
         flat = vector
     else:
-        raise InputError(
-            f"the vector for {operator!r} is of type {type(vector).__name__}",
-            expected="a tensor, since this operator has no parameter space",
-        )
+        refuse(f"the vector for {operator!r}", vector, "a tensor", "this operator has no parameter space")
     if flat.ndim not in (1, 2) or flat.shape[0] != operator.shape[1]:
         n = operator.shape[1]
         raise InputError(
-            f"the vector has shape {tuple(flat.shape)}", f"({n},) or ({n}, K), to multiply {operator!r}"
+            f"the vector has shape {tuple(flat.shape)}",
+            f"({n},) or ({n}, K), to multiply {operator!r}",
+            "see .shape",
         )
     if flat.dtype != operator.dtype or flat.device != operator.device:
         raise InputError(
@@ -406,6 +406,11 @@ class Composition(LinearOperator):
         return Composition(self._right.T, self._left.T)
 
 
+def _require_operator(other: Any) -> LinearOperator:
+    """The other operator of a sum."""
+    return instance("the other term", other, LinearOperator, "a linear operator", "sum operators only")
+
+
 def _require_alike(left: LinearOperator, right: LinearOperator, fits: bool, verb: str) -> None:
     """Two operators fit in shape, type and device."""
     if not fits or left.dtype != right.dtype or left.device != right.device:
@@ -433,11 +438,7 @@ def require_scalar(scalar: float | Tensor, name: str = "the operator's multiplie
     Raises:
         InputError: It is not a finite number.
     """
-    is_number = isinstance(scalar, int | float) or (isinstance(scalar, Tensor) and scalar.numel() == 1)
-    number = float(scalar) if is_number else float("nan")
-    if number != number or number in (float("inf"), float("-inf")):
-        raise InputError(f"{name} is {scalar!r}", expected="a finite number")
-    return number
+    return number(name, scalar, remedy="pass a number such as 0.1")
 
 
 def require_damping(tau: float, name: str = "the damping") -> float:
@@ -453,10 +454,7 @@ def require_damping(tau: float, name: str = "the damping") -> float:
     Raises:
         InputError: It is negative, infinite or not a number.
     """
-    number = require_scalar(tau, name)
-    if number < 0:
-        raise InputError(f"{name} is {tau!r}", expected="a number that is not negative")
-    return number
+    return number(name, tau, least=0, remedy="pass a number such as 0.1")
 
 
 def require_factor(scalar: float) -> float:

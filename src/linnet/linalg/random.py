@@ -8,19 +8,21 @@ from math import prod
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError
 from linnet.memory import Plan, parse_bytes, require
+from linnet.params import refuse
+from linnet.params import seed as checked_seed
 
 Seed = torch.Generator | int | None
 
 PLANNED = 1 << 24  # numbers from which a draw is compared with the memory that is free: 64 MB in float32
 
 
-def make_generator(seed: Seed) -> torch.Generator | None:
+def make_generator(seed: Seed, name: str = "generator") -> torch.Generator | None:
     """A generator from whatever the caller gave.
 
     Args:
         seed: A generator (used as it is), an integer seed, or None for torch's global generator.
+        name: What the argument is called.
 
     Returns:
         The generator, or None for torch's global one.
@@ -34,9 +36,9 @@ def make_generator(seed: Seed) -> torch.Generator | None:
     """
     if seed is None or isinstance(seed, torch.Generator):
         return seed
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise InputError(f"generator is {seed!r}", "a torch.Generator, an integer seed or None")
-    return torch.Generator().manual_seed(seed)
+    if isinstance(seed, bool | Tensor) or not hasattr(type(seed), "__index__"):
+        refuse(name, seed, "a torch.Generator, an integer seed or None")
+    return torch.Generator().manual_seed(checked_seed(name, seed))
 
 
 def require_room(shape: Sequence[int], item: int, device: torch.device, what: str = "random numbers") -> None:

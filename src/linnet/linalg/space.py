@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from linnet.errors import InputError
+from linnet.params import instance, refuse, shown, tensor
 
 Params = dict[str, Tensor]
 Vector = Params | Tensor
@@ -62,6 +64,7 @@ class ParameterSpace:
         Returns:
             The space with these names and shapes, in this order.
         """
+        require_params(params, "params")
         return cls({name: tensor.shape for name, tensor in params.items()})
 
     def __eq__(self, other: object) -> bool:
@@ -85,7 +88,12 @@ class ParameterSpace:
         Raises:
             InputError: A name is not in this space.
         """
-        chosen = set(names)
+        if isinstance(names, str | bytes | Tensor) or not isinstance(names, Iterable):
+            refuse("names", names, "several parameter names", f"pass a list such as [{self.names[0]!r}]")
+        listed = list(names)
+        if wrong := [name for name in listed if not isinstance(name, str)]:
+            refuse("names", listed, "several parameter names", f"{shown(wrong[0])} is no name")
+        chosen = set(listed)
         if unknown := chosen - set(self.names):
             raise InputError(f"names has {_listed(unknown)}", expected=f"some of {_listed(self.names)}")
         return ParameterSpace({name: shape for name, shape in self.shapes.items() if name in chosen})
@@ -138,10 +146,13 @@ class ParameterSpace:
         Returns:
             ``flat`` itself, or Params when ``like`` is Params.
         """
+        if not isinstance(like, Tensor):
+            require_params(like, "like")
         return flat if isinstance(like, Tensor) else self.to_params(flat)
 
     def _checked(self, flat: Tensor) -> Tensor:
         """The flat vector, if it fits."""
+        tensor("the parameter vector", flat, f"a dense tensor ({self.dim},)", convert=False)
         if flat.ndim not in (1, 2) or flat.shape[0] != self.dim:
             raise InputError(
                 f"the parameter vector has shape {tuple(flat.shape)}",
@@ -151,11 +162,13 @@ class ParameterSpace:
 
     def _check_params(self, params: Mapping[str, Tensor]) -> None:
         """Names and shapes fit, and all tensors have the same number of columns."""
+        require_params(params, "the parameter vector")
         missing, unknown = set(self.names) - set(params), set(params) - set(self.names)
         if missing or unknown:
             raise InputError(
                 f"the parameter vector lacks {_listed(missing)} and has unknown {_listed(unknown)}",
                 expected=f"exactly {_listed(self.names)}",
+                remedy="the names are those of named_parameters()",
             )
         first = self.names[0]
         columns = params[first].shape[len(self.shapes[first]) :]
@@ -164,7 +177,28 @@ class ParameterSpace:
                 raise InputError(
                     f"parameter {name!r} has shape {tuple(params[name].shape)}",
                     expected=f"{tuple(shape)}, or {(*shape, 'K')} for K vectors, alike for all parameters",
+                    remedy="give every parameter its own shape",
                 )
+
+
+def require_params(params: Any, name: str) -> None:
+    """Raise unless it is a mapping from names to tensors that have values.
+
+    Args:
+        params: What was given.
+        name: What the argument is called.
+
+    Raises:
+        InputError: It is none.
+
+    Example:
+        >>> require_params({"bias": torch.zeros(2)}, "v")
+    """
+    instance(name, params, Mapping, "tensors by parameter name, or a flat tensor", "pass a dict of tensors")
+    for key, value in params.items():
+        if not isinstance(key, str):
+            refuse(name, params, "tensors by parameter name", f"{shown(key)} is no name")
+        tensor(f"{name}[{key!r}]", value, "a dense tensor of real numbers", convert=False)
 
 
 def _listed(names: Iterable[str]) -> str:

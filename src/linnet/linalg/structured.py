@@ -27,6 +27,7 @@ from linnet.linalg.operator import (
 )
 from linnet.linalg.random import Seed, normal
 from linnet.linalg.space import ParameterSpace, Vector
+from linnet.params import integer, refuse, tensor
 
 
 class StructuredOperator(LinearOperator):
@@ -112,6 +113,7 @@ class StructuredOperator(LinearOperator):
         Returns:
             (n, P), where M is P x P.
         """
+        integer("n", n, remedy="pass n=1 or more")
         noise = normal((self.shape[1], n), generator, self.dtype, self.device)
         return self._root(noise).T
 
@@ -127,8 +129,10 @@ class StructuredOperator(LinearOperator):
         Raises:
             InputError: The last dimension is not P.
         """
-        if rows.ndim == 0 or rows.shape[-1] != self.shape[0]:
-            raise InputError(f"rows has shape {tuple(rows.shape)}", f"(..., C, {self.shape[0]}) for {self!r}")
+        expected = f"a dense {self.dtype} tensor (..., C, {self.shape[0]})"
+        tensor("rows", rows, expected, convert=False)
+        if rows.ndim == 0 or rows.shape[-1] != self.shape[0] or rows.dtype != self.dtype:
+            refuse("rows", rows, expected, f"its last axis is that of {self!r}")
         columns = rows.reshape(-1, rows.shape[-1]).T  # (P, ...C)
         half = self._root_transposed(columns).T.reshape(rows.shape)  # J S, (..., C, P)
         return half @ half if rows.ndim == 1 else half @ half.mT

@@ -14,6 +14,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.linalg.operator import LinearOperator, flatten, unflatten
 from linnet.linalg.space import Vector
+from linnet.params import integer, number
 from linnet.solvers.solution import Solution, Status
 
 
@@ -183,8 +184,7 @@ def checked_limits(tolerance: float, max_steps: int | None, default: int) -> int
     Raises:
         InputError: One is out of range.
     """
-    if not 0 < tolerance < 1:
-        raise InputError(f"tolerance is {tolerance!r}", expected="a number between 0 and 1")
-    if max_steps is not None and max_steps < 1:
-        raise InputError(f"max_steps is {max_steps!r}", expected="a positive integer or None")
+    number("tolerance", tolerance, above=0, below=1)
+    if max_steps is not None:
+        integer("max_steps", max_steps)
     return default if max_steps is None else max_steps

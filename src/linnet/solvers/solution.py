@@ -75,7 +75,11 @@ class Solution(Generic[V]):
         if self.converged:
             return self.value
         outcome = f"{what} ended after {self.steps} steps with the relative residual {self.residual:.2g}"
-        raise NumericalError(f"{outcome}: {self.status.value}")
+        raise NumericalError(
+            f"{outcome}: {self.status.value}",
+            expected="an iteration that reaches its tolerance",
+            remedy="raise max_steps= or tolerance=, or compute in float64",
+        )
 
 
 @dataclass(frozen=True)

@@ -131,9 +131,9 @@ def require_dense(tensor: Tensor, name: str) -> None:
         )
     if tensor.device.type == "meta":
         raise InputError(
-            f"{name} is on the meta device and holds no numbers",
-            expected="a dense tensor (N, ...) with values",
-            remedy=f"make {name} on a device that stores it",
+            f'{name} is a tensor on the device "meta", which has shapes and no values',
+            expected="a tensor with values",
+            remedy=f'make {name} on a device that keeps them, such as "cpu"',
         )
 
 
@@ -227,6 +227,8 @@ def gather_data(
     """
     x, y = _as_pair(data)
     y = named_tensor(y, "y")
+    if y.is_complex():
+        raise DataError(f"y has type {y.dtype}", "real targets", "pass y.real, or its parts as two outputs")
     if batch_size(x) == 0:
         raise DataError("data is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
     if y.ndim == 0 or y.shape[0] != batch_size(x):
@@ -270,8 +272,8 @@ def _as_pair(data: Any) -> tuple[Inputs, Any]:
     if isinstance(data, DataLoader):
         require_whole(data)
         batches = [_two(batch, "a batch of the DataLoader") for batch in data]
-    elif isinstance(data, Dataset) or (hasattr(data, "__getitem__") and not isinstance(data, _NO_DATA_SETS)):
-        samples = [_two(data[i], f"sample {i} of the data set") for i in range(len(data))]  # type: ignore[arg-type]
+    elif isinstance(data, Dataset) or (_has_items(data)):
+        samples = [_two(data[i], f"sample {i} of the data set") for i in range(len(data))]
         batches = [
             (map_tensors(lambda t: t[None], _tensorize(x)), named_tensor(y, "y")[None]) for x, y in samples
         ]
@@ -282,6 +284,12 @@ def _as_pair(data: Any) -> tuple[Inputs, Any]:
         raise DataError("data is empty: it yields no example", expected="at least one example", remedy=EMPTY)
     labels = [named_tensor(b[1], "y") for b in batches]
     return concatenate([b[0] for b in batches]), concatenate(labels)
+
+
+def _has_items(data: Any) -> bool:
+    """Whether it is an object that gives samples by position; a class of such objects is none."""
+    given = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return given and not isinstance(data, (*_NO_DATA_SETS, type))
 
 
 def _two(item: Any, name: str) -> tuple[Any, Any]:
@@ -299,7 +307,8 @@ def _length_of(item: Any) -> str:
     """The length of what has one, in words."""
     if isinstance(item, Tensor) and item.ndim == 0:
         return " without an axis"
-    return f" of length {len(item)}" if hasattr(item, "__len__") else ""
+    sized = hasattr(item, "__len__") and not isinstance(item, type)
+    return f" of length {len(item)}" if sized else ""
 
 
 def _tensorize(x: Any) -> Inputs:

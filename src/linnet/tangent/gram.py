@@ -15,6 +15,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.memory import Plan, format_bytes, parse_bytes, require
+from linnet.params import choice
 from linnet.progress import track
 from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, take, tensors_in
 from linnet.tangent.budgeted import Fit, treatment_within
@@ -429,10 +430,8 @@ def _shape(n: int, m: int, c: int, outputs: Outputs) -> tuple[int, ...]:
 def _accumulation(accumulate: str | None) -> torch.dtype | None:
     """The type named by ``accumulate``."""
     known = {None: None, "float32": None, "float64": torch.float64}
-    if accumulate not in known:
-        raise InputError(
-            f"accumulate={accumulate!r}", expected='"float32" or "float64"', remedy="leave accumulate= out"
-        )
+    if accumulate is not None:
+        choice("accumulate", accumulate, ("float32", "float64"))
     return known[accumulate]
 
 

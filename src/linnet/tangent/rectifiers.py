@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from linnet.params import flag, number
 from linnet.tangent.modes import without_recomputation
 
 _WORDS = frozenset({"relu", "relu_", "relu6", "hardtanh", "hardtanh_", "threshold", "threshold_"})
@@ -48,7 +49,9 @@ class CappedLeakyReLU(nn.Module):
 
     def __init__(self, slope: float, cap: float, inplace: bool = False) -> None:
         super().__init__()
-        self.slope, self.cap, self.inplace = slope, cap, inplace
+        self.slope = number("slope", slope, above=0, most=1, remedy="pass slope=0.2")
+        self.cap = number("cap", cap, above=0, remedy="pass cap=6.0")
+        self.inplace = flag("inplace", inplace)
 
     def forward(self, x: Tensor) -> Tensor:
         """min(leaky(x), cap)."""

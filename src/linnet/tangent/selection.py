@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from linnet.errors import InputError, ModelError
+from linnet.params import call, refuse
 
 Selector = str | Sequence[str] | nn.Module | Callable[[str, nn.Parameter], bool] | None
 
@@ -65,6 +66,25 @@ def select_parameters(model: nn.Module, params: Selector = None) -> list[str]:
     return [name for name in named if name in chosen]
 
 
+def check_selector(params: Any) -> None:
+    """Raise unless it can say which parameters take part, before there is a network to ask.
+
+    Args:
+        params: Anything.
+
+    Raises:
+        InputError: It is no keyword, regular expression, list of names, module or predicate.
+
+    Example:
+        >>> check_selector("last-layer")
+    """
+    names = isinstance(params, list | tuple) and bool(params) and all(isinstance(n, str) for n in params)
+    predicate = callable(params) and not isinstance(params, type)
+    if not (params is None or isinstance(params, str | nn.Module) or names or predicate):
+        expected = "a keyword, regular expression, list of names, module or predicate"
+        refuse("params", params, expected, 'pass params="all" for every parameter')
+
+
 def _chosen(model: nn.Module, named: dict[str, nn.Parameter], params: Selector) -> set[str]:
     """The selected names as a set."""
     if params is None:
@@ -74,8 +94,9 @@ def _chosen(model: nn.Module, named: dict[str, nn.Parameter], params: Selector) 
     if isinstance(params, nn.Module):
         inside = {id(p) for p in params.parameters()}
         return {n for n, p in named.items() if id(p) in inside}
-    if callable(params):
-        return {n for n, p in named.items() if params(n, p)}
+    if callable(params) and not isinstance(params, type):
+        expected = "a predicate of a name and a parameter"
+        return {n for n, p in named.items() if call("params", params, n, p, expected=expected)}
     if not isinstance(params, Sequence):
         raise InputError(
             f"params={params!r} is {type(params).__name__}",

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError
+from linnet.params import flag, instance, number
 from linnet.tangent.batch import Inputs
-from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.rectifiers import CALLS, RELU, CappedLeakyReLU, Leaking, make_leaking, mentions
 
 RECORD = "_linnet_surgery"  # attribute of a network after surgery: its report
@@ -127,7 +128,8 @@ def leaky_relu(
         (LeakyReLU(negative_slope=0.2), ReLU())
     """
     model = getattr(model, "_orig_mod", model)
-    _check(model, slope, keep)
+    _check(model, slope, keep, clamps)
+    check_output(output)
     function = Functional(model, output=output, params=None) if example is not None else None
     if function is not None:
         function.check_runs(example)
@@ -172,6 +174,7 @@ def report(model: nn.Module) -> SurgeryReport:
         >>> isinstance(report(leaky_relu(net)), SurgeryReport)
         True
     """
+    instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
     for module in model.modules():
         found = getattr(module, RECORD, None)
         if isinstance(found, SurgeryReport):
@@ -183,21 +186,21 @@ def report(model: nn.Module) -> SurgeryReport:
     )
 
 
-def _check(model: nn.Module, slope: float, keep: Collection[str]) -> None:
+def _check(model: nn.Module, slope: float, keep: Collection[str], clamps: bool) -> None:
     """Raise on arguments that cannot work."""
     if not isinstance(model, nn.Module):
         raise InputError(
             f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
         )
-    if isinstance(slope, bool) or not isinstance(slope, int | float) or not 0 < slope <= 1:
-        raise InputError(f"slope={slope!r}", expected="a number in (0, 1]", remedy="leave slope= out for 0.2")
+    number("slope", slope, above=0, most=1, remedy="leave slope= out for 0.2")
+    flag("clamps", clamps)
     if any(hasattr(module, RECORD) for module in model.modules()):
         raise InputError(
             "model had surgery before",
             expected="a network with its own activations",
             remedy="pass the network as it was before linnet.surgery.leaky_relu",
         )
-    if not isinstance(keep, Collection):
+    if not isinstance(keep, Collection) or isinstance(keep, Tensor):
         raise InputError(
             f"keep is {type(keep).__name__}",
             expected="a list of names of modules of the network",

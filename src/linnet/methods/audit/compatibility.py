@@ -11,6 +11,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.methods.audit.predictors import check_fit, class_labels, outputs_of
 from linnet.methods.fitting.linear_fit import LinearFit
+from linnet.params import integer, number
 from linnet.tangent.batch import Inputs, batch_size, take
 
 
@@ -175,8 +176,9 @@ def compatible(
     check_fit(fit)
     if pin not in ("flips", "correct"):
         raise InputError(f"pin={pin!r}", expected='"flips" or "correct"', remedy='leave pin= out for "flips"')
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-        raise InputError(f"rounds={rounds!r}", expected="a positive integer", remedy="leave rounds= out")
+    integer("rounds", rounds)
+    if weight is not None:
+        number("weight", weight, above=0)
     old = outputs_of(old_outputs, x, "old_outputs")
     if old.shape[1] != fit.system.c:
         raise InputError(

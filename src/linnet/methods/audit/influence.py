@@ -30,6 +30,7 @@ from linnet.methods.fitting.formed_rows import FormedRows
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.primal import CGSettings, Effort, Primal
 from linnet.methods.fitting.targets import check_arrangement, make_targets
+from linnet.params import integer
 from linnet.solvers.cg import relative_residual
 from linnet.tangent.batch import Inputs, batch_size, named_tensor, split, take
 from linnet.tangent.jacobian import NormalOperator
@@ -325,9 +326,7 @@ def _effort(steps: Any) -> Effort:
     """How far EKFAC is mended."""
     if steps is None:
         return Effort(MOST_STEPS, NEAR)
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise InputError(f"steps={steps!r}", expected="an integer of at least 0", remedy="leave steps= out")
-    return Effort(steps)
+    return Effort(integer("steps", steps, 0))
 
 
 def _approximate(fit: LinearFit, x: Inputs, effort: Effort, memory: str | int | None) -> tuple[Tensor, float]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError
 from linnet.methods.fitting.linear_fit import LinearFit
+from linnet.params import tensor
 from linnet.tangent.batch import Inputs, batch_size, require_dense, split, tensors_in
 from linnet.tangent.hashing import hash_tensors
 
@@ -110,10 +111,7 @@ def class_labels(y: Any, n: int, classes: int) -> Tensor:
     Raises:
         InputError: If they have another shape or type, or are out of range.
     """
-    try:
-        labels = torch.as_tensor(y).detach()
-    except (TypeError, ValueError, RuntimeError):
-        labels = torch.empty(0)
+    labels = tensor("y", y, f"integer classes ({n},), one for each example of x", "pass y.long()").detach()
     kind = labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex()
     if labels.shape != (n,) or kind:
         raise InputError(

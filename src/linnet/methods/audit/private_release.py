@@ -19,6 +19,7 @@ from linnet.methods.audit.gaussian_noise import (
 )
 from linnet.methods.audit.predictors import check_fit
 from linnet.methods.fitting.arguments import check_positive
+from linnet.methods.fitting.asked import checked_inputs
 from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.head import RECORD
 from linnet.methods.fitting.linear_fit import LinearFit
@@ -124,7 +125,7 @@ class Release:
     @torch.no_grad()
     def predict(self, x: Inputs) -> Tensor:
         """f₀(x) + J(x)δ, (N, C)."""
-        out: Tensor = self.module(x)
+        out: Tensor = self.module(checked_inputs(self.module, x))
         return out.reshape(out.shape[0], -1)
 
 

@@ -21,6 +21,7 @@ from linnet.methods.audit.predictors import check_fit, input_hashes
 from linnet.methods.fitting.asked import checked_inputs
 from linnet.methods.fitting.joint import joint_covariance, own_covariances
 from linnet.methods.fitting.linear_fit import LinearFit
+from linnet.params import choice, flag, integer
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.modes import in_exact_mode
 
@@ -103,6 +104,7 @@ def select(
     """
     check_fit(fit)
     _check_options(n, criterion)
+    flag("batch", batch)
     pool = checked_inputs(fit.module, pool, "pool")
     _check_pool(fit, pool, n)
     counted = None if at is None else checked_inputs(fit.module, at, "at")
@@ -239,14 +241,8 @@ class _State:
 
 def _check_options(n: Any, criterion: Any) -> None:
     """Raise on options that cannot work."""
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise InputError(f"n={n!r}", expected="a positive number of examples", remedy="pass n=1 or more")
-    if criterion not in CRITERIA:
-        raise InputError(
-            f"criterion={criterion!r}",
-            expected=", ".join(f'"{name}"' for name in CRITERIA),
-            remedy='leave criterion= out for "variance"',
-        )
+    integer("n", n, remedy="pass n=1 or more")
+    choice("criterion", criterion, CRITERIA, 'leave criterion= out for "variance"')
 
 
 def _check_pool(fit: LinearFit, pool: Inputs, n: int) -> None:

@@ -10,17 +10,17 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from linnet.curvatures.build import curvature
+from linnet.curvatures.build import check_options, curvature
 from linnet.curvatures.curvature import Curvature
-from linnet.curvatures.expectation import EXPECTATIONS
 from linnet.curvatures.stream import Batches
-from linnet.curvatures.treatments import EXPECTATION_ALIASES, resolve
+from linnet.curvatures.treatments import resolve
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.methods.continual.method import Prepare
 from linnet.methods.continual.parameters import computing_type, same_random_state, unwrapped
 from linnet.methods.continual.precision import Block
+from linnet.params import call, function
 from linnet.tangent.batch import Inputs, concatenate
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
@@ -151,8 +151,9 @@ class Recipe:
                 remedy="pass output= to linnet.linearize",
             )
         if prepare is not None:
+            function("prepare", prepare, "a function that makes a network serve the task")
             network = copy.deepcopy(network)
-            prepare(network)
+            call("prepare", prepare, network, expected="a function that makes a network serve the task")
         return network, self.options.get("output") if output is None else output
 
     def function(self, network: nn.Module, adapter: OutputAdapter) -> Callable[[Inputs], Tensor]:
@@ -216,15 +217,8 @@ def make_recipe(likelihood: Any, structure: Any, options: CurvatureOptions) -> R
             expected=", ".join(CurvatureOptions.__annotations__),
             remedy="see linnet.curvature for what they mean",
         )
-    if not isinstance(structure, str | Mapping):
-        raise InputError(f"structure={structure!r}", expected="a structure, or a mapping of them")
+    check_options(structure, options)
     expectation = options.get("expectation", "exact")
-    if expectation not in (*EXPECTATIONS, *EXPECTATION_ALIASES):
-        raise InputError(
-            f"expectation={expectation!r}",
-            expected=", ".join(f'"{name}"' for name in EXPECTATIONS),
-            remedy="leave expectation= out for the exact one",
-        )
     if isinstance(structure, str):
         found = resolve(structure, expectation)[0]
         if found == "matrix-free":

@@ -23,6 +23,8 @@ from linnet.methods.continual.method import (
 from linnet.methods.continual.parameters import Live, computing_type, corner
 from linnet.methods.continual.precision import Block, Precision
 from linnet.methods.continual.quadratic import Quadratic, moved_term
+from linnet.params import device as checked_device
+from linnet.params import real_type
 from linnet.tangent.functional import OutputAdapter
 
 
@@ -175,6 +177,9 @@ class SynapticIntelligence(ContinualMethod):
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> SynapticIntelligence:
         """Move what is remembered to another device or type."""
+        device = checked_device("device", device, 'pass "cpu" or "cuda"')
+        if dtype is not None:
+            real_type("dtype", dtype)
         self._term = None if self._term is None else moved_term(self._term, device, dtype)
         for own in (self._path, self._start):
             own.update({name: t.to(device, dtype or t.dtype) for name, t in own.items()})

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.errors import InputError, ModelError
@@ -21,7 +22,9 @@ from linnet.methods.continual.precision import Precision
 from linnet.methods.continual.quadratic import Quadratic, moved_anchor, moved_term
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.optim.preconditioner import KroneckerPreconditioner
-from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.params import function, number, refuse
+from linnet.tangent.batch import gather_data
+from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.selection import Selector, select_parameters
 
@@ -404,6 +407,15 @@ class NonOnlineLaplace(ContinualMethod):
                 expected="a task that was consolidated before the state was saved",
                 remedy="call consolidate(data) for a new task",
             )
+        check_output(output)
+        if prepare is not None:
+            function("prepare", prepare, "a function that makes a network serve the task")
+        if isinstance(data, tuple | list):
+            gather_data(data)
+        elif not isinstance(data, Dataset | DataLoader):
+            refuse(
+                "data", data, "an (x, y) pair, a Dataset or a DataLoader of such pairs", "pass data=(x, y)"
+            )
         self._past.append(PastTask(data, output, prepare))
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> NonOnlineLaplace:
@@ -448,12 +460,9 @@ def _prior_anchor(model: nn.Module, mean: PriorMean, params: Selector, prior: fl
     elif mean == "initial":
         anchor = values
     elif isinstance(mean, int | float) and not isinstance(mean, bool):
-        anchor = {name: torch.full_like(value, float(mean)) for name, value in values.items()}
+        center = number("prior_mean", mean)
+        anchor = {name: torch.full_like(value, center) for name, value in values.items()}
     else:
-        raise InputError(
-            f"prior_mean={mean!r}",
-            expected='None, "initial", a number, or tensors by name',
-            remedy="leave prior_mean= out",
-        )
+        refuse("prior_mean", mean, 'None, "initial", a number, or tensors by name')
     reached = {name: tuple(value.shape) for name, value in anchor.items()}
     return Quadratic(anchor, Precision(prior=prior, reached=reached))

@@ -12,7 +12,6 @@ for task in tasks:
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from linnet.errors import InputError, ModelError
 from linnet.linalg.space import Params
 from linnet.methods.continual.parameters import Live, computing_type, unwrapped
 from linnet.methods.continual.quadratic import Quadratic, penalty, value_and_gradient
+from linnet.params import number
 from linnet.tangent.functional import OutputAdapter
 
 VERSION = 1
@@ -269,15 +269,7 @@ def check_factor(name: str, value: Any) -> float:
         >>> check_factor("strength", 3)
         3.0
     """
-    try:
-        good = not isinstance(value, bool | str) and math.isfinite(value) and value >= 0
-    except (TypeError, ValueError, RuntimeError):
-        good = False
-    if not good:
-        raise InputError(
-            f"{name}={value!r}", expected="a finite number, not negative", remedy=f"leave {name}= out"
-        )
-    return float(value)
+    return number(name, value, least=0)
 
 
 def check_count(name: str, value: Any) -> float:
@@ -297,7 +289,4 @@ def check_count(name: str, value: Any) -> float:
         >>> check_count("examples", 60000)
         60000.0
     """
-    number = check_factor(name, value)
-    if number == 0:
-        raise InputError(f"{name}={value!r}", expected="a positive number", remedy=f"leave {name}= out")
-    return number
+    return number(name, value, above=0)

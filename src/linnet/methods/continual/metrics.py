@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from linnet.errors import InputError
+from linnet.params import number, refuse, tensor
 
 
 @dataclass
@@ -41,7 +43,8 @@ class StreamMetrics:
 
     def __post_init__(self) -> None:
         rows, self.accuracy = self.accuracy, []
-        if not isinstance(rows, Sequence):
+        given: Any = rows
+        if not isinstance(given, Sequence) or isinstance(given, str | bytes):
             raise InputError(
                 f"accuracy is {type(rows).__name__}",
                 expected="a list with a list of accuracies for each task learned",
@@ -174,10 +177,8 @@ class StreamMetrics:
 
 def _numbers(name: str, values: Sequence[float]) -> list[float]:
     """A list of finite floats."""
-    try:
-        row = [float(value) for value in values]
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{name}={values!r}", expected="a list of numbers") from error
-    if not row or not all(math.isfinite(value) for value in row):
-        raise InputError(f"{name}={values!r}", expected="finite numbers, at least one")
-    return row
+    expected = "a list of finite numbers, at least one"
+    found = tensor(name, values, expected, "pass the accuracy on every task, such as [0.9, 0.8]")
+    if isinstance(values, bytes) or found.ndim != 1 or not found.numel() or found.dtype == torch.bool:
+        refuse(name, values, expected, "pass the accuracy on every task, such as [0.9, 0.8]")
+    return [number(name, value, remedy="look for NaN in the predictions") for value in found.tolist()]

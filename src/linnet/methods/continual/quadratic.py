@@ -12,6 +12,8 @@ from torch import Tensor
 from linnet.linalg.space import Params
 from linnet.methods.continual.parameters import Live
 from linnet.methods.continual.precision import Precision
+from linnet.params import device as checked_device
+from linnet.params import real_type
 
 Observe = Callable[[Tensor, Params], None]  # a factor, and gradients by parameter
 
@@ -180,5 +182,8 @@ def moved_term(term: Quadratic, device: torch.device | str, dtype: torch.dtype |
     Returns:
         The term.
     """
+    place = checked_device("device", device, 'pass "cpu" or "cuda"')
+    if dtype is not None:
+        real_type("dtype", dtype)
     kind = dtype or next((mu.dtype for mu in term.anchor.values()), torch.float32)
-    return term.to(torch.device(device), kind)
+    return term.to(place, kind)

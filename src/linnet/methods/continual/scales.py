@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from linnet.errors import InputError
 from linnet.methods.continual.method import check_count, check_factor
+from linnet.params import choice
 
 SCALES = ("linnet", "averaged", "mammoth", "avalanche")
 
@@ -54,10 +54,5 @@ def convert_strength(
         "avalanche": check_count("batch", batch) * ratio / 2,
     }
     for name, scale in (("source", source), ("to", to)):
-        if scale not in factors:
-            raise InputError(
-                f"{name}={scale!r}",
-                expected=", ".join(f'"{one}"' for one in SCALES),
-                remedy="pass one of these",
-            )
+        choice(name, scale, SCALES, "pass one of these")
     return strength * factors[to] / factors[source]

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from linnet.errors import DataError, InputError, NumericalError
 from linnet.memory import Plan, parse_bytes, require
-from linnet.methods.evaluation.answers import class_probabilities
+from linnet.methods.evaluation.answers import ask, class_probabilities
 from linnet.methods.evaluation.evaluate import Predict, batches_of, same_classes
 from linnet.methods.evaluation.judged import Judged, join, judge
 from linnet.methods.evaluation.reports import Report
+from linnet.params import flag, integer, refuse, tensor
 from linnet.progress import track
 
 POINT = 1000  # bytes of a point of an attack at the least: its label, report and tensors
@@ -231,7 +232,9 @@ def fgsm(
     rates = _scale(scale, batches)
     for end in (end for end in plan.limits or () if end.ndim):
         _require_broadcast(end, "limits", _one_tensor(batches.first().x), "pass limits=(0, 1)")
-    if keep is None:
+    if keep is not None:
+        flag("keep", keep)
+    else:
         keep = len(plan.steps) == 1 and isinstance(data, Tensor | tuple | list)
     clean: list[Judged] = []
     points: list[list[Judged]] = [[] for _ in plan.labels()]
@@ -299,7 +302,7 @@ def _attack(
             moved = moved + step * direction * sign
             moved = moved if plan.limits is None else moved.clamp(*(end.to(moved) for end in plan.limits))
         with torch.no_grad():
-            points.append(judge(class_probabilities(predict(moved.clone()), moved.shape[0]), y, start))
+            points.append(judge(class_probabilities(ask(predict, moved), moved.shape[0]), y, start))
     unmoved = int((gradient.flatten(1) == 0).all(1).sum())
     return _Attacked(p, rows, clean, points, unmoved, moved)
 
@@ -310,7 +313,7 @@ def _ascent(
     """Probabilities, the classes in question, and ∇ log p of them in x; by default those predicted."""
     with torch.inference_mode(False), torch.enable_grad():
         variable = x.detach().clone().requires_grad_()
-        p = class_probabilities(predict(variable.clone()), x.shape[0])  # which may be written to
+        p = class_probabilities(ask(predict, variable), x.shape[0])
         if not p.requires_grad:
             raise InputError(
                 "predict returns probabilities without a gradient in its inputs",
@@ -388,13 +391,11 @@ def _scale(scale: float | str | Tensor, batches: Any) -> Tensor | float:
 
 def _numbers(value: Any, name: str, expected: str) -> Tensor:
     """Real numbers from anything that holds them, float64; not NaN, and infinite only as limits."""
-    try:
-        found = torch.as_tensor(value).double() if not isinstance(value, bool) else torch.empty(0)
-    except (TypeError, ValueError, RuntimeError):
-        found = torch.empty(0)
+    if isinstance(value, bool):
+        refuse(name, value, expected)
+    found = tensor(name, value, expected).double()
     if found.numel() == 0 or bool(found.isnan().any()) or (name == "scale" and bool(found.isinf().any())):
-        shown = "is negative or not finite" if found.numel() else f"is {value!r}"
-        raise InputError(f"{name} {shown}", expected=expected, remedy=f"leave {name}= out")
+        refuse(name, value, expected)
     return found
 
 
@@ -415,34 +416,28 @@ def _limits(limits: Any) -> tuple[Tensor, Tensor] | None:
     if limits is None:
         return None
     expected = "(smallest, largest) value"
-    if not hasattr(limits, "__len__") or isinstance(limits, str | dict) or len(limits) != 2:
-        raise InputError(f"limits={limits!r}", expected=expected, remedy="pass limits=(0, 1)")
+    if not isinstance(limits, tuple | list) or len(limits) != 2:
+        refuse("limits", limits, expected, "pass limits=(0, 1)")
     low, high = (_numbers(end, "limits", expected) for end in limits)
     try:
         ordered = bool((low < high).all())
     except RuntimeError:
         ordered = False
     if not ordered:
-        raise InputError(f"limits={limits!r}", expected=expected, remedy="pass limits=(0, 1)")
+        refuse("limits", limits, expected, "pass limits=(0, 1)")
     return low, high
 
 
 def _checked(step: float | Sequence[float], target: int | None, iterations: int, limits: Any) -> _Plan:
     """The plan, or an error that names the argument."""
-    try:
-        sizes = torch.as_tensor(step, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
-        sizes = torch.empty(0)
-    if sizes.ndim > 1 or sizes.numel() == 0 or not bool((torch.isfinite(sizes) & (sizes >= 0)).all()):
-        raise InputError(
-            f"step={step!r}", expected="one or more step sizes, 0 or more", remedy="pass step=0.1"
-        )
-    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
-        raise InputError(
-            f"iterations={iterations!r}", expected="a positive integer", remedy="pass iterations=1"
-        )
-    if target is not None and (isinstance(target, bool) or not isinstance(target, int) or target < 0):
-        raise InputError(f"target={target!r}", expected="a class, 0 or more", remedy="pass target=0")
+    expected = "one or more step sizes, 0 or more"
+    sizes = tensor("step", step, expected, "pass step=0.1").double()
+    positive = bool((torch.isfinite(sizes) & (sizes >= 0)).all())
+    if isinstance(step, bool) or sizes.ndim > 1 or sizes.numel() == 0 or not positive:
+        refuse("step", step, expected, "pass step=0.1")
+    integer("iterations", iterations)
+    if target is not None:
+        integer("target", target, 0)
     if sizes.ndim == 0:
         items = (("points", iterations * POINT),)
         plan = Plan(f"an attack that keeps {iterations} points", parse_bytes(None), items)

@@ -6,14 +6,37 @@ softmax instead of being scored as nonsense.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from linnet.errors import InputError
+from linnet.params import call
+from linnet.tangent.batch import map_tensors
 
 SHAPES = "probabilities (N, C), or S samples of them (S, N, C)"
+
+
+def ask(predict: Callable[[Any], Any], x: Any) -> Any:
+    """What the user's own callable answers; where it fails, which inputs it failed on.
+
+    Args:
+        predict: The callable.
+        x: The inputs of a batch; it gets a copy, which it may write to.
+
+    Returns:
+        The answer.
+
+    Raises:
+        InputError: If it raises an error that is not linnet's own, which is then the cause.
+
+    Example:
+        >>> ask(torch.exp, torch.zeros(2))
+        tensor([1., 1.])
+    """
+    return call("predict", predict, map_tensors(torch.clone, x), expected="inputs that predict can take")
 
 
 def class_probabilities(answer: Any, n: int) -> Tensor:

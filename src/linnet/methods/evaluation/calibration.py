@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError
+from linnet.params import integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +128,4 @@ def _summed(edges: Tensor, place: Tensor, confidence: Tensor, correct: Tensor, b
 
 
 def _checked(bins: int) -> int:
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-        raise InputError(f"bins={bins!r}", expected="a positive integer", remedy="pass bins=15")
-    return bins
+    return integer("bins", bins)

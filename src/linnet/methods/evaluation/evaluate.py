@@ -10,11 +10,13 @@ from torch import Tensor
 
 from linnet.curvatures.stream import Batches
 from linnet.errors import DataError, InputError
-from linnet.methods.evaluation.answers import class_probabilities, mean_and_variance
+from linnet.methods.evaluation.answers import ask, class_probabilities, mean_and_variance
 from linnet.methods.evaluation.judged import Judged, join, judge
 from linnet.methods.evaluation.reports import RegressionReport, Report
+from linnet.params import choice, function, integer
+from linnet.params import device as checked_device
 from linnet.progress import track
-from linnet.tangent.batch import Inputs, map_tensors
+from linnet.tangent.batch import Inputs
 
 Predict = Callable[[Inputs], Any]
 
@@ -59,10 +61,8 @@ def evaluate(
         >>> 0 <= report.ece <= 1
         True
     """
-    if noise not in ("add", "included"):
-        raise InputError(f"noise={noise!r}", expected="'add' or 'included'", remedy="pass noise='add'")
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-        raise InputError(f"bins={bins!r}", expected="a positive integer", remedy="pass bins=15")
+    choice("noise", noise, ("add", "included"))
+    integer("bins", bins)
     judged: list[Judged] = []
     values: list[tuple[Tensor, Tensor, Tensor]] = []
     classes, start = 0, 0
@@ -70,7 +70,7 @@ def evaluate(
         for batch in track(batches_of(predict, data, batch_size, device), "evaluating"):
             if batch.y is None:
                 raise InputError("data have no targets", expected="(x, y) pairs", remedy="pass data=(x, y)")
-            answer = predict(map_tensors(torch.clone, batch.x))  # which may be written to
+            answer = ask(predict, batch.x)
             if batch.y.is_floating_point():
                 values.append(_compared(answer, batch.y, noise, start))
             else:
@@ -129,24 +129,11 @@ def batches_of(
         >>> [batch.size for batch in batches_of(torch.softmax, torch.zeros(5, 2), 3, None)]
         [3, 2]
     """
-    if not callable(predict):
-        raise InputError(
-            f"predict is {type(predict).__name__}",
-            expected="a callable that takes the inputs of a batch",
-            remedy="pass lambda x: model(x).softmax(-1)",
-        )
-    if batch_size is not None and (
-        isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1
-    ):
-        raise InputError(
-            f"batch_size={batch_size!r}", expected="a positive integer", remedy="leave batch_size out"
-        )
-    try:
-        place = None if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InputError(
-            f"device={device!r}", expected="a torch device or its name", remedy="pass device='cuda'"
-        ) from error
+    takes = "a callable that takes the inputs of a batch"
+    function("predict", predict, takes, "pass lambda x: model(x).softmax(-1)")
+    if batch_size is not None:
+        integer("batch_size", batch_size)
+    place = None if device is None else checked_device("device", device)
     return Batches(data, cast("torch.device", place), batch_size)  # None leaves batches where they are
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
+from linnet.params import choice, tensor
 
 SCORES = ("entropy", "max-probability", "mutual-information")
 
@@ -79,14 +80,11 @@ class Judged:
         Raises:
             InputError: If the score is unknown, or needs samples where there are none.
         """
+        choice("score", score, SCORES)
         if score == "entropy":
             return self.entropy
         if score == "max-probability":
             return -self.confidence
-        if score != "mutual-information":
-            raise InputError(
-                f"score={score!r}", expected=f"one of {', '.join(SCORES)}", remedy="pass one of them"
-            )
         if self.expected_entropy is None:
             raise InputError(
                 "score='mutual-information' was asked for, but predict returns no samples",
@@ -208,6 +206,7 @@ def check_labels(y: Tensor, n: int, classes: int, start: int = 0) -> Tensor:
         >>> check_labels(torch.tensor([[1], [0]]), 2, classes=2)
         tensor([1, 0])
     """
+    tensor("y", y, "integer classes (N,)", "pass y.long()")
     if y.dtype == torch.bool or y.is_floating_point() or y.is_complex():
         raise InputError(
             f"y has type {y.dtype}", expected="integer classes (N,)", remedy="convert them with y.long()"

@@ -11,12 +11,13 @@ import torch
 
 from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import DataError, InputError
-from linnet.methods.evaluation.answers import class_probabilities
+from linnet.methods.evaluation.answers import ask, class_probabilities
 from linnet.methods.evaluation.evaluate import Predict, batches_of, same_classes
 from linnet.methods.evaluation.judged import SCORES, Judged, join, judge
-from linnet.methods.evaluation.ranking import Detection, InverseCumulative, inverse_cumulative
+from linnet.methods.evaluation.ranking import MOST_POINTS, Detection, InverseCumulative, inverse_cumulative
+from linnet.params import choice, integer
 from linnet.progress import track
-from linnet.tangent.batch import map_tensors, tensors_in
+from linnet.tangent.batch import tensors_in
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -101,8 +102,8 @@ class Separation:
         Raises:
             InputError: If ``of`` is neither.
         """
-        if of not in ("inside", "outside"):
-            raise InputError(f"of={of!r}", expected="'inside' or 'outside'", remedy="pass of='outside'")
+        choice("of", of, ("inside", "outside"))
+        integer("points", points, 2, MOST_POINTS)
         grid = torch.linspace(0, math.log(self.classes), points, dtype=torch.float64)
         return inverse_cumulative((self.outside if of == "outside" else self.inside).entropy, grid)
 
@@ -167,10 +168,7 @@ def ood(
         >>> ood(predict, torch.tensor([[3.0], [-4.0]]), torch.tensor([[0.1], [-0.2]])).auroc
         1.0
     """
-    if score not in SCORES:
-        raise InputError(
-            f"score={score!r}", expected=f"one of {', '.join(SCORES)}", remedy="pass one of them"
-        )
+    choice("score", score, SCORES)
     known, classes, shapes = _judged(predict, batches_of(predict, inside, batch_size, device), "inside", ())
     foreign, others, _ = _judged(predict, batches_of(predict, outside, batch_size, device), "outside", shapes)
     if classes != others:
@@ -192,13 +190,13 @@ def _judged(predict: Predict, batches: Batches, name: str, before: Shapes) -> tu
         for batch in track(_named(batches, name), f"predicting {name}"):
             here = tuple(tuple(t.shape[1:]) for t in tensors_in(batch.x))
             try:
-                answer = predict(map_tensors(torch.clone, batch.x))  # which may be written to
-            except (RuntimeError, ValueError, TypeError) as error:
+                answer = ask(predict, batch.x)
+            except InputError as error:
                 if not before or here == before:
                     raise
                 raise InputError(
                     f"predict failed on {name} examples of shape {_shown(here)} after inside ones of "
-                    f"{_shown(before)} ({error})",
+                    f"{_shown(before)} ({error.what})",
                     expected="outside examples that predict can take",
                     remedy="resize or pad the outside examples",
                 ) from error

@@ -12,6 +12,8 @@ from torch import Tensor
 from linnet.errors import DataError, InputError
 from linnet.methods.evaluation.calibration import tied_mean
 
+MOST_POINTS = 1 << 20  # thresholds of a curve: more than any figure or table shows
+
 
 @dataclass(frozen=True, eq=False)
 class Detection:

@@ -15,6 +15,7 @@ from linnet.errors import InputError
 from linnet.methods.evaluation.calibration import CalibrationBins, equal_mass, equal_width
 from linnet.methods.evaluation.judged import Judged
 from linnet.methods.evaluation.ranking import (
+    MOST_POINTS,
     Detection,
     InverseCumulative,
     RiskCoverage,
@@ -22,6 +23,8 @@ from linnet.methods.evaluation.ranking import (
     plain,
     risk_coverage,
 )
+from linnet.params import choice, flag, integer, refuse, tensor
+from linnet.params import seed as checked_seed
 from linnet.solvers.solution import Estimate
 
 _MEANS = ("accuracy", "nll", "brier", "entropy", "expected_entropy", "mutual_information")
@@ -136,7 +139,7 @@ class Report:
         Returns:
             The bins.
         """
-        bins = equal_mass if adaptive else equal_width
+        bins = equal_mass if flag("adaptive", adaptive) else equal_width
         return bins(self.examples.confidence, self.examples.correct, self.bins)
 
     def risk_coverage(self, score: str = "max-probability") -> RiskCoverage:
@@ -163,6 +166,7 @@ class Report:
         Raises:
             InputError: If ``of`` is none of these.
         """
+        integer("points", points, 2, MOST_POINTS)
         grid = torch.linspace(0, math.log(self.classes), points, dtype=torch.float64)
         return inverse_cumulative(self._entropies(of), grid)
 
@@ -195,13 +199,10 @@ class Report:
         Source:
             B. Efron, Bootstrap methods: another look at the jackknife, Annals of Statistics 1979.
         """
-        if name not in self.to_dict() or not isinstance(value := getattr(self, name), float):
-            raise InputError(f"name={name!r}", expected="a score of this report", remedy="pass name='ece'")
-        if isinstance(draws, bool) or not isinstance(draws, int) or draws < 2:
-            raise InputError(f"draws={draws!r}", expected="an integer, two or more", remedy="pass draws=200")
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise InputError(f"seed={seed!r}", expected="an integer", remedy="leave seed= out")
-        generator, n = torch.Generator().manual_seed(seed), self.examples.n
+        scores = [key for key in self.to_dict() if isinstance(getattr(self, key, None), float)]
+        value = getattr(self, choice("name", name, scores, "pass name='ece'"))
+        integer("draws", draws, 2)
+        generator, n = torch.Generator().manual_seed(checked_seed("seed", seed)), self.examples.n
         found = []
         for _ in range(draws):
             index = torch.randint(n, (n,), generator=generator)
@@ -327,13 +328,14 @@ class RegressionReport:
         Raises:
             InputError: If a level is not in (0, 1).
         """
-        wanted = [levels] if isinstance(levels, int | float) else [float(level) for level in levels]
-        if not wanted or not all(0 < level < 1 for level in wanted):
-            raise InputError(f"levels={levels}", expected="levels in (0, 1)", remedy="pass levels=0.95")
+        given = tensor("levels", levels, "levels in (0, 1)", "pass levels=0.95").double()
+        if given.ndim > 1 or not given.numel() or not bool(((given > 0) & (given < 1)).all()):
+            refuse("levels", levels, "levels in (0, 1)", "pass levels=0.95")
+        wanted = given.reshape(-1).tolist()
         distance = (self.target - self.mean).abs() / self.variance.sqrt()
         # |t − μ| ≤ σ Φ⁻¹((1 + level) / 2)
         shares = [(distance <= NormalDist().inv_cdf((1 + level) / 2)).double().mean() for level in wanted]
-        return shares[0] if isinstance(levels, int | float) else torch.stack(shares)
+        return torch.stack(shares).reshape(given.shape)
 
     def to_dict(self) -> dict[str, Any]:
         """The scores as plain values, for JSON.

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.tangent.batch import Inputs
+from linnet.params import choice, flag, instance, integer, number
+from linnet.tangent.batch import Inputs, require_dense
 
 KINDS = ("none", "center", "random-crop", "resized-crop")
 MARGIN = 8 / 7  # images are resized to 256 pixels and cropped to 224
@@ -50,18 +51,11 @@ class Augmentation:
     area: float = 0.08
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise InputError(
-                f"augmentation={self.kind!r}",
-                expected=", ".join(f'"{kind}"' for kind in KINDS),
-                remedy='pass "none" for data that are no images',
-            )
-        if self.size is not None and (isinstance(self.size, bool) or self.size < 1):
-            raise InputError(f"size={self.size!r}", expected="a positive number of pixels", remedy="try 224")
-        if not 0 < self.area <= 1:
-            raise InputError(
-                f"area={self.area!r}", expected="a share in (0, 1]", remedy="leave it out for 0.08"
-            )
+        choice("augmentation", self.kind, KINDS, 'pass "none" for data that are no images')
+        if self.size is not None:
+            integer("size", self.size, remedy="try 224")
+        flag("flip", self.flip)
+        number("area", self.area, above=0, most=1, remedy="leave area= out for 0.08")
 
     @property
     def is_random(self) -> bool:
@@ -98,6 +92,9 @@ class Augmentation:
         height, width = (self.size, self.size) if self.size else (x.shape[2], x.shape[3])
         if self.kind == "center":
             return _center(_enlarged(x, height, width), height, width)
+        if generator is not None:
+            instance("generator", generator, torch.Generator, "a torch.Generator on the CPU, or None")
+        require_dense(x, "x")
         if generator is None:
             raise InputError(
                 f"augmentation={self.kind!r} without a generator",

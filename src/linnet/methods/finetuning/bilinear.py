@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from linnet.errors import InputError, ModelError
 from linnet.methods.fitting.head import last_linear, replace_module, with_head, zero_layer
 from linnet.methods.fitting.targets import ALPHA
+from linnet.params import call, choice, integer, number, refuse, tensor
 from linnet.tangent.batch import gather_data, split, take
 from linnet.tangent.functional import Functional
 
@@ -55,17 +57,10 @@ class SquareRootPooling(nn.Module):
 
     def __init__(self, root: str = "newton-schulz", iterations: int = 5, eps: float = 1e-3) -> None:
         super().__init__()
-        if root not in ROOTS:
-            raise InputError(
-                f"root={root!r}", expected='"newton-schulz" or "eigen"', remedy="leave root= out"
-            )
-        if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
-            raise InputError(
-                f"iterations={iterations!r}", expected="a positive integer", remedy="leave iterations= out"
-            )
-        if not 0 < eps < 1:
-            raise InputError(f"eps={eps!r}", expected="a number in (0, 1)", remedy="leave eps= out for 1e-3")
-        self.root, self.iterations, self.eps = root, iterations, eps
+        self.root = choice("root", root, tuple(ROOTS))
+        # each step squares the error of the root: fewer than a hundred reach float64 from any start
+        self.iterations = integer("iterations", iterations, 1, 1000)
+        self.eps = number("eps", eps, above=0, below=1)
 
     def forward(self, z: Tensor) -> Tensor:
         """Pool.
@@ -103,6 +98,9 @@ class SquareRootPooling(nn.Module):
         Returns:
             (N, C, C), positive definite.
         """
+        expected = "feature maps (N, C, H, W) or (N, C, S), of a floating-point type"
+        if tensor("z", z, expected, convert=False).ndim < 3 or not z.is_floating_point():
+            refuse("z", z, expected)
         z = z.flatten(2)
         centered = z - z.mean(2, keepdim=True)
         # Σ = zᵀ (I − 11ᵀ/S) z / S  (eq. 13)
@@ -328,17 +326,16 @@ def with_bilinear_head(
         raise InputError(
             f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
         )
+    integer("classes", classes)
+    if channels is not None:
+        integer("channels", channels)
     network = _tapped(model, SquareRootPooling(root, iterations), layer)
     reference = next(model.parameters())
     x, y = gather_data(data, reference.device)
     maps = _maps(network, take(x, slice(0, 2)))
     c = maps.shape[1]
-    if channels is not None and (isinstance(channels, bool) or not 1 <= channels <= c):
-        raise InputError(
-            f"channels={channels!r}",
-            expected=f"1 to {c}, the channels of the feature map",
-            remedy="leave channels= out to keep all",
-        )
+    if channels is not None:
+        integer("channels", channels, 1, c, "leave channels= out to keep all channels of the feature map")
     if channels is not None and channels < c:
         network.reduce = _principal_channels(network, x, channels)
         c = channels
@@ -379,12 +376,10 @@ def assemble(
 
 def _tapped(model: nn.Module, pool: SquareRootPooling, layer: str | None) -> BilinearNetwork:
     """A copy of a network without its last linear layer, its feature maps pooled."""
-    if layer is not None and layer not in dict(model.named_modules()):
-        raise InputError(
-            f"layer={layer!r}",
-            expected="the name of a module of the network",
-            remedy="see dict(model.named_modules()) for all of them",
-        )
+    names = dict(model.named_modules())
+    if layer is not None and not (isinstance(layer, str) and layer in names):
+        remedy = "see dict(model.named_modules()) for all of them"
+        refuse("layer", layer, "the name of a module of the network", remedy)
     body = copy.deepcopy(model)
     replace_module(body, last_linear(body)[0], nn.Identity())
     return BilinearNetwork(body, pool, nn.Identity(), nn.Identity(), layer)
@@ -396,7 +391,8 @@ def _maps(network: BilinearNetwork, x: Any) -> Tensor:
     frozen = Functional(network, params="all")
     arguments = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), {})
     assert isinstance(frozen.model, BilinearNetwork)
-    return frozen.model.maps(*arguments[0], **arguments[1])
+    maps = partial(frozen.model.maps, *arguments[0], **arguments[1])
+    return cast("Tensor", call("model", maps, expected="a network that can run on x"))
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.methods.fitting.arguments import check_count
 from linnet.methods.fitting.targets import make_targets
+from linnet.params import choice, flag, integer, number
+from linnet.params import seed as checked_seed
 
 OPTIMIZERS = ("sgd", "adam")
 SCHEDULES = ("constant", "cosine")
@@ -76,15 +77,10 @@ class Optimization:
     clip: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("optimizer", self.optimizer, OPTIMIZERS),
-            ("schedule", self.schedule, SCHEDULES),
-        ):
-            if value not in known:
-                raise InputError(f"{name}={value!r}", expected=" or ".join(known), remedy="leave it out")
+        choice("optimizer", self.optimizer, tuple(OPTIMIZERS))
+        choice("schedule", self.schedule, tuple(SCHEDULES))
         _require_number("learning_rate", self.learning_rate, 0.0, math.inf)
-        if self.momentum != 0:
-            _require_number("momentum", self.momentum, 0.0, 1.0)
+        number("momentum", self.momentum, least=0, below=1)
         if self.clip is not None:
             _require_number("clip", self.clip, 0.0, math.inf)
 
@@ -103,9 +99,7 @@ class Optimization:
 
 def _require_number(name: str, value: Any, low: float, high: float) -> None:
     """Raise unless a value is a number strictly between two others."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low < value < high:
-        wanted = "a positive number" if high == math.inf else f"a number between {low:g} and {high:g}"
-        raise InputError(f"{name}={value!r}", expected=wanted, remedy=f"leave {name}= out")
+    number(name, value, above=low, below=None if high == math.inf else high)
 
 
 @dataclass(frozen=True)
@@ -133,12 +127,10 @@ class Course:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "evaluate_every"):
-            check_count(name, getattr(self, name))
-        seed: Any = self.seed
-        if isinstance(seed, bool) or not isinstance(seed, Integral):
-            raise InputError(f"seed={seed!r}", expected="an integer", remedy="leave seed= out for 0")
-        if self.keep not in ("last", "best"):
-            raise InputError(f"keep={self.keep!r}", expected='"last" or "best"', remedy="leave keep= out")
+            object.__setattr__(self, name, integer(name, getattr(self, name)))
+        object.__setattr__(self, "seed", checked_seed("seed", self.seed))
+        choice("keep", self.keep, ("last", "best"))
+        flag("training_mode", self.training_mode)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ from linnet.methods.finetuning.recipes import (
 )
 from linnet.methods.fitting.arguments import check_count, check_positive, check_ridge
 from linnet.methods.fitting.targets import ALPHA
+from linnet.params import flag, function, instance, integer, number
+from linnet.params import path as checked_path
+from linnet.params import seed as checked_seed
 from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector
@@ -170,10 +173,19 @@ def finetune(
         >>> tuned.predict(x).shape
         torch.Size([40, 2])
     """
+    number("weight_decay", weight_decay, least=0)
     recipe = recipe_for(method, loss, activation, preconditioner, optimizer)
     device = _device(model)
     examples = Examples(data, device)
     crop = Augmentation(augmentation) if isinstance(augmentation, str) else augmentation
+    instance("augmentation", crop, Augmentation, "a kind of augmentation, or an Augmentation")
+    flag("training_mode", training_mode)
+    checked_seed("seed", seed)
+    integer("log_every", log_every)
+    if log is not None:
+        function("log", log, "a function of a dict of numbers and a step")
+    if checkpoint is not None:
+        checked_path("checkpoint", checkpoint)
     first = Candidate(learning_rate, weight_decay, batch_size, crop)
     candidates = candidates_for(search, recipe, first)
     _check_solver(solver, ridge, recipe, candidates, training_mode)
@@ -218,7 +230,7 @@ def finetune(
 
 def _bilinear_options(options: Any, recipe: Recipe) -> dict[str, Any]:
     """Options of bilinear pooling, or an error where there are others or no such pooling."""
-    if not options and (options is None or isinstance(options, Mapping)):
+    if options is None or (isinstance(options, Mapping) and not options):
         return {}
     if not isinstance(options, Mapping) or not set(options) <= set(BILINEAR) or not recipe.bilinear:
         raise InputError(
@@ -260,7 +272,7 @@ def _check_used(solver: str, recipe: Recipe, steps_only: Mapping[str, Any], slop
             expected="a method whose steps a curvature preconditions",
             remedy='leave damping= out, or pass preconditioner="kfac"',
         )
-    if slope != SLOPE and not recipe.leaky:
+    if not (isinstance(slope, int | float) and slope == SLOPE) and not recipe.leaky:
         raise InputError(
             f"slope={slope!r} without Leaky ReLU",
             expected="a method that replaces the activations",

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.errors import DataError, FileFormatError, InputError, WeightsError
+from linnet.errors import FileFormatError, InputError, WeightsError
 from linnet.files import as_path, load_tensors, save_tensors
 from linnet.methods.finetuning.augment import Augmentation
 from linnet.methods.finetuning.bilinear import assemble
 from linnet.methods.finetuning.trainer import outputs_of
 from linnet.methods.fitting.head import with_head
 from linnet.methods.fitting.linear_fit import LinearFit
-from linnet.tangent.batch import Inputs, batch_size, map_tensors, split
-from linnet.tangent.functional import OutputAdapter
+from linnet.params import integer
+from linnet.tangent.batch import Inputs, check_examples, map_tensors, split
+from linnet.tangent.functional import OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.surgery import leaky_relu
 
@@ -107,8 +108,8 @@ class Finetuned:
         Raises:
             DataError: If there is no example.
         """
-        if batch_size(x) == 0:
-            raise DataError("x is empty: it holds 0 examples", "at least one example", "check the split")
+        integer("batch", batch)
+        check_examples(x)
         view, device = self.settings.augmentation.evaluation, next(self.module.parameters()).device
         was_training = self.module.training
         self.module.eval()
@@ -199,6 +200,7 @@ def load_finetuned(directory: str | Path, model: nn.Module, output: OutputAdapte
             remedy="pass a network of the architecture that was given to linnet.finetune",
         )
     path = as_path(directory) / f"{KIND}.safetensors"
+    check_output(output)
     tensors, metadata = load_tensors(path, KIND)
     if metadata["custom_output"] and not callable(output):
         raise InputError(

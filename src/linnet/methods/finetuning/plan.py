@@ -14,6 +14,7 @@ from linnet.methods.finetuning.finetuned import Settings
 from linnet.methods.finetuning.prepared import Shaping
 from linnet.methods.finetuning.recipes import Candidate, Recipe
 from linnet.methods.fitting.targets import make_targets
+from linnet.params import tensor
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Problem:
     @classmethod
     def of(cls, examples: Examples, classes: int | None, recipe: Recipe) -> Problem:
         """Read it off the targets."""
-        y = examples.labels()
+        y = tensor("y", examples.labels(), "classes or real targets")
         if y.is_floating_point():
             if recipe.loss == "cross-entropy":
                 raise InputError(

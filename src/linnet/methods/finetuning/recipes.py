@@ -11,6 +11,7 @@ from typing import Any
 from linnet.errors import InputError
 from linnet.methods.finetuning.augment import Augmentation
 from linnet.methods.fitting.arguments import check_positive
+from linnet.params import choice, instance
 
 BATCH_SIZE = 28  # Achille et al., section A.2
 MOMENTUM = 0.9
@@ -78,12 +79,7 @@ def recipe_for(
         >>> recipe_for("lqf", None, "relu", None, "adam").preconditioner
         'none'
     """
-    if method not in RECIPES:
-        raise InputError(
-            f"method={method!r}",
-            expected=", ".join(f'"{name}"' for name in RECIPES),
-            remedy='pass method="lqf" if in doubt',
-        )
+    choice("method", method, tuple(RECIPES), 'pass method="lqf" if in doubt')
     for name, word, known in (
         ("loss", loss, ("squared", "cross-entropy")),
         ("activation", activation, ("leaky-relu", "relu")),
@@ -180,6 +176,8 @@ def candidates_for(
                 remedy='pass search={"learning_rate": [0.01, 0.001]}',
             )
         return _wide(first) if search == "wide" else _paper(recipe, first)
+    by_name = "lists of values by name"
+    instance("search", search, Mapping, by_name, 'pass search={"learning_rate": [0.01, 0.001]}')
     unknown = [name for name in search if name not in TUNED]
     empty = [name for name, values in search.items() if not _lists(values)]
     if unknown or empty:

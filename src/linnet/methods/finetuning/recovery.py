@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from linnet.methods.finetuning.prepared import largest_eigenvalue
 from linnet.methods.finetuning.recipe_runs import RETRIES
 from linnet.methods.finetuning.trainer import Trainer, outputs_of
 from linnet.methods.fitting.targets import make_targets
+from linnet.params import flag, function, number
+from linnet.params import path as checked_path
 from linnet.tangent.batch import concatenate
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import linearize
@@ -89,6 +90,11 @@ def recover(
         True
     """
     _check(model, teacher, weight_decay)
+    flag("training_mode", training_mode)
+    if checkpoint is not None:
+        checked_path("checkpoint", checkpoint)
+    if log is not None:
+        function("log", log, "a function of a dict of numbers and a step")
     clone = copy.deepcopy(model).requires_grad_(True)
     examples = Examples(data, next(clone.parameters()).device)
     x, y = examples.batch(torch.arange(1))
@@ -138,11 +144,7 @@ def _check(model: Any, teacher: Any, weight_decay: Any) -> None:
             expected="a network with weights to train",
             remedy="pass the network that holds the weights",
         )
-    decay = weight_decay
-    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < math.inf:
-        raise InputError(
-            f"weight_decay={decay!r}", "zero or a positive number", "leave weight_decay= out for 1e-4"
-        )
+    number("weight_decay", weight_decay, least=0)
 
 
 @dataclass(frozen=True, eq=False)

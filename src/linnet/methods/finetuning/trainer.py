@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,8 @@ from linnet.methods.finetuning.course import Course, Objective, Optimization, Re
 from linnet.methods.finetuning.examples import Examples
 from linnet.methods.finetuning.loss_curve import LossCurve
 from linnet.methods.optim.preconditioner import KroneckerPreconditioner
+from linnet.params import call
+from linnet.params import path as checked_path
 from linnet.progress import track
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import OutputAdapter, adapt_outputs
@@ -213,7 +214,8 @@ class Trainer:
         """Keep numbers in the history and hand them to the logger."""
         self.state.history.append({"step": step, **values})
         if self.reporting.log is not None:
-            self.reporting.log(dict(values), step)
+            expected = "a function of a dict of numbers and a step"
+            call("log", self.reporting.log, dict(values), step, expected=expected)
 
     def _check_batch(self) -> None:
         """Raise if BatchNorm would normalize single examples."""
@@ -268,7 +270,7 @@ class Trainer:
         """Take up the state in the folder, if there is one."""
         if self.reporting.checkpoint is None:
             return
-        path = Path(self.reporting.checkpoint) / f"{KIND}.safetensors"
+        path = checked_path("checkpoint", self.reporting.checkpoint) / f"{KIND}.safetensors"
         if not path.exists():
             return
         tensors, metadata = load_tensors(path, KIND)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
+from linnet.params import integer, number, refuse, tensor
 
 CRITERIA = ("loo", "gcv", "evidence")
 
@@ -28,12 +28,7 @@ def check_positive(name: str, value: Any, remedy: str) -> None:
     Example:
         >>> check_positive("scale", 15.0, "leave scale= out")
     """
-    try:
-        good = not isinstance(value, bool | str) and math.isfinite(value) and value > 0
-    except (TypeError, ValueError, RuntimeError):
-        good = False
-    if not good:
-        raise InputError(f"{name}={value!r}", expected="a positive number", remedy=remedy)
+    number(name, value, above=0, remedy=remedy)
 
 
 def check_count(name: str, value: Any) -> None:
@@ -49,8 +44,7 @@ def check_count(name: str, value: Any) -> None:
     Example:
         >>> check_count("steps", 10)
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name}={value!r}", expected="a positive integer", remedy=f"leave {name}= out")
+    integer(name, value)
 
 
 def check_ridge(ridge: Any, elsewhere: Sequence[str] = ()) -> None:
@@ -68,11 +62,7 @@ def check_ridge(ridge: Any, elsewhere: Sequence[str] = ()) -> None:
     """
     if isinstance(ridge, str) and ridge not in CRITERIA:
         known = ", ".join(f'"{one}"' for one in (*CRITERIA, *elsewhere))
-        raise InputError(
-            f"ridge={ridge!r}",
-            expected=f"a positive number or one of {known}",
-            remedy='pass ridge="loo" to choose it by leave-one-out',
-        )
+        refuse("ridge", ridge, f"a positive number or one of {known}", 'pass ridge="loo" to choose it')
     if not isinstance(ridge, str):
         check_positive("ridge", ridge, 'pass ridge="loo" to choose it')
 
@@ -93,16 +83,11 @@ def ridge_grid(ridges: Any) -> Tensor:
         >>> ridge_grid([1, 10])
         tensor([ 1., 10.], dtype=torch.float64)
     """
-    try:
-        grid = torch.as_tensor(ridges, dtype=torch.float64).flatten()
-    except (TypeError, ValueError, RuntimeError):
-        grid = torch.empty(0)
-    if grid.numel() == 0 or not ((grid > 0) & grid.isfinite()).all():
-        raise InputError(
-            f"ridges={ridges}",
-            expected="positive numbers",
-            remedy="leave ridges out for a grid around the scale of the kernel",
-        )
+    remedy = "leave ridges= out for a grid around the scale of the kernel"
+    grid = tensor("ridges", ridges, "positive numbers", remedy).to(torch.float64).flatten()
+    booleans = isinstance(ridges, bool) or (isinstance(ridges, Tensor) and ridges.dtype == torch.bool)
+    if booleans or grid.numel() == 0 or not ((grid > 0) & grid.isfinite()).all():
+        refuse("ridges", ridges, "positive numbers", remedy)
     return grid
 
 
@@ -124,14 +109,9 @@ def positions(indices: Any, n: int, leave: int = 1) -> Tensor:
         >>> positions([2, 0], n=3)
         tensor([2, 0])
     """
-    try:
-        index = torch.as_tensor(indices).flatten()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"indices is {indices!r}",
-            expected="integer positions in the training data",
-            remedy="pass a list or tensor of integers",
-        ) from error
+    index = tensor(
+        "indices", indices, "integer positions in the training data", "pass a list or tensor of integers"
+    ).flatten()
     if index.numel() and (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool):
         raise InputError(
             f"indices have type {index.dtype}",

@@ -16,6 +16,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.memory import Plan, parse_bytes, require
 from linnet.methods.fitting.targets import Targets, make_targets
+from linnet.params import tensor
 from linnet.tangent.batch import Inputs, batch_size, concatenate, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram, own_kernels
@@ -268,14 +269,8 @@ def wanted(x: Inputs, targets: Any, groups: Any, like: Targets, device: torch.de
 
 def _outputs_wanted(targets: Any, m: int, c: int, like: Targets) -> Tensor:
     """Targets as float64 (M, C), free ones NaN."""
-    try:
-        values = torch.as_tensor(targets).detach()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"targets is {type(targets).__name__}",
-            expected=f"a tensor ({m}, {c})",
-            remedy="pass outputs, with NaN for those that are free",
-        ) from error
+    free = "pass outputs, with NaN for those that are free"
+    values = tensor("targets", targets, f"a tensor ({m}, {c})", free).detach()
     if (
         not values.is_floating_point()
         and values.ndim == 1
@@ -337,10 +332,7 @@ def group_numbers(groups: Any, m: int) -> Tensor:
     Raises:
         InputError: If they are of another kind or shape, or of a single group, or a group has one member.
     """
-    try:
-        labels = torch.as_tensor(groups).detach()
-    except (TypeError, ValueError, RuntimeError):
-        labels = torch.empty(0)
+    labels = tensor("groups", groups, f"one integer for each example of x, ({m},)").detach()
     if labels.shape != (m,) or labels.is_floating_point() or labels.is_complex():
         got = f"shape {tuple(labels.shape)} and type {labels.dtype}"
         raise InputError(

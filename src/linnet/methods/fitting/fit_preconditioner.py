@@ -22,6 +22,7 @@ from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.linalg.operator import LinearOperator
+from linnet.params import integer
 from linnet.solvers.nystrom import nystrom_preconditioner
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.functional import Functional
@@ -46,6 +47,7 @@ def check_preconditioner(preconditioner: Any, rank: Any) -> None:
     Example:
         >>> check_preconditioner("ekfac", 0)
     """
+    integer("rank", rank, 0)
     known = preconditioner in NAMES if isinstance(preconditioner, str) else True
     if not known or not isinstance(preconditioner, str | LinearOperator | None):
         raise InputError(

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from linnet.errors import InputError, ModelError
+from linnet.linalg.random import Seed, make_generator
 from linnet.memory import Plan, parse_bytes, require
 from linnet.methods.fitting.arguments import check_positive, check_ridge
 from linnet.methods.fitting.dual import Spectrum
 from linnet.methods.fitting.folds import Folds, deal
 from linnet.methods.fitting.targets import ALPHA, Targets, make_targets
+from linnet.params import choice, integer
 from linnet.tangent.batch import Inputs, gather_data, split, take, tensors_in
 from linnet.tangent.functional import Functional
 from linnet.tangent.hashing import hash_tensors
@@ -33,7 +35,7 @@ def with_head(
     *,
     ridge: str | float = "loo",
     scale: float = ALPHA,
-    generator: torch.Generator | None = None,
+    generator: Seed = None,
     cross_fit: int = 0,
 ) -> nn.Module:
     """A copy of the network with a new last linear layer.
@@ -74,12 +76,13 @@ def with_head(
         torch.Size([12, 2])
     """
     _check(model, classes, init, data)
-    if cross_fit and init != "probe":
+    if integer("cross_fit", cross_fit, 0) and init != "probe":
         raise InputError(
             f"cross_fit={cross_fit!r} with init={init!r}",
             expected='init="probe": other heads have seen no label',
             remedy="leave cross_fit= out",
         )
+    generator = make_generator(generator)
     check_ridge(ridge)
     check_positive("scale", scale, "leave scale= out for α = 15")
     clone = copy.deepcopy(model)
@@ -178,16 +181,8 @@ def _check(model: nn.Module, classes: int, init: str, data: Any) -> None:
         raise InputError(
             f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
         )
-    if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
-        raise InputError(
-            f"classes={classes!r}",
-            expected="a positive number of outputs",
-            remedy="pass the number of classes of the new task",
-        )
-    if init not in ("probe", "random", "zero"):
-        raise InputError(
-            f"init={init!r}", expected='"probe", "random" or "zero"', remedy='leave init= out for "probe"'
-        )
+    integer("classes", classes, remedy="pass the number of classes of the new task")
+    choice("init", init, ("probe", "random", "zero"), 'leave init= out for "probe"')
     if init == "probe" and data is None:
         raise InputError(
             'init="probe" without data',

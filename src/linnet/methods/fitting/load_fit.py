@@ -20,7 +20,7 @@ from linnet.methods.fitting.softmax_newton_cg import SoftmaxPrimal
 from linnet.methods.fitting.systems import obeying
 from linnet.methods.fitting.targets import Targets
 from linnet.tangent.batch import Inputs, map_tensors, take
-from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import matching_function
 
@@ -57,6 +57,7 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
     """
     model = model.model if isinstance(model, Linearized) else model
     path, tensors, x, metadata = read_fit(directory)
+    check_output(output)
     if metadata["custom_output"] and not callable(output):
         raise InputError(
             "output is missing",

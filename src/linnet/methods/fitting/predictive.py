@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.linalg.random import require_room
+from linnet.linalg.random import Seed, normal, require_room
+from linnet.params import integer
 
 SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)  # of the variance, in probabilities
 NATS = 1.0  # that another scale than one must gain
@@ -52,12 +53,12 @@ class Predictive:
         eye = torch.eye(self.mean.shape[1], dtype=self.covariance.dtype, device=self.covariance.device)
         return replace(self, covariance=self.covariance + self.noise * eye, noise=0.0)
 
-    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+    def sample(self, n: int, generator: Seed = None) -> Tensor:
         """Draw outputs, independently for each example.
 
         Args:
             n: Number of draws.
-            generator: Source of randomness.
+            generator: Generator or seed.
 
         Returns:
             (n, N, C).
@@ -66,17 +67,14 @@ class Predictive:
             InputError: If n is not positive.
             MemoryBudgetError: If the draws would take more than half of the memory that is free.
         """
-        if not isinstance(n, int) or n < 1:
-            raise InputError(f"n={n}", expected="at least one draw", remedy="pass n=1 or more")
+        integer("n", n, remedy="pass n=1 or more")
         require_room(
             (n, *self.mean.shape), 2 * self.mean.dtype.itemsize, self.mean.device, "draws of outputs"
         )
         # V √λ: also for a covariance of lower rank, with rounding errors below zero removed
         values, vectors = torch.linalg.eigh(self.covariance)
         root = vectors * values.clamp_min(0).sqrt()[:, None]
-        z = torch.randn(
-            n, *self.mean.shape, generator=generator, dtype=self.mean.dtype, device=self.mean.device
-        )
+        z = normal((n, *self.mean.shape), generator, self.mean.dtype, self.mean.device)
         return self.mean + torch.einsum("nij,snj->sni", root.to(self.mean.dtype), z)
 
     @property

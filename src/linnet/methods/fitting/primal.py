@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError, NumericalError
+from linnet.errors import NumericalError
 from linnet.linalg.operator import LinearOperator
 from linnet.memory import parse_bytes
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.fit_preconditioner import FEW, TRIAL, make_preconditioner
 from linnet.methods.fitting.formed_rows import FormedNormal, FormedRows
+from linnet.params import integer
 from linnet.progress import track
 from linnet.solvers.block_cg import block_cg
 from linnet.solvers.cg import cg, relative_residual
@@ -53,13 +54,7 @@ class CGSettings:
         """Raise on values of the wrong kind; conjugate gradients check their ranges."""
         check_positive("tolerance", self.tolerance, "leave tolerance= out for 1e-5")
         for name, least in (("max_steps", 1), ("rank", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InputError(
-                    f"{name}={value!r}",
-                    expected=f"an integer of at least {least}",
-                    remedy=f"leave {name}= out",
-                )
+            integer(name, getattr(self, name), least)
         if self.rank and self.preconditioner in ("none", "auto"):
             object.__setattr__(self, "preconditioner", "nystrom")
 

@@ -14,7 +14,7 @@ from linnet.curvatures.curvature import Curvature
 from linnet.errors import FileFormatError, InputError
 from linnet.files import as_path, load_tensors, save_tensors
 from linnet.likelihoods import from_description
-from linnet.likelihoods.likelihood import Likelihood
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.methods.laplace.posterior import DataFit, Hyper, Posterior
 from linnet.methods.laplace.prior import Groups
 
@@ -131,6 +131,7 @@ def restored_likelihood(described: dict[str, Any], given: Likelihood | None) -> 
         Gaussian(variance=2.0, masked=False, axis=1)
     """
     if given is not None:
+        check_likelihood(given)
         if given.describe() != described:
             raise InputError(
                 f"likelihood={given!r}, but the posterior was saved with {described}",

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.curvatures.build import watched
+from linnet.curvatures.build import check_options, watched
 from linnet.curvatures.curvature import Curvature
 from linnet.distributed import Share, together
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
-from linnet.linalg.random import Seed
+from linnet.linalg.random import Seed, make_generator
+from linnet.memory import parse_bytes
 from linnet.methods.fitting.arguments import check_count, check_positive
 from linnet.methods.laplace.evidence import Tuned
 from linnet.methods.laplace.files import write_posterior
@@ -32,11 +33,13 @@ from linnet.methods.laplace.posterior import (
     with_noise,
 )
 from linnet.methods.laplace.predict import GaussianPredictive, Meaning, SampledPredictive
-from linnet.methods.laplace.prior import Groups, check_prior, make_mean, prior_values
+from linnet.methods.laplace.prior import Groups, check_mean, check_prior, make_mean, prior_values
 from linnet.methods.laplace.scores import Scorer
 from linnet.methods.laplace.state import State, expanded
 from linnet.methods.laplace.tune import METHODS, Search, tuned
 from linnet.methods.laplace.union import union
+from linnet.params import choice, flag, instance
+from linnet.params import seed as checked_seed
 from linnet.tangent.batch import Inputs, check_examples
 from linnet.tangent.modes import in_exact_mode
 
@@ -44,6 +47,8 @@ OPTIONS = (
     "expectation", "sharing", "matrix", "params", "output", "samples", "rank", "seed", "block", "memory",
     "file", "shard", "method",
 )  # fmt: skip
+SEARCHES = ("gradient", "fixed-point", "grid")
+PRIORS = ("isotropic", "layer", "parameter")
 
 
 class Laplace:
@@ -107,6 +112,9 @@ class Laplace:
                 expected=", ".join(OPTIONS),
                 remedy="see help(linnet.Laplace)",
             )
+        instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
+        check_options(structure, options)
+        check_mean(prior_mean)
         check_prior(prior_precision)
         check_positive("data_scale", data_scale, "leave data_scale= out")
         check_damping(damping)
@@ -147,6 +155,7 @@ class Laplace:
             >>> halves.fit((x[4:], x[4:, :1]), add=True).examples
             8.0
         """
+        flag("add", add)
         share = Share.of(self._options.get("shard", True))
         with together("Laplace.fit", share.world > 1):
             return self._fit(data, add, share)
@@ -305,14 +314,15 @@ class Laplace:
             InputError: If the method or link is unknown, or fit has not been called.
         """
         check_examples(x)
+        choice("method", method, ("glm", "mc"), 'pass method="glm" for closed forms')
+        make_generator(generator)
+        flag("joint", joint)
+        parse_bytes(memory)
+        if samples is not None:
+            check_count("samples", samples)
         if method == "mc":
-            check_count("samples", 100 if samples is None else samples)
             outputs = sampled_outputs(self.covariance, x, 100 if samples is None else samples, generator)
             return SampledPredictive(outputs, self._meaning(Link()))
-        if method != "glm":
-            raise InputError(
-                f"method={method!r}", expected='"glm" or "mc"', remedy='pass method="glm" for closed forms'
-            )
         meaning = self._meaning(Link(link, 1000 if samples is None else samples, generator))
         return linearized(self.covariance, x, meaning, joint, memory)
 
@@ -420,12 +430,7 @@ class Laplace:
             InputError: If the arguments do not go together, or data are missing.
         """
         state = self._fitted
-        if method not in METHODS:
-            raise InputError(
-                f"method={method!r}",
-                expected=", ".join(f'"{one}"' for one in METHODS),
-                remedy='pass "evidence"',
-            )
+        choice("method", method, METHODS, 'pass "evidence"')
         if (data is None) != (method == "evidence"):
             raise InputError(
                 f"tune({method!r}) {'without' if data is None else 'with'} data",
@@ -435,6 +440,14 @@ class Laplace:
         groups, at = state.groups, state.hyper
         if prior is not None and prior != groups.form:
             groups, at = expanded(state, prior)
+        for name, word, words in (("search", search, SEARCHES), ("prior", prior, PRIORS)):
+            _ = word is None or choice(name, word, words)
+        _ = noise is None or flag("noise", noise)
+        checked_seed("seed", seed)
+        choice("predict", predict, ("glm", "mc"))
+        check_count("samples", samples)
+        check_count("steps", steps)
+        parse_bytes(memory)
         follow = data_scale is True
         by_grid = method == "grid" or (method == "loo" and not follow)
         kind = search or ("grid" if by_grid else "gradient")

@@ -19,6 +19,7 @@ from linnet.methods.laplace.outputs import (
     spread_blocks,
 )
 from linnet.methods.laplace.predict import GaussianPredictive, Meaning, needs_covariance
+from linnet.params import flag
 from linnet.tangent.batch import Inputs, batch_size, check_finite
 
 KEPT = 1 << 25  # numbers of a covariance (N, C, C) that a prediction keeps; beyond, variances alone
@@ -40,6 +41,7 @@ def linearized(
     Returns:
         The prediction.
     """
+    flag("joint", joint)
     if requires_gradient(x):
         mean, spread = differentiable_moments(covariance, x, joint, memory)
         return GaussianPredictive(mean, _variance(spread), spread, meaning)

@@ -28,6 +28,7 @@ from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.random import Seed, make_generator, normal
 from linnet.methods.fitting.arguments import check_count
+from linnet.params import choice
 
 LINKS = ("probit", "pairwise", "bridge", "mc")
 SEED = 0  # of the draws behind a density, the same for all hyper-parameters that are compared
@@ -51,12 +52,8 @@ class Link:
     generator: Seed = None
 
     def __post_init__(self) -> None:
-        if self.kind not in LINKS:
-            raise InputError(
-                f"link={self.kind!r}",
-                expected=", ".join(f'"{one}"' for one in LINKS),
-                remedy="leave link= out",
-            )
+        choice("link", self.kind, LINKS)
+        make_generator(self.generator)
         check_count("samples", self.samples)
 
     @property

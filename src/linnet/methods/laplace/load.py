@@ -10,7 +10,7 @@ from torch import nn
 
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.saved import load_curvature
-from linnet.likelihoods.likelihood import Likelihood
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.lowrank import LowRank
 from linnet.methods.laplace.files import (
     read_posterior,
@@ -57,6 +57,8 @@ def load_laplace(
     """
     tensors, metadata = read_posterior(directory)
     family = restored_likelihood(metadata["likelihood"], likelihood)
+    if likelihood is not None:
+        check_likelihood(likelihood)
     found = load_curvature(directory, model, output)
     posterior = restored(found, tensors, metadata)
     hyper = restored_hyper(tensors, found.function.device)

@@ -31,6 +31,7 @@ from linnet.likelihoods.probabilities import warn_of_probabilities
 from linnet.linalg.structured import StructuredOperator
 from linnet.methods.laplace.blocks import DAMPINGS, Block, Point, make_block
 from linnet.methods.laplace.prior import Groups, make_groups
+from linnet.params import refuse, tensor
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized
 
@@ -309,11 +310,9 @@ def relative_noise(likelihood: Likelihood, variances: Any) -> Tensor | None:
             expected="a Gaussian likelihood of one variance",
             remedy="leave noise_variance= out",
         )
-    given = torch.as_tensor(variances, dtype=torch.float64).flatten()
-    if not given.numel() or not bool(((given > 0) & given.isfinite()).all()):
-        raise InputError(
-            f"noise_variance={variances!r}", expected="positive numbers", remedy="leave noise_variance= out"
-        )
+    given = tensor("noise_variance", variances, "positive numbers").to(torch.float64).flatten()
+    if isinstance(variances, bool) or not given.numel() or not bool(((given > 0) & given.isfinite()).all()):
+        refuse("noise_variance", variances, "positive numbers")
     return given / float(likelihood.noise)
 
 

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from linnet.curvatures.parts import Part
 from linnet.errors import InputError
+from linnet.linalg.finite import is_finite
 from linnet.linalg.space import ParameterSpace
+from linnet.params import refuse, shown, tensor
 
 FORMS = ("isotropic", "layer", "parameter")
 VECTOR_STRUCTURES = ("full", "block", "diagonal", "low-rank")  # exact with a precision for each parameter
@@ -212,22 +214,40 @@ def check_prior(given: Any) -> None:
     Example:
         >>> check_prior({"0": 1.0, "2": 0.5})
     """
+    if isinstance(given, Mapping) and not given:
+        refuse("prior_precision", given, "positive numbers", "name a layer or a parameter")
     for name, value in given.items() if isinstance(given, Mapping) else [("", given)]:
         where = f"prior_precision[{name!r}]" if name else "prior_precision"
-        try:
-            found = torch.as_tensor(value).detach()
-            good = found.numel() > 0 and found.dtype != torch.bool and not found.is_complex()
-            numbers = found.double() if good else torch.empty(0)
-        except (TypeError, ValueError, RuntimeError):
-            numbers, good = torch.empty(0), False
+        expected = (
+            "positive numbers: with a precision of zero the prior has no density, and what the data leave "
+            "undetermined would be infinitely uncertain"
+        )
+        remedy = 'pass a small positive number, or tune it: .tune("evidence")'
+        found = tensor(where, value, expected, remedy).detach()
+        numbers = found.double()
+        good = found.numel() > 0 and found.dtype != torch.bool
         if not good or not bool((numbers > 0).all() & numbers.isfinite().all()):
-            shown = f"holds {float(numbers.min()):.4g}" if numbers.numel() > 1 else f"is {value!r}"
-            raise InputError(
-                f"{where} {shown}",
-                expected="positive numbers: with a precision of zero the prior has no density, and what the "
-                "data leave undetermined would be infinitely uncertain",
-                remedy='pass a small positive number, or tune it: .tune("evidence")',
-            )
+            what = f"holds {float(numbers.min()):.4g}" if numbers.numel() > 1 else f"is {shown(value)}"
+            raise InputError(f"{where} {what}", expected, remedy)
+
+
+def check_mean(given: Any) -> None:
+    """Raise unless prior means are finite numbers, whatever they come in; shapes are looked at later.
+
+    Args:
+        given: A number, a tensor, or a mapping of them.
+
+    Raises:
+        InputError: If they are not.
+
+    Example:
+        >>> check_mean(0.5)
+    """
+    for name, value in given.items() if isinstance(given, Mapping) else [("", given)]:
+        where = f"prior_mean[{name!r}]" if name else "prior_mean"
+        found = tensor(where, value, "finite numbers")
+        if not found.numel() or found.dtype == torch.bool or not is_finite(found):
+            refuse(where, value, "finite numbers", "leave prior_mean= out for zero")
 
 
 def make_mean(given: Any, space: ParameterSpace, device: torch.device) -> Tensor:

@@ -19,10 +19,13 @@ from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.random import Seed, make_generator
 from linnet.methods.fitting.arguments import check_count
 from linnet.methods.laplace.laplace import Laplace
+from linnet.params import call, choice, instance, integer, refuse
 from linnet.tangent.batch import Inputs, batch_size, gather_data, map_tensors, take
 from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+MAKE = "pass make_optimizer=lambda p: torch.optim.Adam(p, 1e-3)"
 
 
 @torch.inference_mode(False)
@@ -78,8 +81,18 @@ def train_with_evidence(
     """
     for name, value in (("epochs", epochs), ("every", every), ("steps", steps), ("batch", batch)):
         check_count(name, value)
+    integer("burn_in", burn_in, 0)
+    choice("prior", prior, ("isotropic", "layer", "parameter"))
+    instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
+    expected = "a function from parameters to an optimizer"
+    if not callable(make_optimizer):
+        refuse("make_optimizer", make_optimizer, expected, MAKE)
     la = Laplace(model, likelihood, **options)
-    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    made = call("make_optimizer", make_optimizer, trained, expected=expected, remedy=MAKE)
+    optimizer: torch.optim.Optimizer = instance(
+        "make_optimizer(...)", made, torch.optim.Optimizer, "a torch optimizer", MAKE
+    )
     place = next(model.parameters()).device
     held = data if isinstance(data, DataLoader) else gather_data(data, place, missing=True)
     n = sum(batch_size(x) for x, _ in held) if isinstance(held, DataLoader) else batch_size(held[0])
@@ -110,7 +123,7 @@ def _batches(data: Any, size: int, source: torch.Generator | None) -> Iterator[t
         yield from data
         return
     x, y = data
-    for index in torch.randperm(len(y), generator=source).split(size):
+    for index in torch.randperm(len(y), generator=source).split(min(size, len(y))):
         yield take(x, index), y[index]
 
 

@@ -30,6 +30,7 @@ from linnet.methods.laplace.predict import GaussianPredictive, Meaning, SampledP
 from linnet.methods.linear_posterior.draws import inverse_root
 from linnet.methods.linear_posterior.model import LinearModel, Optimum, maximize
 from linnet.methods.linear_posterior.svi import MeanField, Schedule, bound, mean_field
+from linnet.params import choice, flag
 from linnet.solvers.solution import Estimate
 from linnet.tangent.batch import Inputs, batch_size, check_examples, gather_data
 from linnet.tangent.linearized import Linearized
@@ -267,6 +268,8 @@ def linear_posterior(
         True
     """
     _check(lin, likelihood, method)
+    flag("base", base)
+    make_generator(generator)
     check_positive("prior_precision", prior_precision, "leave prior_precision= out")
     check_count("max_steps", max_steps)
     eps = torch.finfo(lin.function.dtype).eps
@@ -276,7 +279,7 @@ def linear_posterior(
     check_count("samples", draws)
     schedule = Schedule(epochs, rate, batch_size, draws)
     x, y = gather_data(data, lin.function.device, missing=takes_missing(likelihood))
-    model = LinearModel(lin.function, x, y, likelihood, bool(base))
+    model = LinearModel(lin.function, x, y, likelihood, base)
     precision = float(prior_precision)
     if method == "svi":
         factors = mean_field(model, precision, schedule, make_generator(generator))
@@ -310,9 +313,4 @@ def _check(lin: Any, likelihood: Any, method: str) -> None:
             expected="one whose negative logarithm is convex in them, such as Categorical() or Bernoulli()",
             remedy="use linnet.Laplace for the network itself",
         )
-    if method not in METHODS:
-        raise InputError(
-            f"method={method!r}",
-            expected=", ".join(f'"{one}"' for one in METHODS),
-            remedy='pass method="map" for the fastest',
-        )
+    choice("method", method, METHODS, 'pass method="map" for the fastest')

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet.errors import NumericalError
+from linnet.errors import DataError, NumericalError
 from linnet.linalg.random import normal
 from linnet.methods.fitting.arguments import check_count, check_positive
 from linnet.methods.linear_posterior.model import LinearModel
@@ -83,7 +83,14 @@ class Schedule:
             for index in _minibatches(n, self.batch_size, source):
                 # η_t = η/2 (1 + cos πt/T): Loshchilov and Hutter 2017, eq. (5) without restarts
                 optimizer.param_groups[0]["lr"] = self.rate / 2 * (1 + math.cos(math.pi * done / total))
-                estimates.append(step(index))
+                try:
+                    estimates.append(step(index))
+                except DataError as error:  # outputs that are NaN
+                    raise NumericalError(
+                        f"the bound is not finite with rate={self.rate}: {error.what}",
+                        "a finite bound",
+                        "lower rate=",
+                    ) from error
                 optimizer.step()
                 done += 1
             bounds.append(sum(estimates) / len(estimates))
@@ -99,7 +106,7 @@ class Schedule:
 def _minibatches(n: int, size: int, source: torch.Generator | None) -> Iterator[Tensor]:
     """Every example once, in random order."""
     device = source.device if source else torch.device("cpu")
-    yield from torch.randperm(n, generator=source, device=device).cpu().split(size)
+    yield from torch.randperm(n, generator=source, device=device).cpu().split(min(size, n))
 
 
 def divergence(mean: Tensor, deviation: Tensor, precision: float) -> Tensor:

@@ -27,8 +27,9 @@ from linnet.methods.optim.gauss_newton_average import average_of
 from linnet.methods.optim.gauss_newton_inverse import Undamped
 from linnet.methods.optim.gauss_newton_model import Network
 from linnet.methods.optim.gauss_newton_settings import Settings, check_decay
+from linnet.params import instance, refuse
 from linnet.solvers.cg import cg
-from linnet.tangent.batch import gather_data
+from linnet.tangent.batch import gather_data, take
 from linnet.tangent.functional import Functional
 
 EXACT = "block-diagonal"  # the name of the update of the exact blocks
@@ -117,13 +118,15 @@ def alignment(
         >>> found.layers, list(found.whole), round(float(found.by_layer["block"][0]), 3)
         (('0', '2'), ['block', 'kfra', 'kfra*', 'block-diagonal'], 1.0)
     """
+    if options is not None:
+        instance("options", options, Mapping, "a dict of options")
     given = {"expectation": None, "params": None, "output": None, "seed": 0, "steps": 500, **(options or {})}
     _check(given, inversions, damping, weight_decay, tolerance)
     check_likelihood(likelihood)
-    if isinstance(structures, str):
-        raise InputError(f"structures={structures!r}", "a list of names", f"pass [{structures!r}]")
+    _check_words("structures", structures)
     function = Functional(model, given["params"], given["output"])
     x, y = gather_data(data, function.device)
+    function.check_runs(take(x, slice(0, 1)))
     study = _Study(function, likelihood, (x, y), damping, weight_decay, given["steps"], tolerance)
     whole, residual = study.full()
     blocks, worst = study.blocks()
@@ -251,6 +254,12 @@ def _cosine(a: Tensor, b: Tensor) -> float:
     return float(a @ b) / size if size > 0 else 0.0
 
 
+def _check_words(name: str, words: Any) -> None:
+    """Raise unless it is a list of words, and not empty."""
+    if not isinstance(words, list | tuple) or not words or not all(isinstance(one, str) for one in words):
+        refuse(name, words, "a list of names, one or more", f'pass {name}=["factored"], or leave it out')
+
+
 def _check(
     given: Mapping[str, Any],
     inversions: Sequence[str],
@@ -259,12 +268,13 @@ def _check(
     tolerance: float,
 ) -> None:
     """Raise on values that are not listed."""
-    unknown = sorted(set(given) - {"expectation", "params", "output", "seed", "steps"})
+    unknown = sorted(set(map(str, given)) - {"expectation", "params", "output", "seed", "steps"})
     if unknown:
         raise InputError(
             f"options[{unknown[0]!r}]", expected="expectation, params, output, seed, steps", remedy="drop it"
         )
-    if not inversions or not set(inversions) <= {"factored", "exact"}:
+    _check_words("inversions", inversions)
+    if not set(inversions) <= {"factored", "exact"}:
         raise InputError(f"inversions={inversions!r}", expected='"factored" and "exact"', remedy="drop it")
     check_decay("weight_decay", weight_decay)
     check_positive("damping", damping, "leave damping= out")

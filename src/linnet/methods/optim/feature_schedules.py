@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,12 @@ from linnet.errors import InputError
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.spectrum.kernel_distance import kernel_distance
 from linnet.methods.spectrum.kernel_matrix import check_kernel
-from linnet.tangent.batch import Inputs, check_finite
+from linnet.params import instance, integer, number, refuse
+from linnet.tangent.batch import Inputs, check_examples
 from linnet.tangent.captured import Outputs
 from linnet.tangent.linearized import Linearized, linearize
+
+LONGEST = 2**63  # steps; more are "never", which is written as None
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Schedule(abc.ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what ``state_dict`` gave; an empty state stands for a new linearization."""
-        del state
+        instance("state", state, Mapping, "what state_dict() returned", "pass that")
 
 
 class Every(Schedule):
@@ -157,7 +160,7 @@ class LinearityGap(Schedule):
     ) -> None:
         check_positive("threshold", threshold, "pass threshold=0.2")
         if x is not None:
-            check_finite(x, "x")
+            check_examples(x)
         self.threshold, self.x, self.every, self.most = threshold, x, every, most
         _check_steps(every=every, most=most)
         self.needs_batch = x is None
@@ -167,6 +170,7 @@ class LinearityGap(Schedule):
 
     def judge(self, moment: Moment) -> Verdict:
         """Due when the gap is over the threshold, or ``most`` steps are taken."""
+        require_moment(moment)
         late = self.most is not None and moment.age >= self.most
         x = moment.x if self.x is None else self.x
         if moment.age % self.every or x is None:
@@ -216,7 +220,7 @@ class KernelDrift(Schedule):
                 remedy="pass threshold=0.05",
             )
         check_kernel(outputs)
-        check_finite(x, "x")
+        check_examples(x)
         _check_steps(every=every, most=most)
         self.threshold, self.x, self.every, self.most, self.outputs = threshold, x, every, most, outputs
         self._start: Tensor | None = None
@@ -226,6 +230,7 @@ class KernelDrift(Schedule):
 
     def judge(self, moment: Moment) -> Verdict:
         """Due when the distance is over the threshold, or ``most`` steps are taken."""
+        require_moment(moment)
         late = self.most is not None and moment.age >= self.most
         if moment.age % self.every:
             return Verdict(late)
@@ -237,6 +242,7 @@ class KernelDrift(Schedule):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Forget the kernel at the last θ₀; it is computed again when it is needed."""
+        instance("state", state, Mapping, "what state_dict() returned", "pass that")
         self._start = None
 
 
@@ -270,8 +276,8 @@ class Converged(Schedule):
     ) -> None:
         if gradient is not None:
             check_positive("gradient", gradient, "pass gradient=1e-3")
-        if loss is not None and not math.isfinite(loss):
-            raise InputError(f"loss={loss!r}", "a finite number", "pass the loss to be reached")
+        if loss is not None:
+            number("loss", loss, remedy="pass the loss to be reached")
         if gradient is None and loss is None:
             raise InputError("gradient and loss are None", "at least one of them", "pass gradient=1e-3")
         _check_steps(most=most)
@@ -283,6 +289,7 @@ class Converged(Schedule):
 
     def judge(self, moment: Moment) -> Verdict:
         """Due when a criterion is met, or ``most`` steps are taken."""
+        require_moment(moment)
         done = self.most is not None and moment.age >= self.most
         done = done or (self.loss is not None and moment.loss <= self.loss)
         if self.gradient is None:
@@ -299,7 +306,9 @@ class Converged(Schedule):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take that norm back."""
-        self._first = state.get("first")
+        instance("state", state, Mapping, "what state_dict() returned", "pass that")
+        first = state.get("first")
+        self._first = None if first is None else number("state['first']", first, least=0)
 
 
 def schedule_of(period: int | float | Schedule | None) -> Schedule:
@@ -320,16 +329,29 @@ def schedule_of(period: int | float | Schedule | None) -> Schedule:
     """
     if isinstance(period, Schedule):
         return period
-    if period is None or period == math.inf:
+    if period is None or (isinstance(period, float) and period == math.inf):
         return Every(None)
     whole = isinstance(period, int) or (isinstance(period, float) and period.is_integer())
-    if isinstance(period, bool) or not whole or period < 1:
-        raise InputError(
-            f"period={period!r}",
-            expected="a whole number of steps K ≥ 1, None for never, or a schedule such as LinearityGap(0.2)",
-            remedy="pass period=1 for plain training, period=None for linearized training",
+    if isinstance(period, bool) or not whole or period < 1 or period > LONGEST:
+        refuse(
+            "period",
+            period,
+            "a whole number of steps K ≥ 1, None for never, or a schedule such as LinearityGap(0.2)",
+            "pass period=1 for plain training, period=None for linearized training",
         )
     return Every(int(period))
+
+
+def require_moment(moment: Any) -> None:
+    """Raise unless it is where training stands.
+
+    Args:
+        moment: What ``judge`` was given.
+
+    Raises:
+        InputError: If it is no ``Moment``.
+    """
+    instance("moment", moment, Moment, "a linnet.optim.Moment", "let IterativeLinearization.step make it")
 
 
 def gradient_norm(parameters: list[nn.Parameter]) -> float:
@@ -350,5 +372,4 @@ def _check_steps(**counts: int | None) -> None:
     for name, value in counts.items():
         if value is None and name == "most":
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name}={value!r}", "a whole number of steps, at least 1", f"leave {name}= out")
+        integer(name, value)

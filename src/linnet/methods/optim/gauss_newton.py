@@ -44,7 +44,8 @@ from linnet.methods.optim.gauss_newton_settings import (
     checked_settings,
 )
 from linnet.methods.optim.gauss_newton_vectors import is_finite, norm_of, put, remember
-from linnet.tangent.batch import Inputs, batch_size, check_finite, concatenate
+from linnet.params import tensor
+from linnet.tangent.batch import Inputs, batch_size, check_examples, concatenate
 from linnet.tangent.functional import Functional, tensors_by_name
 from linnet.tangent.modes import environment_kept
 
@@ -183,8 +184,8 @@ class GaussNewton(torch.optim.Optimizer):
         Raises:
             DataError: If x is not finite.
         """
-        check_finite(x, "x")
-        self._pending.append((x, y))
+        check_examples(x)
+        self._pending.append((x, tensor("y", y, "targets (N, ...)", convert=False)))
 
     @torch.no_grad()
     def step(  # type: ignore[override]

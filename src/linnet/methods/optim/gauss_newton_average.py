@@ -12,6 +12,7 @@ from linnet.distributed import agree
 from linnet.errors import InputError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.methods.optim.gauss_newton_settings import Settings
+from linnet.params import instance
 from linnet.tangent.functional import Functional
 
 Average = RunningCurvature | RunningRecursion
@@ -90,6 +91,8 @@ def running_arguments(structure: Structure, expectation: str | None) -> tuple[St
         raise InputError(
             f"structure={structure!r}", expected="a structure, or a mapping of them", remedy='pass "kfac"'
         )
+    if expectation is not None:
+        instance("expectation", expectation, str, "a word, as linnet.curvature takes it")
     if not isinstance(structure, str):
         return structure, expectation or "mc"
     named = ALIASES.get(structure.lower(), (structure, None))[1]

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.methods.optim.gauss_newton_settings import StepReport
-from linnet.tangent.batch import Inputs, batch_size, take
+from linnet.params import instance, integer, refuse, tensor
+from linnet.params import seed as checked_seed
+from linnet.tangent.batch import Inputs, batch_size, check_examples, check_finite, take
 
 
 def suggested_batch(examples: int, noise: float, reduction: float) -> int:
@@ -66,21 +68,18 @@ class GrowingBatches:
     def __init__(
         self, x: Inputs, y: Tensor, size: int, largest: int | None = None, patience: int = 3, seed: int = 0
     ) -> None:
+        check_examples(x)
         n = batch_size(x)
-        if not isinstance(y, Tensor) or len(y) != n:
-            what = f"{len(y)} targets" if isinstance(y, Tensor) else type(y).__name__
-            raise InputError(f"y is {what}", expected=f"a tensor of {n}, like x", remedy="check the split")
+        expected = f"a tensor of {n} targets, like x"
+        tensor("y", y, expected, "check the split", convert=False)
+        if y.ndim == 0 or len(y) != n:
+            refuse("y", y, expected, "check the split")
+        check_finite(y, "y")
         largest = n if largest is None else largest
         for name, value, top in (("size", size, n), ("largest", largest, n), ("patience", patience, None)):
-            good = isinstance(value, int) and not isinstance(value, bool)
-            if not good or value < 1 or (top is not None and value > top):
-                raise InputError(
-                    f"{name}={value!r}",
-                    expected="a positive integer" + (f", at most {top}" if top else ""),
-                    remedy="pass a smaller size",
-                )
+            integer(name, value, 1, top, "pass a smaller size")
         self.x, self.y, self.size, self.largest, self.patience = x, y, size, largest, patience
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(checked_seed("seed", seed))
         self._asked: list[int] = []
 
     def follow(self, report: StepReport) -> None:
@@ -92,6 +91,7 @@ class GrowingBatches:
         Raises:
             InputError: If the report has no suggestion.
         """
+        instance("report", report, StepReport, "what GaussNewton.step returned", "pass that")
         if report.suggested_batch is None:
             raise InputError("report has no suggested_batch", expected="one", remedy="pass noise=True")
         self._asked.append(report.suggested_batch)

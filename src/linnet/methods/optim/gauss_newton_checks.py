@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from linnet.errors import InputError
 from linnet.methods.optim.gauss_newton_settings import check_decay
+from linnet.params import instance
 from linnet.tangent.linearized import Linearized
 
 # what a state holds since its first version
@@ -59,10 +60,11 @@ def checked_group(group: Mapping[str, Any], trained: Sequence[nn.Parameter]) -> 
     Raises:
         InputError: If a parameter is not among them, or a rate or decay is wrong.
     """
+    remedy = "name the group's parameters"
+    instance("param_group", group, Mapping, "a dict with 'params'", remedy)
     if "params" not in group:
-        raise InputError(
-            f"param_group has {sorted(group)}", expected="'params'", remedy="name the group's parameters"
-        )
+        raise InputError(f"param_group has {sorted(map(str, group))}", expected="'params'", remedy=remedy)
+    instance("param_group['params']", group["params"], Iterable, "parameters of the network", remedy)
     given = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     ours = {id(p) for p in trained}
     if not all(id(p) in ours for p in given):

@@ -24,6 +24,7 @@ from linnet.errors import InputError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.methods.optim.gauss_newton_checks import check_gradients, check_loss
 from linnet.methods.optim.gauss_newton_vectors import remember
+from linnet.params import call
 from linnet.tangent.batch import Inputs, batch_size, check_finite, concatenate, split
 from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs, call_arguments
 from linnet.tangent.jacobian import jvp
@@ -379,7 +380,7 @@ def given_gradient(
     """
     if closure is not None:
         with torch.enable_grad():
-            loss = closure()
+            loss = call("closure", closure, expected="a function without arguments that gives the loss")
         check_loss("the result of closure", loss)
     check_gradients(network.parameters)
     grads = [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 from linnet.errors import InputError
 from linnet.methods.fitting.arguments import check_positive
-from linnet.tangent.functional import OutputAdapter
-from linnet.tangent.selection import Selector
+from linnet.params import choice, flag, integer, number
+from linnet.params import seed as checked_seed
+from linnet.tangent.functional import OutputAdapter, check_output
+from linnet.tangent.selection import Selector, check_selector
 
 
 class Damping(NamedTuple):
@@ -149,17 +150,10 @@ def checked_damping(damping: Any) -> Damping:
     for name in ("tau", "zeta"):
         if getattr(damping, name) is not None:
             _check_start(f"damping.{name}", getattr(damping, name))
-    check_positive("damping.decay", damping.decay, "leave it out for 0.95")
-    if damping.decay >= 1:
-        raise InputError(f"damping.decay={damping.decay}", expected="below 1", remedy="leave it out for 0.95")
+    number("damping.decay", damping.decay, above=0, below=1, remedy="leave it out for 0.95")
     for name in ("tau_period", "zeta_period"):
         _check_count(f"damping.{name}", getattr(damping, name), 0)
-    if damping.inversion not in ("factored", "exact"):
-        raise InputError(
-            f"damping.inversion={damping.inversion!r}",
-            expected='"factored" or "exact"',
-            remedy="leave it out for the factored one",
-        )
+    choice("damping.inversion", damping.inversion, ("factored", "exact"))
     return damping
 
 
@@ -186,10 +180,12 @@ def checked_settings(given: dict[str, Any]) -> Settings:
     check_positive("lr", settings.lr, "leave lr= out for 1")
     check_positive("limit", settings.limit, "leave limit= out for 2")
     for name in ("momentum", "noise"):
-        if not isinstance(getattr(settings, name), bool):
-            raise InputError(f"{name}={getattr(settings, name)!r}", expected="True or False", remedy="")
-    if isinstance(settings.seed, bool) or not isinstance(settings.seed, int):
-        raise InputError(f"seed={settings.seed!r}", expected="an integer", remedy="leave it out")
+        flag(name, getattr(settings, name))
+    checked_seed("seed", settings.seed)
+    check_output(settings.output)
+    check_selector(settings.params)
+    choice("sharing", settings.sharing, ("expand", "reduce"))
+    number("average", settings.average, above=0, below=1)
     for name in ("inverse_period", "rejections"):
         _check_count(name, getattr(settings, name), 1)
     if settings.examples is not None:
@@ -209,12 +205,9 @@ def check_decay(name: str, value: Any) -> None:
 
 def _check_start(name: str, value: Any) -> None:
     """Raise unless a number is finite and not negative."""
-    good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not good or not (math.isfinite(value) and value >= 0):
-        raise InputError(f"{name}={value!r}", expected="a number, not negative", remedy="leave it out")
+    number(name, value, least=0)
 
 
 def _check_count(name: str, value: Any, smallest: int) -> None:
     """Raise unless a number is a large enough integer."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-        raise InputError(f"{name}={value!r}", expected=f"an integer ≥ {smallest}", remedy="leave it out")
+    integer(name, value, smallest)

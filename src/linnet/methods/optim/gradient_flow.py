@@ -26,6 +26,7 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.fitting.dual import Spectrum
 from linnet.methods.fitting.targets import ALPHA, make_targets
+from linnet.params import flag, shown, tensor
 from linnet.progress import waiting
 from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, map_tensors, split, take
 from linnet.tangent.forward_mode import Params
@@ -258,6 +259,7 @@ def gradient_flow(
         raise InputError(
             f"lin is {type(lin).__name__}", "a Linearized", "make one with linnet.linearize(model)"
         )
+    flag("discrete", discrete)
     check_positive("rate", rate, "pass rate=1.0")
     check_positive("scale", scale, "leave scale= out for α = 15")
     when = _checked_times(times, discrete)
@@ -282,6 +284,8 @@ def gradient_flow(
 
 def _targets(targets: Tensor | None, y: Tensor, f0: Tensor, scale: float) -> Tensor:
     """Y, (N, C), like the outputs."""
+    if targets is not None:
+        tensor("targets", targets, f"{tuple(f0.shape)}, like the outputs", convert=False)
     if targets is None:
         return make_targets(y, f0.shape[1], scale, varied=False, dtype=f0.dtype).values.to(f0)
     if not isinstance(targets, Tensor) or targets.shape != f0.shape:
@@ -295,14 +299,17 @@ def _targets(targets: Tensor | None, y: Tensor, f0: Tensor, scale: float) -> Ten
 
 def _checked_times(times: Any, discrete: bool) -> Tensor:
     """Times as (T,), float64."""
-    try:
-        found = torch.as_tensor(times, dtype=torch.float64).flatten()
-    except (TypeError, ValueError, RuntimeError):
-        found = torch.tensor([math.nan])
+    found = tensor("times", times, "times, 0 or greater", "pass times=[0, 10, 100]").double().flatten()
     whole = not discrete or bool((found.isinf() | (found == found.floor())).all())
-    if not found.numel() or bool(found.isnan().any()) or bool((found < 0).any()) or not whole:
+    if (
+        isinstance(times, bool)
+        or not found.numel()
+        or bool(found.isnan().any())
+        or bool((found < 0).any())
+        or not whole
+    ):
         raise InputError(
-            f"times={times!r}",
+            f"times is {shown(times)}",
             expected="whole numbers of steps k ≥ 0, or infinity" if discrete else "times t ≥ 0, or infinity",
             remedy="pass times=[0, 10, 100]" if discrete else "pass times=[0.0, 1.0, float('inf')]",
         )

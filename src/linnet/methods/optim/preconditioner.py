@@ -12,7 +12,9 @@ from torch.utils.hooks import RemovableHandle
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.default_damping import default_damping
 from linnet.errors import InputError
+from linnet.linalg.space import require_params
 from linnet.methods.fitting.arguments import check_positive
+from linnet.params import choice, instance, refuse, tensor
 from linnet.tangent.linearized import Linearized
 
 
@@ -64,18 +66,9 @@ class KroneckerPreconditioner:
         reduction: str = "mean",
         inversion: str = "exact",
     ) -> None:
-        if not isinstance(curvature, Curvature):
-            raise InputError(
-                f"curvature is {type(curvature).__name__}",
-                expected="a Curvature that can be inverted",
-                remedy='make one with linnet.curvature(model, data, likelihood, structure="kfac")',
-            )
-        if reduction not in ("mean", "sum"):
-            raise InputError(f"reduction={reduction!r}", expected='"mean" or "sum"', remedy="leave it out")
-        if inversion not in ("exact", "factored"):
-            raise InputError(
-                f"inversion={inversion!r}", expected='"exact" or "factored"', remedy="leave it out"
-            )
+        _require_curvature(curvature)
+        choice("reduction", reduction, ("mean", "sum"))
+        choice("inversion", inversion, ("exact", "factored"))
         self.inversion = inversion
         self.parameters = _fitting(curvature, module)
         self._scale = 1.0 / curvature.made.examples if reduction == "mean" else 1.0
@@ -93,6 +86,7 @@ class KroneckerPreconditioner:
         Raises:
             InputError: If the damping is not a positive number.
         """
+        _fitting(_require_curvature(curvature), self.parameters)
         self.damping = default_damping(curvature, self._scale) if damping is None else damping
         check_positive("damping", self.damping, "leave damping= out for a tenth of the mean eigenvalue")
         self.curvature = curvature
@@ -131,6 +125,7 @@ class KroneckerPreconditioner:
         Returns:
             gain · (s G + τ I)⁻¹ v.
         """
+        self._require_vector(v, 1, "(P,)")
         return self.gain * self._inverse.mm(v.to(self._inverse.dtype)[:, None])[:, 0].to(v)
 
     def half(self, v: Tensor) -> Tensor:
@@ -142,6 +137,7 @@ class KroneckerPreconditioner:
         Returns:
             (P, K).
         """
+        self._require_vector(v, 2, "(P, K)")
         return self._inverse._root_transposed(v.to(self._inverse.dtype)).to(v)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
@@ -156,6 +152,7 @@ class KroneckerPreconditioner:
         Raises:
             InputError: If no parameter of the optimizer is covered by the curvature.
         """
+        instance("optimizer", optimizer, torch.optim.Optimizer, "a torch optimizer", "pass the optimizer")
         if not self._taken(optimizer):
             raise InputError(
                 "optimizer has none of the parameters that the curvature covers",
@@ -174,12 +171,27 @@ class KroneckerPreconditioner:
 
         return optimizer.register_step_pre_hook(before)
 
+    def _require_vector(self, v: Any, axes: int, shape: str) -> None:
+        """Raise unless v holds vectors in parameter space."""
+        size = self._inverse.shape[0]
+        expected = f"a dense floating-point tensor {shape} with P = {size}"
+        tensor("v", v, expected, convert=False)
+        if v.ndim != axes or v.shape[0] != size or not v.is_floating_point():
+            refuse("v", v, expected, "flatten the tensors of .parameters in their order")
+
     def _taken(self, optimizer: torch.optim.Optimizer | None) -> set[str]:
         """Names of the parameters that take part."""
         if optimizer is None:
             return set(self.parameters)
+        instance("optimizer", optimizer, torch.optim.Optimizer, "a torch optimizer or None")
         groups = [group for group in optimizer.param_groups if group.get("precondition", True)]
         return {self._names[id(p)] for group in groups for p in group["params"] if id(p) in self._names}
+
+
+def _require_curvature(curvature: Any) -> Curvature:
+    """A curvature, or an error."""
+    how = 'make one with linnet.curvature(model, data, likelihood, structure="kfac")'
+    return instance("curvature", curvature, Curvature, "a Curvature that can be inverted", how)
 
 
 def _fitting(curvature: Curvature, module: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -189,6 +201,7 @@ def _fitting(curvature: Curvature, module: nn.Module | Mapping[str, Tensor]) -> 
     elif isinstance(module, nn.Module):
         given = dict(getattr(module, "_orig_mod", module).named_parameters())
     else:
+        require_params(module, "module")
         given = module
     shapes = {name: t.shape for name, t in curvature.function.theta.items()}
     for name, shape in shapes.items():

@@ -35,12 +35,14 @@ from linnet.methods.optim.feature_schedules import (
 from linnet.methods.optim.gradient_flow import Flow, gradient_flow
 from linnet.methods.optim.relinearize_checks import INDEPENDENT, checked_loss, evaluates, made_optimizer
 from linnet.methods.optim.relinearize_report import LinearizationReport
+from linnet.params import call, flag
 from linnet.tangent.batch import Inputs
-from linnet.tangent.functional import OutputAdapter, tensors_by_name
+from linnet.tangent.functional import OutputAdapter, check_output, tensors_by_name
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.selection import Selector, select_parameters
 
 Closure = Callable[[nn.Module], Tensor]
+CLOSURE = "a function from a module to the loss of the batch"
 VERSION = 1  # of the state that is saved
 _STOCHASTIC = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 
@@ -106,6 +108,8 @@ class IterativeLinearization:
     ) -> None:
         if isinstance(model, Linearized):
             raise InputError("model is linearized already", "the network itself", "pass the network")
+        check_output(output)
+        flag("record_gap", record_gap)
         self.model, self.schedule, self.output, self.record_gap = (
             model,
             schedule_of(period),
@@ -181,12 +185,12 @@ class IterativeLinearization:
         self.optimizer.zero_grad()
         with torch.enable_grad():
             if self._lin is None or self._is_plain:
-                loss = checked_loss(closure(self.model), self.steps)
+                loss = checked_loss(call("closure", closure, self.model, expected=CLOSURE), self.steps)
                 loss.backward()
                 return loss.detach()
             lin = self.linearization
             with self._watched(lin):
-                loss = checked_loss(closure(lin), self.steps)
+                loss = checked_loss(call("closure", closure, lin, expected=CLOSURE), self.steps)
             loss.backward()
         reached = False
         for name, delta in lin.delta.items():

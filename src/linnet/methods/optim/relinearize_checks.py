@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from linnet.errors import InputError, NumericalError
+from linnet.params import call, instance, refuse
 
 INDEPENDENT = (
     "the loss that closure returned does not depend on its module",
@@ -34,19 +35,12 @@ def made_optimizer(
     Raises:
         InputError: If it is no optimizer, or one of other parameters.
     """
+    expected = "a function from a list of parameters to an optimizer"
+    remedy = "pass make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1)"
     if not callable(make_optimizer):
-        raise InputError(
-            f"make_optimizer is {type(make_optimizer).__name__}",
-            expected="a function from a list of parameters to an optimizer",
-            remedy="pass make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1)",
-        )
-    optimizer = make_optimizer(list(parameters.values()))
-    if not isinstance(optimizer, Optimizer):
-        raise InputError(
-            f"make_optimizer returned {type(optimizer).__name__}",
-            expected="a torch.optim.Optimizer",
-            remedy="pass make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1)",
-        )
+        refuse("make_optimizer", make_optimizer, expected, remedy)
+    made = call("make_optimizer", make_optimizer, [*parameters.values()], expected=expected, remedy=remedy)
+    optimizer: Optimizer = instance("make_optimizer(...)", made, Optimizer, "a torch.optim.Optimizer", remedy)
     used = {id(p): tuple(p.shape) for group in optimizer.param_groups for p in group["params"]}
     ours = {id(p): name for name, p in parameters.items()}
     foreign = [shape for key, shape in used.items() if key not in ours]

@@ -29,6 +29,7 @@ from linnet.linalg.random import Seed, make_generator, normal
 from linnet.methods.fitting.arguments import check_count, check_positive
 from linnet.methods.linear_posterior.svi import Schedule, divergence
 from linnet.methods.rivals.sampled import Rival
+from linnet.params import seed as checked_seed
 from linnet.tangent.batch import Inputs, batch_size, gather_data, take
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.modes import in_exact_mode
@@ -68,7 +69,7 @@ class FactorizedGaussian(Rival):
         self._function, self._samples, self._seed = function, samples, seed
         self.mean, self.deviation, self.bounds = mean, deviation, bounds
 
-    def outputs(self, x: Inputs) -> Tensor:
+    def _sampled(self, x: Inputs) -> Tensor:
         """The outputs under S draws of the weights, (S, N, ...); the same draws at every call."""
         source, found = make_generator(self._seed), []
         for _ in range(self._samples):
@@ -136,6 +137,7 @@ def factorized_gaussian(
     check_positive("prior_precision", prior_precision, "leave prior_precision= out")
     check_positive("deviation", deviation, "leave deviation= out")
     check_count("samples", samples)
+    checked_seed("seed", seed)
     schedule = Schedule(epochs, rate, batch_size, draws)
     function = Functional(model, "all", output)
     x, y = gather_data(data, function.device, missing=takes_missing(likelihood))

@@ -27,6 +27,8 @@ from linnet.methods.fitting.arguments import check_count, check_positive
 from linnet.methods.laplace.links import Link
 from linnet.methods.laplace.outputs import requires_gradient
 from linnet.methods.laplace.predict import Meaning, SampledPredictive
+from linnet.params import call, refuse
+from linnet.params import seed as checked_seed
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, batch_size, check_examples, gather_data, map_tensors, take
 from linnet.tangent.functional import Functional, OutputAdapter
@@ -51,6 +53,9 @@ class Rival(ABC):
         self.likelihood, self.members, self.device = likelihood, list(members), members[0].device
 
     @abstractmethod
+    def _sampled(self, x: Inputs) -> Tensor:
+        """The outputs of every network, (S, N, ...)."""
+
     def outputs(self, x: Inputs) -> Tensor:
         """The outputs of every network.
 
@@ -59,7 +64,21 @@ class Rival(ABC):
 
         Returns:
             (S, N, ...), with a graph where x requires gradients.
+
+        Raises:
+            DataError: If x is empty or not finite.
+            ModelError: If the networks cannot run on x, or not with outputs of one shape.
         """
+        check_examples(x)
+        return self._outputs(x)
+
+    def _outputs(self, x: Inputs) -> Tensor:
+        """The outputs, or an error that says why there are none."""
+        try:
+            return self._sampled(x)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            self._check_runs(x)  # may say better what is wrong
+            raise
 
     def predict(self, x: Inputs) -> SampledPredictive:
         """The distribution of the outputs, and of labels.
@@ -78,14 +97,6 @@ class Rival(ABC):
         with torch.set_grad_enabled(requires_gradient(x)):
             f = self._outputs(map_tensors(lambda t: t.to(self.device), x))
         return SampledPredictive(f.flatten(2), Meaning(self.likelihood, tuple(f.shape[2:]), Link()))
-
-    def _outputs(self, x: Inputs) -> Tensor:
-        """The outputs, or an error that says why there are none."""
-        try:
-            return self.outputs(x)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-            self._check_runs(x)  # may say better what is wrong
-            raise
 
     def _check_runs(self, x: Inputs) -> None:
         """Raise if a network cannot run on x, or gives outputs of another shape than the first."""
@@ -128,7 +139,7 @@ class MCDropout(Rival):
         super().__init__(likelihood, [function])
         self._function, self._samples, self._seed = function, samples, seed
 
-    def outputs(self, x: Inputs) -> Tensor:
+    def _sampled(self, x: Inputs) -> Tensor:
         """The outputs under S masks, (S, N, ...); the same masks at every call with as many examples."""
         theta = self._function.theta
         with _seeded(self._seed, self.device):
@@ -189,8 +200,7 @@ def _drops(module: nn.Module) -> bool:
 
 def _check_seed(seed: Any) -> None:
     """Raise unless torch takes the seed."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
-        raise InputError(f"seed={seed!r}", expected="an integer", remedy="leave seed= out")
+    checked_seed("seed", seed)
 
 
 @contextmanager
@@ -215,7 +225,7 @@ class DeepEnsemble(Rival):
     def __init__(self, members: list[Functional], likelihood: Likelihood) -> None:
         super().__init__(likelihood, members)
 
-    def outputs(self, x: Inputs) -> Tensor:
+    def _sampled(self, x: Inputs) -> Tensor:
         """The outputs of every member, (S, N, ...)."""
         return torch.stack([member(member.theta, x) for member in self.members])
 
@@ -267,7 +277,7 @@ def deep_ensemble(
     for own in track(range(seed, seed + members), "training an ensemble"):
         with torch.random.fork_rng():
             torch.manual_seed(own)
-            model = train(own)
+            model = call("train", train, own, expected="a function from a seed to a trained network")
         if not isinstance(model, nn.Module):
             raise InputError(
                 f"train returned {type(model).__name__}",
@@ -321,15 +331,20 @@ def trained(
     _check_seed(seed)
     with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(seed)
-        model = make()
+        made = "a function without arguments that makes a network"
+        if not callable(make):
+            refuse("make", make, made, "pass make=lambda: torch.nn.Linear(2, 3)")
+        model = call("make", make, expected=made)
+        if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
+            refuse("make()", model, "a torch.nn.Module with weights", "return the network")
         weights = [p for p in model.parameters() if p.requires_grad]
         x, y = gather_data(data, weights[0].device, missing=takes_missing(likelihood))
         n, optimizer = _count(x), torch.optim.Adam(weights, lr=rate)
         model.train()
         for _ in range(epochs):
-            for index in torch.randperm(n).split(batch_size):
+            for index in torch.randperm(n).split(min(batch_size, n)):
                 own = index.to(weights[0].device)
-                f = _run(model, take(x, own))
+                f = call("the network", _run, model, take(x, own), expected="a network that can run on x")
                 # 1/B Σ nll + λ/2N ‖θ‖²
                 squares = torch.stack([p.square().sum() for p in weights]).sum()
                 loss = likelihood.nll(f, y[own]).mean() + prior_precision / (2 * n) * squares

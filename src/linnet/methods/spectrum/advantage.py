@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from linnet.errors import InputError, NumericalError
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.spectrum.kernel_matrix import check_inputs
+from linnet.params import call, flag, function, integer, refuse
+from linnet.params import seed as checked_seed
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, gather_data, split, take
 from linnet.tangent.batch import batch_size as count_examples
@@ -148,8 +150,10 @@ def linear_advantage(
         >>> found.linear.final_loss < found.linear.losses[0], found.network.distance > 0
         (True, True)
     """
-    plan = _Plan(epochs, batch_size, target_loss, every, stop, seed)
+    plan = _Plan(epochs, batch_size, target_loss, every, stop, checked_seed("seed", seed))
     plan.check()
+    if loss is not None:
+        function("loss", loss, "a function from outputs and targets to their mean loss")
     lin = linearize(model, params=params)
     task = _task(lin, gather_data(data, lin.function.device), loss)
     tests = None if validation is None else _task(lin, gather_data(validation, lin.function.device), loss)
@@ -181,8 +185,8 @@ class _Plan:
         """Raise on numbers that cannot work."""
         every = 1 if self.every is None else self.every
         for name, value in (("epochs", self.epochs), ("batch_size", self.batch_size), ("every", every)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{name}={value!r}", "a positive integer", f"leave {name}= out")
+            integer(name, value)
+        flag("stop", self.stop)
         check_positive("target_loss", self.target_loss, "leave target_loss= out")
 
 
@@ -232,6 +236,15 @@ def _task(lin: Linearized, data: tuple[Inputs, Tensor], loss: Loss | None) -> _T
     return _Task(x, column.to(lin.function.dtype) if loss is None else y, None, loss or _half_square)
 
 
+def _loss(task: _Task, f: Tensor, y: Tensor) -> Tensor:
+    """The mean loss, one number."""
+    expected = "a function from outputs and targets to their mean loss"
+    found = call("loss", task.loss, f, y, expected=expected)
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        refuse("loss(outputs, y)", found, "a tensor with one number", "return the mean over the examples")
+    return found
+
+
 def _half_square(outputs: Tensor, y: Tensor) -> Tensor:
     """½ E ‖f − t‖²."""
     return (outputs - y).square().sum(1).mean() / 2
@@ -264,14 +277,14 @@ def _evaluate(module: nn.Module, task: _Task) -> tuple[float, float | None]:
     if task.labels is not None:
         predicted = (f[:, 0] > 0).long() if f.shape[1] == 1 else f.argmax(1)
         accuracy = float((predicted == task.labels).double().mean())
-    return float(task.loss(f, task.y)), accuracy
+    return float(_loss(task, f, task.y)), accuracy
 
 
 def _batches(n: int, plan: _Plan) -> Iterator[Tensor]:
     """Indices of every batch of every epoch; a last batch of one example joins the one before it."""
     generator = torch.Generator().manual_seed(plan.seed)
     for _ in range(plan.epochs):
-        parts = list(torch.randperm(n, generator=generator).split(plan.batch_size))
+        parts = list(torch.randperm(n, generator=generator).split(min(plan.batch_size, n)))
         if len(parts) > 1 and parts[-1].numel() == 1:
             parts[-2:] = [torch.cat(parts[-2:])]
         yield from parts
@@ -291,7 +304,7 @@ def _train(
     n = count_examples(task.x)
     start = _weights(module)
     optimizer = _optimizer(make_optimizer, [p for p in module.parameters() if p.requires_grad])
-    schedule = None if make_schedule is None else make_schedule(optimizer)
+    schedule = None if make_schedule is None else _schedule(make_schedule, optimizer)
     batches = list(_batches(n, plan))
     every = plan.every or len(batches) // plan.epochs
     losses = {0: _evaluate(module, task)[0]}
@@ -319,13 +332,25 @@ def _train(
     return TrainingRun(module, reached, losses, distance, cosine, known, validation_loss)
 
 
+def _schedule(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer) -> Any:
+    """What the caller's function makes, which must have steps."""
+    expected = "a function from an optimizer to a learning rate schedule"
+    remedy = "pass lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)"
+    if not callable(make):
+        refuse("make_schedule", make, expected, remedy)
+    schedule = call("make_schedule", make, optimizer, expected=expected, remedy=remedy)
+    if not callable(getattr(schedule, "step", None)):
+        refuse("make_schedule(optimizer)", schedule, "a schedule with .step()", remedy)
+    return schedule
+
+
 def _optimizer(make: MakeOptimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """What the caller's function makes, which must be an optimizer of these parameters."""
     remedy = "pass lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9)"
     expected = "a function from parameters to an optimizer: it is called for each of the two models"
     if not callable(make):
-        raise InputError(f"make_optimizer is {type(make).__name__}", expected, remedy)
-    optimizer = make(parameters)
+        refuse("make_optimizer", make, expected, remedy)
+    optimizer = call("make_optimizer", make, parameters, expected=expected, remedy=remedy)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"make_optimizer returned {type(optimizer).__name__}", expected, remedy)
     return optimizer
@@ -337,7 +362,7 @@ def _step(
     """One step of the optimizer."""
     index = index.to(task.y.device)
     optimizer.zero_grad()
-    loss = task.loss(_forward(module, take(task.x, index)), task.y[index])
+    loss = _loss(task, _forward(module, take(task.x, index)), task.y[index])
     if not torch.isfinite(loss):
         raise NumericalError(
             f"training of the {name} diverged at iteration {step}: the loss is {float(loss.detach())}",

@@ -22,11 +22,12 @@ from torch.utils.data import TensorDataset
 
 from linnet.errors import InputError, ModelError
 from linnet.linalg.operator import LinearOperator
-from linnet.linalg.random import Seed, normal, signs
+from linnet.linalg.random import Seed, make_generator, normal, signs
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.spectrum.kernel_matrix import KERNELS, tangent_of
+from linnet.params import choice, integer, number, refuse, tensor
 from linnet.solvers.lanczos import eigenpairs
-from linnet.tangent.batch import EMPTY, check_finite, split
+from linnet.tangent.batch import EMPTY, check_finite, require_dense, split
 from linnet.tangent.captured import Outputs
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad
@@ -203,26 +204,17 @@ def separable_data(
         >>> torch.equal(x[:, 1], y)
         True
     """
-    if (
-        not isinstance(u, Tensor)
-        or not u.is_floating_point()
-        or not u.numel()
-        or not bool(u.isfinite().all())
-    ):
-        raise InputError(
-            "u is no finite float tensor", "a direction of the shape of an input", "pass u.float()"
-        )
+    expected = "a finite float tensor: a direction of the shape of an input"
+    tensor("u", u, expected, "pass u.float()", convert=False)
+    if not u.is_floating_point() or not u.numel() or not bool(u.isfinite().all()):
+        refuse("u", u, expected, "pass u.float()")
     if float(u.norm()) == 0:
         raise InputError("u is zero", "a direction", "pass one of AnisotropyDirections.directions")
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise InputError(f"n is {n!r}", "a positive integer", "pass n=10_000 for the paper's size")
+    integer("n", n, remedy="pass n=10_000 for the paper's size")
     check_positive("epsilon", epsilon, "leave epsilon= out")
-    if sigma != 0:
-        check_positive("sigma", sigma, "leave sigma= out")
-    if labels not in ("signs", "classes"):
-        raise InputError(f"labels={labels!r}", '"signs" or "classes"', "leave labels= out for signs")
-    if isinstance(seed, int):
-        seed = torch.Generator().manual_seed(seed)
+    sigma = number("sigma", sigma, least=0)
+    choice("labels", labels, ("signs", "classes"), "leave labels= out for signs")
+    seed = make_generator(seed, "seed")
     flat = (u / u.norm()).reshape(-1)
     y = signs((n,), seed, u.dtype, u.device)
     noise = normal((n, flat.numel()), seed, u.dtype, u.device)
@@ -442,6 +434,7 @@ def _points(function: Functional, at: Any) -> Tensor:
         )
     if at.numel() == 0:
         raise InputError(f"at is empty, of shape {tuple(at.shape)}", "at least one input", EMPTY)
+    require_dense(at, "at")
     check_finite(at, "at")
     one: Tensor = at.to(function.device, function.dtype)
     # a vector is one input if the network takes it so; anything else is a batch if the network takes it so

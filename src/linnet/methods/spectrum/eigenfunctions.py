@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError, NumericalError
-from linnet.linalg.random import Seed
+from linnet.linalg.random import Seed, make_generator
 from linnet.memory import parse_bytes
 from linnet.methods.spectrum.function_values import FunctionValues, function_values
 from linnet.methods.spectrum.kernel_eigenpairs import Method, Request, check_count, kernel_eigenpairs
@@ -30,7 +30,17 @@ from linnet.methods.spectrum.kernel_matrix import (
     tangent_of,
     values_of_one,
 )
-from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, map_tensors, split
+from linnet.params import choice, flag, integer, refuse, tensor
+from linnet.params import path as checked_path
+from linnet.tangent.batch import (
+    Inputs,
+    batch_size,
+    check_examples,
+    check_finite,
+    gather_data,
+    map_tensors,
+    split,
+)
 from linnet.tangent.captured import Outputs
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
@@ -133,6 +143,7 @@ class Eigenfunctions:
             DataError: If y holds NaN or infinite values.
             InputError: If k is out of range, or a target is zero.
         """
+        flag("squared", squared)
         k = self.k if k is None else k
         check_count(k, self.k, "the eigenfunctions that were computed")
         values = self._targets(y)
@@ -187,8 +198,8 @@ class Eigenfunctions:
         Source:
             Ortiz-Jimenez et al., NeurIPS 2021, supplement B, "Binarization".
         """
-        if labels not in ("signs", "classes"):
-            raise InputError(f"labels={labels!r}", '"signs" or "classes"', "leave labels= out for signs")
+        choice("labels", labels, ("signs", "classes"), "leave labels= out for signs")
+        integer("index", index, 0, self.k - 1, "compute more eigenfunctions with k=")
         chosen = self._chosen([index])
         phi = (self.vectors[..., chosen] if x is None else self(x, chosen))[..., 0]
         is_positive = phi >= 0
@@ -198,7 +209,7 @@ class Eigenfunctions:
     def _targets(self, y: Tensor) -> FunctionValues:
         """Targets as functions on the examples."""
         n, shape = self.vectors.shape[0], tuple(self.vectors.shape[1:-1]) or (1,)
-        y = torch.as_tensor(y).to(self.vectors.device)
+        y = tensor("y", y, "targets of the examples").to(self.vectors.device)
         if y.ndim == 0 or y.shape[0] != n:
             raise InputError(
                 f"y has shape {tuple(y.shape)}",
@@ -210,12 +221,14 @@ class Eigenfunctions:
 
     def _chosen(self, indices: Sequence[int] | Tensor | None) -> Tensor:
         """Indices as a tensor, checked."""
-        chosen = torch.arange(self.k) if indices is None else torch.as_tensor(indices).flatten()
-        wrong = chosen.is_floating_point() or bool(((chosen < 0) | (chosen >= self.k)).any())
+        expected = f"integers from 0 to {self.k - 1}"
+        chosen = torch.arange(self.k) if indices is None else tensor("indices", indices, expected).flatten()
+        wrong = not chosen.numel() or chosen.is_floating_point() or chosen.dtype == torch.bool
+        wrong = wrong or bool(((chosen < 0) | (chosen >= self.k)).any())
         if wrong:
             raise InputError(
                 f"indices holds {chosen.tolist()}",
-                expected=f"integers from 0 to {self.k - 1}",
+                expected=expected,
                 remedy="compute more eigenfunctions with k=",
             )
         return chosen.to(self.vectors.device)
@@ -254,7 +267,12 @@ class EigenfunctionTargets(torch.utils.data.Dataset[tuple[Any, Tensor]]):
     """
 
     def __init__(self, x: Inputs, y: Tensor, index: int) -> None:
-        self.x, self.y, self.index = x, y, index
+        check_examples(x)
+        tensor("y", y, "labels (N,) or (N, C)", convert=False)
+        if y.ndim == 0 or len(y) != batch_size(x):
+            refuse("y", y, f"one label for each of the {batch_size(x)} examples", "take both from one split")
+        check_finite(y, "y")
+        self.x, self.y, self.index = x, y, integer("index", index, 0)
 
     def __len__(self) -> int:
         return self.y.shape[0]
@@ -324,6 +342,12 @@ def eigenfunctions(
         torch.Size([20, 3])
     """
     check_kernel(outputs)
+    make_generator(seed, "seed")
+    parse_bytes(memory)
+    if progress is not None:
+        flag("progress", progress)
+    if file is not None:
+        checked_path("file", file)
     function = tangent_of(lin_or_model)
     x = on_device(x, function)
     q, n = values_of_one(check_inputs(function, x), outputs), batch_size(x)

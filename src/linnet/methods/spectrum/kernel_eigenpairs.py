@@ -16,6 +16,7 @@ from linnet.linalg.random import Seed
 from linnet.memory import Plan, parse_bytes, require
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.spectrum.kernel_matrix import KernelOperator, check_symmetry, flat_gram, stored_operator
+from linnet.params import choice
 from linnet.progress import waiting
 from linnet.solvers.lanczos import eigenpairs
 from linnet.tangent.batch import Inputs
@@ -93,8 +94,7 @@ def kernel_eigenpairs(
     Raises:
         InputError: If an argument is out of range.
     """
-    if method not in METHODS:
-        raise InputError(f"method={method!r}", ", ".join(map(repr, METHODS)), "leave method= out")
+    choice("method", method, METHODS)
     check_count(request.k, request.rows, "the values of a function on x")
     if request.tolerance is not None:
         check_positive("tolerance", request.tolerance, "leave tolerance= out")

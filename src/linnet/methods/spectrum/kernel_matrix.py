@@ -14,7 +14,18 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError
 from linnet.linalg.operator import FunctionOperator, LinearOperator
-from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, map_tensors, split, take
+from linnet.params import choice
+from linnet.tangent.batch import (
+    EMPTY,
+    Inputs,
+    batch_size,
+    check_finite,
+    map_tensors,
+    require_dense,
+    split,
+    take,
+    tensors_in,
+)
 from linnet.tangent.captured import Outputs
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
@@ -92,6 +103,8 @@ def tangent_of(lin_or_model: Linearized | nn.Module) -> Functional:
 def on_device(x: Inputs, function: Functional) -> Inputs:
     """Inputs where the network's parameters live."""
     here = function.device
+    for t in tensors_in(x):
+        require_dense(t, "x")
     return map_tensors(lambda t: t.to(here), x)
 
 
@@ -104,12 +117,8 @@ def check_kernel(outputs: str) -> None:
     Raises:
         InputError: If it is something else.
     """
-    if outputs not in KERNELS:
-        raise InputError(
-            f"outputs={outputs!r}",
-            expected='"full", "trace" or "sum"',
-            remedy='leave outputs= out for "full"; "diagonal" is one kernel for each output, not one in all',
-        )
+    remedy = 'leave outputs= out for "full"; "diagonal" is one kernel for each output, not one in all'
+    choice("outputs", outputs, KERNELS, remedy)
 
 
 def check_inputs(function: Functional, x: Inputs) -> tuple[int, ...]:
@@ -153,6 +162,7 @@ def flat_gram(matrix: Tensor, name: str = "gram") -> Tensor:
         raise InputError(
             f"{name} is {type(matrix).__name__}", "a torch tensor", "convert it with torch.as_tensor"
         )
+    require_dense(matrix, name)
     shape = tuple(matrix.shape)
     if matrix.ndim not in (2, 4) or shape[: matrix.ndim // 2] != shape[matrix.ndim // 2 :] or not all(shape):
         raise InputError(

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError
+from linnet.memory import parse_bytes
 from linnet.methods.spectrum.eigenfunctions import Eigenfunctions, eigenfunctions
 from linnet.methods.spectrum.function_values import FunctionValues, function_values
 from linnet.methods.spectrum.kernel_distance import centered_alignment, kernel_distance
 from linnet.methods.spectrum.kernel_matrix import check_inputs, check_kernel, flat_gram, gram, tangent_of
-from linnet.tangent.batch import Inputs, batch_size, gather_data
+from linnet.params import integer
+from linnet.params import path as checked_path
+from linnet.tangent.batch import Inputs, batch_size, check_examples, gather_data
 from linnet.tangent.captured import Outputs
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -96,14 +99,15 @@ class Recorder:
     ) -> None:
         check_kernel(outputs)
         for name, value in (("k", k), ("every", every)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{name}={value!r}", "a positive integer", f"leave {name}= out")
+            integer(name, value)
+        check_examples(x)
+        parse_bytes(memory)
         self.x: Inputs = x
         self.y: Tensor | None = None
         if y is not None:
             self.x, self.y = gather_data((x, y))
         self.k, self.outputs, self.every, self.memory = k, outputs, every, memory
-        self.folder = None if isinstance(keep, bool) else Path(keep)
+        self.folder = None if isinstance(keep, bool) else checked_path("keep", keep)
         if self.folder is not None and not self.folder.is_dir():
             raise InputError(
                 f"keep={str(keep)!r} is no folder", "True, False or an existing folder", "create the folder"
@@ -128,8 +132,7 @@ class Recorder:
         Raises:
             InputError: If the step is no integer or not larger than the last, or y or k do not fit.
         """
-        if isinstance(step, bool) or not isinstance(step, int):
-            raise InputError(f"step is {step!r}", "an integer", "pass the number of the iteration or epoch")
+        integer("step", step, 0, remedy="pass the number of the iteration or epoch")
         if step % self.every:
             return None
         if self.notes and step <= self.notes[-1].step:

@@ -13,12 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError, NumericalError
+from linnet.errors import NumericalError
 from linnet.linalg.factorize import eigh, nonnegative
+from linnet.linalg.finite import is_finite
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, make_generator, signs
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.spectrum.kernel_matrix import Source, kernel_matrix, kernel_operator
+from linnet.params import call, choice, integer, number, refuse, tensor
+from linnet.params import function as checked_function
 from linnet.solvers.lanczos import eigenpairs, tridiagonalize
 from linnet.solvers.solution import Estimate
 from linnet.solvers.trace import slq
@@ -56,7 +59,13 @@ class SpectralDensity:
         Returns:
             The estimate; exact for polynomials up to degree 2 m − 1 but for the random vectors.
         """
-        return Estimate.of((self.weights * function(self.nodes)).sum(1))
+        checked_function("function", function, "a function of the eigenvalues", "pass torch.exp, or another")
+        values = call("function", function, self.nodes, expected="a function of the eigenvalues, elementwise")
+        if not isinstance(values, Tensor) or values.shape != self.nodes.shape:
+            refuse(
+                "function(nodes)", values, f"a tensor of shape {tuple(self.nodes.shape)}", "map each alone"
+            )
+        return Estimate.of((self.weights * values).sum(1))
 
     def count(self, low: float, high: float = math.inf) -> Estimate:
         """How many eigenvalues lie in [low, high).
@@ -68,6 +77,9 @@ class SpectralDensity:
         Returns:
             The estimate, between 0 and n.
         """
+        for name, bound in (("low", low), ("high", high)):
+            if not (isinstance(bound, float) and math.isinf(bound)):
+                number(name, bound, remedy="pass a number; -math.inf and math.inf are among them")
         share = self.expectation(lambda t: ((t >= low) & (t < high)).to(t))
         return Estimate(self.dimension * share.mean, self.dimension * share.stderr)
 
@@ -88,8 +100,7 @@ class SpectralDensity:
         Raises:
             InputError: If an argument is out of range.
         """
-        if scale not in ("linear", "log"):
-            raise InputError(f"scale={scale!r}", '"linear" or "log"', "leave scale= out for linear")
+        choice("scale", scale, ("linear", "log"), "leave scale= out for linear")
         nodes = self.nodes
         if scale == "log":
             largest = float(nodes.abs().max())
@@ -101,7 +112,11 @@ class SpectralDensity:
         check_positive("width", width, "leave width= out")
         if points is None:
             points = torch.linspace(low - 4 * width, high + 4 * width, 512, dtype=nodes.dtype)
-        points = torch.as_tensor(points).to(nodes)
+        expected = "finite numbers (G,)"
+        points = tensor("points", points, expected)
+        if points.ndim != 1 or points.dtype == torch.bool or not is_finite(points):
+            refuse("points", points, expected)
+        points = points.to(nodes)
         # p(t) = E_s Σ_k w_sk N(t; θ_sk, width²)
         z = (points[:, None] - nodes.reshape(1, -1)) / width
         bumps = torch.exp(-(z**2) / 2) / (width * math.sqrt(2 * math.pi))
@@ -147,10 +162,10 @@ def spectral_density(
         >>> round(density.expectation(lambda t: t).mean, 2)
         50.5
     """
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise InputError(f"samples is {samples!r}", "a positive integer", "leave samples= out")
+    integer("samples", samples)
+    integer("steps", steps)
     operator = kernel_operator(source, x, outputs, memory)
-    generator = make_generator(seed)
+    generator = make_generator(seed, "seed")
     nodes, weights = [], []
     for first in range(0, samples, COLUMNS):
         shape = (operator.shape[0], min(COLUMNS, samples - first))
@@ -209,6 +224,9 @@ def effective_dimension(
         1.25
     """
     check_positive("ridge", ridge, "pass a positive ridge")
+    integer("samples", samples)
+    integer("steps", steps)
+    make_generator(seed, "seed")
     if isinstance(source, LinearOperator):
         operator = kernel_operator(source, x)
         rounding = math.sqrt(torch.finfo(operator.dtype).eps)
@@ -260,8 +278,11 @@ def condition_number(
         >>> condition_number(torch.diag(torch.tensor([4.0, 1.0])), ridge=2.0)
         2.0
     """
-    if isinstance(ridge, bool) or not isinstance(ridge, int | float) or not 0 <= ridge < math.inf:
-        raise InputError(f"ridge={ridge!r}", "a number, not negative", "leave ridge= out for 0")
+    ridge = number("ridge", ridge, least=0)
+    number("tolerance", tolerance, above=0)
+    if max_steps is not None:
+        integer("max_steps", max_steps)
+    make_generator(seed, "seed")
     if isinstance(source, LinearOperator):
         operator = kernel_operator(source, x)
         ends = [

@@ -13,7 +13,7 @@ from linnet.methods.tangent_gp.files import read_gp, restored_system
 from linnet.methods.tangent_gp.tangent_gp import TangentGP
 from linnet.methods.tangent_gp.task import Task
 from linnet.tangent.batch import map_tensors
-from linnet.tangent.functional import OutputAdapter
+from linnet.tangent.functional import OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import matching_function
 from linnet.tangent.modes import in_exact_mode
@@ -45,6 +45,7 @@ def load_gp(directory: str | Path, model: nn.Module, output: OutputAdapter = Non
     """
     path, tensors, x, metadata = read_gp(directory)
     network = model.model if isinstance(model, Linearized) else model
+    check_output(output)
     if metadata["custom_output"] and not callable(output):
         raise InputError(
             "output is missing",

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from linnet.errors import InputError
+from linnet.memory import parse_bytes
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.tangent_gp.iterative import Iteration
 from linnet.methods.tangent_gp.operators import PRECONDITIONERS
+from linnet.params import integer
+from linnet.tangent.functional import check_output
 
 SPACES = ("auto", "function", "parameter")
 SOLVERS = ("auto", "cholesky", "cg")
@@ -82,11 +85,9 @@ class Options:
                 )
         iteration = Iteration(**{name: given[name] for name in ITERATION if given.get(name) is not None})
         for name, least in (("rank", 0), ("max_steps", 1), ("seed", 0)):
-            number = getattr(iteration, name)
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise InputError(
-                    f"{name}={number!r}", f"an integer of at least {least}", f"leave {name}= out"
-                )
+            integer(name, getattr(iteration, name), least)
+        parse_bytes(given.get("memory"))
+        check_output(given.get("output"))
         check_positive("tolerance", iteration.tolerance, "leave tolerance= out for 1e-6")
         options = cls(
             space,

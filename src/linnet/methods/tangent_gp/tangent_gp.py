@@ -38,6 +38,7 @@ from linnet.methods.tangent_gp.tune import (
     searched,
     warn_at_floor,
 )
+from linnet.params import flag
 from linnet.solvers.solution import Estimate
 from linnet.tangent.batch import (
     Inputs,
@@ -257,6 +258,7 @@ class TangentGP:
             DataError: If x is empty or not finite.
             InputError: If fit has not been called.
         """
+        flag("joint", joint)
         system, x = self._fitted, self._checked(x)
         if any(t.requires_grad for t in tensors_in(x)) and torch.is_grad_enabled():
             mean, covariance = differentiable_moments(system, x, joint)

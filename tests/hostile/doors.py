@@ -1,0 +1,480 @@
+"""Every public callable of linnet, with valid arguments for each of its parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import linnet
+from tests.hostile import small
+
+NAMESPACES = ("audit", "continual", "likelihoods", "optim", "rivals", "spectrum", "surgery")
+OPERATIONS = ("__call__", "__matmul__", "__add__", "__sub__", "__mul__")
+Arguments = dict[str, Any]
+
+# Records that linnet makes and hands out: nobody has to construct them.
+MADE_BY_LINNET = frozenset({
+    "Linearized", "Preflight", "LinearFit", "SoftmaxFit", "Predictive", "Curvature", "LinearPosterior",
+    "TangentPredictive", "Report", "RegressionReport", "Separation", "Attack", "Finetuned", "Flow",
+    "audit.Influence", "audit.Suspects", "audit.Summary", "audit.ValidationPath", "audit.Selection",
+    "audit.Flips", "audit.Compatible", "audit.Counterfactual", "audit.GroupMeans",
+    "audit.ForgettingCertificate", "audit.Release", "audit.PrivacyCertificate", "optim.StepReport",
+    "optim.Alignment", "optim.LinearizationReport", "optim.Moment", "optim.Verdict",
+    "spectrum.Eigenfunctions", "spectrum.SpectralDensity", "spectrum.KernelNote",
+    "spectrum.AnisotropyDirections", "spectrum.Advantage", "spectrum.TrainingRun",
+    "spectrum.TaskLinearity", "spectrum.LabelEnergy", "spectrum.HeldOut", "spectrum.LinearityGap",
+    "spectrum.Verdict", "surgery.SurgeryReport", "surgery.Activation",
+})  # fmt: skip
+# Classes to derive from: their methods are tried in the classes that derive from them.
+ABSTRACT = frozenset({"likelihoods.Likelihood", "continual.ContinualMethod", "optim.Schedule"})
+
+# Valid arguments by the name of the parameter, where the callable's own table below has none.
+BY_NAME: dict[str, Callable[[], Any]] = {
+    "x": small.x,
+    "y": small.labels,
+    "labels": small.labels,
+    "data": small.classes,
+    "validation": small.classes,
+    "model": small.net,
+    "lin": small.lin,
+    "lin_or_model": small.lin,
+    "source": small.lin,
+    "fit": small.fit,
+    "likelihood": small.likelihood,
+    "n": lambda: 2,
+    "ridge": lambda: 1.0,
+    "state": dict,
+    "make_optimizer": lambda: small.make_optimizer,
+    "predict": lambda: small.probabilities,
+    "directory": lambda: "saved",
+}
+
+# Valid arguments of functions and classes; parameters that are left out have a default or are in BY_NAME.
+FUNCTIONS: dict[str, Callable[[], Arguments]] = {
+    "linearize": dict,
+    "preflight": lambda: {"batch": small.x()},
+    "with_head": lambda: {"classes": 2, "data": small.classes()},
+    "with_metric": lambda: {"curvature": small.curvature("kfac")},
+    "fit": dict,
+    "load_fit": lambda: {"directory": small.saved("fit")},
+    "curvature": lambda: {"structure": "diagonal"},
+    "RunningCurvature": dict,
+    "load_curvature": lambda: {"directory": small.saved("curvature")},
+    "Laplace": dict,
+    "load_laplace": lambda: {"directory": small.saved("laplace")},
+    "train_with_evidence": lambda: {"epochs": 1, "steps": 2},
+    "TangentGP": lambda: {"likelihood": linnet.likelihoods.Gaussian()},
+    "load_gp": lambda: {"directory": small.saved("gp")},
+    "linear_posterior": lambda: {"epochs": 1},
+    "evaluate": dict,
+    "ood": lambda: {"inside": small.x(), "outside": 3 * small.x()},
+    "fgsm": lambda: {"predict": small.differentiable, "step": 0.1},
+    "finetune": lambda: {
+        "model": small.relu_net(), "steps": 2, "learning_rate": 0.01, "batch_size": 5, "progress": False,
+    },
+    "load_finetuned": lambda: {"directory": small.saved("finetuned"), "model": small.relu_net()},
+    "Augmentation": lambda: {"kind": "random-crop", "size": 2},
+    "KroneckerPreconditioner": lambda: {
+        "curvature": small.curvature("kfac"), "module": small.net(), "damping": 0.1,
+    },
+    "gradient_flow": lambda: {"times": [0.5, 1.0]},
+    "audit.loss_influence": dict,
+    "audit.influence": dict,
+    "audit.weight_changes": dict,
+    "audit.mislabeled": dict,
+    "audit.summarize": dict,
+    "audit.ridge_path": dict,
+    "audit.ridge_gradient": dict,
+    "audit.tune_ridge": dict,
+    "audit.select": lambda: {"pool": small.normal(5, 3, seed=9)},
+    "audit.flips": lambda: {"before": small.fit(), "after": small.regression_fit()},
+    "audit.compatible": lambda: {"old_outputs": small.targets()},
+    "audit.counterfactual": lambda: {"index": 0, "target": 1},
+    "audit.group_means": lambda: {"groups": small.labels()},
+    "audit.forgetting_certificate": lambda: {"forgotten": small.fit().forget([1])},
+    "audit.release": lambda: {
+        "fit": small.regression_fit(), "epsilon": 1.0, "delta": 1e-3, "clip": (1.0, 10.0),
+        "generator": torch.Generator().manual_seed(0),
+    },
+    "continual.OnlineLaplace": dict,
+    "continual.NonOnlineLaplace": dict,
+    "continual.EWC": dict,
+    "continual.SynapticIntelligence": dict,
+    "continual.StreamMetrics": lambda: {"baseline": [0.5, 0.5]},
+    "continual.convert_strength": lambda: {
+        "strength": 1.0, "source": "averaged", "old": 2, "new": 2,
+    },
+    "likelihoods.Gaussian": dict,
+    "likelihoods.HeteroscedasticGaussian": dict,
+    "likelihoods.Categorical": dict,
+    "likelihoods.Bernoulli": dict,
+    "likelihoods.Poisson": dict,
+    "likelihoods.Custom": lambda: {"nll": small.custom_nll},
+    "likelihoods.mixture_of_classifiers": dict,
+    "likelihoods.from_description": lambda: {"description": small.likelihood().describe()},
+    "optim.GaussNewton": dict,
+    "optim.Damping": dict,
+    "optim.Settings": dict,
+    "optim.GrowingBatches": lambda: {"size": 2},
+    "optim.alignment": lambda: {"structures": ("kfac",)},
+    "optim.IterativeLinearization": lambda: {"period": 2},
+    "optim.LinearityGap": lambda: {"threshold": 0.1},
+    "optim.KernelDrift": lambda: {"threshold": 0.1},
+    "optim.Converged": dict,
+    "rivals.deep_ensemble": lambda: {"train": lambda seed: small.net(), "members": 2},
+    "rivals.factorized_gaussian": lambda: {"epochs": 1, "samples": 2},
+    "rivals.last_layer": lambda: {"data": small.regression()},
+    "rivals.mc_dropout": lambda: {"model": small.dropout_net(), "samples": 2},
+    "rivals.trained": lambda: {"make": small.net, "epochs": 1},
+    "spectrum.gram": dict,
+    "spectrum.eigenfunctions": lambda: {"k": 3},
+    "spectrum.EigenfunctionTargets": lambda: {"y": small.labels(), "index": 0},
+    "spectrum.alignment": dict,
+    "spectrum.kernel_norm_bound": dict,
+    "spectrum.energy_concentration": lambda: {"k": 3},
+    "spectrum.kernel_distance": lambda: {
+        "first": small.lin(), "second": linnet.linearize(small.relu_net()), "x": small.x(),
+    },
+    "spectrum.centered_alignment": lambda: {
+        "first": small.lin(), "second": linnet.linearize(small.relu_net()), "x": small.x(),
+    },
+    "spectrum.effective_dimension": lambda: {"x": small.x()},
+    "spectrum.condition_number": lambda: {"x": small.x()},
+    "spectrum.spectral_density": lambda: {"x": small.x(), "samples": 2, "steps": 4},
+    "spectrum.Recorder": lambda: {"k": 3},
+    "spectrum.anisotropy_directions": lambda: {"model": small.conv_net(), "at": small.images()[0], "k": 2},
+    "spectrum.separable_data": lambda: {"u": small.normal(1, 3, 3)},
+    "spectrum.linear_advantage": lambda: {"epochs": 1, "batch_size": 5, "progress": False},
+    "spectrum.task_linearity": dict,
+    "surgery.leaky_relu": lambda: {"model": small.relu_net()},
+    "surgery.report": lambda: {"model": linnet.surgery.leaky_relu(small.relu_net())},
+    "surgery.recover": lambda: {
+        "model": linnet.surgery.leaky_relu(small.relu_net()), "teacher": small.relu_net(), "steps": 2,
+        "batch_size": 5,
+        "progress": False,
+    },
+    "surgery.CappedLeakyReLU": lambda: {"slope": 0.2, "cap": 6.0},
+    "surgery.with_bilinear_head": lambda: {
+        "model": small.pooled_net(), "classes": 2, "data": small.pictures(),
+    },
+    "surgery.SquareRootPooling": dict,
+}  # fmt: skip
+
+# Plain tuples of settings are checked by what takes them, and tried there.
+TAKERS: dict[str, Callable[..., Any]] = {
+    "optim.Damping": lambda **given: linnet.optim.GaussNewton(
+        small.net(), small.likelihood(), damping=linnet.optim.Damping(**given)
+    ),
+    "optim.Settings": lambda **given: linnet.optim.GaussNewton(small.net(), small.likelihood(), **given),
+}
+# Options that a callable takes as **keywords.
+CURVATURE_OPTIONS: dict[str, Any] = {
+    "expectation": "exact", "sharing": "expand", "matrix": "auto", "params": None, "output": None,
+    "samples": 1, "rank": 2, "seed": 0, "block": None, "memory": None, "shard": True,
+}  # fmt: skip
+OPTIONS: dict[str, Callable[[], Arguments]] = {
+    "Laplace": lambda: {**CURVATURE_OPTIONS, "file": None, "method": "lanczos"},
+    "continual.OnlineLaplace": lambda: dict(CURVATURE_OPTIONS),
+    "continual.NonOnlineLaplace": lambda: dict(CURVATURE_OPTIONS),
+    "continual.EWC": lambda: dict(CURVATURE_OPTIONS),
+    "TangentGP": lambda: {
+        "solver": "cg", "variance": "lanczos", "derivative": "exact", "preconditioner": None, "rank": 0,
+        "tolerance": 1e-6, "max_steps": 100, "seed": 0, "params": None, "output": None, "memory": None,
+    },
+    "optim.GaussNewton": lambda: dict(linnet.optim.Settings()._asdict()),
+}  # fmt: skip
+
+# Objects whose methods are tried: how each is made, and valid arguments of its methods.
+OBJECTS: dict[str, Callable[[], Any]] = {
+    "Linearized": lambda: linnet.linearize(small.net()),
+    "Preflight": lambda: linnet.preflight(small.net(), small.x()),
+    "LinearFit": small.fit,
+    "SoftmaxFit": small.softmax,
+    "Predictive": lambda: small.fit().predictive(small.x()),
+    "Curvature": lambda: small.curvature("kfac").damped(0.1),
+    "Curvature (full)": lambda: small.curvature("full").damped(0.1),
+    "Curvature (low-rank)": lambda: small.curvature("low-rank", rank=3).damped(0.1),
+    "Curvature (diagonal)": lambda: small.curvature("diagonal"),
+    "Curvature (ekfac)": lambda: small.curvature("ekfac").damped(0.1),
+    "matrix-free": lambda: small.curvature("matrix-free"),
+    "matrix-free Fisher": lambda: small.curvature("matrix-free", expectation="mc"),
+    "matrix-free Hessian": lambda: small.curvature("matrix-free", matrix="hessian"),
+    "finite-difference": lambda: small.curvature(
+        "matrix-free", matrix="fisher", derivative="finite-difference"
+    ),
+    "RunningCurvature": small.running,
+    "Gaussian": linnet.likelihoods.Gaussian,
+    "HeteroscedasticGaussian": lambda: linnet.likelihoods.HeteroscedasticGaussian(psd="clip"),
+    "Categorical": linnet.likelihoods.Categorical,
+    "Bernoulli": linnet.likelihoods.Bernoulli,
+    "Poisson": linnet.likelihoods.Poisson,
+    "Custom": small.custom,
+    "Laplace": lambda: linnet.Laplace(small.net(), small.likelihood()).fit(small.classes()),
+    "Laplace (Gaussian)": lambda: linnet.Laplace(small.net(), linnet.likelihoods.Gaussian()).fit(
+        small.regression()
+    ),
+    "LaplacePredictive": lambda: small.laplace().predict(small.x()),
+    "GaussianPredictive": lambda: small.laplace_regression().predict(small.x()),
+    "SampledPredictive": lambda: small.dropout().predict(small.x()),
+    "TangentGP": lambda: linnet.TangentGP(small.net(), linnet.likelihoods.Gaussian(), "function").fit(
+        *small.regression()
+    ),
+    "TangentGP (parameter)": lambda: linnet.TangentGP(
+        small.net(), linnet.likelihoods.Gaussian(), "parameter"
+    ).fit(*small.regression()),
+    "TangentPredictive": small.tangent_predictive,
+    "LinearPosterior": small.posterior,
+    "continual.NonOnlineLaplace (saved)": small.restored,
+    "Report": small.report,
+    "RegressionReport": small.regression_report,
+    "Separation": small.separation,
+    "Attack": small.attack,
+    "Finetuned": small.finetuned,
+    "Augmentation": lambda: linnet.Augmentation("random-crop", size=2),
+    "KroneckerPreconditioner": lambda: small.preconditioner(small.net()),
+    "Flow": small.flow,
+    "audit.Suspects": lambda: linnet.audit.mislabeled(small.fit()),
+    "audit.ValidationPath": small.ridge_path,
+    "audit.Release": small.release,
+    "continual.OnlineLaplace": lambda: small.learned("OnlineLaplace"),
+    "continual.NonOnlineLaplace": lambda: small.learned("NonOnlineLaplace"),
+    "continual.EWC": lambda: small.learned("EWC"),
+    "continual.SynapticIntelligence": lambda: small.learned("SynapticIntelligence"),
+    "continual.StreamMetrics": small.metrics,
+    "optim.GaussNewton": small.gauss_newton,
+    "optim.GrowingBatches": small.growing,
+    "optim.IterativeLinearization": small.relinearized,
+    "optim.LinearityGap": lambda: linnet.optim.LinearityGap(0.1),
+    "optim.KernelDrift": lambda: linnet.optim.KernelDrift(0.1, small.x()),
+    "optim.Converged": linnet.optim.Converged,
+    "optim.LinearizationReport": lambda: small.relinearized().report,
+    "rivals.DeepEnsemble": small.ensemble,
+    "rivals.MCDropout": small.dropout,
+    "rivals.FactorizedGaussian": small.factorized,
+    "rivals.LastLayerRegression": small.last_layer,
+    "spectrum.Eigenfunctions": lambda: linnet.spectrum.eigenfunctions(small.lin(), small.x(), k=None),
+    "spectrum.SpectralDensity": small.density,
+    "spectrum.Recorder": small.recorder,
+    "spectrum.AnisotropyDirections": small.directions,
+    "spectrum.TaskLinearity": lambda: linnet.spectrum.task_linearity(small.fit()),
+    "surgery.SurgeryReport": small.surgery_report,
+    "surgery.CappedLeakyReLU": lambda: linnet.surgery.CappedLeakyReLU(0.2, 6.0),
+    "surgery.SquareRootPooling": linnet.surgery.SquareRootPooling,
+    "MetricNetwork": small.metric,
+    "ParameterSpace": lambda: small.curvature("full").space,
+}
+
+# Valid arguments of methods, by object and method or by method alone; the rest is in BY_NAME.
+METHODS: dict[str, Callable[[], Arguments]] = {
+    "Linearized.jvp": lambda: {"v": small.params()},
+    "Linearized.vjp": lambda: {"u": small.targets()},
+    "Linearized.kernel": lambda: {"x1": small.x()},
+    "Linearized.relinearize": lambda: {"at": small.params()},
+    "LinearFit.constrain": lambda: {"targets": small.targets()},
+    "forget": lambda: {"indices": [0]},
+    "sample": lambda: {"generator": 0},
+    "__matmul__": lambda: {"other": small.normal(26)},
+    "__add__": lambda: {"other": small.diagonal()},
+    "__sub__": lambda: {"other": small.diagonal()},
+    "__mul__": lambda: {"scalar": 2.0},
+    "scaled": lambda: {"scalar": 2.0},
+    "damped": lambda: {"tau": 0.1},
+    "factored_damped": lambda: {"tau": 0.1},
+    "quadratic": lambda: {"rows": small.normal(4, 26)},
+    "solve": lambda: {"b": small.normal(26)},
+    "RunningCurvature.load_state_dict": lambda: {"state": small.running().state_dict()},
+    "RunningCurvature.refresh": lambda: {"model": small.net()},
+    "Report.bootstrap": lambda: {"name": "accuracy", "draws": 3},
+    "KroneckerPreconditioner.half": lambda: {"v": small.normal(26, 1)},
+    "KroneckerPreconditioner.multiply": lambda: {"v": small.normal(26)},
+    "KroneckerPreconditioner.refresh": lambda: {"curvature": small.curvature("kfac")},
+    "Flow.delta": lambda: {"time": 0.5},
+    "Flow.predict": lambda: {"time": 0.5},
+    "Flow.weights": lambda: {"time": 0.5},
+    "preconditioner": lambda: {"examples": 5},
+    "continual.OnlineLaplace.load_state_dict": lambda: {"state": small.learned("OnlineLaplace").state_dict()},
+    "continual.NonOnlineLaplace.load_state_dict": lambda: {
+        "state": small.learned("NonOnlineLaplace").state_dict()
+    },
+    "continual.EWC.load_state_dict": lambda: {"state": small.learned("EWC").state_dict()},
+    "continual.SynapticIntelligence.load_state_dict": lambda: {
+        "state": small.learned("SynapticIntelligence").state_dict()
+    },
+    "to": lambda: {"device": "cpu"},
+    "record": lambda: {"accuracies": [0.9, 0.7, 0.5]},
+    "optim.GaussNewton.load_state_dict": lambda: {"state_dict": small.gauss_newton().state_dict()},
+    "optim.GaussNewton.step": lambda: {"x": small.x(), "y": small.labels()},
+    "follow": lambda: {"report": small.step_report()},
+    "judge": lambda: {"moment": small.moment()},
+    "optim.IterativeLinearization.load_state_dict": lambda: {"state": small.relinearized().state_dict()},
+    "optim.IterativeLinearization.step": lambda: {"closure": lambda module: module(small.x()).square().sum()},
+    "binarized": lambda: {"index": 0},
+    "spectrum.Eigenfunctions.energy_concentration": lambda: {"y": small.targets()},
+    "spectrum.Eigenfunctions.kernel_norm": lambda: {"y": small.targets()},
+    "count": lambda: {"low": 0.0},
+    "expectation": lambda: {"function": torch.exp},
+    "spectrum.Recorder.note": lambda: {"step": 1},
+    "covariance": lambda: {"z": small.normal(2, 3, 2, 2)},
+    "surgery.SquareRootPooling.forward": lambda: {"z": small.normal(2, 3, 2, 2)},
+    "displacement": dict,
+    "ParameterSpace.in_kind": lambda: {"flat": small.normal(26), "like": small.params()},
+    "ParameterSpace.of": lambda: {"params": small.params()},
+    "ParameterSpace.select": lambda: {"names": ["0.weight"]},
+    "to_flat": lambda: {"vector": small.params()},
+    "to_params": lambda: {"vector": small.normal(26)},
+    "Augmentation.__call__": lambda: {"x": small.images(), "generator": torch.Generator().manual_seed(0)},
+    "LaplacePredictive.log_density": lambda: {"y": small.labels()},
+    "GaussianPredictive.log_density": lambda: {"y": small.targets()},
+    "SampledPredictive.log_density": lambda: {"y": small.labels()},
+    "TangentPredictive.log_density": lambda: {"y": small.targets()},
+    "Laplace (Gaussian).fit": lambda: {"data": small.regression()},
+    "adapt": lambda: {"x": small.x(), "y": small.targets()},
+    "TangentGP.fit": lambda: {"x": small.x(), "y": small.targets()},
+    "TangentGP.update": lambda: {"x": small.x(), "y": small.targets()},
+    "consolidate": lambda: {"data": small.classes()},
+    "continual.SynapticIntelligence.consolidate": dict,
+}  # fmt: skip
+# Valid arguments that belong to the object whose method it is.
+OWN: dict[str, Callable[[Any], Arguments]] = {
+    "KroneckerPreconditioner.attach": lambda own: {
+        "optimizer": small.make_optimizer(own.parameters.values())
+    },
+    "optim.GaussNewton.add_param_group": lambda own: {
+        "param_group": {"params": own.param_groups[0]["params"][:1]}
+    },
+}
+LIKELIHOODS = ("Gaussian", "HeteroscedasticGaussian", "Categorical", "Bernoulli", "Poisson", "Custom")
+# Documented as products without checks, for solvers that checked once, or called by linnet alone.
+UNCHECKED = frozenset({
+    "mm", "mv", "product", "kernel_rows", "pulled", "resume", "extra_repr", "forward",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Door:
+    """A public callable.
+
+    Args:
+        name: What it is called.
+        make: The callable and valid arguments for all of its parameters that have no default.
+        parameters: Every parameter with its default.
+        options: Keywords that it takes as **keywords.
+    """
+
+    name: str
+    make: Callable[[], tuple[Callable[..., Any], Arguments]]
+    parameters: Mapping[str, Any]
+    options: Arguments
+
+
+def _parameters(target: Callable[..., Any], skip: int) -> dict[str, Any]:
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    given = list(inspect.signature(target).parameters.values())[skip:]
+    return {one.name: one.default for one in given if one.kind not in kinds}
+
+
+def _filled(parameters: Mapping[str, Any], given: Arguments) -> Arguments:
+    required = [name for name, default in parameters.items() if default is inspect.Parameter.empty]
+    return {**{name: BY_NAME[name]() for name in required if name not in given}, **given}
+
+
+def public(name: str) -> Any:
+    """A function or class by the name that a user writes after ``linnet.``."""
+    found: Any = linnet
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def named() -> Iterator[str]:
+    """Every public function and class."""
+    for name in linnet.__all__:
+        if name in NAMESPACES:
+            yield from (f"{name}.{inner}" for inner in getattr(linnet, name).__all__)
+        elif name != "__version__":
+            yield name
+
+
+def methods(kind: type) -> Iterator[str]:
+    """Public methods of a class that linnet defines and that take an argument."""
+    for name in dir(kind):
+        if name.startswith("_") and name not in OPERATIONS:
+            continue
+        found = inspect.getattr_static(kind, name)
+        found = getattr(found, "__func__", found)
+        ours = inspect.isfunction(found) and inspect.unwrap(found).__module__.startswith("linnet")
+        if ours and len(inspect.signature(found).parameters) > 1 and name not in UNCHECKED:
+            yield name
+
+
+def functions() -> Iterator[Door]:
+    """A door for every public function and every class that users construct."""
+    for name, given in FUNCTIONS.items():
+        target = TAKERS.get(name, public(name))
+        options = OPTIONS[name]() if name in OPTIONS else {}
+        parameters = _parameters(public(name), 0)
+
+        def make(
+            target: Any = target, given: Any = given, parameters: Any = parameters
+        ) -> tuple[Callable[..., Any], Arguments]:
+            return target, _filled(parameters, given())
+
+        yield Door(name, make, parameters, options)
+
+
+def _likelihood_arguments(name: str, parameters: Mapping[str, Any]) -> Arguments:
+    f = small.normal(5, 2)
+    y = {
+        "Categorical": small.labels(),
+        "Bernoulli": torch.ones(5, 2),
+        "Poisson": torch.ones(5, 2),
+        "Custom": small.labels(),
+    }
+    y |= {"HeteroscedasticGaussian": small.normal(5, 1, seed=2)}
+    found = {
+        "f": f,
+        "g": f + 0.1,
+        "y": y.get(name, small.targets()),
+        "v": small.normal(5, 2, seed=3),
+        "mean": f,
+        "covariance": torch.eye(2, dtype=f.dtype).expand(5, 2, 2).clone(),
+        "n": 2,
+        "generator": 0,
+    }
+    if name in ("HeteroscedasticGaussian",):
+        found["f"] = found["g"] = found["mean"] = torch.stack([f[:, 0], f[:, 1] * 0.1], 1)
+    return {key: value for key, value in found.items() if key in parameters}
+
+
+def of_objects() -> Iterator[Door]:
+    """A door for every method of every object."""
+    for name, make_object in OBJECTS.items():
+        kind = type(make_object())
+        for method in methods(kind):
+            static = inspect.getattr_static(kind, method)
+            parameters = _parameters(getattr(static, "__func__", static), 1)
+            given = next(
+                (
+                    METHODS[key]
+                    for key in (f"{name}.{method}", f"{name.split(' (')[0]}.{method}", method)
+                    if key in METHODS
+                ),
+                dict,
+            )
+
+            def make(
+                name: str = name, make_object: Any = make_object, method: str = method, given: Any = given,
+                parameters: Any = parameters,
+            ) -> tuple[Callable[..., Any], Arguments]:  # fmt: skip
+                own = make_object()
+                if name in LIKELIHOODS:
+                    return getattr(own, method), _likelihood_arguments(name, parameters)
+                found = OWN[f"{name}.{method}"](own) if f"{name}.{method}" in OWN else given()
+                known = {key: value for key, value in found.items() if key in parameters}
+                return getattr(own, method), _filled(parameters, known)
+
+            yield Door(f"{name}.{method}", make, parameters, {})

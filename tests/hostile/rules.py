@@ -1,0 +1,189 @@
+"""Which of the wrong values a kind of parameter may take after all, and which kind a parameter is of."""
+
+from __future__ import annotations
+
+LIKELIHOODS = ("Gaussian", "HeteroscedasticGaussian", "Categorical", "Bernoulli", "Poisson", "Custom")
+REAL = {"half", "three", "scalar tensor", "integer tensor"}
+WHOLE = {"integer tensor"}
+PLACES = {"text", "missing file"}
+TYPES = {"~integer", "~bool", "~float32", "~float64", "~requires grad", "~list"}
+SIZES = {"~shorter", "~longer", "~extra axis", "~first example", "~wider"}
+
+# Kind: names of the wrong values that it may take; where it does, the numbers that follow must be finite.
+# Whatever is not named here must be refused.
+KINDS: dict[str, set[str]] = {
+    "word": set(),
+    "unused": set(),
+    "labels later": TYPES
+    | SIZES
+    | {"~nan", "~inf", "~no example", "tensor", "tensor of nan", "tensor of inf"}
+    | {"empty tensor", "scalar tensor", "integer tensor"},
+    "share or zero": {"half", "zero"},
+    "tensors by name": REAL | {"zero", "minus one", "empty dict"},
+    "made": set(),
+    "flag": {"true", "false"},
+    "count": WHOLE,
+    "count or none": WHOLE | {"None"},
+    "count from zero": WHOLE | {"zero"},
+    "integer": WHOLE | {"zero", "minus one"},
+    "positive": REAL,
+    "not negative": REAL | {"zero"},
+    "share": {"half"},
+    "real": REAL | {"zero", "minus one"},
+    "bound": REAL | {"zero", "minus one", "inf"},
+    "numbers": REAL | {"zero", "tensor", "empty list"},
+    "times": REAL | {"zero", "tensor", "inf", "tensor of inf"},
+    "positions": {"zero", "integer tensor", "empty list", "empty tensor", "None"},
+    "seed": WHOLE | {"zero", "None"},
+    "place": PLACES,
+    "place or flag": PLACES | {"true", "false"},
+    "step or schedule": {"None", "inf", "three"},
+    "model": {"module"},
+    "model or none": {"module", "None"},
+    "optional mapping": {"empty dict", "empty list"},
+    "function": {"lambda", "module", "class"},
+    "function or none": {"None", "lambda", "module", "class"},
+    "adapter": {"text", "empty text", "text with NUL", "long text", "lambda", "module", "class"},
+    "selector": {"text", "empty text", "text with NUL", "long text", "list of text", "lambda", "module"},
+    "labels alone": TYPES
+    | SIZES
+    | {"~no example", "~nan", "~inf", "tensor", "empty tensor"}
+    | {"tensor of nan", "tensor of inf", "integer tensor", "scalar tensor"},
+    "inputs": TYPES | SIZES | {"tensor"},
+    "pair": {f"{part}: {name}" for part in "xy" for name in TYPES | {"~extra axis", "~wider"}}
+    | {"tensor", "empty tensor"},
+    "targets": TYPES | {"~extra axis", "~wider", "~shorter", "module", "~nan", "integer tensor"},
+    # a product with NaN is NaN, as in torch
+    "vector": TYPES | SIZES | {"~requires grad", "~nan", "~inf", "~no example", "tensor", "empty tensor"},
+    "any tensors": {
+        f"entry: {name}"
+        for name in TYPES
+        | SIZES
+        | {"~nan", "~inf", "~no example", "tensor", "tensor of nan", "tensor of inf"}
+        | {"empty tensor", "scalar tensor", "integer tensor"}
+    }
+    | {"entry missing", "entry unknown"},
+    "entries": {
+        f"entry: {name}" for name in TYPES | {"~nan", "~inf", "tensor", "tensor of nan", "tensor of inf"}
+    }
+    | {"empty dict", "entry: scalar tensor", "entry: integer tensor"},
+}
+
+# The kind of a parameter by its name; where a name has several, OF_CALL decides.
+_NAMES = {
+    "word": "accumulate activation criterion derivative expectation head init inversion inversions kind "
+    "layer "
+    "link matrix mechanism merge method name neighbors of outputs parametrization pin predict prior psd "
+    "reduction root schedule score search sharing solver source space structure structures to variant keep "
+    "preconditioner loss names mode like",
+    "made": "curvature fit forgotten lin likelihood moment param_group report seen description "
+    "augmentation memory directory device dtype candidates gram prepare directions",
+    "selector": "params",
+    "flag": "adaptive add base canonical clamps discrete flip inplace joint masked momentum per_output "
+    "progress "
+    "record_gap shard shared squared stop training_mode",
+    "count": "batch batch_size bins block channels classes draws epochs evaluate_every every "
+    "inverse_period "
+    "iterations largest log_every members most n patience points rank rejections rounds samples "
+    "save_every size "
+    "steps",
+    "count or none": "k max_steps",
+    "count from zero": "burn_in cross_fit target index step tau_period zeta_period",
+    "integer": "axis ignore_index",
+    "positive": "cap clip data_scale damping decay deviation epsilon examples least_noise lr new "
+    "noise_scale old "
+    "rate target_loss threshold tolerance width weight learning_rate noise_variance limit average "
+    "variance ridge",
+    "not negative": "sigma strength tau time weight_decay zeta prior_precision scale",
+    "share": "area delta eps slope",
+    "real": "gradient scalar",
+    "bound": "high low",
+    "numbers": "accuracies accuracy baseline levels limits ridges support prior_mean",
+    "times": "times",
+    "positions": "indices",
+    "seed": "generator seed",
+    "place": "checkpoint file",
+    "step or schedule": "period",
+    "model": "model module teacher lin_or_model first second",
+    "optional mapping": "bilinear options",
+    "function": "closure function log make make_schedule moments nll sample train",
+    "function or none": "make_optimizer",
+    "adapter": "output",
+    "inputs": "example inside outside pool x x1 x2 z at",
+    "targets": "after before groups old_outputs targets y labels",
+    "pair": "data validation",
+    "vector": "b flat rows u v vector covariance f g mean other",
+    "entries": "state state_dict optimizer",
+}
+OF_NAME = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+OF_CALL: dict[str, str] = {
+    "audit.select(batch)": "flag",
+    "evaluate(noise)": "word",
+    "optim.GaussNewton.accumulate(y)": "labels later",
+    "preflight(batch)": "inputs",
+    "continual.convert_strength(batch)": "positive",
+    "fgsm(step)": "not negative",
+    "spectrum.Recorder(keep)": "place or flag",
+    "surgery.leaky_relu(keep)": "optional mapping",
+    "fgsm(keep)": "flag",
+    "optim.Converged(loss)": "real",
+    "optim.GaussNewton(noise)": "flag",
+    "optim.Settings(noise)": "flag",
+    "Laplace.tune(noise)": "flag",
+    "Laplace (Gaussian).tune(noise)": "flag",
+    "TangentGP.tune(noise)": "flag",
+    "TangentGP (parameter).tune(noise)": "flag",
+    "TangentGP.tune(prior)": "flag",
+    "TangentGP (parameter).tune(prior)": "flag",
+    "audit.group_means(fit)": "model",
+    "finetune(momentum)": "share or zero",
+    "surgery.recover(momentum)": "share or zero",
+    "spectrum.effective_dimension(source)": "model",
+    "spectrum.condition_number(source)": "model",
+    "spectrum.spectral_density(source)": "model",
+    "Flow.delta(time)": "times",
+    "Flow.predict(time)": "times",
+    "Flow.weights(time)": "times",
+    "continual.OnlineLaplace(prior_mean)": "tensors by name",
+    "ParameterSpace.of(params)": "any tensors",
+    **{f"{kind}.mask(y)": "labels alone" for kind in LIKELIHOODS},
+    **{f"continual.SynapticIntelligence.consolidate({p})": "unused" for p in ("data", "output", "prepare")},
+}
+
+# Callables that refuse even valid arguments: this kind of object cannot do what is asked.
+ALWAYS_REFUSED = frozenset({
+    "SoftmaxFit.constrain",
+    "continual.NonOnlineLaplace (saved).consolidate",
+    "continual.NonOnlineLaplace.remember",
+})  # fmt: skip
+
+# Parameters that may still end in an error of torch's or Python's own, each with its reason.
+_PENDING = "tangent/linearized.py has its checks in a change of its own"
+DIFFERS: dict[str, str] = {
+    "ParameterSpace.in_kind(like)": "only the kind of like= is looked at, not what it holds",
+    "ParameterSpace.to_flat(vector)": "NaN in a vector stays where it is",
+    "spectrum.condition_number(source)": "the kernel of another network may be singular: infinity is right",
+    "Linearized.jvp(v)": _PENDING,
+    "Linearized.jvp(x)": _PENDING,
+    "Linearized.vjp(u)": _PENDING,
+    "Linearized.vjp(x)": _PENDING,
+    "Linearized.relinearize(at)": _PENDING,
+    "Linearized.base(x)": _PENDING,
+    "Linearized.jacobian(x)": _PENDING,
+    "load_fit(output)": "an output= that fails raises its own error",
+}
+
+
+def kind_of(name: str, parameter: str) -> str | None:
+    """The kind of a parameter of a callable."""
+    return OF_CALL.get(f"{name}({parameter})", OF_NAME.get(parameter))
+
+
+# Kinds whose values may be infinite or NaN, or stand in the result as they are.
+NOT_FINITE = frozenset({"labels later", "times", "bound", "vector", "entries", "any tensors", "labels alone"})
+
+
+def may_take(name: str, parameter: str, wrong: str) -> bool:
+    """Whether a wrong value may be taken, because it is none for this kind of parameter."""
+    kind = kind_of(name, parameter)
+    return kind == "unused" or (kind is not None and wrong in KINDS[kind])
