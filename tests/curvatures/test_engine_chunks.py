@@ -16,6 +16,7 @@ from linnet.curvatures.engine import layers_of
 from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.treatments import make_sums
+from linnet.distributed import Share
 from linnet.likelihoods import Categorical
 from linnet.tangent.capture import capture_bytes
 from linnet.tangent.captured import Captured
@@ -180,7 +181,8 @@ def test_one_capture_serves_all_structures(spy: Spy, monkeypatch: pytest.MonkeyP
 def test_batches_know_their_number() -> None:
     x = torch.zeros(7, 2)
     assert Batches(x, None, 3).length() == 3
-    assert len(list(Batches(x, None, 3, 1, 2))) == Batches(x, None, 3, 1, 2).length() == 1
+    assert Batches(x, None, 3, Share(rank=1, world=2)).length() == 1
+    assert Batches(x, None, 3, Share(rank=0, world=2)).length() == 2
 
 
 def test_receptive_fields_are_counted_where_they_are_held(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:

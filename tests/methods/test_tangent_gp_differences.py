@@ -57,7 +57,7 @@ class Branching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Scaled by a number that depends on the data."""
         out: Tensor = self.layer(x)
-        return 2 * out if float(out.detach().sum()) > 0 else out
+        return 2 * out if float(out.detach().abs().sum()) > 0 else out
 
 
 def test_what_cannot_be_vectorized_goes_column_by_column() -> None:

@@ -128,7 +128,7 @@ def test_explain_new_samples(workshop: Path, tmp_path: Path) -> None:
     linnet(*words, "--ids", "x/1")
     assert result(tmp_path / "why")["report"]["test"]["labels"] is None
     linnet(*words, "--ids", "x/2", code=2)
-    words = ["explain", "--run", workshop / "prices", "--ids", "0", "--out", tmp_path / "price"]
+    words = ["explain", "--run", workshop / "prices", "--ids", "line 4", "--out", tmp_path / "price"]
     linnet(*words)
     assert result(tmp_path / "price")["explanations"][0]["up"][0]["influence"] > 0
 

@@ -33,7 +33,9 @@ from linnet.tangent.modes import alone, differentiable_kernels, has_recurrence, 
 from linnet.tangent.selection import Selector, select_parameters
 
 # what a cache knows that other weights do not change
-STRUCTURAL = frozenset({"jvp", "folds", "operations", "inner layers", "keeps inputs"})
+STRUCTURAL = frozenset(
+    {"jvp", "folds", "operations", "inner layers", "keeps inputs", "independent", "own rows"}
+)
 # Set where a pass takes no derivative that could reach the inputs: they keep their strides.
 STRIDES_KEPT: ContextVar[bool] = ContextVar("strides kept", default=False)
 # What errors of a wrong shape, type or device say.

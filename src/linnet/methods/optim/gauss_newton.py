@@ -139,7 +139,8 @@ class GaussNewton(torch.optim.Optimizer):
         called = cast(nn.Module, model.module) if shared else model
         network: nn.Module = getattr(called, "_orig_mod", called)  # torch.compile's wrapper
         function = Functional(network, self.settings.params, self.settings.output)
-        parameters = {name: network.get_parameter(name) for name in function.names}
+        every = dict(network.named_parameters())
+        parameters = {name: every[name] for name in function.names}
         check_model(network, parameters)
         self._raw = network
         self._network = Network(called, parameters, self.settings.output, likelihood, shared)
