@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     import jsonargparse
 
 COMMANDS = ("demo", "adapt", "predict", "explain", "forget", "update", "spectrum", "check", "doctor")
-# Functions that are not called like their command: one called spectrum would be taken for linnet.spectrum by
+# Functions that are not called like their command: one called adapt would be taken for linnet.adapt by
 # what reads its options, and torch would be imported for a page of help.
-_FUNCTIONS = {"spectrum": "task_spectrum"}
+_FUNCTIONS = {"adapt": "task_adaptation", "spectrum": "task_spectrum"}
 """The commands, in the order in which help lists them."""
 
 _FLAGS = {

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 
-def adapt(
+def task_adaptation(
     *,
     model: str,
     data: Path,
@@ -86,9 +86,11 @@ def adapt(
     Returns:
         Scores of the fit and of what it is compared with, what was chosen and why, and where it was written.
     """
+    from functools import partial
+
     from linnet.data import image_transform
     from linnet.runs.adaptation import adapt as run_adaptation
-    from linnet.runs.folder import SavedRun, keep_fit
+    from linnet.runs.folder import keep_fit
     from linnet.runs.settings import Network, Settings, Solving, Source
     from linnet.runs.summary import keep_adaptation, print_adaptation
 
@@ -98,11 +100,7 @@ def adapt(
         Solving(ridge, solver, params, memory, device, loss, metric, method, weight),
         compare, finetune_steps,
     )  # fmt: skip
-
-    def keep(run: SavedRun) -> None:
-        keep_fit(out, run, overwrite)
-
-    found = run_adaptation(settings, out, keep)
+    found = run_adaptation(settings, out, partial(keep_fit, out, overwrite=overwrite))
     result = keep_adaptation(found, out, f"{data.stem} from {model.rpartition(':')[2]}")
     for line in print_adaptation(result):
         print(line)

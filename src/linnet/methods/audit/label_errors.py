@@ -71,6 +71,13 @@ def label_errors(outputs: Tensor, labels: Tensor) -> LabelErrors:
 
     Source:
         Northcutt, Jiang and Chuang, JAIR 2021 (class thresholds).
+
+    Example:
+        >>> odds = torch.linspace(-8, 8, 40)[:, None]
+        >>> labels = (odds[:, 0] > 0).long()
+        >>> labels[38] = 0
+        >>> label_errors(odds, labels).indices
+        tensor([38])
     """
     outputs = tensor("outputs", outputs, "held-out outputs (N, C)").detach().double()
     labels = tensor("labels", labels, "classes (N,)").to(outputs.device).long()

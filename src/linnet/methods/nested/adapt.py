@@ -134,6 +134,15 @@ def load_adapted(directory: str | Path, model: nn.Module) -> NestedFit:
     Raises:
         FileFormatError: If the file is truncated, altered, foreign, or of another network.
         InputError: If there is no such file.
+
+    Example:
+        >>> import linnet, tempfile
+        >>> net = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 10))
+        >>> x = torch.linspace(-1, 1, 40).view(20, 2)
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = linnet.adapt(net, (x, (x[:, 0] > 0).long())).save(folder)
+        >>> load_adapted(folder, net).n
+        20
     """
     path = as_path(directory)
     path = path / f"{KIND}.safetensors" if path.is_dir() or not path.suffix else path
