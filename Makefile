@@ -1,6 +1,7 @@
 # Every target is self-sufficient: on a fresh machine with Python 3.11+ and make, it creates .venv first.
 #   make demo    adapt a small network to new classes and write a report, in runs/demo
-#   make test    all checks and all tests
+#   make test    all checks and all tests but the long grids of tests/hostile
+#   make test-hostile    tests/hostile with its long grids;  make test-all    everything
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +13,7 @@ BENCHMARKS := $(filter-out %_peer.py,$(shell grep -l '^if __name__ == .__main__.
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check format docs bench clean
+.PHONY: demo test test-hostile test-all check format docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -20,6 +21,13 @@ demo: $(INSTALLED)
 
 test: check
 	$(BIN)/python -m pytest
+
+# An empty -m takes the tests that are marked as long, which pyproject.toml leaves out otherwise.
+test-hostile: $(INSTALLED)
+	$(BIN)/python -m pytest tests/hostile -m ""
+
+test-all: check
+	$(BIN)/python -m pytest -m ""
 
 check: $(INSTALLED)
 	$(BIN)/ruff check $(SOURCES)

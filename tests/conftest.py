@@ -41,6 +41,18 @@ def _global_state() -> dict[str, object]:
     }
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What linnet remembers of a user's runs goes into a folder of the session, for subprocesses too."""
+    before = os.environ.get("LINNET_STATE")
+    os.environ["LINNET_STATE"] = str(tmp_path_factory.mktemp("state"))
+    yield
+    if before is None:
+        del os.environ["LINNET_STATE"]
+    else:
+        os.environ["LINNET_STATE"] = before
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
     """Seeds every global generator, and fails a test that leaves global state changed."""

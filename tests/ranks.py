@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,13 +15,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_ranks(script: str, folder: Path, world: int = 2) -> None:
+def run_ranks(script: str, folder: Path, world: int = 2, killed: tuple[int, ...] = ()) -> None:
     """Run ``script RANK WORLD FOLDER`` for every rank; all must succeed.
 
     Args:
         script: The test file, ``__file__``.
         folder: Where the ranks meet and leave their results.
         world: Number of ranks.
+        killed: Ranks that signal 9 ends.
     """
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -38,7 +40,8 @@ def run_ranks(script: str, folder: Path, world: int = 2) -> None:
     finally:
         for process in ranks:
             process.kill()
-    assert [process.returncode for process in ranks] == [0] * world, "\n".join(said)
+    expected = [-signal.SIGKILL if rank in killed else 0 for rank in range(world)]
+    assert [process.returncode for process in ranks] == expected, "\n".join(said)
 
 
 @contextmanager

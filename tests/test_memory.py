@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,35 @@ def test_a_control_group_without_limit_is_ignored(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "memory.max").write_text("max\n")
     monkeypatch.setattr(memory, "_cgroup_files", lambda: [(tmp_path, "memory.max", "memory.current")])
     assert memory._cgroup_available() == []
+
+
+LIMITED = """
+import resource
+from pathlib import Path
+from linnet.memory import available_bytes, parse_bytes
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+used = int(status["{used}"].split()[0]) * 1024
+resource.setrlimit(resource.{limit}, (used + {room}, resource.getrlimit(resource.{limit})[1]))
+print(available_bytes(), parse_bytes(None))
+"""
+
+
+@pytest.mark.parametrize(("limit", "used"), [("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")])
+def test_available_bytes_respects_the_limits_of_the_process(limit: str, used: str) -> None:
+    room = 200_000_000
+    code = LIMITED.format(limit=limit, used=used, room=room)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    free, budget = map(int, ran.stdout.split())
+    assert 0.9 * room < free <= room
+    assert budget == pytest.approx(free / 2, rel=0.05)
+
+
+def test_require_names_what_helps_against_the_largest_item() -> None:
+    plan = Plan("the kernel", 100, (("rows", 500), ("K", 40), ("tile", 900)))
+    ways = {"rows": ["select fewer parameters"], "K": ["keep it on disk"]}
+    with pytest.raises(MemoryBudgetError, match="To fix it: select fewer parameters") as error:
+        require(plan, ways)
+    assert "disk" not in str(error.value)
 
 
 def test_every_group_above_the_process_is_asked() -> None:

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from linnet.methods.laplace.training import train_with_evidence as train_with_evidence
     from linnet.methods.linear_posterior.posterior import LinearPosterior as LinearPosterior
     from linnet.methods.linear_posterior.posterior import linear_posterior as linear_posterior
+    from linnet.methods.nested.adapt import adapt as adapt
+    from linnet.methods.nested.adapt import load_adapted as load_adapted
+    from linnet.methods.nested.nested_fit import NestedFit as NestedFit
     from linnet.methods.optim.gradient_flow import Flow as Flow
     from linnet.methods.optim.gradient_flow import gradient_flow as gradient_flow
     from linnet.methods.optim.preconditioner import KroneckerPreconditioner as KroneckerPreconditioner
@@ -63,6 +66,9 @@ _HOME = {
     "Preflight": "linnet.tangent.preflight",
     "with_head": "linnet.methods.fitting.head",
     "with_metric": "linnet.methods.fitting.metric",
+    "adapt": "linnet.methods.nested.adapt",
+    "load_adapted": "linnet.methods.nested.adapt",
+    "NestedFit": "linnet.methods.nested.nested_fit",
     "fit": "linnet.methods.fitting.fit",
     "LinearFit": "linnet.methods.fitting.linear_fit",
     "SoftmaxFit": "linnet.methods.fitting.softmax_fit",

@@ -39,8 +39,10 @@ _FUNCTIONS = {"spectrum": "task_spectrum"}
 _FLAGS = {
     "--json": "Print the result as JSON, and nothing else, on standard output.",
     "--traceback": "Show where in the program an error came from.",
+    "--trust": "Run the code that a run folder or settings file of somebody else names; see SECURITY.md.",
 }
 _REPLAY = "run.yaml"
+_SHOWN = 200  # characters of a value in an error
 _ARGUMENTS = "memory|solver|params|ridge|channels|size|mean|std|head|seed|target|shots|tests|device"
 
 
@@ -55,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Raises:
         LinnetError: The command failed and `--traceback` was given.
+        OSError: Likewise, where the system refused something.
 
     Example:
         >>> main(["--version"])
@@ -76,6 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _print_error(error)
         return 2
+    except OSError as error:  # a disk that is full for our output, a folder that vanished
+        if "--traceback" in words:
+            raise
+        place = error.filename or "the output"
+        _print_error(
+            InputError(
+                f"{place} cannot be read or written: {error.strerror or type(error).__name__}",
+                expected="files and folders that stay there, on a disk with room",
+                remedy="see whether the disk is full; --traceback shows where it happened",
+            )
+        )
+        return 2
 
 
 def _run(words: list[str]) -> int:
@@ -93,38 +108,55 @@ def _run(words: list[str]) -> int:
     if {"-h", "--help"} & set(options):
         print(command.help())
         return 0
-    flags = {flag for flag in _FLAGS if flag in options}
+    flags = {flag for flag in command.flags if flag in options}
     settings = command.parse([word for word in options if word not in flags])
-    return _execute(command, settings, as_json="--json" in flags)
+    return _execute(command, settings, as_json="--json" in flags, trust="--trust" in flags)
 
 
-def _execute(command: Command, settings: Settings, as_json: bool) -> int:
+def _execute(command: Command, settings: Settings, as_json: bool, trust: bool) -> int:
     """Call the command; afterwards leave the settings beside what it wrote, even when it was interrupted."""
-    folder = settings.values.get("out")
-    if "overwrite" in settings.values and settings.values.get("run") != folder:
-        from linnet.runs.place import check_unused
+    values = dict(settings.values)
+    folder = values.get("out")
+    if values.get("model") is not None:
+        from linnet.runs.trust import check_settings
 
-        check_unused(Path(str(folder)), command.name, settings.yaml, bool(settings.values["overwrite"]))
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) if as_json else contextlib.nullcontext():
-            result = command.function(**settings.values)
-    except KeyboardInterrupt:
+        check_settings(values, settings.typed, trust)
+    if "trust" in command.parameters:
+        values["trust"] = trust
+    with _claimed(command, settings):
+        try:
+            with contextlib.redirect_stdout(io.StringIO()) if as_json else contextlib.nullcontext():
+                result = command.function(**values)
+        except KeyboardInterrupt:
+            if command.name == "adapt":
+                _write_replay(command.name, settings, folder)
+                raise KeyboardInterrupt("the same command continues where it stopped") from None
+            if "overwrite" not in values:
+                _write_replay(command.name, settings, folder)
+            raise
         _write_replay(command.name, settings, folder)
-        if command.name == "adapt":
-            raise KeyboardInterrupt("the same command continues where it stopped") from None
-        raise
-    _write_replay(command.name, settings, folder)
     if as_json:
         print(json.dumps(_plain(result), indent=2, allow_nan=False))
     sys.stdout.flush()
     return int(isinstance(result, Mapping) and result.get("ok") is False)
 
 
+def _claimed(command: Command, settings: Settings) -> contextlib.AbstractContextManager[None]:
+    """The folder of a command that writes a run, for this process alone until the settings are in it too."""
+    values = settings.values
+    if "overwrite" not in values:
+        return contextlib.nullcontext()
+    from linnet.runs.place import claimed
+
+    overwrite = bool(values["overwrite"])
+    return claimed(Path(values["out"]), command.name, settings.yaml, overwrite, values.get("run"))
+
+
 def _write_replay(name: str, settings: Settings, folder: object) -> None:
     """Write the settings into the run's folder, where there is one, in the form that `--config` reads."""
     if not isinstance(folder, str | os.PathLike) or not Path(folder).is_dir():
         return
-    from linnet.files import write_atomic
+    from linnet.files import write_text
     from linnet.runs.place import plain_settings
 
     path = Path(folder) / _REPLAY
@@ -134,7 +166,7 @@ def _write_replay(name: str, settings: Settings, folder: object) -> None:
         f"# linnet {__version__}. To run this again, from the folder where it was first run:\n"
         f"#   linnet {name} --config {path}\n{plain_settings(settings.yaml)}"
     )
-    write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(path, text)
 
 
 def _plain(value: Any) -> Any:
@@ -214,10 +246,14 @@ def _unknown_command(name: str) -> InputError:
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of one call: by parameter name, and as the YAML that `--config` reads."""
+    """The options of one call: by parameter name, as the YAML that `--config` reads, and what was typed.
+
+    `typed` holds the words beside a `--config`, such as `--shots=3`; None where there is no `--config`.
+    """
 
     values: dict[str, Any]
     yaml: str
+    typed: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -249,6 +285,17 @@ class Command:
         """The first line of the function's docstring."""
         return (inspect.getdoc(self.function) or "").partition("\n")[0]
 
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the function, by name."""
+        return inspect.signature(self.function).parameters
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """The flags that commands share and this one takes, with their help."""
+        names = {"model", "run"} & set(self.parameters)
+        return {flag: text for flag, text in _FLAGS.items() if flag != "--trust" or names}
+
     def help(self) -> str:
         """The page that `linnet NAME --help` prints.
 
@@ -256,7 +303,7 @@ class Command:
             Usage, what the command does, and every option with its type and default.
         """
         parser = self._parser()
-        for flag, text in _FLAGS.items():
+        for flag, text in self.flags.items():
             parser.add_argument(flag, action="store_true", help=text)
         text = parser.format_help().replace("``", "")
         return re.sub(r"--(?!print_config)[a-z_]+", lambda match: match[0].replace("_", "-"), text).rstrip()
@@ -277,14 +324,22 @@ class Command:
             >>> Command.load("doctor").parse(["--seconds", "0.5"]).values
             {'seconds': 0.5}
         """
-        parser = self._parser()
+        parser, given = self._parser(), self._normalize(words)
+        _check_configs(given)
+        files = [word for word in given if word.startswith("--config")]
+        typed = tuple(word for word in given if not word.startswith("--config"))
         try:
-            found = parser.parse_args(self._normalize(words))
+            found = parser.parse_args([*files, *typed])  # what is typed has the last word
         except ArgumentError as error:
             raise self._explain(str(error)) from None
-        names = inspect.signature(self.function).parameters
-        values = {name: getattr(found, name) for name in names}
-        return Settings(values, parser.dump(found))
+        except (ValueError, RecursionError, OverflowError) as error:  # out of the reader of YAML
+            raise InputError(
+                f"an option cannot be read ({textwrap.shorten(str(error), 200)})",
+                expected=f"the options of linnet {self.name}",
+                remedy=f"linnet {self.name} --help shows every option",
+            ) from error
+        values = {name: getattr(found, name) for name in self.parameters if name != "trust"}
+        return Settings(values, parser.dump(found), typed if files else None)
 
     def _parser(self) -> jsonargparse.ArgumentParser:
         """The parser of the function's signature."""
@@ -293,7 +348,8 @@ class Command:
         parser = jsonargparse.ArgumentParser(
             prog=f"linnet {self.name}", exit_on_error=False, allow_abbrev=False
         )
-        parser.add_function_arguments(self.function, as_positional=False)
+        # trust is a flag of the command line alone: no settings file can give it to itself
+        parser.add_function_arguments(self.function, as_positional=False, skip={"trust"})
         parser.add_argument(
             "--config",
             action="config",
@@ -303,8 +359,7 @@ class Command:
 
     def _normalize(self, words: Sequence[str]) -> list[str]:
         """Accept what people type: dashes in names, `--flag`, `--no-flag`, lists as words or with commas."""
-        parameters = inspect.signature(self.function).parameters
-        kinds = {name: str(parameter.annotation) for name, parameter in parameters.items()}
+        kinds = {name: str(parameter.annotation) for name, parameter in self.parameters.items()}
         result: list[str] = []
         queue = list(words)
         while queue:
@@ -329,7 +384,7 @@ class Command:
 
     def _explain(self, message: str) -> InputError:
         """A parser's message as what, expected and remedy."""
-        parameters = inspect.signature(self.function).parameters
+        parameters = self.parameters
         page = f"linnet {self.name} --help shows every option"
         if match := re.match(r"unrecognized arguments: (\S+)|Option '(\S+)' is not accepted", message):
             word = (match[1] or f"--{match[2]}").partition("=")[0]
@@ -351,7 +406,7 @@ class Command:
         given = re.search(r"(?:Given|Got) value: (.*)", message)
         if key and given and key[1] in parameters:
             return InputError(
-                f"{_option(key[1])} is {given[1]!r}",
+                f"{_option(key[1])} is {given[1][:_SHOWN]!r}",
                 expected=_kind(parameters[key[1]].annotation),
                 remedy=page,
             )
@@ -367,6 +422,16 @@ class Command:
         return InputError(
             textwrap.shorten(message, 300), expected=f"the options of linnet {self.name}", remedy=page
         )
+
+
+def _check_configs(words: Sequence[str]) -> None:
+    """Look through the files of settings before they are read; text in place of a file is the user's own."""
+    for word in words:
+        name, _, value = word.partition("=")
+        if name == "--config" and os.path.lexists(value):
+            from linnet.settings_file import check_settings
+
+            check_settings(value)
 
 
 def _option(name: str) -> str:

@@ -58,9 +58,17 @@ class MemoryBudgetError(LinnetError, MemoryError):
     """An operation would need more memory than its budget."""
 
 
+class DiskSpaceError(LinnetError, OSError):
+    """A file does not fit its disk, or is larger than the system lets a file be."""
+
+
 class NumericalError(LinnetError, ArithmeticError):
     """A factorization or an iteration failed."""
 
 
 class DependencyError(LinnetError, ImportError):
     """An optional package is missing or cannot be imported."""
+
+
+class ProcessGroupError(LinnetError, RuntimeError):
+    """A process of ``torch.distributed`` has gone, failed outside linnet, or is elsewhere than the others."""

@@ -10,6 +10,7 @@ Formats: safetensors (https://github.com/huggingface/safetensors) for tensors, J
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -21,14 +22,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from linnet.errors import FileFormatError, InputError
-from linnet.params import path as checked_path
+from linnet import params
+from linnet.disk import is_of_the_system, is_over, process_mark, refuse_write
+from linnet.errors import FileFormatError, InputError, LinnetError
+from linnet.limits import require_file, require_room
+from linnet.memory import format_bytes
 
 FORMAT_VERSION = 1
 """Version of what is written; files of this version and of older ones are read."""
 
 _FORMAT = "linnet"
 _PARTIAL = ".partial"
+_LARGEST_JSON = 1 << 28  # bytes; a record with ten million row numbers takes 90 MB
 
 
 def as_path(value: Any, name: str = "directory") -> Path:
@@ -42,27 +47,39 @@ def as_path(value: Any, name: str = "directory") -> Path:
         ``value`` as a Path.
 
     Raises:
-        InputError: It is neither, or empty.
+        InputError: It is neither, empty, too long, or holds a NUL character.
 
     Example:
         >>> as_path("runs/first").name
         'first'
     """
-    return checked_path(name, value)
+    path = params.path(name, value)
+    try:
+        path.lstat()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            params.refuse(name, value, "a path whose names the file system can hold", "use shorter names")
+    return path
 
 
-def write_atomic(path: str | os.PathLike[str], writer: Callable[[Path], object]) -> Path:
+def write_atomic(
+    path: str | os.PathLike[str], writer: Callable[[Path], object], size: int | None = None
+) -> Path:
     """Write a file completely or not at all.
+
+    Temporary files that killed processes left of this file are removed first.
 
     Args:
         path: The file to write; missing folders above it are made.
         writer: Called with a temporary path in the same folder and of the same suffix, which it must write.
+        size: Bytes that it will write, where they are known, for the error on a full disk.
 
     Returns:
         The path written.
 
     Raises:
         InputError: ``path`` is a folder, or cannot be written.
+        DiskSpaceError: The disk has no room for it; an old file of this name stays as it was.
 
     Example:
         >>> import tempfile
@@ -70,30 +87,69 @@ def write_atomic(path: str | os.PathLike[str], writer: Callable[[Path], object])
         ...     write_atomic(Path(folder) / "note.txt", lambda p: p.write_text("whole")).read_text()
         'whole'
     """
-    path = checked_path("path", path)
-    if path.is_dir():
-        raise InputError(f"path {path} is a folder", expected="a file to write", remedy="add a file name")
-    temporary = path.with_name(f".{path.stem}.{secrets.token_hex(6)}{_PARTIAL}{path.suffix}")
+    path = params.path("path", path)
+    mark = f"{process_mark()}-{secrets.token_hex(4)}"
+    temporary = path.with_name(f".{path.stem}.{mark}{_PARTIAL}{path.suffix}")
     try:
+        if path.is_dir():
+            raise InputError(f"path {path} is a folder", expected="a file to write", remedy="add a file name")
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_partial(path)
         temporary.touch()
     except OSError as error:
-        raise InputError(
-            f"path {path} cannot be written: {error.strerror}",
-            expected="a folder that can be written",
-            remedy="name another folder, or change its permissions",
-        ) from error
+        refuse_write(path, error, size)
     try:
         mode = temporary.stat().st_mode
         writer(temporary)
         temporary.chmod(mode)  # a writer may have made a file of its own, for the owner alone
         _force_to_disk(temporary)
         os.replace(temporary, path)
+    except Exception as error:
+        if isinstance(error, LinnetError) or not is_of_the_system(error):
+            raise
+        refuse_write(path, error, size)
     finally:
         temporary.unlink(missing_ok=True)
     if os.name == "posix":  # the rename itself lives in the folder
         _force_to_disk(path.parent)
     return path
+
+
+def remove_partial(path: Path) -> None:
+    """Remove the temporary files of a file that processes left which are killed.
+
+    Those of a living process, or of another machine that shares the folder, stay.
+
+    Args:
+        path: The file that they were to become.
+    """
+    start, end = f".{path.stem}.", f"{_PARTIAL}{path.suffix}"
+    with os.scandir(path.parent) as entries:
+        names = [entry.name for entry in entries if entry.name.startswith(start)]
+    for name in names:
+        mark = name.removeprefix(start).removesuffix(end)
+        if name.endswith(end) and is_over(mark.rpartition("-")[0]):
+            path.with_name(name).unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> Path:
+    """Write text in UTF-8, completely or not at all.
+
+    Args:
+        path: The file to write; missing folders above it are made.
+        text: Its content. What UTF-8 cannot hold (parts of undecodable file names) becomes an escape.
+
+    Returns:
+        The path written.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_text(Path(folder) / "note.txt", "whole").read_bytes()
+        b'whole'
+    """
+    content = text.encode("utf-8", "backslashreplace")
+    return write_atomic(path, lambda temporary: temporary.write_bytes(content), len(content))
 
 
 def _force_to_disk(path: Path) -> None:
@@ -125,7 +181,8 @@ def save_tensors(
         The file's path, ``directory/name.safetensors``.
 
     Raises:
-        InputError: The metadata hold something that JSON cannot.
+        InputError: The metadata hold something that JSON cannot, or the folder cannot be written.
+        DiskSpaceError: The disk has no room for it.
 
     Example:
         >>> import tempfile
@@ -147,7 +204,8 @@ def save_tensors(
     text = _dump(label)
     header = {_FORMAT: f"{_digest(text, content)} {text}"}  # one entry: several come in random order
     path = as_path(directory) / f"{name}.safetensors"
-    return write_atomic(path, lambda temporary: save_file(content, str(temporary), metadata=header))
+    size = sum(t.numel() * t.element_size() for t in content.values()) + len(text)
+    return write_atomic(path, lambda temporary: save_file(content, str(temporary), metadata=header), size)
 
 
 def load_tensors(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -176,7 +234,8 @@ def load_tensors(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Ten
     label = _parse(path, text)
     _check_label(path, label, kind)
     order = label.get("order")
-    if not isinstance(order, list) or set(order) != set(tensors) or "metadata" not in label:
+    named = isinstance(order, list) and all(isinstance(name, str) for name in order)
+    if not named or set(order) != set(tensors) or not isinstance(label.get("metadata"), dict):
         _refuse_altered(path)
     ordered = {key: tensors[key] for key in order}
     if digest != _digest(text, ordered):
@@ -211,6 +270,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The header's metadata and the tensors of any safetensors file."""
     from safetensors import SafetensorError, safe_open
 
+    require_room(path, path.stat().st_size)
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             header = file.metadata() or {}
@@ -254,7 +314,8 @@ def write_json(path: str | os.PathLike[str], value: object, kind: str | None = N
         The path written.
 
     Raises:
-        InputError: The value holds something that JSON cannot.
+        InputError: The value holds something that JSON cannot, or the folder cannot be written.
+        DiskSpaceError: The disk has no room for it.
 
     Example:
         >>> import tempfile
@@ -268,7 +329,7 @@ def write_json(path: str | os.PathLike[str], value: object, kind: str | None = N
         content = json.loads(_dump(value))
         label = {"format": _FORMAT, "kind": kind, "version": FORMAT_VERSION}
         text = _dump({**label, "sha256": _json_digest(kind, content), "content": content}, indent=2)
-    return write_atomic(path, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
+    return write_text(path, text + "\n")
 
 
 def read_json(path: str | os.PathLike[str], kind: str | None = None) -> Any:
@@ -286,6 +347,12 @@ def read_json(path: str | os.PathLike[str], kind: str | None = None) -> Any:
         FileFormatError: The file is truncated, altered, not JSON, not linnet's, of another kind or newer.
     """
     path = require_file(path)
+    if path.stat().st_size > _LARGEST_JSON:
+        raise FileFormatError(
+            f"{path} has {format_bytes(path.stat().st_size)}",
+            expected=f"a JSON file of at most {format_bytes(_LARGEST_JSON)}",
+            remedy="check where the file comes from: the records that linnet writes take kilobytes",
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -294,9 +361,17 @@ def read_json(path: str | os.PathLike[str], kind: str | None = None) -> Any:
     if kind is None:
         return value
     _check_label(path, value, kind)
-    if value.get("sha256") != _json_digest(kind, value.get("content")):
+    if value.get("sha256") != _digest_of_read(path, kind, value.get("content")):
         _refuse_altered(path)
     return value["content"]
+
+
+def _digest_of_read(path: Path, kind: str, content: object) -> str:
+    """The digest of content that came from a file, which may be nested deeper than can be written."""
+    try:
+        return _json_digest(kind, content)
+    except (RecursionError, ValueError):
+        _refuse_altered(path)
 
 
 def _json_digest(kind: str, content: object) -> str:
@@ -308,7 +383,7 @@ def _dump(value: object, indent: int | None = None) -> str:
     """JSON text of a value."""
     try:
         return json.dumps(value, indent=indent, default=_plain)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InputError(
             f"a value cannot be written as JSON ({error})",
             expected="numbers, strings, lists, dictionaries with string keys, paths, arrays",
@@ -374,25 +449,3 @@ def _refuse_altered(path: Path) -> NoReturn:
         expected="the file exactly as linnet wrote it",
         remedy="restore it from a copy or write it again",
     )
-
-
-def require_file(path: str | os.PathLike[str]) -> Path:
-    """The path, if a file lies there.
-
-    Args:
-        path: The file to be read.
-
-    Returns:
-        ``path`` as a Path.
-
-    Raises:
-        InputError: Nothing is there, or a folder.
-    """
-    path = Path(path)
-    if path.is_dir():
-        raise InputError(f"{path} is a folder", expected="a file")
-    if not path.is_file():
-        neighbors = sorted(p.name for p in path.parent.glob("*"))[:8] if path.parent.is_dir() else []
-        beside = f"beside it are: {', '.join(neighbors)}" if neighbors else "its folder is empty or missing"
-        raise InputError(f"there is no file {path}", "an existing file", f"check the path; {beside}")
-    return path

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,8 +28,9 @@ _LARGEST_KEPT = (32 << 20) - (64 << 10)  # just below glibc's DEFAULT_MMAP_THRES
 def available_bytes(device: torch.device | str = "cpu") -> int:
     """The memory that can still be allocated on a device.
 
-    On the CPU this is the smaller of what the operating system reports and what the control group of
-    the process (a container, a batch job) still allows.
+    On the CPU this is the least of what the operating system reports, what the control group of the
+    process (a container, a batch job) still allows, and what the limits of the process itself on its
+    address space and data (``ulimit -v``, ``ulimit -d``) leave it.
 
     Args:
         device: A torch device, or its name.
@@ -49,7 +50,7 @@ def available_bytes(device: torch.device | str = "cpu") -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + _cuda_cached(device)
     if device.type in ("cpu", "mps"):  # mps shares the main memory
-        return min([_system_available(), *_cgroup_available()])
+        return min([_system_available(), *_cgroup_available(), *_limits_available()])
     raise InputError(
         f"device is {str(device)!r}, whose free memory linnet cannot query",
         expected="a cpu, cuda or mps device",
@@ -127,6 +128,25 @@ def _cgroup_used(folder: Path, name: str) -> int:
         return used
     match = re.search(r"^(?:total_)?inactive_file (\d+)", stat, re.MULTILINE)
     return used - int(match.group(1)) if match else used
+
+
+def _limits_available() -> list[int]:
+    """What the limits of this process leave it, one figure for each that is set."""
+    try:
+        import resource  # not on every system
+    except ImportError:
+        return []
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:  # a system without it; its limits are taken as they stand
+        status = ""
+    left = []
+    for limit, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        soft, _ = resource.getrlimit(limit)
+        if soft != resource.RLIM_INFINITY:
+            match = re.search(rf"^{used}:\s+(\d+) kB", status, re.MULTILINE)
+            left.append(max(soft - int(match.group(1)) * 1024 if match else soft, 0))
+    return left
 
 
 def _read_number(path: Path) -> int | None:
@@ -232,12 +252,14 @@ class Plan:
         return "\n".join([head, *(f"  {name:<{width}} {format_bytes(size):>8}" for name, size in self.items)])
 
 
-def require(plan: Plan, alternatives: Sequence[str]) -> None:
+def require(plan: Plan, alternatives: Sequence[str] | Mapping[str, Sequence[str]]) -> None:
     """Stop before allocating when a plan does not fit its budget.
 
     Args:
         plan: The plan to check.
-        alternatives: What the user could do instead, best first; the first two are named.
+        alternatives: What the user could do instead, best first; the first two are named. Where that
+            depends on what is too large: a mapping from names of items; that of the largest item in it
+            is taken.
 
     Raises:
         MemoryBudgetError: The plan's peak is over its budget.
@@ -248,6 +270,9 @@ def require(plan: Plan, alternatives: Sequence[str]) -> None:
     if plan.peak <= plan.budget:
         return
     largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in _largest(plan, 3))
+    if isinstance(alternatives, Mapping):
+        every = _largest(plan, len(plan.items))
+        alternatives = next((alternatives[name] for name, _ in every if name in alternatives), [])
     raise MemoryBudgetError(
         f"{plan.operation} would need {format_bytes(plan.peak)} ({largest})",
         expected=f"at most {format_bytes(plan.budget)}, the memory budget",

@@ -24,15 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.errors import FileFormatError, InputError, ModelError, WeightsError
-from linnet.files import read_safetensors, require_file
+from linnet.errors import FileFormatError, InputError, LinnetError, ModelError, WeightsError
+from linnet.files import read_safetensors
 from linnet.integrations.pretrained import BUILDERS
+from linnet.limits import require_file, require_room
 from linnet.npz import read_npz
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".th", ".tar", ".bin", ".ckpt")
 _NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the weights
 _WRAPPERS = ("module.", "_orig_mod.")  # what DataParallel and torch.compile put before every name
 _SPECS = "path/to/file.py:factory, hf:NAME, timm:NAME or torchvision:NAME"
+_DEPTH = 8  # dictionaries inside dictionaries that are looked into
 _SHOWN = 8  # names shown of each list in an error
 
 
@@ -200,6 +202,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     Raises:
         InputError: There is no such file, or its suffix is unknown.
         FileFormatError: The file is truncated, altered or foreign, or does not hold weights.
+        MemoryBudgetError: They would take more memory than is free.
     """
     path = require_file(path)
     suffix = path.suffix.lower()
@@ -239,12 +242,15 @@ def _read_torch(path: Path) -> object:
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
+                require_room(path, sum(member.file_size for member in archive.infolist()), "its members")
                 damaged = archive.testzip()  # torch.load does not compare the checksums
             if damaged:
                 raise zipfile.BadZipFile(f"bad checksum of {damaged}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch says of old formats helps nobody who only reads
             return torch.load(path, map_location="cpu", weights_only=True)
+    except LinnetError:
+        raise
     except pickle.UnpicklingError as error:
         raise FileFormatError(
             f"{path} holds more than weights, or is no torch file{_found_in(error)}",
@@ -268,25 +274,36 @@ def _found_in(error: Exception) -> str:
 
 def _find_state_dict(path: Path, content: object) -> dict[str, Tensor]:
     """The dictionary of tensors in a checkpoint."""
-    while isinstance(content, Mapping):
-        nested = next((key for key in _NESTED if isinstance(content.get(key), Mapping)), None)
-        if nested is None:
+    for _ in range(_DEPTH):  # a dictionary may hold itself
+        if not isinstance(content, Mapping):
             break
-        content = content[nested]
+        inner = [content[key] for key in _NESTED if isinstance(content.get(key), Mapping)]
+        if not inner:
+            break
+        content = inner[0]
     if not isinstance(content, Mapping):
         raise FileFormatError(
             f"{path} holds a {type(content).__name__}",
             expected="a dictionary of tensors",
             remedy="save model.state_dict()",
         )
-    others = [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
+    others = [str(key) for key, value in content.items() if not _is_dense(value)]
     if others:
         raise FileFormatError(
             f"{path} holds other things than tensors: {_some(others)}",
-            expected=f"tensors by name, or such a dictionary under one of: {', '.join(_NESTED)}",
+            expected=f"dense tensors by name, or such a dictionary under one of: {', '.join(_NESTED)}",
             remedy="save model.state_dict() alone",
         )
+    size = sum(value.numel() * value.element_size() for value in content.values())
+    require_room(path, size, "its tensors")  # a view can repeat one number any number of times
     return {str(key): value for key, value in content.items()}
+
+
+def _is_dense(value: object) -> bool:
+    """Whether a value is a tensor with a number for each of its places."""
+    if not isinstance(value, Tensor):
+        return False
+    return value.layout == torch.strided and not value.is_nested and value.device.type != "meta"
 
 
 def _without_wrappers(weights: dict[str, Tensor]) -> dict[str, Tensor]:

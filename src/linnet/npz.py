@@ -1,12 +1,14 @@
 """NumPy's ``.npz`` archives, read member by member and checked to the last byte.
 
 ``numpy.load`` stops at the end of an array, before the archive's own checksum is compared, so an altered
-member can pass; here every member is read to its end. Members may be stored, deflated, or packed with BZIP2
-or LZMA. Arrays of Python objects, which would need pickle, are refused.
+member can pass; here every member is read to its end. Before that its claimed length is held against its
+packed size and against the memory that is free. Members may be stored, deflated, or packed with BZIP2 or
+LZMA. Arrays of Python objects, which would need pickle, are refused.
 """
 
 from __future__ import annotations
 
+import io
 import lzma
 import math
 import os
@@ -22,8 +24,9 @@ from typing import IO, Any
 
 import numpy as np
 
-from linnet.errors import FileFormatError, LinnetError
-from linnet.files import require_file
+from linnet.errors import FileFormatError, LinnetError, MemoryBudgetError
+from linnet.limits import require_file, require_room
+from linnet.memory import format_bytes
 
 # What the decoders raise on damaged bytes.
 _DAMAGE = (
@@ -31,6 +34,11 @@ _DAMAGE = (
     IndexError, TypeError, OverflowError, RuntimeError, UserWarning,
 )  # fmt: skip
 
+# The most that a byte of an archive can unpack to: when deflated, two bits stand for 258 bytes at best. For
+# BZIP2 and LZMA the memory alone is the limit.
+_LARGEST_RATIO = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: 1032}
+_LARGEST_HEADER = 10_000  # characters; more numpy refuses too, once it has read them
+_PREFIX = 12  # bytes before them
 _TAIL = 22 + 0xFFFF  # bytes that a zip archive's last record can take, its comment included
 
 
@@ -77,6 +85,7 @@ def read_npz(path: str | os.PathLike[str], names: Sequence[str] | None = None) -
     Raises:
         InputError: There is no such file.
         FileFormatError: The file is truncated, altered or foreign, lacks a name, or holds Python objects.
+        MemoryBudgetError: An array would take more memory than is free.
 
     Example:
         >>> import tempfile
@@ -161,34 +170,52 @@ def _names(archive: zipfile.ZipFile) -> list[str]:
 
 
 def _read_header(archive: zipfile.ZipFile, name: str) -> ArrayHeader:
-    """One array's header, checked against the member's length."""
-    with archive.open(f"{name}.npy") as member:
-        header = _parse_header(archive, name, member)
-        size = header.dtype.itemsize * math.prod(header.shape)
-        if member.tell() + size != archive.getinfo(f"{name}.npy").file_size:
-            raise ValueError(f"array {name} is not as long as its header says")
-        return header
+    """One array's header, checked against the member's length, and that against the archive's."""
+    member = archive.getinfo(f"{name}.npy")
+    ratio = _LARGEST_RATIO.get(member.compress_type)
+    if ratio is not None and member.file_size > ratio * member.compress_size:
+        raise ValueError(f"array {name} claims {format_bytes(member.file_size)}, more than is in the archive")
+    if member.compress_size > Path(str(archive.filename)).stat().st_size:
+        raise ValueError(f"array {name} claims to be longer than the archive")
+    with archive.open(member) as file:
+        start = io.BytesIO(file.read(_PREFIX + _LARGEST_HEADER))
+    header = _parse_header(archive, name, start)
+    size = header.dtype.itemsize * math.prod(header.shape)
+    if start.tell() + size != member.file_size:
+        raise ValueError(f"array {name} is not as long as its header says")
+    return header
 
 
-def _parse_header(archive: zipfile.ZipFile, name: str, member: IO[bytes]) -> ArrayHeader:
-    """The header at the start of an open member."""
-    version = np.lib.format.read_magic(member)
+def _parse_header(archive: zipfile.ZipFile, name: str, start: IO[bytes]) -> ArrayHeader:
+    """The header in the first bytes of a member."""
+    version = np.lib.format.read_magic(start)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(member)
+    shape, _, dtype = read(start)
     if dtype.hasobject:
         raise FileFormatError(
             f"array {name} of {archive.filename} holds Python objects, which could run code when read",
             expected="arrays of numbers or of text",
             remedy="give all samples one shape and save numpy.array(..., dtype=float), or str for names",
         )
+    if dtype.itemsize == 0 or any(length < 0 for length in shape):
+        raise ValueError(f"array {name} has the shape {shape} and elements of {dtype.itemsize} bytes")
     return ArrayHeader(tuple(shape), dtype)
 
 
 def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     """One array, read to the end of its member, where its checksum is compared."""
-    _read_header(archive, name)
+    header = _read_header(archive, name)
+    size = header.dtype.itemsize * math.prod(header.shape)
+    require_room(Path(str(archive.filename)), size, f"the array {name}")
     with archive.open(f"{name}.npy") as member:
-        array = np.lib.format.read_array(member, allow_pickle=False)
+        try:
+            array = np.lib.format.read_array(member, allow_pickle=False)
+        except MemoryError as error:  # a limit of this process, which the free memory does not show
+            raise MemoryBudgetError(
+                f"array {name} of {archive.filename} takes {format_bytes(size)}, more than this process may",
+                expected="an array that fits into memory",
+                remedy="check where the file comes from, or raise the limit (ulimit -v)",
+            ) from error
         if member.read(1):
             raise ValueError(f"array {name} is longer than its header says")
     return np.asarray(array)

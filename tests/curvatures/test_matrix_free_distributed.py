@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from linnet.curvatures.distributed import all_sum, world
 from linnet.curvatures.fisher import FisherOperator
 from linnet.curvatures.ggn import GaussNewtonOperator
 from linnet.curvatures.stream import Batches
+from linnet.distributed import Share, all_sum, world
 from linnet.likelihoods import Categorical
 from tests.ranks import one_of_ranks, run_ranks
 from tests.zoo import assert_near, case, linearize
@@ -26,7 +26,7 @@ NAME = "mlp-tanh"
 def multiplied(rank: int, size: int) -> dict[str, Tensor]:
     """Products with an exact and a sampled matrix; a batch of three, so that shares are unequal."""
     function, v = linearize(NAME).function, case(NAME).direction(1, columns=2)
-    data = Batches(case(NAME).x1, torch.device("cpu"), 3, rank, size)
+    data = Batches(case(NAME).x1, torch.device("cpu"), 3, Share(rank, size))
     likelihood = Categorical()
     return {
         "exact": GaussNewtonOperator(function, data, likelihood) @ v,

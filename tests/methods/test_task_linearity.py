@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import DataError, InputError, ModelError
+from linnet.errors import DataError, InputError, ModelError, NumericalError
 from linnet.methods.spectrum.task_linearity import FULL, task_linearity
 from linnet.methods.spectrum.verdict import Evidence, judge
 from linnet.testing.oracles import jacobian_oracle
@@ -223,3 +223,13 @@ def test_the_verdict_in_words(change: dict[str, Any], level: str, words: str) ->
     assert found.level == level
     assert words in " ".join(found.reasons)
     assert found.text.endswith((".", "evidence."))
+
+
+def test_a_kernel_that_tells_no_examples_apart_is_refused() -> None:
+    net = network()
+    with torch.no_grad():
+        net[0].weight.zero_()  # all that is left is the same for every example
+        net[2].weight.zero_()
+    fit = linnet.fit(linnet.linearize(net, "2.bias"), (inputs(), labels(inputs())), ridge=1.0)
+    with pytest.raises(NumericalError, match="the same for all 24 examples"):
+        task_linearity(fit)

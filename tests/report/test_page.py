@@ -289,7 +289,9 @@ def test_the_summary_is_short_and_true() -> None:
     run = full()
     sentences = summary(run)
     assert len(sentences) == 5
-    assert all(sentence.endswith(".") and sentence[0].isupper() for sentence in sentences)
+    assert all(
+        sentence.endswith(".") and (sentence[0].isupper() or sentence[0].isdigit()) for sentence in sentences
+    )
     text = " ".join(sentences).replace("\u202f", " ")
     assert percent(run.scores.comparison[0].accuracy).replace("\u202f", " ") in text
     assert "plain fine-tuning" in text

@@ -17,8 +17,18 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     nets = write_nets(folder)
     pictures = write_pictures(folder / "pictures.npz")
     table = write_table(folder / "prices.csv")
-    words = ["adapt", "--data", str(pictures), "--model", f"{nets}:conv", "--baseline-steps", "4"]
+    words = [
+        "adapt",
+        "--data",
+        str(pictures),
+        "--model",
+        f"{nets}:conv",
+        "--compare",
+        "finetune",
+        "--finetune-steps",
+        "4",
+    ]
     assert cli.main([*words, "--out", str(folder / "pictures")]) == 0
-    words = ["adapt", "--data", str(table), "--model", f"{nets}:mlp", "--no-baseline"]
+    words = ["adapt", "--data", str(table), "--model", f"{nets}:mlp"]
     assert cli.main([*words, "--out", str(folder / "prices")]) == 0
     return folder

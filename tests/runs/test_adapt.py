@@ -22,7 +22,7 @@ from linnet.runs.folder import load_run
 from tests.runs.small_tasks import write_nets, write_pictures, write_table
 
 RUN_FILES = {
-    "model.safetensors", "linear-fit.safetensors", "samples.safetensors", "run.json",
+    "model.safetensors", "nested-fit.safetensors", "samples.safetensors", "run.json",
     "result.json", "report.html", "run.yaml",
 }  # fmt: skip
 
@@ -81,16 +81,16 @@ def test_the_test_accuracy_is_that_of_the_kernel(workshop: Path) -> None:
 
 
 def test_the_same_command_gives_the_same_fit(workshop: Path, folder: Path) -> None:
-    assert adapt(folder, "--baseline-steps", "4") == 0
-    first, _ = load_tensors(workshop / "pictures" / "linear-fit.safetensors", "linear-fit")
-    second, _ = load_tensors(folder / "run" / "linear-fit.safetensors", "linear-fit")
+    assert adapt(folder, "--compare", "finetune", "--finetune-steps", "4") == 0
+    first, _ = load_tensors(workshop / "pictures" / "nested-fit.safetensors", "nested-fit")
+    second, _ = load_tensors(folder / "run" / "nested-fit.safetensors", "nested-fit")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert result(folder / "run")["scores"][2]["nll"] == result(workshop / "pictures")["scores"][2]["nll"]
 
 
 def test_options_change_the_outcome(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--shots", "4", "--ridge", "2.5", "--params", "^3", "--tests", "9", "--no-baseline", "--json"]
+    words = ["--shots", "4", "--ridge", "2.5", "--params", "^3", "--tests", "9", "--json"]
     assert adapt(folder, *words, "--mean", "half", "--size", "8") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["train"], found["test"], found["fit"]["ridge"]) == (12, 9, 2.5)
@@ -109,34 +109,51 @@ def test_options_change_the_outcome(folder: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("criterion", ["gcv", "evidence"])
 def test_other_criteria(folder: Path, criterion: str) -> None:
-    assert adapt(folder, "--ridge", criterion, "--no-baseline") == 0
+    assert adapt(folder, "--ridge", criterion) == 0
     found = result(folder / "run")
     path = found["report"]["ridge_path"]
     scores = path["gcv"] if criterion == "gcv" else [-value for value in path["evidence"]]
     assert found["fit"]["ridge"] == pytest.approx(path["ridges"][int(np.argmin(scores))])
+    page = (folder / "run" / "report.html").read_text()
+    chosen = {
+        "gcv": "It was chosen by generalized cross-validation",
+        "evidence": "It was chosen by the evidence",
+    }
+    assert chosen[criterion] in page
+    assert page.count("It was chosen by") == 1
 
 
 @pytest.mark.parametrize(
     ("head", "rows"), [("random", "linear probe"), ("zero", "linear probe"), ("keep", "network as it is")]
 )
 def test_heads(folder: Path, head: str, rows: str) -> None:
-    assert adapt(folder, "--head", head, "--no-baseline", "--ridge", "1") == 0
+    assert adapt(folder, "--head", head, "--ridge", "1") == 0
     found = result(folder / "run")
     assert found["fit"]["warnings"] == []
     assert found["scores"][1]["name"] == rows
+    page, choice = (folder / "run" / "report.html").read_text(), found["report"]["choices"][0]
+    assert "It was given: no score had a part in it." in page
+    assert "How the ridge was chosen" not in page
+    assert "It was chosen by" not in page
+    assert choice["chosen"] == ("kept" if head == "keep" else f"new, 3 outputs, {head}")
+    assert choice["why"].startswith("asked for")
+    assert ("the labels have no part in it" in choice["why"]) == (head != "keep")
 
 
 def test_a_probe_head_starts_at_zero(folder: Path) -> None:
-    assert adapt(folder, "--head", "probe", "--no-baseline") == 0
+    assert adapt(folder, "--head", "probe") == 0
     assert "linear probe" in result(folder / "run")["fit"]["warnings"][0]
     run = load_run(folder / "run")
     assert float(run.fit.module.base(run.fit.x).abs().max()) == 0
+    choice = result(folder / "run")["report"]["choices"][0]
+    assert choice["chosen"] == "new, 3 outputs, linear probe"
+    assert choice["why"].startswith("asked for;")  # 24 samples are fewer than 72 features
     assert cli.main(["predict", "--run", str(folder / "run"), "--data", str(folder / "pictures.npz")]) == 0
 
 
 @pytest.mark.parametrize("more", [[], ["--head", "probe", "--params", "3"], ["--loss", "cross-entropy"]])
 def test_a_ridge_in_the_metric_of_the_curvature(folder: Path, more: list[str]) -> None:
-    assert adapt(folder, "--metric", "kfac", "--no-baseline", *more) == 0
+    assert adapt(folder, "--metric", "kfac", *more) == 0
     found, run = result(folder / "run"), load_run(folder / "run")
     assert ("by evidence" in found["fit"]["reasons"]["ridge"]) == run.origin.centered
     assert any("metric" in choice["what"] for choice in found["report"]["choices"])
@@ -144,9 +161,7 @@ def test_a_ridge_in_the_metric_of_the_curvature(folder: Path, more: list[str]) -
     assert run.fit.module.parameter_names == ["epsilon"]
     kept = run.fit.predict(run.fit.x)
     out = str(folder / "less")
-    assert (
-        cli.main(["forget", "--run", str(folder / "run"), "--indices", "1,4", "--out", out, "--verify"]) == 0
-    )
+    assert cli.main(["forget", "--run", str(folder / "run"), "--ids", "1,4", "--out", out, "--verify"]) == 0
     change = result(folder / "less")
     assert change["difference"] < 1e-3 * float(kept.abs().max())
     assert load_run(folder / "less").origin.metric == run.origin.metric
@@ -157,7 +172,7 @@ def test_a_ridge_in_the_metric_of_the_curvature(folder: Path, more: list[str]) -
 
 
 def test_nothing_is_decomposed_when_a_run_is_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert adapt(folder, "--metric", "kfac", "--no-baseline") == 0
+    assert adapt(folder, "--metric", "kfac") == 0
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("an eigendecomposition")
@@ -169,7 +184,8 @@ def test_nothing_is_decomposed_when_a_run_is_opened(folder: Path, monkeypatch: p
 
 def test_the_metric_is_chosen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(*words: str, model: str = "conv") -> tuple[bool, str]:
-        assert adapt(folder, "--no-baseline", "--overwrite", *words, model=model) == 0
+        given = ("--overwrite", "--method", "linear")
+        assert adapt(folder, *given, *words, model=model) == 0
         metric = load_run(folder / "run").origin.metric
         return metric is not None, result(folder / "run")["fit"]["reasons"]["metric"]
 
@@ -188,6 +204,48 @@ def test_the_metric_is_chosen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert taken(*probe)[1] == "its eigenvectors would take longer than the kernel"
 
 
+def test_the_method_is_chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--weight", "0.4"], ["--ridge", "0.1", "--method", "nested"]):
+        assert adapt(folder, "--overwrite", *words) == 0
+        assert load_run(folder / "run").origin.heads is not None
+    assert result(folder / "run")["fit"]["ridge"] == 0.1
+    for words in (["--head", "random"], ["--ridge", "gcv"], ["--params", "^3"], ["--method", "linear"]):
+        assert adapt(folder, "--overwrite", *words) == 0
+        assert load_run(folder / "run").origin.heads is None
+    for words in (["--head", "random"], ["--cross-fit", "3"], ["--solver", "cg"], ["--ridge", "gcv"]):
+        assert adapt(folder, "--method", "nested", "--overwrite", *words) == 2
+        assert f"{words[0][2:].replace('-', '_')} is given with method nested" in capsys.readouterr().err
+    assert adapt(folder, "--weight", "2", "--overwrite") == 2
+    assert "weight is 2" in capsys.readouterr().err
+
+
+def test_the_verdict_is_told(workshop: Path) -> None:
+    found = result(workshop / "pictures")
+    verdict = found["fit"]["reasons"]["verdict"]
+    assert verdict in found["report"]["headline"][0]
+
+
+def test_an_interrupted_evaluation_keeps_the_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from linnet.runs import adaptation
+
+    solved, made = adaptation.solved, []
+    monkeypatch.setattr(adaptation, "solved", lambda *a: (made.append(a), solved(*a))[1])
+    with monkeypatch.context() as patch:
+
+        def interrupt(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(adaptation, "_predict_test", interrupt)
+        assert adapt(folder) == 130
+    kept = load_run(folder / "run").fit
+    words = ["--data", str(folder / "pictures.npz"), "--out", str(folder / "p.csv")]
+    assert cli.main(["predict", "--run", str(folder / "run"), *words]) == 0
+    assert adapt(folder) == 0
+    assert len(made) == 1  # the second run goes on from the fit of the first
+    assert torch.equal(load_run(folder / "run").fit.system.beta, kept.system.beta)
+    assert result(folder / "run")["scores"][0]["accuracy"] > 0.5
+
+
 def test_a_metric_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert adapt(folder, "--metric", "fisher") == 2
     assert "one of auto, none, kfac" in capsys.readouterr().err
@@ -199,9 +257,10 @@ def test_the_head_is_a_probe_where_there_are_more_samples_than_features(folder: 
     network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
     x = torch.ones(1, 4)
     assert (choose_head(network, x, 6), choose_head(network, x, 5)) == ("probe", "random")
-    assert adapt(folder, "--no-baseline", "--model-args", '{"width": 2}') == 0  # 18 features, 24 samples
+    words = ("--method", "linear")
+    assert adapt(folder, *words, "--model-args", '{"width": 2}') == 0  # 18 features, 24 samples
     assert load_run(folder / "run").origin.centered
-    assert adapt(folder, "--no-baseline", "--overwrite") == 0  # 72 features
+    assert adapt(folder, *words, "--overwrite") == 0  # 72 features
     assert not load_run(folder / "run").origin.centered
 
 
@@ -212,10 +271,8 @@ def test_old_weights_go_into_the_old_head(folder: Path) -> None:
     with torch.no_grad():
         old[0].weight.mul_(2)  # type: ignore[index, operator]
     torch.save({"state_dict": old.state_dict()}, folder / "old.pt")
-    assert (
-        adapt(folder, "--weights", str(folder / "old.pt"), "--model-args", '{"classes": 7}', "--no-baseline")
-        == 0
-    )
+    words = ("--weights", str(folder / "old.pt"), "--model-args", '{"classes": 7}')
+    assert adapt(folder, *words, "--method", "linear") == 0
     state, _ = load_tensors(folder / "run" / "model.safetensors", "model")
     assert torch.equal(state["0.weight"], old.state_dict()["0.weight"])
     assert state["3.weight"].shape == (3, 72)
@@ -231,21 +288,32 @@ def test_regression(workshop: Path) -> None:
 
 
 def test_regression_with_a_new_head_and_fine_tuning(folder: Path) -> None:
-    words = ["--model-args", '{"outputs": 4}', "--baseline-steps", "30", "--target", "a"]
+    words = [
+        "--model-args",
+        '{"outputs": 4}',
+        "--compare",
+        "finetune",
+        "--finetune-steps",
+        "30",
+        "--target",
+        "a",
+    ]
     assert adapt(folder, *words, model="mlp", data="prices.csv") == 0
     names = [row["name"] for row in result(folder / "run")["scores"]]
     assert names == ["linear fit", "linear probe", "plain fine-tuning"]
 
 
 def test_conjugate_gradients_take_over_where_the_kernel_is_too_large(folder: Path) -> None:
-    assert adapt(folder, "--solver", "cg", "--no-baseline") == 0
+    assert adapt(folder, "--solver", "cg") == 0
     found = result(folder / "run")
     assert found["fit"]["solver"] == "cg"
-    assert "all samples" in found["fit"]["reasons"]["ridge"]
+    assert "chosen by leave-one-out on all samples" in found["fit"]["reasons"]["ridge"]
+    assert found["fit"]["criterion"] == "loo"
+    temperature = next(c for c in found["report"]["choices"] if c["what"] == "softmax temperature")
+    assert "of the small fit that chose the ridge" in temperature["why"]
     assert found["scores"][0]["accuracy"] > 0.8
     assert (
-        cli.main(["forget", "--run", str(folder / "run"), "--indices", "1", "--out", str(folder / "less")])
-        == 0
+        cli.main(["forget", "--run", str(folder / "run"), "--ids", "1", "--out", str(folder / "less")]) == 0
     )
 
 
@@ -295,7 +363,7 @@ def test_a_killed_run_resumes_to_the_same_result(
 ) -> None:
     write_pictures(folder / "many.npz", train=10, test=2)
     words = ["--model", f"{folder / 'nets.py'}:conv", "--model-args", f'{{"width": {width}}}']
-    words += ["--memory", memory, "--metric", metric, "--data", str(folder / "many.npz"), "--no-baseline"]
+    words += ["--memory", memory, "--metric", metric, "--data", str(folder / "many.npz")]
     run, whole = folder / "killed", folder / "whole"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -312,8 +380,9 @@ def test_a_killed_run_resumes_to_the_same_result(
     assert cli.main(["adapt", *words, "--out", str(whole)]) == 0
     assert resumed == len(counted) - resumed - len(finished)  # what was done is not done again
     assert not list(run.glob("*kernel*"))
-    first, _ = load_tensors(run / "linear-fit.safetensors", "linear-fit")
-    second, _ = load_tensors(whole / "linear-fit.safetensors", "linear-fit")
+    kind = "nested-fit" if metric == "auto" else "linear-fit"
+    first, _ = load_tensors(run / f"{kind}.safetensors", kind)
+    second, _ = load_tensors(whole / f"{kind}.safetensors", kind)
     assert all(torch.equal(first[name], second[name]) for name in second)
 
 
@@ -382,12 +451,12 @@ def refused(
         (["--ridge", "best"], "ridge is 'best'"),
         (["--head", "new"], "head is 'new'"),
         (["--solver", "lu"], "solver"),
-        (["--memory", "20kB"], "need"),
+        (["--memory", "2kB"], "need"),
         (["--memory", "much"], "memory is 'much'"),
         (["--device", "abacus"], "device is 'abacus'"),
         (["--params", "nothing"], "params"),
         (["--mean", "dark"], "mean is 'dark'"),
-        (["--baseline-steps", "-1"], "-1"),
+        (["--finetune-steps", "-1"], "-1"),
         (["--model-args", '{"depht": 3}'], "raised TypeError"),
         (["--weights", "absent.pt"], "absent.pt"),
         (["--size", "4"], "cannot run on x"),

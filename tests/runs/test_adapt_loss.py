@@ -23,7 +23,7 @@ from tests.runs.small_tasks import write_nets, write_pictures, write_table
 def words(folder: Path, out: str, *more: str, data: str = "pictures.npz", net: str = "conv") -> list[str]:
     """The command's words."""
     given = ["--model", f"{folder / 'nets.py'}:{net}", "--data", str(folder / data)]
-    return ["adapt", *given, "--out", str(folder / out), "--no-baseline", *more]
+    return ["adapt", *given, "--out", str(folder / out), *more]
 
 
 def result(run: Path) -> Any:
@@ -94,7 +94,7 @@ def test_auto_takes_the_lower_leave_one_out_log_loss(folder: Path) -> None:
 
 def test_forgetting_and_updating_such_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = folder / "cross-entropy", folder / "without"
-    assert cli.main(["forget", "--run", str(run), "--indices", "3,17", "--out", str(out), "--verify"]) == 0
+    assert cli.main(["forget", "--run", str(run), "--ids", "3,17", "--out", str(out), "--verify"]) == 0
     assert "norm of the gradient" in capsys.readouterr().out
     found = result(out)
     assert (found["train_before"], found["train"]) == (24, 22)
@@ -110,7 +110,7 @@ def test_forgetting_and_updating_such_a_run(folder: Path, capsys: pytest.Capture
 
 
 def test_explaining_such_a_run(folder: Path) -> None:
-    words = ["explain", "--run", str(folder / "cross-entropy"), "--index", "0", "--out", str(folder / "why")]
+    words = ["explain", "--run", str(folder / "cross-entropy"), "--ids", "0", "--out", str(folder / "why")]
     assert cli.main(words) == 0
     assert result(folder / "why")["explanations"][0]["up"]
 
@@ -119,7 +119,7 @@ def test_conjugate_gradients_take_the_ridge_of_a_pilot(folder: Path) -> None:
     assert cli.main(words(folder, "iterated", "--loss", "cross-entropy", "--solver", "cg")) == 0
     fit = result(folder / "iterated")["fit"]
     assert (fit["loss"], fit["solver"]) == ("cross-entropy", "cg")
-    assert "chosen by loo" in fit["reasons"]["ridge"]
+    assert "chosen by leave-one-out" in fit["reasons"]["ridge"]
     assert fit["certificate"] <= 1e-4
 
 
@@ -159,6 +159,11 @@ def test_a_cross_fitted_head(folder: Path, loss: str) -> None:
     assert "held-out" in fit["reasons"]["ridge"]
     assert any("cross-fitted" in text for text in fit["warnings"])
     assert load_run(folder / out).fit.held_out is not None
+    page, report = (folder / out / "report.html").read_text(), result(folder / out)["report"]
+    assert "It was chosen as the one of least held-out" in page
+    assert "It was chosen by" not in page
+    assert ("Held-out log loss" in page) == (loss == "cross-entropy")
+    assert "cross-fitted" in report["choices"][0]["chosen"]
 
 
 def test_only_a_probe_is_cross_fitted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

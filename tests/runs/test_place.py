@@ -10,7 +10,7 @@ import pytest
 
 from linnet import cli
 from linnet.errors import NumericalError
-from linnet.methods.fitting.linear_fit import LinearFit
+from linnet.methods.nested.nested_fit import NestedFit
 from linnet.runs.folder import load_run
 from tests.runs.small_tasks import write_nets, write_pictures
 from tests.runs.test_adapt import adapt, refused, result
@@ -31,22 +31,22 @@ def test_folders_that_cannot_be_used(folder: Path, capsys: pytest.CaptureFixture
     (folder / "mine").mkdir()
     (folder / "mine" / "thesis.tex").write_text("all of it")
     refused(folder, [], "other files, first thesis.tex", capsys, out="mine")
-    assert adapt(folder, "--no-baseline", "--overwrite", out="mine") == 0
+    assert adapt(folder, "--overwrite", out="mine") == 0
     assert (folder / "mine" / "thesis.tex").exists()
 
 
 def test_a_finished_run_is_only_replaced_on_request(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = folder / "run"
-    assert adapt(folder, "--no-baseline") == 0
+    assert adapt(folder) == 0
     assert cli.main(["predict", "--run", str(run), "--data", str(folder / "pictures.npz")]) == 0
-    assert adapt(folder, "--no-baseline") == 0  # the same settings
-    refused(folder, ["--no-baseline", "--shots", "4"], "a finished run of other settings", capsys)
+    assert adapt(folder) == 0  # the same settings
+    refused(folder, ["--shots", "4"], "a finished run of other settings", capsys)
     assert result(run)["train"] == 24
-    assert adapt(folder, "--no-baseline", "--shots", "4", "--overwrite") == 0
+    assert adapt(folder, "--shots", "4", "--overwrite") == 0
     assert result(run)["train"] == 12
     assert not (run / "predict").exists()
     assert not (run / "predictions.csv").exists()
-    assert adapt(folder, "--no-baseline", "--shots", "4") == 0  # the permission is not a setting
+    assert adapt(folder, "--shots", "4") == 0  # the permission is not a setting
 
 
 @pytest.mark.parametrize("words", [["--seed", "-1"], ["--seed", "9" * 20], ["--size", "100000"]])
@@ -55,17 +55,25 @@ def test_numbers_out_of_range(folder: Path, words: list[str], capsys: pytest.Cap
 
 
 def test_one_sample_a_class_takes_the_evidence(folder: Path) -> None:
-    assert adapt(folder, "--no-baseline", "--shots", "1") == 0
+    assert adapt(folder, "--shots", "1") == 0
+    assert result(folder / "run")["fit"]["reasons"]["ridge"] == "highest evidence"
+    assert adapt(folder, "--shots", "1", "--method", "linear", "--overwrite") == 0
     assert "class with one sample" in result(folder / "run")["fit"]["reasons"]["ridge"]
     assert result(folder / "run")["fit"]["criterion"] == "evidence"
+    page = (folder / "run" / "report.html").read_text()
+    assert "It was chosen by the evidence" in page
+    assert "chosen by leave-one-out" not in page
 
 
 def test_a_probe_stays_in_the_outputs_where_the_head_is_not_fitted(folder: Path) -> None:
-    words = ["--no-baseline", "--head", "probe"]
+    words = ["--head", "probe"]
     assert adapt(folder, *words, "--params", r"0\.(weight|bias)") == 0
     run = load_run(folder / "run")
     assert not run.origin.centered
     assert run.fit.module.base(run.fit.x).abs().max() > 1
+    choice = result(folder / "run")["report"]["choices"][0]
+    assert "linear probe" in choice["chosen"]
+    assert "the fit starts from its outputs" in choice["why"]
 
 
 def test_a_budget_that_the_kernel_does_not_fit_fails_the_check(folder: Path) -> None:
@@ -119,7 +127,7 @@ def test_predictions_without_variances_that_cannot_be_solved_for(
     def fail(*_: object) -> None:
         raise NumericalError("a solve ended early")
 
-    monkeypatch.setattr(LinearFit, "predictive", fail)
+    monkeypatch.setattr(NestedFit, "predictive", fail)
     table = tmp_path / "p.csv"
     words = ["--run", str(workshop / "pictures"), "--data", str(workshop / "pictures.npz")]
     assert cli.main(["predict", *words, "--out", str(table)]) == 0

@@ -98,9 +98,7 @@ def test_predict_a_table(workshop: Path, tmp_path: Path) -> None:
 
 
 def test_explain(workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    linnet(
-        "explain", "--run", workshop / "pictures", "--index", "3,17", "--top", 2, "--out", tmp_path / "why"
-    )
+    linnet("explain", "--run", workshop / "pictures", "--ids", "3,17", "--top", 2, "--out", tmp_path / "why")
     text = capsys.readouterr().out
     told = result(tmp_path / "why")["explanations"]
     assert [item["id"] for item in told] == ["test/3", "test/17"]
@@ -111,7 +109,7 @@ def test_explain(workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert task is not None
     x = task.tensors("test")[0][17:18]
     first = told[1]["up"][0]
-    without = run.fit.forget([first["sample"]])
+    without = run.fit.forget([first["position"]])
     change = (run.fit.predict(x) - without.predict(x))[0, told[1]["predicted"]]
     assert float(change) == pytest.approx(first["influence"], rel=1e-3)
 
@@ -127,22 +125,24 @@ def test_explain_new_samples(workshop: Path, tmp_path: Path) -> None:
         "--out",
         tmp_path / "why",
     ]
-    linnet(*words, "--index", 1)
+    linnet(*words, "--ids", "x/1")
     assert result(tmp_path / "why")["report"]["test"]["labels"] is None
-    linnet(*words, "--index", 2, code=2)
-    words = ["explain", "--run", workshop / "prices", "--index", "0", "--out", tmp_path / "price"]
+    linnet(*words, "--ids", "x/2", code=2)
+    words = ["explain", "--run", workshop / "prices", "--ids", "0", "--out", tmp_path / "price"]
     linnet(*words)
     assert result(tmp_path / "price")["explanations"][0]["up"][0]["influence"] > 0
 
 
 def test_forget(workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = load_run(workshop / "pictures")
-    linnet(
-        "forget", "--run", workshop / "pictures", "--indices", "0,5,9", "--out", tmp_path / "less", "--verify"
-    )
+    linnet("forget", "--run", workshop / "pictures", "--ids", "0,5,9", "--out", tmp_path / "less", "--verify")
     assert "21 now" in capsys.readouterr().out
     found = result(tmp_path / "less")
-    assert (found["train_before"], found["train"], found["removed"]) == (24, 21, [0, 5, 9])
+    assert (found["train_before"], found["train"], found["removed"]) == (
+        24,
+        21,
+        [{"id": f"train/{i}", "label": "across" if i < 8 else "along"} for i in (0, 5, 9)],
+    )
     assert found["certificate"] < 1e-10
     assert found["difference"] < 1e-3
     assert found["verified"] is True
@@ -151,16 +151,23 @@ def test_forget(workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert after.samples.ids == tuple(name for i, name in enumerate(before.samples.ids) if i not in (0, 5, 9))
     assert torch.equal(after.fit.x, before.fit.x[[i for i in range(24) if i not in (0, 5, 9)]])
     assert not torch.equal(after.fit.predict(before.fit.x), before.fit.predict(before.fit.x))
-    assert "Forgetting" in (tmp_path / "less" / "report.html").read_text()
-    linnet("explain", "--run", tmp_path / "less", "--index", 0)
-    linnet("forget", "--run", tmp_path / "less", "--indices", "20", "--out", tmp_path / "less2")
+    page = (tmp_path / "less" / "report.html").read_text()
+    assert "from a fit that never saw them" in page
+    ridge = next(c for c in found["report"]["choices"] if c["what"] == "ridge")
+    assert ridge["why"].startswith("of the fit before: lowest leave-one-out error")
+    linnet("explain", "--run", tmp_path / "less", "--ids", "test/0")
+    linnet("forget", "--run", tmp_path / "less", "--ids", "train/20", "--out", tmp_path / "less2")
     assert result(tmp_path / "less2")["train"] == 20
+    page = (tmp_path / "less2" / "report.html").read_text()
+    assert "a solution of the remaining equations from scratch" in page
+    assert "never saw" not in page
+    assert "fitting anew" not in page
 
 
 def test_update_undoes_forgetting(workshop: Path, tmp_path: Path) -> None:
     with np.load(workshop / "pictures.npz") as data:
         np.savez(tmp_path / "more.npz", x=data["x_train"][[22, 23]], y=data["y_train"][[22, 23]])
-    linnet("forget", "--run", workshop / "pictures", "--indices", "22,23", "--out", tmp_path / "less")
+    linnet("forget", "--run", workshop / "pictures", "--ids", "22,23", "--out", tmp_path / "less")
     linnet(
         "update",
         "--run",
@@ -201,21 +208,27 @@ def refused(
 
 
 @pytest.mark.parametrize(
-    ("indices", "what"),
-    [("24", "indices holds 24"), ("-1", "-1"), ("2,2", "twice"), (",".join(map(str, range(24))), "all 24")],
+    ("ids", "what"),
+    [
+        ("24", "ids holds 24"),
+        ("train/24", "none of the 24 training samples"),
+        ("test/3", "none of the 24 training samples"),
+        ("-1", "-1"),
+        ("2,train/2", "ids names train/2 twice"),
+        (",".join(map(str, range(24))), "all 24"),
+        ("[]", "ids is empty"),
+    ],
 )
-def test_bad_indices(
-    workshop: Path, tmp_path: Path, indices: str, what: str, capsys: pytest.CaptureFixture[str]
+def test_bad_ids(
+    workshop: Path, tmp_path: Path, ids: str, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "less"
-    refused(
-        ["forget", "--run", workshop / "pictures", f"--indices={indices}", "--out", out], what, capsys, out
-    )
+    refused(["forget", "--run", workshop / "pictures", f"--ids={ids}", "--out", out], what, capsys, out)
 
 
 def test_forget_wants_another_folder(workshop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = workshop / "pictures"
-    refused(["forget", "--run", run, "--indices", "1", "--out", run], "the same folder", capsys)
+    refused(["forget", "--run", run, "--ids", "1", "--out", run], "the same folder", capsys)
     refused(["update", "--run", run, "--data", "x.npz", "--out", run], "the same folder", capsys)
 
 
@@ -258,14 +271,14 @@ def test_bad_questions(workshop: Path, tmp_path: Path, capsys: pytest.CaptureFix
     )
     refused(["predict", "--run", run, "--data", new, "--out", tmp_path / "p.xlsx"], "p.xlsx", capsys)
     refused(["predict", "--run", run, "--data", tmp_path / "absent"], "does not exist", capsys)
-    refused(["explain", "--run", run, "--index", "30"], "index holds 30", capsys)
-    refused(["explain", "--run", run, "--index", "1", "--top", "0"], "top is 0", capsys)
+    refused(["explain", "--run", run, "--ids", "30"], "ids holds 30, which is none of the 30", capsys)
+    refused(["explain", "--run", run, "--ids", "1", "--top", "0"], "top is 0", capsys)
     refused(["predict", "--run", tmp_path / "absent", "--data", new], "there is no run folder", capsys)
     refused(["predict", "--run", run, "--data", new, "--memory", "none"], "memory is 'none'", capsys)
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "linear-fit.safetensors", "samples.safetensors", "run.json"]
+    "name", ["model.safetensors", "nested-fit.safetensors", "samples.safetensors", "run.json"]
 )
 @pytest.mark.parametrize("damage", ["truncated", "altered", "missing", "foreign"])
 def test_damaged_runs(
@@ -279,7 +292,8 @@ def test_damaged_runs(
     elif damage == "truncated":
         (run / name).write_bytes(content[: len(content) // 2])
     elif damage == "foreign":
-        shutil.copy(workshop / "prices" / name, run / name)
+        other = name.replace("nested", "linear")  # the run on prices goes on from what the network predicts
+        shutil.copy(workshop / "prices" / other, run / name)
     else:
         middle = len(content) // 2
         (run / name).write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
@@ -304,13 +318,13 @@ def test_a_changed_factory_is_noticed(
         f"{tmp_path / 'nets.py'}:conv",
         "--data",
         workshop / "pictures.npz",
-        "--no-baseline",
     ]
     linnet(*words, "--head", *head, "--out", tmp_path / "run")
     text = (tmp_path / "nets.py").read_text()
     (tmp_path / "nets.py").write_text(text.replace("stride=2), nn.Tanh()", "stride=2), nn.ReLU()"))
     words = ["predict", "--run", tmp_path / "run", "--data", workshop / "pictures.npz"]
-    refused(words, what, capsys)
+    refused(words, "nets.py:conv, which has changed since the run was made or trusted", capsys)
+    refused([*words, "--trust"], what, capsys)
 
 
 def test_changed_test_data_are_noticed(
@@ -318,12 +332,12 @@ def test_changed_test_data_are_noticed(
 ) -> None:
     data = tmp_path / "pictures.npz"
     shutil.copy(workshop / "pictures.npz", data)
-    words = ["adapt", "--model", f"{workshop / 'nets.py'}:conv", "--data", data, "--no-baseline"]
+    words = ["adapt", "--model", f"{workshop / 'nets.py'}:conv", "--data", data]
     linnet(*words, "--out", tmp_path / "run")
     with np.load(data) as arrays:
         changed = {**arrays, "y_test": arrays["y_test"][::-1]}
     np.savez(data, **changed)
-    linnet("forget", "--run", tmp_path / "run", "--indices", "1", "--out", tmp_path / "less")
+    linnet("forget", "--run", tmp_path / "run", "--ids", "1", "--out", tmp_path / "less")
     assert "not those of the run any more" in capsys.readouterr().out
     assert result(tmp_path / "less")["scores"] == []
-    refused(["explain", "--run", tmp_path / "run", "--index", "1"], "not those of the run", capsys)
+    refused(["explain", "--run", tmp_path / "run", "--ids", "1"], "not those of the run", capsys)

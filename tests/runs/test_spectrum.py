@@ -61,14 +61,24 @@ def test_of_a_run(workshop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (run / "report.html").read_bytes()
     assert spectrum("--run", run, "--top", 7, "--out", workshop / "seen") == 0
     said = capsys.readouterr().out
-    found, known = read(workshop / "seen"), json.loads((run / "result.json").read_text())
+    found = read(workshop / "seen")
     assert "Linear fine-tuning is likely to" in said
     assert "top 7" in said
+    assert "one linearization at a random head" in said
+    assert found["scores"][0]["accuracy"] > 0.8
+    assert (run / "report.html").read_bytes() == before
+
+
+def test_of_a_run_of_one_linearization(workshop: Path) -> None:
+    words = ["--model", f"{workshop / 'nets.py'}:conv", "--data", str(workshop / "pictures.npz")]
+    run = workshop / "linear"
+    assert cli.main(["adapt", *words, "--method", "linear", "--out", str(run)]) == 0
+    assert spectrum("--run", run, "--top", 7) == 0
+    found, known = read(run / "spectrum"), json.loads((run / "result.json").read_text())
     assert found["ridge"] == known["fit"]["ridge"]
     assert found["scores"][0]["accuracy"] == known["scores"][0]["accuracy"]
     dimension = known["report"]["spectrum"]["degrees_of_freedom"]
     assert found["effective_dimension"] == pytest.approx(dimension, rel=1e-4)
-    assert (run / "report.html").read_bytes() == before
 
 
 def test_of_a_regression_beside_the_run(workshop: Path, capsys: pytest.CaptureFixture[str]) -> None:

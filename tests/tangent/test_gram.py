@@ -272,16 +272,24 @@ class Counting:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None) -> None:
         self.examples, self.stop_after = 0, stop_after
-        capture = gram_file.capture
+        capture, in_parts = gram_file.capture, gram_file.capture_parts_for_products
 
         def counted(function: Functional, x: Any, outputs: Any) -> Any:
             captured = capture(function, x, outputs)
-            self.examples += captured.n
-            if self.stop_after is not None and self.examples > self.stop_after:
-                raise Interrupted
+            self.count(captured.n)
             return captured
 
+        def counted_parts(function: Functional, x: Any, outputs: Any, columns: int) -> Any:
+            self.count(len(x))
+            yield from in_parts(function, x, outputs, columns)
+
         monkeypatch.setattr(gram_file, "capture", counted)
+        monkeypatch.setattr(gram_file, "capture_parts_for_products", counted_parts)
+
+    def count(self, examples: int) -> None:
+        self.examples += examples
+        if self.stop_after is not None and self.examples > self.stop_after:
+            raise Interrupted
 
 
 def streaming(name: str = "mlp", x2: bool = False) -> tuple[Functional, Tensor, Tensor | None, int]:
@@ -396,13 +404,13 @@ from tests.tangent.test_gram import streaming
 gram_file = sys.modules["linnet.tangent.gram"]
 sys.modules["linnet.tangent.store"].RECORD_SECONDS = 0.0
 function, x, _, budget = streaming()
-capture, seen = gram_file.capture, [0]
+features, seen = gram_file._features, [0]
 def dying(*args):
     seen[0] += 1
     if seen[0] == 18:
         os.kill(os.getpid(), signal.SIGKILL)
-    return capture(*args)
-gram_file.capture = dying
+    return features(*args)
+gram_file._features = dying
 gram_file.gram(function, x, memory=budget, file=Path(sys.argv[1]))
 """
 

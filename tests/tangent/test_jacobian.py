@@ -120,6 +120,7 @@ class Counted(nn.Module):
 def test_each_product_runs_the_network_once() -> None:
     function = Functional(Counted())
     jvp_columns(function, X, real(38))  # which way works is found out once
+    JacobianOperator(function, X, 3)  # and that no example depends on another
     runs = function.model.runs  # type: ignore[union-attr]
     for call, expected in (
         (lambda: jvp_columns(function, X, real(38)), 1),

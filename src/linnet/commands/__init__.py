@@ -9,5 +9,9 @@ parameters (keyword-only, with types and defaults) are the options, its Google d
 * returns a dictionary of plain values, which `--json` prints instead of the summary. `"ok": False` in it
   makes the command end with status 1;
 * raises a `linnet.errors.LinnetError` for anything that the user can put right;
-* calls the folder it writes `out`: `linnet.cli` puts a replayable `run.yaml` there.
+* calls the folder it writes `out`: `linnet.cli` puts a replayable `run.yaml` there. With an `overwrite`
+  beside it no other process writes there, and no run of other settings lies there, while the command runs;
+* calls a network that it builds `model` and `model_args`: `linnet.cli` refuses code that only a settings file
+  names;
+* hands `trust`, a flag of the command line alone, on to what opens a run.
 """

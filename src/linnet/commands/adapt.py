@@ -19,6 +19,8 @@ def adapt(
     solver: str = "auto",
     loss: str = "squared",
     metric: str = "auto",
+    method: str = "auto",
+    weight: float | str = "auto",
     params: str | None = None,
     head: str = "auto",
     cross_fit: int = 0,
@@ -27,8 +29,8 @@ def adapt(
     size: int | None = None,
     channels: int | None = None,
     target: str | None = None,
-    baseline: bool = True,
-    baseline_steps: int = 150,
+    compare: str = "probe",
+    finetune_steps: int = 150,
     memory: str | None = None,
     device: str = "cpu",
     seed: int = 0,
@@ -46,20 +48,27 @@ def adapt(
         shots: Training samples of each class, or of all in a regression; all there are by default.
         tests: Test samples to evaluate on, drawn at random; all by default.
         ridge: The ridge, a positive number, or how to choose it: auto (by leave-one-out, or by evidence where
-            a class has one sample), loo, gcv, evidence.
+            a class has one sample), loo, gcv, evidence. For nested a number is relative to the mean of the
+            kernel's diagonal.
             Where the kernel is too large for the memory, auto chooses it on some of the samples.
         solver: How to solve: dual (the kernel), cg (conjugate gradients), or auto.
         loss: What is fitted: squared (one-hot targets), cross-entropy (a few Newton steps on the same
             kernel), or auto, which solves both and keeps the one whose leave-one-out log loss on the training
             samples is lower.
-        metric: Of the ridge: none holds all weights alike, kfac those more that move the outputs far, by the
-            curvature of the network. auto is kfac for classes where no ridge is given; ridge auto is then by
-            evidence behind a probe.
+        metric: Penalty of linear: none is one ridge for all weights, kfac penalizes weights more that
+            strongly affect the outputs, by the curvature of the network. auto is kfac for classes where no
+            ridge is given; ridge auto is then by evidence behind a probe.
+        method: What is fitted: nested (a linear probe and the lower layers in one solve, how much of them is
+            chosen by leave-one-out), linear (one linearization of the whole network at a head), or auto:
+            nested, unless head, cross_fit, metric, loss, solver or a criterion is given that only linear has,
+            or the old head is kept.
+        weight: Share of the lower layers in the kernel of nested, from 0 (the linear probe) to 1, or auto.
         params: The parameters to fit, by name or regular expression; all of them by default.
-        head: The head to start from: probe (a linear probe), random, zero or keep. auto keeps it where a
-            regression fits the network's outputs; else it is a probe, or random where there are fewer samples
-            than features, which a probe would fit by heart. Where params fits its weights too, a probe only
-            gives the derivatives, and the fit starts from outputs of zero; else it starts from the probe's.
+        head: The head that linear starts from: probe (a linear probe), random, zero or keep. auto keeps it
+            where a regression fits the network's outputs; else it is a probe, or random where there are fewer
+            samples than features, because a probe would overfit. Where params fits its weights too, a probe
+            only gives the derivatives, and the fit starts from outputs of zero; else it starts from the
+            probe's.
         cross_fit: Folds of a linear probe, such as 5. Leave-one-out then leaves out the sample's part in the
             probe too, for one more kernel a fold. 0 for none.
         mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas.
@@ -67,8 +76,9 @@ def adapt(
         size: Height and width that images are scaled to, in pixels.
         channels: Color channels that the network expects, 1 or 3.
         target: The column of a table to predict; the last by default.
-        baseline: Whether to compare with plain fine-tuning, which takes most of the time.
-        baseline_steps: Steps of each run of plain fine-tuning.
+        compare: What the fit is compared with on the test samples: probe (the linear probe, or the network as
+            it is), or finetune, which adds plain fine-tuning and takes most of the time.
+        finetune_steps: Steps of each run of plain fine-tuning.
         memory: The budget, such as 2GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.
         seed: Seed of the split, of the draws and of plain fine-tuning.
@@ -78,19 +88,21 @@ def adapt(
     """
     from linnet.data import image_transform
     from linnet.runs.adaptation import adapt as run_adaptation
-    from linnet.runs.place import clear_run
+    from linnet.runs.folder import SavedRun, keep_fit
     from linnet.runs.settings import Network, Settings, Solving, Source
     from linnet.runs.summary import keep_adaptation, print_adaptation
 
     settings = Settings(
         Network(model, weights, model_args or {}, head, cross_fit),
         Source(data, image_transform(mean, std, size, channels), shots, tests, seed, target),
-        Solving(ridge, solver, params, memory, device, loss, metric),
-        baseline_steps if baseline else 0,
-    )
-    found = run_adaptation(settings, out)
-    if overwrite:
-        clear_run(out)
+        Solving(ridge, solver, params, memory, device, loss, metric, method, weight),
+        compare, finetune_steps,
+    )  # fmt: skip
+
+    def keep(run: SavedRun) -> None:
+        keep_fit(out, run, overwrite)
+
+    found = run_adaptation(settings, out, keep)
     result = keep_adaptation(found, out, f"{data.stem} from {model.rpartition(':')[2]}")
     for line in print_adaptation(result):
         print(line)

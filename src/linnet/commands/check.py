@@ -25,6 +25,9 @@ def check(
 ) -> dict[str, Any]:
     """Say how a network will be linearized on its data, and what it will cost.
 
+    For data with classes that is the network as ``linnet adapt`` takes it: with a new head of an output for
+    each class, where it has another number of outputs and ends in a linear layer.
+
     Args:
         model: The network: ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``.
         data: The data: an image folder with one folder a class, an ``.npz`` archive or a ``.csv`` table.
@@ -50,6 +53,7 @@ def check(
     from linnet.errors import InputError
     from linnet.machine import find_device
     from linnet.models import load_model
+    from linnet.runs.adaptation import with_head_of_adapt
     from linnet.tangent.preflight import preflight
 
     if batch < 1:
@@ -57,12 +61,16 @@ def check(
     place = find_device(device)
     task = load_data(data, image_transform(mean, std, size, channels), seed=seed)
     sample = task.subset("train", range(min(batch, len(task.train))))
-    replace(sample, test=sample.train).require_memory(memory)  # only these are decoded
+    if size is not None:  # of what a few samples take in their own size, the preflight tells
+        replace(sample, test=sample.train).require_memory(memory)  # only these are decoded
     x, _ = sample.tensors("train")
-    network = load_model(model, weights, model_args).to(place)
+    old = load_model(model, weights, model_args).to(place)
+    network, note = with_head_of_adapt(old, task, x.to(place))
     report = preflight(network, x.to(place), params=params, memory=memory)
     if report.memory.peak > report.memory.budget:
         report = replace(report, ok=False)  # the finding says so; nothing could be computed
+    if note:
+        report = replace(report, findings=(*report.findings, note))
     print(report)
     for finding in task.findings:
         print(f"data: {finding}")

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 
-def demo(*, out: Path = Path("runs/demo"), seed: int = 0) -> dict[str, Any]:
+def demo(*, out: Path = Path("runs/demo"), seed: int = 0, overwrite: bool = False) -> dict[str, Any]:
     """Adapt a small network to digits that it has never seen; then find wrong labels and forget them.
 
     Args:
         out: The folder for the data, the network, the runs and their reports.
         seed: Seed of everything that is random.
+        overwrite: Whether to replace a run of other settings there, or to write beside other files.
 
     Returns:
         Scores of the fit and of what it is compared with, how many flipped labels were found, and scores
@@ -19,10 +20,12 @@ def demo(*, out: Path = Path("runs/demo"), seed: int = 0) -> dict[str, Any]:
     """
     from linnet.report import Comparison
     from linnet.runs.demonstration import FLIPPED, adapt_digits, forget_flipped, prepare
-    from linnet.runs.place import check_out
+    from linnet.runs.place import check_out, clear_run
     from linnet.runs.summary import print_adaptation, print_change
 
     check_out(out)
+    if overwrite:
+        clear_run(out)
     files, before = prepare(out, seed)
     print(
         f"1. A small network was trained on the digits 0 to 4 in {before['seconds']:.1f} s: "
@@ -34,8 +37,8 @@ def demo(*, out: Path = Path("runs/demo"), seed: int = 0) -> dict[str, Any]:
         print(line)
     print(f"\n3. The same with {FLIPPED} labels flipped. Leave-one-out says which labels to doubt.\n")
     recall, forgotten = forget_flipped(files, out, seed)
-    print(f"flipped:       {', '.join(map(str, recall.wrong))}")
-    print(f"most doubtful: {', '.join(map(str, recall.inspected))}   ({recall.found} of {FLIPPED} found)\n")
+    print(f"flipped:       {', '.join(recall.wrong)}")
+    print(f"most doubtful: {', '.join(recall.inspected)}   ({recall.found} of {FLIPPED} found)\n")
     for line in print_change(forgotten):
         print(line)
     return {

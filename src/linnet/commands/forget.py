@@ -9,23 +9,28 @@ from typing import Any
 def forget(
     *,
     run: Path,
-    indices: list[int],
+    ids: list[str],
     out: Path,
     verify: bool = False,
+    model: str | None = None,
     memory: str | None = None,
     device: str = "cpu",
     overwrite: bool = False,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Forget training samples: the fit as if they had never been there, without training.
 
     Args:
         run: The folder that linnet adapt, forget or update wrote; it stays as it is.
-        indices: Positions of the samples in the run's training set, such as 3,17.
+        ids: Ids of the training samples, such as train/3,train/17, or names of image files, as the report
+            and result.json have them. Names that hold a comma are given as a JSON list.
         out: The folder for the new run.
         overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
         verify: Also fit anew without the samples, kernel included, and compare.
+        model: The network's factory, where the run's own is not here or not to be run.
         memory: The budget, such as 2GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.
+        trust: Whether to run code that a run of somebody else names.
 
     Returns:
         Scores before and after, the certificate (the relative residual of the new fit's own equations), and
@@ -41,10 +46,9 @@ def forget(
 
     check_out(out, run)
     check_device(device)
-    change = forget_samples(load_run(run, device, memory), indices, verify)
-    result, page = report_change(
-        change, "forget", out, f"{run.name}, {len(indices)} training samples forgotten"
-    )
+    change = forget_samples(load_run(run, device, memory, model=model, trust=trust), ids, verify)
+    title = f"{run.name} without {len(ids)} training sample{'s' * (len(ids) != 1)}"
+    result, page = report_change(change, "forget", out, title)
     with made_folder(out):
         if overwrite:
             clear_run(out)

@@ -12,8 +12,10 @@ def predict(
     data: Path,
     out: Path | None = None,
     std: bool = True,
+    model: str | None = None,
     memory: str | None = None,
     device: str = "cpu",
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Predict new samples with an adapted network, with probabilities and standard deviations.
 
@@ -23,8 +25,10 @@ def predict(
             the run's columns. Answers are used to score the predictions where there are any.
         out: The file to write, ``.csv`` or ``.json``; predictions.csv in the run's folder by default.
         std: Whether to compute standard deviations, which takes longer than the predictions themselves.
+        model: The network's factory, where the run's own is not here or not to be run.
         memory: The budget, such as 2GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.
+        trust: Whether to run code that a run of somebody else names.
 
     Returns:
         How many samples were predicted as what, their scores where answers are known, and the files written.
@@ -32,7 +36,14 @@ def predict(
     from linnet.runs.folder import load_run
     from linnet.runs.newdata import read_new
     from linnet.runs.pages import write
-    from linnet.runs.queries import check_table, predict_new, prediction_page, prediction_rows, write_rows
+    from linnet.runs.queries import (
+        check_table,
+        predict_new,
+        prediction_page,
+        prediction_rows,
+        told_rows,
+        write_rows,
+    )
     from linnet.runs.settings import check_device
     from linnet.runs.summary import print_prediction
 
@@ -40,13 +51,14 @@ def predict(
     if out is not None:
         check_table(out)
     check_device(device)
-    saved = load_run(run, device, memory)
+    saved = load_run(run, device, memory, model=model, trust=trust)
     new = read_new(data, saved, prefer="test")
     found = predict_new(saved, new, std)
     result, page = prediction_page(saved, new, found, f"Predictions for {data.name}")
     result |= {"predictions": str(table), "out": str(run / "predict")}
-    write_rows(table, prediction_rows(saved, new, found))
+    rows = prediction_rows(saved, new, found)
+    write_rows(table, rows)
     write(run / "predict", result, page)
-    for line in print_prediction(result):
+    for line in print_prediction(result, told_rows(saved, new, rows)):
         print(line)
     return result

@@ -30,12 +30,14 @@ def task_spectrum(
     memory: str | None = None,
     device: str = "cpu",
     seed: int = 0,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Say whether a task is linear for a network: its kernel's spectrum, the labels in it, and a verdict.
 
     Args:
-        run: The folder of a finished run to look at; then no network and data are named.
-        model: The network: ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``.
+        run: The folder of a finished run to look at; then no data are named.
+        model: The network: ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``;
+            beside a run its factory, where the run's own is not here or not to be run.
         data: The data: an image folder with one folder a class, an ``.npz`` archive or a ``.csv`` table.
         out: The folder for the report; spectrum in the run's folder by default.
         weights: A file of weights for the network with its old head: ``.safetensors``, ``.npz``, or torch's.
@@ -57,6 +59,7 @@ def task_spectrum(
         memory: The budget, such as 2GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.
         seed: Seed of the split and of the draws.
+        trust: Whether to run code that a run of somebody else names.
 
     Returns:
         Eigenvalues, the labels' share of the leading directions, their alignment, leave-one-out, the
@@ -85,7 +88,7 @@ def task_spectrum(
     is_new = not folder.exists()
     check_device(device)
     if run is not None:
-        subject, title = from_run(run, device, memory), f"Is the task of {run.name} linear?"
+        subject, title = from_run(run, device, memory, model, trust), f"Is the task of {run.name} linear?"
     else:
         from linnet.data import image_transform
         from linnet.runs.settings import Network, Settings, Solving, Source
@@ -95,8 +98,7 @@ def task_spectrum(
         settings = Settings(
             Network(model, weights, model_args or {}, head),
             Source(data, image_transform(mean, std, size, channels), shots, tests, seed, target),
-            Solving(ridge, solver, params, memory, device),
-            baseline=0,
+            Solving(ridge, solver, params, memory, device, metric="none", method="linear"),
         )
         subject = from_settings(settings, folder)
         title = f"Is {data.stem} linear for {model.rpartition(':')[2]}?"
@@ -125,12 +127,11 @@ def _check_subject(run: Path | None, model: str | None, data: Path | None, out: 
 
     given = {"--model": model, "--data": data}
     if run is not None:
-        extra = [name for name, value in given.items() if value is not None]
-        if extra:
+        if data is not None:
             raise InputError(
-                f"{' and '.join(extra)} given together with --run",
+                "--data given together with --run",
                 expected="a finished run, or a network with data",
-                remedy="leave one of them out",
+                remedy="leave one of the two out",
             )
         return
     missing = [name for name, value in {**given, "--out": out}.items() if value is None]

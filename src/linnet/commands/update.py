@@ -12,9 +12,11 @@ def update(
     data: Path,
     out: Path,
     verify: bool = False,
+    model: str | None = None,
     memory: str | None = None,
     device: str = "cpu",
     overwrite: bool = False,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """Take new training samples into a fit, as if they had always been there, without training.
 
@@ -25,8 +27,10 @@ def update(
         out: The folder for the new run.
         overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
         verify: Also fit anew on all samples, kernel included, and compare.
+        model: The network's factory, where the run's own is not here or not to be run.
         memory: The budget, such as 2GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.
+        trust: Whether to run code that a run of somebody else names.
 
     Returns:
         Scores before and after, and the certificate (the relative residual of the new fit's own equations).
@@ -42,7 +46,7 @@ def update(
 
     check_out(out, run)
     check_device(device)
-    saved = load_run(run, device, memory)
+    saved = load_run(run, device, memory, model=model, trust=trust)
     new = read_new(data, saved, prefer="train")
     change = update_samples(saved, new, required_answers(new, data), data.name, verify)
     added = change.after.fit.n - saved.fit.n

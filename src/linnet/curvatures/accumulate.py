@@ -10,15 +10,16 @@ from torch import Tensor
 
 from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.checkpoint import Checkpoint
-from linnet.curvatures.distributed import all_sum
 from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.output_layer import OutputLayer, add_output_layer, has_closed_form, remembered_inputs
 from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.sums import Gradients, Sums, wide
+from linnet.distributed import all_sum, gathered
 from linnet.errors import ModelError
+from linnet.memory import Plan, require
 from linnet.progress import track
 from linnet.tangent.batch import Inputs
-from linnet.tangent.capture import capture_parts
+from linnet.tangent.capture import capture_bytes, capture_parts
 from linnet.tangent.captured import Captured
 from linnet.tangent.channels_last import forward_trace
 from linnet.tangent.functional import Functional
@@ -182,8 +183,13 @@ class Accumulator:
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
 
+    def clear(self) -> None:
+        """Set all statistics to zero."""
+        for tensor in self.state().values():
+            tensor.zero_()
+
     def share(self) -> None:
-        """Add up the statistics of all processes; a process by itself has nothing to do."""
+        """Add up the statistics of all processes."""
         all_sum(list(self.state().values()))
 
 
@@ -286,6 +292,50 @@ def plan_chunks(
     return Chunks(FEWEST if parts > 1 else max(1, examples), max(1, min(columns, parts)))
 
 
+def require_columns(function: Functional, batch: Batch, columns: int, outputs: int, budget: int) -> None:
+    """Raise if one example does not fit: its columns, and its derivatives in one of them.
+
+    Args:
+        function: The network.
+        batch: A batch; a few of its examples are run if none of their shape has been.
+        columns: K, all columns of an example.
+        outputs: C.
+        budget: Bytes that may be used.
+
+    Raises:
+        MemoryBudgetError: If so.
+    """
+    items = (
+        ("columns of one example", columns * outputs * function.dtype.itemsize),
+        ("derivatives of one example", capture_bytes(function, batch.x, 1)),
+    )
+    plan = Plan(f"curvature with {columns} columns of {outputs} outputs", budget, items)
+    require(
+        plan,
+        {
+            items[0][0]: ['pass expectation="mc"', "use fewer outputs with output="],
+            items[1][0]: ["raise memory=", "use smaller inputs"],
+        },
+    )
+
+
+def capped(chunks: Chunks, columns: int, outputs: int, item: int, budget: int) -> Chunks:
+    """The sizes with as many examples as can have all their columns (K, N, C) at once.
+
+    Args:
+        chunks: The sizes.
+        columns: K.
+        outputs: C.
+        item: Bytes of a number.
+        budget: Bytes that may be used.
+
+    Returns:
+        The sizes, of at least one example.
+    """
+    most = max(1, budget // 4 // max(1, columns * outputs * item))
+    return Chunks(min(chunks.examples, most), chunks.columns)
+
+
 def _examples(target: int, most: int, each: int) -> int:
     """Examples of ``each`` bytes in ``target`` bytes; of large ones up to BUSY, in ``most`` bytes."""
     return max(target // max(1, each), min(BUSY, most // max(1, each)))
@@ -317,6 +367,9 @@ class Passes:
         self.function, self.batches, self.expectation = function, batches, expectation
         self.columns, self.few, self.checkpoint, self.watch = columns, few, checkpoint, watch
         self._saved = None if checkpoint is None else checkpoint.read()
+        own = 0 if self._saved is None else self._saved[0]
+        shared = checkpoint is not None and batches.share.world > 1
+        self._turns = gathered(own) if shared else [own]  # the pass that each process had come to
         self._finished: dict[str, Tensor] = {}
         self._data: dict[str, Tensor] = {}
         self._turn = 0
@@ -342,7 +395,8 @@ class Passes:
                     self._note(turn, batch.index + 1, accumulator)
                 elif batch.index + 1 == done:
                     self._require_same_data(turn)
-            accumulator.share()
+            if self.batches.share.world > 1:
+                accumulator.share()
             self._data[f"{turn}/data"] = self.batches.passed()
         self._finished |= _prefixed(accumulator, turn)
         if self.checkpoint is not None and done is not None:
@@ -355,18 +409,22 @@ class Passes:
             self.checkpoint.remove()
 
     def _restore(self, accumulator: Accumulator, turn: int) -> int | None:
-        """Batches that are done in this pass; ``None`` if all are."""
-        if self._saved is None or self._saved[0] < turn:
-            return 0
-        saved_turn, done, tensors = self._saved
+        """Batches that are done in this pass; ``None`` if all are, on all processes."""
+        saved_turn, done, tensors = self._saved or (0, 0, {})
         prefix = f"{turn}/"
         own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         if own:
             accumulator.load(own)
-        if saved_turn <= turn:
-            return done
-        self._data[f"{turn}/data"] = own["data"]
-        self.batches.expect(own["data"])
+        last = max(self._turns)
+        if last <= turn:
+            return done if saved_turn == turn else 0
+        if min(self._turns) <= turn:  # a process died before it wrote the sums of all, which others have
+            if self.batches.share.rank != self._turns.index(last):
+                accumulator.clear()
+            accumulator.share()
+        if saved_turn > turn and "data" in own:
+            self._data[f"{turn}/data"] = own["data"]
+            self.batches.expect(own["data"])
         return None
 
     def _note(self, turn: int, done: int, accumulator: Accumulator) -> None:

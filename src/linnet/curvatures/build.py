@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 
 from linnet.curvatures.accumulate import Watch
-from linnet.curvatures.distributed import world
 from linnet.curvatures.engine import Request, by_structure
 from linnet.curvatures.expectation import EXPECTATIONS, MATRICES, Expectation, choose_matrix
 from linnet.curvatures.operators import matrix_free, whole
 from linnet.curvatures.stream import Batches
 from linnet.curvatures.treatments import EXPECTATION_ALIASES, resolve
-from linnet.errors import InputError
+from linnet.distributed import Share, agree, least, together
+from linnet.errors import InputError, ModelError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.memory import parse_bytes
 from linnet.params import choice, flag, integer, refuse
@@ -47,7 +47,7 @@ def curvature(
     block: int | None = None,
     memory: str | int | None = None,
     file: str | Path | None = None,
-    shard: bool = True,
+    shard: bool | None = True,
     derivative: str = "exact",
     method: str = "lanczos",
 ) -> Any:
@@ -82,7 +82,10 @@ def curvature(
         memory: Budget such as ``"4GB"``; by default half of what is available.
         file: A ``.safetensors`` file for unfinished sums, written every 15 seconds and between passes: an
             interrupted call resumes from it. Removed at the end.
-        shard: Under torch.distributed, whether to share ``data`` out; ``False`` if each process has its own.
+        shard: Under torch.distributed, ``True`` if all processes pass the same ``data``, which are then
+            shared out; ``False`` if each passes its own; ``None`` for a process that computes alone. The
+            first two add up over all processes, which must all make the call; an error on one is raised on
+            all.
         derivative: ``"finite-difference"`` takes matrix-free Fisher products by the directional derivative
             of the gradient of a KL divergence, two backward passes and no forward mode.
         method: Of "low-rank": ``"lanczos"`` (to convergence) or ``"randomized"`` (one product).
@@ -91,10 +94,12 @@ def curvature(
         A :class:`Curvature`; an operator with products only for "matrix-free"; a dict for a list.
 
     Raises:
-        DataError: If the data are empty, not finite, change between passes, or lack targets.
+        DataError: If the data are empty, not finite, change between passes, lack targets, or are not counted
+            once by the processes together.
         InputError: If an argument has a value that is not listed, or does not go with another.
         MemoryBudgetError: If the matrix does not fit.
-        ModelError: If the network cannot be treated in this way.
+        ModelError: If the network cannot be treated in this way, or is another one on another process.
+        ProcessGroupError: If another process has gone, or is elsewhere.
 
     Source:
         Botev 2020, chapters 3 and 4; Martens and Grosse 2015; George et al. 2018 (EKFAC); Eschenhagen et al.
@@ -113,8 +118,8 @@ def curvature(
           2  3x4 + 3              ekfac
     """
     return _made(
-        None, model, data, likelihood, structure, expectation, sharing, matrix, params, output, samples,
-        rank, seed, block, memory, file, shard, derivative, method,
+        None, Share.of(shard), model, data, likelihood, structure, expectation, sharing, matrix, params,
+        output, samples, rank, seed, block, memory, file, derivative, method,
     )  # fmt: skip
 
 
@@ -138,12 +143,20 @@ def watched(
     """
     given = inspect.signature(curvature).bind(model, data, likelihood, structure, **options)
     given.apply_defaults()
-    return _made(watch, **given.arguments)
+    share = Share.of(given.arguments.pop("shard"))
+    return _made(watch, share, **given.arguments)
+
+
+def _made(watch: Watch | None, share: Share, *given: Any, **options: Any) -> Any:
+    """A curvature, or several; together with the other processes, if there are any."""
+    with together("linnet.curvature", share.world > 1):
+        return _computed(watch, share, *given, **options)
 
 
 @in_exact_mode
-def _made(
+def _computed(
     watch: Watch | None,
+    share: Share,
     model: nn.Module,
     data: Any,
     likelihood: Likelihood,
@@ -159,7 +172,6 @@ def _made(
     block: int | None,
     memory: str | int | None,
     file: str | Path | None,
-    shard: bool,
     derivative: str,
     method: str,
 ) -> Any:
@@ -178,7 +190,6 @@ def _made(
     words = {"expectation": expectation, "sharing": sharing, "derivative": derivative, "method": method}
     _check_words(words, {"samples": samples, "rank": rank})
     _check_seed(seed)
-    flag("shard", shard)
     if "last-layer" in kinds:
         params, kinds = _last_layer(params, kinds)
     function = _functional(model, params, output)
@@ -191,8 +202,11 @@ def _made(
         )
     _check_file(file, kinds, taken)
     columns = Expectation(likelihood, expectation, taken, samples, seed)
-    rank_, world_ = world() if shard else (0, 1)
-    batches = Batches(data, function.device, block, rank_, world_)
+    batches = Batches(data, function.device, block, share)
+    if share.world > 1:
+        settings = {"structure": wanted, "block": block, "memory": memory, "rank": rank, "shard": share.cut}
+        _require_alike(function, columns, {**settings, **words, "file": file is not None})
+        memory = least(parse_bytes(memory, function.device))  # what it decides, all decide alike
     request = Request(columns, sharing, memory, None if file is None else Path(file), watch)
     if any(kind in OPERATORS for kind in kinds) or taken == "hessian":
         if len(names) > 1:
@@ -208,6 +222,24 @@ def _made(
         return {names[0]: made} if several else made
     found = by_structure(function, batches, request, list(zip(names, kinds, strict=True)))
     return dict(zip(names, found, strict=True)) if several else found[0]
+
+
+def _require_alike(function: Functional, columns: Expectation, settings: Mapping[str, Any]) -> None:
+    """Raise on all processes unless they ask for the same matrix of the same network."""
+    e = columns
+    likelihood = f"{type(e.likelihood).__name__} {e.likelihood.describe()}"
+    chosen = {"matrix": e.matrix, "samples": e.samples, "seed": e.seed, "likelihood": likelihood}
+    agree(InputError, {**settings, **chosen}, "pass the same arguments on all processes")
+    weights = {
+        "the names of the parameters": ", ".join(function.names),
+        "the hash of weights and buffers": function.fingerprint()[:12],
+    }
+    agree(
+        ModelError,
+        weights,
+        "load one state_dict on all processes; running statistics of BatchNorm differ after training with "
+        "DistributedDataParallel, too: broadcast them",
+    )
 
 
 def _names(wanted: Sequence[Any]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.files import load_tensors, save_tensors
+from linnet.files import load_tensors, remove_partial, save_tensors
 
 INTERVAL = 15.0  # seconds between writes
 KIND = "curvature-sums"
@@ -94,5 +94,7 @@ class Checkpoint:
         self._written = time.monotonic()
 
     def remove(self) -> None:
-        """Delete the file: the result is complete."""
+        """Delete the file, and what a killed run left of writing it: the result is complete."""
         self.path.unlink(missing_ok=True)
+        if self.path.parent.is_dir():
+            remove_partial(self.path)

@@ -53,6 +53,11 @@ class EigenvalueSums(Sums):
             )
         }
 
+    @property
+    def basis_tensors(self) -> list[Tensor]:
+        """Q_A and Q_B, which the sums of all processes must have in common."""
+        return [self.input_basis, self.gradient_basis]
+
     def add(self, gradients: Gradients) -> None:
         """Add a batch."""
         if gradients.fresh:
@@ -129,6 +134,11 @@ class RowEigenvalueSums(Sums):
         self.basis = KroneckerEigen.of(product)
         self.tensors = {"values": torch.zeros_like(self.basis.values)}
 
+    @property
+    def basis_tensors(self) -> list[Tensor]:
+        """Both bases, which the sums of all processes must have in common."""
+        return [self.basis.left_vectors, self.basis.right_vectors]
+
     def add(self, gradients: Gradients) -> None:
         """Add a batch."""
         rows = layer_rows(gradients.captured, self.layer).flatten(0, 1).to(self.basis.dtype)
@@ -145,7 +155,7 @@ def _without_rounding(values: Tensor) -> Tensor:
     return torch.where(values <= torch.finfo(values.dtype).eps * values.max(), 0.0, values)
 
 
-def eigenvalue_sums(first: KroneckerSums | RowMomentSums) -> Sums:
+def eigenvalue_sums(first: KroneckerSums | RowMomentSums) -> EigenvalueSums | RowEigenvalueSums:
     """The second pass that belongs to a first one.
 
     Args:

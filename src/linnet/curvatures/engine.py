@@ -10,11 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.curvatures.accumulate import LARGEST, Chunks, Passes, Watch, plan_chunks, require_runs
+from linnet.curvatures.accumulate import (
+    LARGEST,
+    Chunks,
+    Passes,
+    Watch,
+    capped,
+    plan_chunks,
+    require_columns,
+    require_runs,
+)
 from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.curvature import Curvature, Provenance
-from linnet.curvatures.distributed import all_sum, world
-from linnet.curvatures.ekfac import eigenvalue_sums
+from linnet.curvatures.ekfac import EigenvalueSums, RowEigenvalueSums, eigenvalue_sums
 from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
 from linnet.curvatures.kfra import RecursionSums
@@ -24,6 +32,7 @@ from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import DEFAULT_BLOCK, Batch, Batches
 from linnet.curvatures.sums import Sums
 from linnet.curvatures.treatments import Structure, by_layer, make_sums, treatment
+from linnet.distributed import all_same, all_sum
 from linnet.memory import Plan, parse_bytes, require
 from linnet.progress import track
 from linnet.tangent.batch import take
@@ -97,8 +106,8 @@ def by_structure(
     _require_memory(function, _first_sums(plans, request, function, torch.device("meta")), request)
     sums = _first_sums(plans, request, function, function.device)
     f = look.outputs.detach()[:1].view(1, *function.output_shape(first.x))
-    chunks = _chunks(function, first, f, request, sums, batches.most(first), _fields(plans))
     closed = _closed_examples(look, first, function, request, sums)
+    chunks = _chunks(function, first, f, request, sums, batches.most(first), _fields(plans), closed is None)
     batches.block = batches.block or closed or chunks.examples
     checkpoint = _checkpoint(function, batches, request, [structure for _, structure in wanted])
     few = chunks.examples if closed else None
@@ -106,6 +115,8 @@ def by_structure(
     examples = float(passes.run(list(sums.values()), "curvature").examples)
     corrected = _second_sums(plans, sums)
     if corrected:
+        if batches.share.world > 1:  # where eigenvalues coincide, another machine may find another basis
+            all_same([t for one in corrected.values() for t in one.basis_tensors])
         passes.run(list(corrected.values()), "eigenvalues")
     passes.finish()
     found = []
@@ -129,9 +140,9 @@ def _checkpoint(
         "data": batches.identity(),
     }
     file = request.file
-    rank, size = world()
-    if size > 1:
-        file = file.with_name(f"{file.stem}-{rank}-of-{size}{file.suffix}")
+    share = batches.share
+    if share.world > 1:
+        file = file.with_name(f"{file.stem}-{share.rank}-of-{share.world}{file.suffix}")
     return Checkpoint(file, identity)
 
 
@@ -149,7 +160,8 @@ def _recursion(function: Functional, batches: Batches, request: Request, first: 
         counted, f, y = _counted(function, request.expectation, batch)
         if len(f):
             sums.add(counted, f, y)
-    all_sum(list(sums.tensors.values()))
+    if batches.share.world > 1:
+        all_sum(list(sums.tensors.values()))
     blocks = sums.blocks()
     parts = tuple(
         Part(layer, blocks[layer.name], "kfra")
@@ -220,7 +232,7 @@ def _first_sums(
 
 def _second_sums(
     plans: Sequence[Sequence[Assignment]], sums: Mapping[tuple[str, str], Sums]
-) -> dict[tuple[str, str], Sums]:
+) -> dict[tuple[str, str], EigenvalueSums | RowEigenvalueSums]:
     """Eigenvalue statistics of the layers that are eigenvalue-corrected."""
     found = {}
     for assignment in (a for plan in plans for a in plan if a.how == "ekfac"):
@@ -264,14 +276,18 @@ def _chunks(
     sums: Mapping[Any, Sums],
     most: int,
     fields: int,
+    formed: bool,
 ) -> Chunks:
-    """How much to capture at once; f are the outputs of the first example."""
+    """How much to capture at once; f are the outputs of the first example, whose columns may be formed."""
     e = request.expectation
     y = e.targets(f, None if first.y is None else first.y[:1])
-    columns = len(e.columns(f, y, 0))
+    columns, outputs = e.count(f, y), f.numel()
     rows = max((_row_numbers(s) for s in sums.values()), default=0) * function.dtype.itemsize
     budget = parse_bytes(request.memory, function.device)
-    return plan_chunks(function, first, columns, rows, budget, most, fields=fields)
+    if formed:
+        require_columns(function, first, columns, outputs, budget)
+    chunks = plan_chunks(function, first, columns, rows, budget, most, fields=fields)
+    return capped(chunks, columns, outputs, function.dtype.itemsize, budget)
 
 
 def _closed_examples(

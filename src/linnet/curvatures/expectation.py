@@ -19,6 +19,7 @@ from linnet.errors import DataError, InputError
 from linnet.likelihoods.likelihood import Likelihood
 
 EXPECTATIONS = ("exact", "mc", "random-projection", "empirical", "recursion")
+FORMED = 1000  # outputs up to which the columns of one example are formed to count them: 8 MB in float64
 MATRICES = ("gauss-newton", "fisher", "hessian")
 
 
@@ -61,6 +62,22 @@ class Expectation:
         if self.kind == "mc":
             return likelihood.sample_gradients(f, self.samples, generator, y)
         return likelihood.project(f, self.samples, generator, y)
+
+    def count(self, f: Tensor, y: Tensor | None) -> int:
+        """How many columns an example has; of very many outputs the most that they can have.
+
+        Args:
+            f: Outputs of one example in the network's own shape, (1, ...).
+            y: Its checked target, where it is needed.
+
+        Returns:
+            K.
+        """
+        if self.kind == "empirical":
+            return 1
+        if self.kind != "exact":
+            return self.samples
+        return f.numel() if f.numel() > FORMED else len(self.columns(f, y, 0))
 
     @property
     def needs_labels(self) -> bool:

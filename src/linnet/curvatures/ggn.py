@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from linnet.curvatures.distributed import all_sum
 from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.products import factored, require_finite, weighted
 from linnet.curvatures.stream import Batch, Batches
+from linnet.distributed import all_sum, together
 from linnet.errors import InputError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.operator import LinearOperator
@@ -59,11 +59,13 @@ class SummedOperator(LinearOperator, ABC):
         total = torch.zeros_like(v, memory_format=torch.contiguous_format)
         if v.shape[1] == 0:
             return total
-        shown = None if self.data.rank == 0 else False
-        for batch in track(self.data, self.description, total=self.data.length(), enabled=shown):
-            total += self.product(batch, v)
-        if self.data.world > 1:
-            all_sum([total])
+        shared = self.data.share.world > 1
+        shown = None if self.data.share.rank == 0 else False
+        with together(self.description, shared):
+            for batch in track(self.data, self.description, total=self.data.length(), enabled=shown):
+                total += self.product(batch, v)
+            if shared:
+                all_sum([total])
         self.passes += 1
         if self.on_pass is not None:
             self.on_pass()

@@ -58,7 +58,7 @@ class RecursionSums:
         self, function: Functional, expectation: Expectation, batch: Batch, probes: int = PROBES
     ) -> None:
         self.function, self.expectation, self.probes = function, expectation, probes
-        captured = capture(function, batch.x)
+        captured = capture(function, batch.x, "sum")
         self.layers = _chain(captured, find_layers(captured, function.names, {}))
         kind = wide(function.dtype)
         self.tensors = {"count": torch.zeros((), dtype=torch.float64, device=function.device)}

@@ -12,10 +12,12 @@ from linnet.curvatures.fisher import FiniteDifferenceFisher, FisherOperator
 from linnet.curvatures.ggn import GaussNewtonOperator, SummedOperator
 from linnet.curvatures.hessian import HessianOperator
 from linnet.curvatures.layers import Layer
+from linnet.curvatures.led import led
 from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import Batches
 from linnet.errors import InputError, ModelError
 from linnet.linalg.lowrank import LowRank
+from linnet.linalg.operator import LinearOperator
 from linnet.linalg.structured import Dense
 from linnet.memory import Plan, parse_bytes, require
 from linnet.solvers.lanczos import eigenpairs
@@ -100,8 +102,9 @@ def whole(
             expected="float32 or float64: the matrix is made from whole products with it",
             remedy="pass model.float(), or use a structure that sums in float32, such as kfac or diagonal",
         )
-    examples = float(sum(batch.size for batch in batches))
-    made = request.provenance(structure, examples)
+    for _ in batches:  # counts the examples of all processes, and checks them
+        pass
+    made = request.provenance(structure, float(batches.examples))
     if structure == "low-rank" and kept != "hessian":
         low = _low_rank(product, rank, method, request)
         return Curvature((Part(everything(function), low, "low-rank"),), function, made)
@@ -132,11 +135,18 @@ def _low_rank(product: SummedOperator, rank: int, method: str, request: Request)
         Plan(f"{rank} eigenpairs of {p} parameters", budget, (("basis", held),)),
         ["lower rank=", 'use method="randomized"'],
     )
-    if method == "randomized":
-        return nystrom(product, rank, request.expectation.seed)
-    pairs = eigenpairs(product, rank, tolerance=LANCZOS_TOLERANCE, generator=request.expectation.seed)
-    found = pairs.require("the leading eigenpairs of the curvature")
-    return LowRank(found.vectors, found.values.clamp(min=0), space=product.space, name="low-rank curvature")
+    seed = request.expectation.seed
+
+    def solve(matrix: LinearOperator) -> tuple[Tensor, ...]:
+        if method == "randomized":
+            near = nystrom(matrix, rank, seed)
+            return near.basis, near.values
+        pairs = eigenpairs(matrix, rank, tolerance=LANCZOS_TOLERANCE, generator=seed)
+        found = pairs.require("the leading eigenpairs of the curvature")
+        return found.vectors, found.values.clamp(min=0)
+
+    basis, values = led(product, solve)
+    return LowRank(basis, values, space=product.space, name="low-rank curvature")
 
 
 def _dense(product: SummedOperator, layer: Layer) -> Tensor:

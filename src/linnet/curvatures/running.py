@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.curvatures.accumulate import Accumulator, plan_chunks
+from linnet.curvatures.accumulate import Accumulator, capped, plan_chunks, require_columns
 from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.curvature import Curvature, Provenance
-from linnet.curvatures.distributed import all_sum, world
 from linnet.curvatures.ekfac import EigenvalueSums, RowEigenvalueSums, eigenvalue_sums
 from linnet.curvatures.engine import everything, layers_of
 from linnet.curvatures.expectation import EXPECTATIONS, Expectation, choose_matrix
@@ -40,6 +39,7 @@ from linnet.curvatures.treatments import (
     resolve,
     treatment,
 )
+from linnet.distributed import all_same, all_sum, together, world
 from linnet.errors import DataError, InputError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.space import require_params
@@ -145,6 +145,11 @@ class RunningCurvature:
         flag("shared", shared)
         if seen is not None:
             instance("seen", seen, ChainPass, "a forward pass of linnet's own")
+        with together("RunningCurvature.add", shared):
+            self._add_all(x, y, shared, seen)
+
+    def _add_all(self, x: Inputs, y: Tensor | None, shared: bool, seen: ChainPass | None) -> None:
+        """Fade what was added before, and add a batch; all processes together, if they are to."""
         rank, processes = world() if shared else (0, 1)
         whole = Batches(x if y is None else (x, y), self.function.device, max(1, batch_size(x))).first()
         self._prepare(whole)
@@ -152,11 +157,11 @@ class RunningCurvature:
         batch = replace(whole, index=self.batches * processes + rank)
         corrected = [i for i, (_, how, _) in enumerate(self._assigned) if how == "ekfac"]
         if corrected and self._second and self.batches % RENEWAL == 0:
-            self.renew_basis()
+            self._renew(processes > 1)
         begun = bool(self._second) or not corrected
         size = self._add(batch, [*self._first, *self._second.values()], processes, seen)
         if not begun:  # a basis needs factors first: the first batch is taken twice
-            self.renew_basis()
+            self._renew(processes > 1)
             self._add(batch, list(self._second.values()), processes, seen)
         self.examples.mul_(self.decay).add_(size)
         self.batches += 1
@@ -165,12 +170,17 @@ class RunningCurvature:
     @torch.no_grad()
     def renew_basis(self) -> None:
         """Turn EKFAC's eigenvalues into the eigenbasis of the present factors; done every 10 batches."""
+        self._renew(shared=False)
+
+    def _renew(self, shared: bool) -> None:
+        """Renew the basis, to the same one on all processes that add up."""
         for i, (_, how, _) in enumerate(self._assigned):
             if how == "ekfac":
                 first = _snapshot(self._first[i])
                 assert isinstance(first, KroneckerSums | RowMomentSums)
                 new = eigenvalue_sums(first)
-                assert isinstance(new, EigenvalueSums | RowEigenvalueSums)
+                if shared:  # where eigenvalues coincide, another machine may find another basis
+                    all_same(new.basis_tensors)
                 if i in self._second:
                     _carry(self._second[i], new)
                 self._second[i], self._basis[i] = new, first
@@ -225,11 +235,13 @@ class RunningCurvature:
         if key not in self._sizes:
             e = self.expectation
             f = self.function.check_runs(take(batch.x, slice(0, 1)))
-            columns = len(e.columns(f, e.targets(f, None if batch.y is None else batch.y[:1]), 0))
+            columns = e.count(f, e.targets(f, None if batch.y is None else batch.y[:1]))
             formed = [a.size for a, how, _ in self._assigned if how in ("block", "full") or not a.factored]
             row = max(formed, default=0) * self.function.dtype.itemsize
             budget = parse_bytes(None, self.function.device)
+            require_columns(self.function, batch, columns, f.numel(), budget)
             chunks = plan_chunks(self.function, batch, columns, row, budget)
+            chunks = capped(chunks, columns, f.numel(), self.function.dtype.itemsize, budget)
             self._sizes[key] = chunks.examples, chunks.columns
         return self._sizes[key]
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.curvature import Curvature, Provenance
-from linnet.curvatures.distributed import all_sum, world
 from linnet.curvatures.expectation import Expectation, choose_matrix
 from linnet.curvatures.kfra import RecursionSums
 from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import Batch, Batches
+from linnet.distributed import all_sum, together, world
 from linnet.errors import DataError, InputError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.tangent.batch import Inputs, batch_size, take
@@ -102,6 +102,11 @@ class RunningRecursion:
         Raises:
             ModelError: If the network is not a feed-forward chain of linear layers; it says where and why.
         """
+        with together("RunningRecursion.add", shared):
+            self._add_all(x, y, shared, seen)
+
+    def _add_all(self, x: Inputs, y: Tensor | None, shared: bool, seen: ChainPass | None) -> None:
+        """Fade what was added before, and add a batch; all processes together, if they are to."""
         rank, processes = world() if shared else (0, 1)
         whole = Batches(x if y is None else (x, y), self.function.device, max(1, batch_size(x))).first()
         batch = replace(whole, index=self.batches * processes + rank)

@@ -3,18 +3,23 @@
 Everything that sums over examples reads its data here. A pass may shuffle, since sums do not mind, but
 must hold the same examples: random augmentation and dropped last batches are found by comparing the
 passes, because a second pass over other data makes a matrix that belongs to no data set.
+
+Processes that share the data take every ``world``-th batch of them. That is right only if all read the same
+batches in the same order, and nothing divides the data a second time; so at the end of every pass number and
+sums of all parts are compared with those of the whole, as every process has read it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
+from linnet.distributed import Share, agree, look_around, sum_numbers
 from linnet.errors import DataError, InputError
 from linnet.params import integer
 from linnet.tangent.batch import (
@@ -29,6 +34,8 @@ from linnet.tangent.batch import (
     take,
     tensors_in,
 )
+from linnet.tangent.hashing import hash_tensors
+from linnet.tangent.sharded import Sharded, sharded
 
 SAMPLES_A_READ = 256  # examples of a Dataset read at once
 DEFAULT_BLOCK = 128  # examples of a batch, where neither the caller nor a loader says
@@ -77,10 +84,16 @@ class _Sums:
 
     def agrees(self, other: _Sums) -> bool:
         """Whether the other pass holds the same, up to the rounding of another order."""
+        # Σ v of standardized data is a small rest of large terms: √(N Σ v²) says how large
+        terms = 1e-9 * (self.examples * max(self.second, other.second)) ** 0.5
         return self.examples == other.examples and all(
-            abs(a - b) <= 1e-6 * (abs(a) + abs(b) + 1e-12)
-            for a, b in ((self.first, other.first), (self.second, other.second))
+            abs(a - b) <= 1e-6 * (abs(a) + abs(b) + 1e-12) + slack
+            for a, b, slack in ((self.first, other.first, terms), (self.second, other.second, 0.0))
         )
+
+    def plus(self, examples: int, first: float, second: float) -> _Sums:
+        """With a batch added."""
+        return _Sums(self.examples + examples, self.first + first, self.second + second)
 
 
 class Batches:
@@ -90,10 +103,14 @@ class Batches:
         data: An (x, y) pair, inputs alone, a ``Dataset`` or a ``DataLoader``; samples may lack targets.
         device: Where batches are put; ``None`` for where they are.
         block: Largest number of examples in a batch; ``None`` for a loader's own batches and 128 otherwise.
-        rank: This process among ``world`` that share the data; it gets every ``world``-th batch.
-        world: Number of processes.
+        share: What other processes do. A loader that gives every process a part is not divided again, and
+            examples with which its sampler fills the parts up are left out.
+
+    Attributes:
+        examples: Examples of the last complete pass, those of all processes together.
 
     Raises:
+        DataError: If a loader gives this process the part of another one.
         InputError: If ``data`` is none of these kinds.
 
     Example:
@@ -103,37 +120,83 @@ class Batches:
     """
 
     def __init__(
-        self, data: Any, device: torch.device | None, block: int | None = None, rank: int = 0, world: int = 1
+        self, data: Any, device: torch.device | None, block: int | None = None, share: Share | None = None
     ) -> None:
         if block is not None:
             block = integer("block", block)
-        self.device, self.block, self.rank, self.world = device, block, rank, world
+        share = share or Share()
+        self._part = sharded(data) if share.world > 1 else None
+        if self._part is not None:
+            share = replace(share, cut=False)
+            _check_part(self._part, share)
+        self.device, self.block, self.share = device, block, share
         self._streamed = isinstance(data, DataLoader) or (
             isinstance(data, Dataset) and not isinstance(data, TensorDataset)
         )
         self._data = data if self._streamed else _pair(data)
         self._seen: _Sums | None = None
-        self._now = _Sums()
+        self._now, self._whole_sums = _Sums(), _Sums()
+        self._known = False  # whether the whole has been summed, and cannot change
+        self.examples = 0
 
     def __iter__(self) -> Iterator[Batch]:
         """One pass; each batch is checked, and the pass as a whole compared with the first."""
-        self._now = now = _Sums()
+        self._now, share = _Sums(), self.share
+        whole = self._whole_sums if self._known else _Sums()
+        left = None if self._part is None else self._part.own  # of this process, fillers apart
         index = 0
         for x, y in self._whole():
             for part_x, part_y in self._parts(x, y):
-                if index % self.world == self.rank:
-                    batch = Batch(index, *_moved(part_x, part_y, self.device))
+                mine = not share.cut or index % share.world == share.rank
+                if mine and left != 0:
+                    place = index if share.cut else index * share.world + share.rank
+                    batch = Batch(place, *_moved(part_x, part_y, self.device))
+                    if left is not None:
+                        batch = batch.part(slice(0, left))
+                        left -= batch.size
                     _check(batch)
                     total = _fingerprint(batch)
-                    now = _Sums(now.examples + batch.size, now.first + total[0], now.second + total[1])
-                    self._now = now
+                    self._now = self._now.plus(batch.size, *total)
                     yield batch
+                elif share.cut and not self._known:
+                    total = _fingerprint(Batch(index, part_x, part_y))
+                    whole = whole.plus(batch_size(part_x), *total)
                 index += 1
+                if share.world > 1:
+                    look_around()
         if index == 0:
-            raise DataError(
-                "data is empty: it yields no example", expected="at least one example", remedy=EMPTY
+            raise _empty()
+        self._settle(whole)
+        self._compare(self._now)
+
+    def _settle(self, others: _Sums) -> None:
+        """Add the passes of all processes up, and compare the sum with the data; ``others``: left to them."""
+        now, share = self._now, self.share
+        if share.world == 1:
+            self.examples = now.examples
+            return
+        numbers = sum_numbers([now.examples, now.first, now.second])
+        added = _Sums(round(numbers[0]), numbers[1], numbers[2])
+        self.examples = added.examples
+        if not share.cut:
+            total = None if self._part is None else self._part.total
+            if total is not None and total != added.examples:
+                raise _miscounted(self._part, share, added.examples, total)
+            return
+        whole = others if self._known else others.plus(now.examples, now.first, now.second)
+        self._whole_sums, self._known = whole, not self._streamed
+        if not added.agrees(whole):
+            counts = (
+                f"{added.examples} examples were counted on {share.world} processes, of {whole.examples}"
+                if added.examples != whole.examples
+                else f"{share.world} processes read other batches, or in another order"
             )
-        self._compare(now)
+            raise DataError(
+                f"data are not the same on all processes: {counts} that rank {share.rank} read",
+                expected="the same batches in the same order on every process, which then shares them out",
+                remedy="turn shuffling and augmentation off and pass all the data to every process, or pass "
+                "each its own with shard=False",
+            )
 
     def first(self) -> Batch:
         """The first batch of a pass, whichever process asks; the pass is not compared."""
@@ -141,8 +204,26 @@ class Batches:
             for part_x, part_y in self._parts(x, y):
                 batch = Batch(0, *_moved(part_x, part_y, self.device))
                 _check(batch)
+                if self.share.world > 1:
+                    self._require_alike(batch)
                 return batch
         raise _empty()
+
+    def _require_alike(self, batch: Batch) -> None:
+        """Raise on all processes if their first batches show that their data do not belong together."""
+        forms = [f"{t.dtype} {tuple(t.shape[1:])}".removeprefix("torch.") for t in tensors_in(batch.x)]
+        targets = None if batch.y is None else f"{batch.y.dtype} {tuple(batch.y.shape[1:])}"
+        found: dict[str, Any] = {"the form of x": ", ".join(forms), "the form of y": targets}
+        if self.share.cut:
+            own = [*tensors_in(batch.x), *([] if batch.y is None else [batch.y])]
+            found["the number of the first examples"] = batch.size
+            found["the hash of the first examples"] = hash_tensors(own)[:12]
+        agree(
+            DataError,
+            found,
+            "turn shuffling and augmentation off and pass all the data to every process, or pass each its "
+            "own with shard=False",
+        )
 
     def most(self, first: Batch) -> int:
         """Examples that a batch can have if nobody limits them.
@@ -163,7 +244,8 @@ class Batches:
             return None
         n = batch_size(self._data[0])
         size = self.block or DEFAULT_BLOCK
-        return len(range(self.rank, -(-n // size), self.world))
+        batches = -(-n // size)
+        return len(range(self.share.rank, batches, self.share.world)) if self.share.cut else batches
 
     def identity(self) -> list[float]:
         """Numbers that change when the data or their order do.
@@ -242,6 +324,26 @@ class Batches:
                 expected="the same examples at every pass, in any order",
                 remedy="turn random augmentation and drop_last off, or pass tensors",
             )
+
+
+def _check_part(part: Sharded, share: Share) -> None:
+    """Raise unless a loader's part is that of this process."""
+    if (part.parts, part.index) != (share.world, share.rank):
+        raise DataError(
+            f"data is a DataLoader whose {part.by} makes part {part.index} of {part.parts}",
+            expected=f"part {share.rank} of {share.world}, for this process",
+            remedy="pass a DataLoader without that sampler: the data are shared out anyway",
+        )
+
+
+def _miscounted(part: Sharded | None, share: Share, counted: int, total: int) -> DataError:
+    """A sampler that gives examples twice, or not at all."""
+    by = "sampler" if part is None else part.by
+    return DataError(
+        f"data is a DataLoader whose {by} gives {share.world} processes {counted} examples of {total}",
+        expected="every example once: neither left out nor added to make all parts equally long",
+        remedy="pass a DataLoader without that sampler and without drop_last: the data are shared out anyway",
+    )
 
 
 def _empty() -> DataError:

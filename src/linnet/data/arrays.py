@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,11 +16,12 @@ from linnet.data.splits import split_at_random, split_by_class
 from linnet.data.task import Part, TaskData
 from linnet.data.transforms import ImageTransform, require_default
 from linnet.errors import DataError
-from linnet.files import require_file
+from linnet.limits import require_file, require_room
 from linnet.npz import ArrayHeader, npz_headers, read_npz, require_arrays
 
 Array = np.ndarray[Any, Any]
 _NAMES = "class_names"
+_NAME_BYTES = 80  # of a Python string such as "train/1234567" and its place in a tuple
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +52,9 @@ class Member:
     @cached_property
     def _content(self) -> Array:
         """The whole array, in the types that networks take."""
+        kind, count = self.header.dtype.kind, math.prod(self.header.shape)
+        if not self.is_images and kind != "f":  # held a second time, as float32 or int64
+            require_room(self.path, count * (self.header.dtype.itemsize + 8), f"the array {self.name}")
         array = read_npz(self.path, [self.name])[self.name]
         if self.is_images:
             return array.reshape(-1, *self.sample_shape)
@@ -96,6 +101,7 @@ def read_arrays(
         FileFormatError: The file is truncated, altered or foreign, or lacks an array.
         DataError: The arrays do not make a task: empty, of different lengths or shapes, one class only,
             labels out of range, NaN or infinite.
+        MemoryBudgetError: They would take more memory than is free.
     """
     path = require_file(path)
     headers = npz_headers(path)
@@ -108,6 +114,8 @@ def read_arrays(
     for name, member in members.items():
         check_lengths(f"x_{name}", _length(member.header), f"y_{name}", _length(headers[f"y_{name}"]))
         _check_samples(member, members["train"])
+    rows = sum(_length(header) for header in headers.values())
+    require_room(path, rows * _NAME_BYTES, f"the names of {rows} rows")
     answers = read_npz(path, [f"y_{name}" for name in names] + ([_NAMES] if _NAMES in headers else []))
     classes = _class_names(answers)
     train = _part(members["train"], "train", answers["y_train"], classes)

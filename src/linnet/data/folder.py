@@ -8,29 +8,49 @@ camera's orientation tag is applied.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
 
+from linnet import params
 from linnet.data.checks import check_classes, some
 from linnet.data.splits import split_by_class
 from linnet.data.task import Part, TaskData
 from linnet.data.transforms import ImageTransform, scaled_size
 from linnet.errors import DataError, InputError
+from linnet.limits import special_file
 from linnet.progress import track
 
 Array = np.ndarray[Any, Any]
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
 _TEST_FOLDERS = ("test", "val", "valid", "validation")
 _DEEP_MODES = ("I", "F")  # more than 8 bits a channel, which conversion would clip
+# Pillow knows others, of which some start programs.
+_FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
+_MOST_PIXELS = (
+    178_956_970  # Pillow's own limit: half a gigabyte as RGB, more than a 150-megapixel camera takes
+)
+_LARGE_PIXELS = 1 << 25  # larger ones are decoded one at a time, so that the threads hold 2 GB at most
+_LARGE = Lock()
 _CHUNK = 256  # images decoded between two reports of progress
 NAMED = "put the images of each class into a folder that is named for the class"
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What is done with damaged files and with links."""
+
+    damaged: str
+    links: str
 
 
 def read_folder(
@@ -39,6 +59,7 @@ def read_folder(
     seed: int = 0,
     test_fraction: float = 0.2,
     damaged: Literal["error", "skip"] = "error",
+    links: Literal["inside", "follow"] = "inside",
 ) -> TaskData:
     """Read a classification from folders of images.
 
@@ -53,31 +74,35 @@ def read_folder(
         test_fraction: Share of each class held out.
         damaged: ``"error"`` refuses files that cannot be decoded; ``"skip"`` decodes every file once, leaves
             the bad ones out and says so in the findings.
+        links: ``"inside"`` refuses links that lead out of the folder, which one from somebody else may hold;
+            ``"follow"`` takes what they lead to.
 
     Returns:
         The task.
 
     Raises:
         InputError: There is no such folder, or an argument is wrong.
-        DataError: There are no class folders or images, or one class only.
+        DataError: There are no class folders or images, one class only, or a link leads out of the folder.
     """
-    root = Path(root)
-    if not root.is_dir():
+    root = params.path("root", root)
+    if not os.path.isdir(root):
         raise InputError(
             f"there is no folder {root}", expected="a folder with one folder a class", remedy="check the path"
         )
-    if damaged not in ("error", "skip"):
-        raise InputError(f"damaged is {damaged!r}", expected="'error' or 'skip'")
+    options = _Options(
+        params.choice("damaged", damaged, ("error", "skip")),
+        params.choice("links", links, ("inside", "follow")),
+    )
     transform = transform or ImageTransform()
     trained, held = _split_folders(root)
     classes = _class_folders(trained)
-    train, findings = _list_part(root, trained, classes, transform, damaged)
+    train, findings = _list_part(root, trained, classes, transform, options)
     if held is None:
         train_rows, test_rows = split_by_class(train.y, test_fraction, seed)
         train, test = train.take(train_rows), train.take(test_rows)
     else:
         _check_same_classes(held, classes)
-        test, more = _list_part(root, held, classes, transform, damaged)
+        test, more = _list_part(root, held, classes, transform, options)
         findings += more
     findings += check_classes(train.y, classes)
     return TaskData(train, test, classes, transform, findings=tuple(findings))
@@ -117,10 +142,14 @@ def _check_same_classes(folder: Path, classes: tuple[str, ...]) -> None:
 
 
 def _list_part(
-    root: Path, folder: Path, classes: tuple[str, ...], transform: ImageTransform, damaged: str
+    root: Path, folder: Path, classes: tuple[str, ...], transform: ImageTransform, options: _Options
 ) -> tuple[Part, list[str]]:
     """The images below a folder, not yet decoded, and what was noticed."""
-    found = [(label, file) for label, name in enumerate(classes) for file in _files(folder / name)]
+    found = [
+        (label, file)
+        for label, name in enumerate(classes)
+        for file in files_below(folder / name, root, options.links)
+    ]
     names = [file.relative_to(root).as_posix() for _, file in found]
     is_image = [file.suffix.lower() in _SUFFIXES for _, file in found]
     ids = tuple(compress(names, is_image))
@@ -130,7 +159,7 @@ def _list_part(
     labels = np.array([label for label, _ in compress(found, is_image)])
     images = ImageFiles(root, ids, transform)
     part = Part(images, np.arange(len(ids)), labels, ids)
-    faults = images.faults() if damaged == "skip" else {}
+    faults = images.faults() if options.damaged == "skip" else {}
     if len(faults) == len(ids):
         raise DataError(f"no image in {folder} can be decoded, first {ids[0]} ({faults[ids[0]]})")
     if faults:
@@ -139,12 +168,55 @@ def _list_part(
     return part, [f"left out, {why}: {some(names)}" for why, names in left_out.items() if names]
 
 
-def _files(folder: Path) -> list[Path]:
-    """The visible files at any depth, in ImageFolder's order."""
-    if not folder.is_dir():
-        return []
-    walked = sorted(os.walk(folder, followlinks=True))
-    return [Path(at, name) for at, _, names in walked for name in sorted(names) if not name.startswith(".")]
+def files_below(folder: Path, root: Path, links: str = "inside") -> list[Path]:
+    """The visible files at any depth, in ImageFolder's order.
+
+    A folder that is reached twice through links is read once, so links in a circle end.
+
+    Args:
+        folder: Where to begin; nothing is found where there is no folder.
+        root: The folder of the data, which links may not leave.
+        links: ``"follow"`` allows them to.
+
+    Returns:
+        Their paths, each beginning with ``folder``.
+
+    Raises:
+        DataError: A link leads out of ``root``.
+    """
+    home = os.path.realpath(root)
+    found: list[tuple[str, list[str]]] = []
+    pending, seen = [str(folder)] if folder.is_dir() else [], set()
+    while pending:
+        at = pending.pop()
+        real = os.path.realpath(at)
+        if links != "follow":
+            _check_inside(at, real, home)
+        if real in seen:
+            continue
+        seen.add(real)
+        names = []
+        with os.scandir(at) as entries:
+            for entry in entries:
+                if links != "follow" and entry.is_symlink():
+                    _check_inside(entry.path, os.path.realpath(entry.path), home)
+                if entry.is_dir():
+                    pending.append(entry.path)
+                elif not entry.name.startswith("."):
+                    names.append(entry.name)
+        found.append((at, sorted(names)))
+        pending.sort(reverse=True)
+    return [Path(at, name) for at, names in sorted(found) for name in names]
+
+
+def _check_inside(link: str, target: str, home: str) -> None:
+    """Require that a link leads to a place in a folder."""
+    if target != home and not target.startswith(os.path.join(home, "")):
+        raise DataError(
+            f"{link} is a link that leads out of the data folder, to {target}",
+            expected="a folder that holds its own files",
+            remedy="copy the folder with what its links lead to (cp -rL), or in Python pass links='follow'",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,22 +316,29 @@ def decode_image(path: Path, transform: ImageTransform) -> Array:
         Bytes, uint8 (H, W, C).
 
     Raises:
-        DataError: The image has more than 8 bits a channel.
+        DataError: The image has more than 8 bits a channel or too many pixels, or the file is no regular one.
     """
     from PIL import Image, ImageOps
 
+    status = path.stat().st_mode
+    if not stat.S_ISREG(status):  # opening a pipe would wait for somebody to write to it
+        raise DataError(f"it is {special_file(status)}")
     mode = "L" if transform.channels == 1 else "RGB"
-    with Image.open(path) as image:
+    with Image.open(path, formats=_FORMATS) as image:
         if image.mode.startswith(_DEEP_MODES):
             raise DataError(f"it has more than 8 bits a channel (mode {image.mode})")
         if transform.size is not None:
             image.draft(
                 mode, (2 * transform.size, 2 * transform.size)
             )  # at least this size, for a clean resize
-        upright = ImageOps.exif_transpose(image)
-        if "transparency" in upright.info:
-            upright = upright.convert("RGBA")
-        upright = upright.convert(mode)
+        pixels = image.width * image.height
+        if pixels > _MOST_PIXELS:
+            raise DataError(f"it has {pixels:,} pixels, more than {_MOST_PIXELS:,}")
+        with _LARGE if pixels > _LARGE_PIXELS else nullcontext():
+            upright = ImageOps.exif_transpose(image)
+            if "transparency" in upright.info:
+                upright = upright.convert("RGBA")
+            upright = upright.convert(mode)
     if transform.size is not None:
         upright = _scale_and_crop(upright, transform.size)
     return np.asarray(upright).reshape(upright.height, upright.width, -1)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Literal
 
+from linnet import params
 from linnet.data.arrays import read_arrays
 from linnet.data.folder import read_folder
 from linnet.data.table import read_table
@@ -23,6 +23,7 @@ def load_data(
     test_fraction: float = 0.2,
     target: str | None = None,
     damaged: Literal["error", "skip"] = "error",
+    links: Literal["inside", "follow"] = "inside",
 ) -> TaskData:
     """Read a task from a folder of images, an ``.npz`` archive or a ``.csv`` table.
 
@@ -33,6 +34,7 @@ def load_data(
         test_fraction: Share held out in that split.
         target: The column of a table to predict; the last by default.
         damaged: What to do with image files that cannot be decoded.
+        links: What to do with links that lead out of an image folder.
 
     Returns:
         The task, with samples, answers, names and findings.
@@ -40,17 +42,17 @@ def load_data(
     Raises:
         InputError: Nothing is there, the kind of file is unknown, or an argument does not suit it.
     """
-    path = Path(path)
+    path = params.path("data", path)
     if target is not None and path.suffix.lower() != ".csv":
         raise InputError(
             f"target is {target!r}, but {path} is no table", expected="target only with a .csv file"
         )
-    if path.is_dir():
-        return read_folder(path, transform, seed, test_fraction, damaged)
+    if os.path.isdir(path):  # False for names that no file can have, where pathlib raises
+        return read_folder(path, transform, seed, test_fraction, damaged, links)
     if path.suffix.lower() == ".npz":
         return read_arrays(path, transform, seed, test_fraction)
     if path.suffix.lower() == ".csv":
         require_default(transform, f"{path} is a table")
         return read_table(path, target, seed, test_fraction)
-    what = "has an unknown kind" if path.exists() else "does not exist"
+    what = "has an unknown kind" if os.path.exists(path) else "does not exist"
     raise InputError(f"data {path} {what}", expected=KINDS, remedy="check the path and its ending")

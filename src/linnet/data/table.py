@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import math
 import os
+from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -16,10 +18,16 @@ from linnet.data.splits import split_at_random
 from linnet.data.task import InMemory, Part, TaskData
 from linnet.data.transforms import Standardize
 from linnet.errors import DataError, FileFormatError, InputError
-from linnet.files import require_file
+from linnet.limits import require_file, require_room
+from linnet.params import shown
 
 Array = np.ndarray[Any, Any]
 _DELIMITERS = (",", ";", "\t")
+_LONGEST_LINE = 1 << 25  # characters: a million columns of 32, more than any table of features has
+_NAME_BYTES = 64  # of a Python string such as "line 1234567" and its place in a list
+_CHECKED = 1 << 16  # lines between two looks at the memory
+_FAULTS = 8  # lines named in an error
+_SHOWN = 60  # characters of a column's name in an error
 
 
 def read_table(
@@ -44,7 +52,8 @@ def read_table(
 
     Raises:
         InputError: There is no such file, or no such column.
-        FileFormatError: The file is no text.
+        FileFormatError: The file is no text, or a line of it is endless.
+        MemoryBudgetError: Its numbers would take more memory than is free.
         DataError: There is no header or there are too few lines, or cells are missing, not numbers or not
             finite; the lines are named.
 
@@ -95,41 +104,59 @@ def read_numbers(path: Path) -> tuple[list[str], Array, tuple[str, ...]]:
     _, header = next(rows, (0, []))
     names = [name.strip() for name in header]
     _check_header(path, names)
-    values, lines, faults = [], [], []
+    values, lines, faults, faulty = array("d"), [], [], 0
     for line, row in rows:
         fault = _fault(row, names)
         if fault:
-            faults.append(f"line {line}: {fault}")
+            faulty += 1
+            if faulty <= _FAULTS:
+                faults.append(f"line {line}: {fault}")
         else:
-            values.append([float(cell) for cell in row])
+            values.extend(map(float, row))
             lines.append(f"line {line}")
+        if len(lines) % _CHECKED == _CHECKED - 1:  # twice what is held: lists grow by copying
+            require_room(path, 8 * len(values) + _NAME_BYTES * len(lines), "more of its lines")
     if faults:
         raise DataError(
-            f"{path} has {len(faults)} faulty lines: {'; '.join(faults[:8])}",
+            f"{path} has {faulty} faulty lines: {'; '.join(faults)}",
             expected=f"{len(names)} finite numbers on each line",
             remedy="correct or remove these lines",
         )
-    if len(values) < 2:
-        raise DataError(
-            f"{path} has {len(values)} lines of numbers", expected="at least two below the header"
-        )
-    return names, np.array(values), tuple(lines)
+    if len(lines) < 2:
+        raise DataError(f"{path} has {len(lines)} lines of numbers", expected="at least two below the header")
+    return names, np.frombuffer(values).reshape(len(lines), len(names)), tuple(lines)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The rows that are not blank, with their line numbers."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            first = file.readline()
+            first = file.readline(_LONGEST_LINE)
             file.seek(0)
-            reader = csv.reader(file, delimiter=max(_DELIMITERS, key=first.count))
+            reader = csv.reader(_lines(path, file), delimiter=max(_DELIMITERS, key=first.count))
             for row in reader:
                 if any(cell.strip() for cell in row):
                     yield reader.line_num, row
     except (UnicodeDecodeError, csv.Error) as error:
         raise FileFormatError(
-            f"{path} is no table of text ({error})", expected="a .csv file in UTF-8"
+            f"{path} is no table of text ({error})",
+            expected="a .csv file in UTF-8",
+            remedy="save it again as CSV in UTF-8; look for a quotation mark that is not closed",
         ) from error
+
+
+def _lines(path: Path, file: IO[str]) -> Iterator[str]:
+    """The lines of a file, none of which is read whole before its length is known."""
+    number = 0
+    while line := file.readline(_LONGEST_LINE):
+        number += 1
+        if len(line) == _LONGEST_LINE:
+            raise FileFormatError(
+                f"line {number} of {path} has {_LONGEST_LINE:,} characters or more",
+                expected="a table with one sample a line",
+                remedy="save data this wide as an .npz archive",
+            )
+        yield line
 
 
 def _check_header(path: Path, names: list[str]) -> None:
@@ -139,8 +166,11 @@ def _check_header(path: Path, names: list[str]) -> None:
     if all(_number(name) is not None for name in names):
         raise DataError(f"{path} begins with numbers", expected="the columns' names on the first line")
     if len(set(names)) < len(names) or "" in names:
-        double = sorted({name for name in names if names.count(name) > 1 or not name})
-        raise DataError(f"{path} has empty or repeated column names: {double}", expected="one name a column")
+        counts = Counter(names)
+        double = [shown(name) for name in sorted(counts) if counts[name] > 1 or not name]
+        raise DataError(
+            f"{path} has empty or repeated column names: {some(double)}", expected="one name a column"
+        )
 
 
 def _fault(row: list[str], names: list[str]) -> str | None:
@@ -149,10 +179,12 @@ def _fault(row: list[str], names: list[str]) -> str | None:
         return f"{len(row)} cells, not {len(names)}"
     for name, cell in zip(names, row, strict=True):
         number = _number(cell)
+        if number is not None and math.isfinite(number):
+            continue
+        label = name if len(name) <= _SHOWN else shown(name)
         if number is None:
-            return f"{name} is {cell!r}" if cell.strip() else f"{name} is empty"
-        if not math.isfinite(number):
-            return f"{name} is {cell.strip()}, which is not finite"
+            return f"{label} is {shown(cell)}" if cell.strip() else f"{label} is empty"
+        return f"{label} is {shown(number)}, which is not finite"
     return None
 
 

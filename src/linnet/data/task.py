@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -177,7 +178,9 @@ class TaskData:
         return x, self.targets(part.y, dtype) if self.targets else torch.from_numpy(part.y).to(dtype)
 
     def require_memory(self, memory: str | int | None = None) -> None:
-        """Require that images scaled to a size fit a memory budget, before any is decoded.
+        """Require that the samples fit a memory budget, before they are read.
+
+        Of images that keep their own size, the first is decoded to know it.
 
         Args:
             memory: The budget, such as ``"2GB"``; half of what is free by default.
@@ -185,14 +188,22 @@ class TaskData:
         Raises:
             MemoryBudgetError: They do not.
         """
-        transform = self.transform
-        if not isinstance(transform, ImageTransform) or transform.size is None:
-            return
         samples = len(self.train) + len(self.test)
-        size = samples * (transform.channels or 3) * transform.size**2 * torch.float32.itemsize
-        what = f"{samples} images of {transform.size} x {transform.size} pixels"
-        plan = Plan(what, parse_bytes(memory), (("inputs of the network", size),))
-        require(plan, ["scale them to fewer pixels with size=", "raise memory="])
+        transform, ways = self.transform, ["raise memory=", "take fewer samples with shots= and tests="]
+        if isinstance(transform, ImageTransform):
+            height = width = transform.size or 0
+            channels = transform.channels or 3
+            if transform.size is None:
+                height, width, own = self.train.source.sample_shape
+                channels = transform.channels or own
+            count = channels * height * width
+            what = f"{samples} images of {height} x {width} pixels"
+            ways = ["scale them to fewer pixels with size=", "raise memory="]
+        else:
+            count = math.prod(self.train.source.sample_shape)
+            what = f"{samples} samples of shape {self.train.source.sample_shape}"
+        size = samples * count * torch.float32.itemsize
+        require(Plan(what, parse_bytes(memory), (("inputs of the network", size),)), ways)
 
     def shots(self, shots: int, seed: int = 0) -> TaskData:
         """The task with a few training samples of each class; the test part stays whole.

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet.errors import InputError
+from linnet.errors import DataError, InputError
 
 PRESETS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
@@ -26,6 +26,7 @@ PRESETS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 """Mean and standard deviation of pixels in [0, 1], as the usual pretrained networks expect them."""
 
 _LUMA = (0.299, 0.587, 0.114)  # gray from RGB, ITU-R BT.601
+_MOST_PIXELS = 1 << 28  # of an image being scaled; a strip of 1 x 1000 makes 50 million at 224
 _CHUNK = 512  # images converted at a time
 
 
@@ -136,12 +137,22 @@ def scaled_size(height: int, width: int, size: int) -> tuple[int, int]:
     Returns:
         The new height and width.
 
+    Raises:
+        DataError: The image is so long and narrow that it would become too large.
+
     Example:
         >>> scaled_size(600, 800, 300)
         (300, 400)
     """
     shorter = min(height, width)
-    return round(height * size / shorter), round(width * size / shorter)
+    rows, columns = round(height * size / shorter), round(width * size / shorter)
+    if rows * columns > _MOST_PIXELS:
+        raise DataError(
+            f"an image of {height} x {width} pixels would become one of {rows} x {columns}",
+            expected=f"at most {_MOST_PIXELS:,} pixels on the way to {size} x {size}",
+            remedy="cut it into pieces, or scale to fewer pixels with size=",
+        )
+    return rows, columns
 
 
 def image_transform(

@@ -7,7 +7,7 @@ other packages when they import it. What does not work is said, with its cause.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -17,20 +17,67 @@ from torch import nn
 
 from linnet.errors import DependencyError, LinnetError, ModelError
 
+_WHOSE_CODE = ("trust_remote_code", "code_revision")
+# Arguments that make a library run code from elsewhere, or unpickle, with the values that do not. In order:
+# of transformers (a model's own Python files, pickled weights, kernels from the hub), of timm (pickles), of
+# torch.hub and NumPy (factories hand them on), and the words for a class that is to be imported.
+_CODE_ARGUMENTS: dict[str, tuple[object, ...]] = {
+    "trust_remote_code": (False, None), "code_revision": (None,), "auto_map": (None,),
+    "weights_only": (True, None), "use_kernels": (False, None), "allow_all_kernels": (False, None),
+    "kernel_config": (None,), "checkpoint_path": ("", None), "pretrained_cfg": (None,),
+    "pretrained_cfg_overlay": (None,), "trust_repo": (False, None), "allow_pickle": (False, None),
+    "class_path": (), "_class_path": (), "_target_": (),
+}  # fmt: skip
+_HUB_CODE = (
+    "attn_implementation",
+    "experts_implementation",
+)  # a name with a slash is a repository of kernels
+
+
+def code_arguments(arguments: object, inside: str = "") -> tuple[str, ...]:
+    """The arguments that make a library run code of others, at any depth.
+
+    Args:
+        arguments: Keyword arguments of a factory, or a part of them.
+        inside: The name of that part, with a dot at its end.
+
+    Returns:
+        Their names, with dots between those of parts.
+
+    Example:
+        >>> code_arguments({"num_labels": 3, "model_kwargs": {"trust_remote_code": True}})
+        ('model_kwargs.trust_remote_code',)
+    """
+    if isinstance(arguments, list | tuple):
+        return tuple(name for value in arguments for name in code_arguments(value, inside))
+    if not isinstance(arguments, Mapping):
+        return ()
+    found: list[str] = []
+    for name, value in arguments.items():
+        harmless = _CODE_ARGUMENTS.get(name)
+        is_hub = name in _HUB_CODE and "/" in str(value)
+        if is_hub or (harmless is not None and not any(value is one or value == one for one in harmless)):
+            found.append(f"{inside}{name}")
+        found += code_arguments(value, f"{inside}{name}.")
+    return tuple(found)
+
 
 def _from_huggingface(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
     """A classifier of images or of text, in float32."""
     with _optional("transformers", f"hf:{name}", "pip install 'linnet[text]'"):
         transformers = importlib.import_module("transformers")
-        config = transformers.AutoConfig.from_pretrained(name)
+        # said outright: transformers asks at the terminal whether to run a model's own code otherwise
+        arguments = {"dtype": torch.float32, "trust_remote_code": False, **arguments}
+        own = {key: arguments[key] for key in _WHOSE_CODE if arguments.get(key)}
+        own.setdefault("trust_remote_code", False)
+        config = transformers.AutoConfig.from_pretrained(name, **own)
         kind = _classifier_kind(transformers, config)
         automatic = getattr(transformers, f"AutoModelFor{kind}")
-        arguments = {"dtype": torch.float32, **arguments}
         if pretrained:
             model = automatic.from_pretrained(name, **arguments)
         else:
             config = transformers.AutoConfig.from_pretrained(name, **arguments)
-            model = automatic.from_config(config)
+            model = automatic.from_config(config, **own)
     return require_module(model, f"hf:{name}")
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
-from linnet.linalg.random import Seed, make_generator
+from linnet.linalg.random import Seed, make_generator, require_room
 from linnet.params import integer, refuse, shown, tensor
 
 Moments = tuple[Tensor, Tensor]
@@ -165,8 +165,8 @@ class Distribution(ABC):
         Returns:
             (n, *shape of y).
         """
-        require_draws(n)
         rows = self._prepare(f, None)[0]
+        require_draws(n, rows.shape[:1], rows)  # a label an example, at the least
         drawn = self._sample(rows.detach(), n, make_generator(generator))
         return self._restore_labels(drawn, f.shape, lead=1)
 
@@ -355,9 +355,10 @@ class Distribution(ABC):
         """Arguments of the constructor, less the axis."""
 
 
-def require_draws(n: int) -> None:
-    """Check a number of draws."""
+def require_draws(n: int, shape: Sequence[int], f: Tensor) -> None:
+    """Check a number of draws, and that so many of a shape would fit the memory; f has their type."""
     integer("n", n, remedy="pass n=1 or more")
+    require_room((n, *shape), 2 * f.dtype.itemsize, f.device, "draws")
 
 
 def _masked_sum(terms: Tensor, counts: Tensor | None) -> Tensor:

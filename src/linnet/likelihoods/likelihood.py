@@ -162,7 +162,7 @@ class Likelihood(Distribution, ABC):
         Returns:
             (n, *shape of f).
         """
-        require_draws(n)
+        require_draws(n, f.shape, f)
         rows, labels, counts = self._prepare_second(f, y)
         drawn = self._project(rows, n, make_generator(generator), labels) / n**0.5
         return self._restore(_masked(drawn, counts), f.shape)
@@ -179,7 +179,7 @@ class Likelihood(Distribution, ABC):
         Returns:
             (n, *shape of f).
         """
-        require_draws(n)
+        require_draws(n, f.shape, f)
         rows, _, counts = self._prepare(f, y)
         labels = self._sample(rows.detach(), n, make_generator(generator))
         drawn = self._gradient(rows.expand(n, *rows.shape), labels) / n**0.5

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
+from linnet.memory import Plan, parse_bytes, require
 from linnet.params import refuse
 from linnet.params import seed as checked_seed
 
 Seed = torch.Generator | int | None
+
+PLANNED = 1 << 24  # numbers from which a draw is compared with the memory that is free: 64 MB in float32
 
 
 def make_generator(seed: Seed, name: str = "generator") -> torch.Generator | None:
@@ -37,6 +41,28 @@ def make_generator(seed: Seed, name: str = "generator") -> torch.Generator | Non
     return torch.Generator().manual_seed(checked_seed(name, seed))
 
 
+def require_room(shape: Sequence[int], item: int, device: torch.device, what: str = "random numbers") -> None:
+    """Raise if random numbers, and what is made of them, would not fit the memory.
+
+    Args:
+        shape: Shape of the numbers.
+        item: Bytes that are held for each of them.
+        device: Where they are drawn.
+        what: What they are, in words.
+
+    Raises:
+        MemoryBudgetError: They take more than half of what is free.
+
+    Example:
+        >>> require_room((2, 3), 8, torch.device("cpu"))
+    """
+    count = prod(shape)
+    if count >= PLANNED:
+        size = " × ".join(map(str, shape))
+        plan = Plan(f"{size} {what}", parse_bytes(None, device), (("draws", count * item),))
+        require(plan, ["draw fewer at once", "draw for fewer examples at once"])
+
+
 def normal(shape: Sequence[int], seed: Seed, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Standard normal numbers.
 
@@ -49,12 +75,16 @@ def normal(shape: Sequence[int], seed: Seed, dtype: torch.dtype, device: torch.d
     Returns:
         A tensor of the given shape.
 
+    Raises:
+        MemoryBudgetError: The numbers, and as many made of them, would take more than half of what is free.
+
     Example:
         >>> normal((2, 3), 0, torch.float64, torch.device("cpu")).shape
         torch.Size([2, 3])
     """
     generator = make_generator(seed)
     source = generator.device if generator else torch.device("cpu")
+    require_room(shape, 2 * dtype.itemsize, source)
     return torch.randn(tuple(shape), generator=generator, dtype=dtype, device=source).to(device)
 
 
@@ -70,11 +100,15 @@ def signs(shape: Sequence[int], seed: Seed, dtype: torch.dtype, device: torch.de
     Returns:
         A tensor of the given shape.
 
+    Raises:
+        MemoryBudgetError: The numbers, and as many made of them, would take more than half of what is free.
+
     Example:
         >>> signs((4,), 0, torch.float32, torch.device("cpu")).abs()
         tensor([1., 1., 1., 1.])
     """
     generator = make_generator(seed)
     source = generator.device if generator else torch.device("cpu")
+    require_room(shape, 16 + dtype.itemsize, source)  # drawn as integers of 8 bytes, and computed with
     bits = torch.randint(2, tuple(shape), generator=generator, device=source)
     return (2 * bits - 1).to(device=device, dtype=dtype)

@@ -16,7 +16,7 @@ from linnet.report.measures import (
     reliability_bins,
     wilson_interval,
 )
-from linnet.report.records import Comparison, Reliability, RidgePath, Spectrum
+from linnet.report.records import Comparison, Reliability, RidgeChoice, RidgePath, Spectrum
 from linnet.report.svg import (
     ACCENT,
     DOWN,
@@ -30,7 +30,7 @@ from linnet.report.svg import (
     class_color,
     draw,
 )
-from linnet.report.wording import SUPERSCRIPTS, number
+from linnet.report.wording import SUPERSCRIPTS, loo_name, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -177,11 +177,12 @@ def uncertainty_histogram(uncertainty: Array, correct: Array | None = None) -> s
     return draw("uncertainty", alt, (_HALF, 300.0), paint)
 
 
-def ridge_curve(path: RidgePath) -> str:
+def ridge_curve(path: RidgePath, choice: RidgeChoice | None = None) -> str:
     """Leave-one-out scores over the ridge, with the chosen value marked.
 
     Args:
         path: Scores of a range of ridges; a panel is drawn for each kind of score that is there.
+        choice: How the ridge was chosen, where that is known.
 
     Returns:
         Inline SVG.
@@ -196,14 +197,14 @@ def ridge_curve(path: RidgePath) -> str:
     error = [("leave-one-out", path.loo_error, ACCENT)]
     if path.gcv is not None:
         error.append(("generalized cross-validation", path.gcv, QUIET))
-    panels.append(("Leave-one-out error", error))
+    panels.append((loo_name(choice), error))
     accuracy = [("leave-one-out", path.loo_accuracy, ACCENT), ("test", path.test_accuracy, QUIET)]
     known = [(name, values, color) for name, values, color in accuracy if values is not None]
     if known:
         panels.append(("Accuracy", known))
     if path.evidence is not None:
         panels.append(("Log evidence", [("evidence", path.evidence, ACCENT)]))
-    alt = f"Leave-one-out error for ridges from {ridges[0]:.3g} to {ridges[-1]:.3g}"
+    alt = f"{loo_name(choice)} for ridges from {ridges[0]:.3g} to {ridges[-1]:.3g}"
     alt += "" if path.chosen is None else f"; chosen: {path.chosen:.3g}"
 
     def paint(figure: Figure) -> None:

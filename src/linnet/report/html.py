@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from linnet.files import write_atomic
+from linnet.files import write_text
 from linnet.memory import format_bytes
 from linnet.report import figures, wording
 from linnet.report.measures import split_by_uncertainty
@@ -46,7 +46,7 @@ def write_report(path: str | os.PathLike[str], run: Run) -> Path:
         True
     """
     page = render(run)
-    return write_atomic(path, lambda temporary: temporary.write_text(page, encoding="utf-8"))
+    return write_text(path, page)
 
 
 def render(run: Run) -> str:
@@ -88,10 +88,12 @@ def _context(run: Run) -> dict[str, Any]:
         "sections": _sections(run, drawn, tiles),
         "tiles": tiles,
         "split": _split(run),
-        "doubt": wording.doubt_found(run.train.suspects, run.train.flipped) if run.train else "",
+        "doubt": wording.doubt_found(run.train) if run.train else "",
         "more_suspects": len(run.train.suspects) - len(tiles.suspects) if run.train else 0,
         "forgetting": forgotten,
         "columns": _columns(run),
+        "ridge_choice": wording.ridge_choice(run.fit.ridge),
+        "loo_name": wording.loo_name(run.fit.ridge),
         "confusions": confusions(run),
         "spectrum_facts": spectrum_facts(run),
         "longest": max((timing.seconds for timing in run.fit.timings), default=0.0) or 1.0,
@@ -110,7 +112,7 @@ def _figures(run: Run) -> dict[str, Any]:
     if known:
         drawn["reliability"] = figures.reliability_diagram(known)
     if fit.path is not None and len(fit.path.ridges):
-        drawn["ridge"] = figures.ridge_curve(fit.path)
+        drawn["ridge"] = figures.ridge_curve(fit.path, fit.ridge)
     if fit.spectrum is not None and len(fit.spectrum.eigenvalues):
         drawn["spectrum"] = figures.kernel_spectrum(fit.spectrum)
     if fit.task is not None:
@@ -167,7 +169,7 @@ def _sections(run: Run, drawn: dict[str, Any], tiles: Gallery) -> list[tuple[str
         ("linear", "Is this task linear", fit.task is not None),
         ("good", "How good is it", run.scores.comparison or {"predicted", "confusion"} & set(drawn)),
         ("sure", "How sure is it", sure),
-        ("ridge", "How the ridge was chosen", "ridge" in drawn),
+        ("ridge", wording.ridge_heading(fit.ridge), "ridge" in drawn),
         ("kernel", "What the kernel looks like", "spectrum" in drawn),
         (
             "mattered",

@@ -163,6 +163,21 @@ class RidgePath:
             check_length(f"RidgePath.{name}", getattr(self, name), "ridges", len(self.ridges))
 
 
+@dataclass(frozen=True)
+class RidgeChoice:
+    """How the ridge was chosen.
+
+    Args:
+        criterion: ``"given"``, ``"loo"``, ``"gcv"``, ``"evidence"`` or ``"validation"``.
+        loss: What was fitted, ``"squared"`` or ``"cross-entropy"``.
+        crossed: Whether the head was fitted in folds, so that leave-one-out is the held-out error of these.
+    """
+
+    criterion: str
+    loss: str = "squared"
+    crossed: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Spectrum:
     """The eigenvalues of the kernel of the training set.
@@ -198,6 +213,7 @@ class FitRecord:
         preflight: The check of the network.
         timings: Time of every step.
         task: How linear the task is.
+        ridge: How the ridge was chosen.
     """
 
     path: RidgePath | None = None
@@ -206,6 +222,7 @@ class FitRecord:
     preflight: PreflightText | None = None
     timings: tuple[Timing, ...] = ()
     task: TaskKernel | None = None
+    ridge: RidgeChoice | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,7 +268,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A training sample whose given label the fit doubts.
+    """A training sample whose given label looks wrong to the fit on the others.
 
     Args:
         sample: Position in the training set.
@@ -275,10 +292,12 @@ class Forgetting:
     Args:
         removed: Positions of the forgotten samples in the training set.
         table: Rows (what, before, after), numbers or texts.
-        difference: Largest absolute difference, in outputs, from a fit that never saw the samples.
+        difference: Largest absolute difference, in outputs, from what it is compared with.
         seconds: Time of forgetting in seconds.
-        refit_seconds: Time of fitting anew without them, in seconds.
+        refit_seconds: Time of what it is compared with, in seconds.
         note: The certificate in words, or any other remark.
+        refitted: Whether it is compared with a fit that never saw the samples, the network run again, and not
+            with a solution of the remaining equations.
     """
 
     removed: tuple[int, ...]
@@ -287,6 +306,7 @@ class Forgetting:
     seconds: float | None = None
     refit_seconds: float | None = None
     note: str = ""
+    refitted: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,6 +319,7 @@ class TrainingSet:
         suspects: Samples with doubtful labels, most doubtful first.
         flipped: Number of labels that are known to be wrong, when the truth is known.
         forgetting: What forgetting some of the samples changed.
+        by_chance: How many labels would look wrong if all were right.
     """
 
     samples: Samples
@@ -306,6 +327,7 @@ class TrainingSet:
     suspects: tuple[Suspect, ...] = ()
     flipped: int | None = None
     forgetting: Forgetting | None = None
+    by_chance: float | None = None
 
     def __post_init__(self) -> None:
         count = len(self.samples)

@@ -15,6 +15,7 @@ import numpy as np
 from linnet.errors import InputError
 from linnet.report.measures import Array, calibration_error, ranking, reliability_bins
 from linnet.report.records import (
+    Explanation,
     FitRecord,
     HeldOutSet,
     Neighbor,
@@ -24,6 +25,7 @@ from linnet.report.records import (
     Samples,
     Scores,
     Spectrum,
+    Suspect,
     TrainingSet,
     check_indices,
 )
@@ -103,6 +105,7 @@ class Run:
             "comparison": [vars(row) for row in self.scores.comparison],
             "reliability": [_reliability_dict(r) for r in self.scores.reliability],
             "ridge_path": None if fit.path is None else vars(fit.path),
+            "ridge": None if fit.ridge is None else vars(fit.ridge),
             "spectrum": None if fit.spectrum is None else _spectrum_dict(fit.spectrum),
             "choices": [vars(choice) for choice in fit.choices],
             "preflight": None if fit.preflight is None else _preflight_dict(fit.preflight),
@@ -121,7 +124,7 @@ class Run:
         trained = self.train.samples if self.train is not None else Samples()
 
         def neighbors(found: tuple[Neighbor, ...]) -> list[dict[str, Any]]:
-            return [{**vars(n), "id": trained.name(n.sample)} for n in found]
+            return [_named(n, trained) for n in found]
 
         order = [] if test.uncertainty is None else ranking(test.uncertainty).tolist()
         return {
@@ -132,7 +135,7 @@ class Run:
             "uncertainty": test.uncertainty,
             "most_uncertain": [name(i) for i in order[:12]],
             "explanations": [
-                {**vars(e), "id": name(e.sample), "up": neighbors(e.up), "down": neighbors(e.down)}
+                {**_named(e, test.samples), "up": neighbors(e.up), "down": neighbors(e.down)}
                 for e in test.explanations
             ],
         }
@@ -157,15 +160,23 @@ def _preflight_dict(part: PreflightText) -> dict[str, Any]:
 
 def _train_dict(part: TrainingSet) -> dict[str, Any]:
     """The training part with ids in place of pictures."""
-    name = part.samples.name
     forgotten = part.forgetting
     return {
         "count": len(part.samples),
         "informativeness": part.informativeness,
-        "suspects": [{**vars(s), "id": name(s.sample)} for s in part.suspects],
+        "suspects": [_named(s, part.samples) for s in part.suspects],
         "flipped": part.flipped,
-        "forgetting": None if forgotten is None else vars(forgotten),
-    }
+        "by_chance": part.by_chance,
+        "forgetting": None if forgotten is None else {
+            **vars(forgotten), "removed": [part.samples.name(i) for i in forgotten.removed]
+        },
+    }  # fmt: skip
+
+
+def _named(part: Neighbor | Explanation | Suspect, samples: Samples) -> dict[str, Any]:
+    """A record about one sample, by its id; the position serves calls in Python."""
+    rest = {key: value for key, value in vars(part).items() if key != "sample"}
+    return {"id": samples.name(part.sample), "position": part.sample, **rest}
 
 
 def _plain(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import PurePath
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from linnet.report.svg import class_color
 from linnet.report.thumbnails import thumbnail
 from linnet.report.wording import duration, number, percent, signed
 
+_LONG = 40  # characters of an id that a tile has room for, on a few lines
 _TILE, _LARGE = 160, 320  # pixels of the pictures, twice what the page shows or about that
 
 
@@ -36,7 +36,7 @@ class Face:
     """How a sample looks on the page.
 
     Args:
-        name: Short name.
+        name: The id, shortened if it is long.
         full: Whole id.
         picture: ``data:`` address; empty when there is no picture.
         alt: What the picture is.
@@ -148,7 +148,7 @@ def face(run: Run, samples: Samples, index: int, kind: str, pixels: int = _TILE)
 
     Example:
         >>> face(Run("x"), Samples(ids=("a/b.png",)), 0, "test").name
-        'b.png'
+        'a/b.png'
     """
     full = samples.name(index)
     picture = "" if samples.images is None else thumbnail(samples.images[index], pixels)
@@ -408,6 +408,7 @@ def _guesses(run: Run, probs: Array | None) -> tuple[tuple[Label, str, float], .
 
 
 def _short(full: str) -> str:
-    """The last part of a path, or the start of a text."""
-    name = PurePath(full).name if "/" in full and " " not in full else full
-    return name if len(name) <= 40 else name[:39] + "…"
+    """An id as it is; of a long path the end, which tells samples apart, and of a long text the start."""
+    if len(full) <= _LONG:
+        return full
+    return "…" + full[1 - _LONG :] if "/" in full and " " not in full else full[: _LONG - 1] + "…"

@@ -10,7 +10,7 @@ from linnet.report.measures import (
     split_by_uncertainty,
     wilson_interval,
 )
-from linnet.report.records import Suspect
+from linnet.report.records import RidgeChoice, TrainingSet
 from linnet.report.run import Run
 
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -205,7 +205,7 @@ def _labels(run: Run) -> str:
         return ""
     parts = []
     if run.train.suspects:
-        parts.append(doubt_found(run.train.suspects, run.train.flipped))
+        parts.append(doubt_found(run.train))
     forgotten = run.train.forgetting
     if forgotten is not None:
         count = len(forgotten.removed)
@@ -215,25 +215,110 @@ def _labels(run: Run) -> str:
     return text[:1].upper() + text[1:] + "." if text else ""
 
 
-def doubt_found(suspects: tuple[Suspect, ...], flipped: int | None) -> str:
-    """How many doubtful labels there are, and how many of the wrong ones are among them.
+def loo_name(choice: RidgeChoice | None) -> str:
+    """What the leave-one-out score of a path of ridges is.
 
     Args:
-        suspects: The doubted samples.
-        flipped: Number of labels known to be wrong, when the truth is known.
+        choice: How the ridge was chosen, where that is known.
+
+    Returns:
+        A title.
+
+    Example:
+        >>> loo_name(RidgeChoice("loo", "cross-entropy"))
+        'Leave-one-out log loss'
+    """
+    if choice is None or choice.loss != "cross-entropy":
+        return "Leave-one-out error"
+    return "Held-out log loss" if choice.crossed and choice.criterion == "loo" else "Leave-one-out log loss"
+
+
+def ridge_heading(choice: RidgeChoice | None) -> str:
+    """The heading above the scores of a range of ridges.
+
+    Args:
+        choice: How the ridge was chosen, where that is known.
+
+    Returns:
+        A heading.
+
+    Example:
+        >>> ridge_heading(RidgeChoice("given"))
+        'The ridge beside others'
+    """
+    is_given = choice is not None and choice.criterion == "given"
+    return "The ridge beside others" if is_given else "How the ridge was chosen"
+
+
+def ridge_choice(choice: RidgeChoice | None) -> str:
+    """What chose the ridge, and what the scores beside it are.
+
+    Args:
+        choice: How the ridge was chosen, where that is known.
+
+    Returns:
+        Whole sentences.
+
+    Example:
+        >>> ridge_choice(RidgeChoice("gcv")).split(",")[0]
+        'It was chosen by generalized cross-validation'
+    """
+    softmax = choice is not None and choice.loss == "cross-entropy"
+    loo = "Leave-one-out predicts each training sample from all the others, in closed form"
+    loo += ", approximately, by one Newton step each" if softmax else " and without training again"
+    held = (
+        "The head was fitted in folds: the held-out error predicts each sample by a head and a fit that have "
+        "not seen its fold"
+    )
+    if choice is None:
+        return f"{loo}."
+    if choice.crossed and softmax:
+        loo = held
+    beside = f"{loo}; its score is drawn for comparison and had no part in the choice."
+    score = "log loss" if softmax else "error"
+    if choice.criterion == "loo":
+        if not choice.crossed:
+            return f"It was chosen by leave-one-out, as the one of least {score}. {loo}."
+        drawn = "" if softmax else (
+            " The leave-one-out curve that is drawn takes the head as it is, and had no part in the choice."
+        )  # fmt: skip
+        return f"It was chosen as the one of least held-out {score}. {held}.{drawn}"
+    return f"{_CRITERIA[choice.criterion]} {beside}"
+
+
+_CRITERIA = {
+    "given": "It was given: no score had a part in it.",
+    "gcv": "It was chosen by generalized cross-validation, from the residuals and the degrees of freedom.",
+    "evidence": "It was chosen by the evidence, the probability that the model gives to the training labels.",
+    "validation": "It was chosen by the loss on validation data.",
+}
+
+
+def doubt_found(train: TrainingSet) -> str:
+    """How many labels look wrong, how many would by chance, and how many of the wrong ones are among them.
+
+    Args:
+        train: The training samples.
 
     Returns:
         A clause without a full stop.
 
     Example:
-        >>> doubt_found((Suspect(3, 0, 1, flipped=True), Suspect(4, 1, 0, flipped=False)), 1)
-        'the fit doubts 2 training labels, among them 1 of the 1 that are known to be wrong'
+        >>> from linnet.report.records import Samples, Suspect
+        >>> two = (Suspect(3, 0, 1, flipped=True), Suspect(4, 1, 0, flipped=False))
+        >>> doubt_found(TrainingSet(Samples(), suspects=two, flipped=1))
+        '2 training labels look wrong, among them 1 of the 1 that are known to be wrong'
     """
-    text = f"the fit doubts {len(suspects)} training label{'s' if len(suspects) != 1 else ''}"
-    found = [suspect.flipped for suspect in suspects if suspect.flipped is not None]
+    count, every = len(train.suspects), len(train.samples)
+    of_all = f" of {every}" if every else ""
+    text = f"{count}{of_all} training label{'s' if every or count != 1 else ''} "
+    text += f"look{'' if count != 1 else 's'} wrong"
+    if train.by_chance is not None:
+        text += f" ({train.by_chance:.0f} expected by chance)"
+    found = [suspect.flipped for suspect in train.suspects if suspect.flipped is not None]
     if not found:
         return text
-    known = f"{sum(found)} of the {flipped}" if flipped is not None else f"{sum(found)}"
+    known = f"{sum(found)} of the {train.flipped}" if train.flipped is not None else f"{sum(found)}"
     return f"{text}, among them {known} that are known to be wrong"
 
 

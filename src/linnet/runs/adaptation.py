@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,25 +15,41 @@ from linnet.data import TaskData, load_data
 from linnet.errors import InputError, ModelError
 from linnet.methods.fitting.baselines import fine_tune, held_out_probe
 from linnet.methods.fitting.centered import CenteredLinear, with_centered_head
-from linnet.methods.fitting.head import RECORD, features, with_head
+from linnet.methods.fitting.head import RECORD, features, last_linear, with_head
 from linnet.methods.fitting.metric import MetricNetwork
 from linnet.methods.fitting.predictive import fit_temperature, probabilities
+from linnet.methods.fitting.record import Record
+from linnet.methods.fitting.remarks import single_remarks
+from linnet.methods.fitting.targets import make_targets
+from linnet.methods.nested.adapt import HEADS
+from linnet.methods.nested.features import Features
+from linnet.methods.nested.nested_fit import solved
 from linnet.models import load_model
 from linnet.progress import waiting
 from linnet.report import Comparison, Reliability
 from linnet.report.wording import number
 from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
-from linnet.runs.folder import Origin, SavedRun, TestSource, TrainingSamples, temperatures_of, test_digest
-from linnet.runs.kinds import loss_of
+from linnet.runs.folder import (
+    Origin,
+    SavedRun,
+    TestSource,
+    TrainingSamples,
+    interrupted_run,
+    temperatures_of,
+    test_digest,
+)
+from linnet.runs.kinds import cross_fitted, loss_of
 from linnet.runs.metrics import choose_metric, in_metric
 from linnet.runs.place import KERNEL_FILE, check_out, made_folder
 from linnet.runs.settings import Network, Settings, Solving, Source
 from linnet.runs.solving import solve
 from linnet.runs.stages import Stages
+from linnet.runs.trust import absolute_spec
 from linnet.tangent.batch import split
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.preflight import Preflight, preflight
+from linnet.tangent.selection import select_parameters
 
 ALL = "leave it out to take all"
 PROBED = (
@@ -64,17 +81,19 @@ class Adaptation:
     stages: Stages
 
 
-def adapt(settings: Settings, out: Path) -> Adaptation:
+def adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | None = None) -> Adaptation:
     """Adapt a network: load, check, put on a head, fit, evaluate, compare.
 
-    Nothing is written but the kernel while it grows, so that an interrupted run can continue.
+    The kernel is written while it grows, so that an interrupted run can continue, and the fit by ``keep``
+    before it is evaluated.
 
     Args:
         settings: What is asked for.
-        out: The run folder, for that file.
+        out: The run folder.
+        keep: Writes the fit, such as ``linnet.runs.folder.keep_fit``; by default it is not written.
 
     Returns:
-        What was found; ``linnet.runs.folder.save_run`` keeps it.
+        What was found.
 
     Raises:
         ModelError: The preflight says that results could not be trusted.
@@ -82,10 +101,10 @@ def adapt(settings: Settings, out: Path) -> Adaptation:
     """
     check_out(out)
     with made_folder(out):
-        return _adapt(settings, out)
+        return _adapt(settings, out, keep)
 
 
-def _adapt(settings: Settings, out: Path) -> Adaptation:
+def _adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | None) -> Adaptation:
     """The steps, in order."""
     stages, network, solving = Stages(), settings.network, settings.solving
     torch.manual_seed(settings.source.seed)  # factories without weights start at random
@@ -95,8 +114,15 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
         x, y = (t.to(solving.device) for t in task.tensors("train"))
     with stages.measure("building the network"), waiting("building the network"):
         old = load_model(network.spec, network.weights, network.arguments).to(solving.device)
+    if nests(settings, task, old, x):
+        run, report = _nested(settings, task, old, stages, out)
+        if keep:
+            keep(run)
+        return _evaluated(run, task, report, _Others(settings, task, old, old), True, True, stages)
+    with stages.measure("building the head"), waiting("building the head"):
         probe, head = _headed(old, network, task, (x, y))
-        centered = hasattr(probe, RECORD) and getattr(probe, RECORD)["init"] == "probe"
+        init = "keep" if head is None else getattr(probe, RECORD)["init"]
+        centered = init == "probe"
         lin = linearize(with_centered_head(probe) if centered else probe, params=solving.params)
         if centered and not _fits_head(lin):  # what the head says must then stay in f₀
             centered, lin = False, linearize(probe, params=solving.params)
@@ -111,21 +137,137 @@ def _adapt(settings: Settings, out: Path) -> Adaptation:
     with stages.measure("fit"):
         fit, pilot = solve(lin, (x, y), solving, out / KERNEL_FILE)
     fit.record.reasons["metric"] = why
+    fit.record.reasons["head"] = _why_head(network, init, centered)
     temperatures = None if task.classes is None else temperatures_of(pilot or fit)
-    if centered and fit.held_out is None:
+    if centered and not cross_fitted(fit):
         fit.record = replace(fit.record, warnings=(*fit.record.warnings, PROBED))
     run = SavedRun(
-        _origin(network, head, centered, lin.model), fit, _samples(task), task.classes,
+        replace(_origin(network, head, centered, lin.model), init=init), fit, _samples(task), task.classes,
         (task.transform, task.targets), _test_source(settings.source, task), temperatures,
     )  # fmt: skip
+    if keep:
+        keep(run)
+    others = _Others(settings, task, probe, old)
+    return _evaluated(run, task, report, others, head is not None, pilot is None, stages)
+
+
+def _evaluated(
+    run: SavedRun,
+    task: TaskData,
+    report: Preflight,
+    others: _Others,
+    new_head: bool,
+    std: bool,
+    stages: Stages,
+) -> Adaptation:
+    """The fit and what it is compared with, on the test samples."""
     step = "evaluation on the test samples"
     with stages.measure(step), waiting(step):
-        predictions = _predict_test(run, task, std=pilot is None)
-    rows, diagrams = _own_scores(run, task, predictions, sum(fit.record.seconds.values()))
-    for row, diagram in _Others(settings, task, probe, old).scores(head is not None, stages):
+        predictions = _predict_test(run, task, std=std)
+    rows, diagrams = _own_scores(run, task, predictions, sum(run.fit.record.seconds.values()))
+    for row, diagram in others.scores(new_head, stages):
         rows.append(row)
         diagrams += [diagram] if diagram else []
     return Adaptation(run, task, report, predictions, tuple(rows), tuple(diagrams), stages)
+
+
+def _why_head(network: Network, init: str, centered: bool) -> str:
+    """Why the head is what it is, and what that means for the fit."""
+    chosen = {
+        "keep": "a regression whose values the network's outputs fit",
+        "probe": "as many samples as features, or more",
+        "random": "fewer samples than features, because a probe would overfit",
+    }
+    why = "asked for" if network.head != "auto" else chosen[init]
+    if network.cross_fit:
+        why = "fitted in folds, so that leave-one-out leaves out its part too"
+    if centered:
+        return f"{why}; it gives the derivatives, and the ridge draws the outputs to zero"
+    if init == "probe":
+        return f"{why}; the fit starts from its outputs"
+    return why if init == "keep" else f"{why}; the labels have no part in it"
+
+
+def nests(settings: Settings, task: TaskData, model: nn.Module, x: Tensor) -> bool:
+    """Whether the nested fit is made: where it is asked for, or nothing that only one linearization has.
+
+    Args:
+        settings: What is asked for.
+        task: The data.
+        model: The network.
+        x: Training inputs.
+
+    Returns:
+        True for ``linnet.adapt``.
+
+    Raises:
+        InputError: It is asked for together with something that it does not have.
+    """
+    network, solving = settings.network, settings.solving
+    if solving.method == "linear":
+        return False
+    others = {
+        "head": network.head != "auto",
+        "cross_fit": bool(network.cross_fit),
+        "metric": solving.metric != "auto",
+        "loss": solving.loss != "squared",
+        "solver": solving.solver == "cg",
+        "ridge": solving.ridge not in ("auto", "loo") and isinstance(solving.ridge, str),
+    }
+    asked = [name for name, given in others.items() if given]
+    if solving.method == "nested" or solving.weight != "auto":
+        if asked:
+            raise InputError(
+                f"{asked[0]} is given with method nested",
+                expected="a probe of its own, one metric, the squared loss, the kernel and leave-one-out",
+                remedy=f"leave {asked[0]} out, or pass --method linear",
+            )
+        return True
+    if asked or not _has_body(model, x, solving.params):
+        return False
+    if task.classes is None:  # a regressor of as many values goes on from what it predicts
+        outputs = Functional(model).output_shape(x[:2]).numel()
+        return bool(outputs != task.tensors("train")[1].shape[1])
+    return True
+
+
+def _has_body(model: nn.Module, x: Tensor, params: str | tuple[str, ...] | None) -> bool:
+    """Whether a network ends in a linear layer, and parameters below it are to be fitted."""
+    try:
+        features(model, x[:1])
+        head = last_linear(model)[0]
+    except ModelError:
+        return False
+    return any(name.rpartition(".")[0] != head for name in select_parameters(model, params))
+
+
+def _nested(
+    settings: Settings, task: TaskData, old: nn.Module, stages: Stages, out: Path
+) -> tuple[SavedRun, Preflight]:
+    """The linear probe and the lower layers in one solve, or the one that an interrupted run has kept."""
+    network, solving = settings.network, settings.solving
+    x, y = (t.to(solving.device) for t in task.tensors("train"))
+    with stages.measure("preflight"), waiting("preflight"):
+        module = Features(old, HEADS, settings.source.seed, solving.params)
+        report = _checked(module.model, x, replace(solving, params=tuple(module.function.names)))
+    known = interrupted_run(out, solving.device, solving.memory)
+    if known is not None and known.origin.heads is not None and known.samples.ids == task.train.ids:
+        return known, report
+    weight, ridge = (None if isinstance(v, str) else float(v) for v in (solving.weight, solving.ridge))
+    outputs = len(task.classes) if task.classes is not None else y.shape[1]
+    targets = make_targets(y, outputs, dtype=module.function.dtype)
+    record = Record("dual", "loo", {}, single_remarks(targets))
+    file = out / KERNEL_FILE
+    with stages.measure("fit"):
+        fit = solved(module, x, targets, solving.memory, record, (weight, ridge), file)
+    file.unlink(missing_ok=True)
+    origin = _origin(network, None, False, old)
+    temperatures = None if task.classes is None else temperatures_of(fit)
+    run = SavedRun(
+        replace(origin, heads=(module.heads, module.seed)), fit, _samples(task), task.classes,
+        (task.transform, task.targets), _test_source(settings.source, task), temperatures,
+    )  # fmt: skip
+    return run, report
 
 
 def _fits_head(lin: Linearized) -> bool:
@@ -196,6 +338,29 @@ def _headed(
     ), outputs
 
 
+def with_head_of_adapt(model: nn.Module, task: TaskData, x: Tensor) -> tuple[nn.Module, str]:
+    """The network with as many outputs as a run gives it; what its head holds is left open.
+
+    Args:
+        model: The network.
+        task: The data.
+        x: A few samples.
+
+    Returns:
+        The network, and a sentence if its outputs are not its own.
+    """
+    if task.classes is None:
+        return model, ""
+    outputs, own = len(task.classes), Functional(model).output_shape(x).numel()
+    if own == outputs:
+        return model, ""
+    try:
+        new = with_head(model, outputs, init="random", generator=torch.Generator().manual_seed(0))
+    except ModelError as error:
+        return model, f"its {own} outputs are not the {outputs} classes of the data, and {error.what}"
+    return new, f"planned with a new head of {outputs} outputs, one a class, for the old one of {own}"
+
+
 def choose_head(model: nn.Module, x: Tensor, samples: int) -> str:
     """The head to start from, where nobody has said.
 
@@ -215,11 +380,9 @@ def choose_head(model: nn.Module, x: Tensor, samples: int) -> str:
 
 def _origin(network: Network, head: int | None, centered: bool, start: nn.Module) -> Origin:
     """The network's origin, with absolute paths."""
-    source, colon, name = network.spec.rpartition(":")
-    spec = f"{Path(source).resolve()}:{name}" if colon and source.endswith(".py") else network.spec
     weights = None if network.weights is None else str(Path(network.weights).resolve())
     metric = start.damping if isinstance(start, MetricNetwork) else None
-    return Origin(spec, dict(network.arguments), head, centered, weights, metric)
+    return Origin(absolute_spec(network.spec), dict(network.arguments), head, centered, weights, metric)
 
 
 def _samples(task: TaskData) -> TrainingSamples:
@@ -298,7 +461,7 @@ class _Others:
         found = [
             self._row(name, outputs, temperature, seconds, "ridge regression on the last features" * new_head)
         ]
-        if self.settings.baseline:
+        if self.settings.compare == "finetune":
             with stages.measure("plain fine-tuning"):
                 found.append(self._tuned(x, y, test, new_head))
         return found
@@ -312,7 +475,7 @@ class _Others:
         classes = len(self.task.classes) if self.task.classes is not None else y.shape[1]
         generator = torch.Generator().manual_seed(seed)
         model = with_head(self.old, classes, init="random", generator=generator) if new_head else self.model
-        tuned = fine_tune(model, (x, y), self.settings.baseline, seed=seed)
+        tuned = fine_tune(model, (x, y), self.settings.finetune_steps, seed=seed)
         seconds = time.perf_counter() - start
         tried = len(tuned.held_out)
         note = f"SGD, {tuned.steps} steps at {tuned.rate:g}, the best of {tried} rates on held-out samples"

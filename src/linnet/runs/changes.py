@@ -14,11 +14,13 @@ import torch
 from linnet.data import TaskData
 from linnet.errors import DataError, InputError
 from linnet.methods.fitting.fit import fit as fit_linear
+from linnet.methods.nested.nested_fit import NestedFit
 from linnet.report import Comparison, FitRecord, Forgetting, Notes, Run, Scores, Timing, TrainingSet
 from linnet.report.wording import duration
 from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.runs.folder import SavedRun, TrainingSamples, load_test, test_digest
 from linnet.runs.kinds import Fit, certificate_of, refit_arguments, solved_anew
+from linnet.runs.naming import find_samples, named
 from linnet.runs.newdata import NewSamples
 from linnet.runs.pages import choices, facts, held_out, seen, suspects, training_set
 from linnet.tangent.batch import Inputs, split, tensors_in
@@ -51,6 +53,11 @@ class Change:
     notes: tuple[str, ...] = ()
 
     @property
+    def added(self) -> range:
+        """Positions of added samples, in the run after."""
+        return range(self.before.fit.n - len(self.removed), self.after.fit.n)
+
+    @property
     def difference(self) -> float | None:
         """Largest difference of outputs from a fit solved anew; None when that was not tried."""
         return self.compared[0]
@@ -61,33 +68,36 @@ class Change:
         return self.compared[1]
 
 
-def forget(run: SavedRun, indices: Sequence[int], verify: bool = False) -> Change:
+def forget(run: SavedRun, ids: Sequence[str], verify: bool = False) -> Change:
     """Forget training samples.
 
     Args:
         run: The run.
-        indices: Their positions among its training samples.
+        ids: Their ids.
         verify: Fit the network anew without them, kernel included, and compare.
 
     Returns:
         The run before and after, with the difference from a solution from scratch.
 
     Raises:
-        InputError: An index is out of range or named twice, none is given, or nothing would be left.
+        InputError: An id means no sample or several, two mean the same, none is given, or nothing would be
+            left.
     """
-    if not indices:
+    known = run.samples
+    removed = find_samples(ids, known.ids, known.answers, run.classes, "training samples")
+    if len(removed) == run.fit.n:
         raise InputError(
-            "indices are empty",
-            expected=f"one or more positions from 0 to {run.fit.n - 1}",
-            remedy="name them, such as --indices 3,17",
+            f"ids names all {run.fit.n} training samples",
+            expected="at least one that stays",
+            remedy="leave some out",
         )
     start = time.perf_counter()
-    fit = run.fit.forget(list(indices))
+    fit = run.fit.forget(removed)
     seconds = time.perf_counter() - start
-    keep = np.setdiff1d(np.arange(run.fit.n), np.asarray(indices))
-    after = run.changed(fit, run.samples.take(keep))
+    keep = np.setdiff1d(np.arange(run.fit.n), np.asarray(removed))
+    after = run.changed(fit, known.take(keep))
     compared = _compare(fit, verify)
-    return Change(run, after, seconds, compared, tuple(int(i) for i in indices), verify)
+    return Change(run, after, seconds, compared, tuple(removed), verify)
 
 
 def update(run: SavedRun, new: NewSamples, answers: Array, name: str, verify: bool = False) -> Change:
@@ -112,10 +122,19 @@ def update(run: SavedRun, new: NewSamples, answers: Array, name: str, verify: bo
     fit = run.fit.update((run.inputs(new.x), run.answers(answers)))
     seconds = time.perf_counter() - start
     images = new.x if run.samples.images is not None else None
-    more = TrainingSamples(images, np.asarray(answers), tuple(f"{name}/{sample}" for sample in new.ids))
+    more = TrainingSamples(images, np.asarray(answers), _unused(run.samples.ids, name, new.ids))
     after, overlap = _tested_elsewhere(run.changed(fit, run.samples.joined(more)), new)
     compared = _compare(fit, verify)
     return Change(run, after, seconds, compared, (), verify, (*notes, *overlap))
+
+
+def _unused(taken: Sequence[str], name: str, ids: Sequence[str]) -> tuple[str, ...]:
+    """Ids with the name of their source before them, which gets a number where the run has such ids."""
+    known, source, count = set(taken), name, 1
+    while any(f"{source}/{sample}" in known for sample in ids):
+        count += 1
+        source = f"{name}-{count}"
+    return tuple(f"{source}/{sample}" for sample in ids)
 
 
 def _unknown(run: SavedRun, new: NewSamples, answers: Array) -> tuple[NewSamples, Array, tuple[str, ...]]:
@@ -127,7 +146,7 @@ def _unknown(run: SavedRun, new: NewSamples, answers: Array) -> tuple[NewSamples
     row, at = known[0]
     what = (
         f"{len(known)} of {len(new.ids)} samples are training samples of the run already, "
-        f"first {new.ids[row]} ({run.samples.ids[at]}, position {at})"
+        f"first {new.ids[row]}, which is {run.samples.ids[at]}"
     )
     if len(known) == len(new.ids):
         raise DataError(
@@ -167,6 +186,10 @@ def _hashes(x: Inputs) -> list[str]:
 def _compare(fit: Fit, verify: bool) -> tuple[float | None, float | None]:
     """Largest difference of training outputs from a solution from scratch, and its time."""
     start = time.perf_counter()
+    if verify and isinstance(fit, NestedFit):
+        anew = fit.recomputed()
+        seconds = time.perf_counter() - start
+        return float((anew.predict(fit.x) - fit.predict(fit.x)).abs().max()), seconds
     if verify:
         labels = fit.labels
         data = (fit.x, fit.targets if labels is None else labels)
@@ -203,8 +226,8 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
     forgotten = _forgetting(change, scores) if change.removed else None
     train = training_set(after)
     if change.removed:
-        doubted = suspects(before.fit) if before.fit.solver == "dual" else ()
-        train = TrainingSet(seen(before.samples), None, doubted, None, forgotten)
+        doubted, by_chance = suspects(before.fit) if before.fit.solver == "dual" else ((), None)
+        train = TrainingSet(seen(before.samples), None, doubted, None, forgotten, by_chance)
     rows = tuple(row for row, _ in scores)
     test = None
     if task is not None and shown is not None:
@@ -229,11 +252,17 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
     result = {
         "command": command, "train_before": before.fit.n, "train": after.fit.n,
         "scores": [asdict(row) for row in rows], "certificate": summary["certificate"],
-        "difference": change.difference, "verified": change.verified, "removed": list(change.removed),
+        "difference": change.difference, "verified": change.verified,
+        "removed": _named(before, change.removed), "added": _named(after, change.added),
         "seconds": change.seconds, "refit_seconds": change.refit_seconds, "fit": summary,
         "findings": list(findings), "out": str(out),
     }  # fmt: skip
     return result, page
+
+
+def _named(run: SavedRun, positions: Sequence[int]) -> list[dict[str, Any]]:
+    """Training samples of a run, with their answers."""
+    return named(run.samples.ids, run.samples.answers, run.classes, positions)
 
 
 def _score(name: str, run: SavedRun, task: TaskData, seconds: float | None) -> tuple[Comparison, Predictions]:
@@ -280,5 +309,11 @@ def _forgetting(change: Change, scores: list[tuple[Comparison, Predictions]]) ->
         "The comparison solves the equations of the remaining samples from scratch."
     )  # fmt: skip
     return Forgetting(
-        change.removed, tuple(table), change.difference, change.seconds, change.refit_seconds, how
+        change.removed,
+        tuple(table),
+        change.difference,
+        change.seconds,
+        change.refit_seconds,
+        how,
+        change.verified,
     )

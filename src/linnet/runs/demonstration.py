@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from linnet.report.measures import ranking
 from linnet.runs import demo_net
 from linnet.runs.adaptation import Adaptation, adapt
 from linnet.runs.changes import Change, forget, report_change
-from linnet.runs.folder import save_run
+from linnet.runs.folder import keep_fit, save_run
 from linnet.runs.pages import doubts, write
 from linnet.runs.settings import Network, Settings, Source
 from linnet.runs.summary import keep_adaptation
@@ -53,12 +54,12 @@ class Recall:
     """How well wrong labels are found.
 
     Args:
-        wrong: Positions of the flipped labels.
-        inspected: The same number of training samples, the most doubtful first.
+        wrong: Ids of the samples with flipped labels.
+        inspected: Ids of as many training samples, the most doubtful first.
     """
 
-    wrong: tuple[int, ...]
-    inspected: tuple[int, ...]
+    wrong: tuple[str, ...]
+    inspected: tuple[str, ...]
 
     @property
     def found(self) -> int:
@@ -138,17 +139,17 @@ def adapt_digits(files: Files, out: Path, seed: int) -> dict[str, Any]:
     Returns:
         The result of the adaptation, with one more row: the frozen network.
     """
-    found = adapt(_settings(files, files.digits, SHOTS, seed), out)
+    found = adapt(_settings(files, files.digits, SHOTS, seed), out, partial(keep_fit, out))
     row = _frozen(found, files)
     return keep_adaptation(
         replace(found, rows=(*found.rows, row)), out, "Digits 5 to 9 from a network for 0 to 4"
     )
 
 
-def _settings(files: Files, data: Path, shots: int | None, seed: int, baseline: int = 150) -> Settings:
+def _settings(files: Files, data: Path, shots: int | None, seed: int, compare: str = "finetune") -> Settings:
     """An adaptation of the small network."""
     network = Network(f"{demo_net.__file__}:digit_net", files.weights)
-    return Settings(network, Source(data, shots=shots, seed=seed), baseline=baseline)
+    return Settings(network, Source(data, shots=shots, seed=seed), compare=compare)
 
 
 def _frozen(found: Adaptation, files: Files) -> Comparison:
@@ -196,8 +197,9 @@ def forget_flipped(files: Files, out: Path, seed: int) -> tuple[Recall, dict[str
     source = Source(files.digits, shots=SHOTS, seed=seed)
     task = load_data(source.path).shots(SHOTS, seed)
     wrong = flip_labels(task, files.flipped, seed)
-    found = adapt(_settings(files, files.flipped, None, seed, baseline=0), out / "flipped")
-    keep_adaptation(found, out / "flipped", f"Digits 5 to 9, {FLIPPED} of {len(task.train)} labels wrong")
+    place = out / "flipped"
+    found = adapt(_settings(files, files.flipped, None, seed, "probe"), place, partial(keep_fit, place))
+    keep_adaptation(found, place, f"Digits 5 to 9, {FLIPPED} of {len(task.train)} labels wrong")
     change, recall = _forget_doubtful(found, wrong)
     result, page = report_change(change, "forget", out / "forgotten", "The most doubtful labels, forgotten")
     assert page.train is not None
@@ -210,8 +212,8 @@ def forget_flipped(files: Files, out: Path, seed: int) -> tuple[Recall, dict[str
 
 def _forget_doubtful(found: Adaptation, wrong: tuple[int, ...]) -> tuple[Change, Recall]:
     """Forget as many of the most doubtful samples as labels were flipped."""
-    order = ranking(doubts(found.run.fit))
-    recall = Recall(wrong, tuple(int(i) for i in order[:FLIPPED]))
+    order, ids = ranking(doubts(found.run.fit)), found.run.samples.ids
+    recall = Recall(tuple(ids[i] for i in wrong), tuple(ids[i] for i in order[:FLIPPED]))
     return forget(found.run, recall.inspected, verify=True), recall
 
 

@@ -18,6 +18,7 @@ from linnet.methods.fitting.dual import Spectrum
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.predictive import probabilities
 from linnet.methods.fitting.softmax_fit import SoftmaxFit
+from linnet.methods.nested.nested_fit import NestedFit
 from linnet.progress import track, waiting
 from linnet.report import Comparison, Reliability, RidgePath
 from linnet.report.measures import calibration_error, reliability_bins
@@ -107,7 +108,7 @@ def predict(
 
 def _pieces(fit: Fit, x: Tensor, what: str) -> Any:
     """X in pieces whose kernel with the training samples is small."""
-    outputs = fit.system.c
+    outputs = 1 if isinstance(fit, NestedFit) else fit.system.c
     row = 24 * outputs * fit.n * outputs  # the kernel in float32, in float64, and its product with M
     room = min(parse_bytes(fit.memory, fit.module.function.device) // 4, _MOST)
     size = max(1, min(int(room // row), 512))
@@ -185,7 +186,9 @@ def reliability(name: str, probs: Array, labels: Array) -> Reliability:
 
 
 @torch.no_grad()
-def ridge_path(fit: LinearFit, spectrum: Spectrum, x: Tensor | None, labels: Array | None) -> RidgePath:
+def ridge_path(
+    fit: LinearFit | NestedFit, spectrum: Spectrum, x: Tensor | None, labels: Array | None
+) -> RidgePath:
     """Every criterion along the ridge, and the test accuracy beside it.
 
     Args:
@@ -197,10 +200,15 @@ def ridge_path(fit: LinearFit, spectrum: Spectrum, x: Tensor | None, labels: Arr
     Returns:
         The path, as the report takes it.
     """
-    grid = spectrum.grid()
+    grid = fit.ridges() if isinstance(fit, NestedFit) else spectrum.grid()
     path = spectrum.path(grid, fit.classes is not None, fit.targets)
     accuracy = None
-    if x is not None and labels is not None and fit.classes is not None:
+    if isinstance(fit, NestedFit):
+        if x is not None and labels is not None and fit.classes is not None:
+            parts = _pieces(fit, x, "ridges: predicting")
+            chosen = torch.cat([fit.along(part, grid).argmax(2) for part in parts], 1)
+            accuracy = (_numpy(chosen) == labels).mean(1)
+    elif x is not None and labels is not None and fit.classes is not None:
         # β(ρ) = V (Λ + ρ)⁻¹ Vᵀ r, one column a ridge; f(x) = f₀(x) + K(x, X) β
         betas = spectrum.vectors @ (spectrum.coordinates[:, None] / (spectrum.values[:, None] + grid))
         hits = []
@@ -228,7 +236,7 @@ def spectrum_of(fit: Fit) -> Spectrum | None:
     found = kernel_and_residual(fit)
     if found is None:
         return None
-    size = fit.n * fit.system.c
+    size = len(found[0])
     with waiting(f"eigenvalues of {size} equations", eigen_seconds(size)):
         return Spectrum(*found) if isinstance(fit, SoftmaxFit) else fit.system.spectrum  # type: ignore[union-attr]
 

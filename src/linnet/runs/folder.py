@@ -1,7 +1,7 @@
 """A run folder: everything that predicting, explaining, forgetting and updating need.
 
 ``model.safetensors``       the network at θ₀, its new head included
-``linear-fit.safetensors``  the solved fit, training inputs included
+``linear-fit.safetensors``  the solved fit, training inputs included; ``nested-fit.safetensors`` of ``adapt``
 ``curvature.safetensors``   the metric of the ridge, where it has one
 ``samples.safetensors``     the training samples as people see them
 ``run.json``                how to build the network, what the data were, and the checksums of the above
@@ -12,6 +12,7 @@ Each file is written whole or not at all, and ``run.json`` last: a folder withou
 from __future__ import annotations
 
 import hashlib
+import textwrap
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from linnet import params
 from linnet.curvatures.curvature import KIND as CURVATURE
 from linnet.curvatures.saved import load_curvature
 from linnet.data import ImageTransform, Standardize, TaskData, load_data
@@ -30,13 +32,21 @@ from linnet.methods.fitting.head import with_head
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.load_fit import load_fit
 from linnet.methods.fitting.metric import MetricNetwork, with_metric
+from linnet.methods.nested.adapt import load_adapted
+from linnet.methods.nested.features import with_random_heads
+from linnet.methods.nested.nested_fit import KIND as NESTED
+from linnet.methods.nested.nested_fit import NestedFit
 from linnet.models import apply_weights, load_model
 from linnet.runs.kinds import Fit, known_outputs
-from linnet.runs.place import RECORD
+from linnet.runs.lock import check_free, writing
+from linnet.runs.place import RECORD, REPLAY, check_still, clear_run, note_record
+from linnet.runs.trust import absolute_spec, check_run, remember_run
 
 Array = np.ndarray[Any, Any]
 _KIND = "run"
+_MOST = 2**31  # outputs and positions: beyond what a run in memory can have
 _TENSORS: tuple[str, ...] = ("model", "linear-fit", "samples")
+_SAVED = {*_TENSORS, CURVATURE, NESTED}
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,8 @@ class Origin:
         centered: Whether the head starts at zero, see :mod:`linnet.methods.fitting.centered`.
         weights: The weights that it started from, for the reader.
         metric: τ of the curvature that is the metric of the ridge; None where all weights are held alike.
+        init: The head at the start: ``"probe"``, ``"random"``, ``"zero"`` or ``"keep"``; None in older runs.
+        heads: Number and seed of the random heads of a nested fit; None for one linearization.
     """
 
     spec: str
@@ -58,6 +70,8 @@ class Origin:
     centered: bool
     weights: str | None = None
     metric: float | None = None
+    init: str | None = None
+    heads: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -209,15 +223,68 @@ def save_run(folder: Path, run: SavedRun) -> None:
     """Write a run; the record last, so that an interruption leaves no run that looks finished.
 
     Args:
-        folder: The folder; made if missing.
+        folder: The folder; made if missing. Nothing of the run is left in it if it cannot be written whole.
         run: The run.
+
+    Raises:
+        InputError: Another process is writing there, or has finished a run there since this one claimed it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        check_still(folder)
+        try:
+            _write_run(folder, run)
+        except BaseException:
+            for name in _SAVED:
+                (folder / f"{name}.safetensors").unlink(missing_ok=True)
+            raise
+        note_record(folder)
+        remember_run(folder)
+
+
+def keep_fit(folder: Path, run: SavedRun, overwrite: bool = False) -> None:
+    """Write a run before it is evaluated; its report comes later.
+
+    Args:
+        folder: The folder.
+        run: The run.
+        overwrite: Whether an earlier run there goes.
+    """
+    if overwrite:
+        clear_run(folder)
+    for name in ("result.json", "report.html"):  # without them a run is known to be interrupted
+        (folder / name).unlink(missing_ok=True)
+    save_run(folder, run)
+
+
+def interrupted_run(folder: Path, device: str, memory: str | None) -> SavedRun | None:
+    """The fit of a run that was interrupted while it was evaluated.
+
+    Args:
+        folder: The folder, whose settings are those of the run that goes on.
+        device: Where to compute.
+        memory: Budget of what is computed from it.
+
+    Returns:
+        The run, or None where there is none that can be read.
+    """
+    if not all((folder / name).is_file() for name in (RECORD, REPLAY)) or (folder / "result.json").exists():
+        return None
+    try:
+        return load_run(folder, device, memory)
+    except LinnetError:
+        return None
+
+
+def _write_run(folder: Path, run: SavedRun) -> None:
+    """The files of a run, in the order that matters."""
     (folder / RECORD).unlink(missing_ok=True)
-    network, tensors = run.fit.module.model, _TENSORS
+    function = run.fit.module.function
+    network, tensors = (function.source or function).model, _TENSORS  # in the type that it came in
     if isinstance(network, MetricNetwork):
         network.curvature.save(folder)
         network, tensors = network.network, (*_TENSORS, CURVATURE)
+    if isinstance(run.fit, NestedFit):
+        tensors = tuple(NESTED if name == "linear-fit" else name for name in tensors)
     save_tensors(folder, "model", dict(network.state_dict()), {})
     run.fit.save(folder)
     arrays = {"answers": torch.from_numpy(run.samples.answers)}
@@ -237,26 +304,41 @@ def save_run(folder: Path, run: SavedRun) -> None:
     write_json(folder / RECORD, record, kind=_KIND)
 
 
-def load_run(folder: Path, device: str = "cpu", memory: str | None = None) -> SavedRun:
-    """Read a run.
+def load_run(
+    folder: Path,
+    device: str = "cpu",
+    memory: str | None = None,
+    *,
+    model: str | None = None,
+    trust: bool = False,
+) -> SavedRun:
+    """Read a run, which builds its network: code runs that the user made the run with, named or trusts.
 
     Args:
         folder: The folder.
         device: Where to compute.
         memory: Budget of what is computed from it.
+        model: The network's factory, named by the user; the one that the run names when None.
+        trust: Whether to run what the run names, though it is of somebody else; it is then remembered.
 
     Returns:
         The run.
 
     Raises:
-        InputError: There is no such folder.
+        InputError: There is no such folder, another process is writing there, or it would run code that the
+            user has neither named nor trusted.
         FileFormatError: It is no finished run, a file is damaged or of another run, or the factory makes
             another network now.
     """
+    check_free(folder)
     record = _read_record(folder)
     origin = Origin(**record["origin"])
-    model = _build(folder, origin).to(device)
-    fit = load_fit(folder, model)
+    if not trust:
+        check_run(folder, record, origin.spec, origin.arguments, named=model is not None)
+    if model is not None:
+        origin = replace(origin, spec=absolute_spec(model))
+    network = _build(folder, origin).to(device)
+    fit: Fit = load_fit(folder, network) if origin.heads is None else load_adapted(folder, network)
     fit.memory = memory
     arrays, names = load_tensors(folder / "samples.safetensors", "samples")
     images = arrays["images"].numpy() if "images" in arrays else None
@@ -275,6 +357,10 @@ def load_run(folder: Path, device: str = "cpu", memory: str | None = None) -> Sa
     temperatures = None if known is None else (*known, 1.0)[:3]  # older folders have no scale of the variance
     if temperatures is not None and isinstance(fit, LinearFit):
         fit._temperature, fit._point_temperature, fit._variance_scale = temperatures
+    if temperatures is not None and isinstance(fit, NestedFit):
+        fit.calibrate(*temperatures)
+    if trust:
+        remember_run(folder)
     return SavedRun(origin, fit, samples, classes, transforms, test, temperatures)
 
 
@@ -332,6 +418,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
             remedy="run linnet adapt again with the same --out; an interrupted run continues there",
         )
     record: dict[str, Any] = read_json(folder / RECORD, _KIND)
+    _check_record(folder / RECORD, record)
     for name, checksum in record["files"].items():
         path = folder / f"{name}.safetensors"
         if not path.is_file():
@@ -347,11 +434,45 @@ def _read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
+def _check_record(path: Path, record: Any) -> None:
+    """Require that a record has all that is read from it, of the right kinds, and no number too large."""
+    try:
+        origin = Origin(**record["origin"])
+        params.integer("head", 1 if origin.head is None else origin.head, most=_MOST)
+        for number, least in zip(origin.heads or (), (1, 0), strict=False):
+            params.integer("heads", number, least=least, most=_MOST)
+        if origin.heads is not None and len(origin.heads) != 2:
+            raise ValueError("heads must be their number and a seed")
+        params.instance("arguments", origin.arguments, dict, "a dictionary")
+        params.instance("spec", origin.spec, str, "a string")
+        _transform(record["transform"])
+        if record["scale"] is not None:
+            Standardize(**record["scale"])
+        if record["test"] is not None:
+            test = TestSource(**record["test"])
+            params.instance("path", test.path, str, "a string")
+            for position in test.positions or ():
+                params.integer("positions", position, least=0, most=_MOST)
+        for value in record["temperatures"] or ():
+            float(value)
+        names = [*(record["classes"] or ()), *record["files"].values()]
+        if not all(isinstance(name, str) for name in names) or not set(record["files"]) <= _SAVED:
+            raise ValueError("classes and files must be names")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise FileFormatError(
+            f"{path} does not describe a run ({type(error).__name__}: {textwrap.shorten(str(error), 200)})",
+            expected="the record exactly as linnet wrote it",
+            remedy="restore it from a copy, or run linnet adapt again",
+        ) from error
+
+
 def _build(folder: Path, origin: Origin) -> nn.Module:
     """The network at θ₀."""
     model = load_model(origin.spec, None, origin.arguments, pretrained=False)
     if origin.head is not None:
         model = with_head(model, origin.head, init="zero")
+    if origin.heads is not None:
+        model = with_random_heads(model, *origin.heads)
     start = with_centered_head(model) if origin.centered else model
     state, _ = load_tensors(folder / "model.safetensors", "model")
     apply_weights(start, state)

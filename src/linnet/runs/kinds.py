@@ -11,13 +11,19 @@ from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.predictive import fit_temperature, probabilities
 from linnet.methods.fitting.softmax_dual import SoftmaxDual
 from linnet.methods.fitting.softmax_fit import SoftmaxFit
+from linnet.methods.nested.nested_fit import NestedFit
 
-Fit: TypeAlias = LinearFit | SoftmaxFit
+Fit: TypeAlias = LinearFit | SoftmaxFit | NestedFit
 
 
 def loss_of(fit: Fit) -> str:
     """The loss of a fit, as ``linnet.fit`` calls it."""
     return "cross-entropy" if isinstance(fit, SoftmaxFit) else "squared"
+
+
+def cross_fitted(fit: Fit) -> bool:
+    """Whether the head was fitted in folds, so that leave-one-out leaves out its part too."""
+    return not isinstance(fit, NestedFit) and fit.held_out is not None
 
 
 def certificate_of(fit: Fit) -> str:
@@ -89,8 +95,8 @@ def solved_anew(fit: Fit) -> Tensor | None:
     if isinstance(system, Dual):
         anew = Dual(system.kernel, system.residual, fit.ridge)
         # outputs on the training samples are f₀ + Kβ
-        change: Tensor = system.kernel @ (anew.beta - system.beta).reshape(-1)
-        return change
+        change: Tensor = system.kernel @ (anew.beta - system.beta).reshape(len(system.kernel), -1)
+        return change.flatten()
     return None
 
 

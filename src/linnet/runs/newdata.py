@@ -12,7 +12,7 @@ import numpy as np
 from linnet.data import ImageTransform, Standardize
 from linnet.data.arrays import Member
 from linnet.data.checks import as_labels, as_targets, check_finite, check_lengths, some
-from linnet.data.folder import ImageFiles
+from linnet.data.folder import ImageFiles, files_below
 from linnet.data.load import KINDS
 from linnet.data.table import read_numbers
 from linnet.errors import DataError, InputError
@@ -60,7 +60,7 @@ def read_new(path: Path, run: SavedRun, prefer: str) -> NewSamples:
         DataError: The samples or their answers are not such as the run was trained on.
     """
     images = isinstance(run.transforms[0], ImageTransform)
-    if path.is_dir():
+    if os.path.isdir(path):
         if not images:
             raise InputError(
                 f"data {path} is a folder",
@@ -72,7 +72,7 @@ def read_new(path: Path, run: SavedRun, prefer: str) -> NewSamples:
         return _checked(_from_archive(path, run, prefer), run)
     if path.suffix.lower() == ".csv":
         return _checked(_from_table(path, run), run)
-    what = "has an unknown kind" if path.exists() else "does not exist"
+    what = "has an unknown kind" if os.path.exists(path) else "does not exist"
     raise InputError(f"data {path} {what}", expected=KINDS, remedy="check the path and its ending")
 
 
@@ -84,9 +84,7 @@ def _from_folder(path: Path, run: SavedRun) -> NewSamples:
         run.samples.images is not None and transform.channels is None
     ):  # decoded to what the run was trained on
         transform = replace(transform, channels=run.samples.images.shape[-1])
-    walked = sorted(os.walk(path, followlinks=True))
-    files = [Path(at, name) for at, _, names in walked for name in sorted(names) if not name.startswith(".")]
-    found = [file.relative_to(path) for file in files if file.suffix.lower() in _SUFFIXES]
+    found = [file.relative_to(path) for file in files_below(path, path) if file.suffix.lower() in _SUFFIXES]
     if not found:
         raise DataError(
             f"{path} has no images",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from linnet import __version__
 from linnet.data import Part
 from linnet.files import write_json
+from linnet.methods.audit.label_errors import label_errors
 from linnet.methods.fitting.dual import Spectrum as Eigen
 from linnet.methods.fitting.softmax_fit import SoftmaxFit
+from linnet.methods.nested.nested_fit import NestedFit
 from linnet.report import (
     Choice,
     Coverage,
@@ -23,6 +26,7 @@ from linnet.report import (
     Neighbor,
     Notes,
     PreflightText,
+    RidgeChoice,
     Run,
     Samples,
     Scores,
@@ -33,10 +37,12 @@ from linnet.report import (
     write_report,
 )
 from linnet.report.measures import ranking
+from linnet.report.wording import summary
 from linnet.runs.adaptation import Adaptation
 from linnet.runs.evaluation import Predictions, ridge_path, softmax_path, spectrum_of
 from linnet.runs.folder import SavedRun, TrainingSamples
-from linnet.runs.kinds import Fit, certificate_of, contradiction, loss_of
+from linnet.runs.kinds import Fit, certificate_of, contradiction, cross_fitted, loss_of
+from linnet.runs.lock import writing
 from linnet.tangent.preflight import Preflight
 
 Array = np.ndarray[Any, Any]
@@ -52,8 +58,9 @@ def write(folder: Path, result: dict[str, Any], page: Run) -> None:
         result: The result of a command.
         page: Its report.
     """
-    write_report(folder / "report.html", page)
-    write_json(folder / "result.json", {**result, "report": page.to_dict()})
+    with writing(folder, wait=True):  # both of one process
+        write_report(folder / "report.html", page)
+        write_json(folder / "result.json", {**result, "report": page.to_dict()})
 
 
 def adaptation_page(found: Adaptation, title: str) -> Run:
@@ -81,10 +88,15 @@ def adaptation_page(found: Adaptation, title: str) -> Run:
     record = FitRecord(
         path, _spectrum(run.fit, eigen), choices(run), _preflight(found.preflight),
         tuple(Timing(name, seconds) for name, seconds in _timings(found).items()),
+        ridge=RidgeChoice(run.fit.record.criterion, loss_of(run.fit), cross_fitted(run.fit)),
     )  # fmt: skip
     notes = Notes(warnings=(*run.fit.record.warnings, *task.findings), facts=facts(run))
     scores = Scores(found.rows, found.reliability, len(task.test))
-    return Run(title, run.classes, notes, scores, record, train, test)
+    page = Run(title, run.classes, notes, scores, record, train, test)
+    verdict = run.fit.record.reasons.get("verdict")
+    if verdict is None:
+        return page
+    return replace(page, notes=replace(notes, headline=(verdict, *summary(page))))
 
 
 def training_set(run: SavedRun) -> TrainingSet:
@@ -100,7 +112,8 @@ def training_set(run: SavedRun) -> TrainingSet:
     if run.fit.solver != "dual":
         return TrainingSet(samples)
     informative = run.fit.informativeness().double().cpu().numpy()
-    return TrainingSet(samples, informative, suspects(run.fit))
+    doubted, by_chance = suspects(run.fit)
+    return TrainingSet(samples, informative, doubted, by_chance=by_chance)
 
 
 def doubts(fit: Fit) -> Array:
@@ -115,20 +128,23 @@ def doubts(fit: Fit) -> Array:
     return np.asarray(contradiction(fit).cpu().numpy())
 
 
-def suspects(fit: Fit) -> tuple[Suspect, ...]:
-    """Training samples whose label the fit of all the others contradicts.
+def suspects(fit: Fit) -> tuple[tuple[Suspect, ...], float | None]:
+    """Training samples whose label looks wrong to the fit of all the others.
 
     Args:
         fit: A dual fit.
 
     Returns:
-        Most doubtful first.
+        Most doubtful first, and how many would look wrong if all labels were right; ``None`` for regression.
     """
     if fit.labels is None:
-        return ()
-    given, suggested, doubt = fit.labels.cpu(), fit.loo().argmax(1).cpu(), doubts(fit)
-    order = [int(i) for i in ranking(doubt) if suggested[i] != given[i]]
-    return tuple(Suspect(i, int(given[i]), int(suggested[i]), float(doubt[i])) for i in order)
+        return (), None
+    errors = label_errors(fit.loo(), fit.labels)
+    chosen = set(errors.indices.tolist())
+    given, suggested, doubt = fit.labels.cpu(), errors.suggested.cpu(), doubts(fit)
+    order = [int(i) for i in ranking(doubt) if int(i) in chosen]
+    found = tuple(Suspect(i, int(given[i]), int(suggested[i]), float(doubt[i])) for i in order)
+    return found, errors.expected
 
 
 def held_out(
@@ -223,21 +239,16 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
         One line a decision.
     """
     fit, reasons = run.fit, run.fit.record.reasons
-    head, why = "kept", "the network's outputs fit the task"
-    if run.origin.head:
-        head, why = f"new, {run.origin.head} outputs", "the labels have no part in it"
-    if run.origin.centered:
-        head, why = f"{head}, linear probe", "more samples than features; the ridge draws it to zero"
-        if fit.held_out is not None:
-            head, why = (
-                f"{head}, cross-fitted",
-                "leave-one-out leaves out its part too; the ridge draws it to zero",
-            )
+    ridge = reasons.get("ridge", "")
     made = [
-        Choice("head", head, why),
+        Choice("head", _head(run), reasons.get("head", "")),
         Choice("solver", fit.solver, reasons.get("solver", "")),
-        Choice("ridge", f"{fit.ridge:.4g}", reasons.get("ridge", "")),
-    ]  # fmt: skip
+        # a change of the training samples keeps the ridge, and so what was said of the samples before
+        Choice("ridge", f"{fit.ridge:.4g}", f"of the fit before: {ridge}" if "change" in reasons else ridge),
+    ]
+    if isinstance(fit, NestedFit):
+        made[0] = Choice("head", f"new, {fit.system.c} outputs", "a linear probe, part of the fit")
+        made.insert(1, Choice("weight of the lower layers", f"{fit.body_weight:g}", reasons.get("body", "")))
     if "metric" in reasons:
         metric = "one for all weights" if run.origin.metric is None else "K-FAC"
         made.insert(2, Choice("metric of the ridge", metric, reasons["metric"]))
@@ -251,17 +262,29 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
         made.append(Choice("noise variance", f"{fit.noise:.4g}", "highest evidence at this ridge"))
     if run.temperatures is not None and not isinstance(fit, SoftmaxFit):
         made.append(
-            Choice("softmax temperature", f"{run.temperatures[0]:.4g}", _moderation(run.temperatures[2]))
+            Choice("softmax temperature", f"{run.temperatures[0]:.4g}", _moderation(fit, run.temperatures[2]))
         )
     if "change" in reasons:
         made.append(Choice("change", reasons["change"], "by linear algebra on the fit before"))
     return tuple(made)
 
 
-def _moderation(scale: float) -> str:
+def _head(run: SavedRun) -> str:
+    """What the head is."""
+    if run.origin.head is None:
+        return "kept"
+    init = run.origin.init or ("probe" if run.origin.centered else "")
+    kind = {"probe": ", linear probe", "random": ", random", "zero": ", zero"}.get(init, "")
+    crossed = ", cross-fitted" if cross_fitted(run.fit) else ""
+    return f"new, {run.origin.head} outputs{kind}{crossed}"
+
+
+def _moderation(fit: Fit, scale: float) -> str:
     """How probabilities were calibrated."""
     counted = "" if scale == 1 else f"; variances count {scale:g}-fold"
-    return f"likeliest leave-one-out predictions{counted}"
+    kind = "held-out" if cross_fitted(fit) else "leave-one-out"
+    part = "" if fit.solver == "dual" else " of the small fit that chose the ridge"
+    return f"likeliest {kind} predictions{part}{counted}"
 
 
 def facts(run: SavedRun) -> tuple[tuple[str, str], ...]:

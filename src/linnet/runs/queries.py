@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,15 @@ import numpy as np
 from linnet.data import Part
 from linnet.data.task import InMemory
 from linnet.errors import InputError
-from linnet.files import write_atomic
+from linnet.files import write_text
 from linnet.report import HeldOutSet, Notes, Run, Samples, Scores, TrainingSet
 from linnet.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.runs.folder import SavedRun, load_test
+from linnet.runs.naming import answer_in_words, find_samples, named
 from linnet.runs.newdata import NewSamples
 from linnet.runs.pages import explanations, facts, held_out, seen
 
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what begins a formula for some spreadsheet
 Array = np.ndarray[Any, Any]
 
 
@@ -69,8 +71,29 @@ def prediction_rows(run: SavedRun, new: NewSamples, found: Predictions) -> list[
     return rows
 
 
+def told_rows(run: SavedRun, new: NewSamples, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Predictions as the terminal names them: id, what was predicted, and the answer where it is known.
+
+    Args:
+        run: The run.
+        new: The samples.
+        rows: What `prediction_rows` returned for them.
+
+    Returns:
+        One record for each row.
+    """
+    known = named(new.ids, new.y, run.classes, range(len(new.ids)))
+    told = []
+    for row, one in zip(rows, known, strict=True):
+        said = [value for key, value in row.items() if key.startswith("predicted")]
+        told.append({"id": one["id"], "predicted": said[0] if len(said) == 1 else said, **one})
+    return told
+
+
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write rows as ``.csv`` or ``.json``.
+
+    In a table, text that a spreadsheet would take for a formula gets an apostrophe before it.
 
     Args:
         path: The file.
@@ -83,12 +106,26 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     if path.suffix.lower() == ".json":
         text = json.dumps(rows, indent=2) + "\n"
     else:
-        buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        text = buffer.getvalue()
-    write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        text = "".join(_line(cells) for cells in (list(rows[0]), *(list(row.values()) for row in rows)))
+    write_text(path, text)
+
+
+def _line(cells: Iterable[object]) -> str:
+    """One line of a table."""
+    buffer = io.StringIO()  # cells with a character of the writer's line end are quoted: with either, here
+    csv.writer(buffer, lineterminator="\r\n").writerow(map(_as_text, cells))
+    return buffer.getvalue().removesuffix("\r\n") + "\n"
+
+
+def _as_text(value: object) -> object:
+    """A cell that no spreadsheet takes for a formula: such text gets an apostrophe; numbers stay numbers."""
+    if not isinstance(value, str) or not value.startswith(_FORMULA):
+        return value
+    try:
+        float(value)  # a class may be called -1
+    except ValueError:
+        return f"'{value}"
+    return value
 
 
 def check_table(path: Path) -> None:
@@ -172,13 +209,13 @@ class Explained:
     page: Run
 
 
-def explain(run: SavedRun, new: NewSamples | None, indices: Sequence[int], top: int, title: str) -> Explained:
+def explain(run: SavedRun, new: NewSamples | None, ids: Sequence[str], top: int, title: str) -> Explained:
     """Name the training samples behind some predictions.
 
     Args:
         run: The run.
-        new: The samples that ``indices`` count in; None for the run's own test samples.
-        indices: Positions of the samples to explain.
+        new: The samples that ``ids`` name; None for the run's own test samples.
+        ids: Ids of the samples to explain.
         top: Training samples to name on each side.
         title: Title of the page.
 
@@ -186,23 +223,22 @@ def explain(run: SavedRun, new: NewSamples | None, indices: Sequence[int], top: 
         The training samples that pushed each prediction up and down.
 
     Raises:
-        InputError: An index is out of range, none is given, ``top`` is not positive, or the test samples
-            cannot be read again.
+        InputError: An id means no sample or several, none is given, ``top`` is not positive, or the test
+            samples cannot be read again.
     """
-    part = _part(run, new)
-    wrong = [i for i in indices if not 0 <= i < len(part.ids)]
-    if wrong or not indices:
-        what = f"index holds {wrong[0]}" if wrong else "index is empty"
-        raise InputError(what, expected=f"positions from 0 to {len(part.ids) - 1} of the samples to explain")
     if top < 1:
         raise InputError(f"top is {top}", expected="a positive number of training samples")
-    chosen = part.take(np.asarray(list(dict.fromkeys(indices))))
+    part = _part(run, new)
+    kind = "test samples of the run" if new is None else "new samples"
+    answered = new is None or new.y is not None
+    chosen = part.take(
+        np.asarray(find_samples(ids, part.ids, part.y if answered else None, run.classes, kind))
+    )
     found = predict(run.fit, run.inputs(chosen.x), run.transforms[1], run.temperatures)
     images = run.samples.images is not None
-    known = new is None or new.y is not None
     made = explanations(run, chosen.x, list(range(len(chosen.ids))), found, top)
     base = held_out(run, chosen, found, images, [])
-    samples = base.samples if known else Samples(base.samples.images, None, chosen.ids)
+    samples = base.samples if answered else Samples(base.samples.images, None, chosen.ids)
     test = HeldOutSet(samples, base.probs, base.mean, base.std, None, made)
     headline = (f"The training samples behind {len(chosen.ids)} predictions.",)
     train = TrainingSet(seen(run.samples))
@@ -210,9 +246,9 @@ def explain(run: SavedRun, new: NewSamples | None, indices: Sequence[int], top: 
         title, run.classes, Notes(headline, run.fit.record.warnings, facts(run)), train=train, test=test
     )
     told = page.to_dict()["test"]["explanations"]
-    answers = chosen.y if known else None
+    answers = chosen.y if answered else None
     lines = [line for i, item in enumerate(told) for line in _lines(run, item, answers, found, i)]
-    result = {"command": "explain", "index": list(indices), "explanations": told}
+    result = {"command": "explain", "ids": list(chosen.ids), "explanations": told}
     return Explained(lines, result, page)
 
 
@@ -247,7 +283,6 @@ def _lines(
     lines = [head]
     for word, side in (("up", item["up"]), ("down", item["down"])):
         for n in side:
-            answer = run.samples.answers[n["sample"]]
-            known = run.classes[int(answer)] if run.classes else f"{float(np.reshape(answer, -1)[0]):.4g}"
-            lines.append(f"  {word:<5}{n['influence']:+9.3f}  {n['sample']:>5}  {n['id']}  ({known})")
+            known = answer_in_words(run.samples.answers[n["position"]], run.classes)
+            lines.append(f"  {word:<5}{n['influence']:+9.3f}  {n['id']}  ({known})")
     return lines

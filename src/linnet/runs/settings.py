@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from linnet import params as check
 from linnet.data import ImageTransform
 from linnet.data.checks import check_seed
 from linnet.errors import InputError
@@ -15,6 +16,8 @@ HEADS = ("auto", "probe", "random", "zero", "keep")
 SOLVERS = ("auto", "dual", "cg")
 METRICS = ("auto", "none", "kfac")
 LOSSES = ("auto", "squared", "cross-entropy")
+COMPARED = ("probe", "finetune")
+METHODS = ("auto", "nested", "linear")
 LEAVE = "leave it out to have it chosen"
 CRITERIA = {"auto": "loo", "loo": "loo", "gcv": "gcv", "evidence": "evidence"}
 
@@ -86,26 +89,36 @@ class Solving:
     Args:
         ridge: ρ, or ``"auto"`` (leave-one-out), ``"loo"``, ``"gcv"`` or ``"evidence"``.
         solver: ``"auto"``, ``"dual"`` or ``"cg"``.
-        params: Parameters to fit, by name or regular expression.
+        params: Parameters to fit, by name or regular expression, or their names.
         memory: Budget such as ``"2GB"``.
         device: Where to compute.
         loss: ``"squared"``, ``"cross-entropy"``, or ``"auto"``: the one of lower leave-one-out log loss.
         metric: Of the ridge: ``"none"`` holds all weights alike, ``"kfac"`` is the curvature of the network,
             ``"auto"`` takes it for classes.
+        method: ``"nested"``, the linear probe and the lower layers in one solve (``linnet.adapt``);
+            ``"linear"``, one linearization at a head; ``"auto"``: nested where nothing is asked for that only
+            the other has.
+        weight: Share of the lower layers in the nested kernel, 0 to 1, or ``"auto"``.
 
     Raises:
-        InputError: The ridge, the solver, the loss, the metric or the device makes no sense.
+        InputError: The ridge, the solver, the loss, the metric, the method, the weight or the device makes no
+            sense.
     """
 
     ridge: float | str = "auto"
     solver: str = "auto"
-    params: str | None = None
+    params: str | tuple[str, ...] | None = None
     memory: str | None = None
     device: str = "cpu"
     loss: str = "squared"
-    metric: str = "none"
+    metric: str = "auto"
+    method: str = "auto"
+    weight: float | str = "auto"
 
     def __post_init__(self) -> None:
+        check.choice("method", self.method, METHODS, LEAVE)
+        if self.weight != "auto":
+            check.number("weight", self.weight, least=0, most=1, remedy=LEAVE)
         if self.metric not in METRICS:
             raise InputError(
                 f"metric is {self.metric!r}", expected=f"one of {', '.join(METRICS)}", remedy=LEAVE
@@ -142,17 +155,19 @@ class Settings:
         network: What to start from.
         source: What to learn from.
         solving: How to fit.
-        baseline: Steps of plain fine-tuning to compare with; 0 for none.
+        compare: ``"probe"``, or ``"finetune"`` to compare with plain fine-tuning as well.
+        finetune_steps: Steps of each run of it.
         title: Title of the report; made from the data's name when empty.
 
     Raises:
-        InputError: ``baseline`` is negative, or a metric is to be cross-fitted.
+        InputError: ``compare`` is neither, there are no steps, or a metric is to be cross-fitted.
     """
 
     network: Network
     source: Source
     solving: Solving = field(default_factory=Solving)
-    baseline: int = 150
+    compare: str = "probe"
+    finetune_steps: int = 150
     title: str = ""
 
     def __post_init__(self) -> None:
@@ -162,12 +177,8 @@ class Settings:
                 expected="one of the two: every fold would have a metric of its own",
                 remedy="leave --metric or --cross-fit out",
             )
-        if self.baseline < 0:
-            raise InputError(
-                f"baseline steps are {self.baseline}",
-                expected="a positive number",
-                remedy="pass --no-baseline to leave the comparison out",
-            )
+        check.choice("compare", self.compare, COMPARED, LEAVE)
+        check.integer("finetune_steps", self.finetune_steps)
 
 
 def check_device(name: str) -> None:

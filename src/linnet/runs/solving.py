@@ -20,6 +20,7 @@ from linnet.runs.settings import Solving
 from linnet.tangent.linearized import Linearized
 
 PILOT = 1500  # equations of the small dual fit that chooses the ridge of a large one
+_WORDS = {"loo": "leave-one-out", "gcv": "generalized cross-validation", "evidence": "evidence"}
 Solved = tuple[Fit, Fit | None]
 
 
@@ -157,5 +158,6 @@ def _solve_large(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving)
     )
     if isinstance(criterion, str):
         part = "all samples" if len(rows) == len(x) else f"{len(rows)} of {len(x)} of the samples"
-        fit.record.reasons["ridge"] = f"chosen by {criterion} on {part}{why}"
+        fit.record = replace(fit.record, criterion=criterion)
+        fit.record.reasons["ridge"] = f"chosen by {_WORDS[criterion]} on {part}{why}"
     return fit, pilot

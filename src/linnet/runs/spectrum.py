@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,12 @@ import torch
 
 from linnet.data import Part
 from linnet.errors import InputError
+from linnet.methods.fitting.centered import with_centered_head
+from linnet.methods.fitting.fit import fit as fit_linear
+from linnet.methods.fitting.head import with_head
+from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.softmax_fit import SoftmaxFit
+from linnet.methods.nested.nested_fit import NestedFit
 from linnet.methods.spectrum.task_linearity import TaskLinearity, task_linearity
 from linnet.report import Comparison, FitRecord, Notes, Run, Scores, TaskKernel, Timing, TrainingSet
 from linnet.report.wording import duration, number, percent
@@ -22,6 +27,7 @@ from linnet.runs.settings import Settings
 from linnet.runs.stages import Stages
 from linnet.runs.summary import score_table, written
 from linnet.tangent.batch import split
+from linnet.tangent.linearized import linearize
 
 BATCH = 128  # samples predicted at once
 
@@ -103,20 +109,24 @@ def check_counts(top: int | None, samples: int | None) -> None:
         )
 
 
-def from_run(folder: Path, device: str, memory: str | None) -> Subject:
+def from_run(
+    folder: Path, device: str, memory: str | None, model: str | None = None, trust: bool = False
+) -> Subject:
     """Read a finished run.
 
     Args:
         folder: Its folder.
         device: Where to compute.
         memory: The budget.
+        model: The network's factory, named by the user; the one that the run names when None.
+        trust: Whether to run what the run names, though it is of somebody else.
 
     Returns:
         The run with its test samples.
     """
     stages = Stages()
     with stages.measure("reading the run"):
-        run = load_run(folder, device, memory)
+        run = _one_linearization(load_run(folder, device, memory, model=model, trust=trust))
         task, why = load_test(run)
     return Subject(run, None if task is None else task.test, () if task is not None else (why,), stages)
 
@@ -131,8 +141,24 @@ def from_settings(settings: Settings, out: Path) -> Subject:
     Returns:
         The fit with the test samples.
     """
-    found = adapt(settings, out)
+    found = adapt(replace(settings, solving=replace(settings.solving, method="linear")), out)
     return Subject(found.run, found.task.test, found.task.findings, found.stages)
+
+
+def _one_linearization(run: SavedRun) -> SavedRun:
+    """The run itself, or, for a nested fit, one linearization of its network at a random head."""
+    fit = run.fit
+    if not isinstance(fit, NestedFit):
+        return run
+    generator = torch.Generator().manual_seed(fit.module.seed)
+    network = with_head(fit.module.model, fit.system.c, init="random", generator=generator)
+    labels = fit.labels
+    data = fit.x, fit.targets if labels is None else labels
+    options: Any = {"memory": fit.memory, "scale": fit._targets.scale}
+    linear = fit_linear(linearize(with_centered_head(network)), data, ridge="loo", **options)
+    note = "this is about one linearization at a random head; the run averages several beside a linear probe"
+    linear.record = replace(linear.record, warnings=(*linear.record.warnings, note))
+    return replace(run, fit=linear)
 
 
 def examine(subject: Subject, top: int | None, samples: int | None, memory: str | None) -> Examined:
@@ -172,6 +198,7 @@ def examine(subject: Subject, top: int | None, samples: int | None, memory: str 
         )
     x = None if subject.test is None else run.inputs(subject.test.x[:])
     with subject.stages.measure("spectrum, alignment and gap"):
+        assert isinstance(run.fit, LinearFit)
         found = task_linearity(run.fit, x, top, samples=samples, memory=memory)
     return Examined(subject, found, () if subject.test is None else _scores(run, x, subject.test))
 
@@ -180,6 +207,7 @@ def examine(subject: Subject, top: int | None, samples: int | None, memory: str 
 def _scores(run: SavedRun, x: Any, test: Part) -> tuple[Comparison, ...]:
     """The linear fit, and the network with the weights that it found."""
     fit = run.fit
+    assert isinstance(fit, LinearFit)
     function = fit.module.function
     weights = {name: value + fit.delta[name] for name, value in function.theta.items()}
     outputs = {

@@ -9,12 +9,13 @@ from typing import Any
 from linnet.report import Comparison
 from linnet.report.wording import duration, number, percent
 from linnet.runs.adaptation import Adaptation
-from linnet.runs.folder import SavedRun, save_run
+from linnet.runs.folder import SavedRun
+from linnet.runs.naming import lines_of
 from linnet.runs.pages import adaptation_page, write
 
 
 def keep_adaptation(found: Adaptation, out: Path, title: str) -> dict[str, Any]:
-    """Write an adaptation's run folder with its report.
+    """Write the report of an adaptation whose fit is kept already.
 
     Args:
         found: What was found.
@@ -38,7 +39,6 @@ def keep_adaptation(found: Adaptation, out: Path, title: str) -> dict[str, Any]:
         "seconds": dict(found.stages.seconds),
         "out": str(out),
     }
-    save_run(out, found.run)
     write(out, result, page)
     return result
 
@@ -59,7 +59,13 @@ def print_adaptation(result: dict[str, Any]) -> list[str]:
         f"{result['title']}: {result['train']} training and {result['test']} test samples, {task}; "
         f"{fit['parameters']:,} weights",
         *score_table([Comparison(**row) for row in result["scores"]]),
+        *([fit["reasons"]["verdict"]] if "verdict" in fit["reasons"] else []),
         *([f"loss {_loss(fit)}: {fit['reasons']['loss']}"] if "loss" in fit["reasons"] else []),
+        *(
+            [f"weight of the lower layers {fit['body_weight']:g}: {fit['reasons']['body']}"]
+            if "body_weight" in fit
+            else []
+        ),
         f"ridge {number(fit['ridge'])}: {fit['reasons'].get('ridge', '')}",
         f"solver {fit['solver']}: {fit['reasons'].get('solver', '')}",
         "time: " + ", ".join(f"{step} {_cell(duration, t)}" for step, t in result["seconds"].items()),
@@ -137,16 +143,18 @@ def describe(run: SavedRun) -> str:
     return f"linear fit of {run.fit.n} samples, {kind}"
 
 
-def print_prediction(result: dict[str, Any]) -> list[str]:
+def print_prediction(result: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     """Predictions for people.
 
     Args:
         result: The result of ``linnet predict``.
+        rows: The samples with what was predicted.
 
     Returns:
         Lines.
     """
     lines = [f"{result['samples']} samples predicted: {result['predictions']}"]
+    lines += lines_of(rows, Path(result["predictions"]).name)
     if result["predicted"]:
         lines.append(
             "  " + ", ".join(f"{name} {count}" for name, count in result["predicted"].items() if count)
@@ -166,10 +174,12 @@ def print_change(result: dict[str, Any]) -> list[str]:
     Returns:
         Lines.
     """
-    text = "forgotten" if result["command"] == "forget" else "added"
-    count = abs(result["train"] - result["train_before"])
+    text, key = ("forgotten", "removed") if result["command"] == "forget" else ("added", "added")
+    count = len(result[key])
+    many = "training samples" if count != 1 else "training sample"
     lines = [
-        f"{count} training samples {text} in {_cell(duration, result['seconds'])}; {result['train']} now"
+        f"{count} {many} {text} in {_cell(duration, result['seconds'])}; {result['train']} now",
+        *lines_of(result[key]),
     ]
     if result["scores"]:
         lines += score_table([Comparison(**row) for row in reversed(result["scores"])])

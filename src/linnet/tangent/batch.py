@@ -16,8 +16,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from linnet.errors import DataError, InputError
 from linnet.linalg.finite import is_finite
+from linnet.tangent.sharded import require_whole
 
 EMPTY = "check the path and the split that the data come from"
+
+SHARED = "give an input that belongs to all examples another length on its first axis, as in w[None]"
 
 _NO_DATA_SETS = (list, tuple, str, bytes, Mapping, Tensor)  # have items, but no samples
 
@@ -83,6 +86,28 @@ def batch_size(x: Inputs) -> int:
         expected="a tensor (N, ...), a tuple of tensors or a dict of tensors",
         remedy=axis if found else "turn arrays and lists of numbers into tensors with torch.as_tensor",
     )
+
+
+def ambiguity(x: Inputs) -> str:
+    """A sentence about inputs that are taken for rows of examples and may be shared by all of them.
+
+    Args:
+        x: A batch.
+
+    Returns:
+        The sentence; empty if one input alone has N rows.
+
+    Example:
+        >>> ambiguity((torch.ones(4, 3), torch.ones(4)))
+        'the input of shape (4,) is taken to hold one row for each of the 4 examples'
+    """
+    n, axes = batch_size(x), [t for t in tensors_in(x) if t.ndim > 0]
+    own = [t for t in axes[1:] if t.shape[0] == n]
+    if not own:
+        return ""
+    fewest = min(own, key=lambda t: t.ndim)
+    rows = f"each of the {n} examples" if n > 1 else "the one example"
+    return f"the input of shape {tuple(fewest.shape)} is taken to hold one row for {rows}"
 
 
 def require_dense(tensor: Tensor, name: str) -> None:
@@ -245,6 +270,7 @@ def _as_pair(data: Any) -> tuple[Inputs, Any]:
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
         return data.tensors[0], data.tensors[1]
     if isinstance(data, DataLoader):
+        require_whole(data)
         batches = [_two(batch, "a batch of the DataLoader") for batch in data]
     elif isinstance(data, Dataset) or (_has_items(data)):
         samples = [_two(data[i], f"sample {i} of the data set") for i in range(len(data))]

@@ -7,22 +7,26 @@ never formed. ``plan`` decides what each parameter is treated by.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, take
 from linnet.tangent.captured import Captured, Outputs
 from linnet.tangent.coordinates import kernel_part, moved_network, pulled_parts
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import exact_rows, use_gradients
 from linnet.tangent.layout import fits
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.plan import Key, Plan, expected_plan, keyed, plan_for
+from linnet.tangent.plan import Key, Plan, amend, expected_plan, keyed, plan_for
+from linnet.tangent.proof import MOST, disagreeing, random_cotangent
 from linnet.tangent.rules import Use
 from linnet.tangent.trace import Trace, trace
 
 Cotangents = Tensor | Outputs | Callable[[Tensor], Tensor]
+LARGE = 4  # a proof on fewer examples is repeated when the first larger batch comes
 
 
 def capture(function: Functional, x: Inputs, cotangents: Cotangents = "full") -> Captured:
@@ -76,23 +80,66 @@ def capture_parts(
     if inside is not None:
         yield from pulled_parts(function, capture_parts(inside, x, cotangents, columns))
         return
-    run, u = _run(function, x, cotangents)
-    parts = u.split(columns or max(len(u), 1))
+    run, parts = _run(function, x, cotangents, columns)
     for i, part in enumerate(parts):
-        yield _capture(function, x, run, part, last=i + 1 == len(parts))
+        yield _capture(function, x, run, part(), last=i + 1 == len(parts))
+
+
+def capture_parts_for_products(
+    function: Functional, x: Inputs, cotangents: Cotangents, columns: int
+) -> Iterator[Captured]:
+    """:func:`capture_for_products`, a few cotangents at once.
+
+    Args:
+        function: The network.
+        x: A batch of N examples.
+        cotangents: As for :func:`capture`.
+        columns: Cotangents at once.
+
+    Yields:
+        A captured batch for each part of the cotangents, in order.
+    """
+    inside = moved_network(function)
+    if inside is None:
+        yield from capture_parts(function, x, cotangents, columns)
+        return
+    for part in capture_parts(inside, x, cotangents, columns):
+        yield kernel_part(function, part)
 
 
 @in_exact_mode
-def _run(function: Functional, x: Inputs, cotangents: Cotangents) -> tuple[Trace, Tensor]:
-    """A traced forward pass and the cotangents at its outputs."""
+def _run(
+    function: Functional, x: Inputs, cotangents: Cotangents, columns: int | None
+) -> tuple[Trace, list[Callable[[], Tensor]]]:
+    """A traced forward pass and the parts of the cotangents at its outputs, each made when it is wanted."""
     run = trace(function, x)
-    return run, _cotangents(run.outputs.detach(), cotangents)
+    outputs = run.outputs.detach()
+    if isinstance(cotangents, str) and cotangents != "sum":  # of all outputs: the identity, never whole
+        c = outputs.shape[1]
+        size = columns or max(c, 1)
+        starts = range(0, c, size) or range(1)
+        return run, [partial(_identity_rows, outputs, i, min(i + size, c)) for i in starts]
+    u = _cotangents(outputs, cotangents)
+    return run, [partial(_same, part) for part in u.split(columns or max(len(u), 1))]
+
+
+def _same(part: Tensor) -> Tensor:
+    """A part that is there already."""
+    return part
+
+
+def _identity_rows(outputs: Tensor, start: int, stop: int) -> Tensor:
+    """Cotangents (K, N, C) that pick one output each, of those from start to stop."""
+    n, c = outputs.shape
+    rows = outputs.new_zeros(stop - start, c)
+    rows.diagonal(start).fill_(1)
+    return rows[:, None].expand(stop - start, n, c)
 
 
 @in_exact_mode
 def _capture(function: Functional, x: Inputs, run: Trace, u: Tensor, last: bool = False) -> Captured:
     """One backward pass with some cotangents; the last one may let go of what the forward pass saved."""
-    plan = plan_for(function, run, x)
+    plan = proved_plan(function, x, run)
     uses, surprised = _differentiate(run, plan, u, keep=not last or run.moved or bool(plan.unproven))
     if surprised:  # a gradient that vanished on all probes does not vanish here
         plan = plan_for(function, run, x, renew=True)
@@ -103,6 +150,37 @@ def _capture(function: Functional, x: Inputs, run: Trace, u: Tensor, last: bool 
     uses = [use for use in uses if not lost & set(use.sources)]
     exact = exact_rows(function, x, [name for name in function.names if name in {*plan.exact, *lost}], u)
     return Captured(run.n, run.outputs.detach(), uses, run.leaves, exact, len(u))
+
+
+@in_exact_mode
+def proved_plan(function: Functional, x: Inputs, run: Trace) -> Plan:
+    """The plan for a pass; on the first batch of its kind, what the rules give is held against autograd.
+
+    Args:
+        function: The network.
+        x: A batch.
+        run: Its traced pass, with its history.
+
+    Returns:
+        The plan.
+    """
+    plan = plan_for(function, run, x)
+    proved: dict[object, int] = function.cache.setdefault("proved", {})
+    size = min(run.n, MOST)
+    if proved.get(run.signature, 0) >= min(size, LARGE):
+        return plan
+    part = x if size == run.n else take(x, slice(0, size))
+    own = run if size == run.n else trace(function, part)
+    u = random_cotangent(own.outputs.detach())
+    uses, surprised = _differentiate(own, plan_for(function, own, part), u)
+    if surprised:
+        uses, _ = _differentiate(own, plan_for(function, own, part, renew=True), u)
+    plan = plan_for(function, own, part)
+    wrong = disagreeing(own, uses, u) - set(plan.exact)
+    if wrong:
+        amend(function, own, part, wrong)
+    proved[run.signature] = size
+    return plan_for(function, run, x)
 
 
 def _misplaced(run: Trace, uses: Sequence[Use]) -> set[str]:
@@ -161,9 +239,7 @@ def _cotangents(outputs: Tensor, wanted: Cotangents) -> Tensor:
 def output_cotangents(outputs: Tensor, kind: Outputs) -> Tensor:
     """One cotangent for each output, (C, N, C), or one for their sum, (1, N, C)."""
     n, c = outputs.shape
-    if kind == "sum":
-        return outputs.new_ones(1, n, c)
-    return torch.eye(c, dtype=outputs.dtype, device=outputs.device)[:, None].expand(c, n, c)
+    return outputs.new_ones(1, n, c) if kind == "sum" else _identity_rows(outputs, 0, c)
 
 
 @in_exact_mode
@@ -183,7 +259,40 @@ def capture_bytes(function: Functional, x: Inputs, cotangents: int) -> int:
         rows = 2 * function.space.dim * function.dtype.itemsize
         return capture_bytes(inside, x, cotangents) + cotangents * rows
     plan = expected_plan(function, x)
-    return 3 * plan.bytes.inputs + (cotangents + 1) * plan.bytes.gradients
+    # gradients of single examples come one after the other and are then put side by side
+    alone = 2 * sum(function.space.shapes[name].numel() for name in plan.exact) * function.dtype.itemsize
+    return 3 * plan.bytes.inputs + (cotangents + 1) * plan.bytes.gradients + cotangents * alone
+
+
+@in_exact_mode
+def hollow_capture(function: Functional, x: Inputs, cotangents: int) -> Captured:
+    """What :func:`capture_for_products` gives, without its gradients: shapes alone, and the uses.
+
+    Args:
+        function: The network.
+        x: A few examples.
+        cotangents: K.
+
+    Returns:
+        A captured batch whose gradients are on the meta device.
+    """
+    inside = moved_network(function)
+    if inside is not None:
+        outputs = inside.flat(inside.theta, x)
+        rows = outputs.new_empty(len(outputs), cotangents, function.space.dim, device="meta")
+        return Captured(len(outputs), outputs, [], function.theta, {"epsilon": rows}, cotangents)
+    found = planned(function, x, trace(function, x))
+
+    def hollow(shape: Sequence[int], like: Tensor) -> Tensor:
+        return like.new_empty((cotangents, *shape), device="meta")
+
+    uses = [replace(use, g=hollow(use.shape, found.outputs)) for use in found.uses]
+    exact = {
+        name: hollow((found.n, *t.shape), t).transpose(0, 1)
+        for name, t in found.leaves.items()
+        if name in found.exact
+    }
+    return Captured(found.n, found.outputs, uses, found.leaves, exact, cotangents)
 
 
 @in_exact_mode

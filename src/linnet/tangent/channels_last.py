@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.tangent.batch import Inputs, map_tensors, tensors_in
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import STRIDES_KEPT, Functional
 from linnet.tangent.trace import Trace, trace
 
 KEY = "channels last"
@@ -48,11 +48,14 @@ def forward_trace(function: Functional, x: Inputs) -> Trace:
     """
     if not _helps(function, x):
         return trace(function, x)
+    kept = STRIDES_KEPT.set(True)
     try:
         return trace(function, map_tensors(channels_last, x))
     except RuntimeError:  # a view of what is no longer in one piece
         function.cache[KEY] = False
-        return trace(function, x)
+    finally:
+        STRIDES_KEPT.reset(kept)
+    return trace(function, x)
 
 
 def _helps(function: Functional, x: Inputs) -> bool:

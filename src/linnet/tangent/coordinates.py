@@ -51,7 +51,8 @@ def moved_network(function: Functional) -> Functional | None:
         return None
     if "in coordinates" not in function.cache:
         network, names = function.model.network_in_place()
-        function.cache["in coordinates"] = Functional(network, names, function.output)
+        made = function.cache["in coordinates"] = Functional(network, names, function.output)
+        made.source = None if function.source is None else moved_network(function.source)
     found: Functional = function.cache["in coordinates"]
     return found
 

@@ -13,7 +13,7 @@ cheaper is taken for each parameter by counting. Without sharing (S = 1) way (ii
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -66,6 +66,11 @@ class Features:
         """Bytes held."""
         return self.rows.nbytes + sum(layer.nbytes for layer in self.layers.values())
 
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the inputs a of one example, which all cotangents share."""
+        return sum(layer.factors.a.nbytes for layer in self.layers.values()) // self.n
+
     def part(self, start: int, stop: int) -> Features:
         """The features of some of the examples, without a copy."""
         layers = {
@@ -77,6 +82,14 @@ class Features:
         }
         stop = min(stop, self.n)
         return Features(stop - start, self.k, self.rows[start:stop], layers, self.outputs[start:stop])
+
+    def columns(self, start: int, stop: int) -> Features:
+        """The features for some of the cotangents, without a copy; inputs a are those of all."""
+        layers = {
+            name: replace(old, factors=replace(old.factors, g=old.factors.g[start:stop]))
+            for name, old in self.layers.items()
+        }
+        return replace(self, k=stop - start, rows=self.rows[:, start:stop], layers=layers)
 
     def hollow(self) -> Features:
         """The same shapes without the numbers."""
@@ -128,6 +141,147 @@ class TreatmentChanged(Exception):
         self.name = name
 
 
+@dataclass(frozen=True)
+class Costs:
+    """Multiplications that one parameter takes either way.
+
+    Args:
+        form: To form the gradients of one example.
+        formed: Of all products with the gradients.
+        contracted: Of all products with the factors.
+    """
+
+    form: float
+    formed: float
+    contracted: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A parameter whose factors could be kept.
+
+    Args:
+        layer: Its factors, no bias riding along.
+        uses: How often it is used.
+        costs: Multiplications either way.
+        pays: Whether the factors take fewer.
+    """
+
+    layer: Layer
+    uses: int
+    costs: Costs
+    pays: bool
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What could be kept of a batch, in shapes without numbers: enough to weigh every treatment.
+
+    Args:
+        hollow: Features with no parameter in them.
+        widths: Numbers in each tracked parameter.
+        choices: The parameters that have factors.
+        rides: By the name of a bias, the weights that it could ride along with.
+        pass_cost: Multiplications that differentiate one example, gradients of weights apart.
+    """
+
+    hollow: Features
+    widths: dict[str, int]
+    choices: dict[str, Choice]
+    rides: dict[str, tuple[str, ...]]
+    pass_cost: float
+
+    @property
+    def cheapest(self) -> frozenset[str]:
+        """The parameters whose factors take fewer multiplications than their gradients."""
+        return frozenset(name for name, choice in self.choices.items() if choice.pays)
+
+    def treatment(self, factored: Collection[str]) -> Treatment:
+        """Factors for some parameters, gradients for the others; every bias rides that can."""
+        riding = {}
+        for bias, weights in self.rides.items():
+            weight = next((weight for weight in weights if weight in factored), None)
+            if weight is not None:
+                riding[bias] = weight
+        counts = {name: self.choices[name].uses for name in self.widths if name in factored}
+        return Treatment(counts, riding)
+
+    def features(self, treatment: Treatment) -> Features:
+        """The features under a treatment, without numbers."""
+        away = {*treatment.factored, *treatment.riding}
+        biased = set(treatment.riding.values())
+        layers = {name: replace(self.choices[name].layer, bias=name in biased) for name in treatment.factored}
+        width = sum(width for name, width in self.widths.items() if name not in away)
+        old = self.hollow
+        return replace(old, rows=old.rows.new_empty(old.n, old.k, width), layers=layers)
+
+
+def outline(
+    captured: Captured,
+    names: Sequence[str],
+    pairs: tuple[int, int],
+    outputs: Outputs,
+    formed: Collection[str] = (),
+) -> Outline:
+    """What a kernel could keep of its examples, and what it would cost.
+
+    Args:
+        captured: A few captured examples, whose gradients may be without numbers.
+        names: The tracked parameters.
+        pairs: Total numbers of examples N, M on the two sides of the kernel.
+        outputs: Which kernel is wanted.
+        formed: Parameters whose gradients are formed whatever it costs.
+
+    Returns:
+        The outline.
+    """
+    uses = captured.by_parameter()
+    able = [name for name in names if name not in formed and _can_factor(uses.get(name, []))]
+    rides = {
+        name: tuple(weight for weight in sorted(able) if _weight_of_bias(name, uses, [weight]))
+        for name in names
+        if uses.get(name) and uses[name][0].kind == "shift"
+    }
+    wide = torch.promote_types(captured.outputs.dtype, torch.float32)
+    hollow = Features(
+        captured.n,
+        captured.k,
+        torch.empty(captured.n, captured.k, 0, dtype=wide, device="meta"),
+        {},
+        captured.outputs.to("meta"),
+    )
+    choices = {}
+    for name in able:
+        own, joined = uses[name], [_hollow_use(use) for use in uses[name]]
+        layer = Layer(_joined(joined, captured.n, captured.outputs.dtype), bias=False)
+        case = own, captured.n, pairs, outputs
+        choices[name] = Choice(layer, len(own), _costs(*case), _pays(*case))
+    return Outline(
+        hollow,
+        {name: captured.leaves[name].numel() for name in names},
+        choices,
+        {name: weights for name, weights in rides.items() if weights},
+        (1 + captured.k) * _multiplications(captured),
+    )
+
+
+def _hollow_use(use: Use) -> Use:
+    """The same use without numbers."""
+    assert use.a is not None
+    assert use.g is not None
+    return replace(use, a=torch.empty_like(use.a, device="meta"), g=use.g.to("meta"))
+
+
+def _multiplications(captured: Captured) -> float:
+    """Multiplications of all weights with the activations of one example."""
+    total = 0.0
+    for use in {use.place: use for use in captured.uses if use.kind in OUTER}.values():
+        if use.kind != "embedding":
+            s, d, c, r = _sizes(use, captured.n)
+            total += s * d * c * r
+    return total
+
+
 def choose(
     captured: Captured,
     names: Sequence[str],
@@ -147,20 +301,8 @@ def choose(
     Returns:
         The treatment, to be used for every batch of this kernel.
     """
-    uses = captured.by_parameter()
-    factored = {
-        name: len(uses[name])
-        for name in names
-        if name not in formed
-        and _can_factor(uses.get(name, []))
-        and _pays(uses[name], captured.n, pairs, outputs)
-    }
-    riding = {}
-    for name in names:
-        weight = _weight_of_bias(name, uses, factored)
-        if weight is not None:
-            riding[name] = weight
-    return Treatment(factored, riding)
+    found = outline(captured, names, pairs, outputs, formed)
+    return found.treatment(found.cheapest)
 
 
 def _can_factor(uses: list[Use]) -> bool:
@@ -176,8 +318,13 @@ def _can_factor(uses: list[Use]) -> bool:
 
 def _pays(uses: list[Use], n: int, pairs: tuple[int, int], outputs: Outputs) -> bool:
     """Whether contracting positions is cheaper than forming gradients."""
-    examples, other = pairs
-    both, product = examples + other, examples * other
+    costs = _costs(uses, n, pairs, outputs)
+    return costs.contracted < sum(pairs) * costs.form + costs.formed
+
+
+def _costs(uses: list[Use], n: int, pairs: tuple[int, int], outputs: Outputs) -> Costs:
+    """Multiplications of a parameter, formed and contracted."""
+    product = pairs[0] * pairs[1]
     s = d = c = r = 0
     for use in uses:
         s_u, d_u, c_u, r = _sizes(use, n)
@@ -187,9 +334,12 @@ def _pays(uses: list[Use], n: int, pairs: tuple[int, int], outputs: Outputs) -> 
     square = k * k if outputs == "full" else k
     width = 1 if uses[0].kind == "embedding" else d
     formed_features = uses[0].target.shape[0] * c if uses[0].kind == "embedding" else c * d
-    form = both * k * c * d * s * r + product * square * formed_features * r
     contract = product * s * r * (s * width + s * k * c + (square * c if s > 1 else 0))
-    return contract * (SMALL_PRODUCT_PENALTY if s > 1 else 1.0) < form
+    return Costs(
+        float(k * c * d * s * r),
+        float(product * square * formed_features * r),
+        contract * (SMALL_PRODUCT_PENALTY if s > 1 else 1.0),
+    )
 
 
 def _sizes(use: Use, n: int) -> tuple[int, int, int, int]:

@@ -6,17 +6,27 @@ import contextlib
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from linnet.errors import InputError, ModelError, WeightsError
+from linnet.errors import InputError, LinnetError, ModelError, WeightsError
 from linnet.linalg.finite import is_finite
 from linnet.linalg.space import ParameterSpace
 from linnet.memory import reuse_freed_memory
-from linnet.tangent.batch import Inputs, batch_size, example_shapes, map_tensors, take, tensors_in
+from linnet.tangent.batch import (
+    SHARED,
+    Inputs,
+    ambiguity,
+    batch_size,
+    example_shapes,
+    map_tensors,
+    take,
+    tensors_in,
+)
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import alone, differentiable_kernels, has_recurrence, in_exact_mode
@@ -24,6 +34,13 @@ from linnet.tangent.selection import Selector, select_parameters
 
 # what a cache knows that other weights do not change
 STRUCTURAL = frozenset({"jvp", "folds", "operations", "inner layers", "keeps inputs"})
+# Set where a pass takes no derivative that could reach the inputs: they keep their strides.
+STRIDES_KEPT: ContextVar[bool] = ContextVar("strides kept", default=False)
+# What errors of a wrong shape, type or device say.
+_OF_SHAPE = (
+    "shape", "size", "dim", "channel", "dtype", "scalar type", "same type", "device", "expected", "mat1",
+    "out of range", "broadcast", "float", "must be tensor",
+)  # fmt: skip
 OutputAdapter = str | Callable[[Any], Tensor] | None
 
 
@@ -55,6 +72,7 @@ class Functional:
         self.model = _frozen_copy(model)
         self.output = output
         self.recurrent = has_recurrence(model)
+        self.source: Functional | None = None  # the same network in the type that it came in
         self.padding = padding_rows(self.model, self.names)
         self.cache: dict[Any, Any] = {}
         self._walked: tuple[nn.Module, dict[str, nn.Parameter], dict[str, tuple[str, ...]]] | None = None
@@ -72,6 +90,20 @@ class Functional:
         twin = copy.copy(self)
         with alone():
             twin.model, twin.cache = copy.deepcopy(self.model), {}
+        return twin
+
+    def in_float64(self) -> Functional:
+        """The same function computed in float64, on a copy of the network, which converts its inputs.
+
+        Returns:
+            The function, ``self`` if it is in float64 already; its fingerprint is that of the original.
+        """
+        if self.dtype == torch.float64:
+            return self
+        twin = self.copy()
+        twin.model.double()
+        twin.space = ParameterSpace.of(twin.theta)
+        twin.source = self.source or self
         return twin
 
     @in_exact_mode
@@ -145,6 +177,10 @@ class Functional:
         Yields:
             The batch to run the network on, once.
         """
+        if self.source is not None:
+            x = map_tensors(lambda t: t.to(self.dtype) if t.is_floating_point() else t, x)
+        if not torch.compiler.is_compiling() and not STRIDES_KEPT.get():
+            x = map_tensors(_in_order, x)
         if self.cache.get("keeps inputs", False):
             yield x
             return
@@ -205,6 +241,8 @@ class Functional:
 
     def fingerprint(self) -> str:
         """A hash of the network's weights, buffers and selected names; equal for equal linearizations."""
+        if self.source is not None:
+            return self.source.fingerprint()
         with alone():
             state = self.model.state_dict()
         values = hash_tensors([state[key] for key in sorted(state) if isinstance(state[key], Tensor)])
@@ -220,16 +258,10 @@ class Functional:
         try:
             with torch.no_grad():
                 value = self(self.theta, x)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-            kinds = ", ".join(
-                f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)} on {t.device}" for t in tensors_in(x)
-            )
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ModelError(
-                f"model ({type(self.model).__name__}) cannot run on x ({kinds or type(x).__name__}): {first}",
-                expected=f"inputs of the network's own shape on {self.device}; its weights are {self.dtype}",
-                remedy="check x's shape, dtype (x.float() for images) and device",
-            ) from error
+        except LinnetError:  # says what is wrong: the outputs, not the inputs
+            raise
+        except _FAILURES as error:
+            raise _cannot_run(self, x, error) from error
         if value.shape[0] != batch_size(x):
             raise ModelError(
                 f"model returns outputs of shape {tuple(value.shape)} for {batch_size(x)} examples",
@@ -243,6 +275,46 @@ class Functional:
                 remedy="check the weights and the scale of x",
             )
         return value
+
+
+# What a network may raise on inputs that are not for it.
+_FAILURES = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+)
+
+
+def _cannot_run(function: Functional, x: Inputs, error: Exception) -> ModelError:
+    """What to tell of a network that fails on x, by how it fails."""
+    kinds = ", ".join(
+        f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)} on {t.device}" for t in tensors_in(x)
+    )
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    shared = ambiguity(x)
+    told = f"model ({type(function.model).__name__}) cannot run on x ({kinds or type(x).__name__}): {first}"
+    if any(words in first.lower() for words in _OF_SHAPE):
+        expected = f"inputs of the network's own shape on {function.device}; its weights are {function.dtype}"
+        remedy = "check x's shape, dtype (x.float() for images) and device"
+    else:
+        expected = "a network that runs on x in evaluation mode, without gradients"
+        remedy = "call model.eval()(x) under torch.no_grad() and mend what it raises"
+    if shared:
+        remedy += f"; {SHARED}"
+    return ModelError(f"{told}; {shared}" if shared else told, expected, remedy)
+
+
+def _in_order(t: Tensor) -> Tensor:
+    """Images with channels last in memory, copied to channels first; other tensors as they are."""
+    # torch 2.13's backward pass of group normalization reads outside such an input if it needs no gradient
+    if t.ndim not in (4, 5) or t.layout != torch.strided or t.is_contiguous():
+        return t
+    last = torch.channels_last if t.ndim == 4 else torch.channels_last_3d
+    return t.contiguous() if t.is_contiguous(memory_format=last) else t
 
 
 def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
@@ -306,11 +378,24 @@ def _frozen_copy(model: nn.Module) -> nn.Module:
     finally:
         for p, grad in grads:
             p.grad = grad
+    for module in clone.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.sparse = False  # a sparse gradient has the same values, and few operations take it
+    if any(isinstance(module, nn.GroupNorm) for module in clone.modules()):
+        # weights with channels last would make activations so: see _in_order
+        for p in clone.parameters():
+            p.data = p.data.contiguous()
     return clone.eval().requires_grad_(False)
 
 
 def _require_usable(model: nn.Module) -> None:
     """Raise on networks whose operations or weights cannot be seen: scripted, lazy, or on the meta device."""
+    if isinstance(model, nn.DataParallel):
+        raise ModelError(
+            "model is wrapped in DataParallel, which spreads a batch over devices",
+            expected="the network itself, on one device",
+            remedy="pass model.module",
+        )
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise ModelError(
             f"model ({type(model).__name__}) is compiled TorchScript, whose operations cannot be traced",
@@ -407,5 +492,11 @@ def adapt_outputs(result: Any, output: OutputAdapter) -> Tensor:
             f"model returns {type(result).__name__}, not a tensor",
             expected="a tensor (N, C), or an object with .logits",
             remedy="pass output=, for example output=lambda r: r[0]",
+        )
+    if result.ndim == 0:
+        raise ModelError(
+            "model returns one number for the whole batch" + ("" if output is None else ", after output="),
+            expected="a tensor (N, ...) with a row for every example",
+            remedy="return the sum or mean of each example, as in output=lambda r: r.sum(-1)",
         )
     return result[:, None] if result.ndim == 1 else result

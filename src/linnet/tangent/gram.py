@@ -7,7 +7,7 @@ set only tiles on one side of the diagonal are computed and the result is symmet
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,13 +18,16 @@ from linnet.memory import Plan, format_bytes, parse_bytes, require
 from linnet.params import choice
 from linnet.progress import track
 from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, take, tensors_in
-from linnet.tangent.capture import capture_bytes
+from linnet.tangent.budgeted import Fit, treatment_within
+from linnet.tangent.capture import capture_bytes, capture_parts_for_products, hollow_capture
 from linnet.tangent.capture import capture_for_products as capture  # gradients are only multiplied here
 from linnet.tangent.captured import Outputs
-from linnet.tangent.features import Features, Treatment, TreatmentChanged, choose, reduce
+from linnet.tangent.features import Features, Outline, Treatment, TreatmentChanged, outline, reduce
 from linnet.tangent.functional import Functional
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.plan import PROBES
+from linnet.tangent.steps import Range, Sizes, Step, captured_examples, in_order, ranges
 from linnet.tangent.store import GramFile
 from linnet.tangent.tile import kernel_tile, own_tile, tile_bytes
 
@@ -32,7 +35,6 @@ OUTPUTS = ("full", "trace", "diagonal", "sum")
 CAPTURE = 64  # examples differentiated at once, memory permitting
 PRODUCT = 512  # rows (examples × outputs) on each side of one matrix product, at most
 SMALLEST_PRODUCT = 128  # and at least
-Range = tuple[int, int]  # first example, last + 1
 
 
 @dataclass(frozen=True)
@@ -42,20 +44,31 @@ class GramPlan:
     Args:
         memory: Predicted bytes, item by item.
         treatment: Which parameters keep factors.
-        capture: Examples differentiated at once.
-        hold: Examples whose features stay in memory.
-        product: Examples on each side of a matrix product.
+        sizes: How much is taken at once.
         dtype: Type of the result.
         template: Features without numbers, of the kind that is kept.
     """
 
     memory: Plan
     treatment: Treatment
-    capture: int
-    hold: int
-    product: int
+    sizes: Sizes
     dtype: torch.dtype
     template: Features
+
+    @property
+    def capture(self) -> int:
+        """Examples differentiated at once."""
+        return self.sizes.capture
+
+    @property
+    def hold(self) -> int:
+        """Examples whose features stay in memory."""
+        return self.sizes.hold
+
+    @property
+    def product(self) -> int:
+        """Examples on each side of a matrix product."""
+        return self.sizes.product
 
 
 @dataclass(frozen=True)
@@ -141,13 +154,27 @@ def own_kernels(function: Functional, x: Inputs, memory: str | int | None = None
     """
     task = GramTask(function, x, x, "full", None)
     plan = plan_gram(task, memory, to_disk=True)  # the N × N result is never formed
+    require(_own_plan(task, plan), _ways(task, to_disk=True))
     try:
-        ranges = _ranges(0, task.sizes[0], plan.capture)
-        parts = [own_tile(_features(task, plan, x, wanted)) for wanted in ranges]
+        every = ranges(0, task.sizes[0], plan.capture)
+        parts = [own_tile(_features(task, plan, x, wanted)) for wanted in every]
     except TreatmentChanged as change:
         _form(function, change.name)
         return own_kernels(function, x, memory)
     return torch.cat(parts)
+
+
+def _own_plan(task: GramTask, plan: GramPlan) -> Plan:
+    """The memory of the blocks of the diagonal alone."""
+    n, k, sizes = task.sizes[0], plan.template.k, dict(plan.memory.items)
+    held = plan.capture * -(-plan.template.nbytes // plan.template.n)
+    working = sizes["derivatives of one block"]
+    items = (
+        ("kernel", n * k * k * plan.dtype.itemsize),
+        ("features kept", held),
+        ("derivatives of one block", working),
+    )
+    return Plan(f"kernels of {n} examples with themselves", plan.memory.budget, items)
 
 
 def _form(function: Functional, name: str) -> None:
@@ -161,17 +188,12 @@ def _compute(
 ) -> Tensor:
     """Plan, and run every step."""
     plan = plan_gram(task, memory, to_disk=file is not None)
-    ways = ["raise memory="]
-    if task.outputs == "full":
-        ways.insert(0, 'take outputs="trace"')
-    if file is None:
-        ways.insert(0, "keep it on disk with linnet.spectrum.gram(..., file='kernel.npy')")
-    require(plan.memory, [*ways, "use fewer examples"])
+    require(plan.memory, _ways(task, to_disk=file is not None))
     shape = _shape(*task.sizes, plan.template.outputs.shape[1], task.outputs)
     store = GramFile(file, shape, plan.dtype, _identity(task, plan)) if file is not None else None
     device = task.function.device
     result = torch.empty(shape, dtype=plan.dtype, device=device) if store is None else store.array
-    steps = _steps(task, plan)
+    steps = in_order(*task.sizes, task.x2 is None, plan.sizes)
     if store is not None:
         steps = [step for step in steps if not store.is_done(step)]
     rows: tuple[int, int] = (0, 0)
@@ -193,8 +215,22 @@ def _compute(
     return result if store is None else store.finish()
 
 
+def _ways(task: GramTask, to_disk: bool) -> dict[str, list[str]]:
+    """What helps against each item of a plan that is too large."""
+    disk = [] if to_disk else ["keep it on disk with linnet.spectrum.gram(..., file='kernel.npy')"]
+    trace = ['take outputs="trace"'] if task.outputs == "full" else []
+    one = [] if task.outputs == "sum" else ['take outputs="sum", or fewer outputs with output=']
+    small = ["raise memory=", "select fewer parameters with params=", *one]
+    return {
+        "kernel": [*disk, *trace, "use fewer examples", "raise memory="],
+        "features kept": small,
+        "derivatives of one block": small,
+        "tile": ["raise memory=", *trace, *one],
+    }
+
+
 def plan_gram(task: GramTask, memory: str | int | None = None, to_disk: bool = False) -> GramPlan:
-    """Choose block sizes and predict the bytes.
+    """Choose a treatment and block sizes, and predict the bytes.
 
     Args:
         task: What is asked for.
@@ -205,22 +241,62 @@ def plan_gram(task: GramTask, memory: str | int | None = None, to_disk: bool = F
         The plan; ``plan.memory.peak`` over its budget means that nothing smaller is possible.
     """
     budget = parse_bytes(memory, task.function.device)
+    found = _probe(task)
+    (n, m), symmetric = task.sizes, task.x2 is None
+
+    def fit(features: Features) -> Fit:
+        sized = _sized(task, found, features, budget, to_disk)
+        captured = captured_examples(n, m, symmetric, sized.hold)
+        return Fit(sized.memory.peak, captured)
+
+    treatment = treatment_within(found.outline, budget, fit, n if symmetric else n + m, symmetric)
+    sized = _sized(task, found, found.outline.features(treatment), budget, to_disk)
+    return replace(sized, treatment=treatment)
+
+
+def _sized(task: GramTask, found: _Probed, features: Features, budget: int, to_disk: bool) -> GramPlan:
+    """Block sizes for features of one kind, of which no treatment is known here."""
+    plan = _blocks(task, found, features, budget, to_disk, features.k)
+    excess = plan.memory.peak - budget
+    if excess <= 0 or features.k == 1:
+        return plan
+    # not even one example with all its cotangents: as many of them as fit
+    column = found.column + 2 * -(-features.nbytes // (features.n * features.k))
+    columns = min(features.k - 1, max(1, features.k - -(-excess // max(column, 1))))
+    while (plan := _blocks(task, found, features, budget, to_disk, columns)).memory.peak > budget:
+        if columns == 1:
+            break
+        columns = max(1, columns * 3 // 4)
+    return plan
+
+
+def _blocks(
+    task: GramTask, found: _Probed, features: Features, budget: int, to_disk: bool, columns: int
+) -> GramPlan:
+    """Block sizes where so many cotangents are differentiated at once."""
     n, m = task.sizes
-    treatment, features, captured_bytes = _probe(task)
     k = features.k
     dtype = task.accumulate or torch.promote_types(features.outputs.dtype, torch.float32)
     shape = _shape(n, m, features.outputs.shape[1], task.outputs)
     result = 0 if to_disk else torch.Size(shape).numel() * dtype.itemsize
     held = -(-features.nbytes // features.n)
-    transient = captured_bytes + 2 * held
+    transient = found.inputs + columns * found.column + 2 * held
+    if columns < k:
+        transient = found.inputs + columns * (found.column + 2 * -(-held // k)) + 2 * features.input_bytes
     # at least eight tiles a side, so that half of the products of a symmetric kernel are saved
     product = max(1, min(max(n * k // 8, SMALLEST_PRODUCT), PRODUCT) // k)
     left = budget - result
-    block = max(1, min(CAPTURE, n if task.x2 is None else max(n, m), int(0.3 * left) // max(transient, 1)))
-    while product > 8 and tile_bytes(features, task.outputs, product, product, dtype.itemsize) > 0.2 * left:
+    most = CAPTURE if columns == k else 1
+    block = max(1, min(most, n if task.x2 is None else max(n, m), int(0.3 * left) // max(transient, 1)))
+    # products of fewer than 8 examples are slow: only where half of the memory would be taken otherwise
+    while product > 1 and (
+        tile_bytes(features, task.outputs, product, product, dtype.itemsize)
+        > (0.2 if product > 8 else 0.5) * left
+    ):
         product //= 2
     product = min(product, max(n, m))
-    working = block * transient
+    identity = columns * features.outputs.shape[1] * dtype.itemsize  # the cotangents of a block
+    working = block * transient + identity
     tile = tile_bytes(features, task.outputs, min(product, n), min(product, m), dtype.itemsize)
     streams = 0 if task.x2 is None and n * held + working + tile <= left else block * held
     hold = min(n, max(1, (left - working - tile - streams) // max(held, 1)))
@@ -231,63 +307,44 @@ def plan_gram(task: GramTask, memory: str | int | None = None, to_disk: bool = F
         ("tile", tile),
     )
     name = f"kernel ({task.outputs}) of {n} × {m} examples"
-    return GramPlan(Plan(name, budget, items), treatment, block, hold, product, dtype, features)
+    sizes = Sizes(hold, product, block, columns)
+    return GramPlan(Plan(name, budget, items), Treatment({}, {}), sizes, dtype, features)
 
 
-def _probe(task: GramTask) -> tuple[Treatment, Features, int]:
-    """The treatment, shapes of the features of a few examples, bytes of one captured example; remembered."""
+@dataclass(frozen=True)
+class _Probed:
+    """What a few examples have shown, whatever the budget.
+
+    Args:
+        outline: What could be kept of them.
+        inputs: Bytes of one captured example, its gradients apart.
+        column: Bytes of its gradients for one cotangent.
+    """
+
+    outline: Outline
+    inputs: int
+    column: int
+
+
+def _probe(task: GramTask) -> _Probed:
+    """Shapes of what could be kept of the examples, and bytes of one captured example; remembered."""
     n, m = task.sizes
     shapes = tuple(_form_of(task.x1))
-    known = task.function.cache.setdefault("gram", {})
+    function = task.function
+    known = function.cache.setdefault("gram", {})
     key = (shapes, task.outputs, n, m)
     if key not in known:
         for x in (task.x1, task.x2):
             if x is not None:
-                task.function.check_runs(take(x, slice(0, 2)))
-        captured = capture(task.function, take(task.x1, slice(0, min(n, 3))), task.outputs)
-        formed = task.function.cache.get("formed", set())
-        treatment = choose(captured, task.function.names, (n, m), task.outputs, formed)
-        features = reduce(captured, task.function.names, treatment).hollow()
-        known[key] = treatment, features, capture_bytes(task.function, task.x1, features.k)
-    found: tuple[Treatment, Features, int] = known[key]
-    return found
-
-
-@dataclass(frozen=True)
-class Step:
-    """A part of the products of one stationary block of rows; ranges are (first, last + 1) example.
-
-    Args:
-        rows: The block that stays from step to step.
-        own: Those of its rows that are multiplied with the block itself, or ``None``.
-        columns: Examples that stream past the block, or ``None``.
-    """
-
-    rows: tuple[int, int]
-    own: tuple[int, int] | None
-    columns: tuple[int, int] | None
-
-    @property
-    def key(self) -> str:
-        """A name for the record of finished steps."""
-        return f"{self.rows}-{self.own}-{self.columns}"
-
-
-def _steps(task: GramTask, plan: GramPlan) -> list[Step]:
-    """The work in order: block after block, first with itself, then with the columns that are left."""
-    n, m = task.sizes
-    steps = []
-    for rows in _ranges(0, n, plan.hold):
-        own = _ranges(*rows, plan.product) if task.x2 is None else []
-        columns = _ranges(rows[1] if task.x2 is None else 0, m, plan.capture)
-        steps += [Step(rows, part, None) for part in own]
-        steps += [Step(rows, None, part) for part in columns]
-    return steps
-
-
-def _ranges(start: int, stop: int, size: int) -> list[tuple[int, int]]:
-    """[start, stop) in pieces of at most ``size``."""
-    return [(i, min(i + size, stop)) for i in range(start, stop, size)]
+                function.check_runs(take(x, slice(0, 2)))
+        k = 1 if task.outputs == "sum" else function.output_shape(task.x1).numel()
+        hollow = hollow_capture(function, take(task.x1, slice(0, min(n, PROBES))), k)
+        formed = function.cache.get("formed", set())
+        found = outline(hollow, function.names, (n, m), task.outputs, formed)
+        inputs = capture_bytes(function, task.x1, 0)
+        known[key] = _Probed(found, inputs, capture_bytes(function, task.x1, 1) - inputs)
+    probed: _Probed = known[key]
+    return probed
 
 
 def _run(step: Step, held: Features, task: GramTask, plan: GramPlan, result: Tensor) -> None:
@@ -296,7 +353,7 @@ def _run(step: Step, held: Features, task: GramTask, plan: GramPlan, result: Ten
         _symmetric_tiles(step, held, task, plan, result)
     if step.columns is not None:
         features = _features(task, plan, task.x1 if task.x2 is None else task.x2, step.columns)
-        for left in _ranges(0, held.n, plan.product):
+        for left in ranges(0, held.n, plan.product):
             tile = kernel_tile(held.part(*left), features, task.outputs, task.accumulate)
             _write(result, tile, step.rows[0] + left[0], step.columns[0], mirror=task.x2 is None)
 
@@ -304,7 +361,7 @@ def _run(step: Step, held: Features, task: GramTask, plan: GramPlan, result: Ten
 def _hold(task: GramTask, plan: GramPlan, rows: tuple[int, int]) -> Features:
     """Features of a range of x1, side by side."""
     held = plan.template.room_for(rows[1] - rows[0], task.function.device)
-    for start, stop in _ranges(*rows, plan.capture):
+    for start, stop in ranges(*rows, plan.capture):
         _features(task, plan, task.x1, (start, stop), held.part(start - rows[0], stop - rows[0]))
     return held
 
@@ -314,8 +371,15 @@ def _features(
 ) -> Features:
     """Features of a few examples."""
     block = x if wanted == (0, batch_size(x)) else take(x, slice(*wanted))
-    captured = capture(task.function, block, task.outputs)
-    return reduce(captured, task.function.names, plan.treatment, room)
+    names, k = task.function.names, plan.template.k
+    if plan.sizes.columns == k:
+        return reduce(capture(task.function, block, task.outputs), names, plan.treatment, room)
+    room = room or plan.template.room_for(wanted[1] - wanted[0], task.function.device)
+    done = 0
+    for captured in capture_parts_for_products(task.function, block, task.outputs, plan.sizes.columns):
+        reduce(captured, names, plan.treatment, room.columns(done, done + captured.k))
+        done += captured.k
+    return room
 
 
 def _symmetric_tiles(step: Step, held: Features, task: GramTask, plan: GramPlan, result: Tensor) -> None:
@@ -324,7 +388,7 @@ def _symmetric_tiles(step: Step, held: Features, task: GramTask, plan: GramPlan,
     offset = step.rows[0]
     left = (step.own[0] - offset, step.own[1] - offset)
     pairs = _on_diagonal(*left, max(1, SMALLEST_PRODUCT // held.k))
-    pairs += [(left, right) for right in _ranges(left[1], held.n, plan.product)]
+    pairs += [(left, right) for right in ranges(left[1], held.n, plan.product)]
     for rows, columns in pairs:
         tile = kernel_tile(held.part(*rows), held.part(*columns), task.outputs, task.accumulate)
         if rows == columns:

@@ -25,6 +25,7 @@ from linnet.tangent.forward_mode import (
 )
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad
+from linnet.tangent.independence import require_independence, require_own_rows
 from linnet.tangent.modes import differentiable_kernels, in_exact_mode
 
 
@@ -163,6 +164,7 @@ def jvp_columns(function: Functional, x: Inputs, v: Vector) -> Tensor:
     Returns:
         (N, C), or (N, C, K).
     """
+    require_independence(function, x)
     params = function.space.to_params(v)
     first = next(iter(params))
     if params[first].ndim == function.theta[first].ndim:
@@ -191,6 +193,7 @@ def vjp_columns(function: Functional, x: Inputs, u: Tensor) -> Tensor:
     Raises:
         InputError: If u does not have the shape of the outputs.
     """
+    require_independence(function, x)
     leaves = {name: t.detach().requires_grad_() for name, t in function.theta.items()}
     with torch.enable_grad():
         value = function.flat(leaves, x)
@@ -287,6 +290,7 @@ class JacobianOperator(LinearOperator):
     """
 
     def __init__(self, function: Functional, x: Inputs, outputs: int, block: int = 128) -> None:
+        require_own_rows(function, x)
         self.function, self.x, self.outputs, self.block = function, x, outputs, block
         self.shape = (batch_size(x) * outputs, function.space.dim)
         self.dtype, self.device, self.space = function.dtype, function.device, function.space

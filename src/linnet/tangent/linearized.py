@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError, WeightsError
 from linnet.linalg.space import ParameterSpace, Vector
-from linnet.tangent.batch import Inputs
+from linnet.params import choice, refuse
+from linnet.tangent.batch import Inputs, check_examples
 from linnet.tangent.captured import Outputs
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, OutputAdapter, tensors_by_name
 from linnet.tangent.gram import gram
 from linnet.tangent.jacobian import jacobian, jvp, jvp_columns, linearity_gap, vjp_columns
+from linnet.tangent.requests import check_given, check_result, explained, finite_numbers
 from linnet.tangent.selection import Selector
 
 
@@ -97,17 +99,20 @@ class Linearized(nn.Module):
             Outputs (N, ...), in the network's shape; (N, 1) where the network gives (N,).
 
         Raises:
-            ModelError: If the network cannot take x.
+            InputError: If x holds no tensor with an example axis.
+            DataError: If x is empty, or not finite and so are the outputs. That is looked for only where the
+                result records no gradient: in training it would make the processor wait at every step.
+            ModelError: If the network cannot take x, or its outputs are not finite (where x is looked at).
             RuntimeError: If torch fails for another reason.
         """
         x = _one(args, kwargs)
-        try:
-            value, tangent = jvp(self._function, x, self.delta)
-        except RuntimeError:
-            if not torch.compiler.is_compiling():
-                self._function.check_runs(x)  # says what is wrong with x, if x is what is wrong
-            raise
-        return value + tangent
+        delta = self.delta
+        with explained(self._function, x):
+            value, tangent = jvp(self._function, x, delta)
+        result = value + tangent
+        if not result.requires_grad:  # training does not wait for the device to tell
+            check_result(self._function, x, result)
+        return result
 
     def base(self, x: Inputs) -> Tensor:
         """f₀(x).
@@ -119,8 +124,11 @@ class Linearized(nn.Module):
             Outputs of the network at θ₀, (N, C).
 
         Raises:
+            InputError: If x holds no tensor with an example axis.
+            DataError: If x is empty.
             ModelError: If the network cannot take x, or returns values that are not finite.
         """
+        check_given(x)
         value = self._function.check_runs(x)
         return value.reshape(value.shape[0], -1)
 
@@ -136,9 +144,16 @@ class Linearized(nn.Module):
             (N, C), or (N, C, K) for K columns.
 
         Raises:
-            InputError: If v does not fit the parameters.
+            InputError: If v does not fit the parameters, is complex or not finite, or x holds no tensor with
+                an example axis.
+            DataError: If x is empty or not finite.
+            ModelError: If the network cannot take x, or gives an example other outputs in another batch.
         """
-        return jvp_columns(self._function, x, _moved(v, self._function))
+        direction = _moved(v, self._function)
+        with explained(self._function, x):
+            result = jvp_columns(self._function, x, direction)
+        check_result(self._function, x, result)
+        return result
 
     def vjp(self, x: Inputs, u: Tensor, like: str = "params") -> Vector:
         """J(x)ᵀ u.
@@ -152,11 +167,17 @@ class Linearized(nn.Module):
             A vector in parameter space, of the kind asked for.
 
         Raises:
-            InputError: If u does not have the shape of the outputs, or ``like`` is neither.
+            InputError: If u does not have the shape of the outputs, is complex or not finite, ``like`` is
+                neither, or x holds no tensor with an example axis.
+            DataError: If x is empty or not finite.
+            ModelError: If the network cannot take x, or gives an example other outputs in another batch.
         """
-        if like not in ("params", "flat"):
-            raise InputError(f"like={like!r}", expected='"params" or "flat"')
-        flat = vjp_columns(self._function, x, u)
+        choice("like", like, ("params", "flat"))
+        expected = "cotangents (N, C) or (N, C, K), finite real numbers"
+        u = finite_numbers("u", u, expected, "pass one for each output of lin.base(x)")
+        with explained(self._function, x):
+            flat = vjp_columns(self._function, x, u.to(self._function.device, self._function.dtype))
+        check_result(self._function, x, flat)
         return flat if like == "flat" else self.space.to_params(flat)
 
     def jacobian(self, x: Inputs, memory: str | int | None = None) -> Tensor:
@@ -170,9 +191,14 @@ class Linearized(nn.Module):
             (N, C, P), parameters in the order of ``parameter_names``.
 
         Raises:
+            InputError: If x holds no tensor with an example axis.
+            DataError: If x is empty or not finite.
+            ModelError: If the network cannot take x, or gives an example other outputs in another batch.
             MemoryBudgetError: If it would not fit; ``jvp``, ``vjp`` and ``kernel`` never form it.
         """
-        return jacobian(self._function, x, memory)
+        check_examples(x)
+        with explained(self._function, x):
+            return jacobian(self._function, x, memory)
 
     def kernel(
         self, x1: Inputs, x2: Inputs | None = None, outputs: Outputs = "full", memory: str | int | None = None
@@ -205,14 +231,14 @@ class Linearized(nn.Module):
             neglects is as large as what it predicts.
 
         Raises:
+            InputError: If x holds no tensor with an example axis.
+            DataError: If x is empty or not finite.
             ModelError: If the network cannot take x.
             RuntimeError: If torch fails for another reason.
         """
-        try:
+        check_examples(x)
+        with explained(self._function, x):
             return linearity_gap(self._function, x, self.delta)
-        except RuntimeError:
-            self._function.check_runs(x)  # says what is wrong with x, if x is what is wrong
-            raise
 
     @torch.no_grad()
     def relinearize(self, at: nn.Module | Mapping[str, Tensor] | None = None) -> None:
@@ -315,9 +341,14 @@ def _one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
 
 def _moved(v: Vector, function: Functional) -> Vector:
     """V on the device and in the type of the parameters."""
-    if isinstance(v, Tensor):
-        return v.to(device=function.device, dtype=function.dtype)
-    return {name: t.to(device=function.device, dtype=function.dtype) for name, t in v.items()}
+    expected = "a dict of tensors by parameter name, or a flat tensor (P,) or (P, K), finite real numbers"
+    remedy = "pass lin.delta, or a vector of lin.space.dim numbers"
+    if isinstance(v, Mapping):
+        parts = {name: finite_numbers(f"v[{name!r}]", t, expected, remedy) for name, t in v.items()}
+        return {name: t.to(function.device, function.dtype) for name, t in parts.items()}
+    if not isinstance(v, Tensor):
+        refuse("v", v, expected, remedy)
+    return finite_numbers("v", v, expected, remedy).to(function.device, function.dtype)
 
 
 def _tree(values: Params) -> nn.Module:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -22,11 +23,34 @@ from linnet.tangent.batch import map_tensors, tensors_in
 F = TypeVar("F", bound=Callable[..., Any])
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _ALONE = threading.RLock()
+# Where torch's compiler keeps its files. Torch imports that compiler with the first derivative, optimizer or
+# count of operations of a process, and writes this variable then, which child processes would inherit.
+_COMPILER_FILES = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def has_recurrence(model: nn.Module) -> bool:
     """Whether any module of the network is recurrent."""
     return any(isinstance(module, _RECURRENT) for module in model.modules())
+
+
+@contextlib.contextmanager
+def environment_kept() -> Iterator[None]:
+    """The environment of the process as it was, whatever torch imports for the first time meanwhile.
+
+    Yields:
+        Nothing.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    before = os.environ.get(_COMPILER_FILES)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_COMPILER_FILES, None)
+        elif os.environ.get(_COMPILER_FILES) != before:
+            os.environ[_COMPILER_FILES] = before
 
 
 @contextlib.contextmanager
@@ -57,7 +81,7 @@ def differentiable_kernels(recurrent: bool) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    with alone():
+    with alone(), environment_kept():
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
@@ -133,8 +157,10 @@ def in_exact_mode(function: F) -> F:
         if any(t.is_inference() for t in tensors_in((args, kwargs))) and not inference:
             args, kwargs = (_usable(arg) for arg in (args, kwargs))
         if not cast and not inference:
-            return function(*args, **kwargs)
+            with environment_kept():
+                return function(*args, **kwargs)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(environment_kept())
             for kind in cast:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             if inference:

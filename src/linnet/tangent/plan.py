@@ -8,23 +8,26 @@ use whose gradient vanished on all probes (a dead unit, a zero head) proves noth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from linnet.errors import ModelError
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
 from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad
+from linnet.tangent.independence import require_independence, require_own_gradients
 from linnet.tangent.layout import Layout, find_layout
+from linnet.tangent.proof import sharing
 from linnet.tangent.rules import Use, example_axes
 from linnet.tangent.trace import Trace, weighed_trace
 
 PROBES = 3  # examples traced at once to prove a plan
+AT_ONCE = 32 << 20  # bytes of gradients of a parameter on all probes above which it is proved by itself
+HIDDEN = "it is read where no operation is seen"
 TRIES = 8  # groups of probes looked at before a vanishing gradient is left unproven
 
 Key = tuple[tuple[str, ...], int]  # sources of a use, and how many uses of the same sources came before
@@ -97,9 +100,31 @@ def plan_for(function: Functional, run: Trace, x: Inputs, renew: bool = False) -
     """
     plans: dict[Any, Plan] = function.cache.setdefault("plans", {})
     if renew or run.signature not in plans:
+        require_independence(function, x, run.signature)
         plans[run.signature] = _make_plan(function, run, x, None if renew else TRIES)
+    require_independence(function, x, run.signature)  # once more when the first larger batch comes
     plan = function.cache.setdefault("plans by shape", {})[example_shapes(x)] = plans[run.signature]
     return plan
+
+
+def amend(function: Functional, run: Trace, x: Inputs, wrong: set[str]) -> Plan:
+    """The plan with more parameters differentiated example by example.
+
+    Args:
+        function: The network.
+        run: A traced pass.
+        x: Its batch.
+        wrong: Parameters whose uses do not add up to their gradient.
+
+    Returns:
+        The plan, which is kept.
+    """
+    plans: dict[Any, Plan] = function.cache["plans"]
+    old = plans[run.signature]
+    reasons = dict.fromkeys(sorted(sharing(wrong, run.uses)), HIDDEN)
+    unused = tuple(name for name in old.unused if name not in reasons)
+    plans[run.signature] = replace(old, exact={**reasons, **old.exact}, unused=unused)
+    return plan_for(function, run, x)
 
 
 def expected_plan(function: Functional, x: Inputs) -> Plan:
@@ -142,9 +167,11 @@ def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -
         few = take(x, group)
         probe = run if _looked_at(run, group) else weighed_trace(function, few)
         if group is groups[0]:
-            _require_independence(function, probe, take(few, slice(0, 1)))
             _compare_passes(found, probe, run)
         gradients = _gradients_alone(found, probe)
+        if group is groups[0]:
+            seen = {name: g for name, g in gradients.leaves.items() if g is not None}
+            require_own_gradients(function, few, seen, _weights(probe))
         _find_layouts(found, probe, gradients)
         _prove(found, function, probe, gradients)
         if all(key in found.layouts for key, _ in found.open_uses(probe)):
@@ -162,19 +189,6 @@ def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -
 def _looked_at(run: Trace, group: Sequence[int]) -> bool:
     """Whether a pass is itself one of these examples, weighed."""
     return run.saved_bytes is not None and list(group) == list(range(run.n))
-
-
-def _require_independence(function: Functional, probe: Trace, first: Inputs) -> None:
-    """Raise if the outputs of an example depend on the others in its batch: it has no gradient of its own."""
-    alone = function.check_runs(first).reshape(1, -1)
-    together = probe.outputs.detach()[:1]
-    tolerance = {torch.float64: 1e-8, torch.float32: 1e-3}.get(alone.dtype, 1e-1)
-    if (alone - together).abs().max() > tolerance * (together.abs().max() + 1e-12):
-        raise ModelError(
-            f"model ({type(function.model).__name__}) gives an example other outputs when its batch changes",
-            expected="outputs that depend on their own example alone, the same at every call",
-            remedy="use running statistics in normalization layers, and no randomness in evaluation mode",
-        )
 
 
 def _compare_passes(found: _Findings, probe: Trace, run: Trace) -> None:
@@ -201,24 +215,43 @@ class _Alone:
 
     Args:
         uses: At the result of every use, by its place, (n, *shape).
-        leaves: In every parameter, (n, *shape); ``None`` if the outputs do not depend on it.
+        leaves: In every parameter that is not large, (n, *shape); ``None`` if it moves no output.
+        cotangents: The cotangents, (n, n, C).
     """
 
     uses: dict[Any, Tensor | None]
     leaves: dict[str, Tensor | None]
+    cotangents: Tensor
+
+    def of(self, probe: Trace, name: str) -> Iterator[tuple[slice, Tensor | None]]:
+        """Gradients in one parameter, of all examples at once or, where that is large, one by one."""
+        if name in self.leaves:
+            yield slice(None), self.leaves[name]
+            return
+        for i in range(probe.n):
+            part = slice(i, i + 1)
+            yield part, batched_grad(probe.outputs, [probe.leaves[name]], self.cotangents[part])[0]
 
 
 def _gradients_alone(found: _Findings, probe: Trace) -> _Alone:
     """Autograd's own gradients on the probes, at the open uses and in the parameters, in one call."""
     edges = {use.place: use.result.edge for _, use in found.open_uses(probe)}
-    leaves = dict(probe.leaves)
-    if not probe.outputs.requires_grad:
-        return _Alone(dict.fromkeys(edges), dict.fromkeys(leaves))
-    n, c = probe.outputs.shape
-    weights = torch.randn(n, c, generator=torch.Generator().manual_seed(0)).to(probe.outputs)
+    n = probe.n
+    weights = _weights(probe)
     alone = torch.diag_embed(weights.T).permute(1, 2, 0)  # (n, n, C): row i holds example i's cotangent only
-    every = batched_grad(probe.outputs, [*edges.values(), *leaves.values()], alone)
-    return _Alone(dict(zip(edges, every, strict=False)), dict(zip(leaves, every[len(edges) :], strict=True)))
+    if not probe.outputs.requires_grad:
+        return _Alone(dict.fromkeys(edges), dict.fromkeys(probe.leaves), alone)
+    leaves = {name: leaf for name, leaf in probe.leaves.items() if n * leaf.nbytes <= AT_ONCE}
+    wanted = [*edges.values(), *leaves.values()]
+    every = batched_grad(probe.outputs, wanted, alone) if wanted else []
+    return _Alone(
+        dict(zip(edges, every, strict=False)), dict(zip(leaves, every[len(edges) :], strict=True)), alone
+    )
+
+
+def _weights(probe: Trace) -> Tensor:
+    """A fixed random cotangent (n, C) for the probes."""
+    return torch.randn(probe.outputs.shape, generator=torch.Generator().manual_seed(0)).to(probe.outputs)
 
 
 def _find_layouts(found: _Findings, probe: Trace, gradients: _Alone) -> None:
@@ -247,34 +280,56 @@ def _prove(found: _Findings, function: Functional, probe: Trace, gradients: _Alo
     """Compare the rules' gradients with autograd's on the probes."""
     uses = [use for key, use in found.open_uses(probe) if key in found.layouts]
     waiting = [use for key, use in found.open_uses(probe) if key not in found.layouts]
-    undecided = {*found.exact, *(name for use in waiting for name in use.sources)}
+    # a use without any gradient here adds nothing; of one with some, it is not known where the examples are
+    open_here = [use for use in waiting if (g := gradients.uses[use.place]) is not None and bool(g.any())]
+    undecided = {*found.exact, *(name for use in open_here for name in use.sources)}
     for use in uses:
         g = gradients.uses[use.place]
         # of all examples at once: gradients are linear in the cotangents
         use.g = probe.outputs.new_zeros(1, *use.shape) if g is None else g.sum(0, keepdim=True)
     ruled = Captured(probe.n, probe.outputs, uses, probe.leaves, {}, 1)
-    truth = gradients.leaves
-    largest = max((float(g.abs().max()) for g in truth.values() if g is not None and g.numel()), default=0.0)
+    compared = {name: _compared(ruled, probe, gradients, name, name in undecided) for name in function.names}
+    largest = max((largest for largest, _ in filter(None, compared.values())), default=0.0)
     unused = []
-    for name in function.names:
-        expected = truth[name]
-        if expected is None:
+    for name, seen in compared.items():
+        if seen is None:
             unused.append(name)
-        elif name not in undecided and not _matches(ruled, name, expected, largest):
-            found.exact[name] = "its rule disagrees with autograd here"
+        elif name not in undecided and not _matches(*seen, largest, probe.leaves[name].dtype):
+            hidden = not any(name in use.sources for use in uses)
+            reason = HIDDEN if hidden else "its rule disagrees with autograd here"
+            found.exact.update(dict.fromkeys(sorted(sharing({name}, uses)), reason))
     found.unused = tuple(unused)
     found.exact = {name: why for name, why in found.exact.items() if name not in unused}
 
 
-def _matches(ruled: Captured, name: str, expected: Tensor, largest: float) -> bool:
-    """Whether the rules reproduce autograd's per-example gradients (n, *shape) of one parameter."""
-    try:
-        rows = ruled.rows(name)[:, 0]
-    except RuntimeError:  # a shape that the rule did not foresee
-        return False
-    tolerance = {torch.float64: 1e-7, torch.float32: 2e-3}.get(expected.dtype, 1e-1)
-    scale = expected.abs().max() + 1e-2 * largest
-    return bool((rows - expected).abs().max() <= tolerance * scale)
+def _compared(
+    ruled: Captured, probe: Trace, gradients: _Alone, name: str, undecided: bool
+) -> tuple[float, float] | None:
+    """The largest entry of autograd's gradients and of what the rules miss; ``None`` if unused."""
+    rows: Tensor | None = None
+    if not undecided:
+        try:
+            rows = ruled.rows(name)[:, 0]
+        except RuntimeError:  # a shape that the rule did not foresee
+            rows = ruled.leaves[name].new_full((), torch.nan)
+    largest, missed = [], []
+    for part, expected in gradients.of(probe, name):
+        if expected is None:
+            return None
+        if expected.numel():
+            largest.append(expected.abs().max())
+            if rows is not None:
+                missed.append(((rows[part] if rows.ndim else rows) - expected).abs_().max())
+    return (
+        float(torch.stack(largest).max()) if largest else 0.0,
+        float(torch.stack(missed).max()) if missed else 0.0,  # NaN stays NaN
+    )
+
+
+def _matches(expected: float, missed: float, largest: float, dtype: torch.dtype) -> bool:
+    """Whether the rules reproduce autograd's per-example gradients, given the largest entries."""
+    tolerance = {torch.float64: 1e-7, torch.float32: 2e-3}.get(dtype, 1e-1)
+    return missed <= tolerance * (expected + 1e-2 * largest)
 
 
 def _bytes(uses: Sequence[Use], saved: int) -> Bytes:

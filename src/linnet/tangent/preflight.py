@@ -6,18 +6,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from linnet.errors import DataError
+from linnet.errors import DataError, ModelError
 from linnet.memory import Plan
 from linnet.tangent.batch import EMPTY, Inputs, batch_size, take
+from linnet.tangent.capture import proved_plan
 from linnet.tangent.coordinates import moved_network
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gram import GramTask, plan_gram
+from linnet.tangent.independence import dependence
 from linnet.tangent.jacobian import jvp_path
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent.plan import plan_for
 from linnet.tangent.selection import Selector
 from linnet.tangent.trace import Trace, trace
 
@@ -149,7 +150,7 @@ def preflight(
     if batch_size(batch) == 0:
         raise DataError("batch is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
     value = function.check_runs(batch)
-    fatal = [*_randomness(function, batch), *_batch_dependence(function, batch, value)]
+    fatal = _randomness(function, batch) or _batch_dependence(function, batch)
     path, why = jvp_path(function, batch)
     notes = [*_mode_findings(model), *([why] if why else [])]
     left_out = sum(1 for _ in function.model.parameters()) - len(function.names)
@@ -215,21 +216,19 @@ def _randomness(function: Functional, batch: Inputs) -> list[str]:
     return ["the network is random in evaluation mode: two passes differ, so results would not be exact"]
 
 
-@torch.no_grad()
-def _batch_dependence(function: Functional, batch: Inputs, value: Tensor) -> list[str]:
-    """A sentence if an example's outputs depend on the other examples of its batch."""
-    if batch_size(batch) < 2:
-        return []
+def _batch_dependence(function: Functional, batch: Inputs) -> list[str]:
+    """A sentence if an example's outputs, or their gradients, depend on the other examples of its batch."""
     try:
-        alone = function(function.theta, take(batch, slice(0, 1)))
-    except (RuntimeError, ValueError) as error:
-        return [f"the network cannot run on one example alone ({str(error).splitlines()[0]})"]
-    scale = value[:1].abs().max() + 1e-12
-    tolerance = 1e-8 if value.dtype == torch.float64 else 1e-3
-    if (alone - value[:1]).abs().max() <= tolerance * scale:
-        return []
-    what = "the outputs of an example depend on the other examples in its batch"
-    return [f"{what}, so no example has a gradient of its own"]
+        found = dependence(function, batch)
+        if found is not None:
+            return [f"{found}, so no example has a gradient of its own"]
+        inside = moved_network(function) or function
+        proved_plan(inside, batch, trace(inside, batch))
+    except ModelError as error:
+        cause = (str(error.__cause__ or error.what).strip().splitlines() or [""])[0]
+        about = "" if error.__cause__ is None else "the network cannot run on one example alone "
+        return [f"{about}({cause})" if about else cause]
+    return []
 
 
 def _coverage(function: Functional, run: Trace, batch: Inputs) -> tuple[Coverage, ...]:
@@ -237,7 +236,7 @@ def _coverage(function: Functional, run: Trace, batch: Inputs) -> tuple[Coverage
     inside = moved_network(function)
     if inside is not None:  # ε is differentiated by the rules for what it moves
         return (_in_coordinates(function, _coverage(inside, trace(inside, batch), batch)),)
-    plan = plan_for(function, run, batch)
+    plan = proved_plan(function, batch, run)
     found = []
     for name in function.names:
         uses = [use for use in run.uses if name in use.sources]

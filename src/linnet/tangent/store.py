@@ -7,6 +7,7 @@ other starts anew.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -16,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError
-from linnet.files import as_path, read_json, write_json
+from linnet.disk import refuse_write, reserve
+from linnet.errors import InputError, LinnetError
+from linnet.files import as_path, read_json, remove_partial, write_json
 
 RECORD_SECONDS = 5.0  # between two records of finished steps: what a killed run may lose
 
@@ -38,7 +40,8 @@ class GramFile:
         identity: What the steps depend on; a partial file with another identity is discarded.
 
     Raises:
-        InputError: If the name does not end in ``.npy`` or the folder does not exist.
+        InputError: If the name does not end in ``.npy``, or the folder does not exist or cannot be written.
+        DiskSpaceError: If the disk has no room for the matrix.
     """
 
     def __init__(
@@ -61,20 +64,27 @@ class GramFile:
         self.record = self.path.with_suffix(".npy.steps.json")
         self.identity = {**identity, "shape": list(shape), "dtype": str(dtype)}
         self.done = self._resume()
-        mode: Any = "r+" if self.done else "w+"
+        remove_partial(self.record)
         if not self.done:  # the record of another task must not outlive its matrix
             self.record.unlink(missing_ok=True)
-        kind = torch.empty(0, dtype=dtype).numpy().dtype
-        try:
-            self.map = np.lib.format.open_memmap(self.partial, mode=mode, dtype=kind, shape=shape)
-        except OSError as error:
-            raise InputError(
-                f"file={str(file)!r} cannot be written: {error.strerror}",
-                expected="a folder that can be written, with room for the kernel",
-                remedy="name another file",
-            ) from error
+        self.map = self._open(shape, torch.empty(0, dtype=dtype).numpy().dtype)
         self.array = torch.from_numpy(self.map)
         self.written = time.monotonic()
+
+    def _open(self, shape: tuple[int, ...], kind: np.dtype[Any]) -> np.memmap[Any, Any]:
+        """The mapped matrix, all of whose blocks are reserved: a full disk is an error, and no signal."""
+        mode: Any = "r+" if self.done else "w+"
+        size = math.prod(shape) * kind.itemsize
+        try:
+            found = np.lib.format.open_memmap(self.partial, mode=mode, dtype=kind, shape=shape)
+            reserve(self.partial, found.offset + size)
+        except (OSError, InputError) as error:
+            if not self.done:
+                self.partial.unlink(missing_ok=True)
+            if isinstance(error, LinnetError):
+                raise
+            refuse_write(self.partial, error, size)
+        return found
 
     def _resume(self) -> set[str]:
         """Steps finished by an earlier run of the same task."""
@@ -120,4 +130,5 @@ class GramFile:
         self.map.flush()
         os.replace(self.partial, self.path)
         self.record.unlink(missing_ok=True)
+        remove_partial(self.record)
         return torch.from_numpy(np.lib.format.open_memmap(self.path, mode="r+"))

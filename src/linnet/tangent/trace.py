@@ -98,9 +98,22 @@ def weighed_trace(function: Functional, x: Inputs) -> Trace:
 
     Returns:
         The trace, with ``saved_bytes``.
+
+    Raises:
+        ModelError: If the network cannot run on the examples.
+        RuntimeError: If torch fails for another reason.
     """
-    with weighing(function) as kept:
+    try:
+        with weighing(function) as kept:
+            run = trace(function, x)
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            function.check_runs(x)  # says what is wrong with x, if x is what is wrong
+            raise
+        # torch.func.grad inside the network forbids to look; what uses read is about what autograd keeps
         run = trace(function, x)
+        run.saved_bytes = sum(use.a.nbytes for use in run.uses if use.a is not None) // run.n
+        return run
     run.saved_bytes = sum(kept.values()) // run.n
     return run
 
@@ -123,7 +136,7 @@ def weighing(function: Functional) -> Iterator[dict[int, int]]:
         if storage.data_ptr() not in own:
             seen = kept.get(storage.data_ptr(), 0)  # of x, which may be a slice, only what is read
             kept[storage.data_ptr()] = max(seen, min(storage.nbytes(), t.numel() * t.element_size()))
-        return t
+        return t.detach()  # an operation that kept its own result, history and all, would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         yield kept
@@ -164,7 +177,7 @@ class _Recorder(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:  # a composite: look inside
                 return _attention_body(*args, **kwargs)
-        result = func(*args, **kwargs)
+        result = _as_no_view(func(*args, **kwargs), _tensors((*args, *kwargs.values())))
         produced = _tensors((result,))
         if produced:
             self._note(func, args, kwargs, produced)
@@ -220,7 +233,9 @@ class _Recorder(TorchFunctionMode):
         """Turn the call into uses, or list its parameters as unhandled."""
         result = produced[0]
         found = describe(name, args, kwargs, result, self.n)
-        overwritten = found is not None and any(a is not None and a is result for _, _, a, _ in found)
+        # what an operation writes into a view of something else is read through that something later on
+        overwritten = result._is_view() and any(result is t for t in _tensors(args))
+        overwritten |= found is not None and any(a is not None and a is result for _, _, a, _ in found)
         if found is None or overwritten or len(produced) != 1 or not result.requires_grad:
             for t in tracked:
                 for source in t._linnet_from:  # type: ignore[attr-defined]
@@ -235,6 +250,28 @@ class _Recorder(TorchFunctionMode):
             a = None if a is None else a.detach()
             read = Operand(operand, operand._linnet_from, direct)  # type: ignore[attr-defined]
             self.uses.append(Use(kind, read, Result(result.shape, edge), a, options))
+
+
+def _as_no_view(result: Any, operands: list[Tensor]) -> Any:
+    """The result of an operation on tracked tensors, without being a view where only torch knows of what.
+
+    Some operations (a linear layer with bias on a sequence, einsum, instance norm) return a view of a tensor
+    of their own. When the network writes into such a result, autograd gives it another history, and its
+    gradient never passes the place that it had when it was made.
+
+    Args:
+        result: What the operation returned.
+        operands: Its tensors.
+
+    Returns:
+        The result, or the same memory as a tensor of its own.
+    """
+    if not isinstance(result, Tensor) or not result.requires_grad or not result._is_view():
+        return result
+    places = {t.untyped_storage().data_ptr() for t in operands}
+    if result.untyped_storage().data_ptr() in places or not any(hasattr(t, "_linnet_from") for t in operands):
+        return result
+    return torch.ops.aten._unsafe_view(result, result.shape)
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -260,6 +297,7 @@ def _is_transpose(view: Tensor, leaf: Tensor) -> bool:
     """Whether ``view`` is ``leaf.t()`` under whatever name it was taken."""
     return (
         view.ndim == leaf.ndim == 2
+        and not torch._C._functorch.is_functorch_wrapped_tensor(view)  # has no place in memory
         and view.data_ptr() == leaf.data_ptr()
         and view.shape == leaf.shape[::-1]
         and view.stride() == leaf.stride()[::-1]

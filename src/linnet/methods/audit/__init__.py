@@ -5,11 +5,13 @@ Every answer is linear algebra on the solved fit; none of them trains anything.
 
 from __future__ import annotations
 
+from linnet.methods.audit.accuracy import Accuracy, accuracy
 from linnet.methods.audit.compatibility import Compatible, Flips, compatible, flips
 from linnet.methods.audit.counterfactuals import Counterfactual, counterfactual
 from linnet.methods.audit.fairness import GroupMeans, group_means
 from linnet.methods.audit.forgetting import ForgettingCertificate, forgetting_certificate
 from linnet.methods.audit.influence import Influence, influence, weight_changes
+from linnet.methods.audit.label_errors import LabelErrors, label_errors
 from linnet.methods.audit.loss_influence import loss_influence
 from linnet.methods.audit.mislabel import Suspects, mislabeled
 from linnet.methods.audit.private_release import PrivacyCertificate, Release, release
@@ -18,11 +20,15 @@ from linnet.methods.audit.summary import Summary, summarize
 from linnet.methods.fitting.validation_ridge import ValidationPath, ridge_gradient, ridge_path, tune_ridge
 
 __all__ = [
+    "accuracy",
+    "Accuracy",
     "loss_influence",
     "influence",
     "Influence",
     "weight_changes",
     "mislabeled",
+    "label_errors",
+    "LabelErrors",
     "Suspects",
     "summarize",
     "Summary",

@@ -187,6 +187,8 @@ def weight_changes(fit: LinearFit, indices: Any = None, memory: str | int | None
 def _directions(fit: LinearFit, index: Tensor, memory: str | int | None) -> Tensor:
     """δ − δ₋ᵢ of some examples, (n, P)."""
     system, function = fit.system, fit.module.function
+    if isinstance(system, Primal) and system.dual is not None:
+        system = system.dual
     if isinstance(system, Dual):
         # Jᵀ M_·i eᵢ
         weights = left_out_columns(system, index).to(function.dtype)
@@ -311,6 +313,8 @@ def _iterated(fit: LinearFit, x: Inputs, memory: str | int | None) -> tuple[Tens
         primal, residuals = _primal_of(fit, system), system.loo_residuals()
     else:
         assert isinstance(system, Primal)
+        if system.dual is not None:
+            return fit.influence(x), system.dual.certificate()
         if system._blocks is None and fit.n <= batch_size(x):
             # the columns of the leave-one-out residuals are those of the weight changes
             return _along(fit, x, every_change(fit, memory), memory), system.settings.tolerance

@@ -80,6 +80,8 @@ def loss_influence(
     unconstrained(fit, "loss_influence")
     x = checked_inputs(fit.module, x)
     function, system = fit.module.function, fit.system
+    if isinstance(system, Primal) and system.dual is not None:
+        system = system.dual
     gradients = _gradients(function, x, fit.predict(x) - label_targets(fit, x, labels))
     if directions is not None:
         return checked_directions(fit, directions) @ gradients.T

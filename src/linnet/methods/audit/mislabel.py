@@ -11,11 +11,13 @@ nothing; a head that was fitted on the same labels hides some, which cross-fitte
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from linnet.errors import InputError
+from linnet.methods.audit.label_errors import LabelErrors, label_errors
 from linnet.methods.audit.predictors import check_fit
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.tangent.modes import in_exact_mode
@@ -35,6 +37,7 @@ class Suspects:
         residual: ‖tᵢ − f₋ᵢ(xᵢ)‖, (N,).
         self_influence: ‖f(xᵢ) − f₋ᵢ(xᵢ)‖, (N,).
         score: Which score it is.
+        errors: Which labels look wrong, and how many would by chance; ``None`` for regression.
 
     Example:
         >>> import linnet
@@ -52,20 +55,67 @@ class Suspects:
     residual: Tensor
     self_influence: Tensor
     score: str
+    errors: LabelErrors | None = None
 
     def __len__(self) -> int:
         """N."""
         return len(self.order)
 
     def flagged(self) -> Tensor:
-        """Positions whose class is not the one that the others predict, most suspect first; classes alone."""
+        """Positions whose class is not the one that the others predict, most suspect first; classes alone.
+
+        They are as many as leave-one-out errors, right labels of hard examples among them; ``doubted`` leaves
+        those out.
+
+        Returns:
+            Positions, (K,).
+        """
         if self.labels is None or self.predicted is None:
-            raise InputError(
-                "targets of a regression have no classes",
-                expected="a fit of integer classes",
-                remedy="take the first of .order",
-            )
+            _refuse_regression()
         return self.order[(self.labels != self.predicted)[self.order]]
+
+    def doubted(self) -> Tensor:
+        """Positions of labels that are likelier wrong than right, most suspect first; classes alone."""
+        if self.errors is None:
+            _refuse_regression()
+        doubted = torch.zeros_like(self.order, dtype=torch.bool)
+        doubted[self.errors.indices] = True
+        return self.order[doubted[self.order]]
+
+    def __str__(self) -> str:
+        """How many labels look wrong, in words."""
+        if self.errors is None:
+            return f"{len(self)} training targets, ranked by {self.score}"
+        return labels_in_words(len(self.errors.indices), len(self), self.errors.expected)
+
+
+def labels_in_words(doubted: int, count: int, expected: float) -> str:
+    """How many labels look wrong.
+
+    Args:
+        doubted: Their number.
+        count: Number of labels.
+        expected: How many would look wrong if all were right.
+
+    Returns:
+        A clause without a full stop.
+
+    Example:
+        >>> labels_in_words(4, 100, 1.2)
+        '4 of 100 training labels look wrong (1 expected by chance)'
+    """
+    verb = "looks" if doubted == 1 else "look"
+    chance = "none" if expected < 0.5 else f"{expected:.0f}"
+    return f"{doubted} of {count} training labels {verb} wrong ({chance} expected by chance)"
+
+
+def _refuse_regression() -> NoReturn:
+    """Raise the error of asking a regression for classes."""
+    raise InputError(
+        "targets of a regression have no classes",
+        expected="a fit of integer classes",
+        remedy="take the first of .order",
+    )
 
 
 @in_exact_mode
@@ -112,7 +162,8 @@ def mislabeled(fit: LinearFit, score: str = "auto") -> Suspects:
     else:
         scores = size if chosen == "residual" else change
     order = scores.argsort(descending=True, stable=True)
-    return Suspects(order, scores, labels, predicted, size, change, chosen)
+    errors = None if labels is None else label_errors(loo, labels)
+    return Suspects(order, scores, labels, predicted, size, change, chosen, errors)
 
 
 def _margin(outputs: Tensor, labels: Tensor) -> Tensor:

@@ -156,7 +156,8 @@ def release(
         mechanism: ``"output"`` or ``"objective"``.
         clip: κ in units of the Jacobian's norm, τ in units of the outputs: chosen without these data.
         neighbors: ``"replace"`` (data sets of one size that differ in one example) or ``"remove"``.
-        generator: Source of the noise; its seed must stay secret.
+        generator: Source of the noise; its seed must stay secret. If left out, torch's global stream, which
+            is then as secret as whatever seeded it.
 
     Returns:
         The released weights and the certificate.

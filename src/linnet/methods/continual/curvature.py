@@ -43,7 +43,8 @@ class CurvatureOptions(TypedDict, total=False):
         seed: Seed of everything random.
         block: Examples differentiated at once.
         memory: Budget such as "4GB".
-        shard: Under torch.distributed, whether to share ``data`` out; ``False`` if each process has its own.
+        shard: Under torch.distributed, whether all processes share the same data out (``True``), each has its
+            own (``False``), or each computes alone (``None``).
     """
 
     expectation: str
@@ -56,7 +57,7 @@ class CurvatureOptions(TypedDict, total=False):
     seed: int
     block: int | None
     memory: str | int | None
-    shard: bool
+    shard: bool | None
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from linnet.curvatures.stream import Batches
+from linnet.distributed import Share, sum_numbers, together
 from linnet.errors import DataError, ModelError
 from linnet.methods.continual.curvature import Recipe
 from linnet.methods.continual.method import Prepare
@@ -63,12 +64,15 @@ def log_evidence(
     network, own = recipe.network(model, output, prepare)
     function = recipe.function(network, own)
     device, nll = next(iter(Live.of(model).tensors.values())).device, 0.0
-    with same_random_state(data):
-        for batch in Batches(data, device, recipe.options.get("block")):
+    share = Share.of(recipe.options.get("shard", True))
+    with together("the likelihood of a task", share.world > 1), same_random_state(data):
+        for batch in Batches(data, device, recipe.options.get("block"), share):
             if batch.y is None:
                 raise DataError("data have no targets", expected="(x, y) pairs", remedy="pass (x, y)")
             f = function(batch.x)
             nll += float(recipe.likelihood.nll(f, recipe.likelihood.check(f, batch.y)).double().sum())
+        if share.world > 1:
+            nll = sum_numbers([nll])[0]
     task = recipe.task(model, data, output, prepare)
     before = precision.to(task.device, task.dtype)
     after = before.plus(task.blocks, merge)

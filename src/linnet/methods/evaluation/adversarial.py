@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from linnet.errors import DataError, InputError, NumericalError
+from linnet.memory import Plan, parse_bytes, require
 from linnet.methods.evaluation.answers import ask, class_probabilities
 from linnet.methods.evaluation.evaluate import Predict, batches_of, same_classes
 from linnet.methods.evaluation.judged import Judged, join, judge
 from linnet.methods.evaluation.reports import Report
 from linnet.params import flag, integer, refuse, tensor
 from linnet.progress import track
+
+POINT = 1000  # bytes of a point of an attack at the least: its label, report and tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -435,4 +438,8 @@ def _checked(step: float | Sequence[float], target: int | None, iterations: int,
     integer("iterations", iterations)
     if target is not None:
         integer("target", target, 0)
+    if sizes.ndim == 0:
+        items = (("points", iterations * POINT),)
+        plan = Plan(f"an attack that keeps {iterations} points", parse_bytes(None), items)
+        require(plan, ["pass fewer iterations=", "pass step=[...], which keeps the last"])
     return _Plan(tuple(sizes.reshape(-1).tolist()), iterations, sizes.ndim == 0, target, _limits(limits))

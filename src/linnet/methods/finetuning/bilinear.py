@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from linnet.errors import InputError, ModelError
-from linnet.methods.fitting.head import last_linear, replace_module, with_head
+from linnet.methods.fitting.head import last_linear, replace_module, with_head, zero_layer
 from linnet.methods.fitting.targets import ALPHA
 from linnet.params import call, choice, integer, number, refuse, tensor
 from linnet.tangent.batch import gather_data, split, take
@@ -302,7 +302,7 @@ def with_bilinear_head(
         init: Of the head, see :func:`linnet.with_head`.
         ridge: Of the probe.
         scale: α of one-hot targets.
-        generator: Source of randomness for ``init="random"``.
+        generator: Source of randomness for ``init="random"``; torch's global stream if left out.
 
     Returns:
         The copy. Its parameters are named ``body.…``, ``reduce.…`` and ``head.…``.
@@ -339,7 +339,7 @@ def with_bilinear_head(
     if channels is not None and channels < c:
         network.reduce = _principal_channels(network, x, channels)
         c = channels
-    network.head = nn.Linear(c * (c + 1) // 2, classes).to(reference)
+    network.head = zero_layer(nn.Linear, c * (c + 1) // 2, classes, like=reference)
     network.train(model.training)
     return with_head(network, classes, init, (x, y), ridge=ridge, scale=scale, generator=generator)
 
@@ -367,9 +367,10 @@ def assemble(
         The network.
     """
     network = _tapped(model, SquareRootPooling(root, iterations), layer)
+    like = torch.empty((), dtype=torch.get_default_dtype())
     if channels is not None:
-        network.reduce = nn.Conv2d(*channels, 1, bias=False)
-    network.head = nn.Linear(head[1], head[0])
+        network.reduce = zero_layer(nn.Conv2d, *channels, 1, like=like, bias=False)
+    network.head = zero_layer(nn.Linear, head[1], head[0], like=like)
     return network
 
 
@@ -405,7 +406,7 @@ def _principal_channels(network: BilinearNetwork, x: Any, channels: int, batch: 
     assert isinstance(total, Tensor)
     vectors = torch.linalg.eigh(total).eigenvectors[:, -channels:].flip(1)
     signs = vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
-    layer = nn.Conv2d(total.shape[0], channels, 1, bias=False)
     weight = next(network.body.parameters())
+    layer = zero_layer(nn.Conv2d, total.shape[0], channels, 1, like=weight, bias=False)
     layer.weight.data = (vectors * signs).T.reshape(channels, -1, 1, 1).to(weight)
     return layer

@@ -274,7 +274,7 @@ def frozen_curvature(
     if examples.in_memory:
         data = gathered(examples, view)[0], blank.expand(examples.n, *blank.shape).contiguous()
     made = curvature(
-        lin, data, likelihood, recipe.preconditioner, expectation, seed=seed, memory=memory, shard=False
+        lin, data, likelihood, recipe.preconditioner, expectation, seed=seed, memory=memory, shard=None
     )
     assert isinstance(made, Curvature)
     return made

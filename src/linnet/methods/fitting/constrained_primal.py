@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from linnet.methods.fitting.constraints import Constraints
+from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.primal import Primal
 from linnet.tangent.batch import Inputs, split
+from linnet.tangent.gram import gram
 from linnet.tangent.jacobian import jacobian, jvp_columns
 
 TOGETHER = 32  # rows of J formed at once
@@ -46,6 +48,23 @@ class ConstrainedPrimal:
         fitted = free.jacobian.mv(self.delta).view(self.n, self.c)
         self.beta = (self.residual.to(fitted.dtype) - fitted) / self.ridge
         self._blocks: Tensor | None = None
+        self._dual: Dual | None = None
+        self.design: Tensor | None = None  # G(X), once the kernel is formed
+
+    @property
+    def dual(self) -> Dual | None:
+        """The same problem by the kernel given the equations, ``None`` where that does not fit the budget."""
+        free = self.free.dual
+        if self._dual is None and free is not None:
+            self.design = self._reduce(self.x)
+            level = (self.design @ self.constraints.level).view(self.n, self.c)
+            kernel = free.kernel - self.design @ self.design.T
+            self._dual = Dual(kernel, free.residual - level, self.ridge)
+        return self._dual
+
+    def _reduce(self, x: Inputs) -> Tensor:
+        """G(x), by which the equations reduce the kernel, (T·C, q)."""
+        return self.constraints.whitened(self.function, x, self.memory).double()
 
     def solve(self, b: Tensor) -> Tensor:
         """(H⁻¹ − W T⁻¹ Wᵀ) b for columns (P, K)."""
@@ -74,6 +93,9 @@ class ConstrainedPrimal:
 
     def cross(self, x: Inputs) -> Tensor:
         """J(x) (H⁻¹ − W T⁻¹ Wᵀ) Jᵀ, (T, C, N, C)."""
+        if self.dual is not None and self.design is not None:
+            rows = gram(self.function, x, self.x, outputs="full", memory=self.memory).double()
+            return self.dual.cross(rows - (self._reduce(x) @ self.design.T).view(rows.shape))
         there, here = self._reach(x), self._reach(self.x).reshape(self.n * self.c, -1)
         half: Tensor = torch.linalg.solve(self._schur, here.T.double()).to(here)
         explained = (there.reshape(-1, here.shape[1]) @ half).view(-1, self.c, self.n, self.c)
@@ -82,12 +104,16 @@ class ConstrainedPrimal:
 
     def inverse_blocks(self) -> Tensor:
         """M_ii = (I − J_i (H⁻¹ − W T⁻¹ Wᵀ) J_iᵀ)/ρ, (N, C, C)."""
+        if self.dual is not None:
+            return self.dual.inverse_blocks()
         if self._blocks is None:
             self._blocks = self.free.inverse_blocks() + self._explained(self.x) / self.ridge
         return self._blocks
 
     def loo_residuals(self) -> Tensor:
         """e_i = (M_ii)⁻¹ β_i, (N, C)."""
+        if self.dual is not None:
+            return self.dual.loo_residuals()
         residuals: Tensor = torch.linalg.solve(self.inverse_blocks(), self.beta)
         return residuals
 

@@ -1,7 +1,8 @@
 """The linear fit in the dual: everything follows from M = (K + ρI)⁻¹.
 
 With r = t − f₀(X) the solution is δ = Jᵀβ, β = M r. Index letters: examples i, j; a pair
-(example, output) is one row of K. With S a set of examples and R the others
+(example, output) is one row of K. A kernel that all outputs share is K ⊗ I, kept as its (N, N) factor: a row
+is then an example, and r has a column an output. With S a set of examples and R the others
 
     leave-one-out residual            e_i = (M_ii)⁻¹ β_i
     solution without S                β_R − M_RS (M_SS)⁻¹ β_S
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 from linnet.linalg.factorize import cholesky, eigh
+
+DRIFT = 1e-12  # relative residual above which a solution without some examples is solved for anew
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Dual:
     """K, r and ρ, with the factorizations made when they are first needed.
 
     Args:
-        kernel: K in float64, (N·C, N·C).
+        kernel: K in float64, (N·C, N·C), or (N, N) for a kernel that all outputs share.
         residual: r = t − f₀, (N, C).
         ridge: ρ > 0.
         beta: β if it is already known, (N, C).
@@ -98,7 +101,13 @@ class Dual:
         self.n, self.c = residual.shape
         self._factor, self._spectrum = factor, spectrum
         self._inverse: Tensor | None = None
-        self.beta = self.solve(self.residual.reshape(-1, 1)).view(self.n, self.c) if beta is None else beta
+        solved = self.solve(_columns(self.residual, kernel)) if beta is None else beta
+        self.beta = solved.reshape(self.n, self.c)
+
+    @property
+    def shared(self) -> bool:
+        """Whether one kernel (N, N) serves all outputs."""
+        return self.kernel.shape[0] != self.n * self.c
 
     @property
     def spectrum(self) -> Spectrum:
@@ -134,6 +143,9 @@ class Dual:
 
     def inverse_blocks(self) -> Tensor:
         """M_ii, (N, C, C)."""
+        if self.shared:
+            eye = torch.eye(self.c, dtype=self.kernel.dtype, device=self.kernel.device)
+            return self.inverse.diagonal()[:, None, None] * eye
         blocks = self.inverse.view(self.n, self.c, self.n, self.c)
         return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
@@ -149,15 +161,14 @@ class Dual:
         return blocks
 
     def cross(self, kernel: Tensor) -> Tensor:
-        """K(x,X) M for a kernel (T, C, N, C), in the same shape."""
-        t = kernel.shape[0]
-        rows = kernel.reshape(t * self.c, self.n * self.c).to(self.kernel.dtype)
-        return self.solve(rows.T).T.reshape(t, self.c, self.n, self.c)
+        """K(x,X) M for a kernel (T, C, N, C), or (T, N) where the outputs share it, in the same shape."""
+        rows = kernel.reshape(-1, self.kernel.shape[0]).to(self.kernel.dtype)
+        return self.solve(rows.T).T.reshape(kernel.shape)
 
     def certificate(self) -> float:
         """‖(K + ρI)β − r‖ / ‖r‖: zero up to rounding."""
-        b = self.beta.reshape(-1)
-        left = self.kernel @ b + self.ridge * b - self.residual.reshape(-1)
+        b = _columns(self.beta, self.kernel)
+        left = self.kernel @ b + self.ridge * b - _columns(self.residual, self.kernel)
         return float(left.norm() / self.residual.norm().clamp_min(torch.finfo(b.dtype).tiny))
 
     def noise(self) -> float:
@@ -167,11 +178,13 @@ class Dual:
     def log_evidence(self) -> float:
         """Log N(r; 0, σ²/ρ (K + ρI)) at that σ²."""
         n = self.residual.numel()
-        logdet = 2 * float(self.factor.diagonal().log().sum())
+        logdet = 2 * float(self.factor.diagonal().log().sum()) * (n // self.kernel.shape[0])
         return -0.5 * (n * (math.log(2 * math.pi * max(self.noise(), 1e-300) / self.ridge) + 1) + logdet)
 
     def _rows(self, examples: Tensor) -> Tensor:
         """Rows of K that belong to some examples."""
+        if self.shared:
+            return examples
         return (examples[:, None] * self.c + torch.arange(self.c, device=examples.device)).flatten()
 
     def removed(self, index: Tensor) -> Dual:
@@ -189,23 +202,26 @@ class Dual:
         unit = torch.zeros(self.kernel.shape[0], len(s), dtype=self.kernel.dtype, device=self.kernel.device)
         unit[s, torch.arange(len(s), device=s.device)] = 1
         columns = self.solve(unit)  # M_·S
-        b = self.beta.reshape(-1)
+        b = _columns(self.beta, self.kernel)
         correction = torch.linalg.solve(columns[s], b[s])
         beta = b[r] - columns[r] @ correction
-        return Dual(self.kernel[r][:, r], self.residual[keep], self.ridge, beta.view(-1, self.c))
+        rest = Dual(self.kernel[r][:, r], self.residual[keep], self.ridge, beta.view(-1, self.c))
+        if rest.certificate() > DRIFT:
+            return Dual(rest.kernel, rest.residual, rest.ridge, factor=rest.factor)
+        return rest
 
     def extended(self, cross: Tensor, corner: Tensor, residual: Tensor) -> Dual:
         """The solution with more examples, by a bordered Cholesky factor.
 
         Args:
-            cross: K(X, new), (N, C, m, C).
-            corner: K(new, new), (m, C, m, C).
+            cross: K(X, new), (N, C, m, C), or (N, m) where the outputs share it.
+            corner: K(new, new), (m, C, m, C) or (m, m).
             residual: r of the new examples, (m, C).
 
         Returns:
             The dual of all examples, old ones first.
         """
-        m = residual.shape[0] * self.c
+        m = residual.shape[0] * self.kernel.shape[0] // self.n
         k12 = cross.reshape(-1, m).to(self.kernel.dtype)
         k22 = corner.reshape(m, m).to(self.kernel.dtype)
         kernel = torch.cat([torch.cat([self.kernel, k12], 1), torch.cat([k12.T, k22], 1)])
@@ -220,11 +236,16 @@ class Dual:
         )
 
 
+def _columns(values: Tensor, kernel: Tensor) -> Tensor:
+    """(N, C) in the rows of a kernel: (N·C, 1), or (N, C) itself where the outputs share the kernel."""
+    return values.reshape(kernel.shape[0], -1)
+
+
 class Spectrum:
     """One eigendecomposition of K, from which every ridge is free.
 
     Args:
-        kernel: K in float64, (N·C, N·C).
+        kernel: K in float64, (N·C, N·C), or (N, N) for a kernel that all outputs share.
         residual: r, (N, C).
     """
 
@@ -235,7 +256,8 @@ class Spectrum:
         self.values = values.clamp_min(0)
         # K has no negative eigenvalue: the most negative one found measures its rounding errors
         self.rounding = max(0.0, -float(values.min()))
-        self.coordinates = self.vectors.T @ self.residual.reshape(-1)
+        turned = self.vectors.T @ _columns(self.residual, kernel)
+        self.coordinates = turned[:, 0] if turned.shape[1] == 1 else turned  # a column an output, if shared
 
     def grid(self, per_decade: int = 4, low: float = -7, high: float = 2) -> Tensor:
         """Ridges in steps of a decade's parts, relative to the mean of K's diagonal, above its rounding."""
@@ -267,20 +289,16 @@ class Spectrum:
         """Loo error, gcv, evidence, degrees of freedom, noise, loo accuracy at one ridge."""
         n = self.residual.numel()
         weights = 1 / (self.values + ridge)  # eigenvalues of M
-        beta = self.vectors @ (weights * self.coordinates)
-        v = self.vectors.view(self.n, self.c, -1)
-        blocks = (
-            torch.einsum("nik,nk,njk->nij", v, weights.expand(self.n, -1), v)
-            if self.c > 1
-            else ((v[:, 0] ** 2 @ weights)[:, None, None])
-        )
-        loo = torch.linalg.solve(blocks, beta.view(self.n, self.c))
-        trace = float(weights.sum())
+        copies = n // len(weights)  # of every eigenvalue: C where the outputs share the kernel, else 1
+        coordinates = self.coordinates.reshape(len(weights), -1)
+        beta = (self.vectors @ (weights[:, None] * coordinates)).view(self.n, self.c)
+        loo = self._loo(weights, beta)
+        trace = copies * float(weights.sum())
         # I − H = ρM; GCV = n ‖ρMr‖² / (tr ρM)²    (Golub, Heath, Wahba 1979)
-        gcv = n * float(beta @ beta) / max(trace, 1e-300) ** 2
-        quadratic = float((weights * self.coordinates**2).sum())
+        gcv = n * float(beta.square().sum()) / max(trace, 1e-300) ** 2
+        quadratic = float((weights[:, None] * coordinates**2).sum())
         noise = ridge * quadratic / n
-        logdet = -float(weights.log().sum())
+        logdet = -copies * float(weights.log().sum())
         evidence = -0.5 * (n * (math.log(2 * math.pi * max(noise, 1e-300) / ridge) + 1) + logdet)
         right = (
             float(((targets - loo).argmax(1) == targets.argmax(1)).double().mean()) if classes else math.nan
@@ -289,7 +307,22 @@ class Spectrum:
             float((loo**2).sum(1).mean()),
             gcv,
             evidence,
-            float((self.values * weights).sum()),
+            copies * float((self.values * weights).sum()),
             noise,
             right,
         )
+
+    def loo_residuals(self, ridge: float) -> Tensor:
+        """Leave-one-out residuals at a ridge, (N, C)."""
+        weights = 1 / (self.values + ridge)
+        turned = weights[:, None] * self.coordinates.reshape(len(weights), -1)
+        return self._loo(weights, (self.vectors @ turned).view(self.n, self.c))
+
+    def _loo(self, weights: Tensor, beta: Tensor) -> Tensor:
+        """Leave-one-out residuals (M_ii)⁻¹ β_i, (N, C), from the eigenvalues of M."""
+        if len(weights) == self.n:
+            return beta / (self.vectors**2 @ weights)[:, None]
+        v = self.vectors.view(self.n, self.c, -1)
+        blocks = torch.einsum("nik,nk,njk->nij", v, weights.expand(self.n, -1), v)
+        found: Tensor = torch.linalg.solve(blocks, beta)
+        return found

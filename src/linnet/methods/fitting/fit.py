@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from linnet.errors import InputError
+from linnet.errors import InputError, ModelError
 from linnet.likelihoods.probabilities import warn_of_probabilities
 from linnet.linalg.operator import LinearOperator
 from linnet.memory import Plan, format_bytes, parse_bytes, require
+from linnet.methods.fitting.accuracy import sound_fit
 from linnet.methods.fitting.arguments import check_positive, check_ridge
 from linnet.methods.fitting.asked import base_outputs
 from linnet.methods.fitting.cross_fit import CrossFit, find_cross_fit
@@ -183,15 +184,49 @@ def fit(
     name = preconditioner if isinstance(preconditioner, str) else "none" if operator is None else "given"
     name = "kfac" if solver == "sgd" and name == "auto" and not rank else name
     settings = CGSettings(tolerance, max_steps, rank, preconditioner=name)
-    started = time.perf_counter()
     x, y = gather_data(data, lin.function.device)
+
+    def make(chosen: Linearized) -> LinearFit | SoftmaxFit:
+        """The fit on a linearization in a type of its own; what was made for another type stays behind."""
+        same = chosen is lin
+        asked = settings if same else settings.finer()
+        work = Work(x, y, targets, ridge, solver, memory, file if same else None)
+        return _fit(chosen, work, loss, scale, asked, operator if same else None)
+
+    return sound_fit(lin, make, factorized=solver in ("auto", "dual"))
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What is to be fitted and how: N examples, their labels, and arguments of ``fit``."""
+
+    x: Inputs
+    y: Tensor
+    targets: Tensor | None
+    ridge: float | str
+    solver: str
+    memory: str | int | None
+    file: str | None
+
+
+def _fit(
+    lin: Linearized,
+    work: Work,
+    loss: str,
+    scale: float,
+    settings: CGSettings,
+    operator: LinearOperator | None,
+) -> LinearFit | SoftmaxFit:
+    """The fit, whatever rounding does to it."""
+    x, y, targets, ridge, memory, file = work.x, work.y, work.targets, work.ridge, work.memory, work.file
+    started, asked = time.perf_counter(), settings.preconditioner
     lin.function.check_runs(take(x, slice(0, 1)))
     module = Linearized(lin.function)
     f0 = base_outputs(module, x)
     check_arrangement(y, lin.function.output_shape(x))
     made = _targets(y, targets, f0, loss, scale)
     seconds = {"network": time.perf_counter() - started}
-    chosen, why = _choose_solver(lin, x, f0.shape[1], ridge, solver, memory, settings, loss)
+    chosen, why = _choose_solver(lin, x, f0.shape[1], ridge, work.solver, memory, settings, loss)
     reasons = {"solver": why}
     folds = find_cross_fit(lin, x, y, made.values, memory)
     criterion = ridge if isinstance(ridge, str) else "given"
@@ -219,7 +254,7 @@ def fit(
         else:
             system = Primal(lin.function, x, residual, ridge, settings, None, operator)
         system.memory = memory
-        reasons["ridge"], reasons["preconditioner"] = "given", _explain_steps(system, name)
+        reasons["ridge"], reasons["preconditioner"] = "given", _explain_steps(system, asked)
         held = None if folds is None else folds.iterated(system.ridge, system.settings, squared=True)
     seconds["solve"] = time.perf_counter() - started - seconds.get("kernel", 0.0)
     fitted = LinearFit(module, x, made, system, record, memory)
@@ -371,8 +406,12 @@ def _operations(lin: Linearized, x: Inputs, c: int) -> tuple[float, float]:
 def _forward_operations(lin: Linearized, x: Inputs) -> float:
     """Operations of one example's forward pass; at least two for each weight."""
     if "operations" not in lin.function.cache:
-        with FlopCounterMode(display=False) as counter:
-            lin.function.check_runs(take(x, slice(0, 1)))
+        counter, one = FlopCounterMode(display=False), take(x, slice(0, 1))
+        try:
+            with counter:
+                lin.function.check_runs(one)
+        except ModelError:  # the counter's hooks fail in networks that differentiate themselves
+            lin.function.check_runs(one)
         lin.function.cache["operations"] = max(counter.get_total_flops(), 2 * lin.space.dim)
     return float(lin.function.cache["operations"])
 

@@ -64,6 +64,7 @@ def write_fit(
     metadata = {
         "loss": "squared" if isinstance(system, Dual | Primal) else "cross-entropy",
         "weights": function.fingerprint(),
+        "float64": function.source is not None,
         "parameters": list(function.names),
         "inputs": layout,
         "output": function.output if isinstance(function.output, str) else None,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 from linnet.errors import InputError, ModelError
 from linnet.linalg.random import Seed, make_generator
+from linnet.memory import Plan, parse_bytes, require
 from linnet.methods.fitting.arguments import check_positive, check_ridge
 from linnet.methods.fitting.dual import Spectrum
 from linnet.methods.fitting.folds import Folds, deal
@@ -49,7 +51,8 @@ def with_head(
         data: The new task, needed for ``"probe"``: an (x, y) pair, a Dataset or a DataLoader.
         ridge: Ridge of the probe: a number, ``"loo"``, ``"gcv"`` or ``"evidence"``.
         scale: α of one-hot targets.
-        generator: Source of randomness for ``"random"``, and for the folds.
+        generator: Source of randomness for ``"random"``, where it is torch's global stream if left out, and
+            for the folds, which are dealt from seed 0 if left out. Nothing else here draws random numbers.
         cross_fit: Number of folds K of a probe. Its head is the same, but the network remembers K more, each
             fitted without one fold: a later fit then leaves out whole procedures (head, linearization and
             fit) instead of the last step alone, and its leave-one-out is honest. 0 for none.
@@ -85,11 +88,10 @@ def with_head(
     clone = copy.deepcopy(model)
     name, old = last_linear(clone)
     reference = old.weight
-    new = nn.Linear(old.in_features, classes, device=reference.device, dtype=reference.dtype)
+    _require_room(old, classes, init, data)
+    new = zero_layer(nn.Linear, old.in_features, classes, like=reference)
     record: dict[str, Any] = {"init": init, "layer": name, "examples": frozenset()}
     with torch.no_grad():
-        new.weight.zero_()
-        new.bias.zero_()
         if init == "random":
             bound = old.in_features**-0.5  # the uniform distribution of nn.Linear
             for p in (new.weight, new.bias):
@@ -109,6 +111,49 @@ def with_head(
     replace_module(clone, name, new)
     setattr(clone, RECORD, record)
     return clone
+
+
+def _require_room(old: nn.Linear, classes: int, init: str, data: Any) -> None:
+    """Raise if the new layer, or the targets of a probe, would not fit."""
+    weight = classes * (old.in_features + 1)
+    examples = len(data[1]) if init == "probe" and isinstance(data, list | tuple) else 0
+    items = (
+        ("weight and bias", weight * old.weight.dtype.itemsize),
+        ("as drawn or fitted, in float64", 0 if init == "zero" else 8 * weight),
+        ("targets, one column a class", 8 * examples * classes),
+    )
+    plan = Plan(f"a head of {classes} classes", parse_bytes(None, old.weight.device), items)
+    require(plan, ["pass fewer classes=", "free memory"])
+
+
+L = TypeVar("L", bound=nn.Module)
+
+
+def zero_layer(kind: type[L], *sizes: int, like: Tensor, **options: Any) -> L:
+    """A layer with all parameters zero, made without random numbers.
+
+    The constructors of torch's layers draw their first values from the global random stream, which would
+    move it for a layer whose values are set anyway.
+
+    Args:
+        kind: The class.
+        *sizes: Its positional arguments.
+        like: A tensor with the device and type to use.
+        **options: Its other arguments.
+
+    Returns:
+        The layer.
+
+    Example:
+        >>> zero_layer(nn.Linear, 2, 1, like=torch.ones(1)).weight
+        Parameter containing:
+        tensor([[0., 0.]], requires_grad=True)
+    """
+    layer: L = skip_init(kind, *sizes, device=like.device, dtype=like.dtype, **options)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.zero_()
+    return layer
 
 
 def _fold_heads(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from linnet.errors import DataError, InputError
 from linnet.memory import parse_bytes
+from linnet.methods.fitting.accuracy import answerable, sound_change
 from linnet.methods.fitting.arguments import check_positive, positions, ridge_grid
 from linnet.methods.fitting.asked import BATCH, base_outputs, checked_inputs, count_in_words
 from linnet.methods.fitting.constraints import Constraints, conditioned_gram, conditioned_own
@@ -316,6 +317,7 @@ class LinearFit:
 
         Raises:
             InputError: If a ridge is not positive, or the fit was solved by conjugate gradients.
+            NumericalError: If a ridge is below what rounding lets be answered.
         """
         if not isinstance(self.system, Dual):
             raise InputError(
@@ -323,7 +325,7 @@ class LinearFit:
                 expected='solver="dual"',
                 remedy='fit again with solver="dual", or fit at each ridge',
             )
-        given = None if ridges is None else ridge_grid(ridges)
+        given = None if ridges is None else answerable(self, ridge_grid(ridges))
         return ridge_path_of(self.system, self._targets, self.constraints, given)
 
     # -- changes ---------------------------------------------------------------------------------
@@ -397,7 +399,7 @@ class LinearFit:
         if ridge is not None:
             system, held, said = at_ridge(system, ridge, targets, held)
             what = f"{what}; {said}"
-        fitted = self._changed(concatenate([self.x, x]), targets, system, what, start, held)
+        fitted = sound_change(self._changed(concatenate([self.x, x]), targets, system, what, start, held))
         if isinstance(ridge, str):
             fitted.record = replace(fitted.record, criterion=ridge)
         return fitted
@@ -442,7 +444,7 @@ class LinearFit:
         old = self.constraints
         system, held = constrained(self.module, self.x, self.system, old, asked, weight, self.memory)
         what = f"constrained {count_in_words(batch_size(x))}"
-        return self._changed(self.x, self._targets, system, what, start, held)
+        return sound_change(self._changed(self.x, self._targets, system, what, start, held))
 
     def _changed(
         self, x: Inputs, targets: Targets, system: System, what: str, start: float, held: Constraints | None

@@ -65,6 +65,7 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
             remedy="pass output= as to linnet.linearize",
         )
     function = matching_function(model, metadata, output, path, OTHER)
+    function = function.in_float64() if metadata.get("float64") else function
     device = function.device
     x = map_tensors(lambda t: t.to(device), x)
     targets = Targets(tensors["targets"].to(device), metadata["classes"], metadata["scale"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.linalg.random import Seed, normal
+from linnet.linalg.random import Seed, normal, require_room
 from linnet.params import integer
 
 SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)  # of the variance, in probabilities
@@ -65,8 +65,12 @@ class Predictive:
 
         Raises:
             InputError: If n is not positive.
+            MemoryBudgetError: If the draws would take more than half of the memory that is free.
         """
         integer("n", n, remedy="pass n=1 or more")
+        require_room(
+            (n, *self.mean.shape), 2 * self.mean.dtype.itemsize, self.mean.device, "draws of outputs"
+        )
         # V √λ: also for a covariance of lower rank, with rounding errors below zero removed
         values, vectors = torch.linalg.eigh(self.covariance)
         root = vectors * values.clamp_min(0).sqrt()[:, None]

@@ -18,6 +18,7 @@ from linnet.errors import NumericalError
 from linnet.linalg.operator import LinearOperator
 from linnet.memory import parse_bytes
 from linnet.methods.fitting.arguments import check_positive
+from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.fit_preconditioner import FEW, TRIAL, make_preconditioner
 from linnet.methods.fitting.formed_rows import FormedNormal, FormedRows
 from linnet.params import integer
@@ -27,6 +28,7 @@ from linnet.solvers.cg import cg, relative_residual
 from linnet.solvers.solution import Solution, Status
 from linnet.tangent.batch import Inputs, batch_size, concatenate, split, take
 from linnet.tangent.functional import Functional
+from linnet.tangent.gram import gram
 from linnet.tangent.jacobian import JacobianOperator, NormalOperator
 
 
@@ -55,6 +57,11 @@ class CGSettings:
             integer(name, getattr(self, name), least)
         if self.rank and self.preconditioner in ("none", "auto"):
             object.__setattr__(self, "preconditioner", "nystrom")
+
+    def finer(self) -> CGSettings:
+        """The same for a ridge so small that only float64 answers it; a given operator is left behind."""
+        name = "none" if self.preconditioner == "given" else self.preconditioner
+        return replace(self, tolerance=min(self.tolerance, FINE), preconditioner=name)
 
     def run(
         self, matrix: LinearOperator, b: Tensor, preconditioner: LinearOperator | None, start: Tensor | None
@@ -91,7 +98,9 @@ class Effort:
     tolerance: float | None = None
 
 
+FINE = 1e-11  # relative residual where the ridge is so small that float64 is needed
 VECTORS = 10  # of each right-hand side that block conjugate gradients hold
+DIGITS = 100.0  # times its error that 1 − leverage must be at the least
 MOST_COLUMNS = 512  # solved at once
 STAGNATED = (
     1e-3  # residual up to which an answer at the limit of its precision is taken; the certificate says it
@@ -108,6 +117,45 @@ def _together(*arguments: Any) -> Solution[Tensor]:
     """Block conjugate gradients on tensors."""
     found: Solution[Any] = block_cg(*arguments)
     return found
+
+
+def kernel_fits(function: Functional, size: int, memory: str | int | None) -> bool:
+    """Whether a kernel of so many rows can be formed and solved with.
+
+    Args:
+        function: The network.
+        size: N·C.
+        memory: Budget.
+
+    Returns:
+        Whether it takes at most half of the budget.
+    """
+    # the kernel in its own type and in float64, K + ρI, its factor and its inverse
+    return 5 * 8 * size**2 <= 0.5 * parse_bytes(memory, function.device)
+
+
+def require_digits(rest: Tensor, tolerance: float, ridge: float) -> None:
+    """Raise where I − H, found by iterations, is no larger than their error.
+
+    Args:
+        rest: I − H_i of each example, (N, C, C).
+        tolerance: Relative residual of the solves.
+        ridge: ρ.
+
+    Raises:
+        NumericalError: If fewer than two digits are left of one of them.
+    """
+    error = tolerance + 16 * torch.finfo(rest.dtype).eps
+    least = float(torch.linalg.eigvalsh((rest + rest.mT).double() / 2).min())
+    if least < DIGITS * error:
+        # 1 − h grows as ρ where it is small
+        enough = ridge * DIGITS * error / max(least, error)
+        raise NumericalError(
+            f"leave-one-out at ridge={ridge:g} by conjugate gradients: 1 − leverage is {least:.1e} for an "
+            f"example and known to {error:.0e}",
+            expected=f"a ridge of about {enough:.1g} or more, or a smaller tolerance",
+            remedy='use solver="dual", raise memory= so that the kernel fits, or the network in float64',
+        )
 
 
 def accepted(solution: Solution[Tensor], what: str) -> Tensor:
@@ -158,6 +206,7 @@ class Primal:
         self.settings = settings
         self.n, self.c = residual.shape
         self._blocks: Tensor | None = None
+        self._dual: Dual | None = None
         self._formed: FormedNormal | None = None
         self.memory: str | int | None = None
         self._preconditioner = preconditioner
@@ -290,11 +339,28 @@ class Primal:
             n = batch_size(part)
             yield rows.view(n, self.c, -1), solved.view(-1, n, self.c)
 
+    @property
+    def dual(self) -> Dual | None:
+        """The same problem by its kernel, ``None`` where that does not fit the budget.
+
+        It takes fewer operations than N·C solves and has M_ii without I − J_i (JᵀJ + ρI)⁻¹ J_iᵀ, in which
+        all digits cancel where the ridge is small.
+        """
+        size = self.n * self.c
+        if self._dual is None and kernel_fits(self.function, size, self.memory):
+            kernel = gram(self.function, self.x, outputs="full", memory=self.memory).reshape(size, size)
+            self._dual = Dual(kernel.double(), self.residual.double(), self.ridge)
+        return self._dual
+
     def inverse_blocks(self) -> Tensor:
-        """M_ii = (I − J_i (JᵀJ + ρI)⁻¹ J_iᵀ)/ρ, (N, C, C); N·C solves, done once."""
+        """M_ii, (N, C, C): by the kernel, or as (I − J_i (JᵀJ + ρI)⁻¹ J_iᵀ)/ρ by N·C solves, done once."""
+        if self.dual is not None:
+            return self.dual.inverse_blocks()
         if self._blocks is None:
             eye = torch.eye(self.c, dtype=self.function.dtype, device=self.function.device)
-            self._blocks = (eye - self._quadratic(self.x, "leave-one-out")) / self.ridge
+            rest = eye - self._quadratic(self.x, "leave-one-out")
+            require_digits(rest, self.settings.tolerance, self.ridge)
+            self._blocks = rest / self.ridge
         return self._blocks
 
     def _quadratic(self, x: Inputs, what: str) -> Tensor:
@@ -309,6 +375,8 @@ class Primal:
     def cross(self, x: Inputs) -> Tensor:
         """K(x,X) M = J(x) (JᵀJ + ρI)⁻¹ Jᵀ, (T, C, N, C)."""
         parts = []
+        if self.dual is not None:
+            return self.dual.cross(gram(self.function, x, self.x, outputs="full", memory=self.memory))
         for _, solved in self.solved_rows(x, "influence"):
             columns = solved.flatten(1)
             parts.append(torch.cat([block @ columns for _, block in self.formed.rows]))  # (N·C, t·C)
@@ -316,11 +384,15 @@ class Primal:
 
     def loo_residuals(self) -> Tensor:
         """e_i = (M_ii)⁻¹ β_i, (N, C)."""
+        if self.dual is not None:
+            return self.dual.loo_residuals()
         residuals: Tensor = torch.linalg.solve(self.inverse_blocks(), self.beta)
         return residuals
 
     def loo_variances(self) -> Tensor:
         """Cov[f(x_i)] / σ² without example i, (N, C, C)."""
+        if self.dual is not None:
+            return self.dual.loo_variances()
         eye = torch.eye(self.c, dtype=self.function.dtype, device=self.function.device)
         blocks: Tensor = torch.linalg.inv(self.inverse_blocks()) / self.ridge - eye
         return blocks

@@ -243,6 +243,11 @@ class SoftmaxDual:
         back = torch.einsum("ncd,ndk->nck", roots, solved.view(self.n, -1, solved.shape[1]))
         return columns - back.reshape(columns.shape)
 
+    def next_change(self) -> Tensor:
+        """What one more Newton step would change in the outputs, (N, C): their distance to the optimum."""
+        r = (self.gradient + self.ridge * self.beta).reshape(-1, 1)
+        return self._product(self.weighted(r)) / self.ridge
+
     def explained(self, kernel: Tensor) -> Tensor:
         """K(x,X) L B⁻¹ Lᵀ K(X,x), the part of the prior covariance that the data take away.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.memory import parse_bytes
+from linnet.methods.fitting.accuracy import answerable, sound_change
 from linnet.methods.fitting.arguments import positions, ridge_grid
 from linnet.methods.fitting.asked import BATCH, base_outputs, checked_inputs, count_in_words
 from linnet.methods.fitting.fit_files import write_fit
@@ -336,12 +337,13 @@ class SoftmaxFit:
 
         Raises:
             InputError: If a ridge is not positive, or the fit was solved by conjugate gradients.
+            NumericalError: If a ridge is below what rounding lets be answered.
         """
         dual = self._dual("path")
         if ridges is None:
             grid = softmax_grid(dual.kernel, self.module.function.dtype)
         else:
-            grid = ridge_grid(ridges).sort(descending=True).values
+            grid = answerable(self, ridge_grid(ridges)).sort(descending=True).values
         return as_path([point(system, self.labels) for system in solutions(dual, grid)])
 
     def _dual(self, what: str) -> SoftmaxDual:
@@ -427,9 +429,8 @@ class SoftmaxFit:
         else:
             system = self.system.extended(x, base, loss)
         targets = replace(self._targets, values=torch.cat([self.targets, new.values]))
-        return self._changed(
-            concatenate([self.x, x]), targets, system, f"added {count_in_words(len(base))}", start
-        )
+        what = f"added {count_in_words(len(base))}"
+        return sound_change(self._changed(concatenate([self.x, x]), targets, system, what, start))
 
     def _changed(
         self, x: Inputs, targets: Targets, system: SoftmaxDual | SoftmaxPrimal, what: str, start: float

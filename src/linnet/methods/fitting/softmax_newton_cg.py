@@ -21,13 +21,29 @@ from linnet.curvatures.stream import Batches
 from linnet.errors import NumericalError
 from linnet.linalg.operator import LinearOperator
 from linnet.methods.fitting.fit_preconditioner import FEW, RANK, TRIAL, Cast
-from linnet.methods.fitting.primal import STAGNATED, CGSettings, accepted, solve_columns
-from linnet.methods.fitting.softmax_dual import HALVINGS, SHRINK, STALLED, STEPS, one_newton_step, sufficient
+from linnet.methods.fitting.primal import (
+    STAGNATED,
+    CGSettings,
+    accepted,
+    kernel_fits,
+    require_digits,
+    solve_columns,
+)
+from linnet.methods.fitting.softmax_dual import (
+    HALVINGS,
+    SHRINK,
+    STALLED,
+    STEPS,
+    SoftmaxDual,
+    one_newton_step,
+    sufficient,
+)
 from linnet.methods.fitting.softmax_loss import ClassLoss
 from linnet.progress import track
 from linnet.solvers.nystrom import nystrom_preconditioner
 from linnet.tangent.batch import Inputs, batch_size, concatenate, split, take
 from linnet.tangent.functional import Functional
+from linnet.tangent.gram import gram
 from linnet.tangent.jacobian import JacobianOperator, jvp_columns, vjp_columns
 
 FORCING = 0.1  # the first systems are solved to a tenth, later ones to the root of the gradient left
@@ -99,6 +115,8 @@ class SoftmaxPrimal:
         self.n, self.c = base.shape
         self._preconditioner, self._given = start[1], start[1]
         self._own: Tensor | None = None
+        self._dual: SoftmaxDual | None = None
+        self.memory: str | int | None = None
         self.jacobian = JacobianOperator(function, x, self.c)
         self._scale = float(self._pull(loss.gradient(self.base)).double().norm())
         self.delta = torch.zeros(function.space.dim, dtype=function.dtype, device=function.device)
@@ -275,23 +293,49 @@ class SoftmaxPrimal:
         Returns:
             (T, C, N, C).
         """
+        if self.dual is not None:
+            rows = gram(self.function, x, self.x, outputs="full", memory=self.memory).double()
+            whole = self.dual.weighted(torch.eye(self.n * self.c, dtype=rows.dtype, device=rows.device))
+            found = rows.reshape(-1, self.n * self.c) @ whole / self.ridge
+            return found.view(batch_size(x), self.c, self.n, self.c)
         columns = [self.jacobian.mm(solved) for _, solved in self._solved_rows(x, "influence")]
         return torch.cat(columns, 1).T.reshape(batch_size(x), self.c, self.n, self.c)
 
+    @property
+    def dual(self) -> SoftmaxDual | None:
+        """The same problem by its kernel, from the present solution; ``None`` where that exceeds the budget.
+
+        It takes fewer operations than N·C solves, and I − ΛA keeps its digits where the ridge is small.
+        """
+        size = self.n * self.c
+        if self._dual is None and kernel_fits(self.function, size, self.memory):
+            kernel = gram(self.function, self.x, outputs="full", memory=self.memory).reshape(size, size)
+            self._dual = SoftmaxDual(kernel.double(), self.base, self.loss, self.ridge, self.beta)
+        return self._dual
+
     def own_covariances(self) -> Tensor:
-        """A_ii, (N, C, C), in float64; N·C solves, done once."""
+        """A_ii, (N, C, C), in float64; by the kernel, or N·C solves, done once."""
+        if self.dual is not None:
+            return self.dual.own_covariances()
         if self._own is None:
             self._own = self.covariances(self.x, "leave-one-out").double()
         return self._own
 
     def one_step(self) -> Tensor:
         """e, (N, C), by which one Newton step leaves each example out."""
+        if self.dual is not None:
+            return self.dual.one_step()
         own, roots = self.own_covariances(), self.loss.roots(self.outputs)
         eye = torch.eye(roots.shape[2], dtype=own.dtype, device=own.device)
-        return one_newton_step(own, eye - roots.mT @ own @ roots, roots, self.gradient)
+        rest = eye - roots.mT @ own @ roots
+        precision = torch.finfo(self.function.dtype).eps - torch.finfo(rest.dtype).eps
+        require_digits(rest, self.settings.tolerance + 16 * precision, self.ridge)
+        return one_newton_step(own, rest, roots, self.gradient)
 
     def loo_outputs(self) -> Tensor:
         """f_i + A_ii e_i, one Newton step from the optimum, (N, C)."""
+        if self.dual is not None:
+            return self.dual.loo_outputs()
         return self.outputs + (self.own_covariances() @ self.one_step()[:, :, None])[:, :, 0]
 
     # -- changes ---------------------------------------------------------------------------------
@@ -327,4 +371,6 @@ class SoftmaxPrimal:
     def _changed(self, x: Inputs, base: Tensor, loss: ClassLoss) -> SoftmaxPrimal:
         """The solution on other examples, from the present one."""
         start = self.delta, self._given
-        return SoftmaxPrimal(self.function, x, base, loss, self.ridge, replace(self.settings), start)
+        found = SoftmaxPrimal(self.function, x, base, loss, self.ridge, replace(self.settings), start)
+        found.memory = self.memory
+        return found

@@ -82,6 +82,7 @@ def solve_softmax(
         assert not isinstance(task.ridge, str)
         function = task.module.function
         system = SoftmaxPrimal(function, task.x, task.base, task.loss, task.ridge, settings, (None, operator))
+        system.memory = task.memory
         reasons["ridge"] = "given"
         held = None if folds is None else folds.iterated(system.ridge, settings, squared=False)
     reasons["newton"] = f"{steps_in_words(system)}, gradient {system.certificate():.0e} of that at the start"

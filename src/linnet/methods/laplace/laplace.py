@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from linnet.curvatures.build import check_options, watched
 from linnet.curvatures.curvature import Curvature
+from linnet.distributed import Share, together
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
@@ -155,6 +156,12 @@ class Laplace:
             8.0
         """
         flag("add", add)
+        share = Share.of(self._options.get("shard", True))
+        with together("Laplace.fit", share.world > 1):
+            return self._fit(data, add, share)
+
+    def _fit(self, data: Any, add: bool, share: Share) -> Laplace:
+        """Sum the curvature; all processes together, if there are any."""
         require_origin(self._model)
         before = self._state if add else None
         options = dict(self._options)
@@ -162,8 +169,10 @@ class Laplace:
             options["seed"] = int(options.get("seed", 0)) + int(before.posterior.curvature.made.examples)
         seen = Watcher(self._base)
         found: Curvature = watched(seen.see, self._model, data, self._base, self._structure, **options)
-        if seen.examples != found.made.examples:  # summed by other processes, before, or in another way
-            seen = measure_all(found.function, self._base, data, options.get("block"))
+        if share.world > 1:
+            seen.add_others()
+        if seen.examples != found.made.examples:  # summed before, or in another way
+            seen = measure_all(found.function, self._base, data, options.get("block"), share)
         seen.warn()
         fitted, shape = seen.fitted, seen.shape
         if before is None:

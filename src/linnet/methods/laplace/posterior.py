@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import Batches
+from linnet.distributed import Share, gathered
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
@@ -248,13 +249,22 @@ class Watcher:
         """The sums."""
         return reduce(operator.add, self._found)
 
+    def add_others(self) -> None:
+        """Add what all other processes have seen."""
+        everyone = gathered((self._found, self.examples, self.shape))
+        self._found = [one for found, _, _ in everyone for one in found]
+        self.examples = sum(examples for _, examples, _ in everyone)
+        self.shape = next((shape for _, examples, shape in everyone if examples), ())
+
     def warn(self) -> None:
         """Warn if the outputs look like probabilities."""
         if self._first is not None:
             warn_of_probabilities(self.likelihood, self._first, stacklevel=5)
 
 
-def measure_all(function: Functional, likelihood: Likelihood, data: Any, block: int | None) -> Watcher:
+def measure_all(
+    function: Functional, likelihood: Likelihood, data: Any, block: int | None, share: Share
+) -> Watcher:
     """How well the network fits data, by a pass of its own.
 
     Args:
@@ -262,13 +272,16 @@ def measure_all(function: Functional, likelihood: Likelihood, data: Any, block: 
         likelihood: What its outputs mean.
         data: The data.
         block: Most examples at once, or None.
+        share: What other processes do; what they see is added.
 
     Returns:
         What was seen.
     """
     found = Watcher(likelihood)
-    for batch in Batches(data, function.device, block):
+    for batch in Batches(data, function.device, block, share):
         found.see(function.check_runs(batch.x), batch.y)
+    if share.world > 1:
+        found.add_others()
     return found
 
 

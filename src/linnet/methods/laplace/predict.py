@@ -15,7 +15,7 @@ from linnet.likelihoods.custom import Custom
 from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.linalg.random import Seed, make_generator, normal
+from linnet.linalg.random import Seed, make_generator, normal, require_room
 from linnet.methods.fitting.arguments import check_count
 from linnet.methods.laplace.links import (
     Link,
@@ -361,6 +361,8 @@ class SampledPredictive:
         check_count("n", n)
         source = make_generator(generator)
         device = source.device if source else torch.device("cpu")
+        item = self.outputs.dtype.itemsize
+        require_room((n, *self.outputs.shape[1:]), item, self.outputs.device, "draws of outputs")
         chosen = torch.randint(len(self.outputs), (n,), generator=source, device=device)
         return self.outputs[chosen.to(self.outputs.device)]
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from linnet.curvatures.treatments import Structure
+from linnet.distributed import together
 from linnet.errors import InputError, NumericalError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
-from linnet.methods.optim.gauss_newton_average import average_of
+from linnet.methods.optim.gauss_newton_average import average_of, require_alike
 from linnet.methods.optim.gauss_newton_batch import suggested_batch
 from linnet.methods.optim.gauss_newton_checks import check_given, check_model, checked_group, checked_state
 from linnet.methods.optim.gauss_newton_inverse import Inverse, Undamped
@@ -31,6 +32,7 @@ from linnet.methods.optim.gauss_newton_model import (
     combined,
     given_gradient,
     in_parts,
+    with_pending,
 )
 from linnet.methods.optim.gauss_newton_pass import OnePass
 from linnet.methods.optim.gauss_newton_search import Search, adapted, hopeless
@@ -43,12 +45,14 @@ from linnet.methods.optim.gauss_newton_settings import (
 )
 from linnet.methods.optim.gauss_newton_vectors import is_finite, norm_of, put, remember
 from linnet.params import tensor
-from linnet.tangent.batch import Inputs, batch_size, check_examples, check_finite, concatenate
+from linnet.tangent.batch import Inputs, batch_size, check_examples, concatenate
 from linnet.tangent.functional import Functional, tensors_by_name
+from linnet.tangent.modes import environment_kept
 
 VERSION = 1  # of the state that is saved
 RAISE = 4.0  # what a rejected step multiplies τ and ζ by
 Closure = Callable[[], Any]
+Measured = tuple[float, Tensor, int]
 
 
 class GaussNewton(torch.optim.Optimizer):
@@ -134,8 +138,7 @@ class GaussNewton(torch.optim.Optimizer):
         called = cast(nn.Module, model.module) if shared else model
         network: nn.Module = getattr(called, "_orig_mod", called)  # torch.compile's wrapper
         function = Functional(network, self.settings.params, self.settings.output)
-        every = dict(network.named_parameters())
-        parameters = {name: every[name] for name in function.names}
+        parameters = {name: network.get_parameter(name) for name in function.names}
         check_model(network, parameters)
         self._raw = network
         self._network = Network(called, parameters, self.settings.output, likelihood, shared)
@@ -147,9 +150,10 @@ class GaussNewton(torch.optim.Optimizer):
         self._buffers: dict[str, Tensor] = {}  # of the last good loss, such as running statistics
         self._inverse: Inverse | None = None
         self._saved: Mapping[str, Any] | None = None
-        super().__init__(
-            list(parameters.values()), {"lr": self.settings.lr, "weight_decay": float(weight_decay)}
-        )
+        self._fresh = True  # other processes have not been heard of yet
+        groups = {"lr": self.settings.lr, "weight_decay": float(weight_decay)}
+        with environment_kept():
+            super().__init__(list(parameters.values()), groups)
 
     # -- as an optimizer -------------------------------------------------------------------------
 
@@ -208,7 +212,16 @@ class GaussNewton(torch.optim.Optimizer):
             InputError: If there is no batch, or closure and loss are both given.
             NumericalError: If the loss is not finite where training starts, or too many steps in a row had to
                 be taken back; the weights are those of before.
+            ProcessGroupError: If another process has gone; an error on one is raised on all.
         """
+        with together("GaussNewton.step", self._network.shared):
+            if self._network.shared and self._fresh:
+                require_alike(self._running, self.settings, (self.damping, self.defaults, self.steps))
+            self._fresh = False
+            return self._step(x, y, closure, loss)
+
+    def _step(self, x: Inputs, y: Tensor | None, closure: Closure | None, loss: Any) -> StepReport:
+        """One update of the parameters, of all processes together."""
         parts = self._batch(x, y, closure, loss)
         self._resume(parts)
         rng = self._network.random_state()
@@ -259,24 +272,13 @@ class GaussNewton(torch.optim.Optimizer):
 
     # -- loss ------------------------------------------------------------------------------------
 
-    def _batch(
-        self, x: Inputs, y: Tensor | None, closure: Closure | None, loss: float | Tensor | None
-    ) -> list[Examples]:
+    def _batch(self, x: Inputs, y: Tensor | None, closure: Closure | None, loss: Any) -> list[Examples]:
         """The examples of the step, in the parts in which they are differentiated."""
         check_given(closure, loss)
         self._network.check_parameters(self._raw)
-        if x is not None and y is None:
-            raise InputError("y is None", expected="targets", remedy="call step(x, y)")
-        if x is not None and y is not None:
-            check_finite(x, "x")
-        pairs = [*self._pending, *([] if x is None or y is None else [(x, y)])]
-        if not any(batch_size(one) for one, _ in pairs):
-            raise InputError("step got no examples", expected="a batch", remedy="call step(x, y)")
-        return in_parts(pairs, self.settings.examples)
+        return in_parts(with_pending(self._pending, x, y), self.settings.examples)
 
-    def _measure(
-        self, parts: list[Examples], closure: Closure | None, loss: float | Tensor | None
-    ) -> tuple[float, Tensor, int]:
+    def _measure(self, parts: list[Examples], closure: Closure | None, loss: Any) -> Measured:
         """Mean loss and its gradient at the present weights, and N."""
         if closure is None and loss is None:
             return self._once.gradient(parts)
@@ -471,9 +473,7 @@ class GaussNewton(torch.optim.Optimizer):
                 "buffers": {name: b.clone() for name, b in self._buffers.items()},
                 "modes": self._once.modes(),
                 "curvature": self._running.state_dict() if saved is None else dict(saved["curvature"]),
-                "inverse": (None if self._inverse is None else self._inverse.state())
-                if saved is None
-                else saved["inverse"],
+                "inverse": (self._inverse and self._inverse.state()) if saved is None else saved["inverse"],
             },
         }
 

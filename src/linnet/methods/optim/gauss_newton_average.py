@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from linnet.curvatures.running import RunningCurvature
 from linnet.curvatures.running_recursion import RunningRecursion
 from linnet.curvatures.treatments import ALIASES, Structure, resolve
+from linnet.distributed import agree
 from linnet.errors import InputError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.methods.optim.gauss_newton_settings import Settings
@@ -41,6 +43,30 @@ def average_of(
     return RunningCurvature(
         function, likelihood, structure, expectation, settings.sharing, settings.average, settings.seed
     )
+
+
+def require_alike(running: Average, settings: Settings, others: Any) -> None:
+    """Raise on all processes of ``torch.distributed`` unless their optimizers were made alike.
+
+    Args:
+        running: The average.
+        settings: Of the optimizer.
+        others: What else must be equal.
+
+    Raises:
+        InputError: If not; what differs is named.
+    """
+    e, structure = running.expectation, getattr(running, "structure", "kfra")
+    alike = settings._replace(params=None, output=None, examples=None)  # of each process, or told by names
+    found = {
+        "structure": structure,
+        "expectation": e.kind,
+        "likelihood": f"{type(e.likelihood).__name__} {e.likelihood.describe()}",
+        "the trained parameters": ", ".join(running.function.names),
+        "settings": alike,
+        "damping, lr, weight_decay or steps": others,
+    }
+    agree(InputError, found, "make the optimizer with the same arguments on all processes")
 
 
 def running_arguments(structure: Structure, expectation: str | None) -> tuple[Structure, str]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from linnet.curvatures.curvature import Curvature
-from linnet.curvatures.distributed import all_sum, world
 from linnet.curvatures.layers import Layer
 from linnet.curvatures.parts import Part
+from linnet.distributed import all_sum, least, world
 from linnet.linalg.factorize import cholesky
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen, grouped_factored_damping
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen, factored_damping, kron_mm
@@ -116,17 +116,20 @@ class Undamped:
         )
         return Inverse(made, self.space, self.shared)
 
-    def restored(self, state: list[tuple[str, dict[str, Any], dict[str, Tensor]]]) -> Inverse:
+    def restored(self, state: list[tuple[str, dict[str, Any], dict[str, Tensor]]]) -> Inverse | None:
         """An inverse that was saved.
 
         Args:
             state: From :meth:`Inverse.state`.
 
         Returns:
-            The same blocks.
+            The same blocks; ``None`` if it was saved by another process, which had other layers.
         """
         by_name = {name: _loaded(from_tensors(spec, tensors)) for name, spec, tensors in state}
         blocks = [(p, by_name[p.layer.name]) for p in self.parts if p.layer.name in by_name]
+        complete = int(len(blocks) == len(self.parts))
+        if not (least(complete) if self.shared else complete):  # else all invert anew
+            return None
         return Inverse(tuple(blocks), self.space, self.shared)
 
 

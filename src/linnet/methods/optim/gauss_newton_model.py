@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from linnet.curvatures.chain import ChainPass
-from linnet.curvatures.distributed import all_sum
+from linnet.distributed import all_sum
 from linnet.errors import InputError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.methods.optim.gauss_newton_checks import check_gradients, check_loss
 from linnet.methods.optim.gauss_newton_vectors import remember
 from linnet.params import call
-from linnet.tangent.batch import Inputs, batch_size, concatenate, split
+from linnet.tangent.batch import Inputs, batch_size, check_finite, concatenate, split
 from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs, call_arguments
 from linnet.tangent.jacobian import jvp
 from linnet.tangent.modes import in_exact_mode
@@ -292,6 +292,34 @@ def in_parts(pairs: Sequence[Examples], size: int | None) -> list[Examples]:
     if size is None:
         return list(pairs)
     return [part for x, y in pairs for part in zip(split(x, size), split(y, size), strict=True)]
+
+
+def with_pending(pending: Sequence[Examples], x: Inputs, y: Tensor | None) -> list[Examples]:
+    """The batch of a step: what was accumulated, and what the step was given.
+
+    Args:
+        pending: (x, y) pairs.
+        x: A batch, or ``None``.
+        y: Its targets.
+
+    Returns:
+        All pairs.
+
+    Raises:
+        InputError: If there are no examples, or no targets to them.
+
+    Example:
+        >>> len(with_pending([], torch.ones(2, 1), torch.ones(2)))
+        1
+    """
+    if x is not None and y is None:
+        raise InputError("y is None", expected="targets", remedy="call step(x, y)")
+    if x is not None and y is not None:
+        check_finite(x, "x")
+    pairs = [*pending, *([] if x is None or y is None else [(x, y)])]
+    if not any(batch_size(one) for one, _ in pairs):
+        raise InputError("step got no examples", expected="a batch", remedy="call step(x, y)")
+    return pairs
 
 
 def joined(parts: Sequence[Examples]) -> Examples:

@@ -101,7 +101,8 @@ class Rival(ABC):
     def _check_runs(self, x: Inputs) -> None:
         """Raise if a network cannot run on x, or gives outputs of another shape than the first."""
         one = take(map_tensors(lambda t: t.detach(), x), slice(0, 1))
-        shapes = [tuple(member.check_runs(one).shape[1:]) for member in self.members]
+        with _seeded(0, self.device):  # dropout draws
+            shapes = [tuple(member.check_runs(one).shape[1:]) for member in self.members]
         if len(set(shapes)) > 1:
             raise ModelError(
                 f"the networks give outputs of the shapes {', '.join(map(str, dict.fromkeys(shapes)))}",

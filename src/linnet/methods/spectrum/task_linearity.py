@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linnet.errors import DataError, InputError
+from linnet.errors import DataError, InputError, NumericalError
 from linnet.linalg.factorize import cholesky
 from linnet.memory import parse_bytes
 from linnet.methods.fitting.dual import Dual
@@ -189,6 +189,7 @@ def task_linearity(
         DataError: If all labels are the same, or ``validation`` holds NaN.
         InputError: If ``fit`` is no linear fit of the squared loss, or ``k`` or ``samples`` is out of range.
         MemoryBudgetError: If the memory is too small.
+        NumericalError: If the tangent kernel is the same for all examples.
 
     Source:
         Ortiz-Jimenez, Moosavi-Dezfooli, Frossard, NeurIPS 2021, lemma 1 and supplement E.2.
@@ -299,7 +300,14 @@ def _fair(kernel: Tensor) -> float:
     own = kernel.diagonal(dim1=1, dim2=3)  # K of each output (N, N, C)
     trace = own.diagonal(dim1=0, dim2=1).sum(dtype=torch.float64)
     # tr HKH with H = I − 11ᵀ/N for each output
-    return float(trace - own.sum(dtype=torch.float64) / n) / ((n - 1) * c)
+    left = float(trace - own.sum(dtype=torch.float64) / n)
+    if left <= n * torch.finfo(kernel.dtype).eps * float(trace):
+        raise NumericalError(
+            f"the tangent kernel is the same for all {n} examples and explains no difference of labels",
+            expected="a network whose derivatives tell the examples apart",
+            remedy="check that the units before the last layer are not all off for these inputs",
+        )
+    return left / ((n - 1) * c)
 
 
 def _dimension(energy: LabelEnergy, matrix: Tensor, ridge: float) -> float:

@@ -1,0 +1,1 @@
+"""Which defaults adapt has, and how they do on tasks that did not choose them."""

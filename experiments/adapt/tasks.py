@@ -1,0 +1,151 @@
+"""The tasks and networks of the study, split in two before any result was looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from experiments.sources import Images, images, pixels, pretrained
+from linnet.data import find_data_dir
+
+MEAN_ODD = ((0.498, 0.498, 0.498), (0.502, 0.502, 0.502))  # EfficientNet-lite's own normalization
+
+
+@dataclass(frozen=True)
+class Task:
+    """A set of labeled images.
+
+    Args:
+        name: What tables call it.
+        file: The data set.
+        coarse: Whether the 20 superclasses of CIFAR-100 are the classes.
+    """
+
+    name: str
+    file: str
+    coarse: bool = False
+
+
+DEVELOPMENT = (
+    Task("spoken digits", "spoken_digits_mel64"),
+    Task("hand signs", "sign_digits_64"),
+    Task("EuroSAT", "eurosat_1000_500"),
+    Task("flowers 64", "flowers_64"),
+    Task("Fashion-MNIST", "fashion_mnist"),
+    Task("MNIST", "mnist"),
+    Task("CIFAR-10", "cifar10_10k_5k"),
+    Task("steel defects", "neu_steel_defects_80"),
+)
+REPORTED = (
+    Task("notMNIST", "notmnist_test10k"),
+    Task("CIFAR-100 superclasses", "cifar100_5k_2k", coarse=True),
+    Task("Olivetti faces", "olivetti"),
+    Task("rice leaves", "rice_leaf_96"),
+    Task("blood cells", "wbc_80"),
+    Task("scenes", "scenes12_80"),
+    Task("hand-drawn shapes", "hand_shapes_70"),
+    Task("chest X-rays", "chest_xray_96"),
+    Task("flowers 160", "flowers_160"),
+)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A pretrained network.
+
+    Args:
+        name: What tables call it.
+        side: Height and width of its images here.
+        load: Makes the network and the normalization of its images from the data folder.
+        late: Start of the names of the parameters that make up its last stage.
+    """
+
+    name: str
+    side: int
+    load: Callable[[str | None], tuple[nn.Module, tuple[object, object]]]
+    late: tuple[str, ...]
+
+
+def _lite(data_dir: str | None) -> tuple[nn.Module, tuple[object, object]]:
+    """EfficientNet-lite0."""
+    return _more("efficientnet_lite0", data_dir), MEAN_ODD
+
+
+def _more(factory: str, data_dir: str | None) -> nn.Module:
+    """A network of the second file of definitions."""
+    import importlib.util
+
+    place = find_data_dir(data_dir, require=["weights"]) / "weights" / "nets_more.py"
+    spec = importlib.util.spec_from_file_location("nets_more", place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made: nn.Module = getattr(module, factory)()
+    return made
+
+
+NETWORKS = {
+    "resnet20": Network("ResNet-20", 32, partial(pretrained, "resnet20"), ("layer3",)),
+    "resnet56": Network("ResNet-56", 32, partial(pretrained, "resnet56"), ("layer3",)),
+    "densenet": Network("DenseNet-BC", 32, partial(pretrained, "densenet"), ("block3", "bn1")),
+    "mobilenet": Network("MobileNetV2", 64, partial(pretrained, "mobilenet"), ("blocks.16", "head")),
+    "lite": Network("EfficientNet-lite0", 64, _lite, ("_blocks.15", "_conv_head", "_bn1")),
+}
+
+
+def stored(task: Task, data_dir: str | None) -> Images:
+    """The images of a task with their labels; Olivetti has no split, two of ten faces a person are tested."""
+    if task.file == "olivetti":
+        folder = find_data_dir(data_dir, require=["olivetti.npz"])
+        with np.load(Path(folder) / "olivetti.npz", allow_pickle=False) as file:
+            x, y = file["images"], torch.from_numpy(file["subject"].astype(np.int64))
+        held = torch.arange(len(y)) % 10 >= 8
+        return Images(x[~held.numpy()], y[~held], x[held.numpy()], y[held], 40)
+    found = images(task.file, data_dir)
+    if not task.coarse:
+        return found
+    with np.load(find_data_dir(data_dir) / f"{task.file}.npz", allow_pickle=False) as file:
+        coarse = torch.from_numpy(file["coarse_of_fine"].astype(np.int64))
+    return Images(found.train_x, coarse[found.train_y], found.test_x, coarse[found.test_y], 20)
+
+
+def drawn(task: Task, side: int, normalization: tuple[object, object], most: int, tested: int,
+          data_dir: str | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Pool and test images of a task.
+
+    Args:
+        task: The task.
+        side: Height and width.
+        normalization: Mean and deviation of each channel.
+        most: Images in the pool, about equally many of each class.
+        tested: Test images, likewise.
+        data_dir: Folder of the data.
+
+    Returns:
+        Pool images and labels, test images and labels.
+    """
+    found = stored(task, data_dir)
+    pool = _balanced(found.train_y, most)
+    test = _balanced(found.test_y, tested)
+    x = pixels(found.train_x[pool.numpy()], normalization, side, 3)  # type: ignore[arg-type]
+    xt = pixels(found.test_x[test.numpy()], normalization, side, 3)  # type: ignore[arg-type]
+    return x, found.train_y[pool], xt, found.test_y[test]
+
+
+def _balanced(labels: Tensor, most: int) -> Tensor:
+    """About equally many positions of every class, at most ``most`` in all."""
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(labels), generator=generator)
+    rank = torch.empty_like(labels)
+    for label in labels.unique():
+        own = labels[order] == label
+        rank[order[own]] = torch.arange(int(own.sum()))
+    by_rank = order[torch.argsort(rank[order], stable=True)]
+    return by_rank[:most]

@@ -1,0 +1,1 @@
+"""Wrong labels: which ones leave-one-out finds."""

@@ -1,0 +1,107 @@
+"""Labels flipped at random, and who finds them: three rules on the same leave-one-out outputs.
+
+A random network of one hidden layer is linearized and fitted in closed form to 150 images, some labels of
+which are flipped to another class. "Disagrees" doubts every label that is not the leave-one-out prediction;
+"confident learning" is the rule of Northcutt, Jiang and Chuang (JAIR 2021): the off-diagonal of the confident
+joint, with the mean leave-one-out probability of each class as its threshold; the last is
+``linnet.audit.label_errors``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import linnet
+from experiments.sources import images, pixels
+from experiments.study import Cell, Study, parser
+from experiments.tables import chosen, markdown, with_error
+
+SETS = ("mnist", "fashion_mnist", "sign_digits_64")
+SHARES = (0.0, 0.05, 0.1, 0.2)
+SIDE, HIDDEN = 14, 256
+RULES = ("disagrees", "confident learning", "linnet")
+
+
+def flipped(labels: Tensor, share: float, classes: int, seed: int) -> tuple[Tensor, Tensor]:
+    """The labels with a share of them moved to another class, and which ones."""
+    generator = torch.Generator().manual_seed(seed)
+    wrong = torch.zeros(len(labels), dtype=torch.bool)
+    wrong[torch.randperm(len(labels), generator=generator)[: round(share * len(labels))]] = True
+    shift = 1 + torch.randint(classes - 1, (len(labels),), generator=generator)
+    return torch.where(wrong, (labels + shift) % classes, labels), wrong
+
+
+def confident_learning(p: Tensor, labels: Tensor) -> Tensor:
+    """Which labels the confident joint counts off its diagonal, (N,)."""
+    known = F.one_hot(labels, p.shape[1]).to(p)
+    thresholds = (p * known).sum(0) / known.sum(0)
+    confident = torch.where(p >= thresholds, p, -1.0).max(1)
+    return (confident.values >= 0) & (confident.indices != labels)
+
+
+def compared(name: str, share: float, seed: int, count: int, data_dir: str | None) -> dict[str, Any]:
+    """Labels found by each rule on one draw."""
+    data = images(name, data_dir)
+    order = torch.randperm(len(data.train_y), generator=torch.Generator().manual_seed(seed))[:count]
+    x = pixels(data.train_x[order.numpy()], side=SIDE, channels=1).flatten(1)
+    labels, wrong = flipped(data.train_y[order], share, data.classes, seed)
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(SIDE * SIDE, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, data.classes))
+    fit = linnet.fit(linnet.linearize(net), (x, labels), ridge="loo", solver="dual")
+    outputs, temperature = fit.loo().double(), fit.point_temperature
+    assert temperature is not None
+    found = linnet.audit.label_errors(outputs, labels)
+    doubted = torch.zeros_like(wrong)
+    doubted[found.indices] = True
+    rules = (outputs.argmax(1) != labels, confident_learning((outputs / temperature).softmax(1), labels))
+    result: dict[str, Any] = {"wrong": int(wrong.sum()), "expected": found.expected, "rate": found.rate}
+    for rule, doubts in zip(RULES, (*rules, doubted), strict=True):
+        result[f"{rule}: doubted"] = int(doubts.sum())
+        result[f"{rule}: found"] = int((doubts & wrong).sum())
+    return result
+
+
+def rows(cells: list[Cell]) -> list[list[str]]:
+    """A row for each set and share: what each rule doubts, with precision and recall pooled over seeds."""
+    made = []
+    for name in SETS:
+        for share in SHARES:
+            where = {"data": name, "share": share}
+            wrong = sum(chosen(cells, "wrong", **where))
+            row = [f"{name}, {share:.0%}", with_error(chosen(cells, "wrong", **where), 0).split(" ")[0]]
+            for rule in RULES:
+                doubted = chosen(cells, f"{rule}: doubted", **where)
+                found = sum(chosen(cells, f"{rule}: found", **where))
+                precision = f"{100 * found / max(sum(doubted), 1):.0f}" if wrong else "–"
+                recall = f"{100 * found / wrong:.0f}" if wrong else "–"
+                row += [f"{sum(doubted) / len(doubted):.1f}", f"{precision} / {recall}"]
+            made.append([*row, with_error(chosen(cells, "expected", **where))])
+    return made
+
+
+def main() -> None:
+    """Run the study."""
+    arguments = parser(__doc__ or "").parse_args()
+    study = Study("labels/flipped", arguments)
+    count = 1000 if arguments.full else 150
+    cells = [
+        study.cell(
+            {"data": name, "share": share, "seed": seed, "count": count},
+            lambda name=name, share=share, seed=seed: compared(name, share, seed, count, arguments.data_dir),
+        )
+        for name in SETS
+        for share in SHARES
+        for seed in study.seeds
+    ]
+    header = ["data, share flipped", "flipped"]
+    for rule in RULES:
+        header += [rule, "precision / recall %"]
+    study.publish(markdown([*header, "expected by chance"], rows(cells)), cells)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Room on the disk: reserved before a file is mapped, and told in full where there is too little.
+
+A mapped file that grows past the end of its disk ends the process with signal SIGBUS, which no ``except``
+sees. Reserved blocks cannot run out, so a file is reserved before anything is written through its map.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import re
+import shutil
+from hashlib import sha256
+from pathlib import Path
+from typing import NoReturn
+
+from linnet.errors import DiskSpaceError, InputError
+from linnet.memory import format_bytes
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the largest file allowed
+_NO_CALL = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # the file system cannot reserve
+_ZEROS = 1 << 20  # bytes written at once where a file is reserved by writing it
+
+
+def reserve(path: Path, size: int) -> None:
+    """Take the blocks of a file, so that writing through a map of it cannot fail; bytes stay as they are.
+
+    File systems that copy on write (btrfs, ZFS) may still need room for an overwritten block.
+
+    Args:
+        path: The file; its length becomes ``size`` where it was shorter.
+        size: Its bytes in the end.
+
+    Raises:
+        DiskSpaceError: There is no room.
+        InputError: The file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder) / "kernel.npy"
+        ...     _ = file.write_bytes(b"head")
+        ...     reserve(file, 4096)
+        ...     file.stat().st_size
+        4096
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            _allocate(descriptor, size)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        refuse_write(path, error, size)
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Reserve by the system's own call, else by writing zeros where the file has no bytes yet."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            return
+        except OSError as error:
+            if error.errno not in _NO_CALL:
+                raise
+    state = os.fstat(descriptor)
+    taken = min(getattr(state, "st_blocks", 0) * 512, size)
+    if size - taken > shutil.disk_usage(descriptor).free:  # holes below the end cannot be filled with zeros
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    end = os.lseek(descriptor, 0, os.SEEK_END)
+    while end < size:
+        end += os.write(descriptor, bytes(min(_ZEROS, size - end)))
+
+
+def refuse_write(path: Path, error: BaseException, size: int | None = None) -> NoReturn:
+    """Say that a file could not be written.
+
+    Args:
+        path: The file.
+        error: What was raised: an ``OSError``, or the error of a library that quotes one by its number.
+        size: Bytes of the whole file, where they are known.
+
+    Raises:
+        DiskSpaceError: There was no room.
+        InputError: There was another reason.
+    """
+    number = _number(error)
+    why = os.strerror(number) if number else str(error) or type(error).__name__
+    if number not in _FULL:
+        raise InputError(
+            f"path {path} cannot be written: {why}",
+            expected="a folder that can be written",
+            remedy="name another folder, or change its permissions",
+        ) from error
+    needed = "" if size is None else f"; it takes {format_bytes(size)}"
+    raise DiskSpaceError(
+        f"{path} cannot be written: {why}{needed}, and {_free(path.parent)}",
+        expected="room for the whole file" if size is None else f"room for {format_bytes(size)}",
+        remedy="free some space, or name a folder on another disk",
+    ) from error
+
+
+def is_of_the_system(error: BaseException) -> bool:
+    """Whether an error is the system's, and not one of the program.
+
+    Args:
+        error: An exception.
+
+    Returns:
+        True for an ``OSError``, and for errors of libraries that quote one by its number.
+
+    Example:
+        >>> is_of_the_system(RuntimeError("No space left on device (os error 28)"))
+        True
+    """
+    return isinstance(error, OSError) or _number(error) is not None
+
+
+def _number(error: BaseException) -> int | None:
+    """The system's number of an error; libraries in Rust quote it in their text."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    quoted = re.search(r"\(os error (\d+)\)", str(error))
+    return int(quoted[1]) if quoted else None
+
+
+def _free(folder: Path) -> str:
+    """What a folder's disk has left, in words."""
+    try:
+        return f"{format_bytes(shutil.disk_usage(folder).free)} are free there"
+    except OSError:
+        return "how much is free cannot be found out"
+
+
+def process_mark() -> str:
+    """A short name of this process, for files that nobody else may touch while it lives.
+
+    Returns:
+        Four hexadecimal digits of the machine, and the number of the process.
+
+    Example:
+        >>> is_over(process_mark())
+        False
+    """
+    return f"{_machine()}-{os.getpid():x}"
+
+
+def is_over(mark: str) -> bool:
+    """Whether a process is known to have ended.
+
+    Args:
+        mark: What :func:`process_mark` said in it.
+
+    Returns:
+        False too where that cannot be found out: it ran on another machine.
+    """
+    machine, _, number = mark.partition("-")
+    if os.name != "posix" or machine != _machine():
+        return False
+    try:
+        os.kill(int(number, 16), 0)  # asks only
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError, OverflowError):
+        return False
+    return False
+
+
+def _machine() -> str:
+    """Four digits that tell machines apart."""
+    return sha256(platform.node().encode()).hexdigest()[:4]

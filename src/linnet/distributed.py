@@ -1,0 +1,402 @@
+"""Work that the processes of ``torch.distributed`` do together, and what happens when one of them cannot.
+
+Whatever has sums over processes runs inside :func:`together`, and every exchange begins with three integers
+that all processes reduce: whether one has failed, and a hash of what each is about to exchange. So an error
+on one process becomes the same error on all of them at their next exchange, where they would otherwise wait
+for the time-out of the group, and processes that have come to different places say so. Long passes also look
+every half second whether somebody has failed (:func:`look_around`). A process that was killed cannot tell:
+the others get torch's connection error, as a :class:`~linnet.errors.ProcessGroupError`.
+
+A process by itself exchanges nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from linnet import errors
+from linnet.errors import InputError, LinnetError, ProcessGroupError
+
+_Result = TypeVar("_Result")
+_LOOK = 0.5  # seconds between two looks at the store: it costs a message, and news may be that old
+_SHOWN = 200  # characters of a setting, or of another library's error, in an error
+_TOLD = "_linnet_told"  # marks an error that all processes have
+
+
+def world() -> tuple[int, int]:
+    """This process among those of ``torch.distributed``.
+
+    Returns:
+        Its rank and their number; ``(0, 1)`` where no process group was started.
+
+    Example:
+        >>> world()
+        (0, 1)
+    """
+    if not _started():
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a process has to do with the others.
+
+    Args:
+        rank: This process.
+        world: Number of processes whose sums are added up; 1 for a process that computes alone.
+        cut: Whether all have the same data, of which each takes every ``world``-th batch. Otherwise each has
+            data of its own.
+    """
+
+    rank: int = 0
+    world: int = 1
+    cut: bool = True
+
+    @classmethod
+    def of(cls, shard: bool | None) -> Share:
+        """The share that ``shard=`` of :func:`linnet.curvature` asks for.
+
+        Args:
+            shard: ``True`` to cut the data, ``False`` where each process has its own, ``None`` to compute
+                alone.
+
+        Returns:
+            The share.
+
+        Raises:
+            InputError: It is none of the three.
+
+        Example:
+            >>> Share.of(True)
+            Share(rank=0, world=1, cut=True)
+        """
+        if shard is not None and not isinstance(shard, bool):
+            raise InputError(
+                f"shard={shard!r}",
+                expected="True, False, or None for a process that computes alone",
+                remedy="leave shard= out",
+            )
+        return cls() if shard is None else cls(*world(), cut=shard)
+
+
+@contextlib.contextmanager
+def together(what: str, shared: bool = True) -> Iterator[None]:
+    """Work in which all processes take part: if it fails on one, all raise the same error.
+
+    Args:
+        what: What is done, in words.
+        shared: Whether it is shared at all.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        LinnetError: Another process has failed; the error names it.
+
+    Example:
+        >>> with together("a sum"):
+        ...     counts = torch.ones(2)
+        ...     all_sum([counts])
+    """
+    if not shared or world()[1] == 1:
+        yield
+        return
+    _Calls.begun += 1
+    call = _Calls.begun
+    failure: BaseException | None = None
+    _Calls.open.append(call)
+    try:
+        yield
+    except BaseException as error:  # whatever it is, the others wait
+        if getattr(error, _TOLD, False):
+            raise
+        failure = error
+    finally:
+        _Calls.open.pop()
+    if isinstance(failure, _FailedElsewhere):
+        failure = None
+    elif failure is not None:
+        _leave_word(call)
+    _meet(f"the end of {what}", failure)
+
+
+def all_sum(tensors: Sequence[Tensor]) -> None:
+    """Replace each tensor by its sum over all processes, which must all call this with equal shapes.
+
+    Args:
+        tensors: What to add up, in place.
+
+    Raises:
+        LinnetError: Another process has failed, or is elsewhere.
+        ProcessGroupError: A process has gone.
+
+    Example:
+        >>> counts = torch.ones(2)
+        >>> all_sum([counts])
+        >>> counts
+        tensor([1., 1.])
+    """
+    if world()[1] == 1:
+        return
+    _meet(f"a sum of {[(str(t.dtype), tuple(t.shape)) for t in tensors]}")
+    for tensor in tensors:
+        whole = tensor.contiguous()
+        _carried(torch.distributed.all_reduce, whole)
+        if whole is not tensor:
+            tensor.copy_(whole)
+
+
+def all_same(tensors: Sequence[Tensor]) -> None:
+    """Replace each tensor by that of the first process, for what rounds differently on another machine.
+
+    Args:
+        tensors: Tensors that agree up to rounding, in place.
+
+    Raises:
+        LinnetError: Another process has failed, or is elsewhere.
+
+    Example:
+        >>> all_same([torch.ones(2)])
+    """
+    if world()[1] == 1:
+        return
+    _meet(f"a copy of {[(str(t.dtype), tuple(t.shape)) for t in tensors]}")
+    for tensor in tensors:
+        whole = tensor.contiguous()
+        _carried(torch.distributed.broadcast, whole, 0)
+        if whole is not tensor:
+            tensor.copy_(whole)
+
+
+def sum_numbers(numbers: Sequence[float]) -> list[float]:
+    """Sums of numbers over all processes, in double precision.
+
+    Args:
+        numbers: As many on every process.
+
+    Returns:
+        The sums.
+
+    Example:
+        >>> sum_numbers([1, 2.5])
+        [1.0, 2.5]
+    """
+    if world()[1] == 1:
+        return [float(number) for number in numbers]
+    total = torch.tensor(numbers, dtype=torch.float64, device=_device())
+    all_sum([total])
+    return [float(number) for number in total.tolist()]
+
+
+def least(number: int) -> int:
+    """The smallest of a number over all processes.
+
+    Args:
+        number: Such as the memory that a process has.
+
+    Returns:
+        The smallest.
+
+    Example:
+        >>> least(3)
+        3
+    """
+    return min(gathered(number))
+
+
+def gathered(value: _Result) -> list[_Result]:
+    """Small values of all processes, by rank.
+
+    Args:
+        value: Anything that can be pickled.
+
+    Returns:
+        One a process.
+
+    Example:
+        >>> gathered("a")
+        ['a']
+    """
+    if world()[1] == 1:
+        return [value]
+    _meet("values of all processes")
+    return _gathered(value)
+
+
+def agree(kind: type[LinnetError], settings: Mapping[str, Any], remedy: str) -> None:
+    """Raise on all processes unless all came with equal settings.
+
+    Args:
+        kind: The class of the error.
+        settings: What must be equal, by the name that an error calls it; compared as text.
+        remedy: What to do otherwise.
+
+    Raises:
+        LinnetError: Of the class, naming what differs and its values.
+
+    Example:
+        >>> agree(InputError, {"structure": "kfac"}, "pass the same on all")
+    """
+    size = world()[1]
+    if size == 1:
+        return
+    texts = {name: str(value) for name, value in settings.items()}
+    _meet(f"a comparison of {', '.join(texts)}")
+    own = [_hash(text) for text in texts.values()]
+    marks = torch.tensor([*own, *(-h for h in own)], dtype=torch.int64, device=_device())
+    _carried(torch.distributed.all_reduce, marks, torch.distributed.ReduceOp.MAX)
+    most, least_ = marks.view(2, -1).tolist()
+    different = [name for name, a, b in zip(texts, most, least_, strict=True) if a != -b]
+    if not different:
+        return
+    found = _gathered({name: texts[name][:_SHOWN] for name in different})
+    other = next(rank for rank in range(size) if any(found[rank][n] != found[0][n] for n in different))
+    values = ", ".join(f"{name} is {found[0][name]} on rank 0 and {found[other][name]} on rank {other}"
+                       for name in different)  # fmt: skip
+    error = kind(f"processes differ: {values}", expected="the same on all processes", remedy=remedy)
+    _mark_told(error)
+    raise error
+
+
+def look_around() -> None:
+    """Leave :func:`together` at once if another process has failed; looks every half second at most."""
+    if not _Calls.open or time.monotonic() - _Calls.looked < _LOOK:
+        return
+    _Calls.looked = time.monotonic()
+    store = _store()
+    if store is not None and _carried(store.check, [_word(_Calls.open[-1])]):
+        raise _FailedElsewhere
+
+
+class _FailedElsewhere(Exception):
+    """Another process has failed; which, and of what, is told at the meeting."""
+
+
+class _Calls:
+    """How often this process has begun something together, which counts alike on all, and what is open."""
+
+    begun = 0
+    open: list[int] = []  # noqa: RUF012
+    looked = 0.0
+
+
+def _meet(what: str, failure: BaseException | None = None) -> None:
+    """Wait for all processes at one place; if one has failed, or is at another place, all raise the same."""
+    own = _hash(what)
+    marks = torch.tensor([int(failure is not None), own, -own], dtype=torch.int64, device=_device())
+    try:
+        _carried(torch.distributed.all_reduce, marks, torch.distributed.ReduceOp.MAX)
+        failed, most, least_ = marks.tolist()
+        if failed:
+            raise _common(_gathered(None if failure is None else _described(failure)))
+        if most != -least_:
+            places = _gathered(what[:_SHOWN])
+            other = next(rank for rank, place in enumerate(places) if place != places[0])
+            raise ProcessGroupError(
+                f"processes came to different places: rank 0 to {places[0]}, rank {other} to {places[other]}",
+                expected="the same calls with the same settings, in the same order, on all processes",
+                remedy="call linnet on all of them, or with shard=None on one alone",
+            )
+    except LinnetError as error:
+        _mark_told(error)
+        if failure is None:
+            raise
+        if not isinstance(failure, Exception):  # an interrupt, or an exit
+            _mark_told(failure)
+            raise failure from error
+        raise error from failure
+
+
+def _common(failures: Sequence[tuple[str, str, str | None, str | None] | None]) -> LinnetError:
+    """The error that all raise: that of the first process that failed."""
+    rank, failure = next((r, f) for r, f in enumerate(failures) if f is not None)
+    kind, what, expected, remedy = failure
+    made: LinnetError = getattr(errors, kind)(f"on rank {rank}: {what}", expected, remedy)
+    return made
+
+
+def _described(failure: BaseException) -> tuple[str, str, str | None, str | None]:
+    """An error as the others can make it again: class, what, expected, remedy."""
+    if isinstance(failure, LinnetError):
+        kind = next(one for one in type(failure).__mro__ if one.__module__ == errors.__name__)
+        return kind.__name__, failure.what, failure.expected, failure.remedy
+    text = f"{type(failure).__name__}: {failure}".strip(": ")[:_SHOWN]
+    return (
+        ProcessGroupError.__name__, text, "work that succeeds on all processes",
+        "see the traceback of that process",
+    )  # fmt: skip
+
+
+def _mark_told(error: BaseException) -> None:
+    """From now on an error needs no telling."""
+    setattr(error, _TOLD, True)
+
+
+def _carried(exchange: Callable[..., _Result], *args: Any) -> _Result:
+    """An exchange of torch, whose failure means that a process has gone."""
+    try:
+        return exchange(*args)
+    except RuntimeError as error:
+        rank, size = world()
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = re.sub(r"^\[\S+\] ", "", first)[:_SHOWN]  # without the line of torch's source
+        gone = ProcessGroupError(
+            f"rank {rank} of {size} has lost another process, which was killed or does not answer: {first}",
+            expected="all processes alive until the result is there",
+            remedy="look for the process that ended first, and start all of them anew",
+        )
+        _mark_told(gone)
+        raise gone from error
+
+
+def _gathered(value: _Result) -> list[_Result]:
+    """Values of all processes, without a meeting."""
+    found: list[Any] = [None] * world()[1]
+    _carried(torch.distributed.all_gather_object, found, value)
+    return found
+
+
+def _hash(text: str) -> int:
+    """62 bits, so that the negative is a number too."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+
+def _device() -> torch.device:
+    """Where the group's backend takes tensors from."""
+    if torch.distributed.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _word(call: int) -> str:
+    """The key under which a failure is left in the store."""
+    return f"linnet/failed/{call}"
+
+
+def _leave_word(call: int) -> None:
+    """Let those who look around know; whoever does not learns of it at the next exchange."""
+    store = _store()
+    if store is not None:
+        with contextlib.suppress(RuntimeError):
+            store.set(_word(call), "1")
+
+
+def _store() -> Any:
+    """The store of the process group; ``None`` where torch does not give it away."""
+    find = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
+    return None if find is None else find()
+
+
+def _started() -> bool:
+    """Whether a process group exists; some builds of torch have none."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,0 +1,87 @@
+"""What may be read: regular files, of which no more is held than there is memory."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from linnet import params
+from linnet.errors import InputError, MemoryBudgetError
+from linnet.memory import available_bytes, format_bytes
+
+_SMALL = 1 << 20  # bytes that are always there; how much is free is not asked for less
+
+
+def require_file(path: str | os.PathLike[str]) -> Path:
+    """The path, if a regular file lies there: pipes and devices have no end, or wait for a writer.
+
+    Args:
+        path: The file to be read.
+
+    Returns:
+        ``path`` as a Path.
+
+    Raises:
+        InputError: Nothing is there, or a folder, a pipe or a device.
+    """
+    path = params.path("path", path)
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        neighbors = sorted(p.name for p in path.parent.glob("*"))[:8] if path.parent.is_dir() else []
+        beside = f"beside it are: {', '.join(neighbors)}" if neighbors else "its folder is empty or missing"
+        raise InputError(
+            f"there is no file {path}", "an existing file", f"check the path; {beside}"
+        ) from error
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read: {error.strerror}", "an existing file", "check the path"
+        ) from error
+    if stat.S_ISDIR(mode):
+        raise InputError(f"{path} is a folder", expected="a file")
+    if not stat.S_ISREG(mode):
+        raise InputError(
+            f"{path} is {special_file(mode)}",
+            expected="a regular file",
+            remedy="write its content to a file, and name that",
+        )
+    return path
+
+
+def special_file(mode: int) -> str:
+    """What a file is that is neither regular nor a folder.
+
+    Args:
+        mode: ``st_mode`` of its status.
+
+    Returns:
+        A few words.
+
+    Example:
+        >>> special_file(stat.S_IFIFO)
+        'a named pipe'
+    """
+    kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def require_room(path: Path, size: int, what: str = "its content") -> None:
+    """Stop before more is read from a file than there is memory.
+
+    Unlike a computation, which is planned for half of what is free, a file is read whole: the limit is all.
+
+    Args:
+        path: The file.
+        size: Bytes in memory that its content takes, or claims to take.
+        what: What takes them.
+
+    Raises:
+        MemoryBudgetError: That is more than is free.
+    """
+    if size > _SMALL and size > (free := available_bytes()):
+        raise MemoryBudgetError(
+            f"{path} would take {format_bytes(size)} of memory for {what}",
+            expected=f"at most {format_bytes(free)}, which are free",
+            remedy="check where the file comes from; if it is right, read it on a machine with more memory",
+        )

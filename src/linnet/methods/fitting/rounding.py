@@ -1,0 +1,80 @@
+"""Rounding errors of a network's outputs and kernel, assumed or measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from linnet.errors import ModelError
+from linnet.tangent.batch import Inputs, batch_size, take
+from linnet.tangent.functional import Functional
+from linnet.tangent.gram import gram
+
+ASSUMED = 16.0  # units of roundoff of a kernel's entry, several times what networks show
+PROBED = 4  # examples that are computed in float64 as well
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Rounding errors of a network.
+
+    Args:
+        kernel: Relative error of an entry of the kernel, root mean square.
+        outputs: Error of an output f₀, root mean square.
+        dtype: Type in which it is computed.
+        base: Largest output f₀.
+    """
+
+    kernel: float
+    outputs: float
+    dtype: torch.dtype
+    base: float
+
+
+def assumed_rounding(function: Functional, base: float) -> Rounding:
+    """Rounding errors larger than those of most networks.
+
+    Args:
+        function: The network.
+        base: Largest output f₀.
+
+    Returns:
+        The errors.
+    """
+    unit = ASSUMED * torch.finfo(function.dtype).eps
+    return Rounding(unit, unit * base, function.dtype, base)
+
+
+@torch.no_grad()
+def measured_rounding(function: Functional, x: Inputs, base: float, count: int = PROBED) -> Rounding:
+    """Rounding errors of a network on a few examples, by computing them in float64 as well.
+
+    Args:
+        function: The network; one in float64 is judged by the network that it was made from.
+        x: Examples.
+        base: Largest output f₀.
+        count: How many of them are computed.
+
+    Returns:
+        The errors; those assumed where the network is in float64 by itself or does not run in it.
+    """
+    low = function.source if function.source is not None else function
+    if low.dtype == torch.float64:
+        return assumed_rounding(function, base)
+    n = batch_size(x)
+    few = take(x, torch.arange(min(n, count)) * (n // min(n, count)))
+    try:
+        high = low.in_float64()
+        right, near = gram(high, few), gram(low, few)
+        size = right.shape[0] * right.shape[1]
+        f = high.flat(high.theta, few).double() - low.flat(low.theta, few).double()
+    except (ModelError, RuntimeError, TypeError):
+        return assumed_rounding(function, base)
+    right, near = right.reshape(size, size).double(), near.reshape(size, size).double()
+    root = right.diagonal().clamp_min(torch.finfo(torch.float32).tiny).sqrt()
+    relative = ((near - right) / (root[:, None] * root)).square().mean().sqrt()
+    eps = torch.finfo(low.dtype).eps
+    finer = torch.finfo(function.dtype).eps / eps
+    kernel, outputs = max(float(relative), eps / 4), max(float(f.square().mean().sqrt()), eps / 4 * base)
+    return Rounding(kernel * finer, outputs * finer, function.dtype, base)

@@ -1,0 +1,157 @@
+"""``linnet.adapt``: fit a trained network to a new task, never behind its own linear probe by choice."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet import params as check
+from linnet.errors import DataError, FileFormatError
+from linnet.files import as_path, load_tensors
+from linnet.methods.fitting.dual import Dual
+from linnet.methods.fitting.fit_files import unflatten_inputs
+from linnet.methods.fitting.head import last_linear
+from linnet.methods.fitting.record import Record
+from linnet.methods.fitting.remarks import single_remarks
+from linnet.methods.fitting.targets import ALPHA, Targets, make_targets
+from linnet.methods.nested.features import Features
+from linnet.methods.nested.nested_fit import KIND, NestedFit, solved
+from linnet.methods.nested.prior import Prior
+from linnet.methods.nested.search import Mixture
+from linnet.tangent.batch import gather_data, take
+from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.selection import Selector
+
+HEADS = (
+    4  # random heads: the kernel's cost grows with them, its noise falls; 4 were enough in experiments/adapt
+)
+
+
+@in_exact_mode
+def adapt(
+    model: nn.Module,
+    data: Any,
+    *,
+    weight: float | None = None,
+    ridge: float | None = None,
+    params: Selector = None,
+    heads: int = HEADS,
+    seed: int = 0,
+    memory: str | int | None = None,
+) -> NestedFit:
+    """Fit a trained network to a new task: its linear probe and its linearized lower layers, in one solve.
+
+    How much the lower layers take part, and the ridge, are chosen by leave-one-out, which is unbiased because
+    no feature has seen a label. Where they do not reduce its error by more than a standard error, the fit is
+    the linear probe.
+
+    Args:
+        model: A trained network that ends in a linear layer; that layer is replaced. It is not touched.
+        data: The new task: an (x, y) pair, a Dataset or a DataLoader. Integer y are classes, float y (N, C)
+            are values.
+        weight: Share w of the lower layers in the kernel, 0 (the linear probe) to 1; by default chosen.
+        ridge: ρ > 0, relative to the mean of the kernel's diagonal; by default chosen.
+        params: Parameters below the head that take part; see ``linnet.linearize``. All by default.
+        heads: Random heads whose tangent kernels are averaged.
+        seed: Seed of their weights.
+        memory: Budget such as ``"4GB"``; by default half of what is available.
+
+    Returns:
+        The fit.
+
+    Raises:
+        DataError: If the data are empty, not finite, of one class only or have a single example.
+        InputError: If an argument has a value that is not listed.
+        MemoryBudgetError: If the kernel does not fit the budget.
+        ModelError: If the network does not end in a linear layer.
+
+    Source:
+        Tangent kernels of features: Maddox et al., AISTATS 2021; leave-one-out of a kernel ridge regression:
+        Rifkin and Lippert, MIT-CSAIL-TR-2007-025.
+
+    Example:
+        >>> import linnet
+        >>> _ = torch.manual_seed(0)
+        >>> net = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 10))
+        >>> x = torch.randn(40, 2)
+        >>> linnet.adapt(net, (x, (x[:, 0] > 0).long())).predict(x).shape
+        torch.Size([40, 2])
+    """
+    check.instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
+    if weight is not None:
+        check.number("weight", weight, least=0, most=1)
+    if ridge is not None:
+        check.number("ridge", ridge, above=0)
+    check.integer("heads", heads, most=4096)
+    check.integer("seed", seed, least=0, most=2**63 - 1)
+    begin = time.perf_counter()
+    weights = last_linear(model)[1].weight
+    x, y = gather_data(data, weights.device)
+    targets = task_targets(y, weights.dtype)
+    features = Features(model, heads, seed, params)
+    features.function.check_runs(take(x, slice(0, 1)))
+    record = Record("dual", "loo", {}, single_remarks(targets), {"network": time.perf_counter() - begin})
+    return solved(features, x, targets, memory, record, (weight, ridge))
+
+
+def task_targets(y: Tensor, dtype: torch.dtype) -> Targets:
+    """Targets of a task with as many outputs as it needs.
+
+    Args:
+        y: Classes (N,) or values (N, C).
+        dtype: Type of one-hot targets.
+
+    Returns:
+        The targets; their scale is that of ``linnet.fit``.
+
+    Raises:
+        DataError: If there is a single example.
+    """
+    if len(y) < 2:
+        raise DataError(
+            "data hold a single example", expected="two examples or more", remedy="give more examples"
+        )
+    if y.is_floating_point():
+        return make_targets(y, 1 if y.ndim == 1 else y[0].numel(), dtype=dtype)
+    classes = int(y.max()) + 1 if y.numel() and not (y.dtype == torch.bool or y.is_complex()) else 1
+    return make_targets(y, max(classes, 2), ALPHA, dtype=dtype)
+
+
+def load_adapted(directory: str | Path, model: nn.Module) -> NestedFit:
+    """Read a fit that ``NestedFit.save`` wrote.
+
+    Args:
+        directory: The folder.
+        model: The network that was adapted, with the same weights.
+
+    Returns:
+        The fit, able to do all that it could before.
+
+    Raises:
+        FileFormatError: If the file is truncated, altered, foreign, or of another network.
+        InputError: If there is no such file.
+    """
+    path = as_path(directory)
+    path = path / f"{KIND}.safetensors" if path.is_dir() or not path.suffix else path
+    tensors, metadata = load_tensors(path, KIND)
+    features = Features(model, metadata["heads"], metadata["seed"], metadata["parameters"])
+    if features.function.fingerprint() != metadata["weights"]:
+        raise FileFormatError(
+            f"{path} was made on a network with other weights",
+            expected="the network that was adapted",
+            remedy="load the same checkpoint before load_adapted",
+        )
+    device = features.function.device
+    tensors = {name: t.to(device) for name, t in tensors.items()}
+    x = unflatten_inputs(tensors, metadata["inputs"])
+    targets = Targets(tensors["targets"], metadata["classes"], metadata["scale"])
+    record = Record(**{**metadata["record"], "warnings": tuple(metadata["record"]["warnings"])})
+    prior = Prior(features, tensors["center"], Mixture(**metadata["mixture"]))
+    system = Dual(tensors["kernel"], targets.values, metadata["ridge"], beta=tensors["beta"])
+    fit = NestedFit(prior, x, targets, system, record)
+    fit._phi = tensors["phi"]
+    return fit

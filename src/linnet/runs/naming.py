@@ -1,0 +1,218 @@
+"""Samples by their ids: from what people write to the sample that is meant, and back to lines for them."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import Any, NoReturn
+
+import numpy as np
+
+from linnet.errors import InputError
+
+Array = np.ndarray[Any, Any]
+LISTED = 20  # samples named in the terminal; result.json names all
+_SHOWN = 4  # readings of a word, or ids of a kind, in an error
+_DIGITS = 18  # no number of a sample has more
+
+
+def answer_in_words(answer: Any, classes: Sequence[str] | None) -> str:
+    """A label or target as people know it.
+
+    Args:
+        answer: The number of a class, or a target (T,).
+        classes: Names of the classes; None for a regression.
+
+    Returns:
+        The class, or the numbers.
+
+    Example:
+        >>> answer_in_words(1, ("cat", "dog")), answer_in_words(np.array([0.25]), None)
+        ('dog', '0.25')
+    """
+    if classes is not None:
+        return classes[int(answer)]
+    return ", ".join(f"{float(value):.4g}" for value in np.reshape(answer, -1))
+
+
+def find_samples(
+    names: Sequence[str],
+    ids: Sequence[str],
+    answers: Array | None,
+    classes: Sequence[str] | None,
+    kind: str,
+) -> list[int]:
+    """The positions of samples that a user named.
+
+    An id is taken first; else the end of one, such as a file's name, where it is the end of one alone. A bare
+    number is taken where the number in an id and the position do not mean two samples, and a position alone
+    where ids have no numbers.
+
+    Args:
+        names: What the user wrote, such as ``"train/14"`` or ``"003.png"``.
+        ids: The samples' ids, in order.
+        answers: Their labels (N,) or targets (N, T), for errors; None where they are not known.
+        classes: Names of the classes; None for a regression.
+        kind: What the samples are, such as ``"training samples"``.
+
+    Returns:
+        One position for each name.
+
+    Raises:
+        InputError: There is none, a name means no sample or more than one, or two names mean the same.
+
+    Example:
+        >>> find_samples(["b.png"], ["cat/a.png", "dog/b.png"], None, None, "training samples")
+        [1]
+    """
+    if not names:
+        raise InputError("ids is empty", f"the ids of one or more {kind}", f"name them, such as {ids[0]}")
+    table = _Table(ids, answers, classes, kind)
+    found = [table.find(name) for name in names]
+    place, count = Counter(found).most_common(1)[0]
+    if count > 1:
+        raise InputError(
+            f"ids names {ids[place]} {'twice' if count == 2 else f'{count} times'}",
+            expected="each sample once",
+            remedy="leave the others out",
+        )
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """Samples in which ids are looked up."""
+
+    ids: Sequence[str]
+    answers: Array | None
+    classes: Sequence[str] | None
+    kind: str
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """The position of each id."""
+        return {name: place for place, name in enumerate(self.ids)}
+
+    @cached_property
+    def ends(self) -> dict[str, list[int]]:
+        """The positions of the ids that end alike: behind the first folder, behind all, and in a number."""
+        found: dict[str, list[int]] = {}
+        for place, name in enumerate(self.ids):
+            for end in {name.partition("/")[2], PurePosixPath(name).name, _plain(_last(name))} - {""}:
+                found.setdefault(end, []).append(place)
+        return found
+
+    def find(self, name: str) -> int:
+        """The position of one sample."""
+        if name in self.places:
+            return self.places[name]
+        number = _plain(name)
+        places = [*self.ends.get(name, ()), *self.ends.get(number, ())]
+        readings: dict[int, str] = {at: f"{self.ids[at]} (position {at}{self._said(at)})" for at in places}
+        if number and int(number) < len(self.ids):
+            at = int(number)
+            if not readings and _plain(_last(self.ids[at])):  # numbered ids, and the number is none of them
+                raise InputError(
+                    f"{name} is in no id here; position {at} is {self.ids[at]}{self._said(at)}",
+                    expected="the id of one sample",
+                    remedy=f"write {self.ids[at]} if that is meant",
+                )
+            readings.setdefault(at, f"position {at} ({self.ids[at]}{self._said(at)})")
+        if len(readings) == 1:
+            return next(iter(readings))
+        if not readings:
+            self._refuse(name)
+        written = _some([self.ids[at] for at in readings])
+        raise InputError(
+            f"{name} could be {_some(list(readings.values()))}", "the id of one sample", f"write {written}"
+        )
+
+    def _said(self, at: int) -> str:
+        """A sample's answer, for an error."""
+        if self.answers is None:
+            return ""
+        word = "target" if self.classes is None else "label"
+        return f", {word} {answer_in_words(self.answers[at], self.classes)}"
+
+    def _refuse(self, name: str) -> NoReturn:
+        """Raise the error for a name that means nothing."""
+        close = difflib.get_close_matches(name, self.ids, 1)
+        raise InputError(
+            f"ids holds {name}, which is none of the {len(self.ids)} {self.kind}",
+            expected=f"ids as the report and result.json name them: {', '.join(self.ids[:_SHOWN])}, ...",
+            remedy=f"did you mean {close[0]}?" if close else "copy one from the report",
+        )
+
+
+def _last(name: str) -> str:
+    """The last word of an id, without the suffix of a file."""
+    return PurePosixPath(name).stem.rpartition(" ")[2]
+
+
+def _plain(word: str) -> str:
+    """A whole number without zeros before it; nothing for other words."""
+    return str(int(word)) if word.isdecimal() and word.isascii() and len(word) <= _DIGITS else ""
+
+
+def _some(words: list[str]) -> str:
+    """Alternatives; of many the first and the last, which is the position."""
+    shown = words if len(words) <= _SHOWN else [*words[: _SHOWN - 1], words[-1]]
+    return f"{', '.join(shown[:-1])} or {shown[-1]}"
+
+
+def named(
+    ids: Sequence[str], answers: Array | None, classes: Sequence[str] | None, positions: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Samples as plain values, for the result file.
+
+    Args:
+        ids: The ids of all samples.
+        answers: Their labels or targets; None where they are not known.
+        classes: Names of the classes; None for a regression.
+        positions: The samples.
+
+    Returns:
+        For each its id, and its label or target where it is known.
+    """
+
+    def answer(at: int) -> dict[str, Any]:
+        if answers is None:
+            return {}
+        if classes is not None:
+            return {"label": classes[int(answers[at])]}
+        values = np.reshape(answers[at], -1).tolist()
+        return {"target": values[0] if len(values) == 1 else values}
+
+    return [{"id": ids[at], **answer(at)} for at in positions]
+
+
+def lines_of(samples: Sequence[dict[str, Any]], where: str = "result.json") -> list[str]:
+    """Samples of a result for the terminal, one a line.
+
+    Args:
+        samples: What `named` returned.
+        where: The file that names all of them.
+
+    Returns:
+        The first twenty, and how many more there are.
+
+    Example:
+        >>> lines_of([{"id": "cat/a.png", "label": "cat"}])
+        ['  cat/a.png  label cat']
+    """
+    shown = samples[:LISTED]
+    width = max((len(one["id"]) for one in shown), default=0)
+    lines = []
+    for one in shown:
+        known = {key: value for key, value in one.items() if key != "id"}
+        told = [
+            f"{key} {value if isinstance(value, str) else answer_in_words(value, None)}"
+            for key, value in known.items()
+        ]
+        lines.append("  ".join([f"  {one['id']:<{width}}", *told]).rstrip())
+    rest = len(samples) - len(shown)
+    return [*lines, *([f"  and {rest} more, named in {where}"] if rest else [])]

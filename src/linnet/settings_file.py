@@ -1,0 +1,88 @@
+"""Files of settings, looked through before they are read: a few lines of YAML can stand for gigabytes.
+
+The events of a YAML text come one at a time, so a file is judged without being built.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+from linnet.errors import InputError
+from linnet.limits import require_file
+
+_LARGEST = 1 << 18  # bytes; the settings of a run take one kilobyte
+_DEEPEST = 50  # lists and mappings in each other; the reader calls itself once for each
+_MOST_NODES = 100_000  # values once every alias stands for what it repeats
+_DIGITS = 400  # of a number; those beyond 1e308 are none
+
+
+def check_settings(file: str | os.PathLike[str]) -> None:
+    """Refuse a file of settings that is no settings but an attack, or a mistake.
+
+    What is no YAML passes: its reader says so best.
+
+    Args:
+        file: The file.
+
+    Raises:
+        InputError: It is no regular file or no text, or is too large, too deep, or grows when it is read.
+
+    Example:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "run.yaml"
+        >>> _ = file.write_text("seed: 1")
+        >>> check_settings(file)
+    """
+    path = require_file(file)
+    if path.stat().st_size > _LARGEST:
+        _refuse(path, f"has {path.stat().st_size:,} bytes", f"at most {_LARGEST:,} bytes of settings")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        _refuse(path, "is no text in UTF-8", "a file of settings in YAML")
+    import yaml
+
+    try:
+        _check_events(path, yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    except yaml.YAMLError:
+        return
+
+
+def _check_events(path: Path, events: Any) -> None:
+    """Count what the text stands for."""
+    sizes: dict[str, int] = {}  # of what has a name, once it is complete
+    open_nodes: list[tuple[str | None, int]] = []  # its name, and the nodes that were counted before it
+    nodes = 0
+    for event in events:
+        kind, anchor = type(event).__name__, getattr(event, "anchor", None)
+        if kind in ("SequenceStartEvent", "MappingStartEvent"):
+            open_nodes.append((anchor, nodes))
+            if anchor is not None:
+                sizes.pop(anchor, None)
+            nodes += 1
+        elif kind in ("SequenceEndEvent", "MappingEndEvent"):
+            name, before = open_nodes.pop()
+            if name is not None:
+                sizes[name] = nodes - before
+        elif kind == "ScalarEvent":
+            nodes += 1
+            sizes |= {} if anchor is None else {anchor: 1}
+            if len(event.value) > _DIGITS and event.value.lstrip("+-").replace("_", "").isdigit():
+                _refuse(path, f"holds a number of {len(event.value):,} digits", "numbers below 1e308")
+        elif kind == "AliasEvent":
+            if anchor not in sizes:
+                _refuse(path, f"has *{anchor} inside the value that it stands for", "values that end")
+            nodes += sizes[anchor]
+        if len(open_nodes) > _DEEPEST:
+            _refuse(path, f"has more than {_DEEPEST} lists or mappings inside each other", "plain settings")
+        if nodes > _MOST_NODES:
+            _refuse(path, f"stands for more than {_MOST_NODES:,} values", "settings without aliases (*name)")
+
+
+def _refuse(path: Path, what: str, expected: str) -> NoReturn:
+    """Raise."""
+    raise InputError(
+        f"--config {path} {what}", expected, "use the run.yaml of a run, or what --print_config shows"
+    )

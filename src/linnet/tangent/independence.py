@@ -1,0 +1,197 @@
+"""Whether an example's outputs and gradients are its own, or depend on the other examples of its batch.
+
+Only then has every example a gradient of its own. A causal dependence (a recurrent layer that takes the batch
+for the sequence, a running sum) leaves the first example alone, and a dependence on the place in the batch
+leaves every batch of one alone. So three things change around an example: the others go, the order of the
+batch is reversed, and its gradient is taken by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from linnet.errors import ModelError
+from linnet.tangent.batch import SHARED, Inputs, ambiguity, batch_size, example_shapes, map_tensors, take
+from linnet.tangent.forward_mode import Params
+from linnet.tangent.functional import Functional
+from linnet.tangent.gradients import batched_grad, exact_rows
+from linnet.tangent.modes import in_exact_mode
+
+MOST = 32  # examples that are run twice: enough for every pattern of places that a program writes by hand
+# Largest relative change that rounding makes: a batch of another size takes other kernels.
+ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
+# The same for gradients: where a unit is switched over by rounding, its part of the gradient jumps.
+SWITCHING = {torch.float64: 1e-6, torch.float32: 3e-2}
+COARSE = 1e-1  # for either in half precision, where three digits are kept
+
+OWN = "the outputs of an example depend on the other examples in its batch"
+
+
+@in_exact_mode
+@torch.no_grad()
+def dependence(function: Functional, x: Inputs) -> str | None:
+    """How the outputs of an example depend on the rest of its batch.
+
+    Args:
+        function: A network.
+        x: A batch of N ≥ 1 examples; up to 32 are run, and three of them alone.
+
+    Returns:
+        A sentence, or ``None`` if they do not.
+
+    Raises:
+        ModelError: If the network cannot run on the batch, or on one of its examples alone.
+    """
+    n = batch_size(x)
+    if n == 1:
+        return _dependence_of_one(function, x)
+    n = min(n, MOST)
+    block = take(x, slice(0, n))
+    together = function.check_runs(block).reshape(n, -1)
+    places = sorted({0, n // 2, n - 1})
+    alone = torch.cat([function.check_runs(take(block, [i])).reshape(1, -1) for i in places])
+    if _differ(alone, together[places], together):
+        return OWN
+    turned = function.check_runs(take(block, list(reversed(range(n))))).reshape(n, -1).flip(0)
+    return f"{OWN}: they change with its order" if _differ(turned, together, together) else None
+
+
+def _dependence_of_one(function: Functional, x: Inputs) -> str | None:
+    """The same where there is one example: it is put after itself, and after its half."""
+    own = function.check_runs(x).reshape(1, -1)
+    # Half of an input stays in every range that holds 0; integers (tokens, masks) are kept as they are.
+    halved = map_tensors(lambda t: t / 2 if t.is_floating_point() else t, x)
+    for other in (x, halved):
+        pair = _pair(other, x)
+        try:
+            second = function.flat(function.theta, pair)[-1:]
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            continue  # what is made up may be no input of this network
+        if second.shape == own.shape and _differ(second, own, own):
+            return OWN
+    return None
+
+
+def _pair(first: Inputs, second: Inputs) -> Inputs:
+    """Two batches of one example as one batch; what has no example axis is the second's."""
+    if isinstance(second, Tensor):
+        shared = second.ndim == 0 or second.shape[0] != 1
+        return second if shared else torch.cat([first, second])
+    if isinstance(second, dict):
+        return {key: _pair(first[key], value) for key, value in second.items()}
+    if isinstance(second, list | tuple):
+        return tuple(_pair(a, b) for a, b in zip(first, second, strict=True))
+    return second
+
+
+def _differ(found: Tensor, expected: Tensor, scale: Tensor) -> bool:
+    """Whether outputs (n, C) differ by more than rounding; not a number is no difference."""
+    sizes = scale.abs().amax(1) if scale.shape[1] else scale.new_zeros(len(scale))
+    own = expected.abs().amax(1) if expected.shape[1] else expected.new_zeros(len(expected))
+    # an output near zero is as inexact as those of other examples
+    allowed = torch.maximum(own, sizes.median()) + 1e-12
+    tolerance = ROUNDING.get(expected.dtype, COARSE)
+    return bool(((found - expected).abs() > tolerance * allowed[:, None]).any())
+
+
+def require_independence(function: Functional, x: Inputs, kind: Any = None) -> None:
+    """Raise if the outputs of an example depend on the others in its batch: it has no gradient of its own.
+
+    Args:
+        function: A network.
+        x: A batch.
+        kind: What tells its kind of forward pass from others; by default the shapes of its examples. Each
+            kind is looked at once with one example, with two or three, and with more.
+
+    Raises:
+        ModelError: If they do.
+    """
+    if torch.compiler.is_compiling():
+        return
+    level = min(batch_size(x), 4) // 2  # 0 for one example, 1 for two or three, 2 for more
+    known: dict[Any, int] = function.cache.setdefault("independent", {})
+    shapes = example_shapes(x)
+    key = shapes if kind is None else kind
+    if known.get(key, -1) >= level:
+        return
+    found = dependence(function, x)
+    if found is not None:
+        _refuse(function, found, x)
+    known[key] = known[shapes] = level
+
+
+def _refuse(function: Functional, found: str, x: Inputs) -> NoReturn:
+    """Raise the error of a network whose examples depend on each other."""
+    recurrent = " and batch_first=True in recurrent layers" if function.recurrent else ""
+    shared = ambiguity(x)
+    raise ModelError(
+        f"model ({type(function.model).__name__}) gives an example other outputs when its batch changes: "
+        f"{found}" + (f"; {shared}" if shared else ""),
+        expected="outputs that depend on their own example alone, the same at every call",
+        remedy=f"use running statistics in normalization layers{recurrent}, and no randomness in evaluation "
+        "mode" + (f"; {SHARED}" if shared else ""),
+    )
+
+
+def require_own_gradients(
+    function: Functional, few: Inputs, together: Params, weights: Tensor, places: Sequence[int] = (0, -1)
+) -> None:
+    """Raise if an example alone has another gradient than in its batch, though its outputs are the same.
+
+    Args:
+        function: The network.
+        few: A few examples.
+        together: Gradients (n, *shape) of each example's outputs, taken in the batch.
+        weights: The cotangent (n, C).
+        places: Examples to look at.
+
+    Raises:
+        ModelError: If so.
+    """
+    rows = [i % len(weights) for i in places]
+    alone = exact_rows(function, take(few, rows), list(together), weights[rows][None])
+    parts = {name: (alone[name][:, 0], g[rows]) for name, g in together.items()}
+    norms = {name: float(torch.linalg.vector_norm(g)) for name, (_, g) in parts.items()}
+    whole = sum(norm**2 for norm in norms.values()) ** 0.5
+    for name, (own, g) in parts.items():
+        tolerance = SWITCHING.get(g.dtype, COARSE)
+        if float(torch.linalg.vector_norm(own - g)) > tolerance * (norms[name] + 0.1 * whole):
+            raise ModelError(
+                f"model ({type(function.model).__name__}) gives an example another gradient when its batch "
+                f"changes, in {name}",
+                expected="outputs whose gradients depend on their own example alone",
+                remedy="use no value of other examples in the forward pass, detached or not",
+            )
+
+
+@in_exact_mode
+def require_own_rows(function: Functional, x: Inputs) -> None:
+    """Raise if an example alone has another output or gradient than in its batch; for passes without a plan.
+
+    Args:
+        function: A network.
+        x: A batch, of which three examples are differentiated.
+
+    Raises:
+        ModelError: If so.
+    """
+    require_independence(function, x)
+    key, n = example_shapes(x), min(batch_size(x), 3)
+    known: dict[Any, int] = function.cache.setdefault("own rows", {})
+    if known.get(key, 0) >= n:
+        return
+    few = take(x, [i % n for i in range(3)])
+    leaves = {name: t.detach().requires_grad_() for name, t in function.theta.items()}
+    with torch.enable_grad():
+        value = function.flat(leaves, few)
+    if value.requires_grad:
+        weights = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
+        alone = torch.diag_embed(weights.T).permute(1, 2, 0)  # row i holds example i's cotangent only
+        found = zip(leaves, batched_grad(value, list(leaves.values()), alone), strict=True)
+        seen = {name: g for name, g in found if g is not None}
+        require_own_gradients(function, few, seen, weights)
+    known[key] = n

@@ -1,0 +1,108 @@
+"""The rules proved on the user's own batch: what they assemble against one ordinary vector-Jacobian product.
+
+A plan is made on three examples and finds gradients where operations read parameters. A network that
+differentiates itself in its forward pass (forces from an energy, the residual of a differential equation)
+reads its parameters once more in the graph of that gradient, where no operation is seen. So the gradient of a
+random combination of all outputs is summed from the uses, and compared with autograd's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from linnet.tangent.forward_mode import Params
+from linnet.tangent.rules import Use, pull_back, use_rows
+from linnet.tangent.trace import Trace
+
+MOST = 32  # examples that the proof takes: it costs two backward passes over them, whatever the batch
+# Relative to the norm of a parameter's gradient: rules and autograd add many terms in another order.
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
+COARSE = 1e-1  # in half precision
+FLOOR = 1e-2  # of the largest norm: below, gradients may be rounding alone (a bias that a norm takes out)
+
+
+def random_cotangent(outputs: Tensor) -> Tensor:
+    """A fixed random cotangent (1, N, C); the global generator is not touched.
+
+    Args:
+        outputs: (N, C).
+
+    Returns:
+        Normal numbers.
+
+    Example:
+        >>> random_cotangent(torch.zeros(2, 3)).shape
+        torch.Size([1, 2, 3])
+    """
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(1, *outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
+
+
+def disagreeing(run: Trace, uses: Sequence[Use], cotangent: Tensor) -> set[str]:
+    """Parameters whose gradient is not what their uses add up to.
+
+    Args:
+        run: A traced pass whose history is kept.
+        uses: The uses that the plan takes, with their gradients for the cotangent.
+        cotangent: (1, N, C).
+
+    Returns:
+        Their names.
+    """
+    if not run.outputs.requires_grad:
+        return set()
+    leaves = list(run.leaves.values())
+    gradients: Sequence[Tensor | None] = torch.autograd.grad(
+        run.outputs, leaves, cotangent[0], retain_graph=True, allow_unused=True
+    )
+    truth = dict(zip(run.leaves, gradients, strict=True))
+    summed = _summed(run, uses)
+    norms = {name: _norm(g) for name, g in truth.items() if g is not None}
+    largest = max(norms.values(), default=0.0)
+    found = set()
+    for name, g in truth.items():
+        ruled = summed.get(name)
+        if g is None and ruled is None:
+            continue
+        zero = torch.zeros_like(run.leaves[name])
+        g, ruled = zero if g is None else g, zero if ruled is None else ruled
+        allowed = TOLERANCE.get(g.dtype, COARSE) * (norms.get(name, 0.0) + FLOOR * largest)
+        if _norm(ruled - g) > allowed:
+            found.add(name)
+    return found
+
+
+def _summed(run: Trace, uses: Sequence[Use]) -> Params:
+    """The gradient of each parameter over the whole batch: all examples are positions of a single one."""
+    total: Params = {}
+    for use in uses:
+        rows = use_rows(use, 1)
+        for name in use.sources:
+            leaf = run.leaves[name]
+            part = (rows if use.direct else pull_back(rows, use.target, leaf))[0, 0]
+            total[name] = total[name] + part if name in total else part
+    return total
+
+
+def _norm(t: Tensor) -> float:
+    """The Euclidean norm, summed in double precision where single might overflow or lose digits."""
+    return float(torch.linalg.vector_norm(t.detach(), dtype=torch.promote_types(t.dtype, torch.float32)))
+
+
+def sharing(names: set[str], uses: Sequence[Use]) -> set[str]:
+    """The names with all parameters that go into a use along with them.
+
+    Args:
+        names: Parameters.
+        uses: Uses; what is computed from several parameters has several sources.
+
+    Returns:
+        The names and those of the others.
+    """
+    found = set(names)
+    while more := {name for use in uses if found & set(use.sources) for name in use.sources} - found:
+        found |= more
+    return found

@@ -1,0 +1,222 @@
+"""Inputs and vectors that a linearization cannot use are refused in words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linnet
+from linnet.errors import LinnetError, ModelError
+from linnet.testing.oracles import jacobian_oracle, kernel_oracle
+from tests.methods.problems import network, real
+from tests.zoo import assert_near
+
+X = real(4, 3)
+LIN = linnet.linearize(network())
+V, U = torch.ones(LIN.space.dim).double(), torch.ones(4, 3).double()
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "lin": LIN,
+    "base": LIN.base,
+    "jvp": lambda x: LIN.jvp(x, V),
+    "vjp": lambda x: LIN.vjp(x, U),
+    "jacobian": LIN.jacobian,
+    "gap": LIN.gap,
+    "kernel": LIN.kernel,
+}
+BAD: dict[str, Any] = {
+    "none": None,
+    "text": "x.png",
+    "numbers": [[1.0, 2.0, 3.0]],
+    "scalar": torch.tensor(1.0),
+    "class": torch.Tensor,
+    "integers": X.long(),
+    "float32": X.float(),
+    "complex": X.to(torch.complex128),
+    "too wide": real(4, 5),
+    "too many axes": real(4, 2, 5),
+    "empty": X[:0],
+    "meta": X.to("meta"),
+    "sparse": X.to_sparse(),
+    "nan": X.clone().fill_(torch.nan),
+    "infinite": X / 0,
+    "no tensor": {"a": 1},
+}
+
+
+@pytest.mark.parametrize("x", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_inputs_that_cannot_be_used(call: Callable[[Any], Any], x: Any) -> None:
+    with torch.no_grad(), pytest.raises(LinnetError) as told:
+        call(x)
+    assert "Expected: " in str(told.value)
+    assert "To fix it: " in str(told.value)
+
+
+@pytest.mark.parametrize("call", [LIN, CALLS["jvp"], CALLS["vjp"], CALLS["gap"]])
+def test_the_first_example_that_is_not_finite_is_named(call: Callable[[Any], Any]) -> None:
+    x = X.clone()
+    x[2, 1] = torch.nan
+    with torch.no_grad(), pytest.raises(LinnetError, match="first at index 2"):
+        call(x)
+
+
+def test_training_does_not_look_at_the_numbers() -> None:
+    """A step of training must not wait for the device; the loss shows what is not finite."""
+    x = X.clone()
+    x[2, 1] = torch.nan
+    result = LIN(x)
+    assert result.requires_grad
+    assert bool(result[2].isnan().all())
+    assert bool(result[[0, 1, 3]].isfinite().all())
+
+
+def test_an_infinite_mask_that_gives_finite_outputs_is_an_input() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return torch.softmax(self.layer(x) + mask, -1)
+
+    torch.manual_seed(0)
+    net, mask = Masked().double(), torch.zeros(4, 3).double()
+    mask[:, 2] = -torch.inf
+    lin = linnet.linearize(net)
+    with torch.no_grad():
+        assert_near(lin((X, mask)), net(X, mask))
+
+
+@pytest.mark.parametrize(
+    "v",
+    [
+        None,
+        "v",
+        1.0,
+        V.to(torch.complex128) * 1j,
+        V[:-1],
+        V / 0,
+        V.to("meta"),
+        V.to_sparse(),
+        [V],
+        {"0.weight": torch.ones(5, 3)},
+        {**LIN.theta0, "0.weight": None},
+        {**LIN.theta0, "0.weight": LIN.theta0["0.weight"] * 1j},
+    ],
+    ids=str,
+)
+def test_directions_that_cannot_be_used(v: Any) -> None:
+    with pytest.raises(LinnetError, match="Expected"):
+        LIN.jvp(X, v)
+
+
+@pytest.mark.parametrize(
+    "u", [None, "u", U * 1j, U[:, :2], U[0], U / 0, U.to("meta"), U.to_sparse()], ids=lambda u: str(u)[:20]
+)
+def test_cotangents_that_cannot_be_used(u: Any) -> None:
+    with pytest.raises(LinnetError, match=r"^u\b"):
+        LIN.vjp(X, u)
+    with pytest.raises(LinnetError, match="like is 'dict'"):
+        LIN.vjp(X, U, like="dict")
+
+
+# --- networks ----------------------------------------------------------------------------------------
+
+
+def test_a_sum_over_the_batch_is_no_output() -> None:
+    lin = linnet.linearize(network(), output=lambda r: r.sum())
+    for call in (lin, lin.base, lin.kernel, lin.jacobian, lin.gap):
+        with pytest.raises(ModelError, match="one number for the whole batch"):
+            call(X)
+
+
+def test_a_data_parallel_network_is_told_to_be_unwrapped() -> None:
+    with pytest.raises(ModelError, match=r"pass model\.module"):
+        linnet.linearize(nn.DataParallel(network()))
+
+
+def test_embeddings_with_sparse_gradients() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Flatten(), nn.Linear(6, 2)).double()
+    dense = nn.Sequential(nn.Embedding(7, 3), nn.Flatten(), nn.Linear(6, 2)).double()
+    dense.load_state_dict(net.state_dict())
+    x = torch.tensor([[0, 1], [2, 1], [6, 6], [3, 0]])
+    j, lin = jacobian_oracle(dense, x), linnet.linearize(net)
+    assert_near(lin.kernel(x), kernel_oracle(j))
+    assert_near(lin.jvp(x, torch.ones(j.shape[2]).double()), j.sum(2))
+    assert_near(lin.vjp(x, torch.ones(4, 2).double(), like="flat"), j.sum((0, 1)))
+    assert net[0].sparse
+
+
+class Failing(nn.Module):
+    """Raises, or returns no tensor."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.layer, self.result = nn.Linear(3, 2), result
+
+    def forward(self, x: Tensor) -> Any:
+        self.layer(x.float())
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ([1.0], "returns list, not a tensor"),
+        (None, "returns NoneType"),
+        (KeyError("vocabulary"), "vocabulary"),
+        (RuntimeError("no service"), "no service"),
+    ],
+    ids=["list", "none", "key", "runtime"],
+)
+def test_the_shape_is_blamed_for_errors_of_shape_only(result: Any, words: str) -> None:
+    with pytest.raises(ModelError, match=words) as told:
+        linnet.linearize(Failing(result)).base(X)
+    assert "check x's shape" not in str(told.value)
+    with pytest.raises(ModelError, match="check x's shape"):
+        linnet.linearize(network()).base(real(4, 5))
+
+
+def test_group_normalization_of_images_with_channels_last() -> None:
+    """torch 2.13 reads outside such an input in the backward pass; a crash ends the process."""
+    script = """
+        import torch, linnet
+        from torch import nn
+        from linnet.testing.oracles import jacobian_oracle, kernel_oracle
+        torch.manual_seed(0)
+        first = nn.Sequential(nn.GroupNorm(1, 2), nn.Flatten(), nn.Linear(32, 2)).double()
+        after = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 2)).double()
+        after[0].requires_grad_(False)
+        x = torch.randn(5, 2, 4, 4).double()
+        last = x.contiguous(memory_format=torch.channels_last)
+        for net in (first, after, after.to(memory_format=torch.channels_last)):
+            names = [name for name, p in net.named_parameters() if p.requires_grad]
+            plain = net if net is first else net.to(memory_format=torch.contiguous_format)
+            expected = jacobian_oracle(plain, x, names)
+            lin = linnet.linearize(net if net is first else net.to(memory_format=torch.channels_last))
+            assert (lin.kernel(last) - kernel_oracle(expected)).abs().max() < 1e-9
+            assert (lin.jacobian(last) - expected).abs().max() < 1e-10
+            found = lin.vjp(last, torch.ones(5, 2).double(), like="flat")
+            assert (found - expected.sum((0, 1))).abs().max() < 1e-9
+            linnet.fit(lin, (last, torch.ones(5, 2).double()), ridge=1.0, solver="cg").predict(last)
+        print("finished")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout.strip() == "finished", (done.returncode, done.stderr[-2000:])
