@@ -227,7 +227,7 @@ class TestFolder:
             load_data(tmp_path)
 
     def test_wrong_arguments(self, photos: Path) -> None:
-        with pytest.raises(InputError, match="damaged is 'maybe'"):
+        with pytest.raises(InputError, match="damaged='maybe'"):
             load_data(photos, damaged="maybe")  # type: ignore[arg-type]
         with pytest.raises(InputError, match=r"test_fraction is 1\.5"):
             load_data(photos, test_fraction=1.5)

@@ -338,8 +338,8 @@ def test_seeds_and_labels_of_the_data_set() -> None:
     ("u", "options", "words"),
     [
         (torch.zeros(3), {}, ["u is zero"]),
-        (torch.ones(3, dtype=torch.long), {}, ["u is no finite float tensor"]),
-        (torch.full((3,), float("inf")), {}, ["u is no finite"]),
+        (torch.ones(3, dtype=torch.long), {}, ["u is an int64 tensor", "finite float tensor"]),
+        (torch.full((3,), float("inf")), {}, ["u is a float32 tensor", "finite float tensor"]),
         (torch.ones(3), {"n": 0}, ["n=0"]),
         (torch.ones(3), {"epsilon": -1.0}, ["epsilon=-1.0"]),
         (torch.ones(3), {"sigma": -1.0}, ["sigma=-1.0"]),

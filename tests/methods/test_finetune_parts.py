@@ -157,7 +157,7 @@ def test_groups_frozen_parameters_and_optimizers() -> None:
 
 def test_preconditioner_refuses() -> None:
     model, x, _, G = problem()
-    refused(InputError, lambda: KroneckerPreconditioner("G", model), "curvature is str")
+    refused(InputError, lambda: KroneckerPreconditioner("G", model), "curvature='G'")
     refused(InputError, lambda: KroneckerPreconditioner(G, network(hidden=9)), "0.weight")
     refused(InputError, lambda: KroneckerPreconditioner(G, model, damping=-1.0), "damping=")
     refused(InputError, lambda: KroneckerPreconditioner(G, model, reduction="max"), "reduction=")

@@ -101,7 +101,7 @@ def test_wrong_networks_groups_and_inputs_are_named() -> None:
     for wrong in (None, {"gauss_newton": {"version": 1}}):
         with pytest.raises(InputError, match="lacks what GaussNewton keeps"):
             classifier(mlp()).load_state_dict(wrong)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="y is 3 targets"):
+    with pytest.raises(InputError, match="y is an int64 tensor of shape \\(3,\\)"):
         GrowingBatches(x, y[:3], 2)
 
 

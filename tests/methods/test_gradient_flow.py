@@ -195,7 +195,7 @@ def test_networks_with_one_output_column_missing() -> None:
     ("options", "words"),
     [
         ({"times": [-1.0]}, "-1.0"),
-        ({"times": []}, "times=[]"),
+        ({"times": []}, "times is []"),
         ({"times": ["soon"]}, "soon"),
         ({"times": [math.nan]}, "nan"),
         ({"times": [1.5], "discrete": True}, "whole numbers"),

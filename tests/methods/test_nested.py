@@ -223,12 +223,12 @@ def test_the_network_is_not_touched() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        ({"weight": 1.5}, InputError, "weight is 1.5"),
-        ({"ridge": -1.0}, InputError, "ridge is -1.0"),
-        ({"heads": 0}, InputError, "heads is 0"),
-        ({"seed": True}, InputError, "seed is True"),
+        ({"weight": 1.5}, InputError, "weight=1.5"),
+        ({"ridge": -1.0}, InputError, "ridge=-1.0"),
+        ({"heads": 0}, InputError, "heads=0"),
+        ({"seed": True}, InputError, "seed=True"),
         ({"model": nn.ReLU()}, ModelError, "no nn.Linear"),
-        ({"model": 3}, InputError, "model is 3"),
+        ({"model": 3}, InputError, "model=3"),
         ({"data": (X[:1], Y[:1])}, DataError, "single example"),
         ({"data": (X[:3], torch.zeros(3).long())}, DataError, "one class only"),
         ({"data": (X[:3], torch.tensor([0, 1, -1]))}, DataError, "out of range"),

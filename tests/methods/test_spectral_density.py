@@ -159,7 +159,7 @@ def test_condition_number() -> None:
         (lambda s: s.spectral_density(Diagonal(VALUES), P.x), ["x is given"]),
         (lambda s: s.spectral_density("net"), ["source is str"]),
         (lambda s: s.spectral_density(K[:3]), ["source has shape (3, 24)"]),
-        (lambda s: s.spectral_density(K, samples=0), ["samples= 0"]),
+        (lambda s: s.spectral_density(K, samples=0), ["samples=0"]),
         (lambda s: s.spectral_density(P.model, P.x, outputs="diagonal"), ["outputs='diagonal'"]),
         (lambda s: s.spectral_density(K).density(width=0.0), ["width=0.0"]),
         (lambda s: s.spectral_density(K).density(scale="sqrt"), ["scale='sqrt'"]),

@@ -278,7 +278,7 @@ def test_targets_that_are_no_tensor() -> None:
     model, x, t = numbers()
     process = TangentGP(model, Gaussian(variance=0.5)).fit(x, t)
     for targets in (None, t.numpy(), "all"):
-        with pytest.raises(InputError, match=r"y(=None| is )"):
+        with pytest.raises(InputError, match=r"y(=None|='all'| is a numpy| is array)"):
             process.predict(x).log_density(targets)
 
 

@@ -124,7 +124,7 @@ def test_directions_that_cannot_be_used(v: Any) -> None:
 def test_cotangents_that_cannot_be_used(u: Any) -> None:
     with pytest.raises(LinnetError, match=r"^u\b"):
         LIN.vjp(X, u)
-    with pytest.raises(LinnetError, match="like is 'dict'"):
+    with pytest.raises(LinnetError, match="like='dict'"):
         LIN.vjp(X, U, like="dict")
 
 

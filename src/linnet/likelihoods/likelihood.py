@@ -7,12 +7,13 @@ matrix. The two are equal for canonical families only.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError
+from linnet.errors import DataError, InputError, NumericalError
 from linnet.likelihoods.distribution import (
     Distribution,
     require_draws,
@@ -162,6 +163,7 @@ class Likelihood(Distribution, ABC):
         Returns:
             (n, *shape of f).
         """
+        require_outputs(f)
         require_draws(n, f.shape, f)
         rows, labels, counts = self._prepare_second(f, y)
         drawn = self._project(rows, n, make_generator(generator), labels) / n**0.5
@@ -179,6 +181,7 @@ class Likelihood(Distribution, ABC):
         Returns:
             (n, *shape of f).
         """
+        require_outputs(f)
         require_draws(n, f.shape, f)
         rows, _, counts = self._prepare(f, y)
         labels = self._sample(rows.detach(), n, make_generator(generator))
@@ -280,6 +283,38 @@ class Likelihood(Distribution, ABC):
     def _fisher_root(self, rows: Tensor) -> Tensor:
         """Its root for canonical families; others define it."""
         return self._root(rows, None)
+
+
+def training_nll(likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    """The loss of a training step, whose outputs are not finite once the training diverges.
+
+    Args:
+        likelihood: The likelihood.
+        f: Outputs (N, ...).
+        y: Labels.
+
+    Returns:
+        −log p(y | f) of every example, (N,).
+
+    Raises:
+        DataError: If the labels do not fit.
+        NumericalError: If the outputs hold NaN or +inf.
+
+    Example:
+        >>> from linnet.likelihoods import Categorical
+        >>> training_nll(Categorical(), torch.zeros(1, 2), torch.tensor([1]))
+        tensor([0.6931])
+    """
+    try:
+        return likelihood.nll(f, y)
+    except DataError as error:
+        if bool((f.detach() < math.inf).all()):
+            raise
+        raise NumericalError(
+            "the training diverged: the network's outputs are not finite",
+            expected="finite outputs at every step",
+            remedy="pass a smaller learning rate, or check the data and the network's scale",
+        ) from error
 
 
 def check_likelihood(likelihood: object) -> None:

@@ -180,7 +180,7 @@ def finetune(
     crop = Augmentation(augmentation) if isinstance(augmentation, str) else augmentation
     instance("augmentation", crop, Augmentation, "a kind of augmentation, or an Augmentation")
     flag("training_mode", training_mode)
-    checked_seed("seed", seed)
+    seed = checked_seed("seed", seed)
     integer("log_every", log_every)
     if log is not None:
         function("log", log, "a function of a dict of numbers and a step")

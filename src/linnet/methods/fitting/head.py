@@ -116,7 +116,8 @@ def with_head(
 def _require_room(old: nn.Linear, classes: int, init: str, data: Any) -> None:
     """Raise if the new layer, or the targets of a probe, would not fit."""
     weight = classes * (old.in_features + 1)
-    examples = len(data[1]) if init == "probe" and isinstance(data, list | tuple) else 0
+    pair = init == "probe" and isinstance(data, list | tuple) and len(data) == 2
+    examples = len(data[1]) if pair and isinstance(data[1], Tensor) and data[1].ndim else 0
     items = (
         ("weight and bias", weight * old.weight.dtype.itemsize),
         ("as drawn or fitted, in float64", 0 if init == "zero" else 8 * weight),

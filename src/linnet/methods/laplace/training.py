@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from linnet.errors import InputError
-from linnet.likelihoods.likelihood import Likelihood
+from linnet.likelihoods.likelihood import Likelihood, training_nll
 from linnet.linalg.random import Seed, make_generator
 from linnet.methods.fitting.arguments import check_count
 from linnet.methods.laplace.laplace import Laplace
@@ -104,7 +104,7 @@ def train_with_evidence(
             optimizer.zero_grad()
             f = _outputs(model, map_tensors(lambda t: t.to(place), x), options.get("output"))
             # −1/n of the log posterior, in which every example counts s times, over s
-            loss = la.likelihood.nll(f, y).mean() + penalty(model) / (la.data_scale * n)
+            loss = training_nll(la.likelihood, f, y).mean() + penalty(model) / (la.data_scale * n)
             loss.backward()
             optimizer.step()
         if (epoch > burn_in and epoch % every == 0) or epoch == epochs:

@@ -22,7 +22,7 @@ from linnet.errors import InputError, NumericalError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.methods.optim.gauss_newton_average import average_of, require_alike
 from linnet.methods.optim.gauss_newton_batch import suggested_batch
-from linnet.methods.optim.gauss_newton_checks import check_given, check_model, checked_group, checked_state
+from linnet.methods.optim.gauss_newton_checks import check_given, checked_group, checked_state, parameters_of
 from linnet.methods.optim.gauss_newton_inverse import Inverse, Undamped
 from linnet.methods.optim.gauss_newton_model import (
     Batch,
@@ -67,7 +67,6 @@ class GaussNewton(torch.optim.Optimizer):
     It is a ``torch.optim.Optimizer``: ``param_groups`` (each with ``lr``, a factor on the step, and
     ``weight_decay``), schedulers of ``lr``, ``add_param_group`` and ``state_dict`` work as ever. Only
     ``step`` takes the batch, since gradients alone do not have what is needed.
-
     Weight decay is the objective's: E = mean loss + ½ λ‖θ‖². It is in gradient, step size and curvature.
 
     Mode. Loss and gradient use the network in the mode it is in: in training mode BatchNorm takes the
@@ -139,9 +138,7 @@ class GaussNewton(torch.optim.Optimizer):
         called = cast(nn.Module, model.module) if shared else model
         network: nn.Module = getattr(called, "_orig_mod", called)  # torch.compile's wrapper
         function = Functional(network, self.settings.params, self.settings.output)
-        every = dict(network.named_parameters())
-        parameters = {name: every[name] for name in function.names}
-        check_model(network, parameters)
+        parameters = parameters_of(network, function.names)
         self._raw = network
         self._network = Network(called, parameters, self.settings.output, likelihood, shared)
         self._running = average_of(function, likelihood, structure, expectation, self.settings)

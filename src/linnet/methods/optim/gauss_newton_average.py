@@ -94,9 +94,9 @@ def running_arguments(structure: Structure, expectation: str | None) -> tuple[St
     if expectation is not None:
         instance("expectation", expectation, str, "a word, as linnet.curvature takes it")
     if not isinstance(structure, str):
-        return structure, expectation or "mc"
+        return structure, "mc" if expectation is None else expectation
     named = ALIASES.get(structure.lower(), (structure, None))[1]
-    name, implied = resolve(structure, expectation or "exact")
+    name, implied = resolve(structure, "exact" if expectation is None else expectation)
     if name == "kfra":
         implied = "recursion"
     elif implied == "recursion":

@@ -116,26 +116,31 @@ def check_loss(name: str, loss: Any) -> None:
         )
 
 
-def check_model(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise if there is nothing to train, or a ``Linearized``.
+def parameters_of(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
+    """The parameters of a network that can be trained.
 
     Args:
         model: The network.
-        parameters: The parameters by name.
+        names: Their names.
+
+    Returns:
+        The parameters by name.
 
     Raises:
-        InputError: If it is so.
+        InputError: If the network is a ``Linearized``, or all of them are frozen.
     """
     if isinstance(model, Linearized):
         raise InputError(
             "model is linearized already", "the network itself", "pass the network, or use linnet.fit"
         )
+    parameters = {name: model.get_parameter(name) for name in names}
     if not any(p.requires_grad for p in parameters.values()):
         raise InputError(
             f"none of the {len(parameters)} parameters requires a gradient",
             expected="at least one that is to be trained",
             remedy="call model.requires_grad_(True), or select others with params=",
         )
+    return parameters
 
 
 def check_gradients(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from linnet.curvatures.chain import ChainPass
 from linnet.distributed import all_sum
-from linnet.errors import InputError
-from linnet.likelihoods.likelihood import Likelihood
+from linnet.errors import InputError, NumericalError
+from linnet.likelihoods.likelihood import Likelihood, training_nll
 from linnet.methods.optim.gauss_newton_checks import check_gradients, check_loss
 from linnet.methods.optim.gauss_newton_vectors import remember
 from linnet.params import call
@@ -67,10 +67,13 @@ class Network:
                 )
 
     def losses(self, x: Inputs, y: Tensor) -> Tensor:
-        """ℓ of every example, (N,)."""
+        """ℓ of every example, (N,); NaN where the outputs are not finite."""
         args, kwargs = call_arguments(x)
         f = adapt_outputs(self.model(*args, **kwargs), self.output)
-        return self.likelihood.nll(f.to(_wide(f)), y)
+        try:
+            return training_nll(self.likelihood, f.to(_wide(f)), y)
+        except NumericalError:  # a step too far, which the optimizer takes back
+            return torch.full((len(f),), math.nan, device=f.device)
 
     def loss(self, parts: Sequence[Examples]) -> float:
         """Mean loss, without a gradient."""

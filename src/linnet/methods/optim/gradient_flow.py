@@ -303,6 +303,7 @@ def _checked_times(times: Any, discrete: bool) -> Tensor:
     whole = not discrete or bool((found.isinf() | (found == found.floor())).all())
     if (
         isinstance(times, bool)
+        or (isinstance(times, list | tuple) and any(isinstance(t, bool) for t in times))
         or not found.numel()
         or bool(found.isnan().any())
         or bool((found < 0).any())

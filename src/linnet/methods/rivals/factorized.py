@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing, training_nll
 from linnet.linalg.random import Seed, make_generator, normal
 from linnet.methods.fitting.arguments import check_count, check_positive
 from linnet.methods.linear_posterior.svi import Schedule, divergence
@@ -154,7 +154,7 @@ def factorized_gaussian(
         mean.grad = raw.grad = None
         with torch.enable_grad():
             s = F.softplus(raw)
-            fitted = sum(likelihood.nll(drawing(mean, s, own_x), own_y).sum() for _ in range(draws))
+            fitted = sum(training_nll(likelihood, drawing(mean, s, own_x), own_y).sum() for _ in range(draws))
             bound = -len(y) / (len(index) * draws) * fitted - divergence(mean, s, prior_precision)
             (-bound).backward()
         return float(bound.detach())

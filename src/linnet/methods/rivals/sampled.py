@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError
 from linnet.likelihoods.discrete import Bernoulli, Categorical
-from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing, training_nll
 from linnet.methods.fitting.arguments import check_count, check_positive
 from linnet.methods.laplace.links import Link
 from linnet.methods.laplace.outputs import requires_gradient
@@ -347,7 +347,7 @@ def trained(
                 f = call("the network", _run, model, take(x, own), expected="a network that can run on x")
                 # 1/B Σ nll + λ/2N ‖θ‖²
                 squares = torch.stack([p.square().sum() for p in weights]).sum()
-                loss = likelihood.nll(f, y[own]).mean() + prior_precision / (2 * n) * squares
+                loss = training_nll(likelihood, f, y[own]).mean() + prior_precision / (2 * n) * squares
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

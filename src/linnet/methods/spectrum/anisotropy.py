@@ -206,7 +206,7 @@ def separable_data(
     """
     expected = "a finite float tensor: a direction of the shape of an input"
     tensor("u", u, expected, "pass u.float()", convert=False)
-    if not u.is_floating_point() or not u.numel() or not bool(u.isfinite().all()):
+    if not u.is_floating_point() or not u.numel() or not u.ndim or not bool(u.isfinite().all()):
         refuse("u", u, expected, "pass u.float()")
     if float(u.norm()) == 0:
         raise InputError("u is zero", "a direction", "pass one of AnisotropyDirections.directions")

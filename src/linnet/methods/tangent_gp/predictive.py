@@ -135,7 +135,7 @@ class TangentPredictive:
         """
         require_tensor(y)
         check_finite(y, "y")
-        y = y.to(self.mean.device)
+        y = y.to(self.mean.device, torch.promote_types(y.dtype, self.mean.dtype))
         if y.ndim == 1 and self.mean.shape[1] == 1:
             y = y[:, None]
         if y.shape != self.mean.shape:
