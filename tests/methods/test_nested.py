@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import DataError, FileFormatError, InputError, ModelError
+from linnet.errors import DataError, FileFormatError, InputError, ModelError, NumericalError
 from linnet.methods.nested.search import BIAS
 
 HEADS = 3
@@ -188,6 +188,15 @@ def test_the_grid_of_ridges_grows() -> None:
     assert any("no regularization" in line for line in exact.record.warnings)
     noise = torch.randn(60, 1, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     assert linnet.adapt(net, (x, noise), weight=0.0).ridge > 1
+
+
+def test_a_ridge_below_the_rounding_is_refused() -> None:
+    data = X[:N].float(), Y[:N]
+    net = network().float()
+    with pytest.raises(NumericalError, match=r"below the rounding.*or more"):
+        linnet.adapt(net, (torch.cat([data[0], data[0]]), torch.cat([data[1], data[1]])), ridge=1e-12)
+    exact = linnet.adapt(network(), (data[0].double(), data[1]), ridge=0.01, weight=0.5).loo()
+    assert near(linnet.adapt(net, data, ridge=0.01, weight=0.5).loo().double(), exact, 1e-3)
 
 
 def test_regression_of_several_values() -> None:

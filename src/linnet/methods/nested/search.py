@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from linnet.errors import NumericalError
 from linnet.methods.fitting.dual import Spectrum
 from linnet.methods.fitting.targets import Targets
 
@@ -23,7 +24,13 @@ WEIGHTS = (0.0, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 0.95, 1.0)
 BIAS = 1e4
 PER_DECADE = 4  # ridges
 LOW, HIGH = -4, 3  # decades of ridges that are looked through first
-LOWEST, HIGHEST = -6, 6  # and at most: at 10⁻⁶ nothing is left of float32 kernels, at 10⁶ nothing of the data
+LOWEST, HIGHEST = (
+    -6,
+    6,
+)  # and at most: at 10⁻⁶ hardly anything is regularized, at 10⁶ nothing is left of the data
+MARGIN = (
+    100.0  # ridges are at least so many times the kernel's rounding, which then costs a hundredth at the most
+)
 ERRORS = 1.0  # standard errors by which the lower layers must reduce the probe's leave-one-out error
 
 
@@ -198,18 +205,29 @@ def best_ridge(kernel: Tensor, targets: Targets, weight: float, ridge: float | N
 
     Returns:
         The candidate.
+
+    Raises:
+        NumericalError: If the ridge that is given is below what the kernel's rounding lets be answered.
     """
     spectrum, counting = Spectrum(kernel, targets.values.double()), counted(targets)
+    smallest = MARGIN * spectrum.rounding
     if ridge is not None:
+        if ridge < smallest:
+            raise NumericalError(
+                f"ridge={ridge!r} is below the rounding of the kernel",
+                expected=f"{smallest:.1e} or more, times the mean of the kernel's diagonal",
+                remedy="leave ridge= out to have it chosen, or pass the network in float64: model.double()",
+            )
         return _candidate(spectrum, targets, weight, ridge)
-    low, high, errors = LOW * PER_DECADE, HIGH * PER_DECADE, dict[int, float]()
+    lowest = max(LOWEST * PER_DECADE, math.ceil(PER_DECADE * math.log10(max(smallest, 1e-300))))
+    low, high, errors = max(LOW * PER_DECADE, lowest), HIGH * PER_DECADE, dict[int, float]()
     while True:
         for step in range(low, high + 1):
             if step not in errors:
                 errors[step] = _score(spectrum, 10 ** (step / PER_DECADE), counting)
         best = min(errors, key=errors.__getitem__)
-        if best == low and low > LOWEST * PER_DECADE:
-            low -= PER_DECADE
+        if best == low and low > lowest:
+            low = max(low - PER_DECADE, lowest)
         elif best == high and high < HIGHEST * PER_DECADE:
             high += PER_DECADE
         else:

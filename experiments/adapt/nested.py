@@ -1,0 +1,114 @@
+"""The fit of ``linnet.adapt`` beside its linear probe, on draws from cached kernels of networks and tasks.
+
+``python -m experiments.adapt.kernels --out FOLDER`` first, then
+``python -m experiments.adapt.nested --kernels FOLDER --sets development``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.adapt.kernels import SETS
+from experiments.adapt.tasks import NETWORKS
+from experiments.study import Cell, Study, parser
+from experiments.tables import chosen, with_error
+from linnet.files import load_tensors
+from linnet.methods.fitting.targets import make_targets
+from linnet.methods.nested.search import Mixture, choose
+
+SHOTS = (2, 5, 10, 20, 50)
+Kernels = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+def drawn(labels: Tensor, shots: int, seed: int) -> Tensor:
+    """Positions of ``shots`` images of every class."""
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    return torch.cat([order[labels[order] == label][:shots] for label in labels.unique()])
+
+
+def compared(kernels: Mapping[str, Tensor], shots: int, seed: int) -> dict[str, float]:
+    """Test accuracies of the probe, of what ``linnet.adapt`` takes and of the lower layers alone.
+
+    Args:
+        kernels: What ``experiments.adapt.kernels`` stored.
+        shots: Images of every class.
+        seed: Seed of the draw.
+
+    Returns:
+        Accuracies, the weight of the lower layers, and the accuracy of the best weight by hindsight.
+    """
+    pool, test = kernels["pool"], kernels["test"]
+    n, at = len(pool), drawn(pool, shots, seed)
+    classes = int(max(pool.max(), test.max())) + 1
+    phi = kernels["features"].double()
+    phi = phi - phi[at].mean(0)
+    head, body = phi @ phi.T, (kernels["early"] + kernels["late"]).double()
+    targets = make_targets(pool[at], classes, varied=False)
+    inside = (head[at][:, at], body[at][:, at])
+
+    def accuracy(mixture: Mixture, ridge: float) -> float:
+        kernel = mixture(head, body)
+        square = kernel[at][:, at] + ridge * torch.eye(len(at), dtype=torch.float64)
+        outputs = kernel[n:, at] @ torch.linalg.solve(square, targets.values.double())
+        return float((outputs.argmax(1) == test).double().mean())
+
+    taken = choose(*inside, targets)
+    scales = taken.mixture.head, taken.mixture.body
+    each = [choose(*inside, targets, weight).taken for weight in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)]
+    right = {one.weight: accuracy(Mixture(one.weight, *scales), one.ridge) for one in each}
+    return {
+        "probe": accuracy(Mixture(0.0, *scales), taken.probe.ridge),
+        "adapt": accuracy(taken.mixture, taken.taken.ridge),
+        "body": right[1.0],
+        "hindsight": max(right.values()),
+        "weight": taken.taken.weight,
+    }
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: a row a network, task and number of shots, with paired differences from the probe."""
+    names = ("network", "task", "a class", "linear probe", "adapt", "gain", "lower layers alone", "weight")
+    lines = [f"| {' | '.join(names)} |", "|---|---|---:|---:|---:|---:|---:|---:|"]
+    rows = dict.fromkeys((cell["network"], cell["task"], cell["shots"]) for cell in cells)
+    for network, task, shots in rows:
+        where = {"network": network, "task": task, "shots": shots}
+        probe, taken, body, weight = (
+            chosen(cells, key, **where) for key in ("probe", "adapt", "body", "weight")
+        )
+        gains = [a - b for a, b in zip(taken, probe, strict=True)]
+        values = [with_error(column, scale=100) for column in (probe, taken, gains, body)]
+        mean = f"{sum(weight) / len(weight):.2f}"
+        lines.append(f"| {' | '.join((network, task, str(shots), *values, mean))} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run what is cached."""
+    arguments = parser(__doc__ or "", seeds=5)
+    arguments.add_argument("--kernels", type=Path, default=Path("runs/experiments/adapt/kernels"))
+    arguments.add_argument("--sets", nargs="+", default=["development"], choices=list(SETS))
+    given = arguments.parse_args()
+    study, cells = Study("adapt/nested", given), []
+    for part in given.sets:
+        for network in NETWORKS.values():
+            for task in SETS[part]:
+                file = f"{network.name} {task.name}".replace(" ", "-").lower()
+                if not (given.kernels / f"{file}.safetensors").exists():
+                    continue
+                kernels, _ = load_tensors(given.kernels / f"{file}.safetensors", file)
+                fewest = int(kernels["pool"].bincount().min())
+                for shots in (s for s in SHOTS if s <= fewest):
+                    for seed in study.seeds:
+                        where = {"set": part, "network": network.name, "task": task.name}
+                        what = {**where, "shots": shots, "seed": seed}
+                        cells.append(study.cell(what, lambda k=kernels, s=shots, d=seed: compared(k, s, d)))
+    study.publish(table(cells), cells)
+
+
+if __name__ == "__main__":
+    main()
