@@ -6,6 +6,14 @@ LIKELIHOODS = ("Gaussian", "HeteroscedasticGaussian", "Categorical", "Bernoulli"
 REAL = {"half", "three", "scalar tensor", "integer tensor"}
 WHOLE = {"integer tensor"}
 PLACES = {"text", "missing file"}
+KEEPING = (
+    "optim.GaussNewton.accumulate",
+    "optim.GrowingBatches",
+    "optim.LinearityGap",
+    "optim.KernelDrift",
+    "spectrum.EigenfunctionTargets",
+    "spectrum.Recorder",
+)
 TYPES = {"~integer", "~bool", "~float32", "~float64", "~requires grad", "~list"}
 SIZES = {"~shorter", "~longer", "~extra axis", "~first example", "~wider"}
 
@@ -22,6 +30,16 @@ KINDS: dict[str, set[str]] = {
     "tensors by name": REAL | {"zero", "minus one", "empty dict"},
     "made": set(),
     "flag": {"true", "false"},
+    "flag or none": {"true", "false", "None"},
+    "word or none": {"None"},
+    "grid": {"empty dict"},
+    "means": REAL | {"zero", "minus one", "empty dict", "tensor"},
+    "precisions": REAL | {"tensor"},
+    "ridge or flow": REAL | {"zero"},
+    "points on a line": REAL | {"zero", "tensor", "empty list", "empty tensor"},
+    "positive or none": REAL | {"None"},
+    "kept inputs": TYPES | SIZES | {"tensor", "complex tensor", "~complex", "~inf"},
+    "layers or tensors": {"module", "empty dict"},
     "count": WHOLE,
     "count or none": WHOLE | {"None"},
     "count from zero": WHOLE | {"zero"},
@@ -52,6 +70,8 @@ KINDS: dict[str, set[str]] = {
     "inputs": TYPES | SIZES | {"tensor"},
     "pair": {f"{part}: {name}" for part in "xy" for name in TYPES | {"~extra axis", "~wider"}}
     | {"tensor", "empty tensor"},
+    "kept pair": {f"{part}: {name}" for part in "xy" for name in TYPES | {"~extra axis", "~wider"}}
+    | {"tensor", "empty tensor", "x: ~complex"},
     "targets": TYPES | {"~extra axis", "~wider", "~shorter", "module", "~nan", "integer tensor"},
     # a product with NaN is NaN, as in torch
     "vector": TYPES | SIZES | {"~requires grad", "~nan", "~inf", "~no example", "tensor", "empty tensor"},
@@ -77,12 +97,13 @@ _NAMES = {
     "reduction root schedule score search sharing solver source space structure structures to variant keep "
     "preconditioner loss names mode like",
     "made": "curvature fit forgotten lin likelihood moment param_group report seen description "
-    "augmentation memory directory device dtype candidates gram prepare directions",
+    "augmentation memory device dtype candidates gram directions",
     "selector": "params",
     "flag": "adaptive add base canonical clamps discrete flip inplace joint masked momentum per_output "
     "progress "
-    "record_gap shard shared squared stop training_mode",
-    "count": "batch batch_size bins block channels classes draws epochs evaluate_every every "
+    "record_gap shared squared stop training_mode",
+    "flag or none": "shard",
+    "count": "batch batch_size bins block channels classes draws epochs evaluate_every every heads "
     "inverse_period "
     "iterations largest log_every members most n patience points rank rejections rounds samples "
     "save_every size "
@@ -92,7 +113,7 @@ _NAMES = {
     "integer": "axis ignore_index",
     "positive": "cap clip data_scale damping decay deviation epsilon examples least_noise lr new "
     "noise_scale old "
-    "rate target_loss threshold tolerance width weight learning_rate noise_variance limit average "
+    "rate target_loss threshold tolerance width weight learning_rate noise_variance limit average point_temperature temperature variance_scale "
     "variance ridge",
     "not negative": "sigma strength tau time weight_decay zeta prior_precision scale",
     "share": "area delta eps slope",
@@ -102,12 +123,12 @@ _NAMES = {
     "times": "times",
     "positions": "indices",
     "seed": "generator seed",
-    "place": "checkpoint file",
+    "place": "checkpoint directory file",
     "step or schedule": "period",
     "model": "model module teacher lin_or_model first second",
     "optional mapping": "bilinear options",
     "function": "closure function log make make_schedule moments nll sample train",
-    "function or none": "make_optimizer",
+    "function or none": "make_optimizer prepare",
     "adapter": "output",
     "inputs": "example inside outside pool x x1 x2 z at",
     "targets": "after before groups old_outputs targets y labels",
@@ -118,9 +139,30 @@ _NAMES = {
 OF_NAME = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 OF_CALL: dict[str, str] = {
     "audit.select(batch)": "flag",
+    "fit(preconditioner)": "word or none",
+    "fit(rank)": "count from zero",
+    "TangentGP(rank)": "count from zero",
+    "finetune(search)": "grid",
+    "audit.influence(steps)": "count from zero",
+    "audit.forgetting_certificate(forgotten)": "positions",
+    "SoftmaxFit.check_loo(examples)": "positions",
+    "Laplace(prior_mean)": "means",
+    "Laplace(prior_precision)": "precisions",
+    "TangentGP.tune(least_noise)": "share or zero",
+    "TangentGP (parameter).tune(least_noise)": "share or zero",
+    "spectrum.condition_number(ridge)": "not negative",
+    "optim.GaussNewton(damping)": "not negative",
+    "optim.IterativeLinearization.solve(ridge)": "ridge or flow",
+    "spectrum.SpectralDensity.density(points)": "points on a line",
+    "Augmentation.__call__(x)": "vector",
+    "surgery.SquareRootPooling.covariance(z)": "vector",
+    "continual.OnlineLaplace.preconditioner(damping)": "positive or none",
+    "RunningCurvature.refresh(model)": "layers or tensors",
+    "continual.NonOnlineLaplace (saved).remember(data)": "kept pair",
+    **{f"{name}(x)": "kept inputs" for name in KEEPING},
     "evaluate(noise)": "word",
     "optim.GaussNewton.accumulate(y)": "labels later",
-    "preflight(batch)": "inputs",
+    "preflight(batch)": "kept inputs",
     "continual.convert_strength(batch)": "positive",
     "fgsm(step)": "not negative",
     "spectrum.Recorder(keep)": "place or flag",
@@ -158,18 +200,11 @@ ALWAYS_REFUSED = frozenset({
 })  # fmt: skip
 
 # Parameters that may still end in an error of torch's or Python's own, each with its reason.
-_PENDING = "tangent/linearized.py has its checks in a change of its own"
 DIFFERS: dict[str, str] = {
     "ParameterSpace.in_kind(like)": "only the kind of like= is looked at, not what it holds",
     "ParameterSpace.to_flat(vector)": "NaN in a vector stays where it is",
     "spectrum.condition_number(source)": "the kernel of another network may be singular: infinity is right",
-    "Linearized.jvp(v)": _PENDING,
-    "Linearized.jvp(x)": _PENDING,
-    "Linearized.vjp(u)": _PENDING,
-    "Linearized.vjp(x)": _PENDING,
-    "Linearized.relinearize(at)": _PENDING,
-    "Linearized.base(x)": _PENDING,
-    "Linearized.jacobian(x)": _PENDING,
+    "spectrum.condition_number(x)": "likewise the kernel of an example that is given twice",
     "load_fit(output)": "an output= that fails raises its own error",
 }
 
@@ -180,7 +215,19 @@ def kind_of(name: str, parameter: str) -> str | None:
 
 
 # Kinds whose values may be infinite or NaN, or stand in the result as they are.
-NOT_FINITE = frozenset({"labels later", "times", "bound", "vector", "entries", "any tensors", "labels alone"})
+NOT_FINITE = frozenset(
+    {
+        "kept inputs",
+        "ridge or flow",
+        "labels later",
+        "times",
+        "bound",
+        "vector",
+        "entries",
+        "any tensors",
+        "labels alone",
+    }
+)
 
 
 def may_take(name: str, parameter: str, wrong: str) -> bool:

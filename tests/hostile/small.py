@@ -103,6 +103,10 @@ def softmax() -> Any:
     return linnet.fit(lin(), classes(), loss="cross-entropy")
 
 
+def adapted() -> Any:
+    return linnet.adapt(net(), classes(), weight=0.5, ridge=0.1, heads=2)
+
+
 @cache
 def metric() -> Any:
     return linnet.with_metric(net(), curvature("kfac"))
@@ -325,6 +329,7 @@ def saved(kind: str) -> Path:
         "laplace": laplace,
         "gp": gp,
         "finetuned": finetuned,
+        "adapted": adapted,
     }
     made[kind]().save(folder)
     return folder

@@ -86,8 +86,8 @@ def adapt(
         check.number("weight", weight, least=0, most=1)
     if ridge is not None:
         check.number("ridge", ridge, above=0)
-    check.integer("heads", heads, most=4096)
-    check.integer("seed", seed, least=0, most=2**63 - 1)
+    heads = check.integer("heads", heads, most=4096)
+    seed = check.integer("seed", seed, least=0, most=2**63 - 1)
     begin = time.perf_counter()
     weights = last_linear(model)[1].weight
     x, y = gather_data(data, weights.device)
