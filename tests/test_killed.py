@@ -63,7 +63,7 @@ def test_killed_and_resumed(kind: str, tmp_path: Path) -> None:
     check(kind, tmp_path, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(os.name != "posix", reason="kills with SIGKILL")
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_twenty_moments(kind: str, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize(
-    ("what", "network"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+    ("what", "network"), [*FAST, *(pytest.param(*case, marks=pytest.mark.long) for case in SLOW)]
 )
 @pytest.mark.parametrize("budget", [60_000_000, 200_000_000])
 def test_a_process_stays_within_its_budget(what: str, network: str, budget: int) -> None:
