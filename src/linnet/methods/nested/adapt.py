@@ -135,6 +135,7 @@ def load_adapted(directory: str | Path, model: nn.Module) -> NestedFit:
         FileFormatError: If the file is truncated, altered, foreign, or of another network.
         InputError: If there is no such file.
     """
+    check.instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
     path = as_path(directory)
     path = path / f"{KIND}.safetensors" if path.is_dir() or not path.suffix else path
     tensors, metadata = load_tensors(path, KIND)
