@@ -118,8 +118,8 @@ _NAMES = {
     "integer": "axis ignore_index",
     "positive": "cap clip data_scale damping decay deviation epsilon examples least_noise lr new "
     "noise_scale old "
-    "rate target_loss threshold tolerance width weight learning_rate noise_variance limit average point_temperature "
-    "temperature variance_scale "
+    "rate target_loss threshold tolerance width weight learning_rate noise_variance limit average "
+    "point_temperature temperature variance_scale "
     "variance ridge",
     "not negative": "sigma strength tau time weight_decay zeta prior_precision scale",
     "share": "area delta eps slope",
@@ -231,6 +231,7 @@ def kind_of(name: str, parameter: str) -> str | None:
 NOT_FINITE = frozenset(
     {
         "kept inputs",
+        "removed positions",
         "ridge or flow",
         "labels later",
         "times",

@@ -126,7 +126,7 @@ def test_wrong_values_are_refused_or_right(name: str) -> None:
     assert not failures(all_doors()[name], share)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(all_doors()))
 def test_every_wrong_value_is_refused_or_right(name: str) -> None:
     assert not failures(all_doors()[name], 1)
