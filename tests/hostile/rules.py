@@ -33,6 +33,11 @@ KINDS: dict[str, set[str]] = {
     "flag or none": {"true", "false", "None"},
     "word or none": {"None"},
     "grid": {"empty dict"},
+    "removed positions": {"zero", "integer tensor", "empty list", "empty tensor"},
+    "scores": TYPES | {"~wider"},
+    "tangents": {f"entry: {name}" for name in TYPES} | {"entry: tensor"},
+    "weights by name": {f"entry: {name}" for name in TYPES} | {"entry: tensor", "entry unknown", "module"},
+    "path of ridges": (TYPES | SIZES | REAL | {"tensor"}) - {"~bool"},
     "means": REAL | {"zero", "minus one", "empty dict", "tensor"},
     "precisions": REAL | {"tensor"},
     "ridge or flow": REAL | {"zero"},
@@ -113,7 +118,8 @@ _NAMES = {
     "integer": "axis ignore_index",
     "positive": "cap clip data_scale damping decay deviation epsilon examples least_noise lr new "
     "noise_scale old "
-    "rate target_loss threshold tolerance width weight learning_rate noise_variance limit average point_temperature temperature variance_scale "
+    "rate target_loss threshold tolerance width weight learning_rate noise_variance limit average "
+    "point_temperature temperature variance_scale "
     "variance ridge",
     "not negative": "sigma strength tau time weight_decay zeta prior_precision scale",
     "share": "area delta eps slope",
@@ -140,6 +146,13 @@ OF_NAME = {name: kind for kind, names in _NAMES.items() for name in names.split(
 OF_CALL: dict[str, str] = {
     "audit.select(batch)": "flag",
     "fit(preconditioner)": "word or none",
+    "adapt(weight)": "share or zero",
+    "audit.label_errors(outputs)": "scores",
+    "Linearized.base(x)": "kept inputs",
+    "Linearized.jvp(v)": "tangents",
+    "Linearized.relinearize(at)": "weights by name",
+    "SoftmaxFit.forget(indices)": "removed positions",
+    "NestedFit.along(ridges)": "path of ridges",
     "fit(rank)": "count from zero",
     "TangentGP(rank)": "count from zero",
     "finetune(search)": "grid",
@@ -218,6 +231,7 @@ def kind_of(name: str, parameter: str) -> str | None:
 NOT_FINITE = frozenset(
     {
         "kept inputs",
+        "removed positions",
         "ridge or flow",
         "labels later",
         "times",

@@ -81,7 +81,7 @@ def test_wrong_arguments(options: dict[str, Any], match: str) -> None:
 
 def test_likelihood_and_list_of_structures() -> None:
     x, y = classes()
-    with pytest.raises(InputError, match="likelihood is NoneType"):
+    with pytest.raises(InputError, match="likelihood=None"):
         alignment(mlp(), (x, y), None)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="structures='kfac'"):
         alignment(mlp(), (x, y), Categorical(), "kfac")

@@ -282,7 +282,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"inverse_period": 0}, "inverse_period"),
     ({"examples": 0}, "examples"),
     ({"limit": -1.0}, "limit"),
-    ({"average": 2.0}, "decay"),
+    ({"average": 2.0}, "average"),
     ({"betas": (0.9, 0.99)}, "betas"),
     ({"seed": "a"}, "seed"),
     ({"structure": 3}, "structure=3"),

@@ -159,6 +159,23 @@ def test_ensemble_errors() -> None:
         trained(network, blobs(), L.Categorical(), rate=0.0)
 
 
+def test_a_training_that_diverges_says_so() -> None:
+    data = real(20, 3).float(), real(20, 2).float()
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+    def steep(weights: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(weights, lr=1e30)
+
+    with pytest.raises(NumericalError, match="the training diverged"):
+        trained(make, data, L.Gaussian(), epochs=20, rate=1e30)
+    with pytest.raises(NumericalError, match="the training diverged"):
+        linnet.train_with_evidence(make(), data, L.Gaussian(), 5, steep)
+    with pytest.raises(NumericalError, match="the training diverged"):
+        linnet.train_with_evidence(make(), data, L.Gaussian(), 5, steep, batch=5)
+
+
 # --- factorized Gaussian --------------------------------------------------------------------------
 
 

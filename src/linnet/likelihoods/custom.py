@@ -395,7 +395,10 @@ def _label_tensor(support: Iterable[Any]) -> Tensor:
             expected="numbers or tensors of one shape",
             remedy="pass numbers such as support=[0, 1]",
         ) from error
-    return tensor("support", table, "finite numbers")
+    found = tensor("support", table, "finite numbers")
+    if not bool(found.isfinite().all()):
+        refuse("support", support, "finite numbers", "leave out labels that are not finite")
+    return found
 
 
 def _axes(support: Any) -> bool:

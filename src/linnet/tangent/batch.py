@@ -359,7 +359,10 @@ def named_tensor(value: Any, name: str) -> Tensor:
 def check_finite(x: Inputs, name: str) -> None:
     """Raise ``DataError`` naming the first example in which a float tensor is not finite."""
     for tensor in tensors_in(x):
-        if not tensor.is_floating_point() or is_finite(tensor):
+        if not tensor.is_floating_point():
+            continue
+        require_dense(tensor, name)
+        if is_finite(tensor):
             continue
         bad = ~torch.isfinite(
             tensor.reshape(tensor.shape[0], -1) if tensor.ndim else tensor.reshape(1, 1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError, WeightsError
 from linnet.linalg.space import ParameterSpace, Vector
-from linnet.params import choice, refuse
+from linnet.params import choice, instance, refuse, tensor
 from linnet.tangent.batch import Inputs, check_examples
 from linnet.tangent.captured import Outputs
 from linnet.tangent.forward_mode import Params
@@ -263,7 +263,10 @@ class Linearized(nn.Module):
         elif isinstance(at, nn.Module):
             tensors = tensors_by_name(at)
         else:
-            tensors = at
+            expected = "a network, or tensors by name"
+            tensors = instance("at", at, Mapping, expected, "leave at= out for θ₀ + δ")
+            for name, given in tensors.items():
+                tensor(f"at[{name!r}]", given, "a dense tensor of real numbers", convert=False)
         missing = [name for name in self._function.names if name not in tensors]
         if missing:
             raise WeightsError(

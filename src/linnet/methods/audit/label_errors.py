@@ -22,7 +22,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.methods.fitting.predictive import golden_section, probabilities
-from linnet.params import tensor
+from linnet.params import refuse, tensor
 
 STEPS = 60  # of expectation maximization for η at each temperature
 EVEN = 0.5  # probability of being wrong from which a label is doubted
@@ -67,7 +67,7 @@ def label_errors(outputs: Tensor, labels: Tensor) -> LabelErrors:
         The labels that look wrong.
 
     Raises:
-        InputError: If there are not as many labels as outputs.
+        InputError: If there are not as many labels as outputs, or a number is no class or not finite.
 
     Source:
         Northcutt, Jiang and Chuang, JAIR 2021 (class thresholds).
@@ -80,13 +80,19 @@ def label_errors(outputs: Tensor, labels: Tensor) -> LabelErrors:
         tensor([38])
     """
     outputs = tensor("outputs", outputs, "held-out outputs (N, C)").detach().double()
-    labels = tensor("labels", labels, "classes (N,)").to(outputs.device).long()
+    if not bool(outputs.isfinite().all()):
+        refuse("outputs", outputs, "finite numbers", "look for divergence of the training")
+    given = tensor("labels", labels, "classes (N,)").to(outputs.device)
+    labels = given.long()
     if outputs.ndim != 2 or labels.shape != outputs.shape[:1] or not len(labels):
         raise InputError(
             f"outputs has shape {tuple(outputs.shape)} and labels {tuple(labels.shape)}",
             expected="outputs (N, C) and one class for each example, (N,)",
             remedy="pass fit.loo() and fit.labels",
         )
+    count = max(2, outputs.shape[1])
+    if not bool(((given == labels) & (labels >= 0) & (labels < count)).all()):
+        refuse("labels", given, f"whole numbers from 0 to {count - 1}", "pass fit.labels")
     t, rate = _most_likely(outputs, labels)
     q = probabilities(outputs, None, t)
     c = q.shape[1]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from linnet.errors import InputError
+from linnet.errors import InputError, ModelError, NumericalError
 from linnet.likelihoods.likelihood import Likelihood, training_nll
 from linnet.linalg.random import Seed, make_generator
 from linnet.methods.fitting.arguments import check_count
@@ -69,6 +69,7 @@ def train_with_evidence(
 
     Raises:
         InputError: If a number is not positive, or the network's result is no tensor.
+        NumericalError: If the training diverges.
 
     Example:
         >>> import linnet
@@ -109,7 +110,14 @@ def train_with_evidence(
             optimizer.step()
         if (epoch > burn_in and epoch % every == 0) or epoch == epochs:
             carried = {**options, "prior_precision": la.prior_precision}
-            la = Laplace(model, la.likelihood, **carried).fit(held)
+            try:
+                la = Laplace(model, la.likelihood, **carried).fit(held)
+            except ModelError as error:  # the same network was fitted before: now it is not finite
+                raise NumericalError(
+                    f"the training diverged: {error.what}",
+                    expected="finite outputs at every step",
+                    remedy="pass a smaller learning rate, or check the data and the network's scale",
+                ) from error
             la.tune("evidence", prior=prior, steps=steps)
             penalty = _Penalty(la)
     optimizer.zero_grad()

@@ -133,17 +133,19 @@ def load_adapted(directory: str | Path, model: nn.Module) -> NestedFit:
 
     Raises:
         FileFormatError: If the file is truncated, altered, foreign, or of another network.
-        InputError: If there is no such file.
+        InputError: If there is no such file, or the model is none.
 
     Example:
-        >>> import linnet, tempfile
-        >>> net = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 10))
-        >>> x = torch.linspace(-1, 1, 40).view(20, 2)
-        >>> folder = tempfile.mkdtemp()
-        >>> _ = linnet.adapt(net, (x, (x[:, 0] > 0).long())).save(folder)
-        >>> load_adapted(folder, net).n
-        20
+        >>> import tempfile
+        >>> import linnet
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> x = torch.randn(10, 2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = linnet.adapt(net, (x, torch.arange(10) % 2)).save(folder)
+        ...     load_adapted(folder, net).n
+        10
     """
+    check.instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
     path = as_path(directory)
     path = path / f"{KIND}.safetensors" if path.is_dir() or not path.suffix else path
     tensors, metadata = load_tensors(path, KIND)

@@ -28,6 +28,7 @@ from linnet.methods.fitting.targets import Targets, make_targets
 from linnet.methods.nested.features import Features
 from linnet.methods.nested.prior import Prior
 from linnet.methods.nested.search import choose
+from linnet.params import number
 from linnet.tangent.batch import (
     Inputs,
     batch_size,
@@ -170,7 +171,13 @@ class NestedFit:
             temperature: T of outputs with their variance.
             point_temperature: T of outputs without it.
             variance_scale: Factor on variances in probabilities.
+
+        Raises:
+            InputError: If one is not a positive number.
         """
+        temperature = number("temperature", temperature, above=0)
+        point_temperature = number("point_temperature", point_temperature, above=0)
+        variance_scale = number("variance_scale", variance_scale, above=0)
         self._moderation, self._point_temperature = (temperature, variance_scale), point_temperature
 
     # -- predictions -----------------------------------------------------------------------------
@@ -303,11 +310,15 @@ class NestedFit:
 
         Returns:
             (R, T, C).
+
+        Raises:
+            InputError: If a ridge is not positive.
         """
+        grid = ridge_grid(ridges)
         cross, spectrum = self._to_train(self._checked(x)), self.system.spectrum
         coordinates = spectrum.coordinates.reshape(len(spectrum.values), -1)
         turned = cross @ spectrum.vectors
-        return torch.stack([(turned / (spectrum.values + ridge)) @ coordinates for ridge in ridges])
+        return torch.stack([(turned / (spectrum.values + ridge)) @ coordinates for ridge in grid])
 
     def ridges(self) -> Tensor:
         """Seven decades of ridges around the mean of the kernel's diagonal, and the fit's own, (R,)."""

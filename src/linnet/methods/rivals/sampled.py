@@ -316,6 +316,7 @@ def trained(
 
     Raises:
         InputError: If an argument is not positive.
+        NumericalError: If the training diverges.
 
     Example:
         >>> from linnet.likelihoods import Categorical
