@@ -206,7 +206,7 @@ def test_progress_can_be_silenced(capsys: pytest.CaptureFixture[str]) -> None:
         ({"data": (X, torch.arange(40))}, ["y holds integers from 0 to 39"]),
         ({"data": (X, real(40, 2))}, ["y has shape (40, 2)", "1 outputs"]),
         ({"data": X}, ["data is Tensor"]),
-        ({"make_optimizer": "sgd"}, ["make_optimizer is str", "lambda parameters"]),
+        ({"make_optimizer": "sgd"}, ["make_optimizer='sgd'", "lambda parameters"]),
         ({"make_optimizer": lambda p: None}, ["make_optimizer returned NoneType"]),
     ],
 )

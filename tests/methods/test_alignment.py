@@ -182,7 +182,7 @@ def test_the_bound_of_functions_without_norm_or_alignment() -> None:
         (ONE, real(9, 0), "full", InputError, ["y has shape (9, 0)"]),
         (ONE, real(8), "full", DataError, ["9 inputs", "(8,)"]),
         (ONE, torch.arange(9), "full", InputError, ["integers 0, 1, 2", "0 and 1"]),
-        (ONE, real(9).to(torch.complex128), "full", InputError, ["complex"]),
+        (ONE, real(9).to(torch.complex128), "full", DataError, ["complex"]),
         (ONE, real(9), "diagonal", InputError, ["outputs='diagonal'"]),
         (MANY, real(9), "full", InputError, ["y has shape (9,)", "trace"]),
         (MANY, real(9, 4), "full", InputError, ["y has shape (9, 4)", "(N, 3, T)"]),

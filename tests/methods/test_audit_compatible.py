@@ -67,7 +67,7 @@ def test_a_perfect_update_has_no_relative_rate() -> None:
         (one_hot([0, 1]), [0], ["y is list", "(1,)"]),
         (one_hot([0, 1]), [0.0, 1.0], ["y", "float"]),
         (one_hot([0, 1]), [0, 3], ["y holds 3 at index 1", "0 to 2"]),
-        (one_hot([0, 1]), "ab", ["y is str"]),
+        (one_hot([0, 1]), "ab", ["y='ab'"]),
         (
             nn.Sequential(nn.Dropout(), nn.Linear(3, 3)).double().train(),
             [0, 1],

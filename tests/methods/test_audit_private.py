@@ -262,8 +262,8 @@ def test_single_precision() -> None:
         ({"mechanism": "laplace"}, ["mechanism='laplace'"]),
         ({"neighbors": "add"}, ["neighbors='add'"]),
         ({"clip": 1.0}, ["clip=1.0", "(κ, τ)"]),
-        ({"clip": (1.0, 0.0)}, ["clip[1]=0.0"]),
-        ({"clip": (-1.0, 1.0)}, ["clip[0]=-1.0"]),
+        ({"clip": (1.0, 0.0)}, ["clip[1] is 0.0"]),
+        ({"clip": (-1.0, 1.0)}, ["clip[0] is -1.0"]),
         ({"fit": "fit"}, ["fit is str"]),
     ],
 )

@@ -233,7 +233,7 @@ def test_binarization_keeps_most_of_the_direction() -> None:
         ({"k": 2.5}, ["k is 2.5", "an integer"]),
         ({"k": True}, ["k is True"]),
         ({"k": 2, "outputs": "diagonal"}, ["outputs='diagonal'"]),
-        ({"k": 2, "method": "qr"}, ["method='qr'", "'lanczos'"]),
+        ({"k": 2, "method": "qr"}, ["method='qr'", '"lanczos"']),
         ({"k": 2, "gram": real(4, 4)}, ["gram has shape (4, 4)", "16 rows"]),
         ({"k": 2, "gram": real(16, 4)}, ["gram has shape (16, 4)"]),
         ({"k": 2, "gram": torch.ones(16, 16, dtype=torch.long)}, ["gram has type torch.int64"]),
@@ -260,7 +260,7 @@ def test_targets_and_indices_that_cannot_be() -> None:
     found = spectrum.eigenfunctions(ONE.model, ONE.x, 2)
     refused(InputError, lambda: found(ONE.x, [2]), "indices holds [2]", "0 to 1")
     refused(InputError, lambda: found(ONE.x[:0]), "x is empty")
-    refused(InputError, lambda: found.binarized(-1), "indices holds [-1]")
+    refused(InputError, lambda: found.binarized(-1), "index=-1")
     refused(InputError, lambda: found.binarized(0, labels="letters"), "labels='letters'")
     refused(InputError, lambda: found.energy_concentration(ONE.y[:3]), "y has shape (3, 1)", "16 examples")
     refused(InputError, lambda: found.energy_concentration(ONE.y, 3), "k is 3")

@@ -321,7 +321,7 @@ def test_outputs_with_positions() -> None:
         ({"structure": "matrix-free"}, "matrix-free"),
         ({"structure": ["kfac", "full"]}, "structure"),
         ({"expectancy": "mc"}, "expectancy"),
-        ({"likelihood": "classification"}, "likelihood is str"),
+        ({"likelihood": "classification"}, "likelihood='classification'"),
     ],
 )
 def test_constructor_refuses(options: Any, match: str) -> None:

@@ -51,7 +51,7 @@ def test_accumulation_changes_the_type_of_a_float32_kernel() -> None:
     [
         ({"outputs": "nuclear"}, ["outputs='nuclear'", "'trace'"]),
         ({"accumulate": "float16"}, ["accumulate='float16'", "float64"]),
-        ({"accumulate": torch.float64}, ["accumulate=torch.float64"]),
+        ({"accumulate": torch.float64}, ["accumulate is torch.float64"]),
         ({"memory": "much"}, ["memory", "'much'"]),
         ({"file": "kernel.pt"}, ["file='kernel.pt'", ".npy"]),
         ({"x2": P.x[:0]}, ["x2 is empty"]),

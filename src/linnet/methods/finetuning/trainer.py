@@ -25,7 +25,6 @@ from linnet.methods.finetuning.course import Course, Objective, Optimization, Re
 from linnet.methods.finetuning.examples import Examples
 from linnet.methods.finetuning.loss_curve import LossCurve
 from linnet.methods.optim.preconditioner import KroneckerPreconditioner
-from linnet.params import call
 from linnet.params import path as checked_path
 from linnet.progress import track
 from linnet.tangent.batch import Inputs
@@ -214,8 +213,7 @@ class Trainer:
         """Keep numbers in the history and hand them to the logger."""
         self.state.history.append({"step": step, **values})
         if self.reporting.log is not None:
-            expected = "a function of a dict of numbers and a step"
-            call("log", self.reporting.log, dict(values), step, expected=expected)
+            self.reporting.log(dict(values), step)  # its errors are the user's own, such as to stop a run
 
     def _check_batch(self) -> None:
         """Raise if BatchNorm would normalize single examples."""

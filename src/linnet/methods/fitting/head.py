@@ -76,7 +76,7 @@ def with_head(
         torch.Size([12, 2])
     """
     _check(model, classes, init, data)
-    if integer("cross_fit", cross_fit, 0) and init != "probe":
+    if integer("cross_fit", cross_fit, 0, remedy="pass cross_fit=5, or 0 for none") and init != "probe":
         raise InputError(
             f"cross_fit={cross_fit!r} with init={init!r}",
             expected='init="probe": other heads have seen no label',
