@@ -216,7 +216,7 @@ def test_the_method_is_chosen(folder: Path, capsys: pytest.CaptureFixture[str]) 
         assert adapt(folder, "--method", "nested", "--overwrite", *words) == 2
         assert f"{words[0][2:].replace('-', '_')} is given with method nested" in capsys.readouterr().err
     assert adapt(folder, "--weight", "2", "--overwrite") == 2
-    assert "weight is 2" in capsys.readouterr().err
+    assert "weight=2.0" in capsys.readouterr().err
 
 
 def test_the_verdict_is_told(workshop: Path) -> None:
