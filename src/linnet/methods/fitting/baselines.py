@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linnet import params as check
 from linnet.errors import InputError
+from linnet.methods.fitting.descent import OPTIMIZERS, Descent, score_of
 from linnet.methods.fitting.head import features, linear_probe
 from linnet.methods.fitting.targets import make_targets
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, batch_size, gather_data, split, take
 from linnet.tangent.functional import Functional
 
-RATES = (0.003, 0.01, 0.03, 0.1)
-CLIP = 1.0  # largest norm of a gradient; keeps a high rate from destroying a small network
+RATES = {"sgd": (0.003, 0.01, 0.03, 0.1), "adam": (1e-4, 3e-4, 1e-3, 3e-3)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,25 +57,26 @@ def fine_tune(
     data: Any,
     steps: int = 150,
     batch: int = 32,
-    rates: Sequence[float] = RATES,
+    rates: Sequence[float] | None = None,
     seed: int = 0,
     progress: bool | None = None,
+    optimizer: str = "sgd",
 ) -> FineTuned:
     """Plain fine-tuning of every weight, its learning rate chosen on a fifth of the training data.
 
-    Stochastic gradient descent with momentum 0.9, clipped gradients and a cosine schedule, on the
-    cross-entropy (integer y) or the mean squared error (float y); BatchNorm keeps its running statistics and
-    dropout is off. Each rate is tried on four fifths of the data and scored on the rest; the best is then
-    run on all of it.
+    Minibatch descent with clipped gradients and a cosine schedule, on the cross-entropy (integer y) or the
+    mean squared error (float y); BatchNorm keeps its running statistics and dropout is off. Each rate is
+    tried on four fifths of the data and scored on the rest; the best is then run on all of it.
 
     Args:
         model: The network, with the head that it should start from; it is not touched.
         data: Training data: an (x, y) pair, a Dataset or a DataLoader.
         steps: Steps of each run.
         batch: Examples a step.
-        rates: Learning rates to try.
+        rates: Learning rates to try; by default four of the optimizer's.
         seed: Seed of the held-out draw and of the batches.
         progress: Show progress; by default only when it takes over two seconds.
+        optimizer: ``"sgd"`` with momentum 0.9, or ``"adam"`` with a warm-up.
 
     Returns:
         The trained network, with the rate and the held-out scores.
@@ -92,6 +92,8 @@ def fine_tune(
     """
     x, y = gather_data(data, next(model.parameters()).device)
     n = batch_size(x)
+    check.choice("optimizer", optimizer, OPTIMIZERS, "leave it out for SGD")
+    rates = RATES[optimizer] if rates is None else rates
     if steps < 1 or not rates or n < 2:
         raise InputError(
             f"steps={steps}, rates={tuple(rates)} with {n} examples",
@@ -104,22 +106,14 @@ def fine_tune(
     )
     scores: dict[float, float] = {}
     for rate in rates:
-        tried = _descend(model, take(x, train), y[train], rate, _Schedule(steps, batch, seed), ticks)
-        scores[rate] = _score(tried, take(x, held), y[held])
+        run = Descent(rate, steps, batch, seed, optimizer)
+        tried = run(model, take(x, train), y[train], ticks)
+        scores[rate] = score_of(tried, take(x, held), y[held])
     best = max(scores, key=lambda rate: scores[rate])
-    trained = _descend(model, x, y, best, _Schedule(steps, batch, seed), ticks)
+    trained = Descent(best, steps, batch, seed, optimizer)(model, x, y, ticks)
     for _ in ticks:  # let the meter end on its last line
         pass
     return FineTuned(trained, best, scores, steps)
-
-
-@dataclass(frozen=True)
-class _Schedule:
-    """Steps, batch and seed of one run."""
-
-    steps: int
-    batch: int
-    seed: int
 
 
 def held_out_split(y: Tensor, seed: int) -> tuple[Tensor, Tensor]:
@@ -134,54 +128,6 @@ def held_out_split(y: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     if not held.any():
         held[torch.randperm(len(labels), generator=generator)[: max(1, len(labels) // 5)]] = True
     return (~held).nonzero()[:, 0].to(y.device), held.nonzero()[:, 0].to(y.device)
-
-
-def _descend(
-    model: nn.Module, x: Inputs, y: Tensor, rate: float, schedule: _Schedule, ticks: Any
-) -> nn.Module:
-    """One run of SGD with momentum."""
-    network = copy.deepcopy(model).eval()  # eval: BatchNorm and dropout frozen
-    weights = [p.requires_grad_() for p in network.parameters() if p.is_floating_point()]
-    optimizer = torch.optim.SGD(weights, lr=rate, momentum=0.9)
-    generator = torch.Generator().manual_seed(schedule.seed)
-    n, order = len(y), torch.empty(0, dtype=torch.long)
-    for step in range(schedule.steps):
-        next(ticks)
-        if len(order) < min(schedule.batch, n):
-            order = torch.cat([order, torch.randperm(n, generator=generator)])
-        rows, order = order[: schedule.batch].to(y.device), order[schedule.batch :]
-        optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / schedule.steps)) / 2
-        optimizer.zero_grad()
-        _loss(_outputs(network, take(x, rows)), y[rows]).backward()
-        nn.utils.clip_grad_norm_(weights, CLIP)
-        optimizer.step()
-    return network.requires_grad_(False)
-
-
-def _outputs(network: nn.Module, x: Inputs) -> Tensor:
-    """Outputs (N, C) with gradients."""
-    value = network(*x) if isinstance(x, tuple) else network(**x) if isinstance(x, dict) else network(x)
-    value = value if isinstance(value, Tensor) else value.logits
-    return value.reshape(value.shape[0], -1)
-
-
-def _loss(outputs: Tensor, y: Tensor) -> Tensor:
-    """Cross-entropy for classes, mean squared error for values."""
-    if y.is_floating_point():
-        return ((outputs - y.reshape(outputs.shape)) ** 2).mean()
-    return nn.functional.cross_entropy(outputs, y.long())
-
-
-@torch.no_grad()
-def _score(network: nn.Module, x: Inputs, y: Tensor) -> float:
-    """Accuracy less a hair of the loss, so that ties go to the surer; −∞ after divergence."""
-    outputs = torch.cat([_outputs(network, part) for part in split(x, 256)])
-    loss = float(_loss(outputs, y))
-    if not math.isfinite(loss):
-        return -math.inf
-    if y.is_floating_point():
-        return -loss
-    return float((outputs.argmax(1) == y).double().mean()) - 1e-6 * min(loss, 1e3)
 
 
 def held_out_probe(model: nn.Module, data: Any, classes: int, folds: int = 5, seed: int = 0) -> Tensor:

@@ -1,0 +1,125 @@
+"""Plain training of every weight by minibatches, as it is done without a linearization."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet import params as check
+from linnet.tangent.batch import Inputs, split, take
+
+CLIP = 1.0  # largest norm of a gradient; keeps a high rate from destroying a small network
+WARM_UP = 0.1  # share of Adam's steps in which the rate grows: its second moments are noise at first
+OPTIMIZERS = ("sgd", "adam")
+
+
+@dataclass(frozen=True)
+class Descent:
+    """One run of minibatch descent with a cosine schedule and clipped gradients.
+
+    BatchNorm keeps its running statistics and dropout is off.
+
+    Args:
+        rate: Learning rate.
+        steps: Steps.
+        batch: Examples a step.
+        seed: Seed of the batches.
+        optimizer: ``"sgd"`` with momentum 0.9, or ``"adam"`` with a warm-up.
+
+    Raises:
+        InputError: If the optimizer is neither.
+    """
+
+    rate: float
+    steps: int = 150
+    batch: int = 32
+    seed: int = 0
+    optimizer: str = "sgd"
+
+    def __post_init__(self) -> None:
+        check.choice("optimizer", self.optimizer, OPTIMIZERS, "leave it out for SGD")
+
+    def __call__(
+        self,
+        model: nn.Module,
+        x: Inputs,
+        y: Tensor,
+        ticks: Iterator[Any],
+        names: Collection[str] | None = None,
+    ) -> nn.Module:
+        """Train a copy of a network.
+
+        Args:
+            model: The network; it is not touched.
+            x: N examples.
+            y: Classes (N,), for the cross-entropy, or values (N, C), for the mean squared error.
+            ticks: Advanced once a step.
+            names: Parameters to train; all by default.
+
+        Returns:
+            The trained copy, in evaluation mode.
+        """
+        network = copy.deepcopy(model).eval().requires_grad_(False)
+        weights = [
+            p.requires_grad_()
+            for name, p in network.named_parameters()
+            if p.is_floating_point() and (names is None or name in names)
+        ]
+        optimizer: torch.optim.Optimizer = (
+            torch.optim.SGD(weights, lr=self.rate, momentum=0.9)
+            if self.optimizer == "sgd"
+            else torch.optim.AdamW(weights, lr=self.rate, weight_decay=0.0)
+        )
+        generator = torch.Generator().manual_seed(self.seed)
+        n, order = len(y), torch.empty(0, dtype=torch.long)
+        for step in range(self.steps):
+            next(ticks, None)
+            if len(order) < min(self.batch, n):
+                order = torch.cat([order, torch.randperm(n, generator=generator)])
+            rows, order = order[: self.batch].to(y.device), order[self.batch :]
+            optimizer.param_groups[0]["lr"] = self.rate * self._factor(step)
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                loss_of(outputs_of(network, take(x, rows)), y[rows]).backward()
+            nn.utils.clip_grad_norm_(weights, CLIP)
+            optimizer.step()
+        return network.requires_grad_(False)
+
+    def _factor(self, step: int) -> float:
+        """Share of the rate at a step."""
+        cosine = (1 + math.cos(math.pi * step / self.steps)) / 2
+        if self.optimizer == "sgd":
+            return cosine
+        return min(1.0, (step + 1) / max(1.0, WARM_UP * self.steps)) * cosine
+
+
+def outputs_of(network: nn.Module, x: Inputs) -> Tensor:
+    """Outputs (N, C) with gradients."""
+    value = network(*x) if isinstance(x, tuple) else network(**x) if isinstance(x, dict) else network(x)
+    value = value if isinstance(value, Tensor) else value.logits
+    return value.reshape(value.shape[0], -1)
+
+
+def loss_of(outputs: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy for classes, mean squared error for values."""
+    if y.is_floating_point():
+        return ((outputs - y.reshape(outputs.shape)) ** 2).mean()
+    return nn.functional.cross_entropy(outputs, y.long())
+
+
+@torch.no_grad()
+def score_of(network: nn.Module, x: Inputs, y: Tensor) -> float:
+    """Accuracy less a hair of the loss, so that ties go to the surer; −∞ after divergence."""
+    outputs = torch.cat([outputs_of(network, part) for part in split(x, 256)])
+    loss = float(loss_of(outputs, y))
+    if not math.isfinite(loss):
+        return -math.inf
+    if y.is_floating_point():
+        return -loss
+    return float((outputs.argmax(1) == y).double().mean()) - 1e-6 * min(loss, 1e3)
