@@ -55,6 +55,7 @@ MAY_EXTEND_CONCRETE: dict[str, str] = {}
 # Dotted names of records with a wide constructor, each with its reason.
 MAY_BE_WIDE: dict[str, str] = {
     "linnet.methods.audit.mislabel.Suspects": "one column of the ranking each, and the rule for wrong labels",
+    "linnet.methods.nested.rungs.Rung": "one column of a table each",
     "linnet.runs.folder.Origin": "the fields of a record on disk",
     "linnet.runs.settings.Solving": "the options of the command line that belong together",
 }

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -244,6 +245,65 @@ def test_an_interrupted_evaluation_keeps_the_fit(folder: Path, monkeypatch: pyte
     assert len(made) == 1  # the second run goes on from the fit of the first
     assert torch.equal(load_run(folder / "run").fit.system.beta, kept.system.beta)
     assert result(folder / "run")["scores"][0]["accuracy"] > 0.5
+
+
+def test_trained_lower_layers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from linnet.runs import adaptation
+
+    write_pictures(folder / "more.npz", train=16)
+    again, run = partial(adapt, folder, "--model-args", '{"width": 2}', data="more.npz"), folder / "run"
+    assert again(out="plain") == 0
+    assert "next: --tune" in capsys.readouterr().out
+    tuned, begun = adaptation.tuned, []
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adaptation, "tuned", interrupt)
+        assert again("--tune") == 130
+    assert not load_run(run).fit.rungs  # the fit at the original weights is there already
+    monkeypatch.setattr(adaptation, "tuned", lambda *a: (begun.append(a), tuned(*a))[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(adaptation, "_predict_test", interrupt)
+        assert again("--tune") == 130
+    assert again("--tune") == 0
+    assert len(begun) == 1  # the second run goes on from the trained weights of the first
+    told = capsys.readouterr().out
+    assert "trained lower layers" in told
+    assert "<- used" in told
+    found = result(run)
+    assert found["fit"]["trained"]
+    assert found["fit"]["reasons"]["verdict"].startswith("Use the trained lower layers: they add")
+    assert "trained without it" in (run / "report.html").read_text()
+    assert "next: --tune" not in told
+    words = ["--data", str(folder / "more.npz"), "--out", str(folder / "p.csv")]
+    assert cli.main(["predict", "--run", str(run), *words]) == 0
+    assert (
+        cli.main(["forget", "--run", str(run), "--verify", "--ids", "train/3", "--out", str(folder / "less")])
+        == 0
+    )
+    less = load_run(folder / "less").fit
+    assert less.trained
+    assert (less.n, less.noise) == (47, load_run(run).fit.noise)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--weight", "0.5"], "weight is given with tune"),
+        (["--ridge", "0.1"], "ridge is given with tune"),
+        (["--method", "linear"], "tune is given with method linear"),
+        (["--metric", "kfac"], "metric is given with method nested"),
+    ],
+)
+def test_what_cannot_be_tuned(
+    folder: Path, words: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert adapt(folder, "--tune", *words) == 2
+    assert what in capsys.readouterr().err
 
 
 def test_a_metric_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

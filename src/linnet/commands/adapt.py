@@ -21,6 +21,7 @@ def task_adaptation(
     metric: str = "auto",
     method: str = "auto",
     weight: float | str = "auto",
+    tune: bool = False,
     params: str | None = None,
     head: str = "auto",
     cross_fit: int = 0,
@@ -63,6 +64,8 @@ def task_adaptation(
             nested, unless head, cross_fit, metric, loss, solver or a criterion is given that only linear has,
             or the old head is kept.
         weight: Share of the lower layers in the kernel of nested, from 0 (the linear probe) to 1, or auto.
+        tune: Train the lower layers as well, and solve the nested fit again at the trained weights, where
+            that has less error on held-out folds of the training samples. It takes five or six training runs.
         params: The parameters to fit, by name or regular expression; all of them by default.
         head: The head that linear starts from: probe (a linear probe), random, zero or keep. auto keeps it
             where a regression fits the network's outputs; else it is a probe, or random where there are fewer
@@ -97,7 +100,7 @@ def task_adaptation(
     settings = Settings(
         Network(model, weights, model_args or {}, head, cross_fit),
         Source(data, image_transform(mean, std, size, channels), shots, tests, seed, target),
-        Solving(ridge, solver, params, memory, device, loss, metric, method, weight),
+        Solving(ridge, solver, params, memory, device, loss, metric, method, weight, tune),
         compare, finetune_steps,
     )  # fmt: skip
     found = run_adaptation(settings, out, partial(keep_fit, out, overwrite=overwrite))

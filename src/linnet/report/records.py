@@ -168,7 +168,8 @@ class RidgeChoice:
     """How the ridge was chosen.
 
     Args:
-        criterion: ``"given"``, ``"loo"``, ``"gcv"``, ``"evidence"`` or ``"validation"``.
+        criterion: ``"given"``, ``"loo"``, ``"gcv"``, ``"evidence"``, ``"validation"`` or
+            ``"folds"``.
         loss: What was fitted, ``"squared"`` or ``"cross-entropy"``.
         crossed: Whether the head was fitted in folds, so that leave-one-out is the held-out error of these.
     """

@@ -291,6 +291,7 @@ _CRITERIA = {
     "gcv": "It was chosen by generalized cross-validation, from the residuals and the degrees of freedom.",
     "evidence": "It was chosen by the evidence, the probability that the model gives to the training labels.",
     "validation": "It was chosen by the loss on validation data.",
+    "folds": "It was chosen by the error on folds, each predicted by a network trained without it.",
 }
 
 

@@ -23,7 +23,8 @@ from linnet.methods.fitting.remarks import single_remarks
 from linnet.methods.fitting.targets import make_targets
 from linnet.methods.nested.adapt import HEADS
 from linnet.methods.nested.features import Features
-from linnet.methods.nested.nested_fit import solved
+from linnet.methods.nested.nested_fit import NestedFit, solved
+from linnet.methods.nested.tuning import HEAD_SCALE, tuned
 from linnet.models import load_model
 from linnet.progress import waiting
 from linnet.report import Comparison, Reliability
@@ -118,6 +119,8 @@ def _adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | Non
         run, report = _nested(settings, task, old, stages, out)
         if keep:
             keep(run)
+        if solving.tune:
+            run = _tuned(run, settings, stages, keep)
         return _evaluated(run, task, report, _Others(settings, task, old, old), True, True, stages)
     with stages.measure("building the head"), waiting("building the head"):
         probe, head = _headed(old, network, task, (x, y))
@@ -205,6 +208,12 @@ def nests(settings: Settings, task: TaskData, model: nn.Module, x: Tensor) -> bo
     """
     network, solving = settings.network, settings.solving
     if solving.method == "linear":
+        if solving.tune:
+            raise InputError(
+                "tune is given with method linear",
+                expected="a nested fit, whose lower layers are trained",
+                remedy="leave --method or --tune out",
+            )
         return False
     others = {
         "head": network.head != "auto",
@@ -215,7 +224,7 @@ def nests(settings: Settings, task: TaskData, model: nn.Module, x: Tensor) -> bo
         "ridge": solving.ridge not in ("auto", "loo") and isinstance(solving.ridge, str),
     }
     asked = [name for name, given in others.items() if given]
-    if solving.method == "nested" or solving.weight != "auto":
+    if solving.method == "nested" or solving.weight != "auto" or solving.tune:
         if asked:
             raise InputError(
                 f"{asked[0]} is given with method nested",
@@ -268,6 +277,21 @@ def _nested(
         (task.transform, task.targets), _test_source(settings.source, task), temperatures,
     )  # fmt: skip
     return run, report
+
+
+def _tuned(
+    run: SavedRun, settings: Settings, stages: Stages, keep: Callable[[SavedRun], None] | None
+) -> SavedRun:
+    """The run with trained lower layers where that is better, unless an interrupted run has come so far."""
+    fit = run.fit
+    if not isinstance(fit, NestedFit) or fit.rungs:
+        return run
+    with stages.measure("training of the lower layers"):
+        made = tuned(fit, settings.source.seed)
+    run = replace(run, fit=made, temperatures=None if run.classes is None else temperatures_of(made))
+    if keep:
+        keep(run)
+    return run
 
 
 def _fits_head(lin: Linearized) -> bool:
@@ -469,18 +493,18 @@ class _Others:
     def _tuned(
         self, x: Tensor, y: Tensor, test: Tensor, new_head: bool
     ) -> tuple[Comparison, Reliability | None]:
-        """Plain fine-tuning, from a random head where there is a new one."""
+        """Plain fine-tuning, from the linear probe where there is a new head."""
         start = time.perf_counter()
-        seed = self.settings.source.seed
+        seed, model = self.settings.source.seed, self.model
         classes = len(self.task.classes) if self.task.classes is not None else y.shape[1]
-        generator = torch.Generator().manual_seed(seed)
-        model = with_head(self.old, classes, init="random", generator=generator) if new_head else self.model
-        tuned = fine_tune(model, (x, y), self.settings.finetune_steps, seed=seed)
+        if new_head:
+            model = with_head(self.old, classes, data=(x, y), scale=HEAD_SCALE)
+        best = fine_tune(model, (x, y), self.settings.finetune_steps, seed=seed, optimizer="adam")
         seconds = time.perf_counter() - start
-        tried = len(tuned.held_out)
-        note = f"SGD, {tuned.steps} steps at {tuned.rate:g}, the best of {tried} rates on held-out samples"
+        tried = len(best.held_out)
+        note = f"Adam, {best.steps} steps at {best.rate:g}, the best of {tried} rates on held-out samples"
         temperature = 1.0 if self.task.classes is not None else None
-        return self._row("plain fine-tuning", tuned.predict(test), temperature, seconds, note)
+        return self._row("plain fine-tuning", best.predict(test), temperature, seconds, note)
 
     def _row(
         self, name: str, outputs: Tensor, temperature: float | None, seconds: float, note: str

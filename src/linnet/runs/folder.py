@@ -34,7 +34,7 @@ from linnet.methods.fitting.load_fit import load_fit
 from linnet.methods.fitting.metric import MetricNetwork, with_metric
 from linnet.methods.nested.adapt import load_adapted
 from linnet.methods.nested.features import with_random_heads
-from linnet.methods.nested.nested_fit import KIND as NESTED
+from linnet.methods.nested.nested_files import KIND as NESTED
 from linnet.methods.nested.nested_fit import NestedFit
 from linnet.models import apply_weights, load_model
 from linnet.runs.kinds import Fit, known_outputs

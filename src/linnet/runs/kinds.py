@@ -22,8 +22,8 @@ def loss_of(fit: Fit) -> str:
 
 
 def cross_fitted(fit: Fit) -> bool:
-    """Whether the head was fitted in folds, so that leave-one-out leaves out its part too."""
-    return not isinstance(fit, NestedFit) and fit.held_out is not None
+    """Whether head or network were fitted in folds, so that leave-one-out leaves out their part too."""
+    return fit.held_out is not None
 
 
 def certificate_of(fit: Fit) -> str:

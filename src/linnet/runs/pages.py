@@ -249,6 +249,8 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
     if isinstance(fit, NestedFit):
         made[0] = Choice("head", f"new, {fit.system.c} outputs", "a linear probe, part of the fit")
         made.insert(1, Choice("weight of the lower layers", f"{fit.body_weight:g}", reasons.get("body", "")))
+        if fit.trained:
+            made.insert(2, Choice("training of the lower layers", reasons["training"], reasons["retraining"]))
     if "metric" in reasons:
         metric = "one for all weights" if run.origin.metric is None else "K-FAC"
         made.insert(2, Choice("metric of the ridge", metric, reasons["metric"]))
@@ -259,7 +261,9 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
         if "leave-one-out" in reasons:
             made.append(Choice("leave-one-out", "approximate", reasons["leave-one-out"]))
     else:
-        made.append(Choice("noise variance", f"{fit.noise:.4g}", "highest evidence at this ridge"))
+        trained = isinstance(fit, NestedFit) and fit.trained
+        why = "error on held-out folds" if trained else "highest evidence at this ridge"
+        made.append(Choice("noise variance", f"{fit.noise:.4g}", why))
     if run.temperatures is not None and not isinstance(fit, SoftmaxFit):
         made.append(
             Choice("softmax temperature", f"{run.temperatures[0]:.4g}", _moderation(fit, run.temperatures[2]))

@@ -99,6 +99,7 @@ class Solving:
             ``"linear"``, one linearization at a head; ``"auto"``: nested where nothing is asked for that only
             the other has.
         weight: Share of the lower layers in the nested kernel, 0 to 1, or ``"auto"``.
+        tune: Whether to train the lower layers of a nested fit where held-out folds say that it helps.
 
     Raises:
         InputError: The ridge, the solver, the loss, the metric, the method, the weight or the device makes no
@@ -114,8 +115,16 @@ class Solving:
     metric: str = "auto"
     method: str = "auto"
     weight: float | str = "auto"
+    tune: bool = False
 
     def __post_init__(self) -> None:
+        given = [name for name in ("weight", "ridge") if getattr(self, name) != "auto"]
+        if check.flag("tune", self.tune) and given:
+            raise InputError(
+                f"{given[0]} is given with tune",
+                expected="held-out folds to choose it",
+                remedy=f"leave --{given[0]} or --tune out",
+            )
         check.choice("method", self.method, METHODS, LEAVE)
         if self.weight != "auto":
             check.number("weight", self.weight, least=0, most=1, remedy=LEAVE)

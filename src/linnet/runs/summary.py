@@ -43,6 +43,9 @@ def keep_adaptation(found: Adaptation, out: Path, title: str) -> dict[str, Any]:
     return result
 
 
+NEXT = "next: --tune trains the lower layers as well, and uses that where held-out folds have less error"
+
+
 def print_adaptation(result: dict[str, Any]) -> list[str]:
     """An adaptation for people.
 
@@ -60,6 +63,8 @@ def print_adaptation(result: dict[str, Any]) -> list[str]:
         f"{fit['parameters']:,} weights",
         *score_table([Comparison(**row) for row in result["scores"]]),
         *([fit["reasons"]["verdict"]] if "verdict" in fit["reasons"] else []),
+        *rung_table(fit.get("rungs", [])),
+        *([NEXT] if fit.get("trained") is False and not fit["rungs"] else []),
         *([f"loss {_loss(fit)}: {fit['reasons']['loss']}"] if "loss" in fit["reasons"] else []),
         *(
             [f"weight of the lower layers {fit['body_weight']:g}: {fit['reasons']['body']}"]
@@ -73,6 +78,33 @@ def print_adaptation(result: dict[str, Any]) -> list[str]:
         *written(Path(result["out"])),
     ]
     return [line.replace("\u202f", " ") for line in lines]
+
+
+def rung_table(rungs: list[dict[str, Any]]) -> list[str]:
+    """The models that were compared on held-out folds, as aligned text.
+
+    Args:
+        rungs: One a model, as ``NestedFit.summary`` has them.
+
+    Returns:
+        Lines, the heading first; none without models.
+    """
+    if not rungs:
+        return []
+    width = max(len(rung["name"]) for rung in rungs)
+    lines = ["on held-out folds of the training samples, each gain over the line above:"]
+    for rung in rungs:
+        gain = f"{100 * rung['gain']:.0f} ± {100 * rung['gain_error']:.0f} % less error"
+        if rung["points"] is not None:
+            gain = f"{rung['points']:+.1f} ± {rung['points_error']:.1f} points, {gain}"
+        score = f"error {number(rung['error'])}"
+        if rung["accuracy"] is not None:
+            score = f"{100 * rung['accuracy']:5.1f} % right"
+        first = rung is rungs[0]
+        took = f"  ({_cell(duration, rung['seconds'])})" if rung["seconds"] else ""
+        used = "  <- used" if rung["taken"] else ""
+        lines.append(f"  {rung['name']:<{width}}  {score}  {'' if first else gain}{took}{used}".rstrip())
+    return lines
 
 
 def _loss(fit: dict[str, Any]) -> str:

@@ -10,18 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from linnet import params as check
-from linnet.errors import DataError, FileFormatError
-from linnet.files import as_path, load_tensors
-from linnet.methods.fitting.dual import Dual
-from linnet.methods.fitting.fit_files import unflatten_inputs
+from linnet.errors import DataError, InputError
 from linnet.methods.fitting.head import last_linear
 from linnet.methods.fitting.record import Record
 from linnet.methods.fitting.remarks import single_remarks
 from linnet.methods.fitting.targets import ALPHA, Targets, make_targets
 from linnet.methods.nested.features import Features
-from linnet.methods.nested.nested_fit import KIND, NestedFit, solved
-from linnet.methods.nested.prior import Prior
-from linnet.methods.nested.search import Mixture
+from linnet.methods.nested.load_nested import read_nested
+from linnet.methods.nested.nested_fit import NestedFit, solved
+from linnet.methods.nested.tuning import tuned
 from linnet.tangent.batch import gather_data, take
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector
@@ -42,12 +39,16 @@ def adapt(
     heads: int = HEADS,
     seed: int = 0,
     memory: str | int | None = None,
+    tune: bool = False,
 ) -> NestedFit:
     """Fit a trained network to a new task: its linear probe and its linearized lower layers, in one solve.
 
     How much the lower layers take part, and the ridge, are chosen by leave-one-out, which is unbiased because
     no feature has seen a label. Where they do not reduce its error by more than a standard error, the fit is
     the linear probe.
+
+    With ``tune=True`` the lower layers are trained as well, and the fit is solved again at the trained
+    weights, where that has less error on held-out folds; ``fit.rungs`` has what each step gains.
 
     Args:
         model: A trained network that ends in a linear layer; that layer is replaced. It is not touched.
@@ -59,6 +60,7 @@ def adapt(
         heads: Random heads whose tangent kernels are averaged.
         seed: Seed of their weights.
         memory: Budget such as ``"4GB"``; by default half of what is available.
+        tune: Whether to train the lower layers where it helps: five or six runs of 150 steps or more.
 
     Returns:
         The fit.
@@ -88,6 +90,12 @@ def adapt(
         check.number("ridge", ridge, above=0)
     heads = check.integer("heads", heads, most=4096)
     seed = check.integer("seed", seed, least=0, most=2**63 - 1)
+    if check.flag("tune", tune) and (weight is not None or ridge is not None):
+        raise InputError(
+            f"tune={tune!r} with {'weight' if weight is not None else 'ridge'} given",
+            expected="both free: held-out folds choose them",
+            remedy="leave weight= and ridge= out, or tune=",
+        )
     begin = time.perf_counter()
     weights = last_linear(model)[1].weight
     x, y = gather_data(data, weights.device)
@@ -95,7 +103,8 @@ def adapt(
     features = Features(model, heads, seed, params)
     features.function.check_runs(take(x, slice(0, 1)))
     record = Record("dual", "loo", {}, single_remarks(targets), {"network": time.perf_counter() - begin})
-    return solved(features, x, targets, memory, record, (weight, ridge))
+    fit = solved(features, x, targets, memory, record, (weight, ridge))
+    return tuned(fit, seed) if tune else fit
 
 
 def task_targets(y: Tensor, dtype: torch.dtype) -> Targets:
@@ -146,23 +155,4 @@ def load_adapted(directory: str | Path, model: nn.Module) -> NestedFit:
         10
     """
     check.instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
-    path = as_path(directory)
-    path = path / f"{KIND}.safetensors" if path.is_dir() or not path.suffix else path
-    tensors, metadata = load_tensors(path, KIND)
-    features = Features(model, metadata["heads"], metadata["seed"], metadata["parameters"])
-    if features.function.fingerprint() != metadata["weights"]:
-        raise FileFormatError(
-            f"{path} was made on a network with other weights",
-            expected="the network that was adapted",
-            remedy="load the same checkpoint before load_adapted",
-        )
-    device = features.function.device
-    tensors = {name: t.to(device) for name, t in tensors.items()}
-    x = unflatten_inputs(tensors, metadata["inputs"])
-    targets = Targets(tensors["targets"], metadata["classes"], metadata["scale"])
-    record = Record(**{**metadata["record"], "warnings": tuple(metadata["record"]["warnings"])})
-    prior = Prior(features, tensors["center"], Mixture(**metadata["mixture"]))
-    system = Dual(tensors["kernel"], targets.values, metadata["ridge"], beta=tensors["beta"])
-    fit = NestedFit(prior, x, targets, system, record)
-    fit._phi = tensors["phi"]
-    return fit
+    return read_nested(directory, model)

@@ -56,6 +56,7 @@ class Features:
         heads: H, random heads that are averaged.
         seed: Seed of their weights.
         params: Parameters below the head that take part; all of them by default.
+        trained: Whether those parameters were trained on the samples of the fit.
 
     Raises:
         ModelError: If the network does not end in a linear layer, or no parameter below it is chosen.
@@ -63,9 +64,12 @@ class Features:
     Attributes:
         model: The network, its last layer replaced by the random heads, in evaluation mode.
         function: Its linearization in the weights below the head.
+        layer: Name of the last layer.
     """
 
-    def __init__(self, model: nn.Module, heads: int, seed: int, params: Selector = None) -> None:
+    def __init__(
+        self, model: nn.Module, heads: int, seed: int, params: Selector = None, *, trained: bool = False
+    ) -> None:
         name, old = last_linear(model)
         body = [key for key in select_parameters(model, params) if key.rpartition(".")[0] != name]
         if not body:
@@ -75,6 +79,7 @@ class Features:
                 remedy="leave params= out, or pass weight=0 for the linear probe alone",
             )
         self.heads, self.seed, self.width = heads, seed, old.in_features
+        self.layer, self.trained = name, trained
         self.model = with_random_heads(model, heads, seed)
         self.function = Functional(self.model, body)
 
@@ -82,6 +87,17 @@ class Features:
     def space(self) -> ParameterSpace:
         """The weights below the head."""
         return self.function.space
+
+    def moved(self, model: nn.Module) -> Features:
+        """The same features at trained weights.
+
+        Args:
+            model: The network after training.
+
+        Returns:
+            Its features, with the same random heads.
+        """
+        return Features(model, self.heads, self.seed, self.function.names, trained=True)
 
     def phi(self, x: Inputs) -> Tensor:
         """φ(x), (N, D), in float64."""

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
-from linnet.files import save_tensors
 from linnet.methods.fitting.arguments import positions, ridge_grid
 from linnet.methods.fitting.asked import count_in_words
 from linnet.methods.fitting.dual import Dual, RidgePath
-from linnet.methods.fitting.fit_files import flatten_inputs
 from linnet.methods.fitting.predictive import Predictive, fit_moderation, fit_temperature
 from linnet.methods.fitting.record import Record
 from linnet.methods.fitting.targets import Targets, make_targets
 from linnet.methods.nested.features import Features
+from linnet.methods.nested.nested_files import write_nested
 from linnet.methods.nested.prior import Prior
+from linnet.methods.nested.rungs import Rung
 from linnet.methods.nested.search import choose
 from linnet.params import number
 from linnet.tangent.batch import (
@@ -40,8 +40,6 @@ from linnet.tangent.batch import (
     tensors_in,
 )
 from linnet.tangent.hashing import hash_tensors
-
-KIND = "nested-fit"
 
 
 class NestedFit:
@@ -59,6 +57,8 @@ class NestedFit:
         x: Training inputs.
         system: The solved equations.
         record: What was chosen and why.
+        rungs: The models that were compared on held-out folds, where the lower layers were to be trained.
+        held_out: Outputs (N, C) by a network trained without the fold of the example, where it was trained.
 
     Example:
         >>> import linnet
@@ -77,6 +77,9 @@ class NestedFit:
         self._cross: dict[str, Tensor] = {}
         self._moderation: tuple[float, float] | None = None
         self._point_temperature: float | None = None
+        self._noise: float | None = None
+        self.rungs: tuple[Rung, ...] = ()
+        self.held_out: Tensor | None = None
 
     # -- what was fitted -------------------------------------------------------------------------
 
@@ -120,6 +123,16 @@ class NestedFit:
         return self._targets.classes
 
     @property
+    def trained(self) -> bool:
+        """Whether the lower layers were trained on the same samples."""
+        return self.prior.features.trained
+
+    @property
+    def training_targets(self) -> Targets:
+        """What is fitted, with its scale."""
+        return self._targets
+
+    @property
     def targets(self) -> Tensor:
         """t, (N, C)."""
         return self._targets.values
@@ -138,8 +151,13 @@ class NestedFit:
 
     @property
     def noise(self) -> float:
-        """σ², the noise variance of highest evidence at this ridge; the prior variance is σ²/ρ."""
-        return max(self.system.noise(), torch.finfo(torch.float64).tiny)
+        """σ², the noise variance; the prior variance is σ²/ρ.
+
+        It is the one of highest evidence at this ridge, or that of the held-out folds where the lower layers
+        were trained.
+        """
+        known = self.system.noise() if self._noise is None else self._noise
+        return max(known, torch.finfo(torch.float64).tiny)
 
     @property
     def temperature(self) -> float | None:
@@ -164,21 +182,31 @@ class NestedFit:
             self._point_temperature = fit_temperature(self.loo(), labels)
         return self._point_temperature
 
-    def calibrate(self, temperature: float, point_temperature: float, variance_scale: float = 1.0) -> None:
-        """Take temperatures that are known already, instead of fitting them by leave-one-out.
+    def calibrate(
+        self,
+        temperature: float | None = None,
+        point_temperature: float | None = None,
+        variance_scale: float = 1.0,
+        noise: float | None = None,
+    ) -> None:
+        """Take temperatures and noise that are known already, instead of fitting them in closed form.
 
         Args:
             temperature: T of outputs with their variance.
             point_temperature: T of outputs without it.
             variance_scale: Factor on variances in probabilities.
+            noise: σ².
 
         Raises:
             InputError: If one is not a positive number.
         """
-        temperature = number("temperature", temperature, above=0)
-        point_temperature = number("point_temperature", point_temperature, above=0)
-        variance_scale = number("variance_scale", variance_scale, above=0)
-        self._moderation, self._point_temperature = (temperature, variance_scale), point_temperature
+        if noise is not None:
+            self._noise = number("noise", noise, above=0)
+        if temperature is not None:
+            scale = number("variance_scale", variance_scale, above=0)
+            self._moderation = number("temperature", temperature, above=0), scale
+        if point_temperature is not None:
+            self._point_temperature = number("point_temperature", point_temperature, above=0)
 
     # -- predictions -----------------------------------------------------------------------------
 
@@ -243,9 +271,13 @@ class NestedFit:
     def loo(self) -> Tensor:
         """Outputs for each training example by the fit without it: exactly, without refitting.
 
+        Where the lower layers were trained they are the held-out outputs of ``held_out`` instead.
+
         Returns:
             Leave-one-out outputs (N, C). No feature has seen a label; weight and ridge are kept.
         """
+        if self.held_out is not None:
+            return self.held_out
         residuals = self.system.loo_residuals()
         return self.targets.to(residuals) - residuals
 
@@ -353,6 +385,7 @@ class NestedFit:
         what = f"forgot {count_in_words(len(index))}"
         made = self._changed(take(self.x, keep.nonzero()[:, 0]), targets, system, what, start)
         made._phi = None if self._phi is None else self._phi[keep]
+        made.held_out = None if self.held_out is None else self.held_out[keep]
         return made
 
     @torch.no_grad()
@@ -377,6 +410,12 @@ class NestedFit:
                 expected='None or "loo"',
                 remedy="leave ridge= out to keep what was chosen",
             )
+        if ridge is not None and self.trained:
+            raise InputError(
+                "ridge='loo' on a fit whose lower layers were trained",
+                expected="weights that have seen no label: leave-one-out would not be honest",
+                remedy="leave ridge= out, or adapt anew on all examples",
+            )
         x, y = gather_data(data, self.prior.features.function.device)
         self._checked(x)
         new = make_targets(y, self.system.c, self._targets.scale, varied=False, dtype=self.targets.dtype)
@@ -400,15 +439,26 @@ class NestedFit:
         system = self.system.extended(cross, self.prior.square(x, phi), new.values.to(self.system.residual))
         made = self._changed(joined, targets, system, what, start)
         made._phi = torch.cat([self.phi, phi])
+        if self.held_out is not None:  # the fit before has not seen the new examples
+            made.held_out = torch.cat([self.held_out, (cross.T @ self.system.beta).to(self.held_out)])
         return made
 
     def _changed(self, x: Inputs, targets: Targets, system: Dual, what: str, start: float) -> NestedFit:
         """A new fit of another system with the same kernel."""
         reasons = {**self.record.reasons, "change": what}
         seconds = {**self.record.seconds, "change": time.perf_counter() - start}
-        return NestedFit(
+        made = NestedFit(
             self.prior, x, targets, system, replace(self.record, reasons=reasons, seconds=seconds)
         )
+        return self._kept(made)
+
+    def _kept(self, made: NestedFit) -> NestedFit:
+        """A fit made from this one, with what held-out folds told: closed forms cannot find that again."""
+        if self.held_out is not None:
+            made._noise, made.rungs = self._noise, self.rungs
+            made._moderation, made._point_temperature = self._moderation, self._point_temperature
+            made.held_out = self.held_out if made.n == self.n else None
+        return made
 
     @torch.no_grad()
     def recomputed(self) -> NestedFit:
@@ -419,9 +469,9 @@ class NestedFit:
         """
         phi = self.prior.phi(self.x)
         kernel = self.prior.square(self.x, phi)
-        return NestedFit(
-            self.prior, self.x, self._targets, Dual(kernel, self.targets, self.ridge), self.record
-        )
+        system = Dual(kernel, self.targets, self.ridge)
+        made = NestedFit(self.prior, self.x, self._targets, system, self.record)
+        return self._kept(made)
 
     # -- keeping ---------------------------------------------------------------------------------
 
@@ -446,6 +496,8 @@ class NestedFit:
             "reasons": dict(self.record.reasons),
             "warnings": list(self.record.warnings),
             "seconds": dict(self.record.seconds),
+            "trained": self.trained,
+            "rungs": [asdict(rung) for rung in self.rungs],
         }
 
     def __repr__(self) -> str:
@@ -462,27 +514,27 @@ class NestedFit:
             directory: The folder; made if missing.
 
         Returns:
-            The file that ``linnet.load_fit`` reads.
+            The file that ``linnet.load_adapted`` reads.
         """
-        inputs, layout = flatten_inputs(self.x)
-        tensors = inputs | {
-            "targets": self.targets, "beta": self.system.beta, "kernel": self.system.kernel,
-            "center": self.prior.center, "phi": self.phi,
+        tensors = {
+            "targets": self.targets, "beta": self.system.beta, "kernel": self.system.kernel, "phi": self.phi
         }  # fmt: skip
-        features = self.prior.features
-        metadata = {
-            "weights": features.function.fingerprint(),
-            "parameters": list(features.function.names),
-            "heads": features.heads,
-            "seed": features.seed,
-            "inputs": layout,
-            "mixture": asdict(self.prior.mixture),
+        told: dict[str, Any] = {
             "ridge": self.ridge,
             "classes": self.classes,
             "scale": self._targets.scale,
             "record": asdict(self.record),
+            "rungs": [asdict(rung) for rung in self.rungs],
         }
-        return save_tensors(directory, KIND, {k: t.contiguous() for k, t in tensors.items()}, metadata)
+        if self.held_out is not None:  # closed forms cannot find again what held-out folds told
+            tensors["held_out"] = self.held_out
+            told["calibration"] = {
+                "temperature": self.temperature,
+                "point_temperature": self.point_temperature,
+                "variance_scale": self.variance_scale,
+                "noise": self.noise,
+            }
+        return write_nested(directory, self.prior, self.x, tensors, told)
 
 
 @torch.no_grad()

@@ -174,7 +174,7 @@ def choose(
     Returns:
         The choice.
     """
-    scales = _scale(head), _scale(body)
+    scales = scale_of(head), scale_of(body)
     counting = counted(targets)
     weights: tuple[float, ...] = WEIGHTS if weight is None else (0.0, weight)
     if weight is None and not counting.any():
@@ -188,8 +188,15 @@ def choose(
     return choice
 
 
-def _scale(kernel: Tensor) -> float:
-    """The mean of a kernel's diagonal after the mean of its features is taken out; 1 for a constant one."""
+def scale_of(kernel: Tensor) -> float:
+    """The mean of a kernel's diagonal after the mean of its features is taken out; 1 for a constant one.
+
+    Args:
+        kernel: K of the training samples, (N, N).
+
+    Returns:
+        m.
+    """
     found = float(kernel.diagonal().mean() - kernel.mean())
     return found if found > 1e-12 * float(kernel.diagonal().abs().mean()) else 1.0
 

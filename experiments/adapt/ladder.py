@@ -1,0 +1,128 @@
+"""What each step beyond a linear probe gains on new tasks: the nested fit, trained lower layers, fine-tuning.
+
+``python -m experiments.adapt.ladder --sets development --networks resnet20 mobilenet --shots 20``
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from sklearn.linear_model import LogisticRegressionCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor, nn
+
+import linnet
+from experiments.adapt.kernels import SETS
+from experiments.adapt.nested import drawn as shots_of
+from experiments.adapt.tasks import NETWORKS, Network, Task, drawn
+from experiments.study import Cell, Study, parser
+from experiments.tables import chosen, with_error
+from linnet.methods.evaluation.calibration import equal_mass
+from linnet.methods.fitting.baselines import fine_tune
+from linnet.methods.fitting.head import features
+from linnet.methods.nested.tuning import EPOCHS, HEAD_SCALE, STEPS, tuned
+
+BATCH = 32
+Data = tuple[Tensor, Tensor]
+
+
+def judged(name: str, probabilities: Tensor, truth: Tensor, start: float) -> dict[str, float]:
+    """Accuracy, log loss, calibration error and seconds of a method."""
+    right = probabilities[torch.arange(len(truth)), truth].clamp_min(1e-12)
+    confidence, taken = probabilities.max(1)
+    return {
+        name: float((taken == truth).double().mean()),
+        f"{name} log loss": float(-right.log().mean()),
+        f"{name} calibration": float(equal_mass(confidence, taken == truth).error),
+        f"{name} seconds": time.perf_counter() - start,
+    }
+
+
+def regressed(model: nn.Module, data: Data, x: Tensor, seed: int) -> Tensor:
+    """Probabilities of logistic regression on standardized features, its penalty by cross-validation."""
+    phi, test = (features(model, part).double().numpy() for part in (data[0], x))
+    folds = max(2, min(5, int(data[1].bincount()[data[1].unique()].min())))
+    regression = LogisticRegressionCV(
+        Cs=list(np.logspace(-4, 2, 13)), cv=folds, scoring="neg_log_loss", max_iter=2000, random_state=seed
+    )
+    fitted = make_pipeline(StandardScaler(), regression).fit(phi, data[1].numpy())
+    found = torch.zeros(len(x), int(data[1].max()) + 1, dtype=torch.float64)
+    found[:, torch.from_numpy(fitted.classes_)] = torch.from_numpy(fitted.predict_proba(test))
+    return found
+
+
+def cell(
+    network: Network, task: Task, shots: int, seed: int, tested: int, folder: str | None
+) -> dict[str, float]:
+    """Every method on one draw."""
+    model, normalization = network.load(folder)
+    x, y, xt, yt = drawn(task, network.side, normalization, 600, tested, folder)
+    at = shots_of(y, shots, seed)
+    data = x[at], y[at]
+    steps = max(STEPS, -(-EPOCHS * len(at) // BATCH))
+    start = time.perf_counter()
+    probe = linnet.adapt(model, data, weight=0.0)
+    found = judged("probe", probe.predictive(xt).probs, yt, start)
+    start = time.perf_counter()
+    fit = linnet.adapt(model, data, seed=seed)
+    found |= judged("nested", fit.predictive(xt).probs, yt, start)
+    top = tuned(fit, seed)
+    found |= judged("ladder", top.predictive(xt).probs, yt, start)
+    found |= {"trained": float(top.trained), "weight": fit.body_weight}
+    start = time.perf_counter()
+    classes = fit.system.c
+    headed = linnet.with_head(model, classes, init="probe", data=data, scale=HEAD_SCALE)
+    plain = fine_tune(headed, data, steps, BATCH, seed=seed, optimizer="adam", progress=False)
+    found |= judged("fine-tuning", plain.predict(xt).double().softmax(1), yt, start)
+    start = time.perf_counter()
+    found |= judged("logistic", regressed(model, data, xt, seed), yt, start)
+    return found
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: a row a network, task and number of shots."""
+    methods = ("probe", "logistic", "nested", "ladder", "fine-tuning")
+    names = ("network", "task", "a class", "draws", *methods, "ladder − fine-tuning", "trained")
+    lines = [f"| {' | '.join(names)} |", f"|---|---|{'---:|' * (len(names) - 2)}"]
+    for network, task, shots in dict.fromkeys((c["network"], c["task"], c["shots"]) for c in cells):
+        where = {"network": network, "task": task, "shots": shots}
+        columns = [chosen(cells, name, **where) for name in methods]
+        ahead = [a - b for a, b in zip(columns[3], columns[4], strict=True)]
+        values = [with_error(column, scale=100) for column in (*columns, ahead)]
+        taken = chosen(cells, "trained", **where)
+        row = (network, task, str(shots), str(len(taken)), *values, f"{sum(taken):.0f} of {len(taken)}")
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run what is asked for."""
+    arguments = parser(__doc__ or "", seeds=2)
+    arguments.add_argument("--sets", nargs="+", default=["development"], choices=list(SETS))
+    arguments.add_argument("--networks", nargs="+", default=["resnet20", "mobilenet"], choices=list(NETWORKS))
+    arguments.add_argument("--tasks", nargs="+", default=None, help="names of tasks (default: all)")
+    arguments.add_argument("--shots", nargs="+", type=int, default=[20])
+    arguments.add_argument("--tested", type=int, default=300, help="test images (default %(default)s)")
+    given = arguments.parse_args()
+    torch.set_num_threads(given.threads or torch.get_num_threads())
+    study, cells = Study("adapt/ladder", given), []
+    for seed in study.seeds:  # a draw of everything before the next one
+        for part in given.sets:
+            for key in given.networks:
+                for task in SETS[part]:
+                    if given.tasks and task.name not in given.tasks:
+                        continue
+                    for shots in given.shots:
+                        where = {"set": part, "network": NETWORKS[key].name, "task": task.name}
+                        what = {**where, "shots": shots, "seed": seed, "tested": given.tested}
+                        run = (NETWORKS[key], task, shots, seed, given.tested, given.data_dir)
+                        cells.append(study.cell(what, lambda run=run: cell(*run)))
+    study.publish(table(cells), cells)
+
+
+if __name__ == "__main__":
+    main()
