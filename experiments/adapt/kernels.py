@@ -16,17 +16,23 @@ import linnet
 from experiments.adapt.tasks import DEVELOPMENT, NETWORKS, REPORTED, Network, Task, drawn
 from linnet.files import save_tensors
 from linnet.methods.fitting.head import features, last_linear, replace_module
+from linnet.tangent.batch import Inputs, concatenate
 
 HEADS = 4  # random heads averaged
 SETS = {"development": DEVELOPMENT, "reported": REPORTED}
 
 
-def body_kernels(model: nn.Module, x: Tensor, late: tuple[str, ...], heads: int = HEADS) -> dict[str, Tensor]:
+def suited(part: str, network: Network) -> list[Task]:
+    """The tasks of a set that a network can take."""
+    return [task for task in SETS[part] if task.text == network.text]
+
+
+def body_kernels(model: nn.Module, x: Inputs, late: tuple[str, ...], heads: int = HEADS) -> dict[str, Tensor]:
     """Tangent kernels of random heads on the features, without the heads' own weights.
 
     Args:
         model: The network; its head is replaced.
-        x: N images.
+        x: N samples.
         late: Start of the names of the last stage's parameters.
         heads: Number of random heads, whose kernels are averaged.
 
@@ -56,14 +62,14 @@ def compute(network: Network, task: Task, out: Path, most: int, tested: int, dat
     if (out / f"{file}.safetensors").exists():
         return
     begin = time.perf_counter()
-    model, normalization = network.load(data_dir)
-    x, y, xt, yt = drawn(task, network.side, normalization, most, tested, data_dir)
-    every = torch.cat([x, xt])
+    model, prepared = network.load(data_dir)
+    x, y, xt, yt = drawn(task, network, prepared, most, tested, data_dir)
+    every = concatenate([x, xt])
     phi = features(model, every)
     kernels = body_kernels(model, every, network.late)
     tensors = {"features": phi, "pool": y, "test": yt, **kernels}
     save_tensors(out, file, tensors, {"seconds": time.perf_counter() - begin, "heads": HEADS})
-    print(f"{file}: {len(x)} + {len(xt)} images, {time.perf_counter() - begin:.0f} s", flush=True)
+    print(f"{file}: {len(y)} + {len(yt)} samples, {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 def main() -> None:
@@ -71,14 +77,14 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     arguments.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     arguments.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
-    arguments.add_argument("--most", type=int, default=600, help="images in the pool (default %(default)s)")
-    arguments.add_argument("--tested", type=int, default=300, help="test images (default %(default)s)")
+    arguments.add_argument("--most", type=int, default=600, help="samples in the pool (default %(default)s)")
+    arguments.add_argument("--tested", type=int, default=300, help="test samples (default %(default)s)")
     arguments.add_argument("--data-dir", default=None)
     arguments.add_argument("--out", type=Path, default=Path("runs/experiments/adapt/kernels"))
     given = arguments.parse_args()
     for part in given.sets:
         for key in given.networks:
-            for task in SETS[part]:
+            for task in suited(part, NETWORKS[key]):
                 compute(NETWORKS[key], task, given.out, given.most, given.tested, given.data_dir)
 
 

@@ -16,7 +16,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 
 import linnet
-from experiments.adapt.kernels import SETS
+from experiments.adapt.kernels import SETS, suited
 from experiments.adapt.nested import drawn as shots_of
 from experiments.adapt.tasks import NETWORKS, Network, Task, drawn
 from experiments.study import Cell, Study, parser
@@ -25,9 +25,10 @@ from linnet.methods.evaluation.calibration import equal_mass
 from linnet.methods.fitting.baselines import fine_tune
 from linnet.methods.fitting.head import features
 from linnet.methods.nested.tuning import EPOCHS, HEAD_SCALE, STEPS, tuned
+from linnet.tangent.batch import Inputs, batch_size, take
 
 BATCH = 32
-Data = tuple[Tensor, Tensor]
+Data = tuple[Inputs, Tensor]
 
 
 def judged(name: str, probabilities: Tensor, truth: Tensor, start: float) -> dict[str, float]:
@@ -42,7 +43,7 @@ def judged(name: str, probabilities: Tensor, truth: Tensor, start: float) -> dic
     }
 
 
-def regressed(model: nn.Module, data: Data, x: Tensor, seed: int) -> Tensor:
+def regressed(model: nn.Module, data: Data, x: Inputs, seed: int) -> Tensor:
     """Probabilities of logistic regression on standardized features, its penalty by cross-validation."""
     phi, test = (features(model, part).double().numpy() for part in (data[0], x))
     folds = max(2, min(5, int(data[1].bincount()[data[1].unique()].min())))
@@ -50,7 +51,7 @@ def regressed(model: nn.Module, data: Data, x: Tensor, seed: int) -> Tensor:
         Cs=list(np.logspace(-4, 2, 13)), cv=folds, scoring="neg_log_loss", max_iter=2000, random_state=seed
     )
     fitted = make_pipeline(StandardScaler(), regression).fit(phi, data[1].numpy())
-    found = torch.zeros(len(x), int(data[1].max()) + 1, dtype=torch.float64)
+    found = torch.zeros(batch_size(x), int(data[1].max()) + 1, dtype=torch.float64)
     found[:, torch.from_numpy(fitted.classes_)] = torch.from_numpy(fitted.predict_proba(test))
     return found
 
@@ -59,10 +60,10 @@ def cell(
     network: Network, task: Task, shots: int, seed: int, tested: int, folder: str | None
 ) -> dict[str, float]:
     """Every method on one draw."""
-    model, normalization = network.load(folder)
-    x, y, xt, yt = drawn(task, network.side, normalization, 600, tested, folder)
+    model, prepared = network.load(folder)
+    x, y, xt, yt = drawn(task, network, prepared, 600, tested, folder)
     at = shots_of(y, shots, seed)
-    data = x[at], y[at]
+    data = take(x, at), y[at]
     steps = max(STEPS, -(-EPOCHS * len(at) // BATCH))
     start = time.perf_counter()
     probe = linnet.adapt(model, data, weight=0.0)
@@ -113,7 +114,7 @@ def main() -> None:
     for seed in study.seeds:  # a draw of everything before the next one
         for part in given.sets:
             for key in given.networks:
-                for task in SETS[part]:
+                for task in suited(part, NETWORKS[key]):
                     if given.tasks and task.name not in given.tasks:
                         continue
                     for shots in given.shots:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.adapt.kernels import SETS
+from experiments.adapt.kernels import SETS, suited
 from experiments.adapt.tasks import NETWORKS
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, with_error
@@ -96,7 +96,7 @@ def main() -> None:
     study, cells = Study("adapt/nested", given), []
     for part in given.sets:
         for network in NETWORKS.values():
-            for task in SETS[part]:
+            for task in suited(part, network):
                 file = f"{network.name} {task.name}".replace(" ", "-").lower()
                 if not (given.kernels / f"{file}.safetensors").exists():
                     continue

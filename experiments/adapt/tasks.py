@@ -6,30 +6,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from experiments.adapt.encoders import FirstToken, MeanToken, tokens
 from experiments.sources import Images, images, pixels, pretrained
 from linnet.data import find_data_dir
+from linnet.tangent.batch import Inputs
 
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 MEAN_ODD = ((0.498, 0.498, 0.498), (0.502, 0.502, 0.502))  # EfficientNet-lite's own normalization
 
 
 @dataclass(frozen=True)
 class Task:
-    """A set of labeled images.
+    """A set of labeled images or texts.
 
     Args:
         name: What tables call it.
         file: The data set.
         coarse: Whether the 20 superclasses of CIFAR-100 are the classes.
+        text: Whether they are texts.
     """
 
     name: str
     file: str
     coarse: bool = False
+    text: bool = False
 
 
 DEVELOPMENT = (
@@ -52,6 +58,9 @@ REPORTED = (
     Task("hand-drawn shapes", "hand_shapes_70"),
     Task("chest X-rays", "chest_xray_96"),
     Task("flowers 160", "flowers_160"),
+    Task("question types", "trec_questions", text=True),
+    Task("film reviews", "sst2_sample", text=True),
+    Task("news", "agnews_sample", text=True),
 )
 
 
@@ -61,15 +70,17 @@ class Network:
 
     Args:
         name: What tables call it.
-        side: Height and width of its images here.
-        load: Makes the network and the normalization of its images from the data folder.
+        side: Height and width of its images here, or tokens of its texts.
+        load: Makes the network from the data folder, with the normalization of its images or its tokenizer.
         late: Start of the names of the parameters that make up its last stage.
+        text: Whether it takes texts.
     """
 
     name: str
     side: int
-    load: Callable[[str | None], tuple[nn.Module, tuple[object, object]]]
+    load: Callable[[str | None], tuple[nn.Module, Any]]
     late: tuple[str, ...]
+    text: bool = False
 
 
 def _lite(data_dir: str | None) -> tuple[nn.Module, tuple[object, object]]:
@@ -77,8 +88,18 @@ def _lite(data_dir: str | None) -> tuple[nn.Module, tuple[object, object]]:
     return _more("efficientnet_lite0", data_dir), MEAN_ODD
 
 
-def _more(factory: str, data_dir: str | None) -> nn.Module:
-    """A network of the second file of definitions."""
+def _vit(data_dir: str | None) -> tuple[nn.Module, tuple[object, object]]:
+    """ViT-S/14 behind its class token."""
+    return FirstToken(_more("dinov2_small", data_dir), 384), IMAGENET
+
+
+def _minilm(data_dir: str | None) -> tuple[nn.Module, object]:
+    """MiniLM with 3 layers behind the mean of its tokens."""
+    return MeanToken(_more("minilm_l3", data_dir), 384), _more("minilm_tokenizer", data_dir)
+
+
+def _more(factory: str, data_dir: str | None) -> Any:
+    """A network of the second file of definitions, or its tokenizer."""
     import importlib.util
 
     place = find_data_dir(data_dir, require=["weights"]) / "weights" / "nets_more.py"
@@ -97,17 +118,24 @@ NETWORKS = {
     "densenet": Network("DenseNet-BC", 32, partial(pretrained, "densenet"), ("block3", "bn1")),
     "mobilenet": Network("MobileNetV2", 64, partial(pretrained, "mobilenet"), ("blocks.16", "head")),
     "lite": Network("EfficientNet-lite0", 64, _lite, ("_blocks.15", "_conv_head", "_bn1")),
+    "vit": Network("ViT-S/14", 70, _vit, ("encoder.encoder.layer.11", "encoder.layernorm")),
+    "minilm": Network("MiniLM-L3", 32, _minilm, ("encoder.encoder.layer.2",), text=True),
 }
 
 
 def stored(task: Task, data_dir: str | None) -> Images:
-    """The images of a task with their labels; Olivetti has no split, two of ten faces a person are tested."""
+    """What a task has stored, with labels; Olivetti has no split, two of ten faces a person are tested."""
     if task.file == "olivetti":
         folder = find_data_dir(data_dir, require=["olivetti.npz"])
         with np.load(Path(folder) / "olivetti.npz", allow_pickle=False) as file:
             x, y = file["images"], torch.from_numpy(file["subject"].astype(np.int64))
         held = torch.arange(len(y)) % 10 >= 8
         return Images(x[~held.numpy()], y[~held], x[held.numpy()], y[held], 40)
+    if task.text:
+        folder = find_data_dir(data_dir, require=[f"{task.file}.npz"])
+        with np.load(folder / f"{task.file}.npz", allow_pickle=False) as file:
+            y, yt = (torch.from_numpy(file[f"y_{part}"].astype(np.int64)) for part in ("train", "test"))
+            return Images(file["text_train"], y, file["text_test"], yt, int(y.max()) + 1)
     found = images(task.file, data_dir)
     if not task.coarse:
         return found
@@ -116,26 +144,30 @@ def stored(task: Task, data_dir: str | None) -> Images:
     return Images(found.train_x, coarse[found.train_y], found.test_x, coarse[found.test_y], 20)
 
 
-def drawn(task: Task, side: int, normalization: tuple[object, object], most: int, tested: int,
-          data_dir: str | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Pool and test images of a task.
+def drawn(
+    task: Task, network: Network, prepared: Any, most: int, tested: int, data_dir: str | None = None
+) -> tuple[Inputs, Tensor, Inputs, Tensor]:
+    """Pool and test samples of a task.
 
     Args:
         task: The task.
-        side: Height and width.
-        normalization: Mean and deviation of each channel.
-        most: Images in the pool, about equally many of each class.
-        tested: Test images, likewise.
+        network: The network that takes them.
+        prepared: Mean and deviation of each channel, or a tokenizer.
+        most: Samples in the pool, about equally many of each class.
+        tested: Test samples, likewise.
         data_dir: Folder of the data.
 
     Returns:
-        Pool images and labels, test images and labels.
+        Pool samples and labels, test samples and labels.
     """
     found = stored(task, data_dir)
     pool = _balanced(found.train_y, most)
     test = _balanced(found.test_y, tested)
-    x = pixels(found.train_x[pool.numpy()], normalization, side, 3)  # type: ignore[arg-type]
-    xt = pixels(found.test_x[test.numpy()], normalization, side, 3)  # type: ignore[arg-type]
+
+    def made(x: np.ndarray) -> Inputs:
+        return tokens(x, prepared, network.side) if task.text else pixels(x, prepared, network.side, 3)
+
+    x, xt = made(found.train_x[pool.numpy()]), made(found.test_x[test.numpy()])
     return x, found.train_y[pool], xt, found.test_y[test]
 
 
