@@ -23,7 +23,7 @@ from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, with_error
 from linnet.methods.evaluation.calibration import equal_mass
 from linnet.methods.fitting.baselines import fine_tune
-from linnet.methods.fitting.head import features
+from linnet.methods.fitting.last_layer import features
 from linnet.methods.nested.tuning import EPOCHS, HEAD_SCALE, STEPS, tuned
 from linnet.tangent.batch import Inputs, batch_size, take
 

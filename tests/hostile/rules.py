@@ -104,7 +104,7 @@ _NAMES = {
     "made": "curvature fit forgotten lin likelihood moment param_group report seen description "
     "augmentation memory device dtype candidates gram directions",
     "selector": "params",
-    "flag": "adaptive add base canonical clamps discrete flip inplace joint masked momentum per_output "
+    "flag": "adaptive add base canonical clamps discrete flip inplace joint masked momentum per_output tune "
     "progress "
     "record_gap shared squared stop training_mode",
     "flag or none": "shard",
@@ -147,6 +147,9 @@ OF_CALL: dict[str, str] = {
     "audit.select(batch)": "flag",
     "fit(preconditioner)": "word or none",
     "adapt(weight)": "share or zero",
+    "NestedFit.calibrate(temperature)": "positive or none",
+    "NestedFit.calibrate(point_temperature)": "positive or none",
+    "NestedFit.calibrate(noise)": "positive or none",
     "audit.label_errors(outputs)": "scores",
     "Linearized.base(x)": "kept inputs",
     "Linearized.jvp(v)": "tangents",

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import DataError, InputError, ModelError
-from linnet.methods.fitting.head import features, linear_probe
+from linnet.methods.fitting.head import linear_probe
+from linnet.methods.fitting.last_layer import features
 from linnet.methods.fitting.targets import make_targets
 from linnet.testing.oracles import leave_one_out_oracle
 from tests.methods.problems import near, real, refused

@@ -236,7 +236,7 @@ def test_the_network_is_not_touched() -> None:
         ({"ridge": -1.0}, InputError, "ridge=-1.0"),
         ({"heads": 0}, InputError, "heads=0"),
         ({"seed": True}, InputError, "seed=True"),
-        ({"model": nn.ReLU()}, ModelError, "no nn.Linear"),
+        ({"model": nn.ReLU()}, ModelError, "no floating-point parameter"),
         ({"model": 3}, InputError, "model=3"),
         ({"data": (X[:1], Y[:1])}, DataError, "single example"),
         ({"data": (X[:3], torch.zeros(3).long())}, DataError, "one class only"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import DataError, InputError, ModelError, NumericalError
-from linnet.methods.fitting.head import features
+from linnet.methods.fitting.last_layer import features
 from linnet.methods.rivals.factorized import factorized_gaussian
 from linnet.methods.rivals.last_layer import last_layer
 from linnet.methods.rivals.sampled import deep_ensemble, mc_dropout, trained

@@ -15,7 +15,8 @@ from linnet.data import TaskData, load_data
 from linnet.errors import InputError, ModelError
 from linnet.methods.fitting.baselines import fine_tune, held_out_probe
 from linnet.methods.fitting.centered import CenteredLinear, with_centered_head
-from linnet.methods.fitting.head import RECORD, features, last_linear, with_head
+from linnet.methods.fitting.head import RECORD, with_head
+from linnet.methods.fitting.last_layer import Appended, ending_linear, features, last_linear
 from linnet.methods.fitting.metric import MetricNetwork
 from linnet.methods.fitting.predictive import fit_temperature, probabilities
 from linnet.methods.fitting.record import Record
@@ -115,6 +116,7 @@ def _adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | Non
         x, y = (t.to(solving.device) for t in task.tensors("train"))
     with stages.measure("building the network"), waiting("building the network"):
         old = load_model(network.spec, network.weights, network.arguments).to(solving.device)
+        old = _ended(old, task, x)
     if nests(settings, task, old, x):
         run, report = _nested(settings, task, old, stages, out)
         if keep:
@@ -144,8 +146,9 @@ def _adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | Non
     temperatures = None if task.classes is None else temperatures_of(pilot or fit)
     if centered and not cross_fitted(fit):
         fit.record = replace(fit.record, warnings=(*fit.record.warnings, PROBED))
+    origin = replace(_origin(network, old, head, centered, lin.model), init=init)
     run = SavedRun(
-        replace(_origin(network, head, centered, lin.model), init=init), fit, _samples(task), task.classes,
+        origin, fit, _samples(task), task.classes,
         (task.transform, task.targets), _test_source(settings.source, task), temperatures,
     )  # fmt: skip
     if keep:
@@ -189,6 +192,16 @@ def _why_head(network: Network, init: str, centered: bool) -> str:
     if init == "probe":
         return f"{why}; the fit starts from its outputs"
     return why if init == "keep" else f"{why}; the labels have no part in it"
+
+
+def _ended(model: nn.Module, task: TaskData, x: Tensor) -> nn.Module:
+    """The network, or with a head behind it where it returns features, and not the values of a regression."""
+    try:
+        if task.classes is None and Functional(model).output_shape(x).numel() == task.train.y.shape[1]:
+            return model
+        return ending_linear(model, x)
+    except ModelError:  # the preflight says what is wrong, where it is
+        return model
 
 
 def nests(settings: Settings, task: TaskData, model: nn.Module, x: Tensor) -> bool:
@@ -270,7 +283,7 @@ def _nested(
     with stages.measure("fit"):
         fit = solved(module, x, targets, solving.memory, record, (weight, ridge), file)
     file.unlink(missing_ok=True)
-    origin = _origin(network, None, False, old)
+    origin = _origin(network, old, None, False)
     temperatures = None if task.classes is None else temperatures_of(fit)
     run = SavedRun(
         replace(origin, heads=(module.heads, module.seed)), fit, _samples(task), task.classes,
@@ -402,11 +415,15 @@ def choose_head(model: nn.Module, x: Tensor, samples: int) -> str:
     return "probe" if samples >= features(model, x).shape[1] else "random"
 
 
-def _origin(network: Network, head: int | None, centered: bool, start: nn.Module) -> Origin:
+def _origin(
+    network: Network, old: nn.Module, head: int | None, centered: bool, start: nn.Module | None = None
+) -> Origin:
     """The network's origin, with absolute paths."""
+    appended = old.head.in_features if isinstance(old, Appended) else None
     weights = None if network.weights is None else str(Path(network.weights).resolve())
     metric = start.damping if isinstance(start, MetricNetwork) else None
-    return Origin(absolute_spec(network.spec), dict(network.arguments), head, centered, weights, metric)
+    made = Origin(absolute_spec(network.spec), dict(network.arguments), head, centered, weights, metric)
+    return replace(made, appended=appended)
 
 
 def _samples(task: TaskData) -> TrainingSamples:

@@ -29,6 +29,7 @@ from linnet.errors import FileFormatError, InputError, LinnetError
 from linnet.files import load_tensors, read_json, save_tensors, write_json
 from linnet.methods.fitting.centered import with_centered_head
 from linnet.methods.fitting.head import with_head
+from linnet.methods.fitting.last_layer import Appended
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.load_fit import load_fit
 from linnet.methods.fitting.metric import MetricNetwork, with_metric
@@ -62,6 +63,7 @@ class Origin:
         metric: τ of the curvature that is the metric of the ridge; None where all weights are held alike.
         init: The head at the start: ``"probe"``, ``"random"``, ``"zero"`` or ``"keep"``; None in older runs.
         heads: Number and seed of the random heads of a nested fit; None for one linearization.
+        appended: Number of features that the network returns, where a head was put behind it.
     """
 
     spec: str
@@ -72,6 +74,7 @@ class Origin:
     metric: float | None = None
     init: str | None = None
     heads: tuple[int, int] | None = None
+    appended: int | None = None
 
 
 @dataclass(frozen=True)
@@ -469,6 +472,8 @@ def _check_record(path: Path, record: Any) -> None:
 def _build(folder: Path, origin: Origin) -> nn.Module:
     """The network at θ₀."""
     model = load_model(origin.spec, None, origin.arguments, pretrained=False)
+    if origin.appended is not None:
+        model = Appended(model, origin.appended)
     if origin.head is not None:
         model = with_head(model, origin.head, init="zero")
     if origin.heads is not None:

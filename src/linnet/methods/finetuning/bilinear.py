@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from linnet.errors import InputError, ModelError
-from linnet.methods.fitting.head import last_linear, replace_module, with_head, zero_layer
+from linnet.methods.fitting.head import with_head
+from linnet.methods.fitting.last_layer import last_linear, replace_module, zero_layer
 from linnet.methods.fitting.targets import ALPHA
 from linnet.params import call, choice, integer, number, refuse, tensor
 from linnet.tangent.batch import gather_data, split, take

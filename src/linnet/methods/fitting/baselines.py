@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from linnet import params as check
 from linnet.errors import InputError
 from linnet.methods.fitting.descent import OPTIMIZERS, Descent, score_of
-from linnet.methods.fitting.head import features, linear_probe
+from linnet.methods.fitting.head import linear_probe
+from linnet.methods.fitting.last_layer import features
 from linnet.methods.fitting.targets import make_targets
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, batch_size, gather_data, split, take

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
-from linnet.errors import InputError, ModelError
+from linnet.errors import InputError
 from linnet.linalg.random import Seed, make_generator
 from linnet.memory import Plan, parse_bytes, require
 from linnet.methods.fitting.arguments import check_positive, check_ridge
 from linnet.methods.fitting.dual import Spectrum
 from linnet.methods.fitting.folds import Folds, deal
+from linnet.methods.fitting.last_layer import ending_linear, features, last_linear, replace_module, zero_layer
 from linnet.methods.fitting.targets import ALPHA, Targets, make_targets
 from linnet.params import choice, integer
-from linnet.tangent.batch import Inputs, gather_data, split, take, tensors_in
-from linnet.tangent.functional import Functional
+from linnet.tangent.batch import Inputs, gather_data, split, tensors_in
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import in_exact_mode
 
@@ -45,7 +44,8 @@ def with_head(
     lower layer: the gradient of f in them passes through the head.
 
     Args:
-        model: The network; it is not touched.
+        model: The network, which ends in a linear layer, or returns features (N, D) where ``data`` is given.
+            It is not touched.
         classes: Number of outputs of the new layer, at least 1.
         init: ``"probe"``, ``"random"`` or ``"zero"``.
         data: The new task, needed for ``"probe"``: an (x, y) pair, a Dataset or a DataLoader.
@@ -85,7 +85,9 @@ def with_head(
     generator = make_generator(generator)
     check_ridge(ridge)
     check_positive("scale", scale, "leave scale= out for α = 15")
-    clone = copy.deepcopy(model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    given = None if data is None else gather_data(data, device)
+    clone = copy.deepcopy(model if given is None else ending_linear(model, given[0]))
     name, old = last_linear(clone)
     reference = old.weight
     _require_room(old, classes, init, data)
@@ -96,9 +98,9 @@ def with_head(
             bound = old.in_features**-0.5  # the uniform distribution of nn.Linear
             for p in (new.weight, new.bias):
                 p.copy_((torch.rand(p.shape, generator=generator, dtype=torch.float64) * 2 - 1) * bound)
-        elif init == "probe":
-            x, y = gather_data(data, reference.device)
-            phi, examples = features(model, x), example_hashes(x, y)
+        elif init == "probe" and given is not None:
+            x, y = given
+            phi, examples = features(clone, x), example_hashes(x, y)
             weight, bias = linear_probe(phi, make_targets(y, classes, scale), ridge)
             new.weight.copy_(weight)
             new.bias.copy_(bias)
@@ -125,36 +127,6 @@ def _require_room(old: nn.Linear, classes: int, init: str, data: Any) -> None:
     )
     plan = Plan(f"a head of {classes} classes", parse_bytes(None, old.weight.device), items)
     require(plan, ["pass fewer classes=", "free memory"])
-
-
-L = TypeVar("L", bound=nn.Module)
-
-
-def zero_layer(kind: type[L], *sizes: int, like: Tensor, **options: Any) -> L:
-    """A layer with all parameters zero, made without random numbers.
-
-    The constructors of torch's layers draw their first values from the global random stream, which would
-    move it for a layer whose values are set anyway.
-
-    Args:
-        kind: The class.
-        *sizes: Its positional arguments.
-        like: A tensor with the device and type to use.
-        **options: Its other arguments.
-
-    Returns:
-        The layer.
-
-    Example:
-        >>> zero_layer(nn.Linear, 2, 1, like=torch.ones(1)).weight
-        Parameter containing:
-        tensor([[0., 0.]], requires_grad=True)
-    """
-    layer: L = skip_init(kind, *sizes, device=like.device, dtype=like.dtype, **options)
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.zero_()
-    return layer
 
 
 def _fold_heads(
@@ -190,75 +162,6 @@ def _check(model: nn.Module, classes: int, init: str, data: Any) -> None:
             expected="data=(x, y) of the new task",
             remedy='pass data=, or init="random"',
         )
-
-
-def last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
-    """The last linear layer of a network."""
-    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if not linear:
-        raise ModelError(
-            f"model ({type(model).__name__}) has no nn.Linear to replace",
-            expected="a network that ends in a linear layer",
-            remedy="replace the head yourself and pass the network to linnet.linearize",
-        )
-    if linear[-1][0] == "":
-        raise ModelError(
-            "model is a single nn.Linear",
-            expected="a network with a linear last layer inside",
-            remedy="wrap it: nn.Sequential(layer)",
-        )
-    return linear[-1]
-
-
-def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:
-    """Put a module in the place that a dotted path names."""
-    *folders, leaf = path.split(".")
-    place = model
-    for folder in folders:
-        place = getattr(place, folder)
-    setattr(place, leaf, new)
-
-
-@torch.no_grad()
-def features(model: nn.Module, x: Inputs, batch: int = 256) -> Tensor:
-    """Inputs of the last linear layer.
-
-    Args:
-        model: The network; evaluated on a frozen copy.
-        x: N examples.
-        batch: Examples at once.
-
-    Returns:
-        φ(x), (N, D).
-
-    Raises:
-        ModelError: If the network cannot run on x, or does not end in that layer.
-    """
-    function = Functional(model)
-    name, layer = last_linear(function.model)
-    function.check_runs(take(x, slice(0, 1)))
-    calls: list[tuple[Tensor, Tensor]] = []
-    handle = layer.register_forward_hook(lambda _, args, result: calls.append((args[0], result)))
-    found: list[Tensor] = []
-    try:
-        for part in split(x, batch):
-            outputs = function.flat(function.theta, part)
-            if not calls or not _same(calls[-1][1], outputs):
-                raise ModelError(
-                    f"model ({type(model).__name__}) does not return what its last nn.Linear ({name}) gives",
-                    expected="a network that ends in a linear layer",
-                    remedy="replace the head yourself and pass the network to linnet.linearize",
-                )
-            found.append(calls[-1][0].flatten(1))
-            calls.clear()
-    finally:
-        handle.remove()
-    return torch.cat(found)
-
-
-def _same(result: Tensor, outputs: Tensor) -> bool:
-    """Whether the network's outputs are those of the layer."""
-    return result.numel() == outputs.numel() and torch.equal(result.reshape(outputs.shape), outputs)
 
 
 def linear_probe(phi: Tensor, targets: Targets, ridge: str | float = "loo") -> tuple[Tensor, Tensor]:

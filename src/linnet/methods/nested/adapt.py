@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from linnet import params as check
 from linnet.errors import DataError, InputError
-from linnet.methods.fitting.head import last_linear
+from linnet.methods.fitting.last_layer import ending_linear, last_linear
 from linnet.methods.fitting.record import Record
 from linnet.methods.fitting.remarks import single_remarks
 from linnet.methods.fitting.targets import ALPHA, Targets, make_targets
@@ -51,7 +51,8 @@ def adapt(
     weights, where that has less error on held-out folds; ``fit.rungs`` has what each step gains.
 
     Args:
-        model: A trained network that ends in a linear layer; that layer is replaced. It is not touched.
+        model: A trained network that ends in a linear layer, which is replaced, or that returns features
+            (N, D), as an encoder without a head does. It is not touched.
         data: The new task: an (x, y) pair, a Dataset or a DataLoader. Integer y are classes, float y (N, C)
             are values.
         weight: Share w of the lower layers in the kernel, 0 (the linear probe) to 1; by default chosen.
@@ -69,7 +70,7 @@ def adapt(
         DataError: If the data are empty, not finite, of one class only or have a single example.
         InputError: If an argument has a value that is not listed.
         MemoryBudgetError: If the kernel does not fit the budget.
-        ModelError: If the network does not end in a linear layer.
+        ModelError: If the network neither ends in a linear layer nor returns features.
 
     Source:
         Tangent kernels of features: Maddox et al., AISTATS 2021; leave-one-out of a kernel ridge regression:
@@ -97,9 +98,9 @@ def adapt(
             remedy="leave weight= and ridge= out, or tune=",
         )
     begin = time.perf_counter()
-    weights = last_linear(model)[1].weight
-    x, y = gather_data(data, weights.device)
-    targets = task_targets(y, weights.dtype)
+    x, y = gather_data(data, next((p.device for p in model.parameters()), torch.device("cpu")))
+    model = ending_linear(model, x)
+    targets = task_targets(y, last_linear(model)[1].weight.dtype)
     features = Features(model, heads, seed, params)
     features.function.check_runs(take(x, slice(0, 1)))
     record = Record("dual", "loo", {}, single_remarks(targets), {"network": time.perf_counter() - begin})

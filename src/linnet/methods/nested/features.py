@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from linnet.errors import ModelError
 from linnet.linalg.space import ParameterSpace
-from linnet.methods.fitting.head import features, last_linear, replace_module, zero_layer
+from linnet.methods.fitting.last_layer import features, last_linear, replace_module, zero_layer
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram, own_kernels

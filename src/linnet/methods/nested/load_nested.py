@@ -12,6 +12,7 @@ from linnet.errors import FileFormatError
 from linnet.files import as_path, load_tensors
 from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.fit_files import unflatten_inputs
+from linnet.methods.fitting.last_layer import Appended
 from linnet.methods.fitting.record import Record
 from linnet.methods.fitting.targets import Targets
 from linnet.methods.nested.features import Features
@@ -41,6 +42,9 @@ def read_nested(directory: str | Path, model: nn.Module) -> NestedFit:
     names, trained = metadata["parameters"], {}
     for key in [key for key in tensors if key.startswith(TRAINED)]:
         trained[key.removeprefix(TRAINED)] = tensors.pop(key)
+    width = metadata.get("appended")
+    if width is not None and not isinstance(model, Appended):
+        model = Appended(model, width)
     network = _with(model, trained)
     features = Features(network, metadata["heads"], metadata["seed"], names, trained=bool(trained))
     if features.function.fingerprint() != metadata["weights"]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from linnet.files import save_tensors
 from linnet.methods.fitting.fit_files import flatten_inputs
+from linnet.methods.fitting.last_layer import Appended
 from linnet.methods.nested.prior import Prior
 from linnet.tangent.batch import Inputs
 
@@ -43,6 +44,7 @@ def write_nested(
         "weights": features.function.fingerprint(),
         "parameters": list(features.function.names),
         "heads": features.heads,
+        "appended": features.width if isinstance(features.model, Appended) else None,
         "seed": features.seed,
         "inputs": layout,
         "mixture": asdict(prior.mixture),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from linnet.errors import InputError
 from linnet.linalg.factorize import eigh
 from linnet.methods.fitting.arguments import check_positive
-from linnet.methods.fitting.head import features
+from linnet.methods.fitting.last_layer import features
 from linnet.methods.fitting.predictive import Predictive
 from linnet.methods.fitting.targets import make_targets
 from linnet.tangent.batch import Inputs, check_examples, gather_data, map_tensors

@@ -1,0 +1,221 @@
+"""The last linear layer of a network: found, replaced, and the features that go into it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+
+from linnet.errors import LinnetError, ModelError
+from linnet.tangent.batch import Inputs, split, take
+from linnet.tangent.functional import Functional, adapt_outputs
+
+L = TypeVar("L", bound=nn.Module)
+FEW = 4  # examples on which the last layer is checked to be the last
+
+
+class Appended(nn.Module):
+    """A network that returns features, with a linear layer behind it.
+
+    Args:
+        body: The network; not copied.
+        width: D, the features of an example.
+    """
+
+    def __init__(self, body: nn.Module, width: int) -> None:
+        super().__init__()
+        self.body = getattr(body, "_orig_mod", body)  # torch.compile's wrapper
+        weights = next((p for p in body.parameters() if p.is_floating_point()), torch.zeros(1))
+        self.head = zero_layer(nn.Linear, width, 1, like=weights)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Outputs of the linear layer, (N, 1) before it is replaced."""
+        found: Tensor = self.head(adapt_outputs(self.body(*args, **kwargs), None))
+        return found
+
+
+@torch.no_grad()
+def ending_linear(model: nn.Module, x: Inputs) -> nn.Module:
+    """A network that ends in a linear layer: the one given, or a linear layer behind what it returns.
+
+    Encoders without a head return features, one vector an example; a head is put behind them. Outputs that
+    its last linear layer gives before something else (a softmax, an activation) are no features.
+
+    Args:
+        model: The network; neither touched nor copied.
+        x: Examples.
+
+    Returns:
+        The network, or ``Appended``.
+
+    Raises:
+        ModelError: If the network cannot run on x, or returns neither features nor what a linear layer gives.
+
+    Example:
+        >>> encoder = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        >>> ending_linear(encoder, torch.zeros(2, 3, 8, 8))(torch.zeros(2, 3, 8, 8)).shape
+        torch.Size([2, 1])
+    """
+    function = Functional(model)
+    function.check_runs(take(x, slice(0, 1)))
+    few = take(x, slice(0, FEW))
+    outputs, call = _last_call(function, few)
+    if call and (_same(call[1], outputs) or _ends(model, few, outputs)):
+        return model
+    name = f"model ({type(model).__name__})"
+    if call and call[1].shape == outputs.shape:
+        raise ModelError(
+            f"{name} does not return what its last nn.Linear ({last_linear(model)[0]}) gives",
+            expected="a network that ends in a linear layer, or one that returns features (N, D)",
+            remedy="leave out what follows that layer, such as a softmax; behind an encoder that ends in an "
+            "activation put a layer of your own: nn.Sequential(model, nn.Linear(D, classes))",
+        )
+    if outputs.ndim != 2 or outputs.shape[1] < 2:
+        raise ModelError(
+            f"{name} returns outputs of shape {tuple(outputs.shape)} that no nn.Linear of it gives",
+            expected="a network that ends in a linear layer, or one that returns features (N, D)",
+            remedy="wrap it in a module that returns one vector an example, such as the mean over positions",
+        )
+    return Appended(model, outputs.shape[1])
+
+
+@torch.no_grad()
+def features(model: nn.Module, x: Inputs, batch: int = 256) -> Tensor:
+    """Inputs of the last linear layer.
+
+    They are what the network returns with the identity in its place: a classifier of texts that takes the
+    outputs at the last token, or their mean, gives its features there.
+
+    Args:
+        model: The network; evaluated on a frozen copy.
+        x: N examples.
+        batch: Examples at once.
+
+    Returns:
+        φ(x), (N, D).
+
+    Raises:
+        ModelError: If the network cannot run on x, or does not end in that layer.
+    """
+    function = Functional(model)
+    function.check_runs(take(x, slice(0, 1)))
+    few = take(x, slice(0, FEW))
+    name = last_linear(function.model)[0]
+    outputs, call = _last_call(function, few)
+    if call and _same(call[1], outputs):
+        calls = [_last_call(function, part)[1] for part in split(x, batch)]
+        return torch.cat([one[0].flatten(1) for one in calls if one])
+    if not _ends(model, few, outputs):
+        raise ModelError(
+            f"model ({type(model).__name__}) does not return what its last nn.Linear ({name}) gives",
+            expected="a network that ends in a linear layer",
+            remedy="replace the head yourself and pass the network to linnet.linearize",
+        )
+    function = _bared(model)
+    return torch.cat([function.flat(function.theta, part) for part in split(x, batch)])
+
+
+def _last_call(function: Functional, x: Inputs) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Outputs, and input and result of the last call of the last linear layer, where there is one inside."""
+    layers = [layer for layer in function.model.modules() if isinstance(layer, nn.Linear)]
+    calls: list[tuple[Tensor, Tensor]] = []
+    inside = [] if layers[-1:] == [function.model] else layers[-1:]  # a single layer is no head of a network
+    handles = [
+        layer.register_forward_hook(lambda _, args, result: calls.append((args[0], result)))
+        for layer in inside
+    ]
+    try:
+        outputs = function.check_runs(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return outputs, calls[-1] if calls else None
+
+
+def _same(result: Tensor, outputs: Tensor) -> bool:
+    """Whether the network's outputs are those of the layer."""
+    return result.numel() == outputs.numel() and torch.equal(result.reshape(outputs.shape), outputs)
+
+
+def _bared(model: nn.Module) -> Functional:
+    """The network with the identity in the place of its last linear layer."""
+    clone = copy.deepcopy(getattr(model, "_orig_mod", model))
+    name, old = last_linear(clone)
+    new = zero_layer(nn.Linear, old.in_features, old.in_features, like=old.weight, bias=False)
+    with torch.no_grad():
+        new.weight.fill_diagonal_(1)
+    replace_module(clone, name, new)
+    return Functional(clone)
+
+
+def _ends(model: nn.Module, x: Inputs, outputs: Tensor) -> bool:
+    """Whether outputs are those of the last linear layer on what the network returns without it."""
+    layer = last_linear(model)[1]
+    try:
+        phi = _bared(model).check_runs(x)
+    except LinnetError:  # such as one that looks at the number of outputs
+        return False
+    if phi.shape != (*outputs.shape[:-1], layer.in_features) or outputs.shape[-1] != layer.out_features:
+        return False
+    bias = 0.0 if layer.bias is None else layer.bias
+    error = (phi @ layer.weight.T + bias - outputs).abs().max()
+    # a mean over positions is rounded in another order; what is no linear layer is off by more than this
+    size = (phi.abs() @ layer.weight.T.abs()).max()
+    return bool(error <= torch.finfo(outputs.dtype).eps ** 0.5 * size)
+
+
+def last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
+    """The last linear layer of a network."""
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise ModelError(
+            f"model ({type(model).__name__}) has no nn.Linear to replace",
+            expected="a network that ends in a linear layer",
+            remedy="replace the head yourself and pass the network to linnet.linearize",
+        )
+    if linear[-1][0] == "":
+        raise ModelError(
+            "model is a single nn.Linear",
+            expected="a network with a linear last layer inside",
+            remedy="wrap it: nn.Sequential(layer)",
+        )
+    return linear[-1]
+
+
+def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:
+    """Put a module in the place that a dotted path names."""
+    *folders, leaf = path.split(".")
+    place = model
+    for folder in folders:
+        place = getattr(place, folder)
+    setattr(place, leaf, new)
+
+
+def zero_layer(kind: type[L], *sizes: int, like: Tensor, **options: Any) -> L:
+    """A layer with all parameters zero, made without random numbers.
+
+    The constructors of torch's layers draw their first values from the global random stream, which would
+    move it for a layer whose values are set anyway.
+
+    Args:
+        kind: The class.
+        *sizes: Its positional arguments.
+        like: A tensor with the device and type to use.
+        **options: Its other arguments.
+
+    Returns:
+        The layer.
+
+    Example:
+        >>> zero_layer(nn.Linear, 2, 1, like=torch.ones(1)).weight
+        Parameter containing:
+        tensor([[0., 0.]], requires_grad=True)
+    """
+    layer: L = skip_init(kind, *sizes, device=like.device, dtype=like.dtype, **options)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.zero_()
+    return layer
