@@ -191,7 +191,7 @@ def test_a_preflight_of_a_thousand_classes_takes_no_gradients(monkeypatch: pytes
 def test_check_plans_for_the_head_that_adapt_puts_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """1,000 old classes, 2 new ones: the plan is for the kernel of 2."""
+    """1,000 old classes, 2 new ones: the plan is for the random heads that all classes share."""
     (tmp_path / "nets.py").write_text(
         "from torch import nn\n"
         "def old():\n"
@@ -203,8 +203,8 @@ def test_check_plans_for_the_head_that_adapt_puts_on(
     words = ["check", "--model", f"{tmp_path / 'nets.py'}:old", "--data", str(tmp_path / "task.npz")]
     assert cli.main([*words, "--memory", "1MB"]) == 0
     printed = capsys.readouterr().out
-    assert "2 outputs" in printed
-    assert "new head of 2 outputs, one a class, for the old one of 1000" in printed
+    assert "4 outputs" in printed
+    assert "4 random heads for its head of 1000 outputs" in printed
 
 
 # --- the plan ---------------------------------------------------------------------------------------

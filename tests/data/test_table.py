@@ -86,15 +86,15 @@ class TestTable:
         ("text", "message"),
         [
             ("", "is empty"),
-            ("a,y\n", "has 0 lines of numbers"),
-            ("a,y\n1,2\n", "has 1 lines of numbers"),
+            ("a,y\n", "has 0 lines of samples"),
+            ("a,y\n1,2\n", "has 1 lines of samples"),
             ("1,2\n3,4\n5,6\n", "begins with numbers.*names on the first line"),
             ("a,a\n1,2\n3,4\n", "repeated column names: 'a'"),
             ("a,\n1,2\n3,4\n", "empty or repeated column names"),
             ("y\n1\n2\n", "no columns but the target"),
             ("a,y\n1,2\n3\n4,5\n6,7,8\n", "2 faulty lines: line 3: 1 cells, not 2; line 5: 3 cells, not 2"),
-            ("a,y\n1,2\n\nred,4\n5,\n", r"2 faulty lines: line 4: a is 'red'; line 5: y is empty"),
-            ("a,y\n1,2\nnan,4\n5,-inf\n", "line 3: a is nan, which is not finite; line 4: y is -inf"),
+            ("a,y\n1,2\n\nred,4\n5,\n" + "6,7\n" * 9, r"2 faulty lines: line 4: a is 'red'; line 5: y is em"),
+            ("a,y\n1,2\ninf,4\n5,-inf\n", "line 3: a is inf, which is not finite; line 4: y is -inf"),
         ],
     )
     def test_what_is_wrong_is_named_with_its_line(self, tmp_path: Path, text: str, message: str) -> None:
@@ -103,7 +103,7 @@ class TestTable:
 
     def test_many_faults_are_counted(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match="20 faulty lines") as caught:
-            load_data(table(tmp_path / "d.csv", "a,y\n" + "x,1\n" * 20))
+            load_data(table(tmp_path / "d.csv", "a,y\n" + "x,1\n" * 20 + "2,3\n" * 200))
         assert str(caught.value).count("line ") == 8
 
     def test_unknown_target_and_transform(self, tmp_path: Path) -> None:
@@ -118,3 +118,77 @@ class TestTable:
         (tmp_path / "d.csv").write_bytes(content)
         with pytest.raises(FileFormatError, match=r"no table of text.*UTF-8"):
             load_data(tmp_path / "d.csv")
+
+
+def people(count: int = 60, seed: int = 0) -> str:
+    """A table as it comes: texts, yes and no, empty cells, a name on each line."""
+    rng = np.random.default_rng(seed)
+    lines = ["name,city,member,age,note,left"]
+    for n in range(count):
+        city = ["Rome", "Oslo", "Lima", ""][rng.integers(4)]
+        age = "" if rng.random() < 0.2 else f"{rng.integers(20, 60)}"
+        lines.append(f"p{seed}-{n},{city},{['yes', 'no'][rng.integers(2)]},{age},,{['stays', 'goes'][n % 2]}")
+    return "\n".join(lines) + "\n"
+
+
+class TestTextsAndEmptyCells:
+    def test_encoded_by_the_training_lines(self, tmp_path: Path) -> None:
+        path = table(tmp_path / "d.csv", people())
+        task = load_data(path)
+        assert task.classes == ("goes", "stays")
+        assert task.table is not None
+        assert task.table.labels == (
+            *("city = Lima", "city = Oslo", "city = Rome", "city is empty"),
+            *("member = yes", "age", "age is empty"),
+        )
+        rows = [line.split(",") for line in path.read_text().splitlines()[1:]]
+        ages = [float(rows[int(i.split()[1]) - 2][3] or "nan") for i in task.train.ids]
+        for part in (task.train, task.test):
+            for name, x, label in zip(part.ids, part.x, part.y, strict=True):
+                row = rows[int(name.split()[1]) - 2]
+                hot = [float(row[1] == city) for city in ("Lima", "Oslo", "Rome", "")]
+                age = [float(row[3] or np.nanmedian(ages)), float(row[3] == "")]
+                assert x.tolist() == [*hot, float(row[2] == "yes"), *age]
+                assert task.classes[label] == row[5]
+        told = "; ".join(task.findings)
+        assert "city (4), member (2)" in told
+        assert f"age ({int(np.isnan(ages).sum())} of {len(ages)})" in told
+        assert f"name ({len(task.train)} different texts), note (empty in all training lines)" in told
+
+    def test_classes_are_split_alike(self, tmp_path: Path) -> None:
+        task = load_data(table(tmp_path / "d.csv", people()), test_fraction=0.2)
+        assert np.bincount(task.test.y).tolist() == [6, 6]
+
+    def test_zeros_and_ones_are_two_classes(self, tmp_path: Path) -> None:
+        text = "a,y\n" + "".join(f"{n},{n % 2}\n" for n in range(10))
+        task = load_data(table(tmp_path / "d.csv", text))
+        assert task.classes == ("0", "1")
+        assert "y is 0 or 1 throughout: taken as two classes" in task.findings
+
+    def test_a_column_says_the_split(self, tmp_path: Path) -> None:
+        text = "split,a,y\n" + "".join(f"{'test' if n % 3 else 'train'},{n},{n}.5\n" for n in range(9))
+        task = load_data(table(tmp_path / "d.csv", text))
+        assert task.train.ids == ("line 2", "line 5", "line 8")
+        assert task.train.x.shape == (3, 1)
+        assert "the column split says which lines are trained on (3) and tested" in task.findings
+
+    @pytest.mark.parametrize(
+        ("text", "target", "message"),
+        [
+            ("a,y\n" + "1,red\n2,\n3,blue\n", None, "line 3: y is empty"),
+            ("a,y\n" + "1,red\n2,red\n3,red\n", None, "one class only, 'red'"),
+            (
+                "n,y\n" + "".join(f"w{n},{n}\n" for n in range(99)),
+                None,
+                r"no column can be a feature: n \(79",
+            ),
+            ("a,b,y\n1,red,2\n2,red,3\n", ["b", "y"], "b of .* holds texts, and there are 2 targets"),
+        ],
+    )
+    def test_what_cannot_be_used(
+        self, tmp_path: Path, text: str, target: list[str] | None, message: str
+    ) -> None:
+        from linnet.data import read_table
+
+        with pytest.raises(DataError, match=message):
+            read_table(table(tmp_path / "d.csv", text), target=target)

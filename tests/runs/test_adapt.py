@@ -19,8 +19,8 @@ from linnet import cli
 from linnet.errors import FileFormatError
 from linnet.files import load_tensors
 from linnet.runs.adaptation import choose_head
-from linnet.runs.folder import load_run
-from tests.runs.small_tasks import write_nets, write_pictures, write_table
+from linnet.runs.folder import load_run, load_test
+from tests.runs.small_tasks import write_folder, write_nets, write_pictures, write_table
 
 RUN_FILES = {
     "model.safetensors", "nested-fit.safetensors", "samples.safetensors", "run.json",
@@ -460,7 +460,7 @@ def bad_data(folder: Path, kind: str) -> str:
     if kind == "foreign":
         (folder / "bad.npz").write_bytes(b"not an archive at all")
     if kind == "nan":
-        (folder / "bad.csv").write_text("a,b,c,price\n" + "1,2,nan,3\n" * 9)
+        (folder / "bad.csv").write_text("a,b,c,price\n" + "1,2,inf,3\n" * 9)
         return "bad.csv"
     arrays = {
         "empty": {"x_train": np.zeros((0, 8, 8), np.uint8), "y_train": np.zeros(0, int)},
@@ -548,3 +548,45 @@ def test_a_file_in_the_way(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     (folder / "run").write_text("mine")
     refused(folder, [], "is a file", capsys)
     assert (folder / "run").read_text() == "mine"
+
+
+def spoiled(folder: Path) -> Path:
+    """Folders of pictures, of which one in each part cannot be decoded."""
+    root = folder / "photos"
+    for part in ("train", "test"):
+        write_folder(root / part, [0, 1, 2] * 6, ["across", "along", "slanted"], seed=len(part))
+        (root / part / "along" / "broken.png").write_bytes(b"no picture")
+    return root
+
+
+def test_damaged_pictures_are_refused_or_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spoiled(folder)
+    words = ("--size", "8", "--channels", "1")
+    assert adapt(folder, *words, data="photos") == 2
+    assert "1 of 19 images" in capsys.readouterr().err
+    assert adapt(folder, *words, "--damaged", "skip", "--tests", "9", data="photos") == 0
+    told = "left out, damaged: train/along/broken.png"
+    assert told in capsys.readouterr().out
+    assert told in result(folder / "run")["data"]["findings"]
+    assert "train/along/broken.png" in (folder / "run" / "report.html").read_text()
+    run = load_run(folder / "run")
+    assert run.fit.n == 18
+    task, why = load_test(run)  # the same test samples, though a damaged one lies among them
+    assert why == ""
+    assert task is not None
+    assert len(task.test) == 9
+    assert adapt(folder, "--damaged", "mend", data="photos", out="other") == 2
+    assert "damaged='mend'" in capsys.readouterr().err
+
+
+def test_check_says_what_adapt_would_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = spoiled(folder)
+    words = ["check", "--model", f"{folder / 'nets.py'}:conv", "--data", str(root)]
+    words += ["--size", "8", "--channels", "1"]
+    assert cli.main(words) == 2  # every header is read, not those of the first samples alone
+    assert "train/along/broken.png" in capsys.readouterr().err
+    assert cli.main([*words, "--damaged", "skip"]) == 0
+    told = capsys.readouterr().out
+    assert "data: 18 training and 18 test samples of 3 classes" in told
+    assert "planned as linnet adapt takes it: 4 random heads for its head of 3 outputs" in told
+    assert "linnet adapt: about" in told

@@ -30,6 +30,7 @@ def task_adaptation(
     size: int | None = None,
     channels: int | None = None,
     target: str | None = None,
+    damaged: str = "error",
     compare: str = "probe",
     finetune_steps: int = 150,
     memory: str | None = None,
@@ -79,6 +80,7 @@ def task_adaptation(
         size: Height and width that images are scaled to, in pixels.
         channels: Color channels that the network expects, 1 or 3.
         target: The column of a table to predict; the last by default.
+        damaged: What to do with image files that cannot be decoded: error, or skip, which names them.
         compare: What the fit is compared with on the test samples: probe (the linear probe, or the network as
             it is), or finetune, which adds plain fine-tuning and takes most of the time.
         finetune_steps: Steps of each run of plain fine-tuning.
@@ -99,7 +101,7 @@ def task_adaptation(
 
     settings = Settings(
         Network(model, weights, model_args or {}, head, cross_fit),
-        Source(data, image_transform(mean, std, size, channels), shots, tests, seed, target),
+        Source(data, image_transform(mean, std, size, channels), shots, tests, seed, target, damaged),
         Solving(ridge, solver, params, memory, device, loss, metric, method, weight, tune),
         compare, finetune_steps,
     )  # fmt: skip

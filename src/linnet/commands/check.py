@@ -18,6 +18,8 @@ def check(
     std: str | None = None,
     size: int | None = None,
     channels: int | None = None,
+    target: str | None = None,
+    damaged: str = "error",
     batch: int = 8,
     memory: str | None = None,
     device: str = "cpu",
@@ -38,6 +40,8 @@ def check(
         std: Standard deviations that go with numbers in mean.
         size: Height and width that images are scaled to, in pixels.
         channels: Color channels that the network expects, 1 or 3.
+        target: The column of a table to predict; the last by default.
+        damaged: What to do with image files that cannot be decoded: error, or skip, which names them.
         batch: Samples to try the network on.
         memory: The budget, such as 4GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.
@@ -49,31 +53,39 @@ def check(
     Raises:
         InputError: ``batch`` is not positive.
     """
-    from linnet.data import image_transform, load_data
+    from linnet.data import check_images, image_transform, load_data
     from linnet.errors import InputError
     from linnet.machine import find_device
     from linnet.models import load_model
-    from linnet.runs.adaptation import with_head_of_adapt
+    from linnet.report.wording import duration
+    from linnet.runs.planning import planned
     from linnet.tangent.preflight import preflight
 
     if batch < 1:
         raise InputError(f"batch is {batch}", expected="a positive number of samples", remedy="try --batch 8")
     place = find_device(device)
-    task = load_data(data, image_transform(mean, std, size, channels), seed=seed)
+    transform = image_transform(mean, std, size, channels)
+    task = load_data(data, transform, seed=seed, target=target, damaged=damaged)
+    check_images(task)
     sample = task.subset("train", range(min(batch, len(task.train))))
     if size is not None:  # of what a few samples take in their own size, the preflight tells
         replace(sample, test=sample.train).require_memory(memory)  # only these are decoded
-    x, _ = sample.tensors("train")
-    old = load_model(model, weights, model_args).to(place)
-    network, note = with_head_of_adapt(old, task, x.to(place))
-    report = preflight(network, x.to(place), params=params, memory=memory)
+    x = sample.tensors("train")[0].to(place)
+    plan = planned(load_model(model, weights, model_args).to(place), task, x, params)
+    report = preflight(plan.model, x, params=plan.params, memory=memory)
     if report.memory.peak > report.memory.budget:
         report = replace(report, ok=False)  # the finding says so; nothing could be computed
-    if note:
-        report = replace(report, findings=(*report.findings, note))
+    if plan.note:
+        report = replace(report, findings=(*report.findings, plan.note))
     print(report)
+    kinds = "" if task.classes is None else f" of {len(task.classes)} classes"
+    print(f"data: {len(task.train)} training and {len(task.test)} test samples{kinds}")
     for finding in task.findings:
         print(f"data: {finding}")
+    seconds = plan.seconds(x, task) if report.ok else None
+    if seconds is not None:
+        fit, tests = (duration(one).replace("\u202f", " ") for one in seconds)
+        print(f"linnet adapt: about {fit} for the fit, {tests} for the test samples with their variances")
     return {
         **report.to_dict(),
         "ok": report.ok,
@@ -83,4 +95,5 @@ def check(
             "classes": None if task.classes is None else list(task.classes),
             "findings": list(task.findings),
         },
+        "seconds": None if seconds is None else {"fit": seconds[0], "test": seconds[1]},
     }

@@ -25,6 +25,7 @@ def task_spectrum(
     size: int | None = None,
     channels: int | None = None,
     target: str | None = None,
+    damaged: str = "error",
     top: int | None = None,
     samples: int | None = None,
     memory: str | None = None,
@@ -53,6 +54,7 @@ def task_spectrum(
         size: Height and width that images are scaled to, in pixels.
         channels: Color channels that the network expects, 1 or 3.
         target: The column of a table to predict; the last by default.
+        damaged: What to do with image files that cannot be decoded: error, or skip, which names them.
         top: Leading directions of the kernel to speak of; 50 by default, or a fifth of all if fewer.
         samples: Training samples to take the spectrum on, drawn at random; by default all, or as many as the
             memory and a few seconds allow where the kernel is not there already.
@@ -97,7 +99,7 @@ def task_spectrum(
         assert data is not None
         settings = Settings(
             Network(model, weights, model_args or {}, head),
-            Source(data, image_transform(mean, std, size, channels), shots, tests, seed, target),
+            Source(data, image_transform(mean, std, size, channels), shots, tests, seed, target, damaged),
             Solving(ridge, solver, params, memory, device, metric="none", method="linear"),
         )
         subject = from_settings(settings, folder)

@@ -1,7 +1,7 @@
 """Readers: an image folder, an ``.npz`` archive or a ``.csv`` table becomes a checked train and test set."""
 
 from linnet.data.arrays import read_arrays
-from linnet.data.folder import decode_image, read_folder
+from linnet.data.folder import check_images, decode_image, read_folder
 from linnet.data.load import load_data
 from linnet.data.locate import find_data_dir
 from linnet.data.splits import draw_shots, split_at_random, split_by_class
@@ -10,7 +10,7 @@ from linnet.data.task import Part, TaskData
 from linnet.data.transforms import PRESETS, ImageTransform, Standardize, image_transform
 
 __all__ = [
-    "load_data", "read_folder", "read_arrays", "read_table", "decode_image",
+    "load_data", "read_folder", "read_arrays", "read_table", "decode_image", "check_images",
     "TaskData", "Part",
     "ImageTransform", "Standardize", "image_transform", "PRESETS",
     "draw_shots", "split_at_random", "split_by_class",

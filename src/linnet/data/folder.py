@@ -11,8 +11,8 @@ import os
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
@@ -58,7 +58,7 @@ def read_folder(
     transform: ImageTransform | None = None,
     seed: int = 0,
     test_fraction: float = 0.2,
-    damaged: Literal["error", "skip"] = "error",
+    damaged: str = "error",
     links: Literal["inside", "follow"] = "inside",
 ) -> TaskData:
     """Read a classification from folders of images.
@@ -219,6 +219,9 @@ def _check_inside(link: str, target: str, home: str) -> None:
         )
 
 
+UNDAMAGED = "replace these files, or leave them out with --damaged skip (in Python damaged='skip')"
+
+
 @dataclass(frozen=True, eq=False)
 class ImageFiles:
     """Images in files, decoded when they are read.
@@ -273,7 +276,7 @@ class ImageFiles:
                 f"{len(faults)} of {len(names)} images in {self.root} cannot be decoded: "
                 + some([f"{name} ({fault})" for name, fault in faults.items()]),
                 expected="complete images of 8 bits a channel",
-                remedy="replace these files, or move them away; in Python damaged='skip' leaves them out",
+                remedy=UNDAMAGED,
             )
         return result
 
@@ -285,6 +288,21 @@ class ImageFiles:
         """
         images = zip(self.names, self._decode_all(list(self.names)), strict=True)
         return {name: str(image) for name, image in images if isinstance(image, Exception)}
+
+    def headers(self) -> dict[str, str]:
+        """Read the header of every file, which takes a small part of the time of decoding it.
+
+        Returns:
+            What was wrong, by the name of each file.
+        """
+        faults = {}
+        for name in track(self.names, f"reading the headers of {len(self.names)} images"):
+            try:
+                with _opened(self.root / name):
+                    pass
+            except Exception as error:  # what decoders raise on damaged bytes has no common type
+                faults[name] = str(error)
+        return faults
 
     def _decode_all(self, names: list[str]) -> Iterator[Array | Exception]:
         """Each image's bytes, or the exception that decoding it raised."""
@@ -300,9 +318,48 @@ class ImageFiles:
             return error
 
 
+def check_images(task: TaskData) -> None:
+    """Read the header of every image file of a task, so that nothing is missing hours later.
+
+    Args:
+        task: The task; nothing is done for one without image files.
+
+    Raises:
+        DataError: A file cannot be decoded; it is named.
+    """
+    for part in (task.train, task.test):
+        source = part.source
+        if not isinstance(source, ImageFiles):
+            continue
+        files = replace(source, names=tuple(source.names[row] for row in part.indices))
+        faults = files.headers()
+        if faults:
+            named = some([f"{name} ({fault})" for name, fault in faults.items()])
+            count = f"{len(faults)} of {len(files.names)} images"
+            raise DataError(
+                f"{count} in {files.root} cannot be decoded: {named}",
+                expected="complete images of 8 bits a channel",
+                remedy=UNDAMAGED,
+            )
+
+
 def _pixels(shape: tuple[int, ...]) -> str:
     """Height and width for people."""
     return f"{shape[0]}x{shape[1]}"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A Pillow image whose header says that it can be decoded; its pixels are not read yet."""
+    from PIL import Image
+
+    status = path.stat().st_mode
+    if not stat.S_ISREG(status):  # opening a pipe would wait for somebody to write to it
+        raise DataError(f"it is {special_file(status)}")
+    with Image.open(path, formats=_FORMATS) as image:
+        if image.mode.startswith(_DEEP_MODES):
+            raise DataError(f"it has more than 8 bits a channel (mode {image.mode})")
+        yield image
 
 
 def decode_image(path: Path, transform: ImageTransform) -> Array:
@@ -318,15 +375,10 @@ def decode_image(path: Path, transform: ImageTransform) -> Array:
     Raises:
         DataError: The image has more than 8 bits a channel or too many pixels, or the file is no regular one.
     """
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
-    status = path.stat().st_mode
-    if not stat.S_ISREG(status):  # opening a pipe would wait for somebody to write to it
-        raise DataError(f"it is {special_file(status)}")
     mode = "L" if transform.channels == 1 else "RGB"
-    with Image.open(path, formats=_FORMATS) as image:
-        if image.mode.startswith(_DEEP_MODES):
-            raise DataError(f"it has more than 8 bits a channel (mode {image.mode})")
+    with _opened(path) as image:
         if transform.size is not None:
             image.draft(
                 mode, (2 * transform.size, 2 * transform.size)

@@ -22,7 +22,7 @@ def load_data(
     seed: int = 0,
     test_fraction: float = 0.2,
     target: str | None = None,
-    damaged: Literal["error", "skip"] = "error",
+    damaged: str = "error",
     links: Literal["inside", "follow"] = "inside",
 ) -> TaskData:
     """Read a task from a folder of images, an ``.npz`` archive or a ``.csv`` table.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from linnet.data.checks import check_finite
+from linnet.data.columns import Table
 from linnet.data.splits import draw_shots
 from linnet.data.transforms import ImageTransform, Standardize
 from linnet.errors import DataError, InputError
@@ -117,6 +118,7 @@ class TaskData:
         transform: From stored samples to the network's inputs; None takes them as they are.
         targets: The scale of regression targets; None takes them as they are.
         findings: What a reader noticed that is no error but worth telling.
+        table: How the columns of a table become features; None for other data.
 
     Example:
         >>> x, y = np.zeros((4, 8, 8, 1), np.uint8), np.array([0, 1, 0, 1])
@@ -132,6 +134,7 @@ class TaskData:
     transform: ImageTransform | Standardize | None = None
     targets: Standardize | None = None
     findings: tuple[str, ...] = ()
+    table: Table | None = None
 
     @property
     def image_mode(self) -> Literal["RGB", "L"] | None:

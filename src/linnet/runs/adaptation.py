@@ -116,7 +116,7 @@ def _adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | Non
         x, y = (t.to(solving.device) for t in task.tensors("train"))
     with stages.measure("building the network"), waiting("building the network"):
         old = load_model(network.spec, network.weights, network.arguments).to(solving.device)
-        old = _ended(old, task, x)
+        old = ended(old, task, x)
     if nests(settings, task, old, x):
         run, report = _nested(settings, task, old, stages, out)
         if keep:
@@ -194,8 +194,17 @@ def _why_head(network: Network, init: str, centered: bool) -> str:
     return why if init == "keep" else f"{why}; the labels have no part in it"
 
 
-def _ended(model: nn.Module, task: TaskData, x: Tensor) -> nn.Module:
-    """The network, or with a head behind it where it returns features, and not the values of a regression."""
+def ended(model: nn.Module, task: TaskData, x: Tensor) -> nn.Module:
+    """The network, or with a head behind it where it returns features.
+
+    Args:
+        model: The network.
+        task: The data; a network that returns the values of a regression is left as it is.
+        x: Training inputs.
+
+    Returns:
+        The network, or it with a head.
+    """
     try:
         if task.classes is None and Functional(model).output_shape(x).numel() == task.train.y.shape[1]:
             return model
@@ -325,9 +334,16 @@ def _checked(model: nn.Module, x: Tensor, solving: Solving) -> Preflight:
     return report
 
 
+def _loaded(source: Source) -> TaskData:
+    """The whole task."""
+    return load_data(
+        source.path, source.transform, seed=source.seed, target=source.target, damaged=source.damaged
+    )
+
+
 def _read(source: Source) -> TaskData:
     """The task with the samples asked for."""
-    task = load_data(source.path, source.transform, seed=source.seed, target=source.target)
+    task = _loaded(source)
     if source.shots is not None:
         if task.classes is None:
             if source.shots < 1:
@@ -375,29 +391,6 @@ def _headed(
     ), outputs
 
 
-def with_head_of_adapt(model: nn.Module, task: TaskData, x: Tensor) -> tuple[nn.Module, str]:
-    """The network with as many outputs as a run gives it; what its head holds is left open.
-
-    Args:
-        model: The network.
-        task: The data.
-        x: A few samples.
-
-    Returns:
-        The network, and a sentence if its outputs are not its own.
-    """
-    if task.classes is None:
-        return model, ""
-    outputs, own = len(task.classes), Functional(model).output_shape(x).numel()
-    if own == outputs:
-        return model, ""
-    try:
-        new = with_head(model, outputs, init="random", generator=torch.Generator().manual_seed(0))
-    except ModelError as error:
-        return model, f"its {own} outputs are not the {outputs} classes of the data, and {error.what}"
-    return new, f"planned with a new head of {outputs} outputs, one a class, for the old one of {own}"
-
-
 def choose_head(model: nn.Module, x: Tensor, samples: int) -> str:
     """The head to start from, where nobody has said.
 
@@ -436,23 +429,13 @@ def _test_source(source: Source, task: TaskData) -> TestSource:
     """Where the test samples can be read again."""
     positions = None
     if source.tests is not None:
-        whole = load_data(source.path, source.transform, seed=source.seed, target=source.target).test.ids
+        whole = _loaded(source).test.ids
         places = {name: place for place, name in enumerate(whole)}
         positions = tuple(places[name] for name in task.test.ids)
     return TestSource(
-        str(source.path.resolve()), source.seed, source.target, _columns(source), positions, test_digest(task)
-    )
-
-
-def _columns(source: Source) -> tuple[str, ...] | None:
-    """The feature columns of a table."""
-    if source.path.suffix.lower() != ".csv":
-        return None
-    from linnet.data.table import read_numbers
-
-    names, _, _ = read_numbers(source.path)
-    target = names[-1] if source.target is None else source.target
-    return tuple(name for name in names if name != target)
+        str(source.path.resolve()), source.seed, source.target, task.table, positions, test_digest(task),
+        source.damaged,
+    )  # fmt: skip
 
 
 def _predict_test(run: SavedRun, task: TaskData, std: bool) -> Predictions:

@@ -125,7 +125,7 @@ def update(run: SavedRun, new: NewSamples, answers: Array, name: str, verify: bo
     more = TrainingSamples(images, np.asarray(answers), _unused(run.samples.ids, name, new.ids))
     after, overlap = _tested_elsewhere(run.changed(fit, run.samples.joined(more)), new)
     compared = _compare(fit, verify)
-    return Change(run, after, seconds, compared, (), verify, (*notes, *overlap))
+    return Change(run, after, seconds, compared, (), verify, (*new.findings, *notes, *overlap))
 
 
 def _unused(taken: Sequence[str], name: str, ids: Sequence[str]) -> tuple[str, ...]:
@@ -156,7 +156,8 @@ def _unknown(run: SavedRun, new: NewSamples, answers: Array) -> tuple[NewSamples
         )
     keep = np.setdiff1d(np.arange(len(new.ids)), [row for row, _ in known])
     ids = tuple(new.ids[row] for row in keep)
-    return NewSamples(new.x[keep], answers[keep], ids), answers[keep], (f"{what}; these are left out",)
+    kept = replace(new, x=new.x[keep], y=answers[keep], ids=ids)
+    return kept, answers[keep], (f"{what}; these are left out",)
 
 
 def _tested_elsewhere(run: SavedRun, new: NewSamples) -> tuple[SavedRun, tuple[str, ...]]:

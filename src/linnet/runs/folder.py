@@ -25,6 +25,7 @@ from linnet import params
 from linnet.curvatures.curvature import KIND as CURVATURE
 from linnet.curvatures.saved import load_curvature
 from linnet.data import ImageTransform, Standardize, TaskData, load_data
+from linnet.data.columns import Table
 from linnet.errors import FileFormatError, InputError, LinnetError
 from linnet.files import load_tensors, read_json, save_tensors, write_json
 from linnet.methods.fitting.centered import with_centered_head
@@ -85,17 +86,19 @@ class TestSource:
         path: The data's absolute path.
         seed: Seed of the split.
         target: Column of a table.
-        columns: Feature columns of a table.
+        columns: How the columns of a table become features; None for other data.
         positions: Positions of the test samples that were used; None for all.
         digest: Hash of their names and answers, so that changed data are noticed.
+        damaged: What is done with image files that cannot be decoded, ``"error"`` or ``"skip"``.
     """
 
     path: str
     seed: int
     target: str | None
-    columns: tuple[str, ...] | None
+    columns: Table | None
     positions: tuple[int, ...] | None
     digest: str
+    damaged: str = "error"
 
 
 @dataclass(frozen=True, eq=False)
@@ -349,8 +352,9 @@ def load_run(
     _check_network(folder, fit, origin)
     test = record["test"]
     if test is not None:
-        lists = {key: None if test[key] is None else tuple(test[key]) for key in ("columns", "positions")}
-        test = TestSource(**{**test, **lists})
+        columns = None if test["columns"] is None else Table.of(test["columns"])
+        positions = None if test["positions"] is None else tuple(test["positions"])
+        test = TestSource(**{**test, "columns": columns, "positions": positions})
     classes = None if record["classes"] is None else tuple(record["classes"])
     transforms = (
         _transform(record["transform"]),
@@ -380,7 +384,9 @@ def load_test(run: SavedRun) -> tuple[TaskData | None, str]:
         return None, "the run has no test samples"
     transform = run.transforms[0] if isinstance(run.transforms[0], ImageTransform) else None
     try:
-        task = load_data(run.test.path, transform, run.test.seed, target=run.test.target)
+        task = load_data(
+            run.test.path, transform, run.test.seed, target=run.test.target, damaged=run.test.damaged
+        )
         if run.test.positions is not None:
             task = task.subset("test", run.test.positions)
     except LinnetError as error:
@@ -454,6 +460,8 @@ def _check_record(path: Path, record: Any) -> None:
         if record["test"] is not None:
             test = TestSource(**record["test"])
             params.instance("path", test.path, str, "a string")
+            if record["test"]["columns"] is not None:
+                Table.of(record["test"]["columns"])
             for position in test.positions or ():
                 params.integer("positions", position, least=0, most=_MOST)
         for value in record["temperatures"] or ():

@@ -14,7 +14,7 @@ from linnet.data.arrays import Member
 from linnet.data.checks import as_labels, as_targets, check_finite, check_lengths, some
 from linnet.data.folder import ImageFiles, files_below
 from linnet.data.load import KINDS
-from linnet.data.table import read_numbers
+from linnet.data.table import Cells, read_like
 from linnet.errors import DataError, InputError
 from linnet.npz import npz_headers, read_npz
 from linnet.runs.folder import SavedRun
@@ -32,11 +32,13 @@ class NewSamples:
         x: Images uint8 (N, H, W, C), or features (N, ...).
         y: Labels (N,) or targets (N, T) in their own units; None when there are none.
         ids: A stable name for each sample.
+        findings: What a reader must know of them.
     """
 
     x: Array
     y: Array | None
     ids: tuple[str, ...]
+    findings: tuple[str, ...] = ()
 
 
 def read_new(path: Path, run: SavedRun, prefer: str) -> NewSamples:
@@ -137,25 +139,39 @@ def _from_archive(path: Path, run: SavedRun, prefer: str) -> NewSamples:
 
 def _from_table(path: Path, run: SavedRun) -> NewSamples:
     """The lines of a table."""
-    names, values, ids = read_numbers(path)
-    columns = run.test.columns if run.test is not None else None
-    if columns is None:
+    table = run.test.columns if run.test is not None else None
+    if table is None:
         raise InputError(
             f"data {path} is a table",
             expected="samples like those of the run, which are no table's",
             remedy=ALIKE,
         )
-    missing = [name for name in columns if name not in names]
-    if missing:
+    x, answers, cells, findings = read_like(path, table)
+    if not table.targets:  # of an older run: what is no feature is a target
+        known = {column.name for column in table.features}
+        answers = {name: values for name, values in cells.values.items() if name not in known}
+    y = np.stack(list(answers.values()), axis=1) if answers else None
+    if y is not None and run.classes is not None:
+        y = _labels(path, table.targets[0], cells, run.classes)
+    elif y is not None and y.shape[1] != run.fit.system.c:
+        y = None
+    return NewSamples(x, y, cells.ids, tuple(findings))
+
+
+def _labels(path: Path, target: str, cells: Cells, classes: tuple[str, ...]) -> Array:
+    """Labels of lines, by the names of their classes."""
+    values = cells.values[target]
+    texts = cells.texts.get(target)
+    names = [f"{value:g}" for value in values] if texts is None else [texts[int(code)] for code in values]
+    place = {name: label for label, name in enumerate(classes)}
+    unknown = [f"{cells.ids[row]}: {name}" for row, name in enumerate(names) if name not in place]
+    if unknown:
         raise DataError(
-            f"{path} lacks the columns {some(missing)}",
-            expected=f"the columns {some(columns)}",
-            remedy="name them in the first line",
+            f"{target} of {path} names classes that the run has not: {some(unknown)}",
+            expected=f"one of {some(list(classes))}",
+            remedy="correct these lines, or adapt anew with the new classes",
         )
-    x = values[:, [names.index(name) for name in columns]]
-    rest = [place for place, name in enumerate(names) if name not in columns]
-    y = values[:, rest] if len(rest) == run.fit.system.c else None
-    return NewSamples(x, y, ids)
+    return np.array([place[name] for name in names], dtype=np.int64)
 
 
 def _checked(new: NewSamples, run: SavedRun) -> NewSamples:

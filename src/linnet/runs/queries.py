@@ -180,7 +180,8 @@ def prediction_page(
     headline = (
         () if new.y is not None else (f"{len(new.ids)} samples were predicted; their answers are not known.",)
     )
-    warnings = (*run.fit.record.warnings, *((found.note,) if found.note else ()))
+    findings = (*new.findings, *((found.note,) if found.note else ()))
+    warnings = (*run.fit.record.warnings, *findings)
     page = Run(title, run.classes, Notes(headline, warnings, facts(run)), scores, test=test)
     counts = None
     if run.classes is not None:
@@ -189,7 +190,7 @@ def prediction_page(
         "command": "predict", "samples": len(new.ids), "scores": [asdict(row) for row in scores.comparison],
         "predicted": counts,
         "mean_std": None if found.std is None else float(found.std.mean()),
-        "findings": [found.note] if found.note else [],
+        "findings": list(findings),
     }  # fmt: skip
     return result, page
 

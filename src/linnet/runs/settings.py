@@ -66,9 +66,10 @@ class Source:
         tests: Test samples to evaluate; None for all.
         seed: Seed of the split and of the draws.
         target: Column of a table to predict.
+        damaged: ``"error"`` refuses image files that cannot be decoded, ``"skip"`` leaves them out.
 
     Raises:
-        InputError: The seed is out of range.
+        InputError: The seed is out of range, or ``damaged`` is neither.
     """
 
     path: Path
@@ -77,9 +78,11 @@ class Source:
     tests: int | None = None
     seed: int = 0
     target: str | None = None
+    damaged: str = "error"
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
+        check.choice("damaged", self.damaged, ("error", "skip"), LEAVE)
 
 
 @dataclass(frozen=True)
