@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from linnet.distributed import Share, agree, look_around, sum_numbers
 from linnet.errors import DataError, InputError
@@ -25,14 +25,18 @@ from linnet.params import integer
 from linnet.tangent.batch import (
     EMPTY,
     Inputs,
+    as_batch,
     batch_size,
     check_finite,
+    concatenate,
     gather_data,
+    is_data_set,
     map_tensors,
     require_dense,
     split,
     take,
     tensors_in,
+    without_targets,
 )
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.sharded import Sharded, sharded
@@ -100,7 +104,8 @@ class Batches:
     """Data that can be passed over again and again.
 
     Args:
-        data: An (x, y) pair, inputs alone, a ``Dataset`` or a ``DataLoader``; samples may lack targets.
+        data: An (x, y) pair, inputs alone, a ``Dataset`` or a ``DataLoader``; samples may lack targets,
+            which dicts hold as ``"labels"`` or ``"label"``.
         device: Where batches are put; ``None`` for where they are.
         block: Largest number of examples in a batch; ``None`` for a loader's own batches and 128 otherwise.
         share: What other processes do. A loader that gives every process a part is not divided again, and
@@ -131,7 +136,7 @@ class Batches:
             _check_part(self._part, share)
         self.device, self.block, self.share = device, block, share
         self._streamed = isinstance(data, DataLoader) or (
-            isinstance(data, Dataset) and not isinstance(data, TensorDataset)
+            is_data_set(data) and not isinstance(data, TensorDataset)
         )
         self._data = data if self._streamed else _pair(data)
         self._seen: _Sums | None = None
@@ -355,8 +360,10 @@ def _pair(item: Any) -> tuple[Inputs, Tensor | None]:
     """(x, y) or x alone."""
     if isinstance(item, TensorDataset) and len(item.tensors) == 1:
         return item.tensors[0], None
-    if isinstance(item, Tensor | Mapping):
+    if isinstance(item, Tensor):
         return item, None
+    if isinstance(item, Mapping) and without_targets(item)[1] is None:
+        return dict(item), None
     if isinstance(item, list | tuple) and len(item) == 1:
         return item[0], None
     return gather_data(item, missing=True)
@@ -367,9 +374,10 @@ def _read(data: Any, indices: range) -> tuple[Inputs, Tensor | None]:
     from torch.utils.data import Subset
 
     first = data[indices[0]]
-    if isinstance(first, Tensor | Mapping):
-        samples = [first, *(data[i] for i in indices[1:])]
-        return torch.utils.data.default_collate(samples), None
+    if isinstance(first, Tensor):
+        return torch.stack([first, *(data[i] for i in indices[1:])]), None
+    if isinstance(first, Mapping) and without_targets(first)[1] is None:
+        return concatenate([as_batch(sample) for sample in (first, *(data[i] for i in indices[1:]))]), None
     return gather_data(Subset(data, list(indices)), missing=True)
 
 

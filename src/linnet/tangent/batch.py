@@ -2,7 +2,8 @@
 
 The first axis of every tensor whose length equals the batch size is the example axis; other
 tensors (a mask shared by all examples, a scalar) belong to every example and are passed on as
-they are.
+they are. A dict that comes as data, from a loader, a data set or as it is, carries the targets as
+``"labels"`` or ``"label"``; what is left of it is x.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from linnet.tangent.sharded import require_whole
 EMPTY = "check the path and the split that the data come from"
 
 SHARED = "give an input that belongs to all examples another length on its first axis, as in w[None]"
+
+TARGETS = ("labels", "label")  # what the targets are called in samples that are dicts
 
 _NO_DATA_SETS = (list, tuple, str, bytes, Mapping, Tensor)  # have items, but no samples
 
@@ -214,7 +217,8 @@ def gather_data(
 
     Args:
         data: An (x, y) pair, a ``Dataset`` of such pairs or a ``DataLoader`` over one. A
-            ``DataLoader`` is read once, in its own order.
+            ``DataLoader`` is read once, in its own order. Dicts are taken for pairs: their
+            ``"labels"`` or ``"label"`` is y, the rest is x.
         device: Where the result should live; by default where the data are.
         missing: Whether NaN in y is let through, as a target that is missing.
 
@@ -271,14 +275,12 @@ def _as_pair(data: Any) -> tuple[Inputs, Any]:
         return data.tensors[0], data.tensors[1]
     if isinstance(data, DataLoader):
         require_whole(data)
-        batches = [_two(batch, "a batch of the DataLoader") for batch in data]
-    elif isinstance(data, Dataset) or (_has_items(data)):
-        samples = [_two(data[i], f"sample {i} of the data set") for i in range(len(data))]
-        batches = [
-            (map_tensors(lambda t: t[None], _tensorize(x)), named_tensor(y, "y")[None]) for x, y in samples
-        ]
+        batches = [as_pair(batch, "a batch of the DataLoader") for batch in data]
+    elif is_data_set(data):
+        samples = [as_pair(data[i], f"sample {i} of the data set") for i in range(len(data))]
+        batches = [(as_batch(x), named_tensor(y, "y")[None]) for x, y in samples]
     else:
-        pair = _two(data, "data")
+        pair = as_pair(data, "data")
         return _tensorize(pair[0]), pair[1]
     if not batches:
         raise DataError("data is empty: it yields no example", expected="at least one example", remedy=EMPTY)
@@ -286,21 +288,100 @@ def _as_pair(data: Any) -> tuple[Inputs, Any]:
     return concatenate([b[0] for b in batches]), concatenate(labels)
 
 
-def _has_items(data: Any) -> bool:
-    """Whether it is an object that gives samples by position; a class of such objects is none."""
+def is_data_set(data: Any) -> bool:
+    """Whether it is an object that gives samples by position; a class of such objects is none.
+
+    Args:
+        data: Anything.
+
+    Returns:
+        Whether ``data[i]`` is a sample.
+
+    Example:
+        >>> is_data_set(TensorDataset(torch.ones(2, 1))), is_data_set(torch.ones(2, 1))
+        (True, False)
+    """
     given = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    return given and not isinstance(data, (*_NO_DATA_SETS, type))
+    return isinstance(data, Dataset) or (given and not isinstance(data, (*_NO_DATA_SETS, type)))
 
 
-def _two(item: Any, name: str) -> tuple[Any, Any]:
-    """``item`` as a pair, or an error that names it."""
+def without_targets(item: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """A dict as x and y: what it calls ``"labels"`` or ``"label"`` is taken out.
+
+    Args:
+        item: A batch or a sample.
+
+    Returns:
+        The rest of it, and the targets; ``None`` where it has none.
+
+    Raises:
+        InputError: If it has both.
+
+    Example:
+        >>> without_targets({"ids": 3, "label": 1})
+        ({'ids': 3}, 1)
+    """
+    found = [name for name in TARGETS if name in item]
+    if len(found) > 1:
+        raise InputError(
+            f"data are dicts with {found[0]!r} and {found[1]!r}",
+            expected="one entry with the targets",
+            remedy="remove one of them, or pass (x, y) pairs",
+        )
+    rest = {name: value for name, value in item.items() if name not in found}
+    return rest, item[found[0]] if found else None
+
+
+def as_pair(item: Any, name: str = "a batch") -> tuple[Any, Any]:
+    """One batch or sample as (x, y).
+
+    Args:
+        item: A pair, or a dict that holds the targets as ``"labels"`` or ``"label"``.
+        name: What it is called.
+
+    Returns:
+        The inputs and the targets.
+
+    Raises:
+        InputError: If it is neither.
+
+    Example:
+        >>> as_pair({"ids": [3, 4], "labels": [1, 0]})
+        ({'ids': [3, 4]}, [1, 0])
+    """
     if isinstance(item, list | tuple) and len(item) == 2:
         return item[0], item[1]
+    if isinstance(item, Mapping):
+        x, y = without_targets(item)
+        if y is not None:
+            return x, y
+        entries = ", ".join(map(repr, item))
+        raise InputError(
+            f"{name} is {type(item).__name__}{_length_of(item)} ({entries}), without targets",
+            expected=f"an entry {' or '.join(map(repr, TARGETS))} beside the inputs, or an (x, y) pair",
+            remedy='pass data=(x, y), or rename the entry that holds the targets to "labels"',
+        )
     raise InputError(
         f"{name} is {type(item).__name__}" + _length_of(item),
-        expected="an (x, y) pair, a Dataset or a DataLoader of such pairs",
+        expected="an (x, y) pair or a dict with labels, a Dataset or a DataLoader of such",
         remedy="pass data=(x, y)",
     )
+
+
+def as_batch(x: Any) -> Inputs:
+    """The inputs of one sample as a batch of one.
+
+    Args:
+        x: Tensors, arrays or lists of numbers, in any structure.
+
+    Returns:
+        Tensors (1, ...).
+
+    Example:
+        >>> as_batch({"ids": [3, 4]})
+        {'ids': tensor([[3, 4]])}
+    """
+    return map_tensors(lambda t: t[None], _tensorize(x))
 
 
 def _length_of(item: Any) -> str:
@@ -311,13 +392,13 @@ def _length_of(item: Any) -> str:
     return f" of length {len(item)}" if sized else ""
 
 
-def _tensorize(x: Any) -> Inputs:
+def _tensorize(x: Any, name: str = "x") -> Inputs:
     """Arrays and numbers turned into tensors, structure kept; nested lists of numbers are one array."""
     if isinstance(x, Mapping):
-        return {key: _tensorize(value) for key, value in x.items()}
+        return {key: _tensorize(value, f"{name}[{key!r}]") for key, value in x.items()}
     if isinstance(x, list | tuple) and _holds_arrays(x):
-        return tuple(_tensorize(value) for value in x)
-    return named_tensor(x, "x")
+        return tuple(_tensorize(value, name) for value in x)
+    return named_tensor(x, name)
 
 
 def _holds_arrays(x: Any) -> bool:

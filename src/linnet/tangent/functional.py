@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -19,6 +20,7 @@ from linnet.linalg.space import ParameterSpace
 from linnet.memory import reuse_freed_memory
 from linnet.tangent.batch import (
     SHARED,
+    TARGETS,
     Inputs,
     ambiguity,
     batch_size,
@@ -77,6 +79,7 @@ class Functional:
         self.source: Functional | None = None  # the same network in the type that it came in
         self.padding = padding_rows(self.model, self.names)
         self.cache: dict[Any, Any] = {}
+        self._takes_targets = _takes_targets(model)
         self._walked: tuple[nn.Module, dict[str, nn.Parameter], dict[str, tuple[str, ...]]] | None = None
         theta = self.theta
         _check_weights(self.model)
@@ -203,6 +206,8 @@ class Functional:
             The outputs, (N, ...).
         """
         args, kwargs = call_arguments(x)
+        if not self._takes_targets:  # a labeled batch, as loaders give it, is a batch all the same
+            kwargs = {name: value for name, value in kwargs.items() if name not in TARGETS}
         _, places = self._members()
         everywhere = {place: value for name, value in params.items() for place in places.get(name, (name,))}
         with differentiable_kernels(self.recurrent):
@@ -433,6 +438,15 @@ def _check_finite(name: str, tensor: Tensor) -> None:
             expected="finite weights",
             remedy="load an intact checkpoint",
         )
+
+
+def _takes_targets(model: nn.Module) -> bool:
+    """Whether the network has an input that is called like the targets of a batch."""
+    try:
+        known = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # a compiled forward without a signature takes what it takes
+        return True
+    return any(p.name in TARGETS or p.kind is p.VAR_KEYWORD for p in known)
 
 
 def call_arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.errors import InputError, ModelError
@@ -23,7 +23,7 @@ from linnet.methods.continual.quadratic import Quadratic, moved_anchor, moved_te
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.optim.preconditioner import KroneckerPreconditioner
 from linnet.params import function, number, refuse
-from linnet.tangent.batch import gather_data
+from linnet.tangent.batch import gather_data, is_data_set
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.selection import Selector, select_parameters
@@ -410,9 +410,9 @@ class NonOnlineLaplace(ContinualMethod):
         check_output(output)
         if prepare is not None:
             function("prepare", prepare, "a function that makes a network serve the task")
-        if isinstance(data, tuple | list):
+        if isinstance(data, tuple | list | Mapping):
             gather_data(data)
-        elif not isinstance(data, Dataset | DataLoader):
+        elif not (isinstance(data, DataLoader) or is_data_set(data)):
             refuse(
                 "data", data, "an (x, y) pair, a Dataset or a DataLoader of such pairs", "pass data=(x, y)"
             )

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from linnet.errors import DataError, InputError
-from linnet.tangent.batch import Inputs, batch_size, gather_data, map_tensors, take, tensors_in
+from linnet.tangent.batch import (
+    Inputs,
+    as_batch,
+    as_pair,
+    batch_size,
+    concatenate,
+    gather_data,
+    is_data_set,
+    map_tensors,
+    take,
+    tensors_in,
+)
 from linnet.tangent.hashing import hash_tensors
 
 EVALUATED = 256  # examples predicted at once
@@ -37,9 +48,10 @@ class Examples:
     def __init__(self, data: Any, device: torch.device) -> None:
         self.device = device
         self._set: Any = None
-        self._collate: Callable[[Any], Any] = default_collate
+        self._collate: Callable[[Any], Any] = _collate
         self.index: Tensor | None = None
-        if isinstance(data, DataLoader):
+        loaded = isinstance(data, DataLoader)
+        if loaded:
             self._collate = data.collate_fn
             data = data.dataset
         if isinstance(data, IterableDataset):
@@ -48,8 +60,8 @@ class Examples:
                 expected="examples that can be read by position, so that a run can be repeated and resumed",
                 remedy="pass a map-style Dataset or an (x, y) pair",
             )
-        if isinstance(data, Dataset) and not hasattr(data, "tensors"):
-            self._set, self.n = data, len(data)  # type: ignore[arg-type]
+        if (loaded or is_data_set(data)) and not hasattr(data, "tensors"):
+            self._set, self.n = data, len(data)
             if self.n == 0:
                 raise DataError(
                     "data is empty: it holds 0 examples", "at least one example", "check the path"
@@ -77,7 +89,7 @@ class Examples:
         if self._set is None:
             rows = rows.to(self.device)
             return take(self._x, rows), self._y[rows]
-        x, y = self._collate([self._set[i] for i in rows.tolist()])
+        x, y = as_pair(self._collate([self._set[i] for i in rows.tolist()]))
         return map_tensors(lambda t: t.to(self.device), x), torch.as_tensor(y).to(self.device)
 
     def batches(self, size: int = EVALUATED) -> Iterator[tuple[Inputs, Tensor]]:
@@ -96,3 +108,11 @@ class Examples:
         x, y = self.batch(torch.arange(min(self.n, 4)))
         own = [] if self.index is None else [self.index]
         return hash_tensors([torch.tensor(self.n), y, *tensors_in(x), *own])
+
+
+def _collate(samples: list[Any]) -> Any:
+    """One batch of samples; the lists in dicts are arrays of numbers, which torch's own would take apart."""
+    if not isinstance(samples[0], Mapping):
+        return default_collate(samples)
+    pairs = [as_pair(sample, "a sample") for sample in samples]
+    return concatenate([as_batch(x) for x, _ in pairs]), default_collate([y for _, y in pairs])

@@ -20,7 +20,7 @@ from linnet.linalg.random import Seed, make_generator
 from linnet.methods.fitting.arguments import check_count
 from linnet.methods.laplace.laplace import Laplace
 from linnet.params import call, choice, instance, integer, refuse
-from linnet.tangent.batch import Inputs, batch_size, gather_data, map_tensors, take
+from linnet.tangent.batch import Inputs, as_pair, batch_size, gather_data, map_tensors, take
 from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -96,7 +96,11 @@ def train_with_evidence(
     )
     place = next(model.parameters()).device
     held = data if isinstance(data, DataLoader) else gather_data(data, place, missing=True)
-    n = sum(batch_size(x) for x, _ in held) if isinstance(held, DataLoader) else batch_size(held[0])
+    n = (
+        sum(batch_size(as_pair(item)[0]) for item in held)
+        if isinstance(held, DataLoader)
+        else batch_size(held[0])
+    )
     source = make_generator(generator)
     penalty = _Penalty(la.fit(held))
     for epoch in range(1, epochs + 1):
@@ -128,7 +132,7 @@ def train_with_evidence(
 def _batches(data: Any, size: int, source: torch.Generator | None) -> Iterator[tuple[Inputs, Tensor]]:
     """One epoch."""
     if isinstance(data, DataLoader):
-        yield from data
+        yield from map(as_pair, data)
         return
     x, y = data
     for index in torch.randperm(len(y), generator=source).split(min(size, len(y))):
