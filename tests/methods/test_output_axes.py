@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.errors import InputError
+from linnet.errors import DataError, InputError
 from tests.methods.problems import near, real, refused
 
 
@@ -60,3 +62,44 @@ def test_fine_tuning_takes_them_too(method: str) -> None:
         before = (grid()(X) - Y).square().sum()
     assert (outputs.flatten(1) - Y.flatten(1)).square().sum() < before
     refused(InputError, lambda: tuned(TURNED), "2, 3) but the network has outputs (3, 2)")
+
+
+LABELS = torch.arange(27).view(9, 3) % 2
+
+
+@pytest.mark.parametrize("solver", ["dual", "cg"])
+def test_a_class_at_every_position_is_a_one_hot_target_there(solver: str) -> None:
+    lin = linnet.linearize(grid())
+    dense = 15.0 * nn.functional.one_hot(LABELS, 2).double()
+    expected = linnet.fit(lin, (X, dense), ridge=0.3, solver=solver)
+    for axis in (-1, 2):
+        near(
+            linnet.fit(lin, (X, LABELS), ridge=0.3, solver=solver, axis=axis).predict(X), expected.predict(X)
+        )
+    turned = linnet.linearize(grid(), output=lambda f: f.mT)
+    other = linnet.fit(turned, (X, LABELS), ridge=0.3, solver=solver, axis=1).predict(X)
+    near(other.view(9, 2, 3).mT.flatten(1), expected.predict(X))
+
+
+def test_classes_at_positions_are_kept_by_changes_and_files(tmp_path: Path) -> None:
+    lin = linnet.linearize(grid())
+    whole = linnet.fit(lin, (X, LABELS), ridge=0.3, axis=-1)
+    part = linnet.fit(lin, (X[:6], LABELS[:6]), ridge=0.3, axis=-1)
+    part.save(tmp_path)
+    near(linnet.load_fit(tmp_path, grid()).update((X[6:], LABELS[6:])).predict(X), whole.predict(X))
+    near(whole.forget([6, 7, 8]).predict(X), part.predict(X))
+    held = X[6:], LABELS[6:]
+    chosen = linnet.fit(lin, (X[:6], LABELS[:6]), ridge="validation", validation=held, axis=-1)
+    near(chosen.predict(X), linnet.audit.tune_ridge(part, held).predict(X), 1e-3)
+
+
+def test_labels_at_positions_that_cannot_be_fitted() -> None:
+    lin, ignored = linnet.linearize(grid()), LABELS.clone()
+    ignored[4, 1] = -100
+    refused(InputError, lambda: linnet.fit(lin, (X, LABELS)), "(9, 3)", "axis=-1")
+    refused(DataError, lambda: linnet.fit(lin, (X, ignored), axis=-1), "-100 at [4, 1]", "ignore_index")
+    refused(InputError, lambda: linnet.fit(lin, (X, LABELS), axis=1), "(9, 3)", "(9, 2)", "axis=1")
+    for axis in (3, -3):
+        refused(InputError, lambda axis=axis: linnet.fit(lin, (X, LABELS), axis=axis), f"axis={axis}")
+    refused(InputError, lambda: linnet.fit(lin, (X, LABELS), axis=0), "axis=0", "examples")
+    refused(InputError, lambda: linnet.fit(lin, (X, LABELS), "cross-entropy", axis=-1), "squared")

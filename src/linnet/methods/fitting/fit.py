@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.errors import InputError, ModelError
+from linnet.likelihoods.distribution import require_axis
 from linnet.likelihoods.probabilities import warn_of_probabilities
 from linnet.linalg.operator import LinearOperator
 from linnet.memory import Plan, format_bytes, parse_bytes, require
@@ -28,7 +29,13 @@ from linnet.methods.fitting.softmax_loss import ClassLoss, class_targets
 from linnet.methods.fitting.softmax_path import check_criterion
 from linnet.methods.fitting.softmax_solve import SoftmaxTask, solve_softmax
 from linnet.methods.fitting.stochastic import solve_stochastically
-from linnet.methods.fitting.targets import ALPHA, Targets, check_arrangement, make_targets
+from linnet.methods.fitting.targets import (
+    ALPHA,
+    Targets,
+    check_arrangement,
+    make_targets,
+    position_targets,
+)
 from linnet.methods.fitting.validation_ridge import check_validation, fit_by_validation
 from linnet.progress import waiting
 from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, take
@@ -61,6 +68,7 @@ def fit(
     rank: int = 0,
     preconditioner: str | LinearOperator | None = "auto",
     validation: Any = None,
+    axis: int | None = None,
 ) -> LinearFit: ...
 
 
@@ -81,6 +89,7 @@ def fit(
     rank: int = 0,
     preconditioner: str | LinearOperator | None = "auto",
     validation: Any = None,
+    axis: int | None = None,
 ) -> SoftmaxFit: ...
 
 
@@ -101,6 +110,7 @@ def fit(
     rank: int = 0,
     preconditioner: str | LinearOperator | None = "auto",
     validation: Any = None,
+    axis: int | None = None,
 ) -> Any: ...
 
 
@@ -121,6 +131,7 @@ def fit(
     rank: int = 0,
     preconditioner: str | LinearOperator | None = "auto",
     validation: Any = None,
+    axis: int | None = None,
 ) -> LinearFit | SoftmaxFit:
     """Solve for the one optimum δ of Σᵢ ℓ(f₀(xᵢ) + Jᵢδ, yᵢ) + ½ ρ‖δ‖², with ℓ half the squared error to tᵢ.
 
@@ -150,6 +161,8 @@ def fit(
             one and takes Nyström if the end is not near. Kept for audits, forgetting and updates; a saved
             fit keeps its name, but no operator of your own.
         validation: Data by which ``ridge="validation"`` chooses ρ, for the squared loss.
+        axis: Which axis of outputs such as (N, T, C) or (N, C, H, W) is the classes, where y has an integer
+            class at every position, (N, T) or (N, H, W). For the squared loss; every position counts.
 
     Returns:
         The solved fit.
@@ -173,12 +186,13 @@ def fit(
     """
     held_back = (isinstance(ridge, str) and ridge == "validation") or validation is not None
     _check(lin, loss, 1.0 if held_back else ridge, solver, scale)
+    _check_axis(axis, loss, targets)
     check_preconditioner(preconditioner, rank)
     if held_back:
         check_validation(ridge, loss)
         return fit_by_validation(
             fit, lin, data, validation, targets=targets, solver=solver, scale=scale, memory=memory, file=file,
-            tolerance=tolerance, max_steps=max_steps, rank=rank, preconditioner=preconditioner,
+            tolerance=tolerance, max_steps=max_steps, rank=rank, preconditioner=preconditioner, axis=axis,
         )  # fmt: skip
     operator = preconditioner if isinstance(preconditioner, LinearOperator) else None
     name = preconditioner if isinstance(preconditioner, str) else "none" if operator is None else "given"
@@ -190,7 +204,7 @@ def fit(
         """The fit on a linearization in a type of its own; what was made for another type stays behind."""
         same = chosen is lin
         asked = settings if same else settings.finer()
-        work = Work(x, y, targets, ridge, solver, memory, file if same else None)
+        work = Work(x, y, targets, ridge, solver, memory, file if same else None, axis)
         return _fit(chosen, work, loss, scale, asked, operator if same else None)
 
     return sound_fit(lin, make, factorized=solver in ("auto", "dual"))
@@ -207,6 +221,7 @@ class Work:
     solver: str
     memory: str | int | None
     file: str | None
+    axis: int | None
 
 
 def _fit(
@@ -223,8 +238,10 @@ def _fit(
     lin.function.check_runs(take(x, slice(0, 1)))
     module = Linearized(lin.function)
     f0 = base_outputs(module, x)
-    check_arrangement(y, lin.function.output_shape(x))
-    made = _targets(y, targets, f0, loss, scale)
+    own = lin.function.output_shape(x)
+    y = position_targets(y, own, work.axis, scale)
+    check_arrangement(y, own)
+    made = replace(_targets(y, targets, f0, loss, scale), axis=work.axis)
     seconds = {"network": time.perf_counter() - started}
     chosen, why = _choose_solver(lin, x, f0.shape[1], ridge, work.solver, memory, settings, loss)
     reasons = {"solver": why}
@@ -303,6 +320,19 @@ def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: f
             f'ridge={ridge!r} with solver="{solver}"',
             expected="a number: the criteria need the kernel's eigenvalues",
             remedy='pass solver="dual", or choose the ridge on a subset first',
+        )
+
+
+def _check_axis(axis: Any, loss: str, targets: Any) -> None:
+    """Raise unless classes along an axis can be fitted."""
+    if axis is None:
+        return
+    require_axis(axis)
+    if loss != "squared" or targets is not None:
+        raise InputError(
+            f"axis={axis} with " + ("targets=" if targets is not None else f"loss={loss!r}"),
+            expected="the squared loss, with targets made from y",
+            remedy='pass loss="squared" and leave targets= out',
         )
 
 

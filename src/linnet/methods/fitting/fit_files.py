@@ -72,6 +72,7 @@ def write_fit(
         "ridge": system.ridge,
         "classes": targets.classes,
         "scale": targets.scale,
+        "axis": targets.axis,
         "record": record,
         "settings": settings,
         "constraints": held,

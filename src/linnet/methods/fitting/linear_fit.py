@@ -38,7 +38,7 @@ from linnet.methods.fitting.systems import (
     solve_delta,
     without_equations,
 )
-from linnet.methods.fitting.targets import Targets, check_arrangement, make_targets
+from linnet.methods.fitting.targets import Targets, check_arrangement, make_targets, position_targets
 from linnet.tangent.batch import (
     Inputs,
     batch_size,
@@ -372,8 +372,9 @@ class LinearFit:
         start = time.perf_counter()
         x, y = gather_data(data, self.module.function.device)
         self.module.function.check_runs(take(x, slice(0, 1)))
-        check_arrangement(y, self.module.function.output_shape(x))
-        scale, dtype = self._targets.scale, self.targets.dtype
+        scale, dtype, own = self._targets.scale, self.targets.dtype, self.module.function.output_shape(x)
+        y = position_targets(y, own, self._targets.axis, scale)
+        check_arrangement(y, own)
         new = make_targets(y, self.system.c, scale, varied=False, dtype=dtype)
         if (new.classes is None) != (self.classes is None):
             kind = "integer classes" if self.classes is not None else "float targets (N, C)"

@@ -68,7 +68,8 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
     function = function.in_float64() if metadata.get("float64") else function
     device = function.device
     x = map_tensors(lambda t: t.to(device), x)
-    targets = Targets(tensors["targets"].to(device), metadata["classes"], metadata["scale"])
+    values, axis = tensors["targets"].to(device), metadata.get("axis")
+    targets = Targets(values, metadata["classes"], metadata["scale"], axis)
     record = Record(**{**metadata["record"], "warnings": tuple(metadata["record"]["warnings"])})
     fitted: LinearFit | SoftmaxFit
     if metadata.get("loss", "squared") == "squared":

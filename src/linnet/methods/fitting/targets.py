@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
+from linnet.params import refuse
 
 ALPHA = 15.0  # Achille et al., CVPR 2021, eq. (3)
 
@@ -25,11 +26,13 @@ class Targets:
         values: t, (N, C).
         classes: C if the targets are classes, otherwise ``None``.
         scale: α of one-hot targets.
+        axis: The axis of the outputs that is the classes, where every position has a class of its own.
     """
 
     values: Tensor
     classes: int | None
     scale: float
+    axis: int | None = None
 
     @property
     def labels(self) -> Tensor | None:
@@ -83,7 +86,8 @@ def make_targets(
         raise InputError(
             f"y has shape {tuple(y.shape)}",
             expected="one integer class for each example, (N,)",
-            remedy="pass y.argmax(1) for one-hot labels, or y.float() for targets (N, C)",
+            remedy="pass axis= to linnet.fit for a class at every position, axis=-1 for outputs (N, T, C); "
+            "y.argmax(1) for one-hot labels, or y.float() for targets (N, C)",
         )
     if labels.numel() == 0:
         raise DataError(
@@ -107,6 +111,56 @@ def make_targets(
         )
     one_hot = torch.nn.functional.one_hot(labels, outputs).to(dtype or torch.get_default_dtype())
     return Targets(scale * one_hot, outputs, scale)
+
+
+def position_targets(y: Tensor, own: Sequence[int], axis: int | None, scale: float = ALPHA) -> Tensor:
+    """One-hot targets for a class at every position, such as a token or a pixel.
+
+    Args:
+        y: Integer classes, (N, ...) like the outputs without the axis of classes; float targets stay.
+        own: The shape of the network's outputs for one example.
+        axis: Which axis of the outputs (N, ...) is the classes; without one, y stays as it is.
+        scale: α, the value of the right class; the others are 0.
+
+    Returns:
+        Targets (N, ...) like the outputs.
+
+    Raises:
+        DataError: If labels are out of range; one that stands for "ignore", such as −100, is as well.
+        InputError: If there is no such axis, or y has another shape.
+
+    Example:
+        >>> position_targets(torch.tensor([[1, 0, 1]]), (3, 2), -1)[0].T
+        tensor([[ 0., 15.,  0.],
+                [15.,  0., 15.]])
+    """
+    if axis is None:
+        return y
+    place = axis + len(own) + 1 if axis < 0 else axis
+    shape = (len(y), *own)
+    if not 0 < place < len(shape):
+        refuse("axis", axis, f"an axis of the outputs {shape} that holds classes", "pass axis=1 or axis=-1")
+    if y.is_floating_point():
+        return y
+    expected = shape[:place] + shape[place + 1 :]
+    if y.dtype == torch.bool or tuple(y.shape) != expected:
+        raise InputError(
+            f"y has type {y.dtype} and shape {tuple(y.shape)} with axis={axis} of outputs {shape}",
+            expected=f"one integer class at every position, {expected}",
+            remedy="check axis, which names the axis of the outputs that is the classes",
+        )
+    labels, classes = y.long(), shape[place]
+    wrong = (labels < 0) | (labels >= classes)
+    if wrong.any():
+        first = wrong.nonzero()[0].tolist()
+        raise DataError(
+            f"y holds {int(wrong.sum())} label(s) out of range, first {int(labels[wrong][0])} at {first}",
+            expected=f"classes 0 to {classes - 1} at every position; the squared loss leaves none out",
+            remedy="cut ignored positions off with output= of linnet.linearize, or use linnet.curvature or "
+            "linnet.laplace.Laplace with Categorical(axis=, ignore_index=), which leave them out",
+        )
+    one_hot = torch.nn.functional.one_hot(labels, classes).to(torch.get_default_dtype())
+    return scale * one_hot.movedim(-1, place)
 
 
 def check_arrangement(y: Tensor, own: Sequence[int], name: str = "y") -> None:

@@ -28,7 +28,7 @@ from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.methods.fitting.primal import Primal
 from linnet.methods.fitting.remarks import after_change
-from linnet.methods.fitting.targets import check_arrangement, make_targets
+from linnet.methods.fitting.targets import check_arrangement, make_targets, position_targets
 from linnet.solvers.shifted_cg import shifted_cg
 from linnet.tangent.batch import Inputs, gather_data, take
 from linnet.tangent.gram import own_kernels
@@ -317,7 +317,9 @@ def _curve(fit: LinearFit, validation: Any) -> _Curve:
     _check_squared(fit)
     x, y = gather_data(validation, fit.module.function.device)
     x = checked_inputs(fit.module, x)
-    check_arrangement(y, fit.module.function.output_shape(x))
+    own = fit.module.function.output_shape(x)
+    y = position_targets(y, own, fit._targets.axis, fit._targets.scale)
+    check_arrangement(y, own)
     made = make_targets(y, fit.system.c, fit._targets.scale, varied=False, dtype=fit.targets.dtype)
     if (made.classes is None) != (fit.classes is None):
         kind = "integer classes" if fit.classes is not None else "float targets (T, C)"
