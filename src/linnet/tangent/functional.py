@@ -441,12 +441,13 @@ def _check_finite(name: str, tensor: Tensor) -> None:
 
 
 def _takes_targets(model: nn.Module) -> bool:
-    """Whether the network has an input that is called like the targets of a batch."""
+    """Whether the network cannot run without an input that is called like the targets of a batch."""
+    # a classifier that can takes them for its loss, which is one for the head that it had before
     try:
         known = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError):  # a compiled forward without a signature takes what it takes
-        return True
-    return any(p.name in TARGETS or p.kind is p.VAR_KEYWORD for p in known)
+    except (TypeError, ValueError):  # a compiled forward without a signature
+        return False
+    return any(p.name in TARGETS and p.default is p.empty for p in known)
 
 
 def call_arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
