@@ -57,6 +57,7 @@ MAY_BE_WIDE: dict[str, str] = {
     "linnet.methods.audit.mislabel.Suspects": "one column of the ranking each, and the rule for wrong labels",
     "linnet.methods.nested.rungs.Rung": "one column of a table each",
     "linnet.runs.folder.Origin": "the fields of a record on disk",
+    "linnet.runs.settings.Source": "the options of the command line that belong together",
     "linnet.runs.settings.Solving": "the options of the command line that belong together",
 }
 

@@ -25,7 +25,7 @@ def task_adaptation(
     params: str | None = None,
     head: str = "auto",
     cross_fit: int = 0,
-    mean: str = "none",
+    mean: str = "auto",
     std: str | None = None,
     size: int | None = None,
     channels: int | None = None,
@@ -75,7 +75,8 @@ def task_adaptation(
             probe's.
         cross_fit: Folds of a linear probe, such as 5. Leave-one-out then leaves out the sample's part in the
             probe too, for one more kernel a fold. 0 for none.
-        mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas.
+        mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas. auto
+            is what the network's own configuration says (timm, Hugging Face), or none.
         std: Standard deviations that go with numbers in mean.
         size: Height and width that images are scaled to, in pixels.
         channels: Color channels that the network expects, 1 or 3.
@@ -99,9 +100,10 @@ def task_adaptation(
     from linnet.runs.settings import Network, Settings, Solving, Source
     from linnet.runs.summary import keep_adaptation, print_adaptation
 
+    transform = image_transform("none" if mean == "auto" and std is None else mean, std, size, channels)
     settings = Settings(
         Network(model, weights, model_args or {}, head, cross_fit),
-        Source(data, image_transform(mean, std, size, channels), shots, tests, seed, target, damaged),
+        Source(data, transform, shots, tests, seed, target, damaged, mean == "auto"),
         Solving(ridge, solver, params, memory, device, loss, metric, method, weight, tune),
         compare, finetune_steps,
     )  # fmt: skip

@@ -14,7 +14,7 @@ def check(
     weights: Path | None = None,
     model_args: dict[str, Any] | None = None,
     params: str | None = None,
-    mean: str = "none",
+    mean: str = "auto",
     std: str | None = None,
     size: int | None = None,
     channels: int | None = None,
@@ -36,7 +36,8 @@ def check(
         weights: A file of weights: ``.safetensors``, ``.npz``, or a file of torch's.
         model_args: Keyword arguments of the factory, as a JSON object.
         params: The parameters to linearize in, by name or regular expression; all of them by default.
-        mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas.
+        mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas. auto
+            is what the network's own configuration says (timm, Hugging Face), or none.
         std: Standard deviations that go with numbers in mean.
         size: Height and width that images are scaled to, in pixels.
         channels: Color channels that the network expects, 1 or 3.
@@ -58,20 +59,23 @@ def check(
     from linnet.machine import find_device
     from linnet.models import load_model
     from linnet.report.wording import duration
+    from linnet.runs.normalization import normalized
     from linnet.runs.planning import planned
     from linnet.tangent.preflight import preflight
 
     if batch < 1:
         raise InputError(f"batch is {batch}", expected="a positive number of samples", remedy="try --batch 8")
     place = find_device(device)
-    transform = image_transform(mean, std, size, channels)
+    transform = image_transform("none" if mean == "auto" and std is None else mean, std, size, channels)
     task = load_data(data, transform, seed=seed, target=target, damaged=damaged)
     check_images(task)
     sample = task.subset("train", range(min(batch, len(task.train))))
     if size is not None:  # of what a few samples take in their own size, the preflight tells
         replace(sample, test=sample.train).require_memory(memory)  # only these are decoded
+    old = load_model(model, weights, model_args).to(place)
+    sample = normalized(sample, old, mean == "auto")
     x = sample.tensors("train")[0].to(place)
-    plan = planned(load_model(model, weights, model_args).to(place), task, x, params)
+    plan = planned(old, task, x, params)
     report = preflight(plan.model, x, params=plan.params, memory=memory)
     if report.memory.peak > report.memory.budget:
         report = replace(report, ok=False)  # the finding says so; nothing could be computed
@@ -80,7 +84,7 @@ def check(
     print(report)
     kinds = "" if task.classes is None else f" of {len(task.classes)} classes"
     print(f"data: {len(task.train)} training and {len(task.test)} test samples{kinds}")
-    for finding in task.findings:
+    for finding in sample.findings:
         print(f"data: {finding}")
     seconds = plan.seconds(x, task) if report.ok else None
     if seconds is not None:
@@ -93,7 +97,7 @@ def check(
             "train": len(task.train),
             "test": len(task.test),
             "classes": None if task.classes is None else list(task.classes),
-            "findings": list(task.findings),
+            "findings": list(sample.findings),
         },
         "seconds": None if seconds is None else {"fit": seconds[0], "test": seconds[1]},
     }

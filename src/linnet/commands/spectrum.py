@@ -20,7 +20,7 @@ def task_spectrum(
     solver: str = "auto",
     params: str | None = None,
     head: str = "auto",
-    mean: str = "none",
+    mean: str = "auto",
     std: str | None = None,
     size: int | None = None,
     channels: int | None = None,
@@ -49,7 +49,8 @@ def task_spectrum(
         solver: How to solve: dual (the kernel), cg (conjugate gradients), or auto.
         params: The parameters to fit, by name or regular expression; all of them by default.
         head: The head to start from: probe (a linear probe), random, zero, keep or auto, as for linnet adapt.
-        mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas.
+        mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas. auto
+            is what the network's own configuration says (timm, Hugging Face), or none.
         std: Standard deviations that go with numbers in mean.
         size: Height and width that images are scaled to, in pixels.
         channels: Color channels that the network expects, 1 or 3.
@@ -97,9 +98,10 @@ def task_spectrum(
 
         assert model is not None
         assert data is not None
+        transform = image_transform("none" if mean == "auto" and std is None else mean, std, size, channels)
         settings = Settings(
             Network(model, weights, model_args or {}, head),
-            Source(data, image_transform(mean, std, size, channels), shots, tests, seed, target, damaged),
+            Source(data, transform, shots, tests, seed, target, damaged, mean == "auto"),
             Solving(ridge, solver, params, memory, device, metric="none", method="linear"),
         )
         subject = from_settings(settings, folder)

@@ -7,8 +7,12 @@ other packages when they import it. What does not work is said, with its cause.
 from __future__ import annotations
 
 import importlib
+import json
+import math
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +21,7 @@ from torch import nn
 
 from linnet.errors import DependencyError, LinnetError, ModelError
 
+_PREPROCESSOR = "preprocessor_config.json"
 _WHOSE_CODE = ("trust_remote_code", "code_revision")
 # Arguments that make a library run code from elsewhere, or unpickle, with the values that do not. In order:
 # of transformers (a model's own Python files, pickled weights, kernels from the hub), of timm (pickles), of
@@ -75,6 +80,11 @@ def _from_huggingface(name: str, pretrained: bool, arguments: dict[str, Any]) ->
         automatic = getattr(transformers, f"AutoModelFor{kind}")
         if pretrained:
             model = automatic.from_pretrained(name, **arguments)
+            if kind == "ImageClassification" and not os.path.isdir(name):
+                with suppress(
+                    OSError
+                ):  # beside the weights, for own_normalization; not every network has one
+                    transformers.utils.cached_file(name, _PREPROCESSOR)
         else:
             config = transformers.AutoConfig.from_pretrained(name, **arguments)
             model = automatic.from_config(config, **own)
@@ -112,6 +122,68 @@ def _from_torchvision(name: str, pretrained: bool, arguments: dict[str, Any]) ->
         models = importlib.import_module("torchvision.models")
         model = models.get_model(name, **{"weights": "DEFAULT" if pretrained else None, **arguments})
     return require_module(model, f"torchvision:{name}")
+
+
+def own_normalization(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...], str] | None:
+    """How images were normalized when a network was trained, as its own configuration says.
+
+    Looked at are timm's ``pretrained_cfg`` or ``default_cfg``, the configuration of a Hugging Face network,
+    and ``preprocessor_config.json`` in the folder or repository that the network came from.
+
+    Args:
+        model: The network.
+
+    Returns:
+        Mean and standard deviation of pixels in [0, 1], one for each channel or one for all, and where they
+        stand; None where nothing says so.
+    """
+    for name in ("pretrained_cfg", "default_cfg"):
+        found = _mean_and_std(getattr(model, name, None), "mean", "std")
+        if found:
+            return (*found, f"its {name}")
+    config = getattr(model, "config", None)
+    found = _mean_and_std(config, "image_mean", "image_std")
+    if found:
+        return (*found, "its configuration")
+    file = _PREPROCESSOR
+    values = _preprocessor(getattr(config, "_name_or_path", None))
+    if values.get("do_rescale") is False:  # it takes pixels from 0 to 255
+        return None
+    if values.get("do_normalize") is False:
+        return (0.0,), (1.0,), file
+    found = _mean_and_std(values, "image_mean", "image_std")
+    return (*found, file) if found else None
+
+
+def _mean_and_std(values: Any, mean: str, std: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Two entries of a configuration as numbers for one or three channels, if they are such."""
+    found = []
+    for name in (mean, std):
+        value = values.get(name) if isinstance(values, Mapping) else getattr(values, name, None)
+        value = [value] if isinstance(value, int | float) else value
+        if not isinstance(value, list | tuple) or len(value) not in (1, 3):
+            return None
+        if not all(isinstance(v, int | float) and math.isfinite(v) for v in value):
+            return None
+        found.append(tuple(map(float, value)))
+    same = len(found[0]) == len(found[1])
+    return (found[0], found[1]) if same and all(v > 0 for v in found[1]) else None
+
+
+def _preprocessor(place: object) -> dict[str, Any]:
+    """What ``preprocessor_config.json`` of a network of transformers says; nothing where there is none."""
+    if not isinstance(place, str) or not place:
+        return {}
+    try:
+        if os.path.isdir(place):
+            path: str | None = os.path.join(place, _PREPROCESSOR)
+        else:
+            utils: Any = importlib.import_module("transformers.utils")
+            path = utils.cached_file(place, _PREPROCESSOR, local_files_only=True)
+        values = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    except (OSError, ValueError, ImportError):  # none there, offline, or no JSON: nothing is known
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 BUILDERS: dict[str, Callable[[str, bool, dict[str, Any]], nn.Module]] = {

@@ -42,6 +42,7 @@ from linnet.runs.folder import (
 )
 from linnet.runs.kinds import cross_fitted, loss_of
 from linnet.runs.metrics import choose_metric, in_metric
+from linnet.runs.normalization import normalized
 from linnet.runs.place import KERNEL_FILE, check_out, made_folder
 from linnet.runs.settings import Network, Settings, Solving, Source
 from linnet.runs.solving import solve
@@ -113,9 +114,11 @@ def _adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | Non
     with stages.measure("reading the data"), waiting("reading the data"):
         task = _read(settings.source)
         task.require_memory(solving.memory)
-        x, y = (t.to(solving.device) for t in task.tensors("train"))
+        _ = task.train.x
     with stages.measure("building the network"), waiting("building the network"):
         old = load_model(network.spec, network.weights, network.arguments).to(solving.device)
+        task = normalized(task, old, settings.source.normalizes)
+        x, y = (t.to(solving.device) for t in task.tensors("train"))
         old = ended(old, task, x)
     if nests(settings, task, old, x):
         run, report = _nested(settings, task, old, stages, out)

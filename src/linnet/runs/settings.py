@@ -67,6 +67,7 @@ class Source:
         seed: Seed of the split and of the draws.
         target: Column of a table to predict.
         damaged: ``"error"`` refuses image files that cannot be decoded, ``"skip"`` leaves them out.
+        normalizes: Whether images are normalized as the network's own configuration says, if it does.
 
     Raises:
         InputError: The seed is out of range, or ``damaged`` is neither.
@@ -79,6 +80,7 @@ class Source:
     seed: int = 0
     target: str | None = None
     damaged: str = "error"
+    normalizes: bool = False
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
