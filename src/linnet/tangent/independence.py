@@ -28,6 +28,8 @@ ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 SWITCHING = {torch.float64: 1e-6, torch.float32: 3e-2}
 COARSE = 1e-1  # for either in half precision, where three digits are kept
 
+GRAPHS = "docs/tutorials/graphs.md"  # the page that shows it
+
 OWN = "the outputs of an example depend on the other examples in its batch"
 
 
@@ -133,7 +135,7 @@ def _refuse(function: Functional, found: str, x: Inputs) -> NoReturn:
         f"{found}" + (f"; {shared}" if shared else ""),
         expected="outputs that depend on their own example alone, the same at every call",
         remedy=f"use running statistics in normalization layers{recurrent}, and no randomness in evaluation "
-        "mode" + (f"; {SHARED}" if shared else ""),
+        f"mode; for a graph, pass its nodes by number ({GRAPHS})" + (f"; {SHARED}" if shared else ""),
     )
 
 

@@ -199,13 +199,17 @@ def fit(
     name = "kfac" if solver == "sgd" and name == "auto" and not rank else name
     settings = CGSettings(tolerance, max_steps, rank, preconditioner=name)
     x, y = gather_data(data, lin.function.device)
+    if axis is not None:
+        y = position_targets(y, lin.function.output_shape(x), axis, scale)
 
     def make(chosen: Linearized) -> LinearFit | SoftmaxFit:
         """The fit on a linearization in a type of its own; what was made for another type stays behind."""
         same = chosen is lin
         asked = settings if same else settings.finer()
-        work = Work(x, y, targets, ridge, solver, memory, file if same else None, axis)
-        return _fit(chosen, work, loss, scale, asked, operator if same else None)
+        work = Work(x, y, targets, ridge, solver, memory, file if same else None)
+        found = _fit(chosen, work, loss, scale, asked, operator if same else None)
+        found._targets = replace(found._targets, axis=axis)
+        return found
 
     return sound_fit(lin, make, factorized=solver in ("auto", "dual"))
 
@@ -221,7 +225,6 @@ class Work:
     solver: str
     memory: str | int | None
     file: str | None
-    axis: int | None
 
 
 def _fit(
@@ -238,10 +241,8 @@ def _fit(
     lin.function.check_runs(take(x, slice(0, 1)))
     module = Linearized(lin.function)
     f0 = base_outputs(module, x)
-    own = lin.function.output_shape(x)
-    y = position_targets(y, own, work.axis, scale)
-    check_arrangement(y, own)
-    made = replace(_targets(y, targets, f0, loss, scale), axis=work.axis)
+    check_arrangement(y, lin.function.output_shape(x))
+    made = _targets(y, targets, f0, loss, scale)
     seconds = {"network": time.perf_counter() - started}
     chosen, why = _choose_solver(lin, x, f0.shape[1], ridge, work.solver, memory, settings, loss)
     reasons = {"solver": why}
