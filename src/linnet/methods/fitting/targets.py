@@ -14,6 +14,7 @@ from torch import Tensor
 
 from linnet.errors import DataError, InputError
 from linnet.params import refuse
+from linnet.memory import Plan, parse_bytes, require
 
 ALPHA = 15.0  # Achille et al., CVPR 2021, eq. (3)
 
@@ -62,6 +63,7 @@ def make_targets(
     Raises:
         DataError: If y is empty, labels are out of range or of one class only, or values are not finite.
         InputError: If y has a type or shape that fits neither.
+        MemoryBudgetError: If one column a class would not fit into memory.
 
     Source:
         Achille et al., CVPR 2021, section 3.1 (α = 15).
@@ -95,7 +97,7 @@ def make_targets(
             expected="at least one example",
             remedy="check the path and the split that the data come from",
         )
-    wrong = (labels < 0) | (labels >= outputs)
+    wrong = (labels < 0) | (labels > outputs - 1)  # 2⁶³ outputs: beyond int64, 2⁶³ − 1 is not
     if wrong.any():
         first = int(wrong.nonzero()[0])
         raise DataError(
@@ -109,7 +111,9 @@ def make_targets(
             expected="examples of at least two classes",
             remedy="add examples of another class, or pass float targets (N, C) for regression",
         )
-    one_hot = torch.nn.functional.one_hot(labels, outputs).to(dtype or torch.get_default_dtype())
+    dtype = dtype or torch.get_default_dtype()
+    _require_room(labels, outputs, dtype)
+    one_hot = torch.nn.functional.one_hot(labels, outputs).to(dtype)
     return Targets(scale * one_hot, outputs, scale)
 
 
@@ -161,6 +165,18 @@ def position_targets(y: Tensor, own: Sequence[int], axis: int | None, scale: flo
         )
     one_hot = torch.nn.functional.one_hot(labels, classes).to(torch.get_default_dtype())
     return scale * one_hot.movedim(-1, place)
+def _require_room(labels: Tensor, outputs: int, dtype: torch.dtype) -> None:
+    """Raise if one column a class would not fit: one label of 10¹² asks for that many columns."""
+    cells = len(labels) * outputs
+    items = (
+        ("as integers, one column a class", 8 * cells),
+        ("as numbers, before and after scaling", 2 * dtype.itemsize * cells),
+    )
+    name = f"one-hot targets of {outputs} classes for {len(labels)} examples"
+    require(
+        Plan(name, parse_bytes(None, labels.device), items),
+        ["number the classes from 0 without gaps, as y.unique(return_inverse=True)[1] does", "free memory"],
+    )
 
 
 def check_arrangement(y: Tensor, own: Sequence[int], name: str = "y") -> None:
