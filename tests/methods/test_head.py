@@ -330,7 +330,7 @@ def test_networks_without_a_linear_head() -> None:
         lambda: linnet.with_head(elsewhere, 3, data=(X, Y)),
         "EndsElsewhere",
         "gate",
-        "last nn.Linear",
+        "nn.Linear",
     )
     softmax = nn.Sequential(body(), nn.Softmax(1))
-    refused(ModelError, lambda: linnet.with_head(softmax, 3, data=(X, Y)), "last nn.Linear", "0.2")
+    refused(ModelError, lambda: linnet.with_head(softmax, 3, data=(X, Y)), "nn.Linear", "0.2")

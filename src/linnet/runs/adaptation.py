@@ -15,8 +15,8 @@ from linnet.data import TaskData, load_data
 from linnet.errors import InputError, ModelError
 from linnet.methods.fitting.baselines import fine_tune, held_out_probe
 from linnet.methods.fitting.centered import CenteredLinear, with_centered_head
-from linnet.methods.fitting.head import RECORD, with_head
-from linnet.methods.fitting.last_layer import Appended, ending_linear, features, last_linear
+from linnet.methods.fitting.head import with_head
+from linnet.methods.fitting.last_layer import RECORD, Appended, ending_linear, features, last_linear
 from linnet.methods.fitting.metric import MetricNetwork
 from linnet.methods.fitting.predictive import fit_temperature, probabilities
 from linnet.methods.fitting.record import Record

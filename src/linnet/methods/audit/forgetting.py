@@ -11,7 +11,8 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.methods.audit.predictors import check_fit
-from linnet.methods.fitting.head import RECORD, example_hashes
+from linnet.methods.fitting.head import example_hashes
+from linnet.methods.fitting.last_layer import RECORD
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.tangent.batch import take
 from linnet.tangent.jacobian import JacobianOperator

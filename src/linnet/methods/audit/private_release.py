@@ -21,7 +21,7 @@ from linnet.methods.audit.predictors import check_fit
 from linnet.methods.fitting.arguments import check_positive
 from linnet.methods.fitting.asked import checked_inputs
 from linnet.methods.fitting.dual import Dual
-from linnet.methods.fitting.head import RECORD
+from linnet.methods.fitting.last_layer import RECORD
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.tangent.batch import Inputs
 from linnet.tangent.forward_mode import Params

@@ -19,8 +19,8 @@ from linnet.methods.finetuning.augment import Augmentation
 from linnet.methods.finetuning.bilinear import with_bilinear_head
 from linnet.methods.finetuning.examples import Examples
 from linnet.methods.finetuning.recipes import Recipe
-from linnet.methods.fitting.head import RECORD, with_head
-from linnet.methods.fitting.last_layer import features, last_linear
+from linnet.methods.fitting.head import with_head
+from linnet.methods.fitting.last_layer import RECORD, features, last_linear
 from linnet.methods.fitting.targets import check_arrangement
 from linnet.methods.optim.preconditioner import KroneckerPreconditioner
 from linnet.tangent.batch import Inputs, concatenate, map_tensors

@@ -17,8 +17,7 @@ import copy
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linnet.methods.fitting.head import RECORD
-from linnet.methods.fitting.last_layer import last_linear, replace_module
+from linnet.methods.fitting.last_layer import RECORD, last_linear, replace_module
 
 
 class CenteredLinear(nn.Module):

@@ -17,7 +17,8 @@ from torch import Tensor
 from linnet.methods.fitting.asked import base_outputs
 from linnet.methods.fitting.dual import Spectrum
 from linnet.methods.fitting.folds import Folds
-from linnet.methods.fitting.head import RECORD, example_hashes
+from linnet.methods.fitting.head import example_hashes
+from linnet.methods.fitting.last_layer import RECORD
 from linnet.methods.fitting.primal import CGSettings, Primal
 from linnet.methods.fitting.softmax_dual import SoftmaxDual
 from linnet.methods.fitting.softmax_loss import ClassLoss

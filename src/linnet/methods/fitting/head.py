@@ -15,14 +15,20 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.methods.fitting.arguments import check_positive, check_ridge
 from linnet.methods.fitting.dual import Spectrum
 from linnet.methods.fitting.folds import Folds, deal
-from linnet.methods.fitting.last_layer import ending_linear, features, last_linear, replace_module, zero_layer
+from linnet.methods.fitting.last_layer import (
+    RECORD,
+    ending_linear,
+    features,
+    last_linear,
+    named_linear,
+    replace_module,
+    zero_layer,
+)
 from linnet.methods.fitting.targets import ALPHA, Targets, make_targets
 from linnet.params import choice, integer
 from linnet.tangent.batch import Inputs, gather_data, split, tensors_in
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import in_exact_mode
-
-RECORD = "_linnet_head"  # attribute of a network whose head was fitted: how, and on which labels
 
 
 @in_exact_mode
@@ -36,6 +42,7 @@ def with_head(
     scale: float = ALPHA,
     generator: Seed = None,
     cross_fit: int = 0,
+    head: str | None = None,
 ) -> nn.Module:
     """A copy of the network with a new last linear layer.
 
@@ -56,6 +63,9 @@ def with_head(
         cross_fit: Number of folds K of a probe. Its head is the same, but the network remembers K more, each
             fitted without one fold: a later fit then leaves out whole procedures (head, linearization and
             fit) instead of the last step alone, and its leave-one-out is honest. 0 for none.
+        head: Name of the layer to replace, or a regular expression that matches its whole name alone; by
+            default the last linear layer. A probe checks that the outputs are those of this layer, as they
+            come or at the one position of a sequence that the network takes.
 
     Returns:
         The copy. A probe remembers which labels it was fitted on, so that a later fit on the same
@@ -87,7 +97,11 @@ def with_head(
     check_positive("scale", scale, "leave scale= out for α = 15")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     given = None if data is None else gather_data(data, device)
-    clone = copy.deepcopy(model if given is None else ending_linear(model, given[0]))
+    if head is None:
+        clone = copy.deepcopy(model if given is None else ending_linear(model, given[0]))
+    else:
+        clone = copy.deepcopy(model)
+        setattr(clone, RECORD, {"layer": named_linear(clone, head)})
     name, old = last_linear(clone)
     reference = old.weight
     _require_room(old, classes, init, data)

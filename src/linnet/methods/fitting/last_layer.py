@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, TypeVar
+import re
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from linnet.errors import LinnetError, ModelError
+from linnet.errors import InputError, LinnetError, ModelError
+from linnet.params import instance, refuse
 from linnet.tangent.batch import Inputs, split, take
 from linnet.tangent.functional import Functional, adapt_outputs
 
 L = TypeVar("L", bound=nn.Module)
+RECORD = "_linnet_head"  # attribute of a network whose head was put there: where, how, on which labels
+CANDIDATES = 5  # layers that an error names: the head is among the last that a network registers
 FEW = 4  # examples on which the last layer is checked to be the last
 
 
@@ -65,17 +70,13 @@ def ending_linear(model: nn.Module, x: Inputs) -> nn.Module:
     outputs, call = _last_call(function, few)
     if call and (_same(call[1], outputs) or _ends(model, few, outputs)):
         return model
-    name = f"model ({type(model).__name__})"
-    if call and call[1].shape == outputs.shape:
-        raise ModelError(
-            f"{name} does not return what its last nn.Linear ({last_linear(model)[0]}) gives",
-            expected="a network that ends in a linear layer, or one that returns features (N, D)",
-            remedy="leave out what follows that layer, such as a softmax; behind an encoder that ends in an "
-            "activation put a layer of your own: nn.Sequential(model, nn.Linear(D, classes))",
-        )
+    elsewhere = _giving(function, few, outputs)
+    if elsewhere is not None or (call and call[1].shape == outputs.shape) or _probabilities(outputs):
+        _refuse(model, elsewhere)
     if outputs.ndim != 2 or outputs.shape[1] < 2:
         raise ModelError(
-            f"{name} returns outputs of shape {tuple(outputs.shape)} that no nn.Linear of it gives",
+            f"model ({type(model).__name__}) returns outputs of shape {tuple(outputs.shape)} that no "
+            "nn.Linear of it gives",
             expected="a network that ends in a linear layer, or one that returns features (N, D)",
             remedy="wrap it in a module that returns one vector an example, such as the mean over positions",
         )
@@ -103,26 +104,23 @@ def features(model: nn.Module, x: Inputs, batch: int = 256) -> Tensor:
     function = Functional(model)
     function.check_runs(take(x, slice(0, 1)))
     few = take(x, slice(0, FEW))
-    name = last_linear(function.model)[0]
+    last_linear(function.model)
     outputs, call = _last_call(function, few)
     if call and _same(call[1], outputs):
         calls = [_last_call(function, part)[1] for part in split(x, batch)]
         return torch.cat([one[0].flatten(1) for one in calls if one])
     if not _ends(model, few, outputs):
-        raise ModelError(
-            f"model ({type(model).__name__}) does not return what its last nn.Linear ({name}) gives",
-            expected="a network that ends in a linear layer",
-            remedy="replace the head yourself and pass the network to linnet.linearize",
-        )
+        _refuse(model, _giving(function, few, outputs))
     function = _bared(model)
     return torch.cat([function.flat(function.theta, part) for part in split(x, batch)])
 
 
 def _last_call(function: Functional, x: Inputs) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Outputs, and input and result of the last call of the last linear layer, where there is one inside."""
-    layers = [layer for layer in function.model.modules() if isinstance(layer, nn.Linear)]
     calls: list[tuple[Tensor, Tensor]] = []
-    inside = [] if layers[-1:] == [function.model] else layers[-1:]  # a single layer is no head of a network
+    inside = []  # a single layer is no head of a network
+    if any(name for name, _ in _linear_layers(function.model)):
+        inside = [last_linear(function.model)[1]]
     handles = [
         layer.register_forward_hook(lambda _, args, result: calls.append((args[0], result)))
         for layer in inside
@@ -138,6 +136,49 @@ def _last_call(function: Functional, x: Inputs) -> tuple[Tensor, tuple[Tensor, T
 def _same(result: Tensor, outputs: Tensor) -> bool:
     """Whether the network's outputs are those of the layer."""
     return result.numel() == outputs.numel() and torch.equal(result.reshape(outputs.shape), outputs)
+
+
+def _giving(function: Functional, x: Inputs, outputs: Tensor) -> str | None:
+    """The linear layer whose result is the network's outputs, wherever it is registered."""
+    results: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda _layer, _given, result: results.update({name: result})
+
+    handles = [
+        layer.register_forward_hook(keep(name)) for name, layer in _linear_layers(function.model) if name
+    ]
+    try:
+        function.check_runs(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return next((name for name, result in results.items() if _same(result, outputs)), None)
+
+
+def _probabilities(outputs: Tensor) -> bool:
+    """Whether outputs are probabilities of classes, or their logarithms."""
+    if outputs.ndim != 2 or outputs.shape[1] < 2:
+        return False
+    slack = outputs.shape[1] * torch.finfo(outputs.dtype).eps ** 0.5
+    plain = bool((outputs >= 0).all()) and bool((outputs.sum(1) - 1).abs().max() < slack)
+    return plain or bool(outputs.logsumexp(1).abs().max() < slack)
+
+
+def _refuse(model: nn.Module, elsewhere: str | None) -> NoReturn:
+    """Raise for a network whose outputs are not those of its last linear layer."""
+    what = "features, but probabilities"
+    if any(name for name, _ in _linear_layers(model)):
+        what = f"what its last nn.Linear ({last_linear(model)[0]}) gives"
+    if elsewhere is not None:
+        what += f", but what {elsewhere!r} gives"
+    raise ModelError(
+        f"model ({type(model).__name__}) does not return {what}",
+        expected="a network that ends in a linear layer, takes one of its results, or returns features",
+        remedy=f"name the layer with linnet.with_head(..., head=), such as one of {_last_names(model)}; "
+        "leave out what follows it, such as a softmax; or put a layer of your own behind an encoder that "
+        "ends in an activation, nn.Sequential(model, nn.Linear(D, classes))",
+    )
 
 
 def _bared(model: nn.Module) -> Functional:
@@ -168,8 +209,10 @@ def _ends(model: nn.Module, x: Inputs, outputs: Tensor) -> bool:
 
 
 def last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
-    """The last linear layer of a network."""
-    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    """The last linear layer of a network, or the one that ``with_head`` put there."""
+    linear = _linear_layers(model)
+    known = getattr(model, RECORD, {}).get("layer")
+    linear = [entry for entry in linear if entry[0] == known] or linear
     if not linear:
         raise ModelError(
             f"model ({type(model).__name__}) has no nn.Linear to replace",
@@ -183,6 +226,44 @@ def last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
             remedy="wrap it: nn.Sequential(layer)",
         )
     return linear[-1]
+
+
+def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """Every linear layer by name, in the order of registration."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def named_linear(model: nn.Module, head: str) -> str:
+    """The one linear layer that a user names.
+
+    Args:
+        model: The network.
+        head: Its name, or a regular expression that matches its whole name alone.
+
+    Returns:
+        Its name.
+
+    Raises:
+        InputError: If it names no linear layer inside the network, or several.
+    """
+    instance("head", head, str, "the name of a linear layer, or a regular expression for it")
+    linear = dict(_linear_layers(model))
+    try:
+        found = [head] if head in linear else [name for name in linear if re.fullmatch(head, name)]
+    except re.error as error:
+        refuse("head", head, f"the name of a linear layer, or a regular expression ({error})")
+    if len(found) != 1 or not found[0]:
+        raise InputError(
+            f"head={head!r} names {len(found)} linear layers" + (f": {', '.join(found)}" if found else ""),
+            expected="one linear layer inside the network",
+            remedy=f"pass one of {_last_names(model)}",
+        )
+    return found[0]
+
+
+def _last_names(model: nn.Module) -> str:
+    """The last few linear layers, the likeliest heads first."""
+    return ", ".join(repr(name) for name, _ in _linear_layers(model)[::-1][:CANDIDATES])
 
 
 def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:

@@ -25,7 +25,7 @@ from linnet.curvatures.variance import root_rows
 from linnet.errors import InputError
 from linnet.linalg.stored import to_tensors
 from linnet.methods.fitting.arguments import check_positive
-from linnet.methods.fitting.head import RECORD
+from linnet.methods.fitting.last_layer import RECORD
 from linnet.tangent.captured import Captured
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.forward_mode import Params

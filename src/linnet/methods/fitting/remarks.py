@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from linnet.methods.fitting.head import RECORD, example_hashes
+from linnet.methods.fitting.head import example_hashes
+from linnet.methods.fitting.last_layer import RECORD
 from linnet.methods.fitting.targets import Targets
 from linnet.tangent.batch import Inputs
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
-from linnet.params import refuse
 from linnet.memory import Plan, parse_bytes, require
+from linnet.params import refuse
 
 ALPHA = 15.0  # Achille et al., CVPR 2021, eq. (3)
 
@@ -165,6 +165,8 @@ def position_targets(y: Tensor, own: Sequence[int], axis: int | None, scale: flo
         )
     one_hot = torch.nn.functional.one_hot(labels, classes).to(torch.get_default_dtype())
     return scale * one_hot.movedim(-1, place)
+
+
 def _require_room(labels: Tensor, outputs: int, dtype: torch.dtype) -> None:
     """Raise if one column a class would not fit: one label of 10¹² asks for that many columns."""
     cells = len(labels) * outputs
