@@ -12,6 +12,9 @@ SOURCES := src tests $(wildcard benchmarks experiments docs/conf.py)
 BENCHMARKS := $(filter-out %_peer.py,$(shell grep -l '^if __name__ == .__main__.' benchmarks/*.py 2>/dev/null))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# One test a core, each with one thread: with more threads than cores a busy machine takes a multiple of the time.
+export OMP_NUM_THREADS ?= 1
+PARALLEL := -n auto --maxprocesses 4
 
 .PHONY: demo test test-hostile test-all check format docs bench clean
 .DELETE_ON_ERROR:
@@ -20,14 +23,14 @@ demo: $(INSTALLED)
 	$(BIN)/linnet demo --out runs/demo
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 # An empty -m takes the tests that are marked as long, which pyproject.toml leaves out otherwise.
 test-hostile: $(INSTALLED)
-	$(BIN)/python -m pytest tests/hostile -m ""
+	$(BIN)/python -m pytest $(PARALLEL) tests/hostile -m ""
 
 test-all: check
-	$(BIN)/python -m pytest -m ""
+	$(BIN)/python -m pytest $(PARALLEL) -m ""
 
 check: $(INSTALLED)
 	$(BIN)/ruff check $(SOURCES)

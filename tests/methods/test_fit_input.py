@@ -260,3 +260,17 @@ def test_a_bad_call_leaves_no_file(tmp_path: Any) -> None:
     refused(DataError, lambda: linnet.fit(P.lin, (bad, P.y), file=file, solver="dual"), "x")
     refused(DataError, lambda: linnet.fit(P.lin, (P.x, torch.ones(7).long()), file=file, solver="dual"), "y")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_of_the_data_is_refused_without_other_processes_too() -> None:
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    data = TensorDataset(torch.randn(20, 3), torch.arange(20) % 2)
+    loader = DataLoader(data, 5, sampler=DistributedSampler(data, num_replicas=2, rank=0))
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    for call in (
+        lambda: linnet.fit(linnet.linearize(net), loader, ridge=0.1),
+        lambda: linnet.adapt(net, loader),
+    ):
+        with pytest.raises(DataError, match="part 0 of 2, about 10 of 20 examples"):
+            call()

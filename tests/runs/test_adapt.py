@@ -555,7 +555,7 @@ def spoiled(folder: Path) -> Path:
     root = folder / "photos"
     for part in ("train", "test"):
         write_folder(root / part, [0, 1, 2] * 6, ["across", "along", "slanted"], seed=len(part))
-        (root / part / "along" / "broken.png").write_bytes(b"no picture")
+        (root / part / "across" / "0.png").write_bytes(b"no picture")  # the first of all
     return root
 
 
@@ -565,10 +565,10 @@ def test_damaged_pictures_are_refused_or_named(folder: Path, capsys: pytest.Capt
     assert adapt(folder, *words, data="photos") == 2
     assert "1 of 19 images" in capsys.readouterr().err
     assert adapt(folder, *words, "--damaged", "skip", "--tests", "9", data="photos") == 0
-    told = "left out, damaged: train/along/broken.png"
+    told = "left out, damaged: train/across/0.png"
     assert told in capsys.readouterr().out
     assert told in result(folder / "run")["data"]["findings"]
-    assert "train/along/broken.png" in (folder / "run" / "report.html").read_text()
+    assert "train/across/0.png" in (folder / "run" / "report.html").read_text()
     run = load_run(folder / "run")
     assert run.fit.n == 18
     task, why = load_test(run)  # the same test samples, though a damaged one lies among them
@@ -584,7 +584,7 @@ def test_check_says_what_adapt_would_do(folder: Path, capsys: pytest.CaptureFixt
     words = ["check", "--model", f"{folder / 'nets.py'}:conv", "--data", str(root)]
     words += ["--size", "8", "--channels", "1"]
     assert cli.main(words) == 2  # every header is read, not those of the first samples alone
-    assert "train/along/broken.png" in capsys.readouterr().err
+    assert "train/across/0.png" in capsys.readouterr().err
     assert cli.main([*words, "--damaged", "skip"]) == 0
     told = capsys.readouterr().out
     assert "data: 18 training and 18 test samples of 3 classes" in told

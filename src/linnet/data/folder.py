@@ -163,7 +163,9 @@ def _list_part(
     if len(faults) == len(ids):
         raise DataError(f"no image in {folder} can be decoded, first {ids[0]} ({faults[ids[0]]})")
     if faults:
-        part = part.take(np.array([row for row, name in enumerate(ids) if name not in faults]))
+        good = np.array([row for row, name in enumerate(ids) if name not in faults])
+        kept = tuple(ids[row] for row in good)
+        part = Part(ImageFiles(root, kept, transform), np.arange(len(kept)), labels[good], kept)
     left_out = {"no images": others, "damaged": list(faults)}
     return part, [f"left out, {why}: {some(names)}" for why, names in left_out.items() if names]
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from linnet.distributed import world
 from linnet.errors import DataError
 
 # How torch, accelerate and datasets call the number of parts and which of them this is.
@@ -77,6 +76,8 @@ def sharded(data: Any) -> Sharded | None:
 def require_whole(data: Any) -> None:
     """Raise if a loader gives each process a part, where every process computes by itself.
 
+    Without a group of processes too: nobody there has the other parts.
+
     Args:
         data: Data of a fit, a kernel, a Gaussian process.
 
@@ -86,8 +87,6 @@ def require_whole(data: Any) -> None:
     Example:
         >>> require_whole((torch.ones(2, 1), torch.ones(2)))
     """
-    if world()[1] == 1:
-        return
     part = sharded(data)
     if part is None:
         return
