@@ -85,6 +85,35 @@ def test_variances(fit: linnet.NestedFit) -> None:
     assert torch.allclose(found.probs.sum(1), torch.ones(T, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("memory", [None, "60kB"])
+def test_means_and_variances_share_a_pass(memory: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from linnet.tangent import gram
+
+    counted: list[int] = []
+    features = gram._features
+
+    def counting(task: gram.GramTask, plan: gram.GramPlan, x: Tensor, wanted: tuple[int, int], *rest: object):  # type: ignore[no-untyped-def]
+        counted.append(wanted[1] - wanted[0] if x is task.x1 else 0)
+        return features(task, plan, x, wanted, *rest)  # type: ignore[arg-type]
+
+    fit = linnet.adapt(NET, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE, heads=HEADS, memory=memory)
+    prior = fit.prior
+    apart = prior.cross(X[N:], fit.x, fit.phi), prior.own(X[N:])
+    monkeypatch.setattr(gram, "_features", counting)
+    together = prior.cross_and_own(X[N:], fit.x, fit.phi)
+    assert sum(counted) == T  # every new sample is differentiated once
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(apart, together, strict=True))
+    fresh = linnet.adapt(NET, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE, heads=HEADS, memory=memory)
+    first = fresh.predictive(X[N:])
+    fit.predict(X[N:])
+    second = fit.predictive(X[N:])  # the kernel with the training samples is known here
+    assert torch.allclose(first.covariance, second.covariance, rtol=1e-10)
+    counted.clear()
+    some = fit.influence(X[N + 1 : N + 3])  # of samples that were predicted: nothing is differentiated again
+    assert not counted
+    assert torch.allclose(some, fit.influence(X[N:])[:, 1:3], rtol=1e-12)
+
+
 def test_leave_one_out_is_a_refit(fit: linnet.NestedFit) -> None:
     loo = fit.loo()
     for i in range(N):

@@ -138,6 +138,34 @@ def gram(
 
 
 @in_exact_mode
+def gram_and_own(
+    function: Functional, x1: Inputs, x2: Inputs, memory: str | int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The trace kernel K(x1, x2), and of every example of ``x1`` with itself, in the same passes.
+
+    Args:
+        function: The network and its tracked parameters.
+        x1: N examples.
+        x2: M examples.
+        memory: Budget; by default half of what is available.
+
+    Returns:
+        Σ_c of the diagonal blocks, (N, M) and (N,).
+
+    Raises:
+        MemoryBudgetError: If not even the smallest tiles fit.
+    """
+    task = GramTask(function, x1, x2, "trace", None)
+    _check(task)
+    while True:
+        own = torch.zeros(task.sizes[0], dtype=torch.float64, device=function.device)
+        try:
+            return _compute(task, memory, None, None, own), own
+        except TreatmentChanged as change:
+            _form(function, change.name)
+
+
+@in_exact_mode
 def own_kernels(function: Functional, x: Inputs, memory: str | int | None = None) -> Tensor:
     """K(x_i, x_i) of every example with itself; no other entry of the kernel is formed.
 
@@ -184,9 +212,13 @@ def _form(function: Functional, name: str) -> None:
 
 
 def _compute(
-    task: GramTask, memory: str | int | None, file: str | Path | None, progress: bool | None
+    task: GramTask,
+    memory: str | int | None,
+    file: str | Path | None,
+    progress: bool | None,
+    own: Tensor | None = None,
 ) -> Tensor:
-    """Plan, and run every step."""
+    """Plan, and run every step; ``own`` takes the traces of the rows with themselves."""
     plan = plan_gram(task, memory, to_disk=file is not None)
     require(plan.memory, _ways(task, to_disk=file is not None))
     shape = _shape(*task.sizes, plan.template.outputs.shape[1], task.outputs)
@@ -205,6 +237,8 @@ def _compute(
             if held is None or rows != step.rows:
                 held = None  # the old block goes before the new one comes
                 rows, held = step.rows, _hold(task, plan, step.rows)
+                if own is not None:
+                    own[slice(*rows)] = own_tile(held).diagonal(dim1=1, dim2=2).double().sum(1)
             _run(step, held, task, plan, result)
             if store is not None:
                 store.mark_done(step)

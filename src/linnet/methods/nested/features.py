@@ -22,7 +22,7 @@ from linnet.linalg.space import ParameterSpace
 from linnet.methods.fitting.last_layer import features, last_linear, replace_module, zero_layer
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional
-from linnet.tangent.gram import gram, own_kernels
+from linnet.tangent.gram import gram, gram_and_own, own_kernels
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector, select_parameters
 
@@ -120,6 +120,12 @@ class Features:
         """
         found = gram(self.function, x1, x2, outputs="trace", memory=memory, file=file)
         return found.double() / self.heads
+
+    @in_exact_mode
+    def body_and_own(self, x1: Inputs, x2: Inputs, memory: str | int | None = None) -> tuple[Tensor, Tensor]:
+        """K_body(x1, x2), (N, M), and K_body of every example of x1 with itself, (N,), in the same passes."""
+        found, own = gram_and_own(self.function, x1, x2, memory)
+        return found.double() / self.heads, own / self.heads
 
     @in_exact_mode
     def body_own(self, x: Inputs, memory: str | int | None = None) -> Tensor:

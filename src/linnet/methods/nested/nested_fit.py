@@ -26,6 +26,7 @@ from linnet.methods.fitting.targets import Targets, make_targets
 from linnet.methods.nested.features import Features
 from linnet.methods.nested.nested_files import write_nested
 from linnet.methods.nested.prior import Prior
+from linnet.methods.nested.rows import Rows
 from linnet.methods.nested.rungs import Rung
 from linnet.methods.nested.search import choose
 from linnet.params import number
@@ -37,9 +38,7 @@ from linnet.tangent.batch import (
     gather_data,
     map_tensors,
     take,
-    tensors_in,
 )
-from linnet.tangent.hashing import hash_tensors
 
 
 class NestedFit:
@@ -74,7 +73,7 @@ class NestedFit:
         self.prior, self.x, self._targets = prior, x, targets
         self.system, self.record = system, record
         self._phi: Tensor | None = None
-        self._cross: dict[str, Tensor] = {}
+        self._rows = Rows()
         self._moderation: tuple[float, float] | None = None
         self._point_temperature: float | None = None
         self._noise: float | None = None
@@ -239,9 +238,14 @@ class NestedFit:
             DataError: If x is empty or not finite.
         """
         x = self._checked(x)
-        cross = self._to_train(x)
+        cross = self._rows.known(x)
+        if cross is None:
+            cross, own = self.prior.cross_and_own(x, self.x, self.phi)
+            self._rows.keep(x, cross)
+        else:
+            own = self.prior.own(x)
         explained = (self.system.cross(cross) * cross).sum(1)
-        variance = self.noise / self.ridge * (self.prior.own(x) - explained).clamp_min(0)
+        variance = self.noise / self.ridge * (own - explained).clamp_min(0)
         mean = self._mean(cross)
         eye = torch.eye(self.system.c, dtype=mean.dtype, device=mean.device)
         spread = variance.to(mean.dtype)[:, None, None] * eye
@@ -256,11 +260,12 @@ class NestedFit:
         return x
 
     def _to_train(self, x: Inputs) -> Tensor:
-        """K(x, X), (T, N); the last one is kept."""
-        key = hash_tensors(tensors_in(x))
-        if key not in self._cross:
-            self._cross = {key: self.prior.cross(x, self.x, self.phi)}
-        return self._cross[key]
+        """K(x, X), (T, N)."""
+        cross = self._rows.known(x)
+        if cross is None:
+            cross = self.prior.cross(x, self.x, self.phi)
+            self._rows.keep(x, cross)
+        return cross
 
     def _mean(self, cross: Tensor) -> Tensor:
         """K(x, X) β in the network's type."""

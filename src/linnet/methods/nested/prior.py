@@ -36,6 +36,14 @@ class Prior:
         body = self.features.body(x, train, self.memory) if self.mixture.weight else None
         return self.mixture(self.phi(x) @ phi_train.T, body)
 
+    def cross_and_own(self, x: Inputs, train: Inputs, phi_train: Tensor) -> tuple[Tensor, Tensor]:
+        """K(x, X), (T, N), and K(x_i, x_i), (T,), with one pass over x."""
+        phi = self.phi(x)
+        body: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+        if self.mixture.weight:
+            body = self.features.body_and_own(x, train, self.memory)
+        return self.mixture(phi @ phi_train.T, body[0]), self.mixture(phi.square().sum(1), body[1])
+
     def own(self, x: Inputs) -> Tensor:
         """K(x_i, x_i), (T,)."""
         body = self.features.body_own(x, self.memory) if self.mixture.weight else None
