@@ -222,6 +222,8 @@ DIFFERS: dict[str, str] = {
     "spectrum.condition_number(source)": "the kernel of another network may be singular: infinity is right",
     "spectrum.condition_number(x)": "likewise the kernel of an example that is given twice",
     "load_fit(output)": "an output= that fails raises its own error",
+    "finetune(log)": "a log= that fails raises its own error, such as to stop a run",
+    "surgery.recover(log)": "a log= that fails raises its own error, such as to stop a run",
 }
 
 

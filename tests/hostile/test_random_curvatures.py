@@ -64,7 +64,11 @@ def of_structure(net: Network, full: Tensor, G: Curvature, structure: str) -> Te
         rows = rows_of(net, part)
         kept[rows[:, None], rows] = block(full, rows)
         seen += rows.tolist()
-        modules = {name.rpartition(".")[0] for name in part.layer.names}
+        owners = (name.partition(".parametrizations.")[0] for name in part.layer.names)
+        modules = {
+            owner if f"{owner}.parametrizations." in name else name.rpartition(".")[0]
+            for owner, name in zip(owners, part.layer.names, strict=True)
+        }  # a parametrized weight belongs to the layer whose weight it is
         assert len(modules) == 1, f"a block of several modules: {part.layer.names}"
     assert sorted(seen) == list(range(len(full)))
     return kept

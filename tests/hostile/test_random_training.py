@@ -215,13 +215,21 @@ def test_laplace_over_two_tasks(seed: int, structure: str) -> None:
         method = OnlineLaplace(model, given, structure, prior, strength, "exact")
         near(method.penalty(), 0.0)
         step = net.numbers((net.j.shape[2],), 7)
-        precision = prior * torch.eye(len(step), dtype=torch.float64)
+        curvature = torch.zeros(len(step), len(step), dtype=torch.float64)
         for x in (net.x, net.x_test):
             own = y if x is net.x else y[:1].expand(2, *y.shape[1:])
-            precision = precision + strength * _task_matrix(net, model, family, (x, own), structure)
+            curvature = curvature + strength * _task_matrix(net, model, family, (x, own), structure)
+            reached = _reached(model, curvature)  # the prior holds what tasks say something about
+            precision = curvature + prior * reached.diag()
             method.consolidate((x, own))
             check_penalty(model, method, [(weights(model), precision)], 0.2 * step)
             move(model, 0.1 * step)
+
+
+def _reached(model: nn.Module, matrix: Tensor) -> Tensor:
+    """One for every number of a parameter whose curvature is not all zero, else zero."""
+    pieces = matrix.diagonal().split([p.numel() for p in tracked(model)])
+    return torch.cat([torch.full_like(p, float((p != 0).any())) for p in pieces])
 
 
 def _task_matrix(
