@@ -250,6 +250,12 @@ def test_files(fit: linnet.NestedFit, tmp_path: Path) -> None:
         linnet.load_adapted(tmp_path, other)
 
 
+def test_a_folder_of_another_kind_of_fit_names_its_reader(fit: linnet.NestedFit, tmp_path: Path) -> None:
+    fit.save(tmp_path)
+    with pytest.raises(InputError, match=r"read it with linnet.load_adapted"):
+        linnet.load_fit(tmp_path, NET)
+
+
 def test_the_network_is_not_touched() -> None:
     net = network().train()
     before = {name: t.clone() for name, t in net.state_dict().items()}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import FileFormatError, InputError
+from linnet.files import as_path
 from linnet.methods.fitting.dual import Dual
 from linnet.methods.fitting.fit_files import read_constraints, read_fit
 from linnet.methods.fitting.linear_fit import LinearFit, Record
@@ -24,6 +25,7 @@ from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import matching_function
 
+ADAPTED = "nested-fit.safetensors"  # what NestedFit.save writes, which lies above this module
 OTHER = (
     "made on",
     "the network that was linearized, with the same weights",
@@ -56,6 +58,12 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
         1.0
     """
     model = model.model if isinstance(model, Linearized) else model
+    if (as_path(directory) / ADAPTED).is_file():
+        raise InputError(
+            f"{directory} holds a fit of linnet.adapt",
+            expected="a fit of linnet.fit",
+            remedy="read it with linnet.load_adapted(directory, model)",
+        )
     path, tensors, x, metadata = read_fit(directory)
     check_output(output)
     if metadata["custom_output"] and not callable(output):
