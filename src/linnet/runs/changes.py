@@ -23,8 +23,7 @@ from linnet.runs.kinds import Fit, certificate_of, refit_arguments, solved_anew
 from linnet.runs.naming import find_samples, named
 from linnet.runs.newdata import NewSamples
 from linnet.runs.pages import choices, facts, held_out, seen, suspects, training_set
-from linnet.tangent.batch import Inputs, split, tensors_in
-from linnet.tangent.hashing import hash_tensors
+from linnet.tangent.hashing import hash_examples
 from linnet.tangent.linearized import Linearized
 
 Array = np.ndarray[Any, Any]
@@ -139,8 +138,8 @@ def _unused(taken: Sequence[str], name: str, ids: Sequence[str]) -> tuple[str, .
 
 def _unknown(run: SavedRun, new: NewSamples, answers: Array) -> tuple[NewSamples, Array, tuple[str, ...]]:
     """The samples that the run has not been trained on, and a note about the others."""
-    place = {name: row for row, name in enumerate(_hashes(run.fit.x))}
-    known = [(row, place[name]) for row, name in enumerate(_hashes(run.inputs(new.x))) if name in place]
+    place = {name: row for row, name in enumerate(hash_examples(run.fit.x))}
+    known = [(row, place[name]) for row, name in enumerate(hash_examples(run.inputs(new.x))) if name in place]
     if not known:
         return new, answers, ()
     row, at = known[0]
@@ -165,8 +164,8 @@ def _tested_elsewhere(run: SavedRun, new: NewSamples) -> tuple[SavedRun, tuple[s
     task, _ = load_test(run)
     if task is None or run.test is None:
         return run, ()
-    added = set(_hashes(run.inputs(new.x)))
-    keep = [row for row, name in enumerate(_hashes(run.inputs(task.test.x))) if name not in added]
+    added = set(hash_examples(run.inputs(new.x)))
+    keep = [row for row, name in enumerate(hash_examples(run.inputs(task.test.x))) if name not in added]
     overlap = len(task.test) - len(keep)
     if not overlap:
         return run, ()
@@ -176,11 +175,6 @@ def _tested_elsewhere(run: SavedRun, new: NewSamples) -> tuple[SavedRun, tuple[s
     positions = tuple(keep if run.test.positions is None else (run.test.positions[row] for row in keep))
     test = replace(run.test, positions=positions, digest=test_digest(task.subset("test", keep)))
     return replace(run, test=test), (f"{note}; the scores, before and after, leave them out",)
-
-
-def _hashes(x: Inputs) -> list[str]:
-    """A hash of the values of every sample."""
-    return [hash_tensors(tensors_in(part)) for part in split(x, 1)]
 
 
 @torch.no_grad()

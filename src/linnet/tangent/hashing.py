@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from linnet.tangent.batch import Inputs, split, tensors_in
+
 
 def hash_tensors(tensors: Iterable[Tensor]) -> str:
     """A SHA-256 of shapes, types and values."""
@@ -16,3 +18,15 @@ def hash_tensors(tensors: Iterable[Tensor]) -> str:
         digest.update(f"{tuple(t.shape)}{t.dtype}".encode())
         digest.update(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def hash_examples(x: Inputs) -> list[str]:
+    """A fingerprint of every example.
+
+    Args:
+        x: N examples.
+
+    Returns:
+        N fingerprints, equal for examples of equal values.
+    """
+    return [hash_tensors(tensors_in(part)) for part in split(x, 1)]

@@ -14,7 +14,7 @@ from linnet.errors import FileFormatError, InputError, WeightsError
 from linnet.files import as_path, load_tensors, save_tensors
 from linnet.methods.finetuning.augment import Augmentation
 from linnet.methods.finetuning.bilinear import assemble
-from linnet.methods.finetuning.trainer import outputs_of
+from linnet.methods.fitting.descent import outputs_of
 from linnet.methods.fitting.head import with_head
 from linnet.methods.fitting.linear_fit import LinearFit
 from linnet.params import integer

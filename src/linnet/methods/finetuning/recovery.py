@@ -16,7 +16,8 @@ from linnet.methods.finetuning.examples import Examples
 from linnet.methods.finetuning.loss_curve import warn_of_large_steps
 from linnet.methods.finetuning.prepared import largest_eigenvalue
 from linnet.methods.finetuning.recipe_runs import RETRIES
-from linnet.methods.finetuning.trainer import Trainer, outputs_of
+from linnet.methods.finetuning.trainer import Trainer
+from linnet.methods.fitting.descent import outputs_of
 from linnet.methods.fitting.targets import make_targets
 from linnet.params import flag, function, number
 from linnet.params import path as checked_path

@@ -24,11 +24,11 @@ from linnet.methods.finetuning.augment import Augmentation
 from linnet.methods.finetuning.course import Course, Objective, Optimization, Reporting
 from linnet.methods.finetuning.examples import Examples
 from linnet.methods.finetuning.loss_curve import LossCurve
+from linnet.methods.fitting.descent import outputs_of
 from linnet.methods.optim.preconditioner import KroneckerPreconditioner
 from linnet.params import path as checked_path
 from linnet.progress import track
-from linnet.tangent.batch import Inputs
-from linnet.tangent.functional import OutputAdapter, adapt_outputs
+from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.hashing import hash_tensors
 
 KIND = "training"
@@ -315,22 +315,6 @@ def rank(scores: dict[str, float]) -> float:
     if not math.isfinite(loss):
         return -math.inf
     return scores["accuracy"] - 1e-9 * min(loss, 1e6) if "accuracy" in scores else -loss
-
-
-def outputs_of(module: nn.Module, x: Inputs, output: OutputAdapter = None) -> Tensor:
-    """Outputs (N, C) of a module for one batch of any structure.
-
-    Args:
-        module: The module.
-        x: The batch.
-        output: How to turn its result into a tensor.
-
-    Returns:
-        The outputs, flattened.
-    """
-    value = module(*x) if isinstance(x, list | tuple) else module(**x) if isinstance(x, dict) else module(x)
-    value = adapt_outputs(value, output)
-    return value.reshape(value.shape[0], -1)
 
 
 def _generator(seed: int, counter: int, stream: int) -> torch.Generator:

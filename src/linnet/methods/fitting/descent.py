@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from linnet import params as check
 from linnet.tangent.batch import Inputs, split, take
+from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments
 
 CLIP = 1.0  # largest norm of a gradient; keeps a high rate from destroying a small network
 WARM_UP = 0.1  # share of Adam's steps in which the rate grows: its second moments are noise at first
@@ -99,10 +100,19 @@ class Descent:
         return min(1.0, (step + 1) / max(1.0, WARM_UP * self.steps)) * cosine
 
 
-def outputs_of(network: nn.Module, x: Inputs) -> Tensor:
-    """Outputs (N, C) with gradients."""
-    value = network(*x) if isinstance(x, tuple) else network(**x) if isinstance(x, dict) else network(x)
-    value = value if isinstance(value, Tensor) else value.logits
+def outputs_of(module: nn.Module, x: Inputs, output: OutputAdapter = None) -> Tensor:
+    """Outputs (N, C) of a module for one batch of any structure, with gradients.
+
+    Args:
+        module: The module.
+        x: The batch.
+        output: How to turn its result into a tensor.
+
+    Returns:
+        The outputs, flattened.
+    """
+    arguments, keywords = call_arguments(x)
+    value = adapt_outputs(module(*arguments, **keywords), output)
     return value.reshape(value.shape[0], -1)
 
 

@@ -104,7 +104,7 @@ def features(model: nn.Module, x: Inputs, batch: int = 256) -> Tensor:
     function = Functional(model)
     function.check_runs(take(x, slice(0, 1)))
     few = take(x, slice(0, FEW))
-    last_linear(function.model)
+    last_linear(function.model)  # raises where there is none
     outputs, call = _last_call(function, few)
     if call and _same(call[1], outputs):
         calls = [_last_call(function, part)[1] for part in split(x, batch)]

@@ -39,6 +39,7 @@ from linnet.tangent.batch import (
     map_tensors,
     take,
 )
+from linnet.tangent.hashing import hash_examples
 
 
 class NestedFit:
@@ -238,10 +239,11 @@ class NestedFit:
             DataError: If x is empty or not finite.
         """
         x = self._checked(x)
-        cross = self._rows.known(x)
+        names = hash_examples(x)
+        cross = self._rows.known(names)
         if cross is None:
             cross, own = self.prior.cross_and_own(x, self.x, self.phi)
-            self._rows.keep(x, cross)
+            self._rows.keep(names, cross)
         else:
             own = self.prior.own(x)
         explained = (self.system.cross(cross) * cross).sum(1)
@@ -261,10 +263,11 @@ class NestedFit:
 
     def _to_train(self, x: Inputs) -> Tensor:
         """K(x, X), (T, N)."""
-        cross = self._rows.known(x)
+        names = hash_examples(x)
+        cross = self._rows.known(names)
         if cross is None:
             cross = self.prior.cross(x, self.x, self.phi)
-            self._rows.keep(x, cross)
+            self._rows.keep(names, cross)
         return cross
 
     def _mean(self, cross: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -71,7 +71,7 @@ def ladder(
         rungs.append(rung)
         last = errors, right
     place = len(rungs) - 1 if rungs[-1].gain > ERRORS * rungs[-1].gain_error else len(rungs) - 2
-    rungs[place] = Rung(**{**vars(rungs[place]), "taken": True})
+    rungs[place] = replace(rungs[place], taken=True)
     return tuple(rungs)
 
 
@@ -79,11 +79,11 @@ def _compared(rung: Rung, now: tuple[Tensor, Tensor | None], last: tuple[Tensor,
     """A rung with its gains over the one before, sample by sample."""
     root = len(now[0]) ** 0.5
     gains = (last[0] - now[0]) / max(float(last[0].mean()), 1e-300)
-    found = {**vars(rung), "gain": float(gains.mean()), "gain_error": float(gains.std()) / root}
+    rung = replace(rung, gain=float(gains.mean()), gain_error=float(gains.std()) / root)
     if now[1] is not None and last[1] is not None:
         points = 100 * (now[1] - last[1])
-        found |= {"points": float(points.mean()), "points_error": float(points.std()) / root}
-    return Rung(**found)
+        rung = replace(rung, points=float(points.mean()), points_error=float(points.std()) / root)
+    return rung
 
 
 def verdict(rungs: Sequence[Rung]) -> str:
