@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from statistics import mean, median
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from linnet.methods.nested.tuning import EPOCHS, HEAD_SCALE, STEPS, tuned
 from linnet.tangent.batch import Inputs, batch_size, take
 
 BATCH = 32
+METHODS = ("probe", "logistic", "nested", "ladder", "fine-tuning")
 Data = tuple[Inputs, Tensor]
 
 
@@ -86,17 +88,41 @@ def cell(
 
 def table(cells: Sequence[Cell]) -> str:
     """Markdown: a row a network, task and number of shots."""
-    methods = ("probe", "logistic", "nested", "ladder", "fine-tuning")
-    names = ("network", "task", "a class", "draws", *methods, "ladder − fine-tuning", "trained")
+    names = ("network", "task", "a class", "draws", *METHODS, "ladder − fine-tuning", "trained")
     lines = [f"| {' | '.join(names)} |", f"|---|---|{'---:|' * (len(names) - 2)}"]
     for network, task, shots in dict.fromkeys((c["network"], c["task"], c["shots"]) for c in cells):
         where = {"network": network, "task": task, "shots": shots}
-        columns = [chosen(cells, name, **where) for name in methods]
+        columns = [chosen(cells, name, **where) for name in METHODS]
         ahead = [a - b for a, b in zip(columns[3], columns[4], strict=True)]
         values = [with_error(column, scale=100) for column in (*columns, ahead)]
         taken = chosen(cells, "trained", **where)
         row = (network, task, str(shots), str(len(taken)), *values, f"{sum(taken):.0f} of {len(taken)}")
         lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def summary(cells: Sequence[Cell]) -> str:
+    """Differences from fine-tuning, shares of its gain on the probe, means of scores, and times."""
+    lines = []
+    for part in dict.fromkeys(cell["set"] for cell in cells):
+        own = [cell for cell in cells if cell["set"] == part]
+        for first, second in (("ladder", "fine-tuning"), ("nested", "fine-tuning"), ("ladder", "nested")):
+            columns = (chosen(own, name) for name in (first, second))
+            ahead = [a - b for a, b in zip(*columns, strict=True)]
+            lines.append(f"{part}, {first} - {second}: {with_error(ahead, scale=100)} points")
+    probe, tuned_, *models = (chosen(cells, name) for name in ("probe", "fine-tuning", "nested", "ladder"))
+    for name, model in zip(("nested", "ladder"), models, strict=True):
+        shares = [(m - p) / (t - p) for m, p, t in zip(model, probe, tuned_, strict=True) if t - p >= 0.02]
+        lines.append(
+            f"{name}, median share of the gain of fine-tuning ({len(shares)} cells): {median(shares):.2f}"
+        )
+    for score in ("log loss", "calibration"):
+        each = (f"{name} {mean(chosen(cells, f'{name} {score}')):.3f}" for name in METHODS)
+        lines.append(f"mean {score}: {', '.join(each)}")
+    times = zip(chosen(cells, "ladder seconds"), chosen(cells, "fine-tuning seconds"), strict=True)
+    lines.append(
+        f"time of the ladder over that of fine-tuning, median: {median(a / b for a, b in times):.2f}"
+    )
     return "\n".join(lines)
 
 
@@ -123,6 +149,7 @@ def main() -> None:
                         run = (NETWORKS[key], task, shots, seed, given.tested, given.data_dir)
                         cells.append(study.cell(what, lambda run=run: cell(*run)))
     study.publish(table(cells), cells)
+    print(summary(cells))
 
 
 if __name__ == "__main__":

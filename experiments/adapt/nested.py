@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean, median, stdev
 from typing import Any
 
 import torch
@@ -87,6 +88,25 @@ def table(cells: Sequence[Cell]) -> str:
     return "\n".join(lines)
 
 
+def summary(cells: Sequence[Cell]) -> str:
+    """A line a network: rows, median gain, and those behind the probe by more than their standard error."""
+    lines = []
+    for network in dict.fromkeys(cell["network"] for cell in cells):
+        own = [cell for cell in cells if cell["network"] == network]
+        gains, behind = [], []
+        for task, shots in dict.fromkeys((cell["task"], cell["shots"]) for cell in own):
+            columns = [chosen(own, key, task=task, shots=shots) for key in ("adapt", "probe")]
+            each = [100 * (a - b) for a, b in zip(*columns, strict=True)]
+            gains.append(mean(each))
+            error = stdev(each) / len(each) ** 0.5 if len(each) > 1 else 0.0
+            if mean(each) < -error - 1e-9:  # where one draw alone differs, both are equal up to rounding
+                behind.append(f"{task} {shots}")
+        ends = f"{min(gains):.1f} to {max(gains):.1f}"
+        found = f"{network}: {len(gains)} rows, median gain {median(gains):.1f} ({ends})"
+        lines.append(f"{found}; behind by more than the error: {', '.join(behind) or 'none'}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run what is cached."""
     arguments = parser(__doc__ or "", seeds=5)
@@ -108,6 +128,7 @@ def main() -> None:
                         what = {**where, "shots": shots, "seed": seed}
                         cells.append(study.cell(what, lambda k=kernels, s=shots, d=seed: compared(k, s, d)))
     study.publish(table(cells), cells)
+    print(summary(cells))
 
 
 if __name__ == "__main__":
