@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import linnet
-from linnet.methods.nested.adapt import HEADS
+from linnet.nested.adapt import HEADS
 from linnet.tangent.batch import Inputs, take
 
 Problem = tuple[nn.Module, Inputs, Tensor, Inputs]  # network, training samples and labels, test samples
@@ -51,8 +51,8 @@ def mobilenet(train: int, test: int, side: int) -> Callable[[str | None], Proble
     """MobileNetV2 on images of a size."""
 
     def made(data_dir: str | None) -> Problem:
-        from linnet.data import find_data_dir
-        from linnet.models import load_model
+        from experiments.locate import find_data_dir
+        from linnet.app.models import load_model
 
         folder = find_data_dir(data_dir, require=["weights"]) / "weights"
         weights = folder / "mobilenetv2_1.0_224_imagenet_tf2ptq_folded.npz"

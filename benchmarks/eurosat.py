@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.data import find_data_dir
-from linnet.models import load_model
+from experiments.locate import find_data_dir
+from linnet.app.models import load_model
 
 ARCHIVE = "eurosat_1000_500.npz"
 WEIGHTS = "resnet20-12fca82f.th"

@@ -23,11 +23,11 @@ NAMES = (
     "import torch, time; t = time.perf_counter(); import linnet; "
     "[getattr(linnet, name) for name in linnet.__all__]; print(time.perf_counter() - t)"
 )
-HELP = "import sys; sys.argv = ['linnet', '--help']; from linnet.cli import main; sys.exit(main())"
+HELP = "import sys; sys.argv = ['linnet', '--help']; from linnet.app.cli import main; sys.exit(main())"
 NO_TORCH = (
     "import sys, contextlib, io\n"
     "sys.argv = ['linnet', '--help']\n"
-    "from linnet.cli import main\n"
+    "from linnet.app.cli import main\n"
     "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
     "    main()\n"
     "print('torch' in sys.modules)\n"

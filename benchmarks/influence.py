@@ -36,9 +36,9 @@ from measure import Row, parser, publish, setup, sgemm_rate, timed
 from torch import Tensor, nn
 
 import linnet
-from linnet.methods import audit
-from linnet.methods.fitting.dual import Dual
-from linnet.models import load_model
+from linnet import audit
+from linnet.app.models import load_model
+from linnet.fitting.dual import Dual
 
 CLAIM, EXACT, NEAR = 10.0, 0.9999, 0.98
 ALPHA = 15.0

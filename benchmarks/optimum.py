@@ -41,20 +41,20 @@ from torch import Tensor
 import linnet
 from linnet.curvatures.default_damping import default_damping
 from linnet.errors import NumericalError
-from linnet.methods.finetuning.augment import Augmentation
-from linnet.methods.finetuning.course import Course, Objective, Optimization
-from linnet.methods.finetuning.examples import Examples
-from linnet.methods.finetuning.kernel_steps import kernel_problem
-from linnet.methods.finetuning.prepared import (
+from linnet.finetuning.augment import Augmentation
+from linnet.finetuning.course import Course, Objective, Optimization
+from linnet.finetuning.examples import Examples
+from linnet.finetuning.kernel_steps import kernel_problem
+from linnet.finetuning.prepared import (
     Prepared,
     Shaping,
     frozen_curvature,
     largest_eigenvalue,
     prepare,
 )
-from linnet.methods.finetuning.recipes import recipe_for
-from linnet.methods.finetuning.trainer import Trainer
-from linnet.methods.optim.preconditioner import KroneckerPreconditioner
+from linnet.finetuning.recipes import recipe_for
+from linnet.finetuning.trainer import Trainer
+from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.tangent.linearized import Linearized
 
 ALPHA, CLASSES = 15.0, 10

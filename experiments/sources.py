@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from linnet.data import find_data_dir
-from linnet.models import load_model
+from experiments.locate import find_data_dir
+from linnet.app.models import load_model
 
 # Per-channel mean and standard deviation that the pretrained networks were trained with.
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

@@ -144,8 +144,10 @@ def graph(tree: Tree, when: Collection[When] = ("eager", "lazy", "typing")) -> d
 
 
 def floor_of(module: str) -> str:
-    """`linnet.tangent.kernel` -> `tangent`; the package itself -> `__init__`."""
-    return module.split(".")[1] if "." in module else "__init__"
+    """`linnet.tangent.kernel` -> `tangent`; `linnet.app.runs.x` -> `app.runs`; the package -> `__init__`."""
+    parts = module.split(".")[1:]
+    depth = 2 if parts[:1] == ["app"] else 1
+    return ".".join(parts[:depth]) or "__init__"
 
 
 def undeclared_floors(tree: Tree, floors: tuple[tuple[str, ...], ...]) -> list[str]:
@@ -213,7 +215,7 @@ def not_free_of(tree: Tree, light: Iterable[str], heavy: Iterable[str]) -> list[
     What a command imports under TYPE_CHECKING counts: jsonargparse runs it to learn the types of options.
     """
     parts, wanted, breaches = set(light), set(heavy), []
-    moments: dict[str, tuple[When, ...]] = {"commands": ("eager", "typing")}
+    moments: dict[str, tuple[When, ...]] = dict.fromkeys(("app.commands", "commands"), ("eager", "typing"))
     eager = graph(tree, ("eager",))
     for start in (module for module in tree if floor_of(module) in parts):
         at_start = moments.get(floor_of(start), ("eager",))

@@ -20,14 +20,14 @@ import torch
 from torch.nn import functional as F
 
 import linnet
-from linnet import cli
+from linnet.app import cli
+from linnet.app.runs import adaptation, summary
+from linnet.continual import OnlineLaplace
 from linnet.files import write_atomic
 from linnet.likelihoods import Categorical
-from linnet.methods.continual import OnlineLaplace
-from linnet.runs import adaptation, summary
 from linnet.tangent import store
-from tests.methods.continual_cases import small_network, small_task
-from tests.runs.small_tasks import write_nets, write_pictures
+from tests.app.runs.small_tasks import write_nets, write_pictures
+from tests.continual.continual_cases import small_network, small_task
 
 ROOT = Path(__file__).resolve().parents[1]
 LOADED = (adaptation, summary)  # imported here, so that no process has to

@@ -27,18 +27,23 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("likelihoods",),
     ("tangent",),
     ("curvatures",),
-    ("methods",),
+    ("fitting", "metrics"),
+    ("audit", "laplace", "nested", "spectrum"),
+    ("optim", "posterior", "tangent_gp"),
+    ("baselines", "continual", "finetuning"),
+    ("surgery",),
     ("testing",),
     ("integrations",),
     ("machine",),
-    ("data", "models"),
-    ("report",),
-    ("runs",),
-    ("commands",),
-    ("settings_file",),
-    ("cli",),
+    # The application, which stands on the library.
+    ("app.data", "app.models"),
+    ("app.report",),
+    ("app.runs",),
+    ("app.commands",),
+    ("app.settings_file",),
+    ("app.cli",),
     ("__main__",),
-    ("__init__",),
+    ("__init__", "app"),
 )
 FORBIDDEN_NAMES = ("utils", "util", "core", "base", "common", "helpers", "misc")
 # Imported inside the function that needs them, so that `import linnet` costs what torch costs.
@@ -49,16 +54,16 @@ OPTIONAL = (
     "lightning", "pytorch_lightning", "avalanche", "datasets", "peft",
 )  # fmt: skip
 # What the command line loads before it knows the command.
-LIGHT = ("__init__", "errors", "commands", "cli")
+LIGHT = ("__init__", "errors", "app.commands", "app.cli")
 # Dotted names of classes that may extend a concrete class of the package, each with its reason.
 MAY_EXTEND_CONCRETE: dict[str, str] = {}
 # Dotted names of records with a wide constructor, each with its reason.
 MAY_BE_WIDE: dict[str, str] = {
-    "linnet.methods.audit.mislabel.Suspects": "one column of the ranking each, and the rule for wrong labels",
-    "linnet.methods.nested.rungs.Rung": "one column of a table each",
-    "linnet.runs.folder.Origin": "the fields of a record on disk",
-    "linnet.runs.settings.Source": "the options of the command line that belong together",
-    "linnet.runs.settings.Solving": "the options of the command line that belong together",
+    "linnet.audit.mislabel.Suspects": "one column of the ranking each, and the rule for wrong labels",
+    "linnet.nested.rungs.Rung": "one column of a table each",
+    "linnet.app.runs.folder.Origin": "the fields of a record on disk",
+    "linnet.app.runs.settings.Source": "the options of the command line that belong together",
+    "linnet.app.runs.settings.Solving": "the options of the command line that belong together",
 }
 
 LINES_A_FILE = 600
@@ -81,7 +86,7 @@ def everything(package: Tree) -> Tree:
 
 
 def test_the_package_was_read(package: Tree) -> None:
-    assert {"linnet", "linnet.errors", "linnet.cli"} <= package.keys()
+    assert {"linnet", "linnet.errors", "linnet.app.cli"} <= package.keys()
     assert any(check.graph(package).values())
 
 

@@ -17,14 +17,15 @@ import torch
 from torch import nn
 
 import linnet
-from linnet import cli, disk
+from linnet import disk
+from linnet.app import cli
+from linnet.app.report import Run, write_report
+from linnet.app.runs.queries import write_rows
 from linnet.disk import process_mark, reserve
 from linnet.errors import DiskSpaceError, InputError
 from linnet.files import load_tensors, remove_partial, save_tensors, write_atomic, write_json, write_text
-from linnet.report import Run, write_report
-from linnet.runs.queries import write_rows
 from linnet.tangent.store import GramFile
-from tests.methods.problems import refused
+from tests.fitting.problems import refused
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZE = 1 << 16  # bytes of the small disk and of the largest file that is allowed
@@ -155,8 +156,8 @@ ON_A_SMALL_DISK = """
 import sys, torch, linnet
 from pathlib import Path
 from linnet.errors import DiskSpaceError
-from linnet import cli
-from tests.runs.small_tasks import write_nets, write_pictures
+from linnet.app import cli
+from tests.app.runs.small_tasks import write_nets, write_pictures
 disk, home = Path(sys.argv[1]), Path(sys.argv[2])
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(3, 100), torch.nn.Tanh(), torch.nn.Linear(100, 2))

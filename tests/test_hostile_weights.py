@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from linnet import limits, load_fit
-from linnet.data import read_folder
+from linnet.app.data import read_folder
+from linnet.app.models import load_weights
 from linnet.errors import FileFormatError, InputError, LinnetError, MemoryBudgetError
 from linnet.files import load_tensors, save_tensors
-from linnet.models import load_weights
-from tests.methods.problems import refused
+from tests.fitting.problems import refused
 
 
 def endless() -> dict[str, Any]:

@@ -123,14 +123,14 @@ def test_importing_linnet_and_all_its_names_loads_nothing_heavy_but_torch() -> N
 
 @pytest.mark.parametrize("word", ["--help", "--version"])
 def test_the_command_line_starts_without_torch(word: str) -> None:
-    code = f"from linnet.cli import main; main(['{word}'])"
+    code = f"from linnet.app.cli import main; main(['{word}'])"
     loaded = modules_after(f"import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()): {code}")
     assert "linnet" in loaded
     assert not loaded & {"torch", "numpy", *HEAVY}
 
 
 def test_the_help_of_a_command_loads_no_torch() -> None:
-    code = "from linnet.cli import Command, COMMANDS\nfor name in COMMANDS: Command.load(name).help()"
+    code = "from linnet.app.cli import Command, COMMANDS\nfor name in COMMANDS: Command.load(name).help()"
     loaded = modules_after(code)
     assert "jsonargparse" in loaded
     assert not loaded & {"torch", "numpy", "scipy", "matplotlib", "PIL", "transformers"}

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet import cli
+from linnet.app import cli
 from linnet.errors import MemoryBudgetError
+from linnet.fitting.head import with_head
 from linnet.likelihoods import Categorical
 from linnet.linalg import random as random_numbers
-from linnet.methods.evaluation.adversarial import fgsm
-from linnet.methods.fitting.head import with_head
-from linnet.methods.spectrum.anisotropy import separable_data
+from linnet.metrics.adversarial import fgsm
+from linnet.spectrum.anisotropy import separable_data
 from linnet.tangent.budgeted import Fit, treatment_within
 from linnet.tangent.capture import capture, hollow_capture
 from linnet.tangent.features import choose, outline

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import linnet
 from experiments.adapt.tasks import DEVELOPMENT, NETWORKS, REPORTED, Network, Task, drawn
 from linnet.files import save_tensors
-from linnet.methods.fitting.last_layer import features, last_linear, replace_module
+from linnet.fitting.last_layer import features, last_linear, replace_module
 from linnet.tangent.batch import Inputs, concatenate
 
 HEADS = 4  # random heads averaged

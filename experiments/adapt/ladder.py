@@ -22,10 +22,10 @@ from experiments.adapt.nested import drawn as shots_of
 from experiments.adapt.tasks import NETWORKS, Network, Task, drawn
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, with_error
-from linnet.methods.evaluation.calibration import equal_mass
-from linnet.methods.fitting.baselines import fine_tune
-from linnet.methods.fitting.last_layer import features
-from linnet.methods.nested.tuning import EPOCHS, HEAD_SCALE, STEPS, tuned
+from linnet.fitting.comparisons import fine_tune
+from linnet.fitting.last_layer import features
+from linnet.metrics.calibration import equal_mass
+from linnet.nested.tuning import EPOCHS, HEAD_SCALE, STEPS, tuned
 from linnet.tangent.batch import Inputs, batch_size, take
 
 BATCH = 32

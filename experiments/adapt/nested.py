@@ -19,8 +19,8 @@ from experiments.adapt.tasks import NETWORKS
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, with_error
 from linnet.files import load_tensors
-from linnet.methods.fitting.targets import make_targets
-from linnet.methods.nested.search import Mixture, choose
+from linnet.fitting.targets import make_targets
+from linnet.nested.search import Mixture, choose
 
 SHOTS = (2, 5, 10, 20, 50)
 Kernels = tuple[dict[str, Tensor], dict[str, Any]]

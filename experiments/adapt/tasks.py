@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from experiments.adapt.encoders import FirstToken, MeanToken, tokens
+from experiments.locate import find_data_dir
 from experiments.sources import Images, images, pixels, pretrained
-from linnet.data import find_data_dir
 from linnet.tangent.batch import Inputs
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

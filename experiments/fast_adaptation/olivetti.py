@@ -26,9 +26,9 @@ from torch.nn import functional as F
 import linnet
 from experiments.fast_adaptation.networks import face_network
 from experiments.figures import COLORS, figure, save
+from experiments.locate import find_data_dir
 from experiments.study import Study, parser
 from experiments.tables import markdown, with_error
-from linnet.data import find_data_dir
 from linnet.likelihoods import HeteroscedasticGaussian
 
 UNIT = 45.0  # degrees in a unit of the target
@@ -102,7 +102,7 @@ def adapted(
         found = scores(noisy.mean, noisy.variance, test[1])
         found |= {"prior": gp.prior_precision, "noise_scale": gp.noise_scale}
     elif way == "last layer (ABLR)":
-        noisy = linnet.rivals.last_layer(model, data).predict(test[0]).with_noise()  # type: ignore[assignment]
+        noisy = linnet.baselines.last_layer(model, data).predict(test[0]).with_noise()  # type: ignore[assignment]
         found = scores(noisy.mean.float(), noisy.variance, test[1])
     else:
         own = copy.deepcopy(model)

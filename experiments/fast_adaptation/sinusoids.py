@@ -127,7 +127,7 @@ def adapted(model: nn.Module, noise: float, tasks: int, first: int) -> dict[str,
         predictions["Jacobian products, tuned"] = tuned.fit(x, y).tune().predict(test_x)
         if t == 0:
             curves["Jacobian products, tuned"] = curve_of(tuned.predict(GRID))
-        ablr = linnet.rivals.last_layer(model, (x, y))
+        ablr = linnet.baselines.last_layer(model, (x, y))
         predictions["last layer (ABLR)"] = ablr.predict(test_x)
         if t == 0:
             curves["last layer (ABLR)"] = curve_of(ablr.predict(GRID))

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import linnet
+from experiments.locate import find_data_dir
 from experiments.study import Study, parser
 from experiments.tables import markdown, with_error
-from linnet.data import find_data_dir
 from linnet.likelihoods import Gaussian
 
 # name: (stored as, RMSE of MC dropout, its log density)

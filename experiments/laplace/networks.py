@@ -184,7 +184,7 @@ def factorized(
     """The thesis' FFG, from the network that dropout has trained, so that few epochs are enough."""
     file = folder / f"ffg-{arguments.posterior_of}-{_name(arguments)}-{arguments.ffg_epochs}-{seed}.pt"
     if not file.exists():
-        found = linnet.rivals.factorized_gaussian(
+        found = linnet.baselines.factorized_gaussian(
             model, (binarized(data.train[0], 7000 + seed), data.train[1]), Categorical(),
             prior_precision=PRECISION, epochs=arguments.ffg_epochs, batch_size=500, samples=2, seed=seed,
         )  # fmt: skip
@@ -258,7 +258,7 @@ def predictors(
         return {"prior": float(la.prior_precision), "n": la.data_scale * la.examples}  # type: ignore[arg-type]
 
     def dropout() -> Predict:
-        found = linnet.rivals.mc_dropout(with_dropout, Categorical(), arguments.samples, seed)
+        found = linnet.baselines.mc_dropout(with_dropout, Categorical(), arguments.samples, seed)
         return lambda x: found.predict(x).sampled_probs
 
     made: list[Callable[[], Predict]] = [

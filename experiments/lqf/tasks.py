@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import linnet
+from experiments.locate import find_data_dir
 from experiments.sources import Images, images, pixels, pretrained, shots
-from linnet.data import find_data_dir
 
 METHODS = ("lqf", "lqf-fc", "gaf", "fc", "nlft")
 # Learning rates that each method is tried with, chosen on a fifth of the training images held out.

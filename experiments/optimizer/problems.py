@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiments.locate import find_data_dir
 from experiments.optimizer.curves import curves
 from experiments.sources import images, pixels
-from linnet.data import find_data_dir
 from linnet.likelihoods import Bernoulli, Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 

@@ -12,7 +12,7 @@ import torch
 import linnet
 from tests.hostile import small
 
-NAMESPACES = ("audit", "continual", "likelihoods", "optim", "rivals", "spectrum", "surgery")
+NAMESPACES = ("audit", "baselines", "continual", "likelihoods", "metrics", "optim", "spectrum", "surgery")
 OPERATIONS = ("__call__", "__matmul__", "__add__", "__sub__", "__mul__")
 Arguments = dict[str, Any]
 
@@ -130,11 +130,11 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "optim.LinearityGap": lambda: {"threshold": 0.1},
     "optim.KernelDrift": lambda: {"threshold": 0.1},
     "optim.Converged": dict,
-    "rivals.deep_ensemble": lambda: {"train": lambda seed: small.net(), "members": 2},
-    "rivals.factorized_gaussian": lambda: {"epochs": 1, "samples": 2},
-    "rivals.last_layer": lambda: {"data": small.regression()},
-    "rivals.mc_dropout": lambda: {"model": small.dropout_net(), "samples": 2},
-    "rivals.trained": lambda: {"make": small.net, "epochs": 1},
+    "baselines.deep_ensemble": lambda: {"train": lambda seed: small.net(), "members": 2},
+    "baselines.factorized_gaussian": lambda: {"epochs": 1, "samples": 2},
+    "baselines.last_layer": lambda: {"data": small.regression()},
+    "baselines.mc_dropout": lambda: {"model": small.dropout_net(), "samples": 2},
+    "baselines.trained": lambda: {"make": small.net, "epochs": 1},
     "spectrum.gram": dict,
     "spectrum.eigenfunctions": lambda: {"k": 3},
     "spectrum.EigenfunctionTargets": lambda: {"y": small.labels(), "index": 0},
@@ -258,10 +258,10 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "optim.KernelDrift": lambda: linnet.optim.KernelDrift(0.1, small.x()),
     "optim.Converged": linnet.optim.Converged,
     "optim.LinearizationReport": lambda: small.relinearized().report,
-    "rivals.DeepEnsemble": small.ensemble,
-    "rivals.MCDropout": small.dropout,
-    "rivals.FactorizedGaussian": small.factorized,
-    "rivals.LastLayerRegression": small.last_layer,
+    "baselines.DeepEnsemble": small.ensemble,
+    "baselines.MCDropout": small.dropout,
+    "baselines.FactorizedGaussian": small.factorized,
+    "baselines.LastLayerRegression": small.last_layer,
     "spectrum.Eigenfunctions": lambda: linnet.spectrum.eigenfunctions(small.lin(), small.x(), k=None),
     "spectrum.SpectralDensity": small.density,
     "spectrum.Recorder": small.recorder,
@@ -403,7 +403,8 @@ def named() -> Iterator[str]:
     """Every public function and class."""
     for name in linnet.__all__:
         if name in NAMESPACES:
-            yield from (f"{name}.{inner}" for inner in getattr(linnet, name).__all__)
+            inside = getattr(linnet, name).__all__
+            yield from (f"{name}.{inner}" for inner in inside if inner not in linnet.__all__)
         elif name != "__version__":
             yield name
 

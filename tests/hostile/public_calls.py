@@ -185,9 +185,9 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
         s.lin(), s.data, Categorical(), "svi", epochs=1
     ),
     "gradient flow": lambda s: linnet.gradient_flow(s.lin(), s.data, [1.0, float("inf")]),
-    "last layer": lambda s: linnet.rivals.last_layer(s.model, s.values),
-    "dropout": lambda s: linnet.rivals.mc_dropout(s.model, Categorical(), 3).predict(s.x),
-    "factorized": lambda s: linnet.rivals.factorized_gaussian(
+    "last layer": lambda s: linnet.baselines.last_layer(s.model, s.values),
+    "dropout": lambda s: linnet.baselines.mc_dropout(s.model, Categorical(), 3).predict(s.x),
+    "factorized": lambda s: linnet.baselines.factorized_gaussian(
         s.model, s.data, Categorical(), epochs=1, samples=2
     ).predict(s.x),
     "evaluate": lambda s: linnet.evaluate(s.fit().predictive, s.data),

@@ -275,22 +275,22 @@ def directions() -> Any:
 
 @cache
 def ensemble() -> Any:
-    return linnet.rivals.deep_ensemble(lambda seed: net(), likelihood(), 2)
+    return linnet.baselines.deep_ensemble(lambda seed: net(), likelihood(), 2)
 
 
 @cache
 def dropout() -> Any:
-    return linnet.rivals.mc_dropout(dropout_net(), likelihood(), 3)
+    return linnet.baselines.mc_dropout(dropout_net(), likelihood(), 3)
 
 
 @cache
 def factorized() -> Any:
-    return linnet.rivals.factorized_gaussian(net(), classes(), likelihood(), epochs=1, samples=3)
+    return linnet.baselines.factorized_gaussian(net(), classes(), likelihood(), epochs=1, samples=3)
 
 
 @cache
 def last_layer() -> Any:
-    return linnet.rivals.last_layer(net(), regression())
+    return linnet.baselines.last_layer(net(), regression())
 
 
 @cache

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.methods.continual import EWC, OnlineLaplace, SynapticIntelligence
-from linnet.methods.optim import Damping, GaussNewton, IterativeLinearization
+from linnet.continual import EWC, OnlineLaplace, SynapticIntelligence
+from linnet.optim import Damping, GaussNewton, IterativeLinearization
 from tests.hostile.cases import (
     drawn,
     every_network,

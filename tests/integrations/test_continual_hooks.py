@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from linnet.continual import ContinualMethod
 from linnet.errors import DependencyError, InputError
 from linnet.integrations.continual_hooks import (
     AvalancheHooks,
@@ -19,8 +20,7 @@ from linnet.integrations.continual_hooks import (
     avalanche_plugin,
     lightning_callback,
 )
-from linnet.methods.continual import ContinualMethod
-from tests.methods.continual_cases import MAKERS, flat, moved_away, small_network, small_task
+from tests.continual.continual_cases import MAKERS, flat, moved_away, small_network, small_task
 
 NAMES = ("online", "ewc", "si")
 

@@ -13,9 +13,9 @@ from linnet.errors import DependencyError, InputError
 from linnet.integrations import botorch as botorch_adapter
 from linnet.integrations import gpytorch as gpytorch_adapter
 from linnet.likelihoods import Gaussian
-from linnet.methods.tangent_gp.tangent_gp import TangentGP
-from tests.methods.problems import real
-from tests.methods.tangent_gp_cases import dense
+from linnet.tangent_gp.tangent_gp import TangentGP
+from tests.fitting.problems import real
+from tests.tangent_gp.tangent_gp_cases import dense
 
 HAS = all(importlib.util.find_spec(name) for name in ("gpytorch", "botorch"))
 needed = pytest.mark.skipif(not HAS, reason="gpytorch and botorch are not installed")

@@ -23,7 +23,7 @@ from linnet.tangent.batch import (
     take,
     tensors_in,
 )
-from tests.methods.problems import real, refused
+from tests.fitting.problems import real, refused
 
 A, B, SHARED = real(5, 2), real(5, 3, seed=1), real(7, seed=2)
 FORMS: dict[str, Any] = {

@@ -16,7 +16,7 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram
 from linnet.tangent.tile import kernel_tile
 from linnet.testing.oracles import kernel_oracle
-from tests.methods.problems import near, real
+from tests.fitting.problems import near, real
 from tests.zoo import case
 
 assert features_module is sys.modules["linnet.tangent.features"]

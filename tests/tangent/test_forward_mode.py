@@ -16,7 +16,7 @@ from linnet.tangent.forward_mode import (
     probe_jvp,
     random_direction,
 )
-from tests.methods.problems import near, real
+from tests.fitting.problems import near, real
 
 AT = {"a": real(3, 2, seed=1), "b": real(2, seed=2), "unused": real(4, seed=3)}
 X = real(5, 3)

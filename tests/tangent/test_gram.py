@@ -24,7 +24,7 @@ from linnet.tangent import gram as gram_module
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import GramTask, describe_plan, gram, plan_gram
 from linnet.testing.oracles import jacobian_oracle, kernel_oracle
-from tests.methods.problems import near, network, peak_bytes, real, refused
+from tests.fitting.problems import near, network, peak_bytes, real, refused
 
 OUTPUTS: tuple[Any, ...] = ("full", "trace", "diagonal", "sum")
 gram_file = sys.modules["linnet.tangent.gram"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import ModelError
 from linnet.tangent.independence import GRAPHS
-from tests.methods.problems import near, real, refused
+from tests.fitting.problems import near, real, refused
 
 H = real(6, 3, seed=1)
 

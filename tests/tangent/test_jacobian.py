@@ -21,7 +21,7 @@ from linnet.tangent.jacobian import (
 )
 from linnet.testing.conformance import check_operator
 from linnet.testing.oracles import jacobian_oracle
-from tests.methods.problems import near, network, peak_bytes, real, refused
+from tests.fitting.problems import near, network, peak_bytes, real, refused
 
 MODEL = network()
 FUNCTION = Functional(MODEL)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Size, Tensor
 
 from linnet.tangent.layout import PLAIN, Layout, find_layout, fits
-from tests.methods.problems import real
+from tests.fitting.problems import real
 
 
 def place(t: Tensor, layout: Layout) -> Tensor:

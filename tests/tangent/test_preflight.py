@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import DataError, InputError, ModelError
-from tests.methods.problems import network, real, refused
+from tests.fitting.problems import network, real, refused
 from tests.zoo import BY_NAME
 
 X = real(4, 3)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import LinnetError, ModelError
 from linnet.testing.oracles import jacobian_oracle, kernel_oracle
-from tests.methods.problems import network, real
+from tests.fitting.problems import network, real
 from tests.zoo import assert_near
 
 X = real(4, 3)

@@ -16,7 +16,7 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram
 from linnet.tangent.rules import factors, outer_rows, patches, use_rows
 from linnet.testing.oracles import jacobian_oracle
-from tests.methods.problems import near, real
+from tests.fitting.problems import near, real
 
 
 class Net(nn.Module):

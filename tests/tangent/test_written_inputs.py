@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet import rivals
-from linnet.methods.evaluation.adversarial import fgsm
-from linnet.methods.evaluation.evaluate import evaluate
-from linnet.methods.evaluation.ood import ood
-from linnet.methods.laplace.laplace import Laplace
-from linnet.methods.tangent_gp.tangent_gp import TangentGP
+from linnet import baselines
+from linnet.laplace.laplace import Laplace
+from linnet.metrics.adversarial import fgsm
+from linnet.metrics.evaluate import evaluate
+from linnet.metrics.ood import ood
 from linnet.tangent.functional import Functional
-from tests.methods.problems import near, real
+from linnet.tangent_gp.tangent_gp import TangentGP
+from tests.fitting.problems import near, real
 
 L = linnet.likelihoods
 Y, T = torch.arange(8) % 2, real(8, 2, seed=5)
@@ -83,8 +83,8 @@ USES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "linear": lambda net, x: (
         linnet.linear_posterior(linnet.linearize(net), (x, Y), L.Categorical()).predict(x).mean
     ),
-    "last layer": lambda net, x: rivals.last_layer(net, (x, T)).predict(x).mean,
-    "factorized": lambda net, x: rivals.factorized_gaussian(
+    "last layer": lambda net, x: baselines.last_layer(net, (x, T)).predict(x).mean,
+    "factorized": lambda net, x: baselines.factorized_gaussian(
         net, (x, Y), L.Categorical(), epochs=2, samples=2
     )(x),
     "gradients": of_gradients,

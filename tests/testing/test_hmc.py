@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.testing.hmc import Chains, hmc, network_posterior
-from tests.methods.problems import near, real
+from tests.fitting.problems import near, real
 
 
 def gaussian() -> tuple[Tensor, Tensor]:

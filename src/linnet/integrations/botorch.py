@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import DependencyError, InputError
-from linnet.methods.tangent_gp.tangent_gp import TangentGP
+from linnet.tangent_gp.tangent_gp import TangentGP
 
 if TYPE_CHECKING:
     TangentModel: Any

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from linnet.continual.method import ContinualMethod
 from linnet.errors import DependencyError, InputError
-from linnet.methods.continual.method import ContinualMethod
 
 Count = Callable[[Any], float]
 

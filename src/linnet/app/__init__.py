@@ -1,0 +1,1 @@
+"""The application: the command line, its data, runs on disk and their reports."""

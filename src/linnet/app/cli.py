@@ -1,0 +1,463 @@
+"""The command line: finds the command, reads its options, prints its result or what went wrong.
+
+The options of a command are the parameters of its function (see `linnet.app.commands`), read by jsonargparse,
+which adds `--config FILE` and `--print_config`. Nothing here imports torch, so help answers at once.
+
+Exit status: 0 done, 1 done with a negative answer (a check that fails), 2 bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import inspect
+import io
+import json
+import os
+import re
+import sys
+import textwrap
+from argparse import ArgumentError
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from linnet import __version__
+from linnet.errors import InputError, LinnetError
+
+if TYPE_CHECKING:
+    import jsonargparse
+
+COMMANDS = ("demo", "adapt", "predict", "explain", "forget", "update", "spectrum", "check", "doctor")
+# Functions that are not called like their command: one called adapt would be taken for linnet.adapt by
+# what reads its options, and torch would be imported for a page of help.
+_FUNCTIONS = {"adapt": "task_adaptation", "spectrum": "task_spectrum"}
+"""The commands, in the order in which help lists them."""
+
+_FLAGS = {
+    "--json": "Print the result as JSON, and nothing else, on standard output.",
+    "--traceback": "Show where in the program an error came from.",
+    "--trust": "Run the code that a run folder or settings file of somebody else names; see SECURITY.md.",
+}
+_REPLAY = "run.yaml"
+_SHOWN = 200  # characters of a value in an error
+_ARGUMENTS = "memory|solver|params|ridge|channels|size|mean|std|head|seed|target|shots|tests|device"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: The words after `linnet`; those of this process when None.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        LinnetError: The command failed and `--traceback` was given.
+        OSError: Likewise, where the system refused something.
+
+    Example:
+        >>> main(["--version"])
+        linnet 0.1.0
+        0
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(words)
+    except KeyboardInterrupt as stop:
+        print(f"linnet: interrupted{'; ' * bool(stop.args)}{' '.join(stop.args)}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (`linnet ... | head`); Python must not complain at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except LinnetError as error:
+        if "--traceback" in words:
+            raise
+        _print_error(error)
+        return 2
+    except OSError as error:  # a disk that is full for our output, a folder that vanished
+        if "--traceback" in words:
+            raise
+        place = error.filename or "the output"
+        _print_error(
+            InputError(
+                f"{place} cannot be read or written: {error.strerror or type(error).__name__}",
+                expected="files and folders that stay there, on a disk with room",
+                remedy="see whether the disk is full; --traceback shows where it happened",
+            )
+        )
+        return 2
+
+
+def _run(words: list[str]) -> int:
+    """Dispatch to help, the version or a command."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if words[0] == "--version":
+        print(f"linnet {__version__}")
+        return 0
+    name, options = words[0], words[1:]
+    if name not in COMMANDS:
+        raise _unknown_command(name)
+    command = Command.load(name)
+    if {"-h", "--help"} & set(options):
+        print(command.help())
+        return 0
+    flags = {flag for flag in command.flags if flag in options}
+    settings = command.parse([word for word in options if word not in flags])
+    return _execute(command, settings, as_json="--json" in flags, trust="--trust" in flags)
+
+
+def _execute(command: Command, settings: Settings, as_json: bool, trust: bool) -> int:
+    """Call the command; afterwards leave the settings beside what it wrote, even when it was interrupted."""
+    values = dict(settings.values)
+    folder = values.get("out")
+    if values.get("model") is not None:
+        from linnet.app.runs.trust import check_settings
+
+        check_settings(values, settings.typed, trust)
+    if "trust" in command.parameters:
+        values["trust"] = trust
+    with _claimed(command, settings):
+        try:
+            with contextlib.redirect_stdout(io.StringIO()) if as_json else contextlib.nullcontext():
+                result = command.function(**values)
+        except KeyboardInterrupt:
+            if command.name == "adapt":
+                _write_replay(command.name, settings, folder)
+                raise KeyboardInterrupt("the same command continues where it stopped") from None
+            if "overwrite" not in values:
+                _write_replay(command.name, settings, folder)
+            raise
+        _write_replay(command.name, settings, folder)
+    if as_json:
+        print(json.dumps(_plain(result), indent=2, allow_nan=False))
+    sys.stdout.flush()
+    return int(isinstance(result, Mapping) and result.get("ok") is False)
+
+
+def _claimed(command: Command, settings: Settings) -> contextlib.AbstractContextManager[None]:
+    """The folder of a command that writes a run, for this process alone until the settings are in it too."""
+    values = settings.values
+    if "overwrite" not in values:
+        return contextlib.nullcontext()
+    from linnet.app.runs.place import claimed
+
+    overwrite = bool(values["overwrite"])
+    return claimed(Path(values["out"]), command.name, settings.yaml, overwrite, values.get("run"))
+
+
+def _write_replay(name: str, settings: Settings, folder: object) -> None:
+    """Write the settings into the run's folder, where there is one, in the form that `--config` reads."""
+    if not isinstance(folder, str | os.PathLike) or not Path(folder).is_dir():
+        return
+    from linnet.app.runs.place import plain_settings
+    from linnet.files import write_text
+
+    path = Path(folder) / _REPLAY
+    if path.exists() and f"linnet {name} " not in path.read_text(encoding="utf-8"):
+        path = path.with_name(f"run-{name}.yaml")  # the folder was made by another command: keep its settings
+    text = (
+        f"# linnet {__version__}. To run this again, from the folder where it was first run:\n"
+        f"#   linnet {name} --config {path}\n{plain_settings(settings.yaml)}"
+    )
+    write_text(path, text)
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can hold it: paths as text, not-a-number and infinities as null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+# Help
+
+
+def _overview() -> str:
+    """What `linnet --help` prints."""
+    commands = [f"  {name:<10}{Command.load(name).summary}" for name in COMMANDS]
+    return "\n".join(
+        [
+            "usage: linnet COMMAND [options]",
+            "",
+            "Turn a trained PyTorch network into its local linear model, and get in closed form what is hard",
+            "for deep networks: fine-tuning, uncertainty, influential samples, forgetting, new data.",
+            "",
+            "commands:",
+            *commands,
+            "",
+            "options:",
+            "  --help      Show this page, or that of a command: linnet COMMAND --help",
+            "  --version   Show the version",
+            "",
+            "Start with `linnet demo`; `linnet doctor` says what works on this machine.",
+        ]
+    )
+
+
+def _print_error(error: LinnetError) -> None:
+    """Three short lines: what was wrong, what was expected, what to do."""
+    lines = [("error", error.what), ("expected", error.expected), ("to fix it", error.remedy)]
+    for label, text in lines:
+        if text:
+            print(f"{label + ':':<11}{_in_options(text)}", file=sys.stderr)
+
+
+def _in_options(text: str) -> str:
+    """An error that speaks of Python arguments, in the words of the command line."""
+    text = re.sub(r"keep it on disk with \S+\(.*?\), or ", "", text)
+    text = re.sub(rf"\b({_ARGUMENTS})=None\b", lambda match: f"no {_option(match[1])}", text)
+
+    def spell(match: re.Match[str]) -> str:
+        value = match[3] or match[4] or ""
+        return f"{_option(match[1])}{' ' * bool(value)}{value}"
+
+    return re.sub(rf"(?<!-)\b({_ARGUMENTS})=(?:(['\"])(.*?)\2|([\w.]*\w))?", spell, text)
+
+
+def _unknown_command(name: str) -> InputError:
+    """The error for a word that is no command."""
+    if name.startswith("-"):
+        return InputError(
+            f"{name} stands before the command",
+            expected="linnet COMMAND [options]",
+            remedy="see linnet --help",
+        )
+    close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+    return InputError(
+        f"there is no command {name!r}",
+        expected=f"one of {', '.join(COMMANDS)}",
+        remedy=f"did you mean `linnet {close[0]}`?" if close else "see linnet --help",
+    )
+
+
+# Options
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of one call: by parameter name, as the YAML that `--config` reads, and what was typed.
+
+    `typed` holds the words beside a `--config`, such as `--shots=3`; None where there is no `--config`.
+    """
+
+    values: dict[str, Any]
+    yaml: str
+    typed: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its name and the function whose signature is its command line."""
+
+    name: str
+    function: Callable[..., Any]
+
+    @classmethod
+    def load(cls, name: str) -> Command:
+        """Import a command.
+
+        Args:
+            name: One of `COMMANDS`.
+
+        Returns:
+            The command.
+
+        Example:
+            >>> Command.load("doctor").name
+            'doctor'
+        """
+        module = importlib.import_module(f"linnet.app.commands.{name}")
+        return cls(name, getattr(module, _FUNCTIONS.get(name, name)))
+
+    @property
+    def summary(self) -> str:
+        """The first line of the function's docstring."""
+        return (inspect.getdoc(self.function) or "").partition("\n")[0]
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the function, by name."""
+        return inspect.signature(self.function).parameters
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """The flags that commands share and this one takes, with their help."""
+        names = {"model", "run"} & set(self.parameters)
+        return {flag: text for flag, text in _FLAGS.items() if flag != "--trust" or names}
+
+    def help(self) -> str:
+        """The page that `linnet NAME --help` prints.
+
+        Returns:
+            Usage, what the command does, and every option with its type and default.
+        """
+        parser = self._parser()
+        for flag, text in self.flags.items():
+            parser.add_argument(flag, action="store_true", help=text)
+        text = parser.format_help().replace("``", "")
+        return re.sub(r"--(?!print_config)[a-z_]+", lambda match: match[0].replace("_", "-"), text).rstrip()
+
+    def parse(self, words: Sequence[str]) -> Settings:
+        """Read the options.
+
+        Args:
+            words: The words after the command's name.
+
+        Returns:
+            The settings, checked against the types of the function's parameters.
+
+        Raises:
+            InputError: An option is unknown, missing, or of the wrong type.
+
+        Example:
+            >>> Command.load("doctor").parse(["--seconds", "0.5"]).values
+            {'seconds': 0.5}
+        """
+        parser, given = self._parser(), self._normalize(words)
+        _check_configs(given)
+        files = [word for word in given if word.startswith("--config")]
+        typed = tuple(word for word in given if not word.startswith("--config"))
+        try:
+            found = parser.parse_args([*files, *typed])  # what is typed has the last word
+        except ArgumentError as error:
+            raise self._explain(str(error)) from None
+        except (ValueError, RecursionError, OverflowError) as error:  # out of the reader of YAML
+            raise InputError(
+                f"an option cannot be read ({textwrap.shorten(str(error), 200)})",
+                expected=f"the options of linnet {self.name}",
+                remedy=f"linnet {self.name} --help shows every option",
+            ) from error
+        values = {name: getattr(found, name) for name in self.parameters if name != "trust"}
+        return Settings(values, parser.dump(found), typed if files else None)
+
+    def _parser(self) -> jsonargparse.ArgumentParser:
+        """The parser of the function's signature."""
+        import jsonargparse
+
+        parser = jsonargparse.ArgumentParser(
+            prog=f"linnet {self.name}", exit_on_error=False, allow_abbrev=False
+        )
+        # trust is a flag of the command line alone: no settings file can give it to itself
+        parser.add_function_arguments(self.function, as_positional=False, skip={"trust"})
+        parser.add_argument(
+            "--config",
+            action="config",
+            help="Read settings from a file, such as the run.yaml of an earlier run.",
+        )
+        return parser
+
+    def _normalize(self, words: Sequence[str]) -> list[str]:
+        """Accept what people type: dashes in names, `--flag`, `--no-flag`, lists as words or with commas."""
+        kinds = {name: str(parameter.annotation) for name, parameter in self.parameters.items()}
+        result: list[str] = []
+        queue = list(words)
+        while queue:
+            word = queue.pop(0)
+            option, equals, value = word.partition("=")
+            name = option[2:].replace("-", "_")
+            if not option.startswith("--") or option == "--":
+                result.append(word)
+                continue
+            following = [value] if equals else []
+            while not equals and queue and not queue[0].startswith("--"):
+                following.append(queue.pop(0))
+            if kinds.get(name) == "bool" and not following:
+                result.append(f"--{name}=true")
+            elif name.startswith("no_") and kinds.get(name[3:]) == "bool" and not following:
+                result.append(f"--{name[3:]}=false")
+            elif kinds.get(name, "").startswith("list[") and following and following[0][:1] != "[":
+                result.append(f"--{name}={_as_list(following, kinds[name])}")
+            else:
+                result += [f"--{name}={following[0]}" if following else f"--{name}", *following[1:]]
+        return result
+
+    def _explain(self, message: str) -> InputError:
+        """A parser's message as what, expected and remedy."""
+        parameters = self.parameters
+        page = f"linnet {self.name} --help shows every option"
+        if match := re.match(r"unrecognized arguments: (\S+)|Option '(\S+)' is not accepted", message):
+            word = (match[1] or f"--{match[2]}").partition("=")[0]
+            options = [_option(name) for name in parameters]
+            close = difflib.get_close_matches(_option(word.lstrip("-")), options, n=1)
+            return InputError(
+                f"there is no option {word}" if word.startswith("-") else f"unexpected word {word!r}",
+                expected=f"the options of linnet {self.name}",
+                remedy=f"did you mean {close[0]}?" if close else page,
+            )
+        if match := re.match(r"the following arguments are required: (.*)", message):
+            missing = [_option(name) for name in match[1].split(", ")]
+            text = " and ".join(missing)
+            return InputError(f"{text} must be given", expected=f"linnet {self.name} {text} ...", remedy=page)
+        if match := re.match(r"argument (\S+): expected one argument", message):
+            word = _option(match[1].lstrip("-"))
+            return InputError(f"{word} has no value", expected=f"a value after {word}", remedy=page)
+        key = re.match(r'Parser key "(\w+)"', message)
+        given = re.search(r"(?:Given|Got) value: (.*)", message)
+        if key and given and key[1] in parameters:
+            return InputError(
+                f"{_option(key[1])} is {given[1][:_SHOWN]!r}",
+                expected=_kind(parameters[key[1]].annotation),
+                remedy=page,
+            )
+        if "--config" in message or "Problems parsing config" in message or 'key "config"' in message:
+            absent = "o such file" in message or "not exist" in message
+            reason = "there is no such file" if absent else "it is no YAML that can be read"
+            file = re.search(r"[^\s'\"]+\.ya?ml", message)
+            return InputError(
+                f"--config{f' {file[0]}' if file else ''} cannot be used: {reason}",
+                expected="a file of settings, such as the run.yaml of an earlier run",
+                remedy=f"linnet {self.name} ... --print_config shows what such a file holds",
+            )
+        return InputError(
+            textwrap.shorten(message, 300), expected=f"the options of linnet {self.name}", remedy=page
+        )
+
+
+def _check_configs(words: Sequence[str]) -> None:
+    """Look through the files of settings before they are read; text in place of a file is the user's own."""
+    for word in words:
+        name, _, value = word.partition("=")
+        if name == "--config" and os.path.lexists(value):
+            from linnet.app.settings_file import check_settings
+
+            check_settings(value)
+
+
+def _option(name: str) -> str:
+    """A parameter's name as an option."""
+    return "--" + name.replace("_", "-")
+
+
+def _kind(annotation: object) -> str:
+    """A type annotation in words."""
+    text = re.sub(r"Literal\[(.*?)\]", lambda match: match[1].replace(", ", " | "), str(annotation))
+    parts = [part.strip() for part in text.split("|") if part.strip() != "None"]
+    words = {
+        "int": "a whole number",
+        "float": "a number",
+        "str": "text",
+        "bool": "true or false",
+        "Path": "a path",
+    }
+    return " or ".join(words.get(part, part) for part in parts)
+
+
+def _as_list(words: Sequence[str], kind: str) -> str:
+    """Words, or words with commas, as a YAML list."""
+    items = [item for word in words for item in word.split(",") if item]
+    return json.dumps(items) if kind.startswith("list[str") else f"[{', '.join(items)}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""`linnet check`: whether a network and its data can be handled, and how, before anything long is started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+
+def check(
+    *,
+    model: str,
+    data: str,
+    weights: Path | None = None,
+    model_args: dict[str, Any] | None = None,
+    params: str | None = None,
+    mean: str = "auto",
+    std: str | None = None,
+    size: int | None = None,
+    channels: int | None = None,
+    target: str | None = None,
+    damaged: str = "error",
+    batch: int = 8,
+    memory: str | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Say how a network will be linearized on its data, and what it will cost.
+
+    For data with classes that is the network as ``linnet adapt`` takes it: with a new head of an output for
+    each class, where it has another number of outputs and ends in a linear layer.
+
+    Args:
+        model: The network: ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``.
+        data: The data: an image folder with one folder a class, an ``.npz`` archive or a ``.csv`` table.
+        weights: A file of weights: ``.safetensors``, ``.npz``, or a file of torch's.
+        model_args: Keyword arguments of the factory, as a JSON object.
+        params: The parameters to linearize in, by name or regular expression; all of them by default.
+        mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas. auto
+            is what the network's own configuration says (timm, Hugging Face), or none.
+        std: Standard deviations that go with numbers in mean.
+        size: Height and width that images are scaled to, in pixels.
+        channels: Color channels that the network expects, 1 or 3.
+        target: The column of a table to predict; the last by default.
+        damaged: What to do with image files that cannot be decoded: error, or skip, which names them.
+        batch: Samples to try the network on.
+        memory: The budget, such as 4GB; half of what is free by default.
+        device: The device to compute on, such as cpu or cuda.
+        seed: Seed of the split into training and test data.
+
+    Returns:
+        The preflight: every parameter with its treatment, findings, the memory plan, and whether all is well.
+
+    Raises:
+        InputError: ``batch`` is not positive.
+    """
+    from linnet.app.data import check_images, image_transform, load_data
+    from linnet.app.models import load_model
+    from linnet.app.report.wording import duration
+    from linnet.app.runs.normalization import normalized
+    from linnet.app.runs.planning import planned
+    from linnet.errors import InputError
+    from linnet.machine import find_device
+    from linnet.tangent.preflight import preflight
+
+    if batch < 1:
+        raise InputError(f"batch is {batch}", expected="a positive number of samples", remedy="try --batch 8")
+    place = find_device(device)
+    transform = image_transform("none" if mean == "auto" and std is None else mean, std, size, channels)
+    task = load_data(data, transform, seed=seed, target=target, damaged=damaged)
+    check_images(task)
+    sample = task.subset("train", range(min(batch, len(task.train))))
+    if size is not None:  # of what a few samples take in their own size, the preflight tells
+        replace(sample, test=sample.train).require_memory(memory)  # only these are decoded
+    old = load_model(model, weights, model_args).to(place)
+    sample = normalized(sample, old, mean == "auto")
+    x = sample.tensors("train")[0].to(place)
+    plan = planned(old, task, x, params)
+    report = preflight(plan.model, x, params=plan.params, memory=memory)
+    if report.memory.peak > report.memory.budget:
+        report = replace(report, ok=False)  # the finding says so; nothing could be computed
+    if plan.note:
+        report = replace(report, findings=(*report.findings, plan.note))
+    print(report)
+    kinds = "" if task.classes is None else f" of {len(task.classes)} classes"
+    print(f"data: {len(task.train)} training and {len(task.test)} test samples{kinds}")
+    for finding in sample.findings:
+        print(f"data: {finding}")
+    seconds = plan.seconds(x, task) if report.ok else None
+    if seconds is not None:
+        fit, tests = (duration(one).replace("\u202f", " ") for one in seconds)
+        print(f"linnet adapt: about {fit} for the fit, {tests} for the test samples with their variances")
+    return {
+        **report.to_dict(),
+        "ok": report.ok,
+        "data": {
+            "train": len(task.train),
+            "test": len(task.test),
+            "classes": None if task.classes is None else list(task.classes),
+            "findings": list(sample.findings),
+        },
+        "seconds": None if seconds is None else {"fit": seconds[0], "test": seconds[1]},
+    }

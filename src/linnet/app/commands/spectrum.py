@@ -1,0 +1,147 @@
+"""`linnet spectrum`: what the tangent kernel says about a task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def task_spectrum(
+    *,
+    run: Path | None = None,
+    model: str | None = None,
+    data: Path | None = None,
+    out: Path | None = None,
+    weights: Path | None = None,
+    model_args: dict[str, Any] | None = None,
+    shots: int | None = None,
+    tests: int | None = None,
+    ridge: float | str = "auto",
+    solver: str = "auto",
+    params: str | None = None,
+    head: str = "auto",
+    mean: str = "auto",
+    std: str | None = None,
+    size: int | None = None,
+    channels: int | None = None,
+    target: str | None = None,
+    damaged: str = "error",
+    top: int | None = None,
+    samples: int | None = None,
+    memory: str | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    trust: bool = False,
+) -> dict[str, Any]:
+    """Say whether a task is linear for a network: its kernel's spectrum, the labels in it, and a verdict.
+
+    Args:
+        run: The folder of a finished run to look at; then no data are named.
+        model: The network: ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``;
+            beside a run its factory, where the run's own is not here or not to be run.
+        data: The data: an image folder with one folder a class, an ``.npz`` archive or a ``.csv`` table.
+        out: The folder for the report; spectrum in the run's folder by default.
+        weights: A file of weights for the network with its old head: ``.safetensors``, ``.npz``, or torch's.
+        model_args: Keyword arguments of the factory, as a JSON object.
+        shots: Training samples of each class, or of all in a regression; all there are by default.
+        tests: Test samples to evaluate on, drawn at random; all by default.
+        ridge: The ridge, a positive number, or how to choose it: auto, loo, gcv, evidence.
+        solver: How to solve: dual (the kernel), cg (conjugate gradients), or auto.
+        params: The parameters to fit, by name or regular expression; all of them by default.
+        head: The head to start from: probe (a linear probe), random, zero, keep or auto, as for linnet adapt.
+        mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas. auto
+            is what the network's own configuration says (timm, Hugging Face), or none.
+        std: Standard deviations that go with numbers in mean.
+        size: Height and width that images are scaled to, in pixels.
+        channels: Color channels that the network expects, 1 or 3.
+        target: The column of a table to predict; the last by default.
+        damaged: What to do with image files that cannot be decoded: error, or skip, which names them.
+        top: Leading directions of the kernel to speak of; 50 by default, or a fifth of all if fewer.
+        samples: Training samples to take the spectrum on, drawn at random; by default all, or as many as the
+            memory and a few seconds allow where the kernel is not there already.
+        memory: The budget, such as 2GB; half of what is free by default.
+        device: The device to compute on, such as cpu or cuda.
+        seed: Seed of the split and of the draws.
+        trust: Whether to run code that a run of somebody else names.
+
+    Returns:
+        Eigenvalues, the labels' share of the leading directions, their alignment, leave-one-out, the
+        linearity gap, and the verdict with its reasons.
+
+    Raises:
+        InputError: Neither a run nor a network with data is named, or both.
+    """
+    from linnet.app.runs.pages import write
+    from linnet.app.runs.settings import check_device
+    from linnet.app.runs.spectrum import (
+        check_counts,
+        check_place,
+        examine,
+        from_run,
+        from_settings,
+        page_of,
+        print_spectrum,
+        result_of,
+    )
+
+    _check_subject(run, model, data, out)
+    folder = out if out is not None else Path(run or "") / "spectrum"
+    check_place(folder, run)
+    check_counts(top, samples)
+    is_new = not folder.exists()
+    check_device(device)
+    if run is not None:
+        subject, title = from_run(run, device, memory, model, trust), f"Is the task of {run.name} linear?"
+    else:
+        from linnet.app.data import image_transform
+        from linnet.app.runs.settings import Network, Settings, Solving, Source
+
+        assert model is not None
+        assert data is not None
+        transform = image_transform("none" if mean == "auto" and std is None else mean, std, size, channels)
+        settings = Settings(
+            Network(model, weights, model_args or {}, head),
+            Source(data, transform, shots, tests, seed, target, damaged, mean == "auto"),
+            Solving(ridge, solver, params, memory, device, metric="none", method="linear"),
+        )
+        subject = from_settings(settings, folder)
+        title = f"Is {data.stem} linear for {model.rpartition(':')[2]}?"
+    try:
+        found = examine(subject, top, samples, memory)
+    except BaseException:
+        if is_new:
+            _remove_if_empty(folder)
+        raise
+    result = result_of(found, title, folder)
+    write(folder, result, page_of(found, title))
+    for line in print_spectrum(found, title, folder):
+        print(line)
+    return result
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Take away a folder that was made for a report and holds nothing."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _check_subject(run: Path | None, model: str | None, data: Path | None, out: Path | None) -> None:
+    """Require a run, or a network with its data and a folder for the report, and not both."""
+    from linnet.errors import InputError
+
+    given = {"--model": model, "--data": data}
+    if run is not None:
+        if data is not None:
+            raise InputError(
+                "--data given together with --run",
+                expected="a finished run, or a network with data",
+                remedy="leave one of the two out",
+            )
+        return
+    missing = [name for name, value in {**given, "--out": out}.items() if value is None]
+    if missing:
+        raise InputError(
+            f"{' and '.join(missing)} must be given where there is no --run",
+            expected="linnet spectrum --run RUN, or linnet spectrum --model M --data D --out FOLDER",
+            remedy="linnet spectrum --help shows every option",
+        )

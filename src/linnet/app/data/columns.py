@@ -1,0 +1,178 @@
+"""Columns of a table as numbers: categories as zeros and ones, empty cells filled and marked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from linnet.app.data.checks import some
+
+Array = np.ndarray[Any, Any]
+# Different texts of a column in the training lines. Of more, most come once or twice and tell nothing.
+MOST_CATEGORIES = 50
+FEW_CATEGORIES = 5  # so many may come once each
+EMPTY = ""  # the category of empty cells
+
+
+@dataclass(frozen=True)
+class Column:
+    """How a column becomes numbers.
+
+    Args:
+        name: Its name.
+        categories: Its texts in the training lines, each of which is a number of zero or one; the second
+            alone where there are two. None for a column of numbers.
+        fill: What an empty cell of numbers stands for, the median of the training lines.
+        marked: Whether a further number is one where the cell is empty.
+
+    Example:
+        >>> Column("sex", ("female", "male")).encode(np.array([1, 0, 1])).tolist()
+        [[1.0], [0.0], [1.0]]
+        >>> Column("age", fill=30.0, marked=True).encode(np.array([22.0, np.nan])).tolist()
+        [[22.0, 0.0], [30.0, 1.0]]
+    """
+
+    name: str
+    categories: tuple[str, ...] | None = None
+    fill: float = 0.0
+    marked: bool = False
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of its numbers."""
+        if self.categories is None:
+            return (self.name, f"{self.name} is empty") if self.marked else (self.name,)
+        shown = self.categories[1:] if len(self.categories) == 2 else self.categories
+        return tuple(f"{self.name} = {text}" if text != EMPTY else f"{self.name} is empty" for text in shown)
+
+    def encode(self, values: Array) -> Array:
+        """Its numbers.
+
+        Args:
+            values: Cells, (N,): numbers, NaN where empty; or positions in ``categories``, −1 for others.
+
+        Returns:
+            Numbers (N, K).
+        """
+        if self.categories is not None:
+            hot: Array = (values[:, None] == np.arange(len(self.categories))).astype(np.float64)
+            return hot[:, 1:] if len(self.categories) == 2 else hot
+        empty = np.isnan(values)
+        filled = np.where(empty, self.fill, values)
+        return np.stack([filled, empty.astype(np.float64)] if self.marked else [filled], axis=1)
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a table's columns are.
+
+    Args:
+        features: Columns that become features.
+        targets: Names of the columns that are predicted.
+    """
+
+    features: tuple[Column, ...]
+    targets: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any] | Sequence[str]) -> Table:
+        """The table that a file describes.
+
+        Args:
+            stored: Its fields, or the names of columns of numbers as older files have them.
+
+        Returns:
+            The table.
+        """
+        if not isinstance(stored, Mapping):
+            return cls(tuple(Column(str(name)) for name in stored))
+        columns = []
+        for one in stored["features"]:
+            texts = one["categories"]
+            categories = None if texts is None else tuple(map(str, texts))
+            columns.append(Column(str(one["name"]), categories, float(one["fill"]), bool(one["marked"])))
+        return cls(tuple(columns), tuple(map(str, stored["targets"])))
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of all features, (D,)."""
+        return tuple(label for column in self.features for label in column.labels)
+
+    def encode(self, values: Sequence[Array]) -> Array:
+        """Features of lines.
+
+        Args:
+            values: The cells of each column, (N,) each.
+
+        Returns:
+            Features (N, D).
+        """
+        return np.concatenate([c.encode(v) for c, v in zip(self.features, values, strict=True)], axis=1)
+
+
+def fitted(name: str, values: Array, texts: Sequence[str] | None) -> tuple[Column, Array] | str:
+    """How a column becomes numbers, from the training lines.
+
+    Args:
+        name: Its name.
+        values: Cells of the training lines: numbers, NaN where empty; or positions in ``texts``.
+        texts: All texts of the column; None for a column of numbers.
+
+    Returns:
+        The column, and the place of each text among its categories; or why it is left out.
+    """
+    if texts is None:
+        known = values[~np.isnan(values)]
+        if not len(known):
+            return f"{name} (empty in all training lines)"
+        return Column(name, None, float(np.median(known)), len(known) < len(values)), np.zeros(0)
+    present = sorted({texts[int(code)] for code in np.unique(values[~np.isnan(values)])})
+    filled = len(values) - int(np.isnan(values).sum())
+    if len(present) > MOST_CATEGORIES or len(present) > max(FEW_CATEGORIES, filled // 2):  # such as names
+        return f"{name} ({len(present)} different texts)"
+    if np.isnan(values).any():
+        present.append(EMPTY)
+    order = {text: place for place, text in enumerate(present)}
+    return Column(name, tuple(present)), np.array([order.get(text, -1) for text in texts], dtype=np.float64)
+
+
+def remarks(table: Table, left_out: Sequence[str], train: Mapping[str, Array]) -> list[str]:
+    """What a reader must know of the columns.
+
+    Args:
+        table: The columns.
+        left_out: Columns that are left out, and why.
+        train: The training lines' cells of each column.
+
+    Returns:
+        A sentence each.
+    """
+    found = []
+    texts = [f"{c.name} ({len(c.categories)})" for c in table.features if c.categories is not None]
+    if texts:
+        found.append(f"texts as categories, a number of zero or one each: {some(texts)}")
+    filled = [
+        f"{c.name} ({int(np.isnan(train[c.name]).sum())} of {len(train[c.name])})"
+        for c in table.features
+        if c.categories is None and c.marked
+    ]
+    if filled:
+        found.append(f"empty cells filled with the median of the training lines, and marked: {some(filled)}")
+    if left_out:
+        found.append(f"columns left out: {some(left_out)}")
+    return found
+
+
+def finite(cell: str) -> float | None:
+    """The number in a cell, NaN for an empty one, None for a text or an infinite number."""
+    if cell.strip().lower() in ("", "na", "n/a", "nan", "null"):
+        return math.nan
+    try:
+        number = float(cell)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

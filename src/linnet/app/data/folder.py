@@ -1,0 +1,408 @@
+"""Images in folders, one folder a class.
+
+Classes and files come in the order of torchvision's ImageFolder (sorted folders; files sorted within each),
+save that hidden files are left out. Large JPEGs are decoded at a reduced scale (Pillow's ``draft``), and the
+camera's orientation tag is applied.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import compress
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal
+
+import numpy as np
+
+from linnet import params
+from linnet.app.data.checks import check_classes, some
+from linnet.app.data.splits import split_by_class
+from linnet.app.data.task import Part, TaskData
+from linnet.app.data.transforms import ImageTransform, scaled_size
+from linnet.errors import DataError, InputError
+from linnet.limits import special_file
+from linnet.progress import track
+
+Array = np.ndarray[Any, Any]
+_SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
+_TEST_FOLDERS = ("test", "val", "valid", "validation")
+_DEEP_MODES = ("I", "F")  # more than 8 bits a channel, which conversion would clip
+# Pillow knows others, of which some start programs.
+_FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
+_MOST_PIXELS = (
+    178_956_970  # Pillow's own limit: half a gigabyte as RGB, more than a 150-megapixel camera takes
+)
+_LARGE_PIXELS = 1 << 25  # larger ones are decoded one at a time, so that the threads hold 2 GB at most
+_LARGE = Lock()
+_CHUNK = 256  # images decoded between two reports of progress
+NAMED = "put the images of each class into a folder that is named for the class"
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What is done with damaged files and with links."""
+
+    damaged: str
+    links: str
+
+
+def read_folder(
+    root: str | os.PathLike[str],
+    transform: ImageTransform | None = None,
+    seed: int = 0,
+    test_fraction: float = 0.2,
+    damaged: str = "error",
+    links: Literal["inside", "follow"] = "inside",
+) -> TaskData:
+    """Read a classification from folders of images.
+
+    Either ``root/train/CLASS/...`` with ``root/test`` or ``root/val`` beside it, or ``root/CLASS/...``, of
+    which a part of each class is held out. Images are named by their path below ``root``, and decoded when
+    they are first used.
+
+    Args:
+        root: The folder.
+        transform: Size, channels and normalization; by default the images' own size, RGB, pixels in [0, 1].
+        seed: Seed of the split.
+        test_fraction: Share of each class held out.
+        damaged: ``"error"`` refuses files that cannot be decoded; ``"skip"`` decodes every file once, leaves
+            the bad ones out and says so in the findings.
+        links: ``"inside"`` refuses links that lead out of the folder, which one from somebody else may hold;
+            ``"follow"`` takes what they lead to.
+
+    Returns:
+        The task.
+
+    Raises:
+        InputError: There is no such folder, or an argument is wrong.
+        DataError: There are no class folders or images, one class only, or a link leads out of the folder.
+    """
+    root = params.path("root", root)
+    if not os.path.isdir(root):
+        raise InputError(
+            f"there is no folder {root}", expected="a folder with one folder a class", remedy="check the path"
+        )
+    options = _Options(
+        params.choice("damaged", damaged, ("error", "skip")),
+        params.choice("links", links, ("inside", "follow")),
+    )
+    transform = transform or ImageTransform()
+    trained, held = _split_folders(root)
+    classes = _class_folders(trained)
+    train, findings = _list_part(root, trained, classes, transform, options)
+    if held is None:
+        train_rows, test_rows = split_by_class(train.y, test_fraction, seed)
+        train, test = train.take(train_rows), train.take(test_rows)
+    else:
+        _check_same_classes(held, classes)
+        test, more = _list_part(root, held, classes, transform, options)
+        findings += more
+    findings += check_classes(train.y, classes)
+    return TaskData(train, test, classes, transform, findings=tuple(findings))
+
+
+def _split_folders(root: Path) -> tuple[Path, Path | None]:
+    """The folders to train and to test on; one is the root itself where no split was made."""
+    train = root / "train"
+    if not train.is_dir() or not _folders(train):  # a class may be called "train"
+        return root, None
+    return train, next((root / name for name in _TEST_FOLDERS if (root / name).is_dir()), None)
+
+
+def _folders(folder: Path) -> list[str]:
+    """The visible folders in a folder, sorted."""
+    return sorted(
+        entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")
+    )
+
+
+def _class_folders(folder: Path) -> tuple[str, ...]:
+    """The classes: one a folder."""
+    classes = _folders(folder)
+    if len(classes) < 2:
+        found = f"one class folder only, {classes[0]!r}" if classes else "no class folders"
+        raise DataError(f"{folder} has {found}", "one folder of images for each class, at least two", NAMED)
+    return tuple(classes)
+
+
+def _check_same_classes(folder: Path, classes: tuple[str, ...]) -> None:
+    """Require that nothing is tested that was not trained."""
+    unknown = [name for name in _folders(folder) if name not in classes]
+    if unknown:
+        raise DataError(
+            f"{folder} has classes that are not in train: {some(unknown)}", f"among {some(classes)}"
+        )
+
+
+def _list_part(
+    root: Path, folder: Path, classes: tuple[str, ...], transform: ImageTransform, options: _Options
+) -> tuple[Part, list[str]]:
+    """The images below a folder, not yet decoded, and what was noticed."""
+    found = [
+        (label, file)
+        for label, name in enumerate(classes)
+        for file in files_below(folder / name, root, options.links)
+    ]
+    names = [file.relative_to(root).as_posix() for _, file in found]
+    is_image = [file.suffix.lower() in _SUFFIXES for _, file in found]
+    ids = tuple(compress(names, is_image))
+    if not ids:
+        raise DataError(f"{folder} has no images", f"files ending in {', '.join(sorted(_SUFFIXES))}")
+    others = [name for name, image in zip(names, is_image, strict=True) if not image]
+    labels = np.array([label for label, _ in compress(found, is_image)])
+    images = ImageFiles(root, ids, transform)
+    part = Part(images, np.arange(len(ids)), labels, ids)
+    faults = images.faults() if options.damaged == "skip" else {}
+    if len(faults) == len(ids):
+        raise DataError(f"no image in {folder} can be decoded, first {ids[0]} ({faults[ids[0]]})")
+    if faults:
+        good = np.array([row for row, name in enumerate(ids) if name not in faults])
+        kept = tuple(ids[row] for row in good)
+        part = Part(ImageFiles(root, kept, transform), np.arange(len(kept)), labels[good], kept)
+    left_out = {"no images": others, "damaged": list(faults)}
+    return part, [f"left out, {why}: {some(names)}" for why, names in left_out.items() if names]
+
+
+def files_below(folder: Path, root: Path, links: str = "inside") -> list[Path]:
+    """The visible files at any depth, in ImageFolder's order.
+
+    A folder that is reached twice through links is read once, so links in a circle end.
+
+    Args:
+        folder: Where to begin; nothing is found where there is no folder.
+        root: The folder of the data, which links may not leave.
+        links: ``"follow"`` allows them to.
+
+    Returns:
+        Their paths, each beginning with ``folder``.
+
+    Raises:
+        DataError: A link leads out of ``root``.
+    """
+    home = os.path.realpath(root)
+    found: list[tuple[str, list[str]]] = []
+    pending, seen = [str(folder)] if folder.is_dir() else [], set()
+    while pending:
+        at = pending.pop()
+        real = os.path.realpath(at)
+        if links != "follow":
+            _check_inside(at, real, home)
+        if real in seen:
+            continue
+        seen.add(real)
+        names = []
+        with os.scandir(at) as entries:
+            for entry in entries:
+                if links != "follow" and entry.is_symlink():
+                    _check_inside(entry.path, os.path.realpath(entry.path), home)
+                if entry.is_dir():
+                    pending.append(entry.path)
+                elif not entry.name.startswith("."):
+                    names.append(entry.name)
+        found.append((at, sorted(names)))
+        pending.sort(reverse=True)
+    return [Path(at, name) for at, names in sorted(found) for name in names]
+
+
+def _check_inside(link: str, target: str, home: str) -> None:
+    """Require that a link leads to a place in a folder."""
+    if target != home and not target.startswith(os.path.join(home, "")):
+        raise DataError(
+            f"{link} is a link that leads out of the data folder, to {target}",
+            expected="a folder that holds its own files",
+            remedy="copy the folder with what its links lead to (cp -rL), or in Python pass links='follow'",
+        )
+
+
+UNDAMAGED = "replace these files, or leave them out with --damaged skip (in Python damaged='skip')"
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFiles:
+    """Images in files, decoded when they are read.
+
+    Args:
+        root: The folder that the names start from.
+        names: The files' paths below it.
+        transform: Says to which size and to how many channels to decode.
+    """
+
+    root: Path
+    names: tuple[str, ...]
+    transform: ImageTransform
+
+    @cached_property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Height, width and channels of the first image, as decoded."""
+        return tuple(self.read(np.arange(1)).shape[1:])
+
+    def read(self, indices: Array) -> Array:
+        """Decode images.
+
+        Args:
+            indices: Positions, (K,).
+
+        Returns:
+            Bytes, uint8 (K, H, W, C).
+
+        Raises:
+            DataError: Files cannot be decoded, or images differ in size; they are named.
+        """
+        names = [self.names[index] for index in indices]
+        result: Array | None = None
+        faults: dict[str, str] = {}
+        for row, image in enumerate(self._decode_all(names)):
+            if isinstance(image, Exception):
+                faults[names[row]] = f"{type(image).__name__}: {image}"
+                continue
+            if result is None:
+                first = names[row]
+                result = np.empty((len(names), *image.shape), np.uint8)
+            if image.shape != result.shape[1:]:
+                raise DataError(
+                    f"images differ in size: {names[row]} has {_pixels(image.shape)} pixels, "
+                    f"{first} has {_pixels(result.shape[1:])}",
+                    expected="images of one size",
+                    remedy="give a size to scale them to (--size 224)",
+                )
+            result[row] = image
+        if faults or result is None:
+            raise DataError(
+                f"{len(faults)} of {len(names)} images in {self.root} cannot be decoded: "
+                + some([f"{name} ({fault})" for name, fault in faults.items()]),
+                expected="complete images of 8 bits a channel",
+                remedy=UNDAMAGED,
+            )
+        return result
+
+    def faults(self) -> dict[str, str]:
+        """Decode every file and forget the pixels.
+
+        Returns:
+            What was wrong, by the name of each file that cannot be decoded.
+        """
+        images = zip(self.names, self._decode_all(list(self.names)), strict=True)
+        return {name: str(image) for name, image in images if isinstance(image, Exception)}
+
+    def headers(self) -> dict[str, str]:
+        """Read the header of every file, which takes a small part of the time of decoding it.
+
+        Returns:
+            What was wrong, by the name of each file.
+        """
+        faults = {}
+        for name in track(self.names, f"reading the headers of {len(self.names)} images"):
+            try:
+                with _opened(self.root / name):
+                    pass
+            except Exception as error:  # what decoders raise on damaged bytes has no common type
+                faults[name] = str(error)
+        return faults
+
+    def _decode_all(self, names: list[str]) -> Iterator[Array | Exception]:
+        """Each image's bytes, or the exception that decoding it raised."""
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            for start in track(range(0, len(names), _CHUNK), f"decoding {len(names)} images"):
+                yield from pool.map(self._decode, names[start : start + _CHUNK])
+
+    def _decode(self, name: str) -> Array | Exception:
+        """One image's bytes (H, W, C), or the exception that decoding it raised."""
+        try:
+            return decode_image(self.root / name, self.transform)
+        except Exception as error:  # what decoders raise on damaged bytes has no common type
+            return error
+
+
+def check_images(task: TaskData) -> None:
+    """Read the header of every image file of a task, so that nothing is missing hours later.
+
+    Args:
+        task: The task; nothing is done for one without image files.
+
+    Raises:
+        DataError: A file cannot be decoded; it is named.
+    """
+    for part in (task.train, task.test):
+        source = part.source
+        if not isinstance(source, ImageFiles):
+            continue
+        files = replace(source, names=tuple(source.names[row] for row in part.indices))
+        faults = files.headers()
+        if faults:
+            named = some([f"{name} ({fault})" for name, fault in faults.items()])
+            count = f"{len(faults)} of {len(files.names)} images"
+            raise DataError(
+                f"{count} in {files.root} cannot be decoded: {named}",
+                expected="complete images of 8 bits a channel",
+                remedy=UNDAMAGED,
+            )
+
+
+def _pixels(shape: tuple[int, ...]) -> str:
+    """Height and width for people."""
+    return f"{shape[0]}x{shape[1]}"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A Pillow image whose header says that it can be decoded; its pixels are not read yet."""
+    from PIL import Image
+
+    status = path.stat().st_mode
+    if not stat.S_ISREG(status):  # opening a pipe would wait for somebody to write to it
+        raise DataError(f"it is {special_file(status)}")
+    with Image.open(path, formats=_FORMATS) as image:
+        if image.mode.startswith(_DEEP_MODES):
+            raise DataError(f"it has more than 8 bits a channel (mode {image.mode})")
+        yield image
+
+
+def decode_image(path: Path, transform: ImageTransform) -> Array:
+    """Decode one image to the size and channels that a transform asks for.
+
+    Args:
+        path: The file.
+        transform: Its ``size`` and ``channels`` are used; without channels, RGB.
+
+    Returns:
+        Bytes, uint8 (H, W, C).
+
+    Raises:
+        DataError: The image has more than 8 bits a channel or too many pixels, or the file is no regular one.
+    """
+    from PIL import ImageOps
+
+    mode = "L" if transform.channels == 1 else "RGB"
+    with _opened(path) as image:
+        if transform.size is not None:
+            image.draft(
+                mode, (2 * transform.size, 2 * transform.size)
+            )  # at least this size, for a clean resize
+        pixels = image.width * image.height
+        if pixels > _MOST_PIXELS:
+            raise DataError(f"it has {pixels:,} pixels, more than {_MOST_PIXELS:,}")
+        with _LARGE if pixels > _LARGE_PIXELS else nullcontext():
+            upright = ImageOps.exif_transpose(image)
+            if "transparency" in upright.info:
+                upright = upright.convert("RGBA")
+            upright = upright.convert(mode)
+    if transform.size is not None:
+        upright = _scale_and_crop(upright, transform.size)
+    return np.asarray(upright).reshape(upright.height, upright.width, -1)
+
+
+def _scale_and_crop(image: Any, size: int) -> Any:
+    """A Pillow image with its shorter side scaled and its middle kept."""
+    from PIL import Image
+
+    rows, columns = scaled_size(image.height, image.width, size)
+    scaled = image.resize((columns, rows), Image.Resampling.BILINEAR, reducing_gap=2.0)
+    top, left = (rows - size) // 2, (columns - size) // 2
+    return scaled.crop((left, top, left + size, top + size))

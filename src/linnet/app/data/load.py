@@ -1,0 +1,58 @@
+"""One door to the readers: a folder, an archive or a table."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from linnet import params
+from linnet.app.data.arrays import read_arrays
+from linnet.app.data.folder import read_folder
+from linnet.app.data.table import read_table
+from linnet.app.data.task import TaskData
+from linnet.app.data.transforms import ImageTransform, require_default
+from linnet.errors import InputError
+
+KINDS = "a folder of images, an .npz archive or a .csv table"
+
+
+def load_data(
+    path: str | os.PathLike[str],
+    transform: ImageTransform | None = None,
+    seed: int = 0,
+    test_fraction: float = 0.2,
+    target: str | None = None,
+    damaged: str = "error",
+    links: Literal["inside", "follow"] = "inside",
+) -> TaskData:
+    """Read a task from a folder of images, an ``.npz`` archive or a ``.csv`` table.
+
+    Args:
+        path: The folder or file; see :func:`read_folder`, :func:`read_arrays` and :func:`read_table`.
+        transform: Size, channels and normalization of images.
+        seed: Seed of the split, where none was made beforehand.
+        test_fraction: Share held out in that split.
+        target: The column of a table to predict; the last by default.
+        damaged: What to do with image files that cannot be decoded.
+        links: What to do with links that lead out of an image folder.
+
+    Returns:
+        The task, with samples, answers, names and findings.
+
+    Raises:
+        InputError: Nothing is there, the kind of file is unknown, or an argument does not suit it.
+    """
+    path = params.path("data", path)
+    if target is not None and path.suffix.lower() != ".csv":
+        raise InputError(
+            f"target is {target!r}, but {path} is no table", expected="target only with a .csv file"
+        )
+    if os.path.isdir(path):  # False for names that no file can have, where pathlib raises
+        return read_folder(path, transform, seed, test_fraction, damaged, links)
+    if path.suffix.lower() == ".npz":
+        return read_arrays(path, transform, seed, test_fraction)
+    if path.suffix.lower() == ".csv":
+        require_default(transform, f"{path} is a table")
+        return read_table(path, target, seed, test_fraction)
+    what = "has an unknown kind" if os.path.exists(path) else "does not exist"
+    raise InputError(f"data {path} {what}", expected=KINDS, remedy="check the path and its ending")

@@ -1,0 +1,141 @@
+"""Which samples: train and test splits, and a few shots of each class, by seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from linnet.app.data.checks import check_fraction, check_seed
+from linnet.errors import DataError, InputError
+
+Indices = np.ndarray[Any, Any]  # sorted positions of samples, int64
+
+
+def split_at_random(samples: int, test_fraction: float, seed: int) -> tuple[Indices, Indices]:
+    """Divide samples into a training and a test part.
+
+    Args:
+        samples: How many there are, N.
+        test_fraction: The share of the test part, between 0 and 1.
+        seed: Seed of the draw.
+
+    Returns:
+        The positions of the training and of the test samples, each sorted and none empty.
+
+    Raises:
+        DataError: There are fewer than two samples.
+        InputError: The fraction is not between 0 and 1.
+
+    Example:
+        >>> train, test = split_at_random(10, 0.2, seed=0)
+        >>> len(train), len(test)
+        (8, 2)
+    """
+    check_fraction(test_fraction)
+    if samples < 2:
+        raise DataError(
+            f"{samples} sample cannot be split", "at least one to train and one to test", "add samples"
+        )
+    order = _permutation(samples, _generator(seed))
+    held = _held_out(samples, test_fraction)
+    return np.sort(order[held:]), np.sort(order[:held])
+
+
+def split_by_class(labels: Indices, test_fraction: float, seed: int) -> tuple[Indices, Indices]:
+    """Divide samples into a training and a test part, each class in the same proportion.
+
+    A class of a single sample is put into the training part.
+
+    Args:
+        labels: Class labels, (N,).
+        test_fraction: The share of the test part, between 0 and 1.
+        seed: Seed of the draw.
+
+    Returns:
+        The positions of the training and of the test samples, each sorted.
+
+    Raises:
+        DataError: No class has two samples.
+        InputError: The fraction is not between 0 and 1.
+
+    Example:
+        >>> train, test = split_by_class(np.repeat([0, 1], 10), 0.2, seed=0)
+        >>> np.bincount(np.repeat([0, 1], 10)[test])
+        array([2, 2])
+    """
+    check_fraction(test_fraction)
+    generator = _generator(seed)
+    train, test = [], []
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        order = members[_permutation(len(members), generator)]
+        held = _held_out(len(members), test_fraction)
+        train.append(order[held:])
+        test.append(order[:held])
+    if not sum(map(len, test)):
+        raise DataError(
+            "no class has two samples, so none is left to test",
+            expected="more samples",
+            remedy="add samples, or a test part of their own",
+        )
+    return np.sort(np.concatenate(train)), np.sort(np.concatenate(test))
+
+
+def draw_shots(labels: Indices, shots: int, seed: int, classes: Sequence[str]) -> Indices:
+    """Draw the same number of samples of each class.
+
+    Draws with one seed are nested: those for fewer shots are among those for more.
+
+    Args:
+        labels: Class labels, (N,).
+        shots: Samples a class.
+        seed: Seed of the draw.
+        classes: The classes' names.
+
+    Returns:
+        Their positions, sorted, (shots * len(classes),).
+
+    Raises:
+        InputError: ``shots`` is not positive.
+        DataError: A class has fewer samples.
+
+    Example:
+        >>> len(draw_shots(np.repeat([0, 1], 10), 3, seed=0, classes=["a", "b"]))
+        6
+    """
+    if shots < 1:
+        raise InputError(
+            f"shots is {shots}", expected="at least one sample a class", remedy="leave shots out to take all"
+        )
+    counts = np.bincount(labels, minlength=len(classes))
+    if counts.min() < shots:
+        scarce = int(counts.argmin())
+        raise DataError(
+            f"shots is {shots}, but class {classes[scarce]!r} has {counts[scarce]} training samples",
+            expected=f"at least {shots} samples of each class",
+            remedy=f"ask for at most {counts[scarce]} shots"
+            if counts[scarce]
+            else "add samples of this class",
+        )
+    generator = _generator(seed)
+    members = [np.flatnonzero(labels == label) for label in range(len(classes))]
+    return np.sort(np.concatenate([m[_permutation(len(m), generator)[:shots]] for m in members]))
+
+
+def _generator(seed: int) -> torch.Generator:
+    """A generator of its own, so that no other randomness is touched."""
+    check_seed(seed)
+    return torch.Generator().manual_seed(seed)
+
+
+def _permutation(length: int, generator: torch.Generator) -> Indices:
+    """A random order."""
+    return torch.randperm(length, generator=generator).numpy()
+
+
+def _held_out(samples: int, fraction: float) -> int:
+    """How many samples to test on: the fraction, but never all, and none only of a single one."""
+    return min(max(round(samples * fraction), 1), samples - 1)

@@ -1,0 +1,249 @@
+"""A task: samples to train on and to test on, their answers and their stable names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from linnet.app.data.checks import check_finite
+from linnet.app.data.columns import Table
+from linnet.app.data.splits import draw_shots
+from linnet.app.data.transforms import ImageTransform, Standardize
+from linnet.errors import DataError, InputError
+from linnet.memory import Plan, parse_bytes, require
+
+Array = np.ndarray[Any, Any]
+PartName = Literal["train", "test"]
+
+
+class Source(Protocol):
+    """Where samples lie until they are needed."""
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """The shape of one sample."""
+
+    def read(self, indices: Array) -> Array:
+        """The samples at these positions, (len(indices), *sample_shape)."""
+
+
+@dataclass(frozen=True, eq=False)
+class InMemory:
+    """Samples that have been read.
+
+    Args:
+        x: The samples, (N, ...).
+    """
+
+    x: Array
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """The shape of one sample."""
+        return tuple(self.x.shape[1:])
+
+    def read(self, indices: Array) -> Array:
+        """The samples at some positions.
+
+        Args:
+            indices: Positions, (K,).
+
+        Returns:
+            The samples, (K, ...).
+        """
+        return self.x[indices]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Samples with their answers; the samples are read when ``x`` is first used.
+
+    Args:
+        source: Where the samples lie.
+        indices: Their positions there, (N,).
+        y: Class labels int64 (N,), or regression targets float64 (N, T).
+        ids: A stable name for each sample: a file's path in its folder, or a row's number.
+    """
+
+    source: Source
+    indices: Array
+    y: Array
+    ids: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    @cached_property
+    def x(self) -> Array:
+        """The samples: images uint8 (N, H, W, C), or features (N, ...).
+
+        Raises:
+            DataError: Samples hold NaN or infinities, or an image is damaged or of another size.
+            FileFormatError: The file that holds them is damaged.
+        """
+        x = self.source.read(self.indices)
+        check_finite("x", x, self.ids)
+        return x
+
+    def take(self, positions: Array) -> Part:
+        """Some of the samples.
+
+        Args:
+            positions: Their positions in this part, (K,).
+
+        Returns:
+            A part of K samples. What has been read already is not read again.
+        """
+        ids = tuple(self.ids[position] for position in positions)
+        if "x" in self.__dict__:
+            return Part(InMemory(self.x), positions, self.y[positions], ids)
+        return Part(self.source, self.indices[positions], self.y[positions], ids)
+
+
+@dataclass(frozen=True, eq=False)
+class TaskData:
+    """A classification or a regression, ready for a network.
+
+    Args:
+        train: Samples to learn from.
+        test: Samples held out.
+        classes: The classes' names in the order of their labels; None for a regression.
+        transform: From stored samples to the network's inputs; None takes them as they are.
+        targets: The scale of regression targets; None takes them as they are.
+        findings: What a reader noticed that is no error but worth telling.
+        table: How the columns of a table become features; None for other data.
+
+    Example:
+        >>> x, y = np.zeros((4, 8, 8, 1), np.uint8), np.array([0, 1, 0, 1])
+        >>> part = Part(InMemory(x), np.arange(4), y, ("a", "b", "c", "d"))
+        >>> task = TaskData(part, part, ("cat", "dog"), ImageTransform(channels=3))
+        >>> task.tensors("train")[0].shape, task.shots(1, seed=0).train.y
+        (torch.Size([4, 3, 8, 8]), array([0, 1]))
+    """
+
+    train: Part
+    test: Part
+    classes: tuple[str, ...] | None
+    transform: ImageTransform | Standardize | None = None
+    targets: Standardize | None = None
+    findings: tuple[str, ...] = ()
+    table: Table | None = None
+
+    @property
+    def image_mode(self) -> Literal["RGB", "L"] | None:
+        """How the stored images are colored, in Pillow's words; None when samples are no images."""
+        if not isinstance(self.transform, ImageTransform):
+            return None
+        return "RGB" if self.train.source.sample_shape[-1] == 3 else "L"
+
+    def part(self, name: PartName) -> Part:
+        """One of the two parts.
+
+        Args:
+            name: ``"train"`` or ``"test"``.
+
+        Returns:
+            The part.
+
+        Raises:
+            InputError: There is no such part.
+        """
+        if name not in ("train", "test"):
+            raise InputError(f"part is {name!r}", expected="'train' or 'test'")
+        return self.train if name == "train" else self.test
+
+    def tensors(self, name: PartName, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """One part as tensors.
+
+        Args:
+            name: ``"train"`` or ``"test"``.
+            dtype: Type of images, features and targets.
+
+        Returns:
+            Inputs, images (N, C, H, W) or features (N, ...), and labels int64 (N,) or targets (N, T).
+            Integer features that are no images stay integers, for embeddings.
+        """
+        part = self.part(name)
+        if self.transform is not None:
+            x = self.transform(part.x, dtype)
+        else:
+            x = torch.from_numpy(part.x)
+            x = x.to(dtype) if x.is_floating_point() else x
+        if self.classes is not None:
+            return x, torch.from_numpy(part.y)
+        return x, self.targets(part.y, dtype) if self.targets else torch.from_numpy(part.y).to(dtype)
+
+    def require_memory(self, memory: str | int | None = None) -> None:
+        """Require that the samples fit a memory budget, before they are read.
+
+        Of images that keep their own size, the first is decoded to know it.
+
+        Args:
+            memory: The budget, such as ``"2GB"``; half of what is free by default.
+
+        Raises:
+            MemoryBudgetError: They do not.
+        """
+        samples = len(self.train) + len(self.test)
+        transform, ways = self.transform, ["raise memory=", "take fewer samples with shots= and tests="]
+        if isinstance(transform, ImageTransform):
+            height = width = transform.size or 0
+            channels = transform.channels or 3
+            if transform.size is None:
+                height, width, own = self.train.source.sample_shape
+                channels = transform.channels or own
+            count = channels * height * width
+            what = f"{samples} images of {height} x {width} pixels"
+            ways = ["scale them to fewer pixels with size=", "raise memory="]
+        else:
+            count = math.prod(self.train.source.sample_shape)
+            what = f"{samples} samples of shape {self.train.source.sample_shape}"
+        size = samples * count * torch.float32.itemsize
+        require(Plan(what, parse_bytes(memory), (("inputs of the network", size),)), ways)
+
+    def shots(self, shots: int, seed: int = 0) -> TaskData:
+        """The task with a few training samples of each class; the test part stays whole.
+
+        Args:
+            shots: Samples a class.
+            seed: Seed of the draw; with one seed, fewer shots are among more.
+
+        Returns:
+            The smaller task.
+
+        Raises:
+            InputError: ``shots`` is not positive.
+            DataError: This is a regression, or a class has too few samples.
+        """
+        if self.classes is None:
+            raise DataError("a regression has no classes to draw shots of", remedy="use subset instead")
+        return replace(self, train=self.train.take(draw_shots(self.train.y, shots, seed, self.classes)))
+
+    def subset(self, name: PartName, positions: Sequence[int] | Array) -> TaskData:
+        """The task with some samples of one part; scales and classes stay as they were.
+
+        Args:
+            name: ``"train"`` or ``"test"``.
+            positions: Positions in that part.
+
+        Returns:
+            The smaller task.
+
+        Raises:
+            InputError: There is no such part, no position is given, or one is out of range.
+        """
+        part = self.part(name)
+        chosen = np.asarray(positions, dtype=np.int64)
+        if chosen.ndim != 1 or not len(chosen) or chosen.min() < 0 or chosen.max() >= len(part):
+            raise InputError(
+                f"positions are {positions!r}", expected=f"one or more numbers from 0 to {len(part) - 1}"
+            )
+        smaller = part.take(chosen)
+        return replace(self, train=smaller) if name == "train" else replace(self, test=smaller)

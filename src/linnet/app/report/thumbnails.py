@@ -1,0 +1,93 @@
+"""Small pictures as ``data:`` addresses, so that the page needs no other file."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from linnet.app.report.measures import Array
+from linnet.errors import InputError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+# A photograph of this many bytes as PNG is sent as JPEG instead: a page holds a hundred of them.
+_LARGE_PNG = 9000
+
+
+def thumbnail(image: Array, pixels: int = 128) -> str:
+    """One picture as a ``data:`` address of about the given size.
+
+    Tiny pictures are enlarged by a whole factor without smoothing, so that every pixel stays a crisp
+    square; large ones are reduced with a Lanczos filter. The encoding is PNG, or JPEG where a PNG
+    would be large (photographs).
+
+    Args:
+        image: Picture, (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), uint8.
+        pixels: Wanted length of the longer side in pixels, positive.
+
+    Returns:
+        ``data:image/png;base64,...`` or ``data:image/jpeg;base64,...``.
+
+    Raises:
+        InputError: The array is not a picture.
+
+    Example:
+        >>> thumbnail(np.zeros((8, 8), dtype=np.uint8))[:22]
+        'data:image/png;base64,'
+    """
+    if pixels < 1:
+        raise InputError(f"pixels is {pixels}", expected="a positive number", remedy="pass pixels=128")
+    picture = _resized(_picture(np.asarray(image)), pixels)
+    png = _encode(picture, "PNG", optimize=True)
+    if len(png) <= _LARGE_PNG or picture.mode == "RGBA":
+        return _address("png", png)
+    jpeg = _encode(picture, "JPEG", quality=88)
+    return _address("jpeg", jpeg) if len(jpeg) < len(png) else _address("png", png)
+
+
+def _picture(image: Array) -> Image.Image:
+    """The array as a Pillow image."""
+    from PIL import Image
+
+    if image.ndim == 3 and image.shape[-1] == 1:
+        image = image[..., 0]
+    known = image.ndim == 2 or (image.ndim == 3 and image.shape[-1] in (3, 4))
+    if image.dtype != np.uint8 or not known or 0 in image.shape:
+        raise InputError(
+            f"image has shape {tuple(image.shape)} and type {image.dtype}",
+            expected="uint8 of shape (H, W) or (H, W, C) with 1, 3 or 4 channels",
+            remedy="scale to 0...255, convert to uint8 and move the channels last",
+        )
+    return Image.fromarray(np.ascontiguousarray(image))
+
+
+def _resized(picture: Image.Image, pixels: int) -> Image.Image:
+    """The picture enlarged by a whole factor, reduced, or as it is."""
+    from PIL import Image
+
+    longest = max(picture.size)
+    factor = pixels // longest
+    if factor > 1:
+        size = (picture.width * factor, picture.height * factor)
+        return picture.resize(size, Image.Resampling.NEAREST)
+    if longest > pixels:
+        scale = pixels / longest
+        size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+        return picture.resize(size, Image.Resampling.LANCZOS)
+    return picture
+
+
+def _encode(picture: Image.Image, kind: str, **options: int) -> bytes:
+    """The bytes of the picture's file."""
+    buffer = io.BytesIO()
+    picture.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def _address(kind: str, content: bytes) -> str:
+    """The ``data:`` address of a file."""
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode('ascii')}"

@@ -1,0 +1,414 @@
+"""From a :class:`Run` to the pieces that the page template lays out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from linnet.app.report.measures import Array, calibration_error, ranking, reliability_bins
+from linnet.app.report.records import Explanation, HeldOutSet, Neighbor, Samples, Suspect
+from linnet.app.report.run import Run
+from linnet.app.report.svg import class_color
+from linnet.app.report.thumbnails import thumbnail
+from linnet.app.report.wording import duration, number, percent, signed
+
+_LONG = 40  # characters of an id that a tile has room for, on a few lines
+_TILE, _LARGE = 160, 320  # pixels of the pictures, twice what the page shows or about that
+
+
+@dataclass(frozen=True)
+class Label:
+    """A class name with its color, or a plain value.
+
+    Args:
+        text: What to show.
+        color: Color of the class; empty for values.
+    """
+
+    text: str
+    color: str = ""
+
+
+@dataclass(frozen=True)
+class Face:
+    """How a sample looks on the page.
+
+    Args:
+        name: The id, shortened if it is long.
+        full: Whole id.
+        picture: ``data:`` address; empty when there is no picture.
+        alt: What the picture is.
+    """
+
+    name: str
+    full: str
+    picture: str = ""
+    alt: str = ""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One sample on the page and what is said of it.
+
+    Args:
+        face: Picture and name.
+        labels: (word, label) pairs, such as ("given", ...).
+        value: A number, as text.
+        bar: Length of the signed bar in [0, 100]; None for no bar.
+        sign: ``"up"``, ``"down"`` or empty.
+        mark: A remark, such as "known wrong".
+    """
+
+    face: Face
+    labels: tuple[tuple[str, Label], ...] = ()
+    value: str = ""
+    bar: float | None = None
+    sign: str = ""
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class ExplanationView:
+    """A test sample and the training samples behind its prediction.
+
+    Args:
+        tile: The test sample.
+        output: The explained output; without text, the one value that is predicted.
+        guesses: The most probable classes: (label, probability as text, percent of the bar).
+        up: Training samples that raised the output.
+        down: Training samples that lowered it.
+    """
+
+    tile: Tile
+    output: Label
+    guesses: tuple[tuple[Label, str, float], ...]
+    up: tuple[Tile, ...]
+    down: tuple[Tile, ...]
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """All tiles of the page.
+
+    Args:
+        most: Most informative training samples.
+        least: Least informative ones.
+        uncertain: Most uncertain test samples.
+        suspects: Training samples with doubtful labels.
+        forgotten: Forgotten training samples.
+        explanations: Explained test samples.
+    """
+
+    most: tuple[Tile, ...] = ()
+    least: tuple[Tile, ...] = ()
+    uncertain: tuple[Tile, ...] = ()
+    suspects: tuple[Tile, ...] = ()
+    forgotten: tuple[Tile, ...] = ()
+    explanations: tuple[ExplanationView, ...] = field(default=())
+
+
+def label(run: Run, value: object) -> Label:
+    """A class index or a regression target as a label.
+
+    Args:
+        run: The run, for its class names.
+        value: Class index, target, vector of targets, or None.
+
+    Returns:
+        The label.
+
+    Example:
+        >>> label(Run("x", classes=("cat", "dog")), 1).text, label(Run("x"), 0.25).text
+        ('dog', '0.250')
+    """
+    if value is None:
+        return Label("–")
+    if run.classes is not None and np.ndim(value) == 0:  # type: ignore[arg-type]
+        index = int(value)  # type: ignore[call-overload]
+        return Label(run.classes[index], class_color(index))
+    values = np.asarray(value, dtype=float).reshape(-1)
+    shown = ", ".join(number(v) for v in values[:4])
+    return Label(shown + (", …" if len(values) > 4 else ""))
+
+
+def face(run: Run, samples: Samples, index: int, kind: str, pixels: int = _TILE) -> Face:
+    """A sample as it looks on the page.
+
+    Args:
+        run: The run.
+        samples: The set of the sample.
+        index: Its position.
+        kind: ``"training"`` or ``"test"``, for the description of the picture.
+        pixels: Size of the picture.
+
+    Returns:
+        Picture and name.
+
+    Example:
+        >>> face(Run("x"), Samples(ids=("a/b.png",)), 0, "test").name
+        'a/b.png'
+    """
+    full = samples.name(index)
+    picture = "" if samples.images is None else thumbnail(samples.images[index], pixels)
+    described = f"{kind} sample {full}"
+    if samples.labels is not None:
+        described += f", labeled {label(run, samples.labels[index]).text}"
+    return Face(name=_short(full), full=full, picture=picture, alt=described)
+
+
+def gallery(run: Run, count: int = 8) -> Gallery:
+    """Every tile of the page.
+
+    Args:
+        run: The run.
+        count: Samples at each end of a ranking.
+
+    Returns:
+        The tiles; empty where a part of the run is missing.
+
+    Example:
+        >>> gallery(Run("x")).most
+        ()
+    """
+    most, least = _informative(run, count)
+    train = run.train
+    removed = () if train is None or train.forgetting is None else train.forgetting.removed
+    return Gallery(
+        most=most,
+        least=least,
+        uncertain=_uncertain(run, count),
+        suspects=() if train is None else tuple(_suspect(run, s) for s in train.suspects[: 4 * count]),
+        forgotten=tuple(_training_tile(run, index) for index in removed[: 2 * count]),
+        explanations=()
+        if run.test is None
+        else tuple(_explain(run, run.test, e) for e in run.test.explanations),
+    )
+
+
+def key_numbers(run: Run) -> list[tuple[str, str]]:
+    """The few numbers at the top of the page.
+
+    Args:
+        run: The run.
+
+    Returns:
+        (value, name) pairs, at most five.
+
+    Example:
+        >>> key_numbers(Run("x"))
+        []
+    """
+    found: list[tuple[str, str]] = []
+    if run.scores.comparison:
+        row = run.scores.comparison[0]
+        if row.accuracy is not None:
+            found.append((percent(row.accuracy), "test accuracy"))
+        if row.rmse is not None:
+            found.append((number(row.rmse), "test error (RMSE)"))
+        error = row.ece if row.ece is not None else _first_calibration(run)
+        if error is not None:
+            found.append((percent(error), "calibration error"))
+    task = run.fit.task
+    if task is not None:
+        found.append((percent(task.share, 0), f"of the labels on {task.top} directions"))
+        found.append((number(task.levels[1]), "degrees of freedom"))
+    if run.train is not None and len(run.train.samples):
+        found.append((str(len(run.train.samples)), "training samples"))
+    spectrum = run.fit.spectrum
+    effective = None if spectrum is None else spectrum.effective()
+    if effective is not None:
+        found.append((number(effective), "degrees of freedom"))
+    if run.fit.timings:
+        found.append((duration(sum(t.seconds for t in run.fit.timings)), "in all"))
+    return found[:5]
+
+
+def spectrum_facts(run: Run) -> list[tuple[str, str]]:
+    """What the kernel's spectrum comes to.
+
+    Args:
+        run: The run.
+
+    Returns:
+        (name, value) pairs; empty without eigenvalues.
+
+    Example:
+        >>> from linnet.app.report.records import FitRecord, Spectrum
+        >>> run = Run("x", fit=FitRecord(spectrum=Spectrum(np.array([3.0, 1.0]), 1.0)))
+        >>> spectrum_facts(run)[0]
+        ('largest eigenvalue', '3')
+    """
+    spectrum = run.fit.spectrum
+    if spectrum is None or not len(spectrum.eigenvalues):
+        return []
+    values = np.sort(np.clip(np.asarray(spectrum.eigenvalues, dtype=float), 0.0, None))[::-1]
+    found = [("largest eigenvalue", number(float(values[0]), trim=True))]
+    total = np.cumsum(values)
+    if total[-1] > 0:
+        for share in (0.5, 0.9):
+            count = int(np.searchsorted(total, share * total[-1])) + 1
+            found.append((f"directions that hold {percent(share, 0)} of the trace", str(count)))
+    effective = spectrum.effective()
+    if spectrum.ridge is not None:
+        found.append(("ridge", number(spectrum.ridge, trim=True)))
+        found.append(("eigenvalues above the ridge", str(int((values > spectrum.ridge).sum()))))
+    if effective is not None:
+        found.append(("effective degrees of freedom", f"{number(effective)} of {len(values)}"))
+    return found
+
+
+def confusions(run: Run, count: int = 6) -> list[tuple[Label, Label, int, str]]:
+    """The most frequent confusions of the test set.
+
+    Args:
+        run: The run.
+        count: Most rows to return.
+
+    Returns:
+        (true class, predicted class, number, share of the true class), most frequent first.
+
+    Example:
+        >>> confusions(Run("x"))
+        []
+    """
+    predicted = None if run.test is None else run.test.predicted()
+    if run.test is None or run.test.samples.labels is None or predicted is None or run.classes is None:
+        return []
+    table = np.zeros((len(run.classes), len(run.classes)), dtype=int)
+    np.add.at(table, (run.test.samples.labels, predicted), 1)
+    totals = table.sum(axis=1)
+    np.fill_diagonal(table, 0)
+    pairs = [divmod(int(i), len(run.classes)) for i in ranking(table.reshape(-1))[:count]]
+    return [
+        (
+            label(run, true),
+            label(run, guess),
+            int(table[true, guess]),
+            percent(table[true, guess] / totals[true], 0),
+        )
+        for true, guess in pairs
+        if table[true, guess]
+    ]
+
+
+def _first_calibration(run: Run) -> float | None:
+    """The calibration error of the fit, from its reliability data."""
+    if not run.scores.reliability:
+        return None
+    part = run.scores.reliability[0]
+    return calibration_error(reliability_bins(part.confidence, part.correct))
+
+
+def _informative(run: Run, count: int) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
+    """The most and the least informative training samples, without overlap."""
+    train = run.train
+    if train is None or train.informativeness is None:
+        return (), ()
+    order = [int(i) for i in ranking(train.informativeness)]
+    count = min(count, (len(order) + 1) // 2)
+    values = train.informativeness
+
+    def shown(indices: Sequence[int]) -> tuple[Tile, ...]:
+        return tuple(_training_tile(run, i, number(float(values[i]))) for i in indices)
+
+    return shown(order[:count]), shown(order[len(order) - min(count, len(order) - count) :][::-1])
+
+
+def _training_tile(run: Run, index: int, value: str = "") -> Tile:
+    """A training sample with its label."""
+    assert run.train is not None
+    samples = run.train.samples
+    base = face(run, samples, index, "training")
+    word = "target" if run.classes is None else ""
+    labels = () if samples.labels is None else ((word, label(run, samples.labels[index])),)
+    return Tile(base, labels, value)
+
+
+def _suspect(run: Run, suspect: Suspect) -> Tile:
+    """A training sample with the label given and the one suggested."""
+    assert run.train is not None
+    base = face(run, run.train.samples, suspect.sample, "training")
+    labels = [("given", label(run, suspect.given))]
+    if suspect.suggested is not None:
+        labels.append(("rather", label(run, suspect.suggested)))
+    mark = {True: "known wrong", False: "known right", None: ""}[suspect.flipped]
+    value = "" if suspect.doubt is None else f"doubt {number(suspect.doubt)}"
+    return Tile(base, tuple(labels), value, mark=mark)
+
+
+def _uncertain(run: Run, count: int) -> tuple[Tile, ...]:
+    """The test samples that the fit is least sure of."""
+    test = run.test
+    if test is None or test.uncertainty is None:
+        return ()
+    found = []
+    for index in ranking(test.uncertainty)[:count]:
+        base = face(run, test.samples, int(index), "test")
+        labels, wrong = _prediction(run, test, int(index))
+        value = number(float(test.uncertainty[index]))
+        found.append(Tile(base, labels, value, mark=wrong))
+    return tuple(found)
+
+
+def _prediction(run: Run, test: HeldOutSet, index: int) -> tuple[tuple[tuple[str, Label], ...], str]:
+    """What was predicted and what is true, and whether that is wrong."""
+    labels: list[tuple[str, Label]] = []
+    predicted = test.predicted()
+    if predicted is not None:
+        labels.append(("says", label(run, predicted[index])))
+    elif test.mean is not None:
+        shown = label(run, test.mean[index])
+        spread = "" if test.std is None else f" ± {number(float(np.max(test.std[index])))}"
+        labels.append(("says", Label(shown.text + spread)))
+    if test.samples.labels is not None:
+        labels.append(("is", label(run, test.samples.labels[index])))
+    correct = test.correct()
+    return tuple(labels), "wrong" if correct is not None and not correct[index] else ""
+
+
+def _explain(run: Run, test: HeldOutSet, explanation: Explanation) -> ExplanationView:
+    """One explanation, its bars scaled to its strongest training sample."""
+    base = face(run, test.samples, explanation.sample, "test", _LARGE)
+    labels, wrong = _prediction(run, test, explanation.sample)
+    strongest = max((abs(n.influence) for n in (*explanation.up, *explanation.down)), default=0.0) or 1.0
+    guesses = _guesses(run, None if test.probs is None else test.probs[explanation.sample])
+    output = Label(explanation.output)
+    if not explanation.output and explanation.predicted is not None:
+        output = label(run, explanation.predicted)
+    return ExplanationView(
+        tile=Tile(base, labels, mark=wrong),
+        output=output,
+        guesses=guesses,
+        up=tuple(_neighbor(run, n, strongest) for n in explanation.up),
+        down=tuple(_neighbor(run, n, strongest) for n in explanation.down),
+    )
+
+
+def _neighbor(run: Run, neighbor: Neighbor, strongest: float) -> Tile:
+    """A training sample with the signed bar of its influence."""
+    if run.train is None or not len(run.train.samples):
+        base = Tile(Face(f"#{neighbor.sample}", f"#{neighbor.sample}"))
+    else:
+        base = _training_tile(run, neighbor.sample)
+    bar = 100 * abs(neighbor.influence) / strongest
+    sign = "up" if neighbor.influence >= 0 else "down"
+    return replace(base, value=signed(neighbor.influence), bar=bar, sign=sign)
+
+
+def _guesses(run: Run, probs: Array | None) -> tuple[tuple[Label, str, float], ...]:
+    """The three most probable classes."""
+    if probs is None:
+        return ()
+    return tuple(
+        (label(run, int(index)), percent(float(probs[index]), 0), 100 * float(probs[index]))
+        for index in ranking(probs)[:3]
+    )
+
+
+def _short(full: str) -> str:
+    """An id as it is; of a long path the end, which tells samples apart, and of a long text the start."""
+    if len(full) <= _LONG:
+        return full
+    return "…" + full[1 - _LONG :] if "/" in full and " " not in full else full[: _LONG - 1] + "…"

@@ -1,0 +1,528 @@
+"""From a trained network and a few samples to a fit, its scores and a run folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from linnet.app.data import TaskData, load_data
+from linnet.app.models import load_model
+from linnet.app.report import Comparison, Reliability
+from linnet.app.report.wording import number
+from linnet.app.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
+from linnet.app.runs.folder import (
+    Origin,
+    SavedRun,
+    TestSource,
+    TrainingSamples,
+    interrupted_run,
+    temperatures_of,
+    test_digest,
+)
+from linnet.app.runs.kinds import cross_fitted, loss_of
+from linnet.app.runs.metrics import choose_metric, in_metric
+from linnet.app.runs.normalization import normalized
+from linnet.app.runs.place import KERNEL_FILE, check_out, made_folder
+from linnet.app.runs.settings import Network, Settings, Solving, Source
+from linnet.app.runs.solving import solve
+from linnet.app.runs.stages import Stages
+from linnet.app.runs.trust import absolute_spec
+from linnet.errors import InputError, ModelError
+from linnet.fitting.centered import CenteredLinear, with_centered_head
+from linnet.fitting.comparisons import fine_tune, held_out_probe
+from linnet.fitting.head import with_head
+from linnet.fitting.last_layer import RECORD, Appended, ending_linear, features, last_linear
+from linnet.fitting.metric import MetricNetwork
+from linnet.fitting.predictive import fit_temperature, probabilities
+from linnet.fitting.record import Record
+from linnet.fitting.remarks import single_remarks
+from linnet.fitting.targets import make_targets
+from linnet.nested.adapt import HEADS
+from linnet.nested.features import Features
+from linnet.nested.nested_fit import NestedFit, solved
+from linnet.nested.tuning import HEAD_SCALE, tuned
+from linnet.progress import waiting
+from linnet.tangent.batch import split
+from linnet.tangent.functional import Functional
+from linnet.tangent.linearized import Linearized, linearize
+from linnet.tangent.preflight import Preflight, preflight
+from linnet.tangent.selection import select_parameters
+
+ALL = "leave it out to take all"
+PROBED = (
+    "The derivatives of the lower layers are taken at a linear probe that was fitted on the same labels: "
+    "leave-one-out, influence and forgetting are exact for the fit, and leave that probe as it is."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Adaptation:
+    """What an adaptation found.
+
+    Args:
+        run: What is kept.
+        task: The data, as they were used.
+        preflight: The check of the network.
+        predictions: For the test samples.
+        rows: Scores of the fit and of what it is compared with.
+        reliability: Their calibration.
+        stages: Time of each step.
+    """
+
+    run: SavedRun
+    task: TaskData
+    preflight: Preflight
+    predictions: Predictions
+    rows: tuple[Comparison, ...]
+    reliability: tuple[Reliability, ...]
+    stages: Stages
+
+
+def adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | None = None) -> Adaptation:
+    """Adapt a network: load, check, put on a head, fit, evaluate, compare.
+
+    The kernel is written while it grows, so that an interrupted run can continue, and the fit by ``keep``
+    before it is evaluated.
+
+    Args:
+        settings: What is asked for.
+        out: The run folder.
+        keep: Writes the fit, such as ``linnet.app.runs.folder.keep_fit``; by default it is not written.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ModelError: The preflight says that results could not be trusted.
+        LinnetError: Whatever is wrong with the network, its weights, the data or the arguments.
+    """
+    check_out(out)
+    with made_folder(out):
+        return _adapt(settings, out, keep)
+
+
+def _adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | None) -> Adaptation:
+    """The steps, in order."""
+    stages, network, solving = Stages(), settings.network, settings.solving
+    torch.manual_seed(settings.source.seed)  # factories without weights start at random
+    with stages.measure("reading the data"), waiting("reading the data"):
+        task = _read(settings.source)
+        task.require_memory(solving.memory)
+        _ = task.train.x
+    with stages.measure("building the network"), waiting("building the network"):
+        old = load_model(network.spec, network.weights, network.arguments).to(solving.device)
+        task = normalized(task, old, settings.source.normalizes)
+        x, y = (t.to(solving.device) for t in task.tensors("train"))
+        old = ended(old, task, x)
+    if nests(settings, task, old, x):
+        run, report = _nested(settings, task, old, stages, out)
+        if keep:
+            keep(run)
+        if solving.tune:
+            run = _tuned(run, settings, stages, keep)
+        return _evaluated(run, task, report, _Others(settings, task, old, old), True, True, stages)
+    with stages.measure("building the head"), waiting("building the head"):
+        probe, head = _headed(old, network, task, (x, y))
+        init = "keep" if head is None else getattr(probe, RECORD)["init"]
+        centered = init == "probe"
+        lin = linearize(with_centered_head(probe) if centered else probe, params=solving.params)
+        if centered and not _fits_head(lin):  # what the head says must then stay in f₀
+            centered, lin = False, linearize(probe, params=solving.params)
+    with stages.measure("preflight"), waiting("preflight"):
+        report = _checked(probe, x, solving)  # a centered head would hide randomness
+    equations = len(x) * lin.function.output_shape(x).numel()
+    metric, why = choose_metric(settings, lin, task.classes is not None, equations)
+    if metric != "none":
+        with stages.measure("metric"), waiting("metric"):
+            lin, metric, why = in_metric(settings, probe, lin, x, (metric, why))
+    solving = replace(solving, metric=metric)
+    with stages.measure("fit"):
+        fit, pilot = solve(lin, (x, y), solving, out / KERNEL_FILE)
+    fit.record.reasons["metric"] = why
+    fit.record.reasons["head"] = _why_head(network, init, centered)
+    temperatures = None if task.classes is None else temperatures_of(pilot or fit)
+    if centered and not cross_fitted(fit):
+        fit.record = replace(fit.record, warnings=(*fit.record.warnings, PROBED))
+    origin = replace(_origin(network, old, head, centered, lin.model), init=init)
+    run = SavedRun(
+        origin, fit, _samples(task), task.classes,
+        (task.transform, task.targets), _test_source(settings.source, task), temperatures,
+    )  # fmt: skip
+    if keep:
+        keep(run)
+    others = _Others(settings, task, probe, old)
+    return _evaluated(run, task, report, others, head is not None, pilot is None, stages)
+
+
+def _evaluated(
+    run: SavedRun,
+    task: TaskData,
+    report: Preflight,
+    others: _Others,
+    new_head: bool,
+    std: bool,
+    stages: Stages,
+) -> Adaptation:
+    """The fit and what it is compared with, on the test samples."""
+    step = "evaluation on the test samples"
+    with stages.measure(step), waiting(step):
+        predictions = _predict_test(run, task, std=std)
+    rows, diagrams = _own_scores(run, task, predictions, sum(run.fit.record.seconds.values()))
+    for row, diagram in others.scores(new_head, stages):
+        rows.append(row)
+        diagrams += [diagram] if diagram else []
+    return Adaptation(run, task, report, predictions, tuple(rows), tuple(diagrams), stages)
+
+
+def _why_head(network: Network, init: str, centered: bool) -> str:
+    """Why the head is what it is, and what that means for the fit."""
+    chosen = {
+        "keep": "a regression whose values the network's outputs fit",
+        "probe": "as many samples as features, or more",
+        "random": "fewer samples than features, because a probe would overfit",
+    }
+    why = "asked for" if network.head != "auto" else chosen[init]
+    if network.cross_fit:
+        why = "fitted in folds, so that leave-one-out leaves out its part too"
+    if centered:
+        return f"{why}; it gives the derivatives, and the ridge draws the outputs to zero"
+    if init == "probe":
+        return f"{why}; the fit starts from its outputs"
+    return why if init == "keep" else f"{why}; the labels have no part in it"
+
+
+def ended(model: nn.Module, task: TaskData, x: Tensor) -> nn.Module:
+    """The network, or with a head behind it where it returns features.
+
+    Args:
+        model: The network.
+        task: The data; a network that returns the values of a regression is left as it is.
+        x: Training inputs.
+
+    Returns:
+        The network, or it with a head.
+    """
+    try:
+        if task.classes is None and Functional(model).output_shape(x).numel() == task.train.y.shape[1]:
+            return model
+        return ending_linear(model, x)
+    except ModelError:  # the preflight says what is wrong, where it is
+        return model
+
+
+def nests(settings: Settings, task: TaskData, model: nn.Module, x: Tensor) -> bool:
+    """Whether the nested fit is made: where it is asked for, or nothing that only one linearization has.
+
+    Args:
+        settings: What is asked for.
+        task: The data.
+        model: The network.
+        x: Training inputs.
+
+    Returns:
+        True for ``linnet.adapt``.
+
+    Raises:
+        InputError: It is asked for together with something that it does not have.
+    """
+    network, solving = settings.network, settings.solving
+    if solving.method == "linear":
+        if solving.tune:
+            raise InputError(
+                "tune is given with method linear",
+                expected="a nested fit, whose lower layers are trained",
+                remedy="leave --method or --tune out",
+            )
+        return False
+    others = {
+        "head": network.head != "auto",
+        "cross_fit": bool(network.cross_fit),
+        "metric": solving.metric != "auto",
+        "loss": solving.loss != "squared",
+        "solver": solving.solver == "cg",
+        "ridge": solving.ridge not in ("auto", "loo") and isinstance(solving.ridge, str),
+    }
+    asked = [name for name, given in others.items() if given]
+    if solving.method == "nested" or solving.weight != "auto" or solving.tune:
+        if asked:
+            raise InputError(
+                f"{asked[0]} is given with method nested",
+                expected="a probe of its own, one metric, the squared loss, the kernel and leave-one-out",
+                remedy=f"leave {asked[0]} out, or pass --method linear",
+            )
+        return True
+    if asked or not _has_body(model, x, solving.params):
+        return False
+    if task.classes is None:  # a regressor of as many values goes on from what it predicts
+        outputs = Functional(model).output_shape(x[:2]).numel()
+        return bool(outputs != task.tensors("train")[1].shape[1])
+    return True
+
+
+def _has_body(model: nn.Module, x: Tensor, params: str | tuple[str, ...] | None) -> bool:
+    """Whether a network ends in a linear layer, and parameters below it are to be fitted."""
+    try:
+        features(model, x[:1])
+        head = last_linear(model)[0]
+    except ModelError:
+        return False
+    return any(name.rpartition(".")[0] != head for name in select_parameters(model, params))
+
+
+def _nested(
+    settings: Settings, task: TaskData, old: nn.Module, stages: Stages, out: Path
+) -> tuple[SavedRun, Preflight]:
+    """The linear probe and the lower layers in one solve, or the one that an interrupted run has kept."""
+    network, solving = settings.network, settings.solving
+    x, y = (t.to(solving.device) for t in task.tensors("train"))
+    with stages.measure("preflight"), waiting("preflight"):
+        module = Features(old, HEADS, settings.source.seed, solving.params)
+        report = _checked(module.model, x, replace(solving, params=tuple(module.function.names)))
+    known = interrupted_run(out, solving.device, solving.memory)
+    if known is not None and known.origin.heads is not None and known.samples.ids == task.train.ids:
+        return known, report
+    weight, ridge = (None if isinstance(v, str) else float(v) for v in (solving.weight, solving.ridge))
+    outputs = len(task.classes) if task.classes is not None else y.shape[1]
+    targets = make_targets(y, outputs, dtype=module.function.dtype)
+    record = Record("dual", "loo", {}, single_remarks(targets))
+    file = out / KERNEL_FILE
+    with stages.measure("fit"):
+        fit = solved(module, x, targets, solving.memory, record, (weight, ridge), file)
+    file.unlink(missing_ok=True)
+    origin = _origin(network, old, None, False)
+    temperatures = None if task.classes is None else temperatures_of(fit)
+    run = SavedRun(
+        replace(origin, heads=(module.heads, module.seed)), fit, _samples(task), task.classes,
+        (task.transform, task.targets), _test_source(settings.source, task), temperatures,
+    )  # fmt: skip
+    return run, report
+
+
+def _tuned(
+    run: SavedRun, settings: Settings, stages: Stages, keep: Callable[[SavedRun], None] | None
+) -> SavedRun:
+    """The run with trained lower layers where that is better, unless an interrupted run has come so far."""
+    fit = run.fit
+    if not isinstance(fit, NestedFit) or fit.rungs:
+        return run
+    with stages.measure("training of the lower layers"):
+        made = tuned(fit, settings.source.seed)
+    run = replace(run, fit=made, temperatures=None if run.classes is None else temperatures_of(made))
+    if keep:
+        keep(run)
+    return run
+
+
+def _fits_head(lin: Linearized) -> bool:
+    """Whether the weight of a centered head is among the parameters that are fitted."""
+    heads = [name for name, layer in lin.model.named_modules() if isinstance(layer, CenteredLinear)]
+    return any(f"{name}.weight".lstrip(".") in lin.parameter_names for name in heads)
+
+
+def _checked(model: nn.Module, x: Tensor, solving: Solving) -> Preflight:
+    """The preflight of a network that can be linearized."""
+    report = preflight(model, x[:4], params=solving.params, memory=solving.memory)
+    if not report.ok:
+        raise ModelError(
+            f"the network cannot be linearized: {report.findings[0]}",
+            expected="a network whose outputs for a sample depend on that sample alone, the same every time",
+            remedy="linnet check shows the whole preflight",
+        )
+    return report
+
+
+def _loaded(source: Source) -> TaskData:
+    """The whole task."""
+    return load_data(
+        source.path, source.transform, seed=source.seed, target=source.target, damaged=source.damaged
+    )
+
+
+def _read(source: Source) -> TaskData:
+    """The task with the samples asked for."""
+    task = _loaded(source)
+    if source.shots is not None:
+        if task.classes is None:
+            if source.shots < 1:
+                raise InputError(
+                    f"shots is {source.shots}", expected="a positive number of samples", remedy=ALL
+                )
+            order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(source.seed))
+            task = task.subset("train", np.sort(order[: source.shots].numpy()))
+        else:
+            task = task.shots(source.shots, source.seed)
+    if source.tests is not None and source.tests < len(task.test):
+        if source.tests < 1:
+            raise InputError(
+                f"tests is {source.tests}", expected="a positive number of test samples", remedy=ALL
+            )
+        order = torch.randperm(len(task.test), generator=torch.Generator().manual_seed(source.seed))
+        task = task.subset("test", np.sort(order[: source.tests].numpy()))
+    return task
+
+
+def _headed(
+    model: nn.Module, network: Network, task: TaskData, data: tuple[Tensor, Tensor]
+) -> tuple[nn.Module, int | None]:
+    """The network with the head for the task, and the outputs of a new head."""
+    x, y = data
+    outputs = len(task.classes) if task.classes is not None else y.shape[1]
+    own = Functional(model).check_runs(x[:2])
+    width = own.reshape(len(own), -1).shape[1]
+    init = network.head
+    if init == "auto":
+        kept = task.classes is None and width == outputs
+        init = "probe" if network.cross_fit else "keep" if kept else choose_head(model, x[:1], len(x))
+    if init == "keep":
+        if width != outputs:
+            raise ModelError(
+                f"the network has {width} outputs, the data need {outputs}",
+                expected="as many outputs as classes or targets",
+                remedy="leave --head out, which puts on a new one",
+            )
+        return model, None
+    generator = torch.Generator().manual_seed(0)
+    given = (x, y) if init == "probe" else None
+    return with_head(
+        model, outputs, init=init, data=given, generator=generator, cross_fit=network.cross_fit
+    ), outputs
+
+
+def choose_head(model: nn.Module, x: Tensor, samples: int) -> str:
+    """The head to start from, where nobody has said.
+
+    A linear probe with fewer samples than features fits any labels. The derivatives that pass through it then
+    hold the labels, and leave-one-out would be optimistic: a random head knows nothing of them.
+
+    Args:
+        model: The network.
+        x: One sample.
+        samples: Training samples, N.
+
+    Returns:
+        ``"probe"``, or ``"random"`` where N is smaller than the number of features of the last layer.
+    """
+    return "probe" if samples >= features(model, x).shape[1] else "random"
+
+
+def _origin(
+    network: Network, old: nn.Module, head: int | None, centered: bool, start: nn.Module | None = None
+) -> Origin:
+    """The network's origin, with absolute paths."""
+    appended = old.head.in_features if isinstance(old, Appended) else None
+    weights = None if network.weights is None else str(Path(network.weights).resolve())
+    metric = start.damping if isinstance(start, MetricNetwork) else None
+    made = Origin(absolute_spec(network.spec), dict(network.arguments), head, centered, weights, metric)
+    return replace(made, appended=appended)
+
+
+def _samples(task: TaskData) -> TrainingSamples:
+    """The training samples as people see them."""
+    images = np.ascontiguousarray(task.train.x) if task.image_mode else None
+    return TrainingSamples(images, np.ascontiguousarray(task.train.y), task.train.ids)
+
+
+def _test_source(source: Source, task: TaskData) -> TestSource:
+    """Where the test samples can be read again."""
+    positions = None
+    if source.tests is not None:
+        whole = _loaded(source).test.ids
+        places = {name: place for place, name in enumerate(whole)}
+        positions = tuple(places[name] for name in task.test.ids)
+    return TestSource(
+        str(source.path.resolve()), source.seed, source.target, task.table, positions, test_digest(task),
+        source.damaged,
+    )  # fmt: skip
+
+
+def _predict_test(run: SavedRun, task: TaskData, std: bool) -> Predictions:
+    """Predictions for the test samples."""
+    x = task.tensors("test")[0].to(run.fit.module.function.device)
+    return predict(run.fit, x, run.transforms[1], run.temperatures, std)
+
+
+def _own_scores(
+    run: SavedRun, task: TaskData, found: Predictions, seconds: float
+) -> tuple[list[Comparison], list[Reliability]]:
+    """Scores of the linear fit."""
+    if found.probs is None:
+        return [score_values("linear fit", found.mean, task.test.y, found.std, seconds)], []
+    note = f"{run.fit.solver} solver, ridge {number(run.fit.ridge)}"
+    if loss_of(run.fit) != "squared":
+        note = f"{loss_of(run.fit)}, {note}"
+    row = score_classes("linear fit", found.probs, task.test.y, seconds, note)
+    return [row], [reliability("linear fit", found.probs, task.test.y)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Others:
+    """What the fit is compared with."""
+
+    settings: Settings
+    task: TaskData
+    model: nn.Module
+    old: nn.Module
+
+    def scores(self, new_head: bool, stages: Stages) -> list[tuple[Comparison, Reliability | None]]:
+        """The network at θ₀ and plain fine-tuning."""
+        device = self.settings.solving.device
+        x, y = (t.to(device) for t in self.task.tensors("train"))
+        test = self.task.tensors("test")[0].to(device)
+        with stages.measure("linear probe"), waiting("linear probe"):
+            start = time.perf_counter()
+            name, model, temperature = "network as it is", self.model, None
+            if new_head:
+                classes = len(self.task.classes) if self.task.classes is not None else y.shape[1]
+                name, model = "linear probe", with_head(self.old, classes, data=(x, y))
+            outputs = _outputs(model, test)
+            if self.task.classes is not None:
+                held = held_out_probe(self.model, (x, y), len(self.task.classes))
+                temperature = fit_temperature(held, y)
+            seconds = time.perf_counter() - start
+        found = [
+            self._row(name, outputs, temperature, seconds, "ridge regression on the last features" * new_head)
+        ]
+        if self.settings.compare == "finetune":
+            with stages.measure("plain fine-tuning"):
+                found.append(self._tuned(x, y, test, new_head))
+        return found
+
+    def _tuned(
+        self, x: Tensor, y: Tensor, test: Tensor, new_head: bool
+    ) -> tuple[Comparison, Reliability | None]:
+        """Plain fine-tuning, from the linear probe where there is a new head."""
+        start = time.perf_counter()
+        seed, model = self.settings.source.seed, self.model
+        classes = len(self.task.classes) if self.task.classes is not None else y.shape[1]
+        if new_head:
+            model = with_head(self.old, classes, data=(x, y), scale=HEAD_SCALE)
+        best = fine_tune(model, (x, y), self.settings.finetune_steps, seed=seed, optimizer="adam")
+        seconds = time.perf_counter() - start
+        tried = len(best.held_out)
+        note = f"Adam, {best.steps} steps at {best.rate:g}, the best of {tried} rates on held-out samples"
+        temperature = 1.0 if self.task.classes is not None else None
+        return self._row("plain fine-tuning", best.predict(test), temperature, seconds, note)
+
+    def _row(
+        self, name: str, outputs: Tensor, temperature: float | None, seconds: float, note: str
+    ) -> tuple[Comparison, Reliability | None]:
+        """Scores of some outputs."""
+        truth = self.task.test.y
+        if temperature is None:
+            values = self.task.targets.inverse(outputs) if self.task.targets else outputs
+            return score_values(name, values.double().cpu().numpy(), truth, None, seconds, note), None
+        probs = probabilities(outputs.double(), None, temperature).cpu().numpy()
+        return score_classes(name, probs, truth, seconds, note), reliability(name, probs, truth)
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, x: Tensor) -> Tensor:
+    """Outputs of a network, batch by batch."""
+    function = Functional(model)
+    return torch.cat([function.flat(function.theta, part) for part in split(x, 128)])

@@ -1,0 +1,314 @@
+"""Forgetting training samples and taking in new ones, without training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from linnet.app.data import TaskData
+from linnet.app.report import Comparison, FitRecord, Forgetting, Notes, Run, Scores, Timing, TrainingSet
+from linnet.app.report.wording import duration
+from linnet.app.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
+from linnet.app.runs.folder import SavedRun, TrainingSamples, load_test, test_digest
+from linnet.app.runs.kinds import Fit, certificate_of, refit_arguments, solved_anew
+from linnet.app.runs.naming import find_samples, named
+from linnet.app.runs.newdata import NewSamples
+from linnet.app.runs.pages import choices, facts, held_out, seen, suspects, training_set
+from linnet.errors import DataError, InputError
+from linnet.fitting.fit import fit as fit_linear
+from linnet.nested.nested_fit import NestedFit
+from linnet.tangent.hashing import hash_examples
+from linnet.tangent.linearized import Linearized
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """A run before and after its training samples changed.
+
+    Args:
+        before: The run before.
+        after: The run after.
+        seconds: Time that the change took.
+        compared: Largest difference of outputs from a fit solved anew, and the time of that fit.
+        removed: Positions of forgotten samples, in the run before.
+        verified: Whether the network was run again for that fit, kernel included.
+        notes: What was left out, and why.
+    """
+
+    before: SavedRun
+    after: SavedRun
+    seconds: float
+    compared: tuple[float | None, float | None] = (None, None)
+    removed: tuple[int, ...] = ()
+    verified: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def added(self) -> range:
+        """Positions of added samples, in the run after."""
+        return range(self.before.fit.n - len(self.removed), self.after.fit.n)
+
+    @property
+    def difference(self) -> float | None:
+        """Largest difference of outputs from a fit solved anew; None when that was not tried."""
+        return self.compared[0]
+
+    @property
+    def refit_seconds(self) -> float | None:
+        """Time of that fit."""
+        return self.compared[1]
+
+
+def forget(run: SavedRun, ids: Sequence[str], verify: bool = False) -> Change:
+    """Forget training samples.
+
+    Args:
+        run: The run.
+        ids: Their ids.
+        verify: Fit the network anew without them, kernel included, and compare.
+
+    Returns:
+        The run before and after, with the difference from a solution from scratch.
+
+    Raises:
+        InputError: An id means no sample or several, two mean the same, none is given, or nothing would be
+            left.
+    """
+    known = run.samples
+    removed = find_samples(ids, known.ids, known.answers, run.classes, "training samples")
+    if len(removed) == run.fit.n:
+        raise InputError(
+            f"ids names all {run.fit.n} training samples",
+            expected="at least one that stays",
+            remedy="leave some out",
+        )
+    start = time.perf_counter()
+    fit = run.fit.forget(removed)
+    seconds = time.perf_counter() - start
+    keep = np.setdiff1d(np.arange(run.fit.n), np.asarray(removed))
+    after = run.changed(fit, known.take(keep))
+    compared = _compare(fit, verify)
+    return Change(run, after, seconds, compared, tuple(removed), verify)
+
+
+def update(run: SavedRun, new: NewSamples, answers: Array, name: str, verify: bool = False) -> Change:
+    """Take in new training samples.
+
+    Args:
+        run: The run.
+        new: The samples.
+        answers: Their labels (N,), or targets (N, T) in their own units.
+        name: Name of their source, put before their ids.
+        verify: Fit the network anew on all, kernel included, and compare.
+
+    Returns:
+        The run before and after. Samples that the run has already are left out; test samples that are now
+        trained on are not scored any more.
+
+    Raises:
+        DataError: The run was trained on all of these samples already.
+    """
+    new, answers, notes = _unknown(run, new, answers)
+    start = time.perf_counter()
+    fit = run.fit.update((run.inputs(new.x), run.answers(answers)))
+    seconds = time.perf_counter() - start
+    images = new.x if run.samples.images is not None else None
+    more = TrainingSamples(images, np.asarray(answers), _unused(run.samples.ids, name, new.ids))
+    after, overlap = _tested_elsewhere(run.changed(fit, run.samples.joined(more)), new)
+    compared = _compare(fit, verify)
+    return Change(run, after, seconds, compared, (), verify, (*new.findings, *notes, *overlap))
+
+
+def _unused(taken: Sequence[str], name: str, ids: Sequence[str]) -> tuple[str, ...]:
+    """Ids with the name of their source before them, which gets a number where the run has such ids."""
+    known, source, count = set(taken), name, 1
+    while any(f"{source}/{sample}" in known for sample in ids):
+        count += 1
+        source = f"{name}-{count}"
+    return tuple(f"{source}/{sample}" for sample in ids)
+
+
+def _unknown(run: SavedRun, new: NewSamples, answers: Array) -> tuple[NewSamples, Array, tuple[str, ...]]:
+    """The samples that the run has not been trained on, and a note about the others."""
+    place = {name: row for row, name in enumerate(hash_examples(run.fit.x))}
+    known = [(row, place[name]) for row, name in enumerate(hash_examples(run.inputs(new.x))) if name in place]
+    if not known:
+        return new, answers, ()
+    row, at = known[0]
+    what = (
+        f"{len(known)} of {len(new.ids)} samples are training samples of the run already, "
+        f"first {new.ids[row]}, which is {run.samples.ids[at]}"
+    )
+    if len(known) == len(new.ids):
+        raise DataError(
+            what,
+            expected="samples that the run was not trained on",
+            remedy="give other samples; linnet forget takes out those that have a wrong answer",
+        )
+    keep = np.setdiff1d(np.arange(len(new.ids)), [row for row, _ in known])
+    ids = tuple(new.ids[row] for row in keep)
+    kept = replace(new, x=new.x[keep], y=answers[keep], ids=ids)
+    return kept, answers[keep], (f"{what}; these are left out",)
+
+
+def _tested_elsewhere(run: SavedRun, new: NewSamples) -> tuple[SavedRun, tuple[str, ...]]:
+    """The run with test samples that it has not been trained on, and a note about the others."""
+    task, _ = load_test(run)
+    if task is None or run.test is None:
+        return run, ()
+    added = set(hash_examples(run.inputs(new.x)))
+    keep = [row for row, name in enumerate(hash_examples(run.inputs(task.test.x))) if name not in added]
+    overlap = len(task.test) - len(keep)
+    if not overlap:
+        return run, ()
+    note = f"{overlap} of {len(task.test)} test samples are training samples now"
+    if not keep:
+        return replace(run, test=None), (f"{note}, so none is left to score on",)
+    positions = tuple(keep if run.test.positions is None else (run.test.positions[row] for row in keep))
+    test = replace(run.test, positions=positions, digest=test_digest(task.subset("test", keep)))
+    return replace(run, test=test), (f"{note}; the scores, before and after, leave them out",)
+
+
+@torch.no_grad()
+def _compare(fit: Fit, verify: bool) -> tuple[float | None, float | None]:
+    """Largest difference of training outputs from a solution from scratch, and its time."""
+    start = time.perf_counter()
+    if verify and isinstance(fit, NestedFit):
+        anew = fit.recomputed()
+        seconds = time.perf_counter() - start
+        return float((anew.predict(fit.x) - fit.predict(fit.x)).abs().max()), seconds
+    if verify:
+        labels = fit.labels
+        data = (fit.x, fit.targets if labels is None else labels)
+        options: Any = refit_arguments(fit)
+        lin = Linearized(fit.module.function)
+        anew = fit_linear(lin, data, ridge=fit.ridge, solver=fit.solver, **options)
+        seconds = time.perf_counter() - start
+        return float((anew.predict(fit.x) - fit.predict(fit.x)).abs().max()), seconds
+    gap = solved_anew(fit)
+    seconds = time.perf_counter() - start
+    return (None, None) if gap is None else (float(gap.abs().max()), seconds)
+
+
+def report_change(change: Change, command: str, out: Path, title: str) -> tuple[dict[str, Any], Run]:
+    """The result and the page of a change.
+
+    Args:
+        change: What changed.
+        command: ``"forget"`` or ``"update"``.
+        out: The new run's folder.
+        title: Title of the page.
+
+    Returns:
+        The result as plain values, and the report.
+    """
+    before, after = change.before, change.after
+    task, why = load_test(after)
+    scores = []
+    shown: Predictions | None = None
+    if task is not None:
+        scores.append(_score("after", after, task, change.seconds))
+        scores.append(_score("before", before, task, None))
+        shown = scores[0][1]
+    forgotten = _forgetting(change, scores) if change.removed else None
+    train = training_set(after)
+    if change.removed:
+        doubted, by_chance = suspects(before.fit) if before.fit.solver == "dual" else ((), None)
+        train = TrainingSet(seen(before.samples), None, doubted, None, forgotten, by_chance)
+    rows = tuple(row for row, _ in scores)
+    test = None
+    if task is not None and shown is not None:
+        chosen: list[int] | None = [] if change.removed else None
+        test = held_out(after, task.test, shown, task.image_mode is not None, chosen)
+    diagrams = () if shown is None or shown.probs is None or task is None else (
+        reliability("after", shown.probs, task.test.y),
+    )  # fmt: skip
+    findings = (*change.notes, *((why,) if why else ()))
+    warnings = (*after.fit.record.warnings, *findings)
+    notes = Notes(_headline(change, rows), warnings, facts(after))
+    timings = [Timing(command, change.seconds)]
+    if change.refit_seconds is not None:
+        timings.append(
+            Timing(
+                "the same from scratch" if change.verified else "solving from scratch", change.refit_seconds
+            )
+        )
+    record = FitRecord(choices=choices(after), timings=tuple(timings))
+    page = Run(title, after.classes, notes, Scores(rows, diagrams), record, train, test)
+    summary = after.fit.summary()
+    result = {
+        "command": command, "train_before": before.fit.n, "train": after.fit.n,
+        "scores": [asdict(row) for row in rows], "certificate": summary["certificate"],
+        "difference": change.difference, "verified": change.verified,
+        "removed": _named(before, change.removed), "added": _named(after, change.added),
+        "seconds": change.seconds, "refit_seconds": change.refit_seconds, "fit": summary,
+        "findings": list(findings), "out": str(out),
+    }  # fmt: skip
+    return result, page
+
+
+def _named(run: SavedRun, positions: Sequence[int]) -> list[dict[str, Any]]:
+    """Training samples of a run, with their answers."""
+    return named(run.samples.ids, run.samples.answers, run.classes, positions)
+
+
+def _score(name: str, run: SavedRun, task: TaskData, seconds: float | None) -> tuple[Comparison, Predictions]:
+    """Scores on the test samples; without standard deviations where they are expensive."""
+    x = task.tensors("test")[0].to(run.fit.module.function.device)
+    found = predict(run.fit, x, run.transforms[1], run.temperatures, std=run.fit.solver == "dual")
+    if found.probs is None:
+        return score_values(name, found.mean, task.test.y, found.std, seconds), found
+    return score_classes(name, found.probs, task.test.y, seconds), found
+
+
+def _headline(change: Change, rows: tuple[Comparison, ...]) -> tuple[str, ...]:
+    """What happened, in sentences."""
+    count = len(change.removed)
+    if count:
+        first = (
+            f"{count} of {change.before.fit.n} training samples were forgotten in {duration(change.seconds)}."
+        )
+    else:
+        added = change.after.fit.n - change.before.fit.n
+        first = f"{added} training samples were added to {change.before.fit.n} in {duration(change.seconds)}."
+    if not rows:
+        return (first,)
+    now, then = rows
+    if now.accuracy is not None and then.accuracy is not None:
+        was, becomes = 100 * then.accuracy, 100 * now.accuracy
+        return first, f"The test accuracy was {was:.1f} % before and is {becomes:.1f} % after."
+    return first, f"The test RMSE was {then.rmse:.4g} before and is {now.rmse:.4g} after."
+
+
+def _forgetting(change: Change, scores: list[tuple[Comparison, Predictions]]) -> Forgetting:
+    """The part of the page about forgetting."""
+    before, after = change.before.fit, change.after.fit
+    table: list[tuple[str, float | str, float | str]] = [("training samples", before.n, after.n)]
+    if scores:
+        (now, _), (then, _) = scores
+        for what, field in (("test accuracy", "accuracy"), ("test log loss", "nll"), ("test RMSE", "rmse")):
+            if getattr(now, field) is not None:
+                table.append((what, getattr(then, field), getattr(now, field)))
+    table.append(
+        (f"certificate ({certificate_of(after)})", before.system.certificate(), after.system.certificate())
+    )
+    how = "The comparison ran the network again, kernel included." if change.verified else (
+        "The comparison solves the equations of the remaining samples from scratch."
+    )  # fmt: skip
+    return Forgetting(
+        change.removed,
+        tuple(table),
+        change.difference,
+        change.seconds,
+        change.refit_seconds,
+        how,
+        change.verified,
+    )

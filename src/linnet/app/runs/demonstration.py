@@ -1,0 +1,222 @@
+"""The demo: digits that a network has never seen, wrong labels found, and forgotten."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from linnet.app.data import TaskData, load_data
+from linnet.app.models import load_model
+from linnet.app.report import Comparison, Suspect, TrainingSet
+from linnet.app.report.measures import ranking
+from linnet.app.runs import demo_net
+from linnet.app.runs.adaptation import Adaptation, adapt
+from linnet.app.runs.changes import Change, forget, report_change
+from linnet.app.runs.folder import keep_fit, save_run
+from linnet.app.runs.pages import doubts, write
+from linnet.app.runs.settings import Network, Settings, Source
+from linnet.app.runs.summary import keep_adaptation
+from linnet.files import save_tensors, write_atomic
+from linnet.fitting.comparisons import nearest_class_mean
+from linnet.integrations.digits import bundled_digits
+from linnet.progress import track
+
+Array = np.ndarray[Any, Any]
+SHOTS = 10
+FLIPPED = 5
+_STEPS, _BATCH = 300, 64
+
+
+@dataclass(frozen=True)
+class Files:
+    """What the demo writes before it begins.
+
+    Args:
+        weights: The pretrained network.
+        digits: The digits 5 to 9.
+        flipped: The few training digits with some labels flipped, and the same test digits.
+    """
+
+    weights: Path
+    digits: Path
+    flipped: Path
+
+
+@dataclass(frozen=True, eq=False)
+class Recall:
+    """How well wrong labels are found.
+
+    Args:
+        wrong: Ids of the samples with flipped labels.
+        inspected: Ids of as many training samples, the most doubtful first.
+    """
+
+    wrong: tuple[str, ...]
+    inspected: tuple[str, ...]
+
+    @property
+    def found(self) -> int:
+        """How many of the wrong labels are among those inspected."""
+        return len(set(self.wrong) & set(self.inspected))
+
+
+def prepare(out: Path, seed: int) -> tuple[Files, dict[str, float]]:
+    """Pretrain on the digits 0 to 4 and write the data of the digits 5 to 9.
+
+    Args:
+        out: The folder of the demo.
+        seed: Seed of the weights, the batches and the split.
+
+    Returns:
+        The files, and the network's accuracy on held-out digits 0 to 4 with its training time in seconds.
+    """
+    images, labels = bundled_digits()
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(labels))
+    images, labels = images[order], labels[order]
+    start = time.perf_counter()
+    old = labels < 5
+    held = np.flatnonzero(old)[::5]
+    train = np.setdiff1d(np.flatnonzero(old), held)
+    network = _pretrain(_pixels(images[train]), torch.from_numpy(labels[train]), seed)
+    seconds = time.perf_counter() - start
+    with torch.no_grad():
+        right = network(_pixels(images[held])).argmax(1) == torch.from_numpy(labels[held])
+    new = np.flatnonzero(~old)
+    test, pool = new[: len(new) // 2], new[len(new) // 2 :]
+    out.mkdir(parents=True, exist_ok=True)
+    files = Files(out / "pretrained.safetensors", out / "digits.npz", out / "digits-flipped.npz")
+    save_tensors(out, files.weights.stem, network.state_dict(), {})
+    _write_digits(files.digits, (images[pool], labels[pool] - 5), (images[test], labels[test] - 5))
+    return files, {"accuracy": float(right.double().mean()), "seconds": seconds}
+
+
+def _pixels(images: Array) -> Tensor:
+    """Images as the network takes them."""
+    return torch.from_numpy(images)[:, None].float() / 255
+
+
+def _pretrain(x: Tensor, y: Tensor, seed: int) -> nn.Module:
+    """Train the small network."""
+    torch.manual_seed(seed)
+    network = demo_net.digit_net()
+    optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in track(range(_STEPS), "pretraining on the digits 0 to 4"):
+        rows = torch.randint(len(x), (_BATCH,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(x[rows]), y[rows]).backward()
+        optimizer.step()
+    return network.eval().requires_grad_(False)
+
+
+def _write_digits(path: Path, train: tuple[Array, Array], test: tuple[Array, Array]) -> None:
+    """Write a data set."""
+    names = np.array([str(digit) for digit in range(5, 10)])
+    write_atomic(
+        path,
+        lambda temporary: np.savez_compressed(
+            temporary, x_train=train[0], y_train=train[1], x_test=test[0], y_test=test[1], class_names=names
+        ),
+    )
+
+
+def adapt_digits(files: Files, out: Path, seed: int) -> dict[str, Any]:
+    """The first act: a few samples of the new digits.
+
+    Args:
+        files: The demo's files.
+        out: The run folder.
+        seed: Seed of the draw.
+
+    Returns:
+        The result of the adaptation, with one more row: the frozen network.
+    """
+    found = adapt(_settings(files, files.digits, SHOTS, seed), out, partial(keep_fit, out))
+    row = _frozen(found, files)
+    return keep_adaptation(
+        replace(found, rows=(*found.rows, row)), out, "Digits 5 to 9 from a network for 0 to 4"
+    )
+
+
+def _settings(files: Files, data: Path, shots: int | None, seed: int, compare: str = "finetune") -> Settings:
+    """An adaptation of the small network."""
+    network = Network(f"{demo_net.__file__}:digit_net", files.weights)
+    return Settings(network, Source(data, shots=shots, seed=seed), compare=compare)
+
+
+def _frozen(found: Adaptation, files: Files) -> Comparison:
+    """The frozen features, without any training."""
+    start = time.perf_counter()
+    x, y = found.task.tensors("train")
+    test, answers = found.task.tensors("test")
+    network = load_model(found.run.origin.spec, files.weights)
+    scores = nearest_class_mean(network, (x, y), test)
+    accuracy = float((scores.argmax(1) == answers).double().mean())
+    note = "nearest class mean of the frozen features, nothing trained"
+    return Comparison("frozen network", accuracy, seconds=time.perf_counter() - start, note=note)
+
+
+def flip_labels(task: TaskData, path: Path, seed: int) -> tuple[int, ...]:
+    """Write the task with some training labels flipped.
+
+    Args:
+        task: The task with its few training samples.
+        path: The archive to write.
+        seed: Seed of the choice.
+
+    Returns:
+        Positions of the flipped labels.
+    """
+    rng = np.random.default_rng(seed)
+    y = task.train.y.copy()
+    wrong = np.sort(rng.choice(len(y), FLIPPED, replace=False))
+    y[wrong] = (y[wrong] + rng.integers(1, 5, FLIPPED)) % 5
+    _write_digits(path, (task.train.x[..., 0], y), (task.test.x[..., 0], task.test.y))
+    return tuple(int(i) for i in wrong)
+
+
+def forget_flipped(files: Files, out: Path, seed: int) -> tuple[Recall, dict[str, Any]]:
+    """The second act: wrong labels are found by leave-one-out, and forgotten.
+
+    Args:
+        files: The demo's files.
+        out: The demo's folder; the runs are written into folders of it.
+        seed: Seed of the choice.
+
+    Returns:
+        What was found, and the result of forgetting the most doubtful samples.
+    """
+    source = Source(files.digits, shots=SHOTS, seed=seed)
+    task = load_data(source.path).shots(SHOTS, seed)
+    wrong = flip_labels(task, files.flipped, seed)
+    place = out / "flipped"
+    found = adapt(_settings(files, files.flipped, None, seed, "probe"), place, partial(keep_fit, place))
+    keep_adaptation(found, place, f"Digits 5 to 9, {FLIPPED} of {len(task.train)} labels wrong")
+    change, recall = _forget_doubtful(found, wrong)
+    result, page = report_change(change, "forget", out / "forgotten", "The most doubtful labels, forgotten")
+    assert page.train is not None
+    told = tuple(replace(s, flipped=s.sample in wrong) for s in page.train.suspects)
+    page = replace(page, train=_with_truth(page.train, told))
+    save_run(out / "forgotten", change.after)
+    write(out / "forgotten", result, page)
+    return recall, result
+
+
+def _forget_doubtful(found: Adaptation, wrong: tuple[int, ...]) -> tuple[Change, Recall]:
+    """Forget as many of the most doubtful samples as labels were flipped."""
+    order, ids = ranking(doubts(found.run.fit)), found.run.samples.ids
+    recall = Recall(tuple(ids[i] for i in wrong), tuple(ids[i] for i in order[:FLIPPED]))
+    return forget(found.run, recall.inspected, verify=True), recall
+
+
+def _with_truth(train: TrainingSet, told: tuple[Suspect, ...]) -> TrainingSet:
+    """The training part, where the flipped labels are known."""
+    return replace(train, suspects=told, flipped=FLIPPED)

@@ -1,0 +1,281 @@
+"""How good predictions are, and what a fit says about samples that it has not seen."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from linnet.app.data import Standardize
+from linnet.app.report import Comparison, Reliability, RidgePath
+from linnet.app.report.measures import calibration_error, reliability_bins
+from linnet.app.runs.kinds import Fit, kernel_and_residual
+from linnet.errors import NumericalError
+from linnet.fitting.dual import Spectrum
+from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.predictive import probabilities
+from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.memory import parse_bytes
+from linnet.nested.nested_fit import NestedFit
+from linnet.progress import track, waiting
+from linnet.tangent.batch import batch_size, split
+
+Array = np.ndarray[Any, Any]
+_MOST = 10**9  # bytes of kernel between new and training samples held at once
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """Predictions for T samples, in the units of the data.
+
+    Args:
+        mean: Outputs (T, C).
+        std: Their standard deviation (T, C), with noise for a regression; None when it was not asked for.
+        probs: Class probabilities (T, C); None for a regression.
+        note: Why there are no standard deviations, where they were asked for.
+    """
+
+    mean: Array
+    std: Array | None
+    probs: Array | None
+    note: str = ""
+
+    @property
+    def predicted(self) -> Array:
+        """The most probable class (T,), or the values (T, C) of a regression."""
+        return self.mean if self.probs is None else np.asarray(self.probs.argmax(1))
+
+    @property
+    def uncertainty(self) -> Array | None:
+        """One minus the highest probability, or the mean standard deviation, (T,)."""
+        if self.probs is not None:
+            return np.asarray(1 - self.probs.max(1))
+        return None if self.std is None else np.asarray(self.std.mean(1))
+
+
+def predict(
+    fit: Fit,
+    x: Tensor,
+    scale: Standardize | None = None,
+    temperatures: tuple[float, float, float] | None = None,
+    std: bool = True,
+) -> Predictions:
+    """Predict in pieces that fit the memory.
+
+    Args:
+        fit: The fit.
+        x: Inputs of T samples.
+        scale: Scale of regression targets.
+        temperatures: T of the softmax of outputs with and without their variance, and the scale of that
+            variance; None for a regression.
+        std: Whether to compute standard deviations, which needs the kernel with the training samples.
+
+    Returns:
+        The predictions; without standard deviations and with a note where they could not be solved for.
+    """
+    means, variances, note = [], [], ""
+    for part in _pieces(fit, x, "predicting"):
+        if std and not note:
+            try:
+                found = fit.predictive(part)
+            except NumericalError as error:
+                note = f"no standard deviations: {error.what}; --std false leaves them out from the start"
+            else:
+                means.append(found.mean)
+                variances.append(found.variance.clamp_min(0))
+                continue
+        means.append(fit.predict(part))
+    mean = torch.cat(means)
+    variance = torch.cat(variances) if std and not note else None
+    if temperatures is not None:
+        moderated, point, share = temperatures
+        known = None if variance is None else share * variance.double()
+        probs = probabilities(mean.double(), known, point if known is None else moderated)
+        spread = None if variance is None else _numpy(variance.sqrt())
+        return Predictions(_numpy(mean), spread, _numpy(probs), note)
+    if variance is not None:
+        variance = variance + fit.noise
+    if scale is not None:
+        mean = scale.inverse(mean)
+        variance = None if variance is None else scale.inverse_variance(variance)
+    return Predictions(_numpy(mean), None if variance is None else _numpy(variance.sqrt()), None, note)
+
+
+def _pieces(fit: Fit, x: Tensor, what: str) -> Any:
+    """X in pieces whose kernel with the training samples is small."""
+    outputs = 1 if isinstance(fit, NestedFit) else fit.system.c
+    row = 24 * outputs * fit.n * outputs  # the kernel in float32, in float64, and its product with M
+    room = min(parse_bytes(fit.memory, fit.module.function.device) // 4, _MOST)
+    size = max(1, min(int(room // row), 512))
+    parts = list(split(x, size))
+    return track(parts, f"{what} {batch_size(x)} samples", len(parts))
+
+
+def score_classes(
+    name: str, probs: Array, labels: Array, seconds: float | None, note: str = ""
+) -> Comparison:
+    """Accuracy, log loss and calibration error of a classifier.
+
+    Args:
+        name: Name of the method.
+        probs: Class probabilities (T, C).
+        labels: True classes (T,).
+        seconds: Time it took.
+        note: A remark.
+
+    Returns:
+        A row of the comparison.
+
+    Example:
+        >>> score_classes("coin", np.full((2, 2), 0.5), np.array([0, 1]), None).nll
+        0.6931471805599453
+    """
+    own = np.clip(probs[np.arange(len(labels)), labels], 1e-300, None)
+    bins = reliability_bins(probs.max(1), probs.argmax(1) == labels)
+    accuracy = float((probs.argmax(1) == labels).mean())
+    return Comparison(
+        name, accuracy, float(-np.log(own).mean()), calibration_error(bins), None, seconds, note
+    )
+
+
+def score_values(
+    name: str, mean: Array, targets: Array, std: Array | None, seconds: float | None, note: str = ""
+) -> Comparison:
+    """Root mean squared error and Gaussian log loss of a regression.
+
+    Args:
+        name: Name of the method.
+        mean: Predictions (T, C), in the units of the data.
+        targets: True values (T, C).
+        std: Standard deviations with noise (T, C), where there are any.
+        seconds: Time it took.
+        note: A remark.
+
+    Returns:
+        A row of the comparison.
+
+    Example:
+        >>> score_values("mean", np.zeros((2, 1)), np.array([[3.0], [-4.0]]), None, None).rmse
+        3.5355339059327378
+    """
+    gap = mean - targets
+    nll = None
+    if std is not None:
+        # ½ log 2πσ² + (t − μ)² / 2σ², a target
+        nll = float((0.5 * np.log(2 * math.pi * std**2) + gap**2 / (2 * std**2)).mean())
+    return Comparison(name, None, nll, None, float(np.sqrt((gap**2).mean())), seconds, note)
+
+
+def reliability(name: str, probs: Array, labels: Array) -> Reliability:
+    """What the reliability diagram shows.
+
+    Args:
+        name: Name of the method.
+        probs: Class probabilities (T, C).
+        labels: True classes (T,).
+
+    Returns:
+        Confidence and correctness.
+    """
+    return Reliability(name, probs.max(1), probs.argmax(1) == labels)
+
+
+@torch.no_grad()
+def ridge_path(
+    fit: LinearFit | NestedFit, spectrum: Spectrum, x: Tensor | None, labels: Array | None
+) -> RidgePath:
+    """Every criterion along the ridge, and the test accuracy beside it.
+
+    Args:
+        fit: A dual fit.
+        spectrum: Its kernel's eigendecomposition.
+        x: Test inputs, where the test accuracy is wanted.
+        labels: Their classes.
+
+    Returns:
+        The path, as the report takes it.
+    """
+    grid = fit.ridges() if isinstance(fit, NestedFit) else spectrum.grid()
+    path = spectrum.path(grid, fit.classes is not None, fit.targets)
+    accuracy = None
+    if isinstance(fit, NestedFit):
+        if x is not None and labels is not None and fit.classes is not None:
+            parts = _pieces(fit, x, "ridges: predicting")
+            chosen = torch.cat([fit.along(part, grid).argmax(2) for part in parts], 1)
+            accuracy = (_numpy(chosen) == labels).mean(1)
+    elif x is not None and labels is not None and fit.classes is not None:
+        # β(ρ) = V (Λ + ρ)⁻¹ Vᵀ r, one column a ridge; f(x) = f₀(x) + K(x, X) β
+        betas = spectrum.vectors @ (spectrum.coordinates[:, None] / (spectrum.values[:, None] + grid))
+        hits = []
+        for part in _pieces(fit, x, "ridges: predicting"):
+            cross = torch.cat(list(fit._kernel_to_train(part))).reshape(-1, betas.shape[0])
+            change = (cross @ betas.to(cross.dtype)).view(batch_size(part), fit.system.c, -1)
+            hits.append((fit.module.base(part)[:, :, None] + change).argmax(1))
+        accuracy = (_numpy(torch.cat(hits)) == labels[:, None]).mean(0)
+    return RidgePath(
+        _numpy(path.ridges), _numpy(path.loo_error), fit.ridge,
+        None if path.loo_accuracy is None else _numpy(path.loo_accuracy),
+        accuracy, _numpy(path.gcv), _numpy(path.evidence),
+    )  # fmt: skip
+
+
+def spectrum_of(fit: Fit) -> Spectrum | None:
+    """The eigendecomposition of a dual fit's kernel.
+
+    Args:
+        fit: The fit.
+
+    Returns:
+        The decomposition, or None for a fit by conjugate gradients.
+    """
+    found = kernel_and_residual(fit)
+    if found is None:
+        return None
+    size = len(found[0])
+    with waiting(f"eigenvalues of {size} equations", eigen_seconds(size)):
+        return Spectrum(*found) if isinstance(fit, SoftmaxFit) else fit.system.spectrum  # type: ignore[union-attr]
+
+
+def softmax_path(fit: SoftmaxFit) -> RidgePath | None:
+    """Every criterion along the ridge, where a cross-entropy fit has chosen it.
+
+    Args:
+        fit: The fit.
+
+    Returns:
+        The path, with log losses as errors; None where the ridge was given.
+    """
+    path = fit.chosen_path
+    if path is None:
+        return None
+    return RidgePath(
+        _numpy(path.ridges), _numpy(path.loo_error), fit.ridge, _numpy(path.loo_accuracy), None, None,
+        _numpy(path.evidence),
+    )  # fmt: skip
+
+
+def eigen_seconds(size: int, probe: int = 200) -> float:
+    """How long a symmetric eigendecomposition will take here, from a small one.
+
+    Args:
+        size: Rows of the matrix.
+        probe: Rows of the small one.
+
+    Returns:
+        Seconds, by the cube of the rows.
+    """
+    matrix = torch.ones(probe, probe, dtype=torch.float64).tril()
+    start = time.perf_counter()
+    torch.linalg.eigh(matrix + matrix.T)
+    return (time.perf_counter() - start) * (size / probe) ** 3
+
+
+def _numpy(value: Tensor) -> Array:
+    """A tensor as float64 (or integer) NumPy array."""
+    value = value.detach().cpu()
+    return np.asarray((value.double() if value.is_floating_point() else value).numpy())

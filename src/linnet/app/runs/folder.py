@@ -1,0 +1,527 @@
+"""A run folder: everything that predicting, explaining, forgetting and updating need.
+
+``model.safetensors``       the network at θ₀, its new head included
+``linear-fit.safetensors``  the solved fit, training inputs included; ``nested-fit.safetensors`` of ``adapt``
+``curvature.safetensors``   the metric of the ridge, where it has one
+``samples.safetensors``     the training samples as people see them
+``run.json``                how to build the network, what the data were, and the checksums of the above
+
+Each file is written whole or not at all, and ``run.json`` last: a folder without it is no finished run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import textwrap
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from linnet import params
+from linnet.app.data import ImageTransform, Standardize, TaskData, load_data
+from linnet.app.data.columns import Table
+from linnet.app.models import apply_weights, load_model
+from linnet.app.runs.kinds import Fit, known_outputs
+from linnet.app.runs.lock import check_free, writing
+from linnet.app.runs.place import RECORD, REPLAY, check_still, clear_run, note_record
+from linnet.app.runs.trust import absolute_spec, check_run, remember_run
+from linnet.curvatures.curvature import KIND as CURVATURE
+from linnet.curvatures.saved import load_curvature
+from linnet.errors import FileFormatError, InputError, LinnetError
+from linnet.files import load_tensors, read_json, save_tensors, write_json
+from linnet.fitting.centered import with_centered_head
+from linnet.fitting.head import with_head
+from linnet.fitting.last_layer import Appended
+from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.load_fit import load_fit
+from linnet.fitting.metric import MetricNetwork, with_metric
+from linnet.nested.adapt import load_adapted
+from linnet.nested.features import with_random_heads
+from linnet.nested.nested_files import KIND as NESTED
+from linnet.nested.nested_fit import NestedFit
+
+Array = np.ndarray[Any, Any]
+_KIND = "run"
+_MOST = 2**31  # outputs and positions: beyond what a run in memory can have
+_TENSORS: tuple[str, ...] = ("model", "linear-fit", "samples")
+_SAVED = {*_TENSORS, CURVATURE, NESTED}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run's network came from.
+
+    Args:
+        spec: The network's name; a file's path is absolute.
+        arguments: Keyword arguments of the factory.
+        head: Outputs of the new head, or None where the old one was kept.
+        centered: Whether the head starts at zero, see :mod:`linnet.fitting.centered`.
+        weights: The weights that it started from, for the reader.
+        metric: τ of the curvature that is the metric of the ridge; None where all weights are held alike.
+        init: The head at the start: ``"probe"``, ``"random"``, ``"zero"`` or ``"keep"``; None in older runs.
+        heads: Number and seed of the random heads of a nested fit; None for one linearization.
+        appended: Number of features that the network returns, where a head was put behind it.
+    """
+
+    spec: str
+    arguments: dict[str, Any]
+    head: int | None
+    centered: bool
+    weights: str | None = None
+    metric: float | None = None
+    init: str | None = None
+    heads: tuple[int, int] | None = None
+    appended: int | None = None
+
+
+@dataclass(frozen=True)
+class TestSource:
+    """Where a run's test samples are read from.
+
+    Args:
+        path: The data's absolute path.
+        seed: Seed of the split.
+        target: Column of a table.
+        columns: How the columns of a table become features; None for other data.
+        positions: Positions of the test samples that were used; None for all.
+        digest: Hash of their names and answers, so that changed data are noticed.
+        damaged: What is done with image files that cannot be decoded, ``"error"`` or ``"skip"``.
+    """
+
+    path: str
+    seed: int
+    target: str | None
+    columns: Table | None
+    positions: tuple[int, ...] | None
+    digest: str
+    damaged: str = "error"
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingSamples:
+    """Training samples as people see them.
+
+    Args:
+        images: Bytes (N, H, W, C), or None when samples are no images.
+        answers: Labels int64 (N,), or targets in their own units (N, T).
+        ids: A stable name for each sample.
+    """
+
+    images: Array | None
+    answers: Array
+    ids: tuple[str, ...]
+
+    def take(self, positions: Array) -> TrainingSamples:
+        """Some of the samples.
+
+        Args:
+            positions: Their positions, (K,).
+
+        Returns:
+            K samples.
+        """
+        images = None if self.images is None else self.images[positions]
+        return TrainingSamples(images, self.answers[positions], tuple(self.ids[p] for p in positions))
+
+    def joined(self, other: TrainingSamples) -> TrainingSamples:
+        """These samples, then others.
+
+        Args:
+            other: The others.
+
+        Returns:
+            Both; without pictures where the others have none of the same size.
+        """
+        images = None
+        if (
+            self.images is not None
+            and other.images is not None
+            and self.images.shape[1:] == other.images.shape[1:]
+        ):
+            images = np.concatenate([self.images, other.images])
+        return TrainingSamples(images, np.concatenate([self.answers, other.answers]), self.ids + other.ids)
+
+
+@dataclass(frozen=True, eq=False)
+class SavedRun:
+    """What a run folder holds.
+
+    Args:
+        origin: Where the network came from.
+        fit: The solved fit.
+        samples: The training samples.
+        classes: Names of the classes; None for a regression.
+        transforms: From stored samples to inputs, and the scale of regression targets.
+        test: Where the test samples are; None when there are none.
+        temperatures: T of the softmax of outputs with and without their variance, and the scale of that
+            variance; None for a regression.
+    """
+
+    origin: Origin
+    fit: Fit
+    samples: TrainingSamples
+    classes: tuple[str, ...] | None
+    transforms: tuple[ImageTransform | Standardize | None, Standardize | None]
+    test: TestSource | None
+    temperatures: tuple[float, float, float] | None
+
+    def changed(self, fit: Fit, samples: TrainingSamples) -> SavedRun:
+        """The run after its training samples changed.
+
+        Args:
+            fit: The new fit.
+            samples: Its samples.
+
+        Returns:
+            A run with the temperatures of the new fit, or its own where a kernel would be needed for them.
+        """
+        temperatures = temperatures_of(fit) if fit.solver == "dual" else self.temperatures
+        return replace(self, fit=fit, samples=samples, temperatures=temperatures)
+
+    def inputs(self, x: Array) -> Tensor:
+        """Stored samples as the network's inputs, on its device.
+
+        Args:
+            x: Images uint8 (N, H, W, C), or features (N, ...).
+
+        Returns:
+            Inputs (N, ...).
+        """
+        transform, function = self.transforms[0], self.fit.module.function
+        if transform is not None:
+            return transform(x, function.dtype).to(function.device)
+        value = torch.from_numpy(x)
+        return value.to(function.device, function.dtype if value.is_floating_point() else value.dtype)
+
+    def answers(self, y: Array) -> Tensor:
+        """Stored answers as the fit takes them.
+
+        Args:
+            y: Labels (N,), or targets in their own units (N, T).
+
+        Returns:
+            Labels int64 (N,), or scaled targets (N, T).
+        """
+        if self.classes is not None:
+            return torch.from_numpy(y)
+        dtype, scale = self.fit.module.function.dtype, self.transforms[1]
+        return scale(y, dtype) if scale else torch.from_numpy(y).to(dtype)
+
+
+def temperatures_of(fit: Fit) -> tuple[float, float, float] | None:
+    """T of the softmax, fitted to leave-one-out outputs with and without their variance, and its scale.
+
+    Args:
+        fit: A fit.
+
+    Returns:
+        All three, or None for a regression.
+    """
+    moderated, point = fit.temperature, fit.point_temperature
+    return None if moderated is None or point is None else (moderated, point, fit.variance_scale)
+
+
+def save_run(folder: Path, run: SavedRun) -> None:
+    """Write a run; the record last, so that an interruption leaves no run that looks finished.
+
+    Args:
+        folder: The folder; made if missing. Nothing of the run is left in it if it cannot be written whole.
+        run: The run.
+
+    Raises:
+        InputError: Another process is writing there, or has finished a run there since this one claimed it.
+    """
+    with writing(folder):
+        check_still(folder)
+        try:
+            _write_run(folder, run)
+        except BaseException:
+            for name in _SAVED:
+                (folder / f"{name}.safetensors").unlink(missing_ok=True)
+            raise
+        note_record(folder)
+        remember_run(folder)
+
+
+def keep_fit(folder: Path, run: SavedRun, overwrite: bool = False) -> None:
+    """Write a run before it is evaluated; its report comes later.
+
+    Args:
+        folder: The folder.
+        run: The run.
+        overwrite: Whether an earlier run there goes.
+    """
+    if overwrite:
+        clear_run(folder)
+    for name in ("result.json", "report.html"):  # without them a run is known to be interrupted
+        (folder / name).unlink(missing_ok=True)
+    save_run(folder, run)
+
+
+def interrupted_run(folder: Path, device: str, memory: str | None) -> SavedRun | None:
+    """The fit of a run that was interrupted while it was evaluated.
+
+    Args:
+        folder: The folder, whose settings are those of the run that goes on.
+        device: Where to compute.
+        memory: Budget of what is computed from it.
+
+    Returns:
+        The run, or None where there is none that can be read.
+    """
+    if not all((folder / name).is_file() for name in (RECORD, REPLAY)) or (folder / "result.json").exists():
+        return None
+    try:
+        return load_run(folder, device, memory)
+    except LinnetError:
+        return None
+
+
+def _write_run(folder: Path, run: SavedRun) -> None:
+    """The files of a run, in the order that matters."""
+    (folder / RECORD).unlink(missing_ok=True)
+    function = run.fit.module.function
+    network, tensors = (function.source or function).model, _TENSORS  # in the type that it came in
+    if isinstance(network, MetricNetwork):
+        network.curvature.save(folder)
+        network, tensors = network.network, (*_TENSORS, CURVATURE)
+    if isinstance(run.fit, NestedFit):
+        tensors = tuple(NESTED if name == "linear-fit" else name for name in tensors)
+    save_tensors(folder, "model", dict(network.state_dict()), {})
+    run.fit.save(folder)
+    arrays = {"answers": torch.from_numpy(run.samples.answers)}
+    if run.samples.images is not None:
+        arrays["images"] = torch.from_numpy(run.samples.images)
+    save_tensors(folder, "samples", arrays, {"ids": list(run.samples.ids)})
+    transform, scale = run.transforms
+    record = {
+        "origin": asdict(run.origin),
+        "classes": run.classes,
+        "transform": None if transform is None else {"kind": type(transform).__name__, **asdict(transform)},
+        "scale": None if scale is None else asdict(scale),
+        "test": None if run.test is None else asdict(run.test),
+        "temperatures": run.temperatures,
+        "files": {name: _checksum(folder / f"{name}.safetensors") for name in tensors},
+    }
+    write_json(folder / RECORD, record, kind=_KIND)
+
+
+def load_run(
+    folder: Path,
+    device: str = "cpu",
+    memory: str | None = None,
+    *,
+    model: str | None = None,
+    trust: bool = False,
+) -> SavedRun:
+    """Read a run, which builds its network: code runs that the user made the run with, named or trusts.
+
+    Args:
+        folder: The folder.
+        device: Where to compute.
+        memory: Budget of what is computed from it.
+        model: The network's factory, named by the user; the one that the run names when None.
+        trust: Whether to run what the run names, though it is of somebody else; it is then remembered.
+
+    Returns:
+        The run.
+
+    Raises:
+        InputError: There is no such folder, another process is writing there, or it would run code that the
+            user has neither named nor trusted.
+        FileFormatError: It is no finished run, a file is damaged or of another run, or the factory makes
+            another network now.
+    """
+    check_free(folder)
+    record = _read_record(folder)
+    origin = Origin(**record["origin"])
+    if not trust:
+        check_run(folder, record, origin.spec, origin.arguments, named=model is not None)
+    if model is not None:
+        origin = replace(origin, spec=absolute_spec(model))
+    network = _build(folder, origin).to(device)
+    fit: Fit = load_fit(folder, network) if origin.heads is None else load_adapted(folder, network)
+    fit.memory = memory
+    arrays, names = load_tensors(folder / "samples.safetensors", "samples")
+    images = arrays["images"].numpy() if "images" in arrays else None
+    samples = TrainingSamples(images, arrays["answers"].numpy(), tuple(names["ids"]))
+    _check_network(folder, fit, origin)
+    test = record["test"]
+    if test is not None:
+        columns = None if test["columns"] is None else Table.of(test["columns"])
+        positions = None if test["positions"] is None else tuple(test["positions"])
+        test = TestSource(**{**test, "columns": columns, "positions": positions})
+    classes = None if record["classes"] is None else tuple(record["classes"])
+    transforms = (
+        _transform(record["transform"]),
+        None if record["scale"] is None else Standardize(**record["scale"]),
+    )
+    known = record["temperatures"]
+    temperatures = None if known is None else (*known, 1.0)[:3]  # older folders have no scale of the variance
+    if temperatures is not None and isinstance(fit, LinearFit):
+        fit._temperature, fit._point_temperature, fit._variance_scale = temperatures
+    if temperatures is not None and isinstance(fit, NestedFit):
+        fit.calibrate(*temperatures)
+    if trust:
+        remember_run(folder)
+    return SavedRun(origin, fit, samples, classes, transforms, test, temperatures)
+
+
+def load_test(run: SavedRun) -> tuple[TaskData | None, str]:
+    """Read a run's test samples again.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The task with the test samples that were used, or None with the reason why not.
+    """
+    if run.test is None:
+        return None, "the run has no test samples"
+    transform = run.transforms[0] if isinstance(run.transforms[0], ImageTransform) else None
+    try:
+        task = load_data(
+            run.test.path, transform, run.test.seed, target=run.test.target, damaged=run.test.damaged
+        )
+        if run.test.positions is not None:
+            task = task.subset("test", run.test.positions)
+    except LinnetError as error:
+        return None, f"the test samples cannot be read again: {error.what}"
+    if test_digest(task) != run.test.digest:
+        return None, f"the test samples in {run.test.path} are not those of the run any more"
+    if isinstance(run.transforms[0], Standardize):
+        task = replace(task, transform=run.transforms[0], targets=run.transforms[1])
+    return task, ""
+
+
+def test_digest(task: TaskData) -> str:
+    """A hash of the test samples' names and answers.
+
+    Args:
+        task: The task.
+
+    Returns:
+        SHA-256, 64 hexadecimal digits.
+    """
+    digest = hashlib.sha256("\0".join(task.test.ids).encode())
+    digest.update(np.ascontiguousarray(task.test.y).tobytes())
+    return digest.hexdigest()
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    """The record of a finished run whose files are its own."""
+    if not folder.is_dir():
+        raise InputError(
+            f"there is no run folder {folder}",
+            expected="a folder written by linnet adapt, forget or update",
+            remedy="name the folder that was --out of linnet adapt",
+        )
+    if not (folder / RECORD).is_file():
+        raise FileFormatError(
+            f"{folder} holds no finished run: {RECORD} is missing",
+            expected="a folder written by linnet adapt, forget or update",
+            remedy="run linnet adapt again with the same --out; an interrupted run continues there",
+        )
+    record: dict[str, Any] = read_json(folder / RECORD, _KIND)
+    _check_record(folder / RECORD, record)
+    for name, checksum in record["files"].items():
+        path = folder / f"{name}.safetensors"
+        if not path.is_file():
+            raise FileFormatError(
+                f"{path} is missing", expected="all files of the run", remedy="copy the whole folder"
+            )
+        if _checksum(path) != checksum:
+            raise FileFormatError(
+                f"{path} is truncated, altered or of another run: its content does not match {RECORD}",
+                expected="the file exactly as linnet wrote it",
+                remedy="restore it from a copy, or run linnet adapt again",
+            )
+    return record
+
+
+def _check_record(path: Path, record: Any) -> None:
+    """Require that a record has all that is read from it, of the right kinds, and no number too large."""
+    try:
+        origin = Origin(**record["origin"])
+        params.integer("head", 1 if origin.head is None else origin.head, most=_MOST)
+        for number, least in zip(origin.heads or (), (1, 0), strict=False):
+            params.integer("heads", number, least=least, most=_MOST)
+        if origin.heads is not None and len(origin.heads) != 2:
+            raise ValueError("heads must be their number and a seed")
+        params.instance("arguments", origin.arguments, dict, "a dictionary")
+        params.instance("spec", origin.spec, str, "a string")
+        _transform(record["transform"])
+        if record["scale"] is not None:
+            Standardize(**record["scale"])
+        if record["test"] is not None:
+            test = TestSource(**record["test"])
+            params.instance("path", test.path, str, "a string")
+            if record["test"]["columns"] is not None:
+                Table.of(record["test"]["columns"])
+            for position in test.positions or ():
+                params.integer("positions", position, least=0, most=_MOST)
+        for value in record["temperatures"] or ():
+            float(value)
+        names = [*(record["classes"] or ()), *record["files"].values()]
+        if not all(isinstance(name, str) for name in names) or not set(record["files"]) <= _SAVED:
+            raise ValueError("classes and files must be names")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise FileFormatError(
+            f"{path} does not describe a run ({type(error).__name__}: {textwrap.shorten(str(error), 200)})",
+            expected="the record exactly as linnet wrote it",
+            remedy="restore it from a copy, or run linnet adapt again",
+        ) from error
+
+
+def _build(folder: Path, origin: Origin) -> nn.Module:
+    """The network at θ₀."""
+    model = load_model(origin.spec, None, origin.arguments, pretrained=False)
+    if origin.appended is not None:
+        model = Appended(model, origin.appended)
+    if origin.head is not None:
+        model = with_head(model, origin.head, init="zero")
+    if origin.heads is not None:
+        model = with_random_heads(model, *origin.heads)
+    start = with_centered_head(model) if origin.centered else model
+    state, _ = load_tensors(folder / "model.safetensors", "model")
+    apply_weights(start, state)
+    if origin.metric is None:
+        return start.eval()
+    if start is not model:  # the curvature is that of the probe, which has fewer tensors
+        apply_weights(model, {name: state[name] for name in model.state_dict()})
+    return with_metric(start.eval(), load_curvature(folder, model.eval()), origin.metric)
+
+
+@torch.no_grad()
+def _check_network(folder: Path, fit: Fit, origin: Origin) -> None:
+    """Require that the network still computes what it computed when it was fitted."""
+    from linnet.tangent.batch import take
+
+    rows = slice(0, min(4, fit.n))
+    known = known_outputs(fit, rows)
+    now = fit.predict(take(fit.x, rows)).double()
+    # float32 outputs on another machine or device may differ in the last digits
+    if not torch.allclose(now, known, rtol=1e-2, atol=1e-3 * (1 + float(known.abs().max()))):
+        raise FileFormatError(
+            f"the network that {origin.spec} makes does not compute what it did when {folder} was written",
+            expected="the same factory",
+            remedy="restore the factory's file, or run linnet adapt again",
+        )
+
+
+def _transform(record: dict[str, Any] | None) -> ImageTransform | Standardize | None:
+    """The transform that a record describes."""
+    if record is None:
+        return None
+    values = {key: value for key, value in record.items() if key != "kind"}
+    return ImageTransform(**values) if record["kind"] == "ImageTransform" else Standardize(**values)
+
+
+def _checksum(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

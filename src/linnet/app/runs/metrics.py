@@ -1,0 +1,81 @@
+"""The metric of the ridge of an adaptation: which one, and the network in its coordinates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from linnet.app.runs.settings import Settings
+from linnet.curvatures.build import curvature as compute_curvature
+from linnet.errors import MemoryBudgetError
+from linnet.fitting.metric import with_metric
+from linnet.likelihoods import Gaussian
+from linnet.tangent.linearized import Linearized, linearize
+
+SMALL = 1e12  # operations that nobody waits for
+
+
+def choose_metric(settings: Settings, lin: Linearized, classes: bool, equations: int) -> tuple[str, str]:
+    """The metric of the ridge, where nobody has said.
+
+    The curvature's was ahead of one ridge for all weights on every pair of a study of images. The training
+    samples cannot tell behind a probe: their labels are in the derivatives.
+
+    Args:
+        settings: What is asked for.
+        lin: The network where the fit starts.
+        classes: Whether the answers are classes.
+        equations: N·C.
+
+    Returns:
+        ``"kfac"`` or ``"none"``, and why.
+    """
+    solving = settings.solving
+    if solving.metric != "auto":
+        return solving.metric, "asked for"
+    if not classes:
+        return "none", "a regression, of which there is no study"
+    if settings.network.cross_fit:
+        return "none", "every fold of a cross-fitted probe would have one of its own"
+    if not isinstance(solving.ridge, str):
+        return "none", "the ridge that is given is that of all weights alike"
+    if solving.solver == "cg":
+        return "none", "conjugate gradients are preconditioned instead"
+    sides = [side for t in lin.theta0.values() if t.ndim > 1 for side in (t.shape[0], t[0].numel())]
+    # eigenvectors of all factors, 10 d³, against the products of the kernel, (N·C)² P
+    if 10 * sum(side**3 for side in sides) > max(equations**2 * lin.space.dim, SMALL):
+        return "none", "its eigenvectors would take longer than the kernel"
+    return "kfac", "weights that move the outputs far are held more; ahead on every pair of a study"
+
+
+def in_metric(
+    settings: Settings, probe: nn.Module, lin: Linearized, x: Tensor, chosen: tuple[str, str]
+) -> tuple[Linearized, str, str]:
+    """The network where the fit starts, in the coordinates of the probe's curvature.
+
+    Args:
+        settings: What is asked for.
+        probe: The network with the head whose derivatives are taken.
+        lin: The network where the fit starts.
+        x: Training inputs.
+        chosen: The metric, and why.
+
+    Returns:
+        The network with one parameter, the metric, and why; the network as it is where nobody has asked for a
+        metric that does not fit into memory.
+
+    Raises:
+        MemoryBudgetError: If it was asked for and does not fit.
+    """
+    structure, why = chosen
+    shape = len(x), lin.function.output_shape(x).numel()
+    outputs = torch.zeros(shape, dtype=lin.function.dtype, device=x.device)
+    unit, params, memory = Gaussian(variance=1.0), settings.solving.params, settings.solving.memory
+    try:
+        found = compute_curvature(probe, (x, outputs), unit, structure, params=params, memory=memory)
+    except MemoryBudgetError as error:
+        if settings.solving.metric != "auto":
+            raise
+        return lin, "none", f"the metric is too large: {error.what}"
+    # G + 0 I in its eigenbasis: so the run folder keeps it, and nothing is decomposed when it is opened
+    return linearize(with_metric(lin.model, found.damped(0.0))), structure, why

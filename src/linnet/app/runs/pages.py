@@ -1,0 +1,338 @@
+"""Reports of runs: from what was found to the page and the result file."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from linnet import __version__
+from linnet.app.data import Part
+from linnet.app.report import (
+    Choice,
+    Coverage,
+    Explanation,
+    FitRecord,
+    HeldOutSet,
+    Neighbor,
+    Notes,
+    PreflightText,
+    RidgeChoice,
+    Run,
+    Samples,
+    Scores,
+    Spectrum,
+    Suspect,
+    Timing,
+    TrainingSet,
+    write_report,
+)
+from linnet.app.report.measures import ranking
+from linnet.app.report.wording import summary
+from linnet.app.runs.adaptation import Adaptation
+from linnet.app.runs.evaluation import Predictions, ridge_path, softmax_path, spectrum_of
+from linnet.app.runs.folder import SavedRun, TrainingSamples
+from linnet.app.runs.kinds import Fit, certificate_of, contradiction, cross_fitted, loss_of
+from linnet.app.runs.lock import writing
+from linnet.audit.label_errors import label_errors
+from linnet.files import write_json
+from linnet.fitting.dual import Spectrum as Eigen
+from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.nested.nested_fit import NestedFit
+from linnet.tangent.preflight import Preflight
+
+Array = np.ndarray[Any, Any]
+_NEIGHBORS = 5  # training samples shown on each side of an explanation
+_EXPLAINED = 6  # test samples explained in a report
+
+
+def write(folder: Path, result: dict[str, Any], page: Run) -> None:
+    """Write ``report.html`` and ``result.json``: the result, and every number of the page.
+
+    Args:
+        folder: Where.
+        result: The result of a command.
+        page: Its report.
+    """
+    with writing(folder, wait=True):  # both of one process
+        write_report(folder / "report.html", page)
+        write_json(folder / "result.json", {**result, "report": page.to_dict()})
+
+
+def adaptation_page(found: Adaptation, title: str) -> Run:
+    """The report of an adaptation.
+
+    Args:
+        found: What was found.
+        title: Title of the page.
+
+    Returns:
+        The report.
+    """
+    run, task = found.run, found.task
+    with found.stages.measure("ridge path and spectrum"):
+        eigen = spectrum_of(run.fit)
+        path = None
+        if isinstance(run.fit, SoftmaxFit):
+            path = softmax_path(run.fit)
+        elif eigen is not None:
+            x = task.tensors("test")[0].to(run.fit.module.function.device)
+            path = ridge_path(run.fit, eigen, x, task.test.y if task.classes else None)
+    with found.stages.measure("influence and leave-one-out"):
+        train = training_set(run)
+        test = held_out(run, task.test, found.predictions, task.image_mode is not None)
+    record = FitRecord(
+        path, _spectrum(run.fit, eigen), choices(run), _preflight(found.preflight),
+        tuple(Timing(name, seconds) for name, seconds in _timings(found).items()),
+        ridge=RidgeChoice(run.fit.record.criterion, loss_of(run.fit), cross_fitted(run.fit)),
+    )  # fmt: skip
+    notes = Notes(warnings=(*run.fit.record.warnings, *task.findings), facts=facts(run))
+    scores = Scores(found.rows, found.reliability, len(task.test))
+    page = Run(title, run.classes, notes, scores, record, train, test)
+    verdict = run.fit.record.reasons.get("verdict")
+    if verdict is None:
+        return page
+    return replace(page, notes=replace(notes, headline=(verdict, *summary(page))))
+
+
+def training_set(run: SavedRun) -> TrainingSet:
+    """The training samples, how much each of them moved the fit, and whose labels it doubts.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The part of the report; without measures for a fit by conjugate gradients, where each costs a solve.
+    """
+    samples = seen(run.samples)
+    if run.fit.solver != "dual":
+        return TrainingSet(samples)
+    informative = run.fit.informativeness().double().cpu().numpy()
+    doubted, by_chance = suspects(run.fit)
+    return TrainingSet(samples, informative, doubted, by_chance=by_chance)
+
+
+def doubts(fit: Fit) -> Array:
+    """How much the fit of all the other samples contradicts each label.
+
+    Args:
+        fit: A dual fit of classes.
+
+    Returns:
+        The norm of the leave-one-out residual, in units of the targets, (N,).
+    """
+    return np.asarray(contradiction(fit).cpu().numpy())
+
+
+def suspects(fit: Fit) -> tuple[tuple[Suspect, ...], float | None]:
+    """Training samples whose label looks wrong to the fit of all the others.
+
+    Args:
+        fit: A dual fit.
+
+    Returns:
+        Most doubtful first, and how many would look wrong if all labels were right; ``None`` for regression.
+    """
+    if fit.labels is None:
+        return (), None
+    errors = label_errors(fit.loo(), fit.labels)
+    chosen = set(errors.indices.tolist())
+    given, suggested, doubt = fit.labels.cpu(), errors.suggested.cpu(), doubts(fit)
+    order = [int(i) for i in ranking(doubt) if int(i) in chosen]
+    found = tuple(Suspect(i, int(given[i]), int(suggested[i]), float(doubt[i])) for i in order)
+    return found, errors.expected
+
+
+def held_out(
+    run: SavedRun, part: Part, found: Predictions, images: bool, chosen: list[int] | None = None
+) -> HeldOutSet:
+    """Test samples with their predictions, some of them explained.
+
+    Args:
+        run: The run.
+        part: The samples.
+        found: Their predictions.
+        images: Whether they are images.
+        chosen: Positions of those to explain; by default a telling selection.
+
+    Returns:
+        The part of the report.
+    """
+    samples = Samples(part.x if images else None, part.y, part.ids)
+    if chosen is None:
+        chosen = _telling(found, part.y, run.classes is not None)
+    explained: tuple[Explanation, ...] = ()
+    if chosen and run.fit.solver == "dual":
+        explained = explanations(run, part.take(np.asarray(chosen)).x, chosen, found)
+    if found.probs is not None:
+        return HeldOutSet(samples, probs=found.probs, uncertainty=found.uncertainty, explanations=explained)
+    return HeldOutSet(samples, None, found.mean, found.std, found.uncertainty, explained)
+
+
+def explanations(
+    run: SavedRun, x: Array, places: list[int], found: Predictions, top: int = _NEIGHBORS
+) -> tuple[Explanation, ...]:
+    """The training samples that pushed some predictions up and down.
+
+    Args:
+        run: The run.
+        x: The samples to explain, as stored, (K, ...).
+        places: Their positions among the predictions, (K,).
+        found: Predictions of all samples.
+        top: Training samples on each side.
+
+    Returns:
+        One explanation a sample, of the predicted class, or of the first value of a regression.
+    """
+    influence = run.fit.influence(run.inputs(x)).double().cpu().numpy()
+    scale = run.transforms[1]
+    made = []
+    for row, place in enumerate(places):
+        output = int(found.predicted[place]) if run.classes is not None else 0
+        pushed = influence[:, row, output] * (scale.std[0] if scale else 1.0)
+        order = ranking(pushed)
+        up = tuple(Neighbor(int(i), float(pushed[i])) for i in order[:top] if pushed[i] > 0)
+        down = tuple(Neighbor(int(i), float(pushed[i])) for i in order[::-1][:top] if pushed[i] < 0)
+        made.append(Explanation(place, output if run.classes is not None else None, up, down))
+    return tuple(made)
+
+
+def _telling(found: Predictions, answers: Array, classes: bool) -> list[int]:
+    """The surest right predictions of two classes, the two surest wrong ones, and the two least sure."""
+    unsure = found.uncertainty
+    if unsure is None:
+        return list(range(min(len(answers), _EXPLAINED)))
+    order = ranking(unsure)
+    if not classes:
+        return sorted({int(i) for i in (*order[:3], *order[::-1][:3])})
+    wrong = found.predicted != answers
+    sure = order[::-1]
+    right, mistaken = sure[~wrong[sure]], sure[wrong[sure]]
+    others = right[found.predicted[right] != found.predicted[right[:1]]] if len(right) else right
+    picked = [*right[:1], *others[:1], *mistaken[:2], *order[:2]]
+    return list(dict.fromkeys(int(i) for i in picked))
+
+
+def seen(samples: TrainingSamples) -> Samples:
+    """Training samples for the page.
+
+    Args:
+        samples: The samples of a run.
+
+    Returns:
+        Pictures, labels and names.
+    """
+    return Samples(samples.images, samples.answers, samples.ids)
+
+
+def choices(run: SavedRun) -> tuple[Choice, ...]:
+    """What was decided and why.
+
+    Args:
+        run: The run.
+
+    Returns:
+        One line a decision.
+    """
+    fit, reasons = run.fit, run.fit.record.reasons
+    ridge = reasons.get("ridge", "")
+    made = [
+        Choice("head", _head(run), reasons.get("head", "")),
+        Choice("solver", fit.solver, reasons.get("solver", "")),
+        # a change of the training samples keeps the ridge, and so what was said of the samples before
+        Choice("ridge", f"{fit.ridge:.4g}", f"of the fit before: {ridge}" if "change" in reasons else ridge),
+    ]
+    if isinstance(fit, NestedFit):
+        made[0] = Choice("head", f"new, {fit.system.c} outputs", "a linear probe, part of the fit")
+        made.insert(1, Choice("weight of the lower layers", f"{fit.body_weight:g}", reasons.get("body", "")))
+        if fit.trained:
+            made.insert(2, Choice("training of the lower layers", reasons["training"], reasons["retraining"]))
+    if "metric" in reasons:
+        metric = "one for all weights" if run.origin.metric is None else "K-FAC"
+        made.insert(2, Choice("metric of the ridge", metric, reasons["metric"]))
+    if "loss" in reasons or isinstance(fit, SoftmaxFit):
+        made.insert(1, Choice("loss", loss_of(fit), reasons.get("loss", "asked for")))
+    if isinstance(fit, SoftmaxFit):
+        made.append(Choice("optimum", f"{fit.system.steps} Newton steps", reasons.get("newton", "")))
+        if "leave-one-out" in reasons:
+            made.append(Choice("leave-one-out", "approximate", reasons["leave-one-out"]))
+    else:
+        trained = isinstance(fit, NestedFit) and fit.trained
+        why = "error on held-out folds" if trained else "highest evidence at this ridge"
+        made.append(Choice("noise variance", f"{fit.noise:.4g}", why))
+    if run.temperatures is not None and not isinstance(fit, SoftmaxFit):
+        made.append(
+            Choice("softmax temperature", f"{run.temperatures[0]:.4g}", _moderation(fit, run.temperatures[2]))
+        )
+    if "change" in reasons:
+        made.append(Choice("change", reasons["change"], "by linear algebra on the fit before"))
+    return tuple(made)
+
+
+def _head(run: SavedRun) -> str:
+    """What the head is."""
+    if run.origin.head is None:
+        return "kept"
+    init = run.origin.init or ("probe" if run.origin.centered else "")
+    kind = {"probe": ", linear probe", "random": ", random", "zero": ", zero"}.get(init, "")
+    crossed = ", cross-fitted" if cross_fitted(run.fit) else ""
+    return f"new, {run.origin.head} outputs{kind}{crossed}"
+
+
+def _moderation(fit: Fit, scale: float) -> str:
+    """How probabilities were calibrated."""
+    counted = "" if scale == 1 else f"; variances count {scale:g}-fold"
+    kind = "held-out" if cross_fitted(fit) else "leave-one-out"
+    part = "" if fit.solver == "dual" else " of the small fit that chose the ridge"
+    return f"likeliest {kind} predictions{part}{counted}"
+
+
+def facts(run: SavedRun) -> tuple[tuple[str, str], ...]:
+    """Versions and sizes for the foot of the page.
+
+    Args:
+        run: The run.
+
+    Returns:
+        Pairs of a name and a text.
+    """
+    fit = run.fit
+    return (
+        ("linnet", __version__),
+        ("torch", torch.__version__),
+        ("Python", platform.python_version()),
+        ("network", Path(run.origin.spec).name),
+        ("weights fitted", f"{fit.module.space.dim:,}"),
+        ("training samples", str(fit.n)),
+        (f"certificate ({certificate_of(fit)})", f"{fit.system.certificate():.1e}"),
+    )
+
+
+def _spectrum(fit: Fit, eigen: Eigen | None) -> Spectrum | None:
+    """The kernel's eigenvalues."""
+    return None if eigen is None else Spectrum(eigen.values.cpu().numpy(), fit.ridge)
+
+
+def _preflight(report: Preflight) -> PreflightText:
+    """The preflight for the page."""
+    return PreflightText(
+        str(report),
+        tuple(Coverage(p.name, p.shape, p.uses, p.treatment) for p in report.parameters),
+        report.memory.items, report.memory.budget, report.findings,
+    )  # fmt: skip
+
+
+def _timings(found: Adaptation) -> dict[str, float]:
+    """Seconds of each step, with the fit in its parts."""
+    parts = found.run.fit.record.seconds
+    seconds: dict[str, float] = {}
+    for name, value in found.stages.seconds.items():
+        if name == "fit":
+            seconds |= {f"fit: {part}": s for part, s in parts.items()}
+        else:
+            seconds[name] = value
+    return seconds

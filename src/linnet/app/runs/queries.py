@@ -1,0 +1,289 @@
+"""Questions to a run: what it predicts for new samples, and which training samples are behind it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linnet.app.data import Part
+from linnet.app.data.task import InMemory
+from linnet.app.report import HeldOutSet, Notes, Run, Samples, Scores, TrainingSet
+from linnet.app.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
+from linnet.app.runs.folder import SavedRun, load_test
+from linnet.app.runs.naming import answer_in_words, find_samples, named
+from linnet.app.runs.newdata import NewSamples
+from linnet.app.runs.pages import explanations, facts, held_out, seen
+from linnet.errors import InputError
+from linnet.files import write_text
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what begins a formula for some spreadsheet
+Array = np.ndarray[Any, Any]
+
+
+def predict_new(run: SavedRun, new: NewSamples, std: bool = True) -> Predictions:
+    """Predict new samples.
+
+    Args:
+        run: The run.
+        new: The samples.
+        std: Whether to compute standard deviations.
+
+    Returns:
+        The predictions.
+    """
+    return predict(run.fit, run.inputs(new.x), run.transforms[1], run.temperatures, std)
+
+
+def prediction_rows(run: SavedRun, new: NewSamples, found: Predictions) -> list[dict[str, Any]]:
+    """Predictions as rows of a table.
+
+    Args:
+        run: The run.
+        new: The samples.
+        found: Their predictions.
+
+    Returns:
+        For classes: id, predicted class, its probability, the standard deviation of its output, and the
+        probability of every class. For a regression: id, and each value with its standard deviation, noise
+        included.
+    """
+    rows = []
+    for i, name in enumerate(new.ids):
+        row: dict[str, Any] = {"id": name}
+        if found.probs is not None and run.classes is not None:
+            best = int(found.predicted[i])
+            row |= {"predicted": run.classes[best], "probability": float(found.probs[i, best])}
+            row["std"] = None if found.std is None else float(found.std[i, best])
+            row |= {f"p({c})": float(p) for c, p in zip(run.classes, found.probs[i], strict=True)}
+        else:
+            for column in range(found.mean.shape[1]):
+                end = "" if found.mean.shape[1] == 1 else f"_{column}"
+                row[f"predicted{end}"] = float(found.mean[i, column])
+                row[f"std{end}"] = None if found.std is None else float(found.std[i, column])
+        rows.append(row)
+    return rows
+
+
+def told_rows(run: SavedRun, new: NewSamples, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Predictions as the terminal names them: id, what was predicted, and the answer where it is known.
+
+    Args:
+        run: The run.
+        new: The samples.
+        rows: What `prediction_rows` returned for them.
+
+    Returns:
+        One record for each row.
+    """
+    known = named(new.ids, new.y, run.classes, range(len(new.ids)))
+    told = []
+    for row, one in zip(rows, known, strict=True):
+        said = [value for key, value in row.items() if key.startswith("predicted")]
+        told.append({"id": one["id"], "predicted": said[0] if len(said) == 1 else said, **one})
+    return told
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as ``.csv`` or ``.json``.
+
+    In a table, text that a spreadsheet would take for a formula gets an apostrophe before it.
+
+    Args:
+        path: The file.
+        rows: The rows, alike in their columns.
+
+    Raises:
+        InputError: The suffix is neither.
+    """
+    check_table(path)
+    if path.suffix.lower() == ".json":
+        text = json.dumps(rows, indent=2) + "\n"
+    else:
+        text = "".join(_line(cells) for cells in (list(rows[0]), *(list(row.values()) for row in rows)))
+    write_text(path, text)
+
+
+def _line(cells: Iterable[object]) -> str:
+    """One line of a table."""
+    buffer = io.StringIO()  # cells with a character of the writer's line end are quoted: with either, here
+    csv.writer(buffer, lineterminator="\r\n").writerow(map(_as_text, cells))
+    return buffer.getvalue().removesuffix("\r\n") + "\n"
+
+
+def _as_text(value: object) -> object:
+    """A cell that no spreadsheet takes for a formula: such text gets an apostrophe; numbers stay numbers."""
+    if not isinstance(value, str) or not value.startswith(_FORMULA):
+        return value
+    try:
+        float(value)  # a class may be called -1
+    except ValueError:
+        return f"'{value}"
+    return value
+
+
+def check_table(path: Path) -> None:
+    """Require a name that a table can be written to.
+
+    Args:
+        path: The file.
+
+    Raises:
+        InputError: It ends in neither ``.csv`` nor ``.json``, is a folder, or has no folder to lie in.
+    """
+    if path.suffix.lower() not in (".csv", ".json") or path.is_dir():
+        raise InputError(
+            f"out is {path}",
+            expected="a file that ends in .csv or .json",
+            remedy="name one, such as --out predictions.csv",
+        )
+    if not path.absolute().parent.is_dir():
+        raise InputError(
+            f"out is {path}, but there is no folder {path.parent}",
+            expected="a file in a folder that exists",
+            remedy="make the folder first, or name another",
+        )
+
+
+def prediction_page(
+    run: SavedRun, new: NewSamples, found: Predictions, title: str
+) -> tuple[dict[str, Any], Run]:
+    """The result and the page of predictions.
+
+    Args:
+        run: The run.
+        new: The samples.
+        found: Their predictions.
+        title: Title of the page.
+
+    Returns:
+        The result as plain values, and the report.
+    """
+    scores = Scores()
+    if new.y is not None:
+        row = (
+            score_values("linear fit", found.mean, new.y, found.std, None) if found.probs is None
+            else score_classes("linear fit", found.probs, new.y, None)
+        )  # fmt: skip
+        diagrams = () if found.probs is None else (reliability("linear fit", found.probs, new.y),)
+        scores = Scores((row,), diagrams, len(new.ids))
+    images = new.x if run.samples.images is not None else None
+    std = found.std if found.probs is None else None
+    mean = found.mean if found.probs is None else None
+    test = HeldOutSet(Samples(images, new.y, new.ids), found.probs, mean, std, found.uncertainty)
+    headline = (
+        () if new.y is not None else (f"{len(new.ids)} samples were predicted; their answers are not known.",)
+    )
+    findings = (*new.findings, *((found.note,) if found.note else ()))
+    warnings = (*run.fit.record.warnings, *findings)
+    page = Run(title, run.classes, Notes(headline, warnings, facts(run)), scores, test=test)
+    counts = None
+    if run.classes is not None:
+        counts = {name: int((found.predicted == label).sum()) for label, name in enumerate(run.classes)}
+    result = {
+        "command": "predict", "samples": len(new.ids), "scores": [asdict(row) for row in scores.comparison],
+        "predicted": counts,
+        "mean_std": None if found.std is None else float(found.std.mean()),
+        "findings": list(findings),
+    }  # fmt: skip
+    return result, page
+
+
+@dataclass(frozen=True, eq=False)
+class Explained:
+    """Explanations of some samples.
+
+    Args:
+        lines: For people.
+        result: As plain values.
+        page: The report.
+    """
+
+    lines: list[str]
+    result: dict[str, Any]
+    page: Run
+
+
+def explain(run: SavedRun, new: NewSamples | None, ids: Sequence[str], top: int, title: str) -> Explained:
+    """Name the training samples behind some predictions.
+
+    Args:
+        run: The run.
+        new: The samples that ``ids`` name; None for the run's own test samples.
+        ids: Ids of the samples to explain.
+        top: Training samples to name on each side.
+        title: Title of the page.
+
+    Returns:
+        The training samples that pushed each prediction up and down.
+
+    Raises:
+        InputError: An id means no sample or several, none is given, ``top`` is not positive, or the test
+            samples cannot be read again.
+    """
+    if top < 1:
+        raise InputError(f"top is {top}", expected="a positive number of training samples")
+    part = _part(run, new)
+    kind = "test samples of the run" if new is None else "new samples"
+    answered = new is None or new.y is not None
+    chosen = part.take(
+        np.asarray(find_samples(ids, part.ids, part.y if answered else None, run.classes, kind))
+    )
+    found = predict(run.fit, run.inputs(chosen.x), run.transforms[1], run.temperatures)
+    images = run.samples.images is not None
+    made = explanations(run, chosen.x, list(range(len(chosen.ids))), found, top)
+    base = held_out(run, chosen, found, images, [])
+    samples = base.samples if answered else Samples(base.samples.images, None, chosen.ids)
+    test = HeldOutSet(samples, base.probs, base.mean, base.std, None, made)
+    headline = (f"The training samples behind {len(chosen.ids)} predictions.",)
+    train = TrainingSet(seen(run.samples))
+    page = Run(
+        title, run.classes, Notes(headline, run.fit.record.warnings, facts(run)), train=train, test=test
+    )
+    told = page.to_dict()["test"]["explanations"]
+    answers = chosen.y if answered else None
+    lines = [line for i, item in enumerate(told) for line in _lines(run, item, answers, found, i)]
+    result = {"command": "explain", "ids": list(chosen.ids), "explanations": told}
+    return Explained(lines, result, page)
+
+
+def _part(run: SavedRun, new: NewSamples | None) -> Part:
+    """The samples to choose from."""
+    if new is not None:
+        y = np.zeros(len(new.ids), dtype=np.int64) if new.y is None else new.y
+        if new.y is None and run.classes is None:
+            y = np.zeros((len(new.ids), run.fit.system.c))
+        return Part(InMemory(new.x), np.arange(len(new.ids)), y, new.ids)
+    task, why = load_test(run)
+    if task is None:
+        raise InputError(
+            why, expected="the data that the run was made from", remedy="give the samples with --data"
+        )
+    return task.test
+
+
+def _lines(
+    run: SavedRun, item: dict[str, Any], answers: Array | None, found: Predictions, row: int
+) -> list[str]:
+    """One explanation for people."""
+    if run.classes is not None and found.probs is not None:
+        label = int(found.predicted[row])
+        head = f"{item['id']}: predicted {run.classes[label]} ({100 * found.probs[row, label]:.0f} %)"
+        if answers is not None:
+            head += f", labeled {run.classes[int(answers[row])]}"
+    else:
+        head = f"{item['id']}: predicted {found.mean[row, 0]:.4g}"
+        if answers is not None:
+            head += f", known to be {float(np.reshape(answers[row], -1)[0]):.4g}"
+    lines = [head]
+    for word, side in (("up", item["up"]), ("down", item["down"])):
+        for n in side:
+            known = answer_in_words(run.samples.answers[n["position"]], run.classes)
+            lines.append(f"  {word:<5}{n['influence']:+9.3f}  {n['id']}  ({known})")
+    return lines

@@ -1,0 +1,216 @@
+"""What a user asks of an adaptation, in four small records."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from linnet import params as check
+from linnet.app.data import ImageTransform
+from linnet.app.data.checks import check_seed
+from linnet.errors import InputError
+
+HEADS = ("auto", "probe", "random", "zero", "keep")
+SOLVERS = ("auto", "dual", "cg")
+METRICS = ("auto", "none", "kfac")
+LOSSES = ("auto", "squared", "cross-entropy")
+COMPARED = ("probe", "finetune")
+METHODS = ("auto", "nested", "linear")
+LEAVE = "leave it out to have it chosen"
+CRITERIA = {"auto": "loo", "loo": "loo", "gcv": "gcv", "evidence": "evidence"}
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network to start from.
+
+    Args:
+        spec: ``path/to/file.py:factory``, ``hf:NAME``, ``timm:NAME`` or ``torchvision:NAME``.
+        weights: Weights for the network with its old head.
+        arguments: Keyword arguments of the factory.
+        head: ``"probe"``, ``"random"``, ``"zero"``, ``"keep"``, or ``"auto"``: for a regression the old head
+            where it fits, else a probe, or a random one where there are fewer samples than features.
+        cross_fit: Folds of a probe, so that leave-one-out leaves out its part too; 0 for none.
+
+    Raises:
+        InputError: The head is none of these, or is no probe and to be cross-fitted.
+    """
+
+    spec: str
+    weights: Path | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    head: str = "auto"
+    cross_fit: int = 0
+
+    def __post_init__(self) -> None:
+        if self.head not in HEADS:
+            raise InputError(f"head is {self.head!r}", expected=f"one of {', '.join(HEADS)}", remedy=LEAVE)
+        if self.cross_fit and self.head not in ("auto", "probe"):
+            raise InputError(
+                f"cross_fit is {self.cross_fit} with head {self.head!r}",
+                expected="a probe: other heads have seen no label",
+                remedy="leave --cross-fit out, or pass --head probe",
+            )
+
+
+@dataclass(frozen=True)
+class Source:
+    """The data to learn from and to test on.
+
+    Args:
+        path: An image folder, an ``.npz`` archive or a ``.csv`` table.
+        transform: From stored images to inputs; None for the default.
+        shots: Training samples of each class; None for all.
+        tests: Test samples to evaluate; None for all.
+        seed: Seed of the split and of the draws.
+        target: Column of a table to predict.
+        damaged: ``"error"`` refuses image files that cannot be decoded, ``"skip"`` leaves them out.
+        normalizes: Whether images are normalized as the network's own configuration says, if it does.
+
+    Raises:
+        InputError: The seed is out of range, or ``damaged`` is neither.
+    """
+
+    path: Path
+    transform: ImageTransform | None = None
+    shots: int | None = None
+    tests: int | None = None
+    seed: int = 0
+    target: str | None = None
+    damaged: str = "error"
+    normalizes: bool = False
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        check.choice("damaged", self.damaged, ("error", "skip"), LEAVE)
+
+
+@dataclass(frozen=True)
+class Solving:
+    """How to fit.
+
+    Args:
+        ridge: ρ, or ``"auto"`` (leave-one-out), ``"loo"``, ``"gcv"`` or ``"evidence"``.
+        solver: ``"auto"``, ``"dual"`` or ``"cg"``.
+        params: Parameters to fit, by name or regular expression, or their names.
+        memory: Budget such as ``"2GB"``.
+        device: Where to compute.
+        loss: ``"squared"``, ``"cross-entropy"``, or ``"auto"``: the one of lower leave-one-out log loss.
+        metric: Of the ridge: ``"none"`` holds all weights alike, ``"kfac"`` is the curvature of the network,
+            ``"auto"`` takes it for classes.
+        method: ``"nested"``, the linear probe and the lower layers in one solve (``linnet.adapt``);
+            ``"linear"``, one linearization at a head; ``"auto"``: nested where nothing is asked for that only
+            the other has.
+        weight: Share of the lower layers in the nested kernel, 0 to 1, or ``"auto"``.
+        tune: Whether to train the lower layers of a nested fit where held-out folds say that it helps.
+
+    Raises:
+        InputError: The ridge, the solver, the loss, the metric, the method, the weight or the device makes no
+            sense.
+    """
+
+    ridge: float | str = "auto"
+    solver: str = "auto"
+    params: str | tuple[str, ...] | None = None
+    memory: str | None = None
+    device: str = "cpu"
+    loss: str = "squared"
+    metric: str = "auto"
+    method: str = "auto"
+    weight: float | str = "auto"
+    tune: bool = False
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("weight", "ridge") if getattr(self, name) != "auto"]
+        if check.flag("tune", self.tune) and given:
+            raise InputError(
+                f"{given[0]} is given with tune",
+                expected="held-out folds to choose it",
+                remedy=f"leave --{given[0]} or --tune out",
+            )
+        check.choice("method", self.method, METHODS, LEAVE)
+        if self.weight != "auto":
+            check.number("weight", self.weight, least=0, most=1, remedy=LEAVE)
+        if self.metric not in METRICS:
+            raise InputError(
+                f"metric is {self.metric!r}", expected=f"one of {', '.join(METRICS)}", remedy=LEAVE
+            )
+        if self.loss not in LOSSES:
+            raise InputError(f"loss is {self.loss!r}", expected=f"one of {', '.join(LOSSES)}", remedy=LEAVE)
+        if isinstance(self.ridge, str) and self.ridge not in CRITERIA:
+            raise InputError(
+                f"ridge is {self.ridge!r}",
+                expected="a positive number, auto, loo, gcv or evidence",
+                remedy=LEAVE,
+            )
+        if not isinstance(self.ridge, str) and not (math.isfinite(self.ridge) and self.ridge > 0):
+            raise InputError(
+                f"ridge is {self.ridge}", expected="a positive number", remedy="try --ridge auto"
+            )
+        if self.solver not in SOLVERS:
+            raise InputError(
+                f"solver is {self.solver!r}", expected=f"one of {', '.join(SOLVERS)}", remedy=LEAVE
+            )
+        check_device(self.device)
+
+    @property
+    def criterion(self) -> float | str:
+        """The ridge as ``linnet.fit`` takes it."""
+        return CRITERIA[self.ridge] if isinstance(self.ridge, str) else float(self.ridge)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """An adaptation.
+
+    Args:
+        network: What to start from.
+        source: What to learn from.
+        solving: How to fit.
+        compare: ``"probe"``, or ``"finetune"`` to compare with plain fine-tuning as well.
+        finetune_steps: Steps of each run of it.
+        title: Title of the report; made from the data's name when empty.
+
+    Raises:
+        InputError: ``compare`` is neither, there are no steps, or a metric is to be cross-fitted.
+    """
+
+    network: Network
+    source: Source
+    solving: Solving = field(default_factory=Solving)
+    compare: str = "probe"
+    finetune_steps: int = 150
+    title: str = ""
+
+    def __post_init__(self) -> None:
+        if self.network.cross_fit and self.solving.metric == "kfac":
+            raise InputError(
+                f"metric is {self.solving.metric!r} with cross_fit {self.network.cross_fit}",
+                expected="one of the two: every fold would have a metric of its own",
+                remedy="leave --metric or --cross-fit out",
+            )
+        check.choice("compare", self.compare, COMPARED, LEAVE)
+        check.integer("finetune_steps", self.finetune_steps)
+
+
+def check_device(name: str) -> None:
+    """Require a device that torch can use here.
+
+    Args:
+        name: Such as ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        InputError: It is unknown or absent.
+    """
+    import torch
+
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"device is {name!r}, which does not work here ({str(error).splitlines()[0][:120]})",
+            expected="cpu, or a device that linnet doctor lists",
+            remedy="try --device cpu",
+        ) from error

@@ -1,0 +1,350 @@
+"""How linear a task is for a network: from a run, or from a network and data, to a page and a result."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from linnet.app.data import Part
+from linnet.app.report import Comparison, FitRecord, Notes, Run, Scores, TaskKernel, Timing, TrainingSet
+from linnet.app.report.wording import duration, number, percent
+from linnet.app.runs.adaptation import adapt
+from linnet.app.runs.folder import SavedRun, load_run, load_test
+from linnet.app.runs.pages import choices, facts, seen
+from linnet.app.runs.place import RECORD, check_out
+from linnet.app.runs.settings import Settings
+from linnet.app.runs.stages import Stages
+from linnet.app.runs.summary import score_table, written
+from linnet.errors import InputError
+from linnet.fitting.centered import with_centered_head
+from linnet.fitting.fit import fit as fit_linear
+from linnet.fitting.head import with_head
+from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.nested.nested_fit import NestedFit
+from linnet.spectrum.task_linearity import TaskLinearity, task_linearity
+from linnet.tangent.batch import split
+from linnet.tangent.linearized import linearize
+
+BATCH = 128  # samples predicted at once
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What is looked at.
+
+    Args:
+        run: The fit, with its network and training samples.
+        test: Test samples; None where there are none or they cannot be read again.
+        findings: Remarks on the data.
+        stages: Time of each step.
+    """
+
+    run: SavedRun
+    test: Part | None
+    findings: tuple[str, ...]
+    stages: Stages
+
+
+@dataclass(frozen=True, eq=False)
+class Examined:
+    """What was found.
+
+    Args:
+        subject: What was looked at.
+        linearity: How linear the task is.
+        scores: The linear fit and the network with the fitted weights, on test samples.
+    """
+
+    subject: Subject
+    linearity: TaskLinearity
+    scores: tuple[Comparison, ...]
+
+
+def check_place(out: Path, run: Path | None) -> None:
+    """Require a folder that holds no run: its report must not be written over.
+
+    Args:
+        out: The folder.
+        run: The run that is read, if any.
+
+    Raises:
+        InputError: It cannot be written, or holds a run, or the run is a file.
+    """
+    if run is not None and run.is_file():
+        raise InputError(
+            f"run is {run}, a file", "the folder of a finished run", "name the folder that holds run.json"
+        )
+    check_out(out, run)
+    if (out / RECORD).exists():
+        raise InputError(
+            f"out is {out}, which holds a run and its report",
+            expected="a folder of its own",
+            remedy=f"name another folder, such as --out {out / 'spectrum'}",
+        )
+
+
+def check_counts(top: int | None, samples: int | None) -> None:
+    """Require counts that could be met, before anything is fitted.
+
+    Args:
+        top: Leading directions to speak of.
+        samples: Training samples to take the kernel on.
+
+    Raises:
+        InputError: There are too few; whether there are too many shows when the data are known.
+    """
+    if samples is not None and samples < 2:
+        raise InputError(
+            f"samples is {samples}",
+            expected="at least 2 of the training samples",
+            remedy="leave it out to take as many as fit",
+        )
+    if top is not None and top < 1:
+        raise InputError(
+            f"top is {top}", expected="at least 1 direction", remedy="leave it out to have it chosen"
+        )
+
+
+def from_run(
+    folder: Path, device: str, memory: str | None, model: str | None = None, trust: bool = False
+) -> Subject:
+    """Read a finished run.
+
+    Args:
+        folder: Its folder.
+        device: Where to compute.
+        memory: The budget.
+        model: The network's factory, named by the user; the one that the run names when None.
+        trust: Whether to run what the run names, though it is of somebody else.
+
+    Returns:
+        The run with its test samples.
+    """
+    stages = Stages()
+    with stages.measure("reading the run"):
+        run = _one_linearization(load_run(folder, device, memory, model=model, trust=trust))
+        task, why = load_test(run)
+    return Subject(run, None if task is None else task.test, () if task is not None else (why,), stages)
+
+
+def from_settings(settings: Settings, out: Path) -> Subject:
+    """Fit a network to its data, as ``linnet adapt`` does, without plain fine-tuning.
+
+    Args:
+        settings: What is asked for.
+        out: Where the kernel grows until it is done.
+
+    Returns:
+        The fit with the test samples.
+    """
+    found = adapt(replace(settings, solving=replace(settings.solving, method="linear")), out)
+    return Subject(found.run, found.task.test, found.task.findings, found.stages)
+
+
+def _one_linearization(run: SavedRun) -> SavedRun:
+    """The run itself, or, for a nested fit, one linearization of its network at a random head."""
+    fit = run.fit
+    if not isinstance(fit, NestedFit):
+        return run
+    generator = torch.Generator().manual_seed(fit.module.seed)
+    network = with_head(fit.module.model, fit.system.c, init="random", generator=generator)
+    labels = fit.labels
+    data = fit.x, fit.targets if labels is None else labels
+    options: Any = {"memory": fit.memory, "scale": fit._targets.scale}
+    linear = fit_linear(linearize(with_centered_head(network)), data, ridge="loo", **options)
+    note = "this is about one linearization at a random head; the run averages several beside a linear probe"
+    linear.record = replace(linear.record, warnings=(*linear.record.warnings, note))
+    return replace(run, fit=linear)
+
+
+def examine(subject: Subject, top: int | None, samples: int | None, memory: str | None) -> Examined:
+    """Measure how linear the task is.
+
+    Args:
+        subject: The fit.
+        top: Leading directions to speak of; None for 50 or a fifth of all.
+        samples: Training samples to take the kernel on; None for as many as fit.
+        memory: The budget.
+
+    Returns:
+        What was found.
+
+    Raises:
+        InputError: ``top`` or ``samples`` is out of range.
+    """
+    run = subject.run
+    if isinstance(run.fit, SoftmaxFit):
+        raise InputError(
+            "the run was fitted with the cross-entropy",
+            expected="a run of the squared loss, whose targets the kernel's directions explain",
+            remedy="adapt with --loss squared",
+        )
+    if samples is not None and not 2 <= samples <= run.fit.n:
+        raise InputError(
+            f"samples is {samples}",
+            expected=f"2 to {run.fit.n}, the training samples",
+            remedy="leave it out to take as many as fit",
+        )
+    rows = (run.fit.n if samples is None else samples) * run.fit.system.c
+    if top is not None and not 1 <= top <= rows:
+        raise InputError(
+            f"top is {top}",
+            expected=f"1 to {rows}, the directions that {rows // run.fit.system.c} samples span",
+            remedy="leave it out to have it chosen",
+        )
+    x = None if subject.test is None else run.inputs(subject.test.x[:])
+    with subject.stages.measure("spectrum, alignment and gap"):
+        assert isinstance(run.fit, LinearFit)
+        found = task_linearity(run.fit, x, top, samples=samples, memory=memory)
+    return Examined(subject, found, () if subject.test is None else _scores(run, x, subject.test))
+
+
+@torch.no_grad()
+def _scores(run: SavedRun, x: Any, test: Part) -> tuple[Comparison, ...]:
+    """The linear fit, and the network with the weights that it found."""
+    fit = run.fit
+    assert isinstance(fit, LinearFit)
+    function = fit.module.function
+    weights = {name: value + fit.delta[name] for name, value in function.theta.items()}
+    outputs = {
+        "linear fit": fit.predict(x),
+        "network, fitted weights": torch.cat([function.flat(weights, part) for part in split(x, BATCH)]),
+    }
+    rows = []
+    for name, f in outputs.items():
+        if run.classes is not None:
+            right = f.argmax(1).cpu() == torch.from_numpy(test.y)
+            rows.append(Comparison(name, accuracy=float(right.double().mean())))
+        else:
+            scale = run.transforms[1]
+            values = (scale.inverse(f) if scale else f).double().cpu().numpy()
+            rows.append(
+                Comparison(name, rmse=float(((values - test.y.reshape(values.shape)) ** 2).mean() ** 0.5))
+            )
+    return tuple(rows)
+
+
+def result_of(found: Examined, title: str, out: Path) -> dict[str, Any]:
+    """What was found, as plain values.
+
+    Args:
+        found: What was found.
+        title: Title of the page.
+        out: Where the page goes.
+
+    Returns:
+        The result.
+    """
+    run = found.subject.run
+    return {
+        "command": "spectrum", "title": title, "train": run.fit.n, "classes": run.classes,
+        **found.linearity.to_dict(),
+        "solver": run.fit.solver, "scores": [asdict(row) for row in found.scores],
+        "findings": list(_warnings(found)), "seconds": dict(found.subject.stages.seconds), "out": str(out),
+    }  # fmt: skip
+
+
+def page_of(found: Examined, title: str) -> Run:
+    """The report.
+
+    Args:
+        found: What was found.
+        title: Its title.
+
+    Returns:
+        The page.
+    """
+    run, seen_task = found.subject.run, found.linearity
+    energy, verdict = seen_task.energy, seen_task.verdict
+    scale = energy.samples / run.fit.n
+    task = TaskKernel(
+        energy.values.numpy(), energy.shares.numpy(), energy.rows, energy.top,
+        (seen_task.ridge * scale, seen_task.effective_dimension), (verdict.text, *verdict.reasons),
+        tuple((name, str(value)) for name, value in table_of(found)),
+    )  # fmt: skip
+    timings = tuple(Timing(name, seconds) for name, seconds in found.subject.stages.seconds.items())
+    record = FitRecord(choices=choices(run), timings=timings, task=task)
+    notes = Notes((verdict.text, *verdict.reasons[:1]), _warnings(found), facts(run))
+    tested = None if found.subject.test is None else len(found.subject.test)
+    return Run(
+        title, run.classes, notes, Scores(found.scores, tested=tested), record, TrainingSet(seen(run.samples))
+    )  # fmt: skip
+
+
+def table_of(found: Examined) -> list[tuple[str, str]]:
+    """The numbers behind the verdict.
+
+    Args:
+        found: What was found.
+
+    Returns:
+        Names and values.
+    """
+    task, run = found.linearity, found.subject.run
+    energy, held, gap = task.energy, task.held_out, task.gap
+    share = float(energy.shares[energy.top - 1])
+    rows = [
+        (
+            f"labels' squared norm on the top {energy.top}",
+            f"{percent(share)} (random {percent(energy.top / energy.rows)})",
+        ),
+        (f"energy concentration on the top {energy.top} (norms)", percent(task.concentration)),
+        ("target alignment α(y)", number(task.alignment)),
+        ("alignment over that of random labels", number(task.lift)),
+        ("effective dimension at the ridge", f"{number(task.effective_dimension)} of {energy.rows}"),
+        ("ridge", number(task.ridge, trim=True)),
+    ]
+    if held is not None:
+        rows.append(("leave-one-out: variance explained", percent(held.explained)))
+        if held.accuracy is not None:
+            rows.append(
+                (
+                    "leave-one-out: accuracy",
+                    f"{percent(held.accuracy)} (most frequent class {percent(held.chance)})",
+                )
+            )
+    rows.append(("linearity gap, training samples", percent(gap.training)))
+    if gap.validation is not None:
+        rows.append(("linearity gap, test samples", percent(gap.validation)))
+    if gap.agreement is not None:
+        rows.append(("same class by network and linear model", percent(gap.agreement)))
+    if energy.samples < run.fit.n:
+        rows.append(("samples the kernel was taken on", f"{energy.samples} of {run.fit.n}"))
+    return rows
+
+
+def _warnings(found: Examined) -> tuple[str, ...]:
+    """Remarks on the fit and on the data."""
+    return (*found.subject.run.fit.record.warnings, *found.subject.findings)
+
+
+def print_spectrum(found: Examined, title: str, out: Path) -> list[str]:
+    """What was found, for people.
+
+    Args:
+        found: What was found.
+        title: Title of the page.
+        out: Where it was written.
+
+    Returns:
+        Lines.
+    """
+    run, verdict = found.subject.run, found.linearity.verdict
+    rows = table_of(found)
+    width = max(len(name) for name, _ in rows)
+    task = f"{len(run.classes)} classes" if run.classes else f"{run.fit.system.c} value(s)"
+    lines = [
+        f"{title}: {run.fit.n} training samples, {task}; {run.fit.module.space.dim:,} weights",
+        verdict.text,
+        *(f"  {reason}" for reason in verdict.reasons),
+        *(f"  {name:<{width}}  {value}" for name, value in rows),
+        *(score_table(list(found.scores)) if found.scores else []),
+        "time: " + ", ".join(f"{step} {duration(t)}" for step, t in found.subject.stages.seconds.items()),
+        *(f"note: {text}" for text in _warnings(found)),
+        *written(out),
+    ]
+    return [line.replace("\u202f", " ") for line in lines]

@@ -1,0 +1,227 @@
+"""Results as plain values, and as a few lines for people."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from linnet.app.report import Comparison
+from linnet.app.report.wording import duration, number, percent
+from linnet.app.runs.adaptation import Adaptation
+from linnet.app.runs.folder import SavedRun
+from linnet.app.runs.naming import lines_of
+from linnet.app.runs.pages import adaptation_page, write
+
+
+def keep_adaptation(found: Adaptation, out: Path, title: str) -> dict[str, Any]:
+    """Write the report of an adaptation whose fit is kept already.
+
+    Args:
+        found: What was found.
+        out: The folder.
+        title: Title of the report.
+
+    Returns:
+        The result as plain values.
+    """
+    page = adaptation_page(found, title)
+    task, fit = found.task, found.run.fit
+    result = {
+        "command": "adapt",
+        "title": title,
+        "train": len(task.train),
+        "test": len(task.test),
+        "scores": [asdict(row) for row in found.rows],
+        "fit": fit.summary(),
+        "data": {"classes": task.classes, "findings": list(task.findings)},
+        "preflight": {"parameters": found.preflight.total, "findings": list(found.preflight.findings)},
+        "seconds": dict(found.stages.seconds),
+        "out": str(out),
+    }
+    write(out, result, page)
+    return result
+
+
+NEXT = "next: --tune trains the lower layers as well, and uses that where held-out folds have less error"
+
+
+def print_adaptation(result: dict[str, Any]) -> list[str]:
+    """An adaptation for people.
+
+    Args:
+        result: The result of ``keep_adaptation``.
+
+    Returns:
+        Lines.
+    """
+    fit = result["fit"]
+    classes = result["data"]["classes"]
+    task = f"{len(classes)} classes" if classes else f"{fit['outputs']} value(s)"
+    lines = [
+        f"{result['title']}: {result['train']} training and {result['test']} test samples, {task}; "
+        f"{fit['parameters']:,} weights",
+        *score_table([Comparison(**row) for row in result["scores"]]),
+        *([fit["reasons"]["verdict"]] if "verdict" in fit["reasons"] else []),
+        *rung_table(fit.get("rungs", [])),
+        *([NEXT] if fit.get("trained") is False and not fit["rungs"] else []),
+        *([f"loss {_loss(fit)}: {fit['reasons']['loss']}"] if "loss" in fit["reasons"] else []),
+        *(
+            [f"weight of the lower layers {fit['body_weight']:g}: {fit['reasons']['body']}"]
+            if "body_weight" in fit
+            else []
+        ),
+        f"ridge {number(fit['ridge'])}: {fit['reasons'].get('ridge', '')}",
+        f"solver {fit['solver']}: {fit['reasons'].get('solver', '')}",
+        "time: " + ", ".join(f"{step} {_cell(duration, t)}" for step, t in result["seconds"].items()),
+        *(f"note: {text}" for text in (*fit["warnings"], *result["data"]["findings"])),
+        *written(Path(result["out"])),
+    ]
+    return [line.replace("\u202f", " ") for line in lines]
+
+
+def rung_table(rungs: list[dict[str, Any]]) -> list[str]:
+    """The models that were compared on held-out folds, as aligned text.
+
+    Args:
+        rungs: One a model, as ``NestedFit.summary`` has them.
+
+    Returns:
+        Lines, the heading first; none without models.
+    """
+    if not rungs:
+        return []
+    width = max(len(rung["name"]) for rung in rungs)
+    lines = ["on held-out folds of the training samples, each gain over the line above:"]
+    for rung in rungs:
+        gain = f"{100 * rung['gain']:.0f} ± {100 * rung['gain_error']:.0f} % less error"
+        if rung["points"] is not None:
+            gain = f"{rung['points']:+.1f} ± {rung['points_error']:.1f} points, {gain}"
+        score = f"error {number(rung['error'])}"
+        if rung["accuracy"] is not None:
+            score = f"{100 * rung['accuracy']:5.1f} % right"
+        first = rung is rungs[0]
+        took = f"  ({_cell(duration, rung['seconds'])})" if rung["seconds"] else ""
+        used = "  <- used" if rung["taken"] else ""
+        lines.append(f"  {rung['name']:<{width}}  {score}  {'' if first else gain}{took}{used}".rstrip())
+    return lines
+
+
+def _loss(fit: dict[str, Any]) -> str:
+    """The loss of a fit, from its summary."""
+    return str(fit.get("loss", "squared"))
+
+
+def score_table(rows: list[Comparison]) -> list[str]:
+    r"""Scores as aligned text.
+
+    Args:
+        rows: One a method.
+
+    Returns:
+        Lines, the heading first.
+
+    Example:
+        >>> print("\n".join(score_table([Comparison("linear fit", accuracy=0.9, nll=0.3)])))
+                        accuracy  log loss
+          linear fit      90.0 %     0.300
+    """
+    columns = [
+        ("accuracy", "accuracy", percent),
+        ("nll", "log loss", number),
+        ("ece", "calibration error", percent),
+        ("rmse", "RMSE", number),
+        ("seconds", "time", duration),
+    ]
+    shown = [c for c in columns if any(getattr(row, c[0]) is not None for row in rows)]
+    width = max(len(row.name) for row in rows)
+    wide = [max(len(heading), 8) for _, heading, _ in shown]
+    head = " " * (width + 2) + "".join(f"  {c[1]:>{w}}" for c, w in zip(shown, wide, strict=True))
+    body = [
+        f"  {row.name:<{width}}"
+        + "".join(f"  {_cell(c[2], getattr(row, c[0])):>{w}}" for c, w in zip(shown, wide, strict=True))
+        for row in rows
+    ]
+    return [head, *body]
+
+
+def _cell(form: Any, value: float | None) -> str:
+    """A value in its format."""
+    return str(form(value)).replace("\u202f", " ")
+
+
+def written(out: Path) -> list[str]:
+    """Where the report and the result are.
+
+    Args:
+        out: The folder.
+
+    Returns:
+        One line.
+    """
+    return [f"report: {out / 'report.html'}   numbers: {out / 'result.json'}"]
+
+
+def describe(run: SavedRun) -> str:
+    """A run in a phrase.
+
+    Args:
+        run: The run.
+
+    Returns:
+        Such as ``"linear fit of 50 samples, 5 classes"``.
+    """
+    kind = f"{len(run.classes)} classes" if run.classes else f"{run.fit.system.c} value(s)"
+    return f"linear fit of {run.fit.n} samples, {kind}"
+
+
+def print_prediction(result: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    """Predictions for people.
+
+    Args:
+        result: The result of ``linnet predict``.
+        rows: The samples with what was predicted.
+
+    Returns:
+        Lines.
+    """
+    lines = [f"{result['samples']} samples predicted: {result['predictions']}"]
+    lines += lines_of(rows, Path(result["predictions"]).name)
+    if result["predicted"]:
+        lines.append(
+            "  " + ", ".join(f"{name} {count}" for name, count in result["predicted"].items() if count)
+        )
+    if result["scores"]:
+        lines += score_table([Comparison(**row) for row in result["scores"]])
+    lines += [f"note: {text}" for text in result["findings"]]
+    return [*lines, *written(Path(result["out"]))]
+
+
+def print_change(result: dict[str, Any]) -> list[str]:
+    """A change for people.
+
+    Args:
+        result: The result of ``linnet forget`` or ``linnet update``.
+
+    Returns:
+        Lines.
+    """
+    text, key = ("forgotten", "removed") if result["command"] == "forget" else ("added", "added")
+    count = len(result[key])
+    many = "training samples" if count != 1 else "training sample"
+    lines = [
+        f"{count} {many} {text} in {_cell(duration, result['seconds'])}; {result['train']} now",
+        *lines_of(result[key]),
+    ]
+    if result["scores"]:
+        lines += score_table([Comparison(**row) for row in reversed(result["scores"])])
+    what = "norm of the gradient" if _loss(result["fit"]) == "cross-entropy" else "residual of the equations"
+    lines.append(f"certificate: relative {what} {result['certificate']:.1e}")
+    if result["difference"] is not None:
+        how = "the whole fit made anew" if result["verified"] else "the equations solved from scratch"
+        lines.append(
+            f"largest difference of outputs from {how}: {result['difference']:.1e} "
+            f"({_cell(duration, result['refit_seconds'])})"
+        )
+    lines += [f"note: {text}" for text in (*result["fit"]["warnings"], *result["findings"])]
+    return [*lines, *written(Path(result["out"]))]

@@ -1,0 +1,54 @@
+"""Questions to a fit, as ``linnet.audit``: what to label next, what an update breaks, what may be published.
+
+Every answer is linear algebra on the solved fit; none of them trains anything.
+"""
+
+from __future__ import annotations
+
+from linnet.audit.accuracy import Accuracy, accuracy
+from linnet.audit.compatibility import Compatible, Flips, compatible, flips
+from linnet.audit.counterfactuals import Counterfactual, counterfactual
+from linnet.audit.fairness import GroupMeans, group_means
+from linnet.audit.forgetting import ForgettingCertificate, forgetting_certificate
+from linnet.audit.influence import Influence, influence, weight_changes
+from linnet.audit.label_errors import LabelErrors, label_errors
+from linnet.audit.loss_influence import loss_influence
+from linnet.audit.mislabel import Suspects, mislabeled
+from linnet.audit.private_release import PrivacyCertificate, Release, release
+from linnet.audit.selection import Selection, select
+from linnet.audit.summary import Summary, summarize
+from linnet.fitting.validation_ridge import ValidationPath, ridge_gradient, ridge_path, tune_ridge
+
+__all__ = [
+    "accuracy",
+    "Accuracy",
+    "loss_influence",
+    "influence",
+    "Influence",
+    "weight_changes",
+    "mislabeled",
+    "label_errors",
+    "LabelErrors",
+    "Suspects",
+    "summarize",
+    "Summary",
+    "ridge_path",
+    "ridge_gradient",
+    "tune_ridge",
+    "ValidationPath",
+    "select",
+    "Selection",
+    "flips",
+    "Flips",
+    "compatible",
+    "Compatible",
+    "counterfactual",
+    "Counterfactual",
+    "group_means",
+    "GroupMeans",
+    "forgetting_certificate",
+    "ForgettingCertificate",
+    "release",
+    "Release",
+    "PrivacyCertificate",
+]

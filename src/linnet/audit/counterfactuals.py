@@ -1,0 +1,163 @@
+"""What if this label were another? Exact, because the optimum is linear in the targets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.audit.predictors import check_fit
+from linnet.errors import InputError
+from linnet.fitting.arguments import positions
+from linnet.fitting.constrained_primal import ConstrainedPrimal
+from linnet.fitting.dual import Dual
+from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.primal import Primal
+from linnet.fitting.remarks import after_change
+from linnet.fitting.systems import System
+from linnet.fitting.targets import Targets, make_targets
+from linnet.tangent.batch import Inputs
+from linnet.tangent.forward_mode import Params
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
+
+
+@dataclass(frozen=True)
+class Counterfactual:
+    """A fit as if some labels had been others.
+
+    Args:
+        fit: That fit.
+        delta: What it adds to δ, by parameter name.
+        before: Predictions at x with the labels as they are, (T, C); ``None`` without x.
+        after: Predictions at x with the other labels, (T, C).
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> x, y = torch.randn(8, 2), torch.arange(8) % 2
+        >>> fit = linnet.fit(linnet.linearize(net), (x, y))
+        >>> found = linnet.audit.counterfactual(fit, 0, 1, x)
+        >>> found.after.shape, found.fit.n
+        (torch.Size([8, 2]), 8)
+    """
+
+    fit: LinearFit
+    delta: Params
+    before: Tensor | None
+    after: Tensor | None
+
+    @property
+    def change(self) -> Tensor | None:
+        """After minus before, (T, C)."""
+        return None if self.before is None or self.after is None else self.after - self.before
+
+    @property
+    def flipped(self) -> Tensor | None:
+        """Examples of x whose largest output is another one, (k,)."""
+        if self.before is None or self.after is None:
+            return None
+        return (self.before.argmax(1) != self.after.argmax(1)).nonzero()[:, 0]
+
+
+@in_exact_mode
+def counterfactual(fit: LinearFit, index: Any, target: Any, x: Inputs | None = None) -> Counterfactual:
+    """The fit as if training examples had other labels, without refitting.
+
+    δ is linear in the targets, Δδ = Jᵀ(K + ρI)⁻¹Δt, so what a first-order analysis says is exact,
+    however large the change. The network before the fit, its head included, stays as it is.
+
+    Args:
+        fit: The fit.
+        index: Positions of k training examples, each once.
+        target: Their labels instead: classes (k,), or targets (k, C); for one example without the axis.
+        x: Examples whose predictions are compared.
+
+    Returns:
+        The other fit, the change of δ, and predictions before and after.
+
+    Raises:
+        InputError: If a position is out of range or given twice, or the targets do not fit.
+        DataError: If a class is out of range, or a target not finite.
+
+    Source:
+        The discussion of Achille et al., CVPR 2021 (counterfactual analysis in the first order).
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> x, y = torch.randn(6, 2), torch.tensor([0, 1, 0, 1, 0, 1])
+        >>> counterfactual(linnet.fit(linnet.linearize(net), (x, y)), 0, 1, x).change.shape
+        torch.Size([6, 2])
+    """
+    check_fit(fit)
+    device = fit.module.function.device
+    places = positions(index, fit.n + 1).to(device)  # all of them may be asked for
+    if places.numel() and int(places.max()) >= fit.n:
+        positions(index, fit.n)
+    if not places.numel():
+        raise InputError(
+            "index names no example", expected="one position or more", remedy="pass index=0 for the first"
+        )
+    new = _targets(target, fit, len(places)).to(fit.targets)
+    values = fit.targets.clone()
+    values[places] = new
+    system = _solved(fit.system, places, new - fit.targets[places])
+    targets = Targets(values, fit.classes, fit._targets.scale)
+    module = Linearized(fit.module.function)
+    warnings = after_change(fit.record.warnings, fit.module.model, fit.x, targets, likely=False)
+    record = replace(fit.record, warnings=warnings)
+    other = LinearFit(module, fit.x, targets, system, record, fit.memory, fit.constraints)
+    moved = {name: value - fit.delta[name] for name, value in other.delta.items()}
+    if x is None:
+        return Counterfactual(other, moved, None, None)
+    return Counterfactual(other, moved, fit.predict(x), other.predict(x))
+
+
+def _targets(target: Any, fit: LinearFit, k: int) -> Tensor:
+    """Targets (k, C)."""
+    c = fit.system.c
+    try:
+        y = torch.as_tensor(target).detach()
+    except (TypeError, ValueError, RuntimeError):
+        y = torch.empty(0)
+    if y.is_floating_point():
+        y = y.reshape(1, -1) if k == 1 and y.ndim < 2 else y[:, None] if y.ndim == 1 and c == 1 else y
+    else:
+        y = y.reshape(1) if k == 1 and y.ndim == 0 else y
+    classes = not y.is_floating_point() and y.ndim == 1
+    if len(y) != k or not (classes or y.shape == (k, c)) or (classes and fit.classes is None):
+        kind = "classes or " if fit.classes is not None else ""
+        raise InputError(
+            f"target is {type(target).__name__} of shape {tuple(y.shape)} and type {y.dtype}",
+            expected=f"{kind}float targets for the {k} example(s) of index, ({k}, {c})",
+            remedy="pass one label for each example",
+        )
+    return make_targets(y, c, fit._targets.scale, varied=False, dtype=fit.targets.dtype).values
+
+
+def _solved(system: System, places: Tensor, change: Tensor) -> System:
+    """The same equations for other targets."""
+    residual = system.residual.clone()
+    residual[places] += change.to(residual)
+    if isinstance(system, Dual):
+        return Dual(system.kernel, residual, system.ridge, factor=system.factor)
+    if isinstance(system, ConstrainedPrimal):
+        free = _primal(system.free, residual)
+        return ConstrainedPrimal(free, system.constraints, system.memory)
+    return _primal(system, residual)
+
+
+def _primal(system: Primal, residual: Tensor) -> Primal:
+    """A primal solution for other targets, from the present one."""
+    return Primal(
+        system.function,
+        system.x,
+        residual,
+        system.ridge,
+        system.settings,
+        system.delta,
+        system.preconditioner,
+    )

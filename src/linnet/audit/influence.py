@@ -1,0 +1,481 @@
+"""Influence of every training example on every prediction: exactly, by conjugate gradients, or by EKFAC.
+
+With G = JᵀJ, the residual rᵢ = tᵢ − f(xᵢ) and the leverage Hᵢ = Jᵢ (G + ρI)⁻¹ Jᵢᵀ (C x C),
+
+    eᵢ = (I − Hᵢ)⁻¹ rᵢ                                         residual of the fit without i
+    δ − δ₋ᵢ = (G + ρI)⁻¹ Jᵢᵀ eᵢ                                Achille et al., CVPR 2021, eq. (7)
+    f(x) − f₋ᵢ(x) = J(x) (G + ρI)⁻¹ Jᵢᵀ eᵢ                     eq. (8) and appendix A.3
+
+Their Sherman-Morrison step has the wrong sign: removing an example lowers G, so that the factor of eq. (8) is
+1 + α/(N − 1 − α), not 1 − α/(N − 1 + α). Brute-force retraining agrees with the form here, to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.audit.predictors import check_fit
+from linnet.errors import InputError
+from linnet.fitting.arguments import positions
+from linnet.fitting.asked import checked_inputs
+from linnet.fitting.dual import Dual
+from linnet.fitting.fit_preconditioner import make_preconditioner
+from linnet.fitting.formed_rows import FormedRows
+from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.primal import CGSettings, Effort, Primal
+from linnet.fitting.targets import check_arrangement, make_targets
+from linnet.memory import Plan, parse_bytes, require
+from linnet.params import integer
+from linnet.solvers.cg import relative_residual
+from linnet.tangent.batch import Inputs, batch_size, named_tensor, split, take
+from linnet.tangent.jacobian import NormalOperator
+from linnet.tangent.modes import in_exact_mode
+
+METHODS = ("auto", "exact", "cg", "ekfac")
+NEAR = 0.1  # relative residual at which conjugate gradients from EKFAC end
+MOST_STEPS = 50  # that they take at the most
+TOGETHER = 64  # columns of the inverse contracted at once
+
+
+@dataclass(frozen=True)
+class Influence:
+    """What each training example did to each prediction.
+
+    Args:
+        outputs: f(x) − f₋ᵢ(x), prediction with example i less prediction without it, (N, T, C).
+        loss: ℓ − ℓ₋ᵢ with ℓ = ½‖t − f(x)‖² of a test example, (N, T); negative where example i helped.
+            ``None`` without labels.
+        method: ``"exact"``, ``"cg"`` or ``"ekfac"``.
+        residual: Certificate: the relative residual of the linear systems behind it.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> x, y = torch.randn(8, 2), torch.arange(8) % 2
+        >>> fit = linnet.fit(linnet.linearize(net), (x, y))
+        >>> linnet.audit.influence(fit, x[:3]).outputs.shape
+        torch.Size([8, 3, 2])
+    """
+
+    outputs: Tensor
+    loss: Tensor | None
+    method: str
+    residual: float
+
+
+@in_exact_mode
+@torch.no_grad()
+def influence(
+    fit: LinearFit,
+    x: Inputs,
+    method: str = "auto",
+    labels: Any = None,
+    memory: str | int | None = None,
+    *,
+    directions: Tensor | None = None,
+    steps: int | None = None,
+) -> Influence:
+    """Influence of each training example on each of T predictions, and on their losses.
+
+    ``"exact"`` uses the kernel of a dual fit: K(x, X) M where there are few test examples, else the weight
+    changes δ − δ₋ᵢ of :func:`weight_changes`, whichever takes fewer operations. ``"cg"`` solves T·C (with the
+    leave-one-out residuals of a primal fit N·C) right-hand sides in blocks with formed rows of J. ``"ekfac"``
+    stands for (G̃ + ρI)⁻¹ with the eigenvalue-corrected Kronecker factors G̃, and a few block steps of
+    conjugate gradients with G̃ as preconditioner: ``steps`` of them, by default until every right-hand side
+    has a relative residual of 0.1 (two or three where the ridge is of the size of the kernel's diagonal), or
+    50. ``steps=0`` is that inverse alone, which can be far off.
+
+    Args:
+        fit: A linear fit.
+        x: T examples.
+        method: ``"exact"`` (dual), ``"cg"``, ``"ekfac"``; ``"auto"`` is exact for a dual fit, else "cg".
+        labels: Classes (T,) or targets (T, C), for the influence on their losses.
+        memory: Budget such as ``"4GB"``; by default half of what is available.
+        directions: δ − δ₋ᵢ of all examples from :func:`weight_changes`, to ask about many x.
+        steps: Of ``"ekfac"``; by default as many as it takes.
+
+    Returns:
+        The influence, with its certificate.
+
+    Raises:
+        DataError: If x is empty or not finite, or labels are out of range.
+        InputError: If the method is none of these or does not go with the fit.
+        MemoryBudgetError: If the answer does not fit the budget.
+
+    Source:
+        Achille et al., CVPR 2021, eq. (7), (8) and appendix A.3; Grosse et al. 2023 (EKFAC).
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> x, y = torch.randn(6, 2), torch.arange(6) % 2
+        >>> fit = linnet.fit(linnet.linearize(net), (x, y))
+        >>> found = influence(fit, x[:3], labels=y[:3])
+        >>> found.outputs.shape, found.loss.shape, found.method
+        (torch.Size([6, 3, 2]), torch.Size([6, 3]), 'exact')
+    """
+    fit = check_fit(fit)
+    x = checked_inputs(fit.module, x)
+    chosen = _method(fit, method, directions)
+    effort = _effort(steps)
+    t, c, item = batch_size(x), fit.system.c, 8
+    plan = Plan(
+        f"influence of {fit.n} × {t} examples",
+        parse_bytes(memory, fit.module.function.device),
+        (("influence", 2 * fit.n * t * c * item),),
+    )
+    require(plan, ["ask about fewer test examples at once", "raise memory="])
+    residual = fit.system.certificate()
+    if directions is not None:
+        outputs = _along(fit, x, directions, memory)
+    elif chosen == "exact":
+        outputs = _exact(fit, x, memory)
+    elif chosen == "cg":
+        outputs, residual = _iterated(fit, x, memory)
+    else:
+        outputs, residual = _approximate(fit, x, effort, memory)
+    loss = None if labels is None else _losses(fit, x, labels, outputs)
+    return Influence(outputs, loss, chosen, residual)
+
+
+@in_exact_mode
+@torch.no_grad()
+def weight_changes(fit: LinearFit, indices: Any = None, memory: str | int | None = None) -> Tensor:
+    """δ − δ₋ᵢ, what each training example contributed to the weights.
+
+    Args:
+        fit: A linear fit without constraints.
+        indices: Positions of training examples; all by default.
+        memory: Budget; by default half of what is available.
+
+    Returns:
+        (n, P), in the order of ``named_parameters()``.
+
+    Raises:
+        InputError: If an index is out of range or the fit has constraints.
+        MemoryBudgetError: If they do not fit the budget.
+
+    Source:
+        Achille et al., CVPR 2021, eq. (7).
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Linear(2, 1).double()
+        >>> x = torch.randn(5, 2).double()
+        >>> fit = linnet.fit(linnet.linearize(net), (x, x.sum(1, keepdim=True)))
+        >>> change = weight_changes(fit, [3])[0]
+        >>> without = fit.forget([3]).delta
+        >>> bool(torch.allclose(fit.delta["weight"] - without["weight"], change[:2]))
+        True
+    """
+    fit = check_fit(fit)
+    unconstrained(fit, "weight_changes")
+    function = fit.module.function
+    every = list(range(fit.n)) if indices is None else indices
+    index = positions(every, fit.n, leave=0).to(function.device)
+    size = len(index) * function.space.dim * function.dtype.itemsize
+    plan = Plan("weight changes", parse_bytes(memory, function.device), (("changes", 2 * size),))
+    require(plan, ["ask for fewer examples with indices=", "ask for audit.influence instead"])
+    return _directions(fit, index, memory)
+
+
+def _directions(fit: LinearFit, index: Tensor, memory: str | int | None) -> Tensor:
+    """δ − δ₋ᵢ of some examples, (n, P)."""
+    system, function = fit.system, fit.module.function
+    if isinstance(system, Primal) and system.dual is not None:
+        system = system.dual
+    if isinstance(system, Dual):
+        # Jᵀ M_·i eᵢ
+        weights = left_out_columns(system, index).to(function.dtype)
+        total = torch.zeros(len(index), function.space.dim, dtype=function.dtype, device=function.device)
+        for place, rows in FormedRows(function, fit.x, system.c, memory, keep=False):
+            total.addmm_(weights[place.start * system.c : place.stop * system.c].T, rows)
+        return total
+    assert isinstance(system, Primal)
+    parts = []
+    residuals = (system.ridge * system.beta)[index]
+    from_x = take(fit.x, index)
+    start = 0
+    for rows, solved in system.solved_rows(from_x, "weight changes", memory=memory):
+        stop = start + len(rows)
+        e = _left_out(torch.einsum("ncp,pnd->ncd", rows, solved), residuals[start:stop].to(rows))
+        parts.append(torch.einsum("pnd,nd->np", solved, e))
+        start = stop
+    return torch.cat(parts)
+
+
+def left_out_columns(dual: Dual, index: Tensor) -> Tensor:
+    """M_·i eᵢ: δ − δ₋ᵢ is Jᵀ times it.
+
+    Args:
+        dual: The solved equations.
+        index: Positions of n training examples.
+
+    Returns:
+        (N·C, n).
+    """
+    n, c = dual.n, dual.c
+    e, inverse = dual.loo_residuals()[index], dual.inverse.view(n, c, n * c)
+    # M is symmetric: its rows, which lie together, stand for its columns
+    parts = [
+        torch.einsum("nca,nc->an", inverse[some], residuals)
+        for some, residuals in zip(index.split(TOGETHER), e.split(TOGETHER), strict=True)
+    ]
+    return torch.cat(parts, 1)
+
+
+def _left_out(leverage: Tensor, residuals: Tensor) -> Tensor:
+    """(I − Hᵢ)⁻¹ rᵢ for leverages (n, C, C)."""
+    eye = torch.eye(leverage.shape[-1], dtype=leverage.dtype, device=leverage.device)
+    solved: Tensor = torch.linalg.solve(eye - leverage, residuals)
+    return solved
+
+
+def _exact(fit: LinearFit, x: Inputs, memory: str | int | None) -> Tensor:
+    """By the kernel of a dual fit, in the way that takes fewer operations."""
+    if not isinstance(fit.system, Dual):
+        return fit.influence(x)  # with constraints
+    n, t, c, p = fit.n, batch_size(x), fit.system.c, fit.module.space.dim
+    # K(x, X): (T·C)(N·C) P;  directions: (N·C) N P, then (T·C) N P
+    by_kernel = t * c * (n * c) * (p + n * c)
+    by_directions = n * c * n * p + t * c * n * p + n * (n * c) ** 2
+    if fit.constraints is not None or by_kernel <= by_directions or not changes_fit(fit, memory):
+        return fit.influence(x)
+    return _along(fit, x, every_change(fit, memory), memory)
+
+
+def changes_fit(fit: LinearFit, memory: str | int | None) -> bool:
+    """Whether δ − δ₋ᵢ of all examples fit the budget.
+
+    Args:
+        fit: The fit.
+        memory: The budget.
+
+    Returns:
+        Whether they do, with room for products.
+    """
+    function = fit.module.function
+    size = fit.n * function.space.dim * function.dtype.itemsize
+    return 3 * size <= parse_bytes(memory, function.device)
+
+
+def every_change(fit: LinearFit, memory: str | int | None) -> Tensor:
+    """δ − δ₋ᵢ of all examples.
+
+    Args:
+        fit: The fit.
+        memory: Budget.
+
+    Returns:
+        (N, P).
+    """
+    return _directions(fit, torch.arange(fit.n, device=fit.module.function.device), memory)
+
+
+def _along(fit: LinearFit, x: Inputs, directions: Tensor, memory: str | int | None) -> Tensor:
+    """J(x)(δ − δ₋ᵢ), (N, T, C)."""
+    directions = checked_directions(fit, directions)
+    c = fit.system.c
+    formed = FormedRows(fit.module.function, x, c, memory, keep=False)
+    parts = [(directions @ rows.T).view(len(directions), -1, c) for _, rows in formed]
+    return torch.cat(parts, 1)
+
+
+def checked_directions(fit: LinearFit, directions: Any) -> Tensor:
+    """Weight changes, if they have the size of the fit's weights.
+
+    Args:
+        fit: The fit.
+        directions: δ − δ₋ᵢ, (n, P).
+
+    Returns:
+        The same, of the network's type.
+
+    Raises:
+        InputError: If they are of another size.
+    """
+    p = fit.module.space.dim
+    if not isinstance(directions, Tensor) or directions.ndim != 2 or directions.shape[1] != p:
+        shape = tuple(directions.shape) if isinstance(directions, Tensor) else type(directions).__name__
+        raise InputError(f"directions has shape {shape}", f"(n, {p})", "pass audit.weight_changes(fit)")
+    return directions.to(fit.module.function.device, fit.module.function.dtype)
+
+
+def _iterated(fit: LinearFit, x: Inputs, memory: str | int | None) -> tuple[Tensor, float]:
+    """By block conjugate gradients on the test side; the leave-one-out residuals are exact."""
+    system = fit.system
+    if isinstance(system, Dual):
+        primal, residuals = _primal_of(fit, system), system.loo_residuals()
+    else:
+        assert isinstance(system, Primal)
+        if system.dual is not None:
+            return fit.influence(x), system.dual.certificate()
+        if system._blocks is None and fit.n <= batch_size(x):
+            # the columns of the leave-one-out residuals are those of the weight changes
+            return _along(fit, x, every_change(fit, memory), memory), system.settings.tolerance
+        primal, residuals = system, system.loo_residuals()
+    return _contracted(primal, x, residuals, None, memory)
+
+
+def _effort(steps: Any) -> Effort:
+    """How far EKFAC is mended."""
+    if steps is None:
+        return Effort(MOST_STEPS, NEAR)
+    return Effort(integer("steps", steps, 0))
+
+
+def _approximate(fit: LinearFit, x: Inputs, effort: Effort, memory: str | int | None) -> tuple[Tensor, float]:
+    """By EKFAC, and a few steps from there."""
+    primal = _primal_of(fit, fit.system)
+    normal, lifted = NormalOperator(primal.jacobian), effort.steps > 0
+    primal._preconditioner = make_preconditioner("ekfac", normal, primal.c, primal.ridge, lifted=lifted)
+    if isinstance(fit.system, Dual):
+        residuals = fit.system.loo_residuals()
+    else:
+        residuals = _approximate_residuals(primal, effort, memory)
+    return _contracted(primal, x, residuals, effort, memory)
+
+
+def _approximate_residuals(primal: Primal, effort: Effort, memory: str | int | None) -> Tensor:
+    """eᵢ by the same approximation."""
+    residuals = primal.ridge * primal.beta
+    found, start = [], 0
+    for rows, solved in _solved(primal, primal.x, effort, memory):
+        own = torch.einsum("ncp,pnd->ncd", rows, solved)
+        own = (own + own.mT) / 2
+        r = residuals[start : start + len(rows)].to(rows)
+        if effort.steps:  # Galerkin's solutions bound the leverage from below
+            found.append(_left_out(own, r))
+        else:  # (I − Hᵢ)⁻¹ = I + Jᵢ (G₋ᵢ + ρI)⁻¹ Jᵢᵀ, positive whatever stands for G₋ᵢ
+            found.append(r + torch.einsum("ncd,nd->nc", own, r))
+        start += len(rows)
+    return torch.cat(found)
+
+
+def _solved(
+    primal: Primal, x: Inputs, effort: Effort | None, memory: str | int | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """J(x) (n, C, P) and (G + ρI)⁻¹ J(x)ᵀ (P, n, C), to convergence or as far as the steps go."""
+    if effort is None or effort.steps:
+        yield from primal.solved_rows(x, "influence", effort, memory)
+        return
+    preconditioner = primal.preconditioner
+    assert preconditioner is not None
+    for part in split(x, max(1, primal.together(memory) // primal.c)):
+        formed = FormedRows(primal.function, part, primal.c, memory, keep=False)
+        rows = torch.cat([block for _, block in formed])
+        n = batch_size(part)
+        yield rows.view(n, primal.c, -1), preconditioner.mm(rows.T.contiguous()).view(-1, n, primal.c)
+
+
+def _contracted(
+    primal: Primal, x: Inputs, residuals: Tensor, effort: Effort | None, memory: str | int | None
+) -> tuple[Tensor, float]:
+    """J(x) (G + ρI)⁻¹ Jᵢᵀ eᵢ block by block, (N, T, C), and the largest residual of the solutions."""
+    parts, worst = [], 0.0
+    matrix = primal.formed.damped(primal.ridge)
+    for rows, solved in _solved(primal, x, effort, memory):
+        t, c = rows.shape[:2]
+        columns, pieces = solved.flatten(1), []
+        worst = max(worst, relative_residual(matrix, columns, rows.flatten(0, 1).T))
+        for place, block in primal.formed.rows:
+            product = (block @ columns).view(-1, c, t, c)
+            pieces.append(torch.einsum("ndtc,nd->ntc", product, residuals[place].to(product)))
+        parts.append(torch.cat(pieces))
+    return torch.cat(parts, 1), worst
+
+
+def _primal_of(fit: LinearFit, system: Any) -> Primal:
+    """The same problem without its kernel, started at its solution."""
+    tolerance = 1e-10 if fit.module.function.dtype == torch.float64 else 1e-6
+    settings = system.settings if isinstance(system, Primal) else CGSettings(tolerance)
+    start = fit.module.space.to_flat(fit.delta)
+    residual = system.residual.to(fit.module.function.dtype)
+    loose = CGSettings(max(settings.tolerance, 1e-4), settings.max_steps, preconditioner="none")
+    primal = Primal(fit.module.function, fit.x, residual, system.ridge, loose, start)
+    primal.settings, primal._preconditioner = settings, getattr(system, "_preconditioner", None)
+    return primal
+
+
+def _losses(fit: LinearFit, x: Inputs, labels: Any, outputs: Tensor) -> Tensor:
+    """½‖t − f‖² − ½‖t − f₋ᵢ‖², exact in both; (N, T)."""
+    targets = label_targets(fit, x, labels)
+    gap = targets.to(outputs) - fit.predict(x).to(outputs)  # t − f
+    # f₋ᵢ = f − Δ: ½‖gap‖² − ½‖gap + Δ‖² = −gap·Δ − ½‖Δ‖²
+    return -torch.einsum("tc,ntc->nt", gap, outputs) - outputs.square().sum(2) / 2
+
+
+def label_targets(fit: LinearFit, x: Inputs, labels: Any) -> Tensor:
+    """What the labels of test examples stand for in a fit.
+
+    Args:
+        fit: The fit.
+        x: n test examples.
+        labels: Classes (n,) or targets (n, C).
+
+    Returns:
+        Targets (n, C).
+
+    Raises:
+        DataError: If labels are out of range.
+        InputError: If there are more or fewer of them than examples, or they are arranged otherwise.
+    """
+    function, n = fit.module.function, batch_size(x)
+    y = named_tensor(labels, "labels").to(function.device)
+    if y.ndim == 0:
+        raise InputError(
+            f"labels is one value for {n} examples", "one label for each example of x", "pass labels (n,)"
+        )
+    check_arrangement(y, function.output_shape(x), "labels")
+    made = make_targets(y, fit.system.c, fit._targets.scale, varied=False, dtype=function.dtype)
+    if len(made.values) != n:
+        raise InputError(
+            f"labels holds {len(made.values)} examples and x {n}",
+            expected="one label for each example of x",
+            remedy="pass the labels of these very examples",
+        )
+    return made.values
+
+
+def _method(fit: LinearFit, method: Any, directions: Tensor | None) -> str:
+    """The method that is used."""
+    if method not in METHODS:
+        raise InputError(
+            f"method={method!r}",
+            expected=", ".join(f'"{name}"' for name in METHODS),
+            remedy='leave method= out for "auto"',
+        )
+    dual = isinstance(fit.system, Dual)
+    chosen: str = ("exact" if dual or fit.constraints is not None else "cg") if method == "auto" else method
+    if chosen == "exact" and not dual and fit.constraints is None:
+        raise InputError(
+            f"method={method!r} of a fit that was solved by {fit.solver!r}",
+            expected="a dual fit, whose kernel gives it",
+            remedy='pass method="cg", or fit with solver="dual"',
+        )
+    if chosen != "exact" or directions is not None:
+        unconstrained(fit, f"method={chosen!r}" if directions is None else "directions")
+    return chosen
+
+
+def unconstrained(fit: LinearFit, what: str) -> None:
+    """Raise for a fit with constraints, whose weights are no combination of the training rows alone.
+
+    Args:
+        fit: The fit.
+        what: What was asked of it.
+
+    Raises:
+        InputError: If it has constraints.
+    """
+    if fit.constraints is not None:
+        raise InputError(
+            f"{what} of a fit with constraints",
+            expected="a fit without constraints",
+            remedy='pass method="exact", or ask the fit before fit.constrain',
+        )

@@ -1,0 +1,191 @@
+"""Suspect labels: training examples that the fit on all the others contradicts.
+
+The leave-one-out residual eᵢ = tᵢ − f₋ᵢ(xᵢ) is the training residual plus the self-influence,
+
+    eᵢ = (tᵢ − f(xᵢ)) + (f(xᵢ) − f₋ᵢ(xᵢ)),
+
+so that it sees a wrong label that was fitted as well as one that was not. All of it is exact and trains
+nothing; a head that was fitted on the same labels hides some, which cross-fitted heads undo.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from linnet.audit.label_errors import LabelErrors, label_errors
+from linnet.audit.predictors import check_fit
+from linnet.errors import InputError
+from linnet.fitting.linear_fit import LinearFit
+from linnet.tangent.modes import in_exact_mode
+
+SCORES = ("auto", "margin", "residual", "self-influence")
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """Training examples in the order in which their labels should be looked at.
+
+    Args:
+        order: Positions, most suspect first, (N,).
+        scores: Suspicion of each training example, larger is worse, (N,).
+        labels: Classes as given, (N,); ``None`` for regression.
+        predicted: Classes by the fit without the example, (N,); ``None`` for regression.
+        residual: ‖tᵢ − f₋ᵢ(xᵢ)‖, (N,).
+        self_influence: ‖f(xᵢ) − f₋ᵢ(xᵢ)‖, (N,).
+        score: Which score it is.
+        errors: Which labels look wrong, and how many would by chance; ``None`` for regression.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> x, y = torch.randn(8, 2), torch.arange(8) % 2
+        >>> fit = linnet.fit(linnet.linearize(net), (x, y))
+        >>> linnet.audit.mislabeled(fit).order.shape
+        torch.Size([8])
+    """
+
+    order: Tensor
+    scores: Tensor
+    labels: Tensor | None
+    predicted: Tensor | None
+    residual: Tensor
+    self_influence: Tensor
+    score: str
+    errors: LabelErrors | None = None
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.order)
+
+    def flagged(self) -> Tensor:
+        """Positions whose class is not the one that the others predict, most suspect first; classes alone.
+
+        They are as many as leave-one-out errors, right labels of hard examples among them; ``doubted`` leaves
+        those out.
+
+        Returns:
+            Positions, (K,).
+        """
+        if self.labels is None or self.predicted is None:
+            _refuse_regression()
+        return self.order[(self.labels != self.predicted)[self.order]]
+
+    def doubted(self) -> Tensor:
+        """Positions of labels that are likelier wrong than right, most suspect first; classes alone."""
+        if self.errors is None:
+            _refuse_regression()
+        doubted = torch.zeros_like(self.order, dtype=torch.bool)
+        doubted[self.errors.indices] = True
+        return self.order[doubted[self.order]]
+
+    def __str__(self) -> str:
+        """How many labels look wrong, in words."""
+        if self.errors is None:
+            return f"{len(self)} training targets, ranked by {self.score}"
+        return labels_in_words(len(self.errors.indices), len(self), self.errors.expected)
+
+
+def labels_in_words(doubted: int, count: int, expected: float) -> str:
+    """How many labels look wrong.
+
+    Args:
+        doubted: Their number.
+        count: Number of labels.
+        expected: How many would look wrong if all were right.
+
+    Returns:
+        A clause without a full stop.
+
+    Example:
+        >>> labels_in_words(4, 100, 1.2)
+        '4 of 100 training labels look wrong (1 expected by chance)'
+    """
+    verb = "looks" if doubted == 1 else "look"
+    chance = "none" if expected < 0.5 else f"{expected:.0f}"
+    return f"{doubted} of {count} training labels {verb} wrong ({chance} expected by chance)"
+
+
+def _refuse_regression() -> NoReturn:
+    """Raise the error of asking a regression for classes."""
+    raise InputError(
+        "targets of a regression have no classes",
+        expected="a fit of integer classes",
+        remedy="take the first of .order",
+    )
+
+
+@in_exact_mode
+@torch.no_grad()
+def mislabeled(fit: LinearFit, score: str = "auto") -> Suspects:
+    """Rank training examples by how much the fit without them contradicts their labels.
+
+    Args:
+        fit: A linear fit.
+        score: ``"margin"``, the largest leave-one-out output of another class less that of the given one;
+            ``"residual"``, ‖tᵢ − f₋ᵢ(xᵢ)‖; ``"self-influence"``, ‖f(xᵢ) − f₋ᵢ(xᵢ)‖. ``"auto"`` is the margin
+            for classes and the residual for regression.
+
+    Returns:
+        The ranking.
+
+    Raises:
+        InputError: If the score is none of these, or the margin is asked of a regression.
+
+    Source:
+        Achille et al., CVPR 2021, appendix A.3, at the example itself.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Linear(1, 2)
+        >>> x = torch.linspace(-1, 1, 12)[:, None]
+        >>> y = (x[:, 0] > 0).long()
+        >>> y[2] = 1  # wrong
+        >>> mislabeled(linnet.fit(linnet.linearize(net), (x, y), ridge=0.1)).order[:1]
+        tensor([2])
+    """
+    fit = check_fit(fit)
+    chosen = _score(fit, score)
+    loo = fit.loo().double()
+    residual = fit.targets.to(loo) - loo
+    # from the fit's own leave-one-out; that of cross-fitted heads has no fit with the example in it
+    own = fit.system.loo_residuals() - fit.system.ridge * fit.system.beta
+    size, change = residual.norm(dim=1), own.double().norm(dim=1)
+    labels = fit.labels
+    predicted = None if labels is None else loo.argmax(1)
+    if chosen == "margin":
+        assert labels is not None
+        scores = _margin(loo, labels)
+    else:
+        scores = size if chosen == "residual" else change
+    order = scores.argsort(descending=True, stable=True)
+    errors = None if labels is None else label_errors(loo, labels)
+    return Suspects(order, scores, labels, predicted, size, change, chosen, errors)
+
+
+def _margin(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Max over other classes of f_c, less f of the given class."""
+    given = outputs.gather(1, labels[:, None])
+    others = outputs.scatter(1, labels[:, None], float("-inf"))
+    return others.amax(1) - given[:, 0]
+
+
+def _score(fit: LinearFit, score: str) -> str:
+    """The score that is used."""
+    classes = fit.labels is not None and fit.targets.shape[1] > 1
+    if score not in SCORES:
+        raise InputError(
+            f"score={score!r}",
+            expected=", ".join(f'"{name}"' for name in SCORES),
+            remedy='leave score= out for "auto"',
+        )
+    if score == "margin" and not classes:
+        raise InputError(
+            'score="margin" of a regression',
+            expected="a fit of integer classes",
+            remedy='pass score="residual"',
+        )
+    return ("margin" if classes else "residual") if score == "auto" else score

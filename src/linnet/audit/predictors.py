@@ -1,0 +1,135 @@
+"""Checks that the audits share: fits, predictors of any kind, labels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.errors import InputError
+from linnet.fitting.linear_fit import LinearFit
+from linnet.params import tensor
+from linnet.tangent.batch import Inputs, batch_size, require_dense, split, tensors_in
+from linnet.tangent.hashing import hash_tensors
+
+BATCH = 128  # examples predicted at once
+
+
+def check_fit(fit: Any, name: str = "fit") -> LinearFit:
+    """Raise unless an argument is a linear fit of the squared loss.
+
+    Args:
+        fit: The argument.
+        name: Its name.
+
+    Returns:
+        The fit.
+
+    Raises:
+        InputError: If it is anything else.
+    """
+    if not isinstance(fit, LinearFit):
+        raise InputError(
+            f"{name} is {type(fit).__name__}",
+            expected="a LinearFit",
+            remedy='make one with linnet.fit(lin, data), whose loss is "squared"',
+        )
+    return fit
+
+
+@torch.no_grad()
+def outputs_of(predictor: Any, x: Inputs, name: str) -> Tensor:
+    """What a predictor says of some inputs, as (N, C).
+
+    Args:
+        predictor: A fit, a network, any callable, or its outputs (N, C).
+        x: N examples.
+        name: The argument's name.
+
+    Returns:
+        Outputs (N, C).
+
+    Raises:
+        InputError: If it is none of these, or gives another number of outputs, or NaN.
+    """
+    if isinstance(predictor, Tensor):
+        out = predictor
+    elif hasattr(predictor, "predict"):
+        out = predictor.predict(x)
+    elif callable(predictor):
+        if isinstance(predictor, nn.Module) and any(map(_varies, predictor.modules())):
+            raise InputError(
+                f"{name} is a network in training mode with dropout or batch normalization",
+                expected="a network in evaluation mode, whose outputs depend on each input alone",
+                remedy=f"call {name}.eval() first",
+            )
+        parts = [predictor(part) for part in split(x, BATCH)]
+        out = torch.cat(parts) if all(isinstance(part, Tensor) and part.ndim for part in parts) else parts[0]
+    else:
+        raise InputError(
+            f"{name} is {type(predictor).__name__}",
+            expected="a fit, a network, a function of x, or its outputs (N, C)",
+            remedy="pass fit.predict(x)",
+        )
+    if not isinstance(out, Tensor) or out.ndim == 0 or len(out) != batch_size(x):
+        shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise InputError(
+            f"{name} gives {shape} for {batch_size(x)} examples",
+            expected=f"outputs ({batch_size(x)}, C)",
+            remedy="pass one row of outputs for each example of x",
+        )
+    require_dense(out, name)
+    out = out.detach().reshape(len(out), -1)
+    if out.is_floating_point() and not out.isfinite().all():
+        at = int((~out.isfinite().all(1)).nonzero()[0])
+        raise InputError(
+            f"{name} is not finite at index {at}",
+            expected="finite outputs",
+            remedy="look for NaN or infinite values in x and in the weights",
+        )
+    return out
+
+
+def _varies(module: nn.Module) -> bool:
+    """Whether a layer's outputs depend on chance or on the other examples."""
+    kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+    return module.training and isinstance(module, kinds)
+
+
+def class_labels(y: Any, n: int, classes: int) -> Tensor:
+    """Integer classes (N,).
+
+    Args:
+        y: Labels, in anything that ``torch.as_tensor`` takes.
+        n: N.
+        classes: Number of classes.
+
+    Returns:
+        Labels, int64.
+
+    Raises:
+        InputError: If they have another shape or type, or are out of range.
+    """
+    labels = tensor("y", y, f"integer classes ({n},), one for each example of x", "pass y.long()").detach()
+    kind = labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex()
+    if labels.shape != (n,) or kind:
+        raise InputError(
+            f"y is {type(y).__name__} of shape {tuple(labels.shape)} and type {labels.dtype}",
+            expected=f"integer classes ({n},), one for each example of x",
+            remedy="pass y.long(), or y.argmax(1) for one-hot labels",
+        )
+    wrong = (labels < 0) | (labels >= classes)
+    if wrong.any():
+        at = int(wrong.nonzero()[0])
+        raise InputError(
+            f"y holds {int(labels[at])} at index {at}",
+            expected=f"classes 0 to {classes - 1}",
+            remedy="check that y belongs to these outputs",
+        )
+    return labels.long()
+
+
+def input_hashes(x: Inputs) -> list[str]:
+    """A fingerprint of every example without its label."""
+    return [hash_tensors(tensors_in(part)) for part in split(x, 1)]

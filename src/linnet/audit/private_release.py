@@ -1,0 +1,329 @@
+"""A fit's weights with differential privacy: what it learned, without what any one example said."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.audit.clipped import clip_rows, clipped_optimum, jacobian_scales
+from linnet.audit.gaussian_noise import (
+    determinant_cost,
+    gaussian_noise,
+    left_for_noise,
+    objective_noise,
+)
+from linnet.audit.predictors import check_fit
+from linnet.errors import InputError, NumericalError
+from linnet.fitting.arguments import check_positive
+from linnet.fitting.asked import checked_inputs
+from linnet.fitting.dual import Dual
+from linnet.fitting.last_layer import RECORD
+from linnet.fitting.linear_fit import LinearFit
+from linnet.tangent.batch import Inputs
+from linnet.tangent.forward_mode import Params
+from linnet.tangent.jacobian import JacobianOperator
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
+
+MECHANISMS = ("output", "objective")
+NEIGHBORS = ("replace", "remove")
+INEXACT = 1e-3  # of the sensitivity: how far the solution may be from the optimum; paid for in the noise
+PROTECTED = "δ, and whatever is computed from it and from public data, such as predictions"
+NOT_PROTECTED = (
+    "the network before the fit, its head included: it is taken to be public",
+    "the ridge, the clipping limits and the target scale: they must have been chosen without these data",
+    "the number of examples",
+    "the fit itself, its temperatures, reports and files: publish the release alone",
+    "several releases from the same data: their ε and δ add up",
+    "rounding: noise is drawn in floating point from torch's generator, which is not cryptographic, and a "
+    "seed that becomes known undoes the release",
+)
+
+
+@dataclass(frozen=True)
+class PrivacyCertificate:
+    """What a release guarantees, and the numbers that the guarantee rests on.
+
+    Args:
+        mechanism: ``"output"`` or ``"objective"``.
+        epsilon: ε.
+        delta: δ of (ε, δ).
+        neighbors: ``"replace"``: data sets of the same size that differ in one example; ``"remove"``: one
+            of them has an example more.
+        noise: Standard deviation of the noise on each weight, or on each entry of the linear term.
+        constants: The numbers from which it follows.
+        not_protected: What the guarantee does not cover.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        >>> x = torch.randn(50, 2)
+        >>> fit = linnet.fit(linnet.linearize(net), (x, x[:, :1]), ridge=20.0, solver="dual")
+        >>> certificate = linnet.audit.release(fit, 1.0, 1e-3, clip=(2.0, 1.0)).certificate
+        >>> certificate.epsilon, certificate.mechanism
+        (1.0, 'output')
+    """
+
+    mechanism: str
+    epsilon: float
+    delta: float
+    neighbors: str
+    noise: float
+    constants: dict[str, float]
+    not_protected: tuple[str, ...]
+
+    @property
+    def protected(self) -> str:
+        """What the guarantee covers."""
+        return PROTECTED
+
+    def __str__(self) -> str:
+        """The guarantee in words."""
+        kind = "is another" if self.neighbors == "replace" else "is added or removed"
+        numbers = ", ".join(f"{name} = {value:.6g}" for name, value in self.constants.items())
+        lines = [
+            f"({self.epsilon:g}, {self.delta:g}) differential privacy where one example {kind}: "
+            f"{self.mechanism} perturbation, noise {self.noise:.6g} ({numbers}).",
+            f"Protected: {self.protected}.",
+            *(f"Not protected: {line}." for line in self.not_protected),
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Release:
+    """Weights that may be published, with their certificate.
+
+    Args:
+        module: The linearized network with the released δ.
+        certificate: What is guaranteed.
+        private: Figures that must stay private: how many examples were clipped, and how far the
+            release is from the optimum.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        >>> x = torch.randn(50, 2)
+        >>> fit = linnet.fit(linnet.linearize(net), (x, x[:, :1]), ridge=20.0, solver="dual")
+        >>> linnet.audit.release(fit, 1.0, 1e-3, clip=(2.0, 1.0)).module(x).shape
+        torch.Size([50, 1])
+    """
+
+    module: Linearized
+    certificate: PrivacyCertificate
+    private: dict[str, float]
+
+    @property
+    def delta(self) -> Params:
+        """The released δ, by parameter name."""
+        return {name: t.detach() for name, t in self.module.delta.items()}
+
+    @torch.no_grad()
+    def predict(self, x: Inputs) -> Tensor:
+        """f₀(x) + J(x)δ, (N, C)."""
+        out: Tensor = self.module(checked_inputs(self.module, x))
+        return out.reshape(out.shape[0], -1)
+
+
+@in_exact_mode
+def release(
+    fit: LinearFit,
+    epsilon: float,
+    delta: float,
+    mechanism: str = "output",
+    *,
+    clip: tuple[float, float],
+    neighbors: str = "replace",
+    generator: torch.Generator | None = None,
+) -> Release:
+    """Release δ with (ε, δ) differential privacy.
+
+    With ``clip=(κ, τ)`` an example counts as if ‖J_i‖ were at most κ and pulls on its residual with at most
+    τ, so that its gradient is at most κτ (see ``linnet.audit.clipped``); where nothing is clipped
+    the optimum is the fit's own. The objective is ρ-strongly convex, so that one example moves the optimum
+    by at most κτ/ρ when it is removed and 2κτ/ρ when it is replaced: the larger the ridge, the less noise.
+    ``"output"`` adds Gaussian noise of that sensitivity to δ; ``"objective"`` adds a random linear term to
+    the objective, which needs a ridge above κ²/(e^(ε/C) − 1).
+
+    Args:
+        fit: A fit in the dual, with a given ridge, of a network that does not depend on the data.
+        epsilon: ε > 0.
+        delta: δ, below 1/N.
+        mechanism: ``"output"`` or ``"objective"``.
+        clip: κ in units of the Jacobian's norm, τ in units of the outputs: chosen without these data.
+        neighbors: ``"replace"`` (data sets of one size that differ in one example) or ``"remove"``.
+        generator: Source of the noise; its seed must stay secret. If left out, torch's global stream, which
+            is then as secret as whatever seeded it.
+
+    Returns:
+        The released weights and the certificate.
+
+    Raises:
+        InputError: If a condition of the guarantee does not hold, or an argument is out of range.
+        NumericalError: If rounding keeps the solution too far from the optimum.
+
+    Source:
+        Chaudhuri, Monteleoni, Sarwate, JMLR 2011 (both mechanisms); Kifer, Smith, Thakurta, COLT 2012
+        (objective perturbation with Gaussian noise); Balle and Wang, ICML 2018 (calibration).
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        >>> x = torch.randn(50, 2)
+        >>> fit = linnet.fit(linnet.linearize(net), (x, x[:, :1]), ridge=20.0, solver="dual")
+        >>> release(fit, 1.0, 1e-3, clip=(2.0, 1.0)).certificate.constants["gradient"]
+        2.0
+    """
+    _check(epsilon, delta, mechanism, clip, neighbors)
+    if not isinstance(generator, torch.Generator | None):
+        raise InputError(
+            f"generator is {type(generator).__name__}",
+            expected="a torch.Generator, or None",
+            remedy="pass torch.Generator().manual_seed(seed), with a seed that nobody can guess",
+        )
+    system = _releasable(fit, delta)
+    function, c = fit.module.function, system.c
+    kappa, tau = (float(value) for value in clip)
+    pairs = 2 if neighbors == "replace" else 1
+    blocks = system.kernel.view(fit.n, c, fit.n, c).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    scales = jacobian_scales(blocks, kappa, torch.finfo(function.dtype).eps)
+    jacobian = JacobianOperator(function, fit.x, c)
+    constants = {"jacobian": kappa, "residual": tau, "ridge": fit.ridge, "gradient": kappa * tau}
+    if mechanism == "output":
+        exact = pairs * kappa * tau / fit.ridge
+        # both solutions may be INEXACT · exact away from their optima
+        constants["sensitivity"] = exact * (1 + 2 * INEXACT)
+        noise = gaussian_noise(constants["sensitivity"], epsilon, delta)
+        linear = None
+    else:
+        left = left_for_noise(kappa, fit.ridge, c, epsilon)
+        constants["determinants"] = determinant_cost(kappa, fit.ridge, c)
+        constants["directions"] = float(pairs * c)
+        noise = objective_noise(pairs * kappa * tau, pairs * c, left, delta)
+        linear = noise * _normal(function.space.dim, generator).to(function.device)
+    flat, private = _solve(system, jacobian, scales, tau, linear)
+    if private["distance"] > INEXACT * pairs * kappa * tau / fit.ridge:
+        raise NumericalError(
+            f"the solution may be {private['distance']:.1e} away from the optimum",
+            expected=f"at most {INEXACT:g} of the sensitivity",
+            remedy="fit with the network in float64",
+        )
+    if linear is None:
+        flat = flat + noise * _normal(function.space.dim, generator).to(function.device)
+    module = Linearized(function)
+    with torch.no_grad():
+        for name, value in module.space.to_params(flat.to(function.dtype)).items():
+            module.delta[name].copy_(value)
+    left_open = NOT_PROTECTED if linear is None else (*NOT_PROTECTED, _INEXACT_OBJECTIVE)
+    made = PrivacyCertificate(mechanism, float(epsilon), float(delta), neighbors, noise, constants, left_open)
+    return Release(module, made, private)
+
+
+_INEXACT_OBJECTIVE = (
+    "the distance of the solution from the exact optimum, which objective perturbation presumes"
+)
+
+
+def _solve(
+    system: Dual, jacobian: JacobianOperator, scales: Tensor, tau: float, linear: Tensor | None
+) -> tuple[Tensor, dict[str, float]]:
+    """The optimum of the clipped objective plus bᵀδ, and what must stay private about it."""
+    wide = scales.repeat_interleave(system.c)
+    kernel = wide[:, None] * system.kernel * wide
+    residual = scales[:, None] * system.residual
+    shifted = residual
+    if linear is not None:
+        # δ = JᵀSβ − b/ρ, so that S(r − Jδ) = S(r + Jb/ρ) − SKSβ
+        push = jacobian.mv(linear.to(jacobian.dtype)).view(residual.shape).double()
+        shifted = residual + scales[:, None] * push / system.ridge
+    beta = clipped_optimum(kernel, shifted, system.ridge, tau)
+    flat = jacobian.T.mv((scales[:, None] * beta).reshape(-1).to(jacobian.dtype)).double()
+    if linear is not None:
+        flat = flat - linear / system.ridge
+    # the gradient, computed afresh: ρδ + b − JᵀS clip(S(r − Jδ))
+    fitted = jacobian.mv(flat.to(jacobian.dtype)).view(residual.shape).double()
+    e = scales[:, None] * (system.residual - fitted)
+    pull = (scales[:, None] * clip_rows(e, tau)).reshape(-1)
+    gradient = system.ridge * flat - jacobian.T.mv(pull.to(jacobian.dtype)).double()
+    if linear is not None:
+        gradient = gradient + linear
+    return flat, {
+        "clipped_jacobians": float((scales < 1).sum()),
+        "clipped_residuals": float((e.norm(dim=1) > tau).sum()),
+        "distance": float(gradient.norm()) / system.ridge,
+    }
+
+
+def _normal(size: int, generator: torch.Generator | None) -> Tensor:
+    """Standard normal numbers, in float64."""
+    return torch.randn(size, generator=generator, dtype=torch.float64)
+
+
+def _check(epsilon: Any, delta: Any, mechanism: Any, clip: Any, neighbors: Any) -> None:
+    """Raise on arguments that cannot work."""
+    check_positive("epsilon", epsilon, "pass a positive ε, such as 1.0")
+    check_positive("delta", delta, "pass a δ well below 1/N, such as 1e-5")
+    if delta >= 1:
+        raise InputError(f"delta={delta!r}", expected="a δ below 1", remedy="pass a δ such as 1e-5")
+    for name, value, known in (("mechanism", mechanism, MECHANISMS), ("neighbors", neighbors, NEIGHBORS)):
+        if value not in known:
+            raise InputError(
+                f"{name}={value!r}",
+                expected=" or ".join(f'"{k}"' for k in known),
+                remedy=f'leave {name}= out for "{known[0]}"',
+            )
+    if not isinstance(clip, tuple | list) or len(clip) != 2:
+        raise InputError(
+            f"clip={clip!r}",
+            expected="two numbers (κ, τ): limits of ‖J_i‖ and of the residual",
+            remedy="choose them from public data or from what outputs can be at all, not from these data",
+        )
+    for name, value in zip(("clip[0]", "clip[1]"), clip, strict=True):
+        check_positive(name, value, "pass a positive limit")
+
+
+def _releasable(fit: LinearFit, delta: float) -> Dual:
+    """The equations of a fit that can be released, or an error that says why it cannot."""
+    check_fit(fit)
+    if fit.record.criterion != "given":
+        raise InputError(
+            f"the ridge of the fit was chosen by {fit.record.criterion!r} on the data, which gives them away",
+            expected="a ridge chosen without these data",
+            remedy="fit with ridge= a number",
+        )
+    head = getattr(fit.module.model, RECORD, {})
+    if head.get("init") == "probe" or any("head was" in line for line in fit.record.warnings):
+        raise InputError(
+            "the head of the network was fitted on data, and a release would publish it as it is",
+            expected="a network that does not depend on the data, its head included",
+            remedy='make the head with linnet.with_head(model, classes, init="random")',
+        )
+    if head.get("metric"):
+        raise InputError(
+            "the network has the metric of a curvature, which was summed over data",
+            expected="a network that does not depend on the data",
+            remedy="release a fit of the network without linnet.with_metric",
+        )
+    if fit.constraints is not None:
+        raise InputError(
+            "the fit obeys equations on outputs, whose values no noise hides",
+            expected="a fit without constraints",
+            remedy="release fit before it is constrained",
+        )
+    if not isinstance(fit.system, Dual):
+        raise InputError(
+            f"the fit was solved by {fit.solver!r}",
+            expected='solver="dual": the clipped optimum is found in the kernel',
+            remedy='fit again with solver="dual"',
+        )
+    if delta >= 1 / fit.n or math.isclose(delta, 1 / fit.n):
+        raise InputError(
+            f"delta={delta:g} with {fit.n} examples",
+            expected=f"a δ below 1/N = {1 / fit.n:.3g}: publishing one example outright has δ = 1/N",
+            remedy="pass a smaller delta=",
+        )
+    return fit.system

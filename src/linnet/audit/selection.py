@@ -1,0 +1,264 @@
+"""Active learning: the examples whose labels would tell most, chosen one after the other in closed form.
+
+In units where a new label has noise ρ (that is, covariances times ρ/σ²), with V the posterior covariance
+and S_j = V_jj + ρI, a label of example j takes V_aj S_j⁻¹ V_ja off the covariance of every a, whatever the
+label will be. So the posterior after a whole batch is known before any of its labels is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.audit.predictors import check_fit, input_hashes
+from linnet.errors import InputError
+from linnet.fitting.asked import checked_inputs
+from linnet.fitting.joint import joint_covariance, own_covariances
+from linnet.fitting.linear_fit import LinearFit
+from linnet.linalg.factorize import cholesky
+from linnet.memory import parse_bytes
+from linnet.params import choice, flag, integer
+from linnet.tangent.batch import Inputs, batch_size, take
+from linnet.tangent.modes import in_exact_mode
+
+CRITERIA = ("variance", "information", "predictive-information", "uncertainty")
+OF_TARGETS = ("variance", "predictive-information")  # criteria that depend on other examples
+WHOLE = 0.1  # share of the memory budget up to which the covariance of a pool is formed at once
+CHUNK = 1 << 22  # numbers formed at once by a score
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The examples to label next.
+
+    Args:
+        indices: Positions in the pool, best first, (n,).
+        scores: What each was worth when it was chosen, (n,): variance (mean over the examples that count
+            of the trace of their covariance) for ``"variance"`` and ``"uncertainty"``, nats otherwise.
+        variance: The mean total variance of the examples that count, before and after each choice, (n + 1,).
+        criterion: How they were chosen.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> x, y = torch.randn(8, 2), torch.arange(8) % 2
+        >>> fit = linnet.fit(linnet.linearize(net), (x, y))
+        >>> found = linnet.audit.select(fit, torch.randn(20, 2), 3)
+        >>> bool(found.variance[-1] <= found.variance[0])
+        True
+    """
+
+    indices: Tensor
+    scores: Tensor
+    variance: Tensor
+    criterion: str
+
+
+@in_exact_mode
+def select(
+    fit: LinearFit,
+    pool: Inputs,
+    n: int,
+    criterion: str = "variance",
+    *,
+    at: Inputs | None = None,
+    batch: bool = True,
+) -> Selection:
+    """Choose the n examples of a pool whose labels would tell most; their labels are not needed.
+
+    Args:
+        fit: The fit so far.
+        pool: T unlabeled examples.
+        n: How many to choose.
+        criterion: ``"variance"``: largest fall of the mean total variance over ``at`` (Cohn et al. 1996);
+            ``"predictive-information"``: most information, in nats, about the label of an example of ``at``
+            (Bickford Smith et al. 2023); ``"information"``: most information about the weights
+            (MacKay 1992; Houlsby et al. 2011); ``"uncertainty"``: largest variance of its own.
+        at: Examples whose predictions count; by default those of the pool.
+        batch: Choose each given those before it. Otherwise the n best taken one by one, near-duplicates
+            and all.
+
+    Returns:
+        The choice.
+
+    Raises:
+        DataError: If the pool is empty or not finite.
+        InputError: If n exceeds the pool, or the pool holds training examples, or the criterion is unknown.
+        MemoryBudgetError: If the covariances do not fit the fit's budget.
+
+    Source:
+        MacKay, "Information-based objective functions for active data selection", 1992; Cohn, Ghahramani,
+        Jordan, "Active learning with statistical models", 1996.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        >>> x = torch.randn(20, 2)
+        >>> fit = linnet.fit(linnet.linearize(net), (x[:5], x[:5, :1]))
+        >>> select(fit, x[5:], 3).indices.shape
+        torch.Size([3])
+    """
+    check_fit(fit)
+    _check_options(n, criterion)
+    flag("batch", batch)
+    pool = checked_inputs(fit.module, pool, "pool")
+    _check_pool(fit, pool, n)
+    counted = None if at is None else checked_inputs(fit.module, at, "at")
+    state = _State(fit, pool, counted, criterion)
+    unit = fit.noise / fit.ridge if criterion in ("variance", "uncertainty") else 1.0
+    taken = torch.zeros(batch_size(pool), dtype=torch.bool, device=state.own.device)
+    first = state.scores()
+    order = first.argsort(descending=True, stable=True)
+    indices, scores, variance = [], [], [state.variance()]
+    for k in range(n):
+        now = state.scores() if k and batch else first
+        best = int(now.masked_fill(taken, -torch.inf).argmax()) if batch else int(order[k])
+        indices.append(best)
+        scores.append(float(now[best]) * unit)
+        taken[best] = True
+        state.observe(best)
+        variance.append(state.variance())
+    scale = fit.noise / fit.ridge
+    return Selection(
+        torch.tensor(indices, dtype=torch.long),
+        torch.tensor(scores, dtype=torch.float64),
+        scale * torch.tensor(variance, dtype=torch.float64),
+        criterion,
+    )
+
+
+class _State:
+    """Covariances of a pool, of the examples that count, and between them, given the choices so far."""
+
+    def __init__(self, fit: LinearFit, pool: Inputs, at: Inputs | None, criterion: str) -> None:
+        self.fit, self.pool, self.criterion = fit, pool, criterion
+        self.n, self.c, self.ridge = batch_size(pool), fit.system.c, fit.ridge
+        wide = self.n * self.c
+        budget = parse_bytes(fit.memory, fit.module.function.device)
+        needed = criterion in OF_TARGETS and at is None
+        whole = needed or 8 * wide * wide <= WHOLE * budget
+        # V between all of the pool, kept up to date; None where its columns are formed when needed
+        self.joint = joint_covariance(fit, pool) if whole else None
+        self.own = self._blocks(self.joint) if self.joint is not None else own_covariances(fit, pool)
+        self.seen: list[Tensor] = []  # what each choice took off: V −= U Uᵀ
+        self.between: Tensor | None = None
+        self.targets: Tensor | None = None
+        if at is not None:
+            self.between = joint_covariance(fit, at, pool)
+            self.targets = own_covariances(fit, at)
+
+    def _blocks(self, joint: Tensor) -> Tensor:
+        """V_jj, (T, C, C)."""
+        view = joint.view(self.n, self.c, self.n, self.c)
+        return view.diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone()
+
+    def _column(self, j: int) -> Tensor:
+        """V_·j, (T·C, C)."""
+        rows = slice(j * self.c, (j + 1) * self.c)
+        if self.joint is not None:
+            return self.joint[:, rows].clone()
+        index = torch.tensor([j], device=self.own.device)
+        column = joint_covariance(self.fit, self.pool, take(self.pool, index))
+        for u in self.seen:
+            column = column - u @ u[rows].T
+        return column
+
+    def _noisy(self, blocks: Tensor) -> Tensor:
+        """S = V + ρI."""
+        return blocks + self.ridge * torch.eye(self.c, dtype=blocks.dtype, device=blocks.device)
+
+    def observe(self, j: int) -> None:
+        """Take in a label of example j, whatever it is."""
+        rows = slice(j * self.c, (j + 1) * self.c)
+        factor = cholesky(self._noisy(self.own[j]), "covariance of a candidate")
+        # U = V_·j L⁻ᵀ with LLᵀ = S_j
+        u = torch.linalg.solve_triangular(factor, self._column(j).T, upper=False).T
+        if self.between is not None and self.targets is not None:
+            w = torch.linalg.solve_triangular(factor, self.between[:, rows].T, upper=False).T
+            self.between -= w @ u.T
+            part = w.view(-1, self.c, self.c)
+            self.targets = self.targets - part @ part.mT
+        if self.joint is not None:
+            self.joint -= u @ u.T
+        else:
+            self.seen.append(u)
+        part = u.view(self.n, self.c, self.c)
+        self.own = self.own - part @ part.mT
+
+    def variance(self) -> float:
+        """Mean trace of the covariances that count."""
+        blocks = self.own if self.targets is None else self.targets
+        return float(blocks.diagonal(dim1=1, dim2=2).sum(1).mean())
+
+    def scores(self) -> Tensor:
+        """What a label of each example would be worth, (T,)."""
+        score: dict[str, Callable[[], Tensor]] = {
+            "uncertainty": lambda: self.own.diagonal(dim1=1, dim2=2).sum(1),
+            # ½ log det(I + V_jj/ρ)
+            "information": lambda: 0.5 * torch.logdet(self._noisy(self.own) / self.ridge),
+            "variance": self._fall,
+            "predictive-information": self._predictive_information,
+        }
+        return score[self.criterion]()
+
+    def _across(self) -> tuple[Tensor, Tensor]:
+        """V between the examples that count and the pool, (A·C, T·C), and of the former, (A, C, C)."""
+        if self.between is not None and self.targets is not None:
+            return self.between, self.targets
+        assert self.joint is not None
+        return self.joint, self.own
+
+    def _fall(self) -> Tensor:
+        """Mean over a of tr V_aj S_j⁻¹ V_ja."""
+        across, targets = self._across()
+        columns = across.view(-1, self.n, self.c)
+        inner = torch.einsum("kjc,kjd->jcd", columns, columns)
+        halves = torch.linalg.solve(self._noisy(self.own), inner)
+        fall: Tensor = halves.diagonal(dim1=1, dim2=2).sum(1) / len(targets)
+        return fall
+
+    def _predictive_information(self) -> Tensor:
+        """Mean over a of ½ log det S_a − ½ log det (S_a − V_aj S_j⁻¹ V_ja)."""
+        across, targets = self._across()
+        noisy = self._noisy(targets)
+        count = len(targets)
+        before = torch.logdet(noisy)
+        size = max(1, CHUNK // (count * self.c * self.c))
+        found = []
+        for start in range(0, self.n, size):
+            part = slice(start, min(start + size, self.n))
+            columns = across.view(count, self.c, self.n, self.c)[:, :, part].transpose(1, 2)  # (A, t, C, C)
+            factor = torch.linalg.cholesky(self._noisy(self.own[part]))
+            w = torch.linalg.solve_triangular(factor.expand(count, *factor.shape), columns.mT, upper=False)
+            after = torch.logdet(noisy[:, None] - w.mT @ w)
+            found.append(0.5 * (before[:, None] - after).mean(0))
+        return torch.cat(found)
+
+
+def _check_options(n: Any, criterion: Any) -> None:
+    """Raise on options that cannot work."""
+    integer("n", n, remedy="pass n=1 or more")
+    choice("criterion", criterion, CRITERIA, 'leave criterion= out for "variance"')
+
+
+def _check_pool(fit: LinearFit, pool: Inputs, n: int) -> None:
+    """Raise if a pool is too small, or holds what is labeled already."""
+    size = batch_size(pool)
+    if n > size:
+        raise InputError(
+            f"n={n} exceeds the pool of {size} examples",
+            expected=f"at most {size}",
+            remedy="choose fewer, or bring a larger pool",
+        )
+    known = set(input_hashes(fit.x))
+    again = [i for i, name in enumerate(input_hashes(pool)) if name in known]
+    if again:
+        raise InputError(
+            f"pool holds {len(again)} training example(s), first at index {again[0]}",
+            expected="examples that the fit has not seen: their labels are known already",
+            remedy="drop them from the pool",
+        )

@@ -1,0 +1,247 @@
+"""A factorized Gaussian over all weights of a network, trained by a variational bound.
+
+The thesis' FFG (Botev 2020, section 5.2.2, after Kingma and Welling 2014 and Blundell et al. 2015): the bound
+
+    Σᵢ E_q[log p(yᵢ | xᵢ, θ)] − KL(N(μ, s²) ‖ N(0, λ⁻¹ I)),
+
+by mini-batches and the reparametrization θ = μ + s ε. Where a linear layer is called once, on inputs (N, d),
+its outputs are drawn instead of its weights, independently for each example (Kingma, Salimans and Welling
+2015, eq. 6):
+
+    b = x Mᵀ + √(x² (S²)ᵀ) ε,
+
+which is the same bound with less noise in its gradients. It does not hold for shared weights, such as those
+of convolutions, whose positions are not independent given q: these, and all others, are drawn once a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from linnet.baselines.sampled import Baseline
+from linnet.fitting.arguments import check_count, check_positive
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing, training_nll
+from linnet.linalg.random import Seed, make_generator, normal
+from linnet.params import seed as checked_seed
+from linnet.posterior.svi import Schedule, divergence
+from linnet.tangent.batch import Inputs, batch_size, gather_data, take
+from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.modes import in_exact_mode
+
+Hook = Callable[[nn.Module, Any, Tensor], Tensor]
+
+
+class FactorizedGaussian(Baseline):
+    """A factorized Gaussian over weights; :func:`factorized_gaussian` makes it.
+
+    Args:
+        function: The network.
+        likelihood: What its outputs mean.
+        mean: μ, (P,).
+        deviation: s, (P,).
+        bounds: Estimates of the bound, epoch by epoch.
+        samples: S, draws of the weights for predictions.
+        seed: Of these draws.
+
+    Attributes:
+        mean: μ, (P,), in the order of ``named_parameters()``.
+        deviation: s, (P,).
+        bounds: The bound on the log evidence, epoch by epoch.
+    """
+
+    def __init__(
+        self,
+        function: Functional,
+        likelihood: Likelihood,
+        mean: Tensor,
+        deviation: Tensor,
+        bounds: tuple[float, ...],
+        samples: int,
+        seed: int,
+    ) -> None:
+        super().__init__(likelihood, [function])
+        self._function, self._samples, self._seed = function, samples, seed
+        self.mean, self.deviation, self.bounds = mean, deviation, bounds
+
+    def _sampled(self, x: Inputs) -> Tensor:
+        """The outputs under S draws of the weights, (S, N, ...); the same draws at every call."""
+        source, found = make_generator(self._seed), []
+        for _ in range(self._samples):
+            noise = normal(self.mean.shape, source, self.mean.dtype, self.device)
+            theta = self._function.space.to_params(self.mean + self.deviation * noise)
+            found.append(self._function(theta, x))
+        return torch.stack(found)
+
+
+@in_exact_mode
+def factorized_gaussian(
+    model: nn.Module,
+    data: Any,
+    likelihood: Likelihood,
+    *,
+    prior_precision: float = 1.0,
+    deviation: float = 6.7e-3,
+    epochs: int = 50,
+    rate: float = 1e-3,
+    batch_size: int = 128,
+    draws: int = 1,
+    samples: int = 100,
+    seed: int = 0,
+    output: OutputAdapter = None,
+) -> FactorizedGaussian:
+    """Train a factorized Gaussian over all weights.
+
+    The network runs in evaluation mode: dropout is off, and BatchNorm uses the statistics that it has.
+
+    Args:
+        model: The network; a copy is used, and μ begins at its weights.
+        data: An (x, y) pair, a Dataset or a DataLoader, which is read once.
+        likelihood: What its outputs mean.
+        prior_precision: λ.
+        deviation: s at the start, by default softplus(−5).
+        epochs: Passes over the data.
+        rate: Step size of Adam at the start, annealed to zero.
+        batch_size: Examples of a step.
+        draws: Draws of a step.
+        samples: S, draws of the weights for predictions.
+        seed: Of everything random.
+        output: How to turn the network's result into a tensor, as in ``linnet.linearize``.
+
+    Returns:
+        A baseline.
+
+    Raises:
+        DataError: If the data are empty, not finite, or labels are out of range.
+        InputError: If a value is not positive.
+        NumericalError: If the bound stops being finite.
+
+    Source:
+        Botev 2020, section 5.2.2, where the optimizer is SGD with momentum.
+
+    Example:
+        >>> import linnet
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
+        >>> likelihood = linnet.likelihoods.Categorical()
+        >>> ffg = factorized_gaussian(net, (x, y), likelihood, epochs=2, samples=10)
+        >>> ffg(x).shape, len(ffg.bounds)
+        (torch.Size([10, 30, 3]), 2)
+    """
+    check_likelihood(likelihood)
+    check_positive("prior_precision", prior_precision, "leave prior_precision= out")
+    check_positive("deviation", deviation, "leave deviation= out")
+    check_count("samples", samples)
+    checked_seed("seed", seed)
+    schedule = Schedule(epochs, rate, batch_size, draws)
+    function = Functional(model, "all", output)
+    x, y = gather_data(data, function.device, missing=takes_missing(likelihood))
+    likelihood.check(function.check_runs(x), y)
+    mean = function.space.to_flat(function.theta).clone().requires_grad_()
+    # v with softplus(v) = s
+    raw = torch.full_like(mean, math.log(math.expm1(deviation))).requires_grad_()
+    source = make_generator(seed)
+    drawing = _Drawing(function, take(x, slice(0, 2)), source)
+
+    def step(index: Tensor) -> float:
+        index = index.to(function.device)
+        own_x, own_y = take(x, index), y[index]
+        mean.grad = raw.grad = None
+        with torch.enable_grad():
+            s = F.softplus(raw)
+            fitted = sum(training_nll(likelihood, drawing(mean, s, own_x), own_y).sum() for _ in range(draws))
+            bound = -len(y) / (len(index) * draws) * fitted - divergence(mean, s, prior_precision)
+            (-bound).backward()
+        return float(bound.detach())
+
+    try:
+        bounds = schedule.climb([mean, raw], len(y), source, step)
+    finally:
+        drawing.close()
+    found = mean.detach(), F.softplus(raw.detach())
+    return FactorizedGaussian(function, likelihood, *found, bounds, samples, seed)
+
+
+class _Drawing:
+    """Outputs of the network under fresh draws, by its linear layers' outputs where that is exact.
+
+    Args:
+        function: The network.
+        probe: Some examples, which tell the layers that qualify.
+        source: Source of randomness.
+    """
+
+    def __init__(self, function: Functional, probe: Inputs, source: Seed) -> None:
+        self.function, self.source = function, make_generator(source)
+        self.spreads: dict[str, Tensor] = {}  # s of the parameters of the layers that qualify
+        found = _qualifying(function, probe)
+        self.local = {name for names in found.values() for name in names}
+        self.handles = [layer.register_forward_hook(self._hook(names)) for layer, names in found.items()]
+
+    def __call__(self, mean: Tensor, deviation: Tensor, x: Inputs) -> Tensor:
+        """The outputs, differentiable in μ and s."""
+        space = self.function.space
+        centers, self.spreads = space.to_params(mean), space.to_params(deviation)
+        theta = {}
+        for name, center in centers.items():
+            if name in self.local:
+                theta[name] = center
+            else:
+                noise = normal(center.shape, self.source, center.dtype, center.device)
+                theta[name] = center + self.spreads[name] * noise
+        return self.function(theta, x)
+
+    def _hook(self, names: list[str]) -> Hook:
+        """Adds the noise of a layer's outputs to what it gives for μ."""
+
+        def add(module: nn.Module, args: Any, result: Tensor) -> Tensor:
+            variances = [self.spreads[name].square() for name in names]
+            variance = F.linear(args[0].square(), *variances).clamp_min(torch.finfo(result.dtype).tiny)
+            return result + variance.sqrt() * normal(result.shape, self.source, result.dtype, result.device)
+
+        return add
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self.handles:
+            handle.remove()
+
+
+def _qualifying(function: Functional, probe: Inputs) -> dict[nn.Linear, list[str]]:
+    """Linear layers called once with inputs (N, d), whose parameters nothing else has, and their names."""
+    owners = [p for module in function.model.modules() for p in module._parameters.values() if p is not None]
+    calls: dict[nn.Linear, list[int]] = {}
+    handles = []
+    for module in function.model.modules():
+        if type(module) is nn.Linear:
+            calls[module] = []
+            note = _note(calls[module])
+            handles.append(module.register_forward_hook(note))
+    try:
+        function.check_runs(probe)
+    finally:
+        for handle in handles:
+            handle.remove()
+    names = {id(p): name for name, p in function.model.named_parameters()}
+    found = {}
+    for module, seen in calls.items():
+        own = [p for p in (module.weight, module.bias) if p is not None]
+        alone = all(sum(p is other for other in owners) == 1 for p in own)
+        if seen == [batch_size(probe)] and alone:
+            found[module] = [names[id(p)] for p in own]
+    return found
+
+
+def _note(seen: list[int]) -> Hook:
+    """Writes down the N of a layer's inputs (N, d), 0 for those of another kind."""
+
+    def note(module: nn.Module, args: Any, result: Tensor) -> Tensor:
+        seen.append(len(args[0]) if args and args[0].ndim == 2 else 0)
+        return result
+
+    return note

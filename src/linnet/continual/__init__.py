@@ -1,0 +1,27 @@
+"""Learning the next task without losing the last, as ``linnet.continual``.
+
+Four methods with one interface for a training loop of one's own: ``penalty()`` to add to any loss, or
+``add_grad_()`` after ``backward``; ``after_step()`` after the optimizer's step; ``consolidate(data)`` when a
+task has been learned; ``state_dict()`` and ``load_state_dict()``.
+
+Source: Botev 2020, sections 5.3 and 5.4; Ritter, Botev and Barber, NeurIPS 2018.
+"""
+
+from __future__ import annotations
+
+from linnet.continual.ewc import EWC
+from linnet.continual.intelligence import SynapticIntelligence
+from linnet.continual.laplace import NonOnlineLaplace, OnlineLaplace
+from linnet.continual.method import ContinualMethod
+from linnet.continual.metrics import StreamMetrics
+from linnet.continual.scales import convert_strength
+
+__all__ = [
+    "ContinualMethod",
+    "OnlineLaplace",
+    "NonOnlineLaplace",
+    "EWC",
+    "SynapticIntelligence",
+    "StreamMetrics",
+    "convert_strength",
+]

@@ -1,0 +1,290 @@
+"""The curvature of one task, for the methods that remember tasks by it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from linnet.continual.method import Prepare
+from linnet.continual.parameters import computing_type, same_random_state, unwrapped
+from linnet.continual.precision import Block
+from linnet.curvatures.build import check_options, curvature
+from linnet.curvatures.curvature import Curvature
+from linnet.curvatures.stream import Batches
+from linnet.curvatures.treatments import resolve
+from linnet.errors import InputError
+from linnet.likelihoods.gaussian import Gaussian
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood
+from linnet.params import call, function
+from linnet.tangent.batch import Inputs, concatenate
+from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.selection import Selector
+
+OUTPUTS = "shifted."  # where a shifted network keeps the network itself
+
+
+class CurvatureOptions(TypedDict, total=False):
+    """Keywords that are handed on to :func:`linnet.curvature`.
+
+    Attributes:
+        expectation: "exact", "mc", "random-projection", "empirical" or "recursion".
+        sharing: "expand" or "reduce".
+        matrix: "gauss-newton", "fisher" or "auto".
+        params: Which parameters are remembered; by default all that require a gradient.
+        output: How to turn the network's result into a tensor.
+        samples: Random columns for each example.
+        rank: Eigenpairs of "low-rank".
+        seed: Seed of everything random.
+        block: Examples differentiated at once.
+        memory: Budget such as "4GB".
+        shard: Under torch.distributed, whether all processes share the same data out (``True``), each has its
+            own (``False``), or each computes alone (``None``).
+    """
+
+    expectation: str
+    sharing: str
+    matrix: str
+    params: Selector
+    output: OutputAdapter
+    samples: int
+    rank: int
+    seed: int
+    block: int | None
+    memory: str | int | None
+    shard: bool | None
+
+
+@dataclass(frozen=True, eq=False)
+class TaskCurvature:
+    """The curvature of a task, to be added to that of others.
+
+    Args:
+        blocks: λ times the curvature, layer by layer.
+        device: Where it is.
+        dtype: Its type.
+    """
+
+    blocks: tuple[Block, ...]
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How the curvature of a task is computed.
+
+    Args:
+        likelihood: What the outputs mean.
+        structure: The structure of the curvature.
+        options: Keywords of :func:`linnet.curvature`.
+    """
+
+    likelihood: Likelihood
+    structure: str | Mapping[str, str]
+    options: CurvatureOptions
+
+    def settings(self) -> dict[str, Any]:
+        """What a saved state belongs to."""
+        words = ("expectation", "sharing", "matrix", "samples", "rank")
+        chosen = {word: self.options[word] for word in words if word in self.options}  # type: ignore[literal-required]
+        structure = self.structure if isinstance(self.structure, str) else dict(self.structure)
+        return {"likelihood": repr(self.likelihood), "structure": structure, **chosen}
+
+    def measure(
+        self, model: nn.Module, data: Any, output: OutputAdapter = None, prepare: Prepare | None = None
+    ) -> Curvature:
+        """The curvature of a task at the current parameters, summed over its examples.
+
+        Args:
+            model: The network, wrapped or not.
+            data: The task.
+            output: The task's own output adapter.
+            prepare: Makes a copy of the network serve the task.
+
+        Returns:
+            The curvature.
+
+        Raises:
+            InputError: If an argument does not fit.
+            DataError: If the data cannot be used.
+        """
+        network, adapter = self.network(model, output, prepare)
+        options: dict[str, Any] = {**self.options}
+        if adapter is not None:
+            options["output"] = adapter
+        with same_random_state(data), torch.enable_grad():
+            if isinstance(network, Linearized) and not isinstance(self.likelihood, Gaussian):
+                network, data = _at_delta(network, data)
+                options["params"] = [OUTPUTS + name for name in network.function.names]
+            found = curvature(network, data, self.likelihood, self.structure, **options)
+        if not isinstance(found, Curvature):
+            raise InputError(f"structure={self.structure!r}", expected="a structure that can be kept")
+        return found
+
+    def network(
+        self, model: nn.Module, output: OutputAdapter = None, prepare: Prepare | None = None
+    ) -> tuple[nn.Module, OutputAdapter]:
+        """The network that serves a task, and how its outputs are taken.
+
+        Args:
+            model: The network, wrapped or not.
+            output: The task's own output adapter.
+            prepare: Makes a copy of the network serve the task.
+
+        Returns:
+            The network, or a copy that was prepared, and the adapter.
+
+        Raises:
+            InputError: If the arguments do not go with a linearization.
+        """
+        network = unwrapped(model)
+        if isinstance(network, Linearized) and (prepare is not None or output is not None):
+            raise InputError(
+                "output= or prepare= with a Linearized",
+                expected="neither: a linearization has its own output",
+                remedy="pass output= to linnet.linearize",
+            )
+        if prepare is not None:
+            function("prepare", prepare, "a function that makes a network serve the task")
+            network = copy.deepcopy(network)
+            call("prepare", prepare, network, expected="a function that makes a network serve the task")
+        return network, self.options.get("output") if output is None else output
+
+    def function(self, network: nn.Module, adapter: OutputAdapter) -> Callable[[Inputs], Tensor]:
+        """The outputs as a function of inputs, in evaluation mode, on a copy of the network.
+
+        Args:
+            network: From :meth:`network`.
+            adapter: How its outputs are taken.
+
+        Returns:
+            A function from inputs to outputs (N, ...).
+        """
+        if isinstance(network, Linearized):
+            return network
+        return Functional(network, self.options.get("params"), adapter).check_runs
+
+    def task(
+        self,
+        model: nn.Module,
+        data: Any,
+        output: OutputAdapter = None,
+        prepare: Prepare | None = None,
+        strength: float = 1.0,
+    ) -> TaskCurvature:
+        """The curvature of a task in the form in which it is kept.
+
+        Args:
+            model: The network, wrapped or not.
+            data: The task.
+            output: The task's own output adapter.
+            prepare: Makes a copy of the network serve the task.
+            strength: λ, what the curvature is multiplied with.
+
+        Returns:
+            Its blocks.
+        """
+        measured = self.measure(model, data, output, prepare)
+        kind = computing_type(measured.dtype)
+        blocks = [Block.of(part, strength, measured.made.examples, kind) for part in measured.parts]
+        return TaskCurvature(tuple(_renamed(block) for block in blocks), measured.device, kind)
+
+
+def make_recipe(likelihood: Any, structure: Any, options: CurvatureOptions) -> Recipe:
+    """A recipe, if its parts can be used for remembering.
+
+    Args:
+        likelihood: What the outputs mean.
+        structure: The structure.
+        options: Keywords of :func:`linnet.curvature`.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        InputError: If an argument does not fit.
+    """
+    check_likelihood(likelihood)
+    if unknown := set(options) - set(CurvatureOptions.__annotations__):
+        raise InputError(
+            f"unknown argument {min(unknown)!r}",
+            expected=", ".join(CurvatureOptions.__annotations__),
+            remedy="see linnet.curvature for what they mean",
+        )
+    check_options(structure, options)
+    expectation = options.get("expectation", "exact")
+    if isinstance(structure, str):
+        found = resolve(structure, expectation)[0]
+        if found == "matrix-free":
+            raise InputError(
+                "structure='matrix-free' needs the data of past tasks for every product",
+                expected="a structure that can be kept without data",
+                remedy='use structure="kfac" or "low-rank"',
+            )
+    if options.get("matrix") == "hessian":
+        raise InputError(
+            "matrix='hessian' can be indefinite, and a penalty with it unbounded below",
+            expected='"gauss-newton", "fisher" or "auto"',
+            remedy="leave matrix= out",
+        )
+    return Recipe(likelihood, structure, options)
+
+
+def _renamed(block: Block) -> Block:
+    """A block with the network's own parameter names."""
+    shapes = {name.removeprefix(OUTPUTS): shape for name, shape in block.layer.shapes_by_name.items()}
+    name = block.layer.name.removeprefix(OUTPUTS)
+    return replace(block, layer=replace(block.layer, name=name, shapes_by_name=shapes))
+
+
+class _Shifted(nn.Module):
+    """f₀(x) + s with s given as one more input: its Jacobian is J(x), its value that of the linear model."""
+
+    def __init__(self, function: Functional) -> None:
+        super().__init__()
+        self.function = function
+        self.shifted = function.model
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Tensor:
+        """The outputs at θ₀, moved by the last input or the one called "shift"."""
+        theta: dict[str, Tensor] = {
+            name: p for name, p in self.shifted.named_parameters() if name in self.function.names
+        }
+        if keywords:
+            shift: Tensor = keywords.pop("shift")
+            return self.function(theta, keywords) + shift
+        *x, last = inputs
+        moved: Tensor = self.function(theta, x[0] if len(x) == 1 else tuple(x)) + last
+        return moved
+
+
+def _at_delta(network: Linearized, data: Any) -> tuple[_Shifted, tuple[Inputs, Tensor | None]]:
+    """The linear model's outputs, with the network's Jacobian, as a network and data for it.
+
+    The curvature of f₀ + J δ has the Jacobian of θ₀ and Λ at the outputs at δ.
+
+    Returns:
+        The network, and inputs with one more for the shift.
+    """
+    function = network.function.copy()
+    xs, ys = [], []
+    for batch in Batches(data, function.device):
+        with torch.no_grad():
+            shift = network(batch.x) - function(function.theta, batch.x)
+        xs.append(_with_shift(batch.x, shift))
+        if batch.y is not None:
+            ys.append(batch.y)
+    return _Shifted(function).eval(), (concatenate(xs), torch.cat(ys) if ys else None)
+
+
+def _with_shift(x: Inputs, shift: Tensor) -> Inputs:
+    """One more input."""
+    if isinstance(x, Mapping):
+        return {**x, "shift": shift}
+    return (*x, shift) if isinstance(x, list | tuple) else (x, shift)

@@ -1,0 +1,296 @@
+"""Synaptic intelligence: each weight's share in lowering the loss, measured while it is trained."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.continual.method import (
+    ContinualMethod,
+    Prepare,
+    check_count,
+    check_factor,
+    check_network,
+)
+from linnet.continual.parameters import Live, computing_type, corner
+from linnet.continual.precision import Block, Precision
+from linnet.continual.quadratic import Quadratic, moved_term
+from linnet.curvatures.layers import Layer
+from linnet.errors import InputError
+from linnet.linalg.space import Params
+from linnet.linalg.structured import Diagonal
+from linnet.params import device as checked_device
+from linnet.params import real_type
+from linnet.tangent.functional import OutputAdapter
+
+
+class SynapticIntelligence(ContinualMethod):
+    """The penalty c Σ Ω (θ − θ̃)² with importances Ω from the path of training.
+
+    At every step of task ν, with g the gradient of the loss alone, without this penalty, and Δθ what the
+    optimizer did to the weights,
+
+        ω ← ω − g Δθ        and at the task's end        Ω ← max(0, Ω + ω / (Δ² + ξ)),  θ̃ ← θ,  ω ← 0
+
+    where Δ is how far the weight has come during the task. Ω is cumulative over tasks; that it cannot be
+    negative is the authors' program's rule. There is no factor ½: ``penalty()`` is ½ δᵀ Λ δ with Λ = 2 c Ω,
+    and the thesis' λ (Botev 2020, eq. 5.27 and 5.28, a term a task) is 2 c.
+
+    ω is measured in the loss that is trained. Its penalty is on that loss's scale already, mean or sum, and
+    ``examples`` makes no difference to it. Call :meth:`after_step` after the optimizer's step and before
+    gradients are set to zero (``zero_grad()`` that sets them to ``None``, torch's default, may come first).
+    Gradients are followed by hooks on the parameters, which go when the method is deleted.
+
+    Args:
+        model: The network.
+        strength: c ≥ 0; 0.1 is the authors' choice for permuted MNIST; 0 switches the method off.
+        damping: ξ > 0.
+
+    Attributes:
+        model: The network.
+        tasks: Tasks consolidated so far.
+        strength: c.
+        damping: ξ.
+
+    Raises:
+        InputError: If an argument has a value that cannot be used.
+
+    Source:
+        Zenke, Poole and Ganguli, ICML 2017, eq. (3) to (5).
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> method = SynapticIntelligence(net, strength=1.0)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> loss = net(torch.ones(4, 2)).square().sum() + method.penalty()
+        >>> loss.backward()
+        >>> optimizer.step()
+        >>> method.after_step()
+        >>> method.consolidate()
+        >>> bool(method.importance["weight"].sum() > 0)
+        True
+    """
+
+    def __init__(self, model: nn.Module, strength: float = 0.1, damping: float = 0.1) -> None:
+        self.model, self.tasks = check_network(model), 0
+        self.strength, self.damping = check_factor("strength", strength), check_count("damping", damping)
+        self._term: Quadratic | None = None
+        self._path: Params = {}  # ω
+        self._start: Params = {}  # θ where the task began
+        self._before: Params = {}  # parameters before the step under way
+        self._gradients: Params = {}
+        self._factor: Tensor | float = 0.0  # how much of the penalty is in the gradients
+        self._penalty: Params = {}  # the penalty's own gradients, where the step began
+        self._watched: dict[str, weakref.ref[Tensor]] = {}
+        self._watch(Live.of(model))
+
+    @property
+    def importance(self) -> Params:
+        """Ω by parameter name, in the order of the network; empty before the first task."""
+        if self._term is None:
+            return {}
+        layers = [(block.layer, block.terms[0].diagonal()) for block in self._term.precision.blocks]
+        found = {layer.name: values.view(layer.shapes[0]) for layer, values in layers}
+        known = [name for name in Live.of(self.model).tensors if name in found]
+        return {name: found[name] for name in dict.fromkeys([*known, *found])}
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Take note of an optimizer step.
+
+        Raises:
+            InputError: If the gradients were set to zero before.
+        """
+        live = Live.of(self.model)
+        self._watch(live)
+        first = not self._path
+        moved = zeros = False
+        for name, before in self._before.items():
+            parameter = live.tensors.get(name)
+            if parameter is None or parameter.shape != before.shape:
+                continue
+            gradient = self._gradients[name] if parameter.grad is None else parameter.grad
+            if name not in self._start:
+                self._start[name] = _theta(live, name, before).clone()
+            displacement = _difference(parameter.detach(), before)
+            unregularized = self._unregularized(name, gradient.detach().to(displacement.dtype))
+            path = self._path.get(name)
+            path = torch.zeros_like(displacement) if path is None else _enlarged(path, displacement)
+            self._path[name] = path.addcmul_(unregularized, displacement, value=-1)  # ω − g Δθ
+            if first:
+                moved, zeros = moved or bool(displacement.any()), zeros or bool(gradient.any())
+        self._forget_step()
+        if first and moved and not zeros:
+            self._path, self._start = {}, {}
+            raise InputError(
+                "all gradients are zero in after_step(), though the parameters have moved",
+                expected="the gradients that the optimizer's step was made with",
+                remedy="call after_step() before zero_grad(set_to_none=False)",
+            )
+
+    @torch.no_grad()
+    def consolidate(
+        self, data: Any = None, *, output: OutputAdapter = None, prepare: Prepare | None = None
+    ) -> None:
+        """Turn the task's path into importances; no data are needed.
+
+        Args:
+            data: Not used.
+            output: Not used.
+            prepare: Not used.
+
+        Raises:
+            InputError: If no step has been seen since the last task.
+        """
+        if self.strength > 0:
+            if not self._path:
+                raise InputError(
+                    "consolidate() without a step of training since the last task",
+                    expected="after_step() after every optimizer step",
+                    remedy="call method.after_step() in the training loop",
+                )
+            live = Live.of(self.model)
+            values, old = live.values(), self.importance
+            importance: Params = {}
+            for name in dict.fromkeys([*old, *self._path]):
+                if name not in values:
+                    importance[name] = old.get(name, self._path.get(name, torch.zeros(0)))
+                    continue
+                value = values[name]
+                before = _enlarged(old[name], value) if name in old else torch.zeros_like(value)
+                if name in self._path:
+                    path = _enlarged(self._path[name], value)
+                    distance = value - _enlarged(self._start[name], value)
+                    # Ω + ω / (Δ² + ξ) (Zenke et al. 2017, eq. 5)
+                    before = (before + path / (distance.square() + self.damping)).clamp(min=0)
+                importance[name] = before
+            kept = {} if self._term is None else self._term.anchor
+            anchor = {n: values.get(n, kept.get(n, torch.zeros_like(t))) for n, t in importance.items()}
+            self._term = self._quadratic(importance, anchor)
+            self._path, self._start = {}, {}
+        self._forget_step()
+        self.tasks += 1
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> SynapticIntelligence:
+        """Move what is remembered to another device or type."""
+        device = checked_device("device", device, 'pass "cpu" or "cuda"')
+        if dtype is not None:
+            real_type("dtype", dtype)
+        self._term = None if self._term is None else moved_term(self._term, device, dtype)
+        for own in (self._path, self._start):
+            own.update({name: t.to(device, dtype or t.dtype) for name, t in own.items()})
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"SynapticIntelligence(strength={self.strength:g}, damping={self.damping:g}, {self.tasks} tasks)"
+        )
+
+    def _quadratic(self, importance: Params, anchor: Params) -> Quadratic:
+        """The penalty c Σ Ω δ² as a quadratic with weight 2c."""
+        blocks = tuple(
+            Block(Layer(name, {name: tuple(t.shape)}), "diagonal", (Diagonal(t.flatten()),), 0.0)
+            for name, t in importance.items()
+        )
+        return Quadratic(anchor, Precision(blocks), 2 * self.strength)
+
+    def _divisor(self, examples: float | None) -> float:
+        if examples is not None:
+            check_count("examples", examples)
+        return 1.0
+
+    def _observe(self, factor: Tensor, gradients: Params) -> None:
+        self._factor = self._factor + factor
+        self._penalty = {name: gradient.detach() for name, gradient in gradients.items()}
+
+    def _unregularized(self, name: str, gradient: Tensor) -> Tensor:
+        """A gradient of the step under way without what the penalty has added to it."""
+        if name not in self._penalty:
+            return gradient
+        own = self._penalty[name].to(gradient)
+        return torch.addcmul(gradient, own, torch.as_tensor(self._factor).to(own), value=-1)
+
+    def _forget_step(self) -> None:
+        """Whatever was noted of a step is done with."""
+        self._before, self._gradients, self._penalty, self._factor = {}, {}, {}, 0.0
+
+    def _watch(self, live: Live) -> None:
+        """Follow the gradients of parameters that are not followed yet."""
+        if self.strength == 0:
+            return
+        for name, parameter in live.tensors.items():
+            seen = self._watched.get(name)
+            if parameter.requires_grad and parameter.is_leaf and (seen is None or seen() is not parameter):
+                handle = parameter.register_post_accumulate_grad_hook(_noting(weakref.ref(self), name))
+                weakref.finalize(self, handle.remove)
+                self._watched[name] = weakref.ref(parameter)
+
+    def _note(self, name: str, parameter: Tensor) -> None:
+        """A gradient has arrived: keep where the parameter is before the step, and the gradient itself."""
+        if name not in self._before:
+            self._before[name] = parameter.detach().clone()
+        if parameter.grad is not None:
+            self._gradients[name] = parameter.grad
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what hangs on the parameters themselves, which a copy has others of."""
+        return {**self.__dict__, "_watched": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over the state of a method, and follow the gradients of this one's network."""
+        self.__dict__.update(state)
+        self._watch(Live.of(self.model))
+
+    def _quadratics(self) -> Sequence[Quadratic]:
+        self._watch(Live.of(self.model))
+        return () if self._term is None else (self._term,)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"strength": self.strength, "damping": self.damping}
+
+    def _state(self) -> dict[str, Any]:
+        term = None if self._term is None else self._term.state()
+        return {"term": term, "path": dict(self._path), "start": dict(self._start)}
+
+    def _load(self, state: Mapping[str, Any], device: torch.device) -> None:
+        term = state["term"]
+        self._term = None if term is None else Quadratic.restored(term, device)
+        self._path = {name: t.detach().to(device, copy=True) for name, t in state["path"].items()}
+        self._start = {name: t.detach().to(device, copy=True) for name, t in state["start"].items()}
+        self._forget_step()
+
+
+def _noting(method: weakref.ref[SynapticIntelligence], name: str) -> Callable[[Tensor], None]:
+    """A hook that does not keep the method alive."""
+
+    def note(parameter: Tensor) -> None:
+        owner = method()
+        if owner is not None:
+            owner._note(name, parameter)
+
+    return note
+
+
+def _theta(live: Live, name: str, tensor: Tensor) -> Tensor:
+    """θ where the trained tensor had this value."""
+    value = tensor.to(computing_type(tensor.dtype))
+    return value + live.origins[name].to(value) if name in live.origins else value
+
+
+def _difference(after: Tensor, before: Tensor) -> Tensor:
+    """What a step did to a parameter, in the memory of what it was before where the types agree."""
+    kind = computing_type(before.dtype)
+    return torch.sub(after, before, out=before) if before.dtype == kind else (after - before).to(kind)
+
+
+def _enlarged(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor with zeros for what a parameter has grown by; device and type of the parameter."""
+    if tensor.shape == like.shape:
+        return tensor.to(like.device)
+    whole = torch.zeros_like(like, dtype=tensor.dtype)
+    corner(whole, tensor.shape, "a parameter").copy_(tensor)
+    return whole

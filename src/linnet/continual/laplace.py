@@ -1,0 +1,468 @@
+"""Online Laplace: the posterior of the tasks so far is the prior of the next (Botev 2020, section 5.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from linnet.continual.curvature import CurvatureOptions, Recipe, make_recipe
+from linnet.continual.evidence import log_evidence
+from linnet.continual.merge import check_merge
+from linnet.continual.method import ContinualMethod, Prepare, check_factor, check_network
+from linnet.continual.parameters import Live, unwrapped
+from linnet.continual.precision import Precision
+from linnet.continual.quadratic import Quadratic, moved_anchor, moved_term
+from linnet.curvatures.curvature import Curvature, Provenance
+from linnet.errors import InputError, ModelError
+from linnet.fitting.arguments import check_positive
+from linnet.likelihoods.likelihood import Likelihood
+from linnet.optim.preconditioner import KroneckerPreconditioner
+from linnet.params import function, number, refuse
+from linnet.tangent.batch import gather_data, is_data_set
+from linnet.tangent.functional import Functional, OutputAdapter, check_output
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.selection import Selector, select_parameters
+
+PriorMean = float | str | Mapping[str, Tensor] | None
+
+
+class OnlineLaplace(ContinualMethod):
+    """A Gaussian posterior over the weights that takes in one task after the other, at constant memory.
+
+    After task t the mean is where training ended, μ_t, and the precision grows by the task's curvature,
+
+        Λ_t = λ G_t(μ_t) + Λ_{t-1},   Λ_0 = p I              (Botev 2020, eq. 5.25; eq. 5.23 for λ = 1)
+
+    and the next task is trained with the penalty ½ (θ − μ_t)ᵀ Λ_t (θ − μ_t) (eq. 5.21). All of it is a
+    sum over examples: to a loss that is a mean over the N examples of the new task, add
+    ``penalty(examples=N)``. A parameter that no task has reached yet, such as a new head, joins without a
+    penalty; a head that has grown keeps the penalty on its old rows.
+
+    λ = 1 is Bayes' rule. Other libraries scale differently: with N₀ examples of old tasks and N of the new
+    one, on a loss that is a mean over examples, λ here is λ N₀/N with averaged Fisher and the factor ½
+    (Kirkpatrick et al. 2017; van de Ven), λ N₀/(2N) without the ½ (Mammoth), and λ b N₀/(2N) with squared
+    gradients of batches of b (Avalanche); see :func:`convert_strength`.
+
+    Args:
+        model: The network; training goes on with it, and wrappers are looked through. For a ``Linearized``
+            the posterior of a stream of squared losses is exact under structure="full".
+        likelihood: What the outputs mean, one of ``linnet.likelihoods``.
+        structure: Structure of G, as in :func:`linnet.curvature`; "kfac" and "diagonal" are the thesis'.
+        prior_precision: p ≥ 0 of the first prior. It applies to parameters that a task has reached.
+        strength: λ ≥ 0; 0 switches the method off, the prior included.
+        merge: How sums of Kronecker products are kept: "svd" (nearest product), "kl" (nearest Gaussian),
+            "count" (averaged factors), "exact" (a list, one term a task). Other structures add exactly, but
+            "ekfac" merges in a common eigenbasis and "low-rank" is cut to its rank.
+        prior_mean: Where the first prior is centered. ``None``: there is no penalty before the first task,
+            and its weight decay is up to you. "initial": where the parameters are now. A number (0.0), or
+            tensors by name. Of a ``Linearized`` these are weights θ = θ₀ + δ: "initial" is what means δ = 0.
+        **options: Keywords of :func:`linnet.curvature`: expectation, sharing, matrix, params, output,
+            samples, rank, seed, block, memory, shard.
+
+    Attributes:
+        model: The network.
+        tasks: Tasks consolidated so far.
+        strength: λ.
+
+    Raises:
+        InputError: If an argument has a value that cannot be used.
+
+    Source:
+        Botev 2020, section 5.3.1; Ritter, Botev and Barber, NeurIPS 2018.
+
+    Example:
+        >>> import linnet
+        >>> net = nn.Linear(3, 2)
+        >>> method = OnlineLaplace(net, linnet.likelihoods.Categorical())
+        >>> method.penalty().item()
+        0.0
+        >>> method.consolidate((torch.randn(20, 3), torch.randint(2, (20,))))
+        >>> with torch.no_grad():
+        ...     _ = net.weight.add_(0.1)
+        >>> method.penalty().item() > 0
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        structure: str | Mapping[str, str] = "kfac",
+        prior_precision: float = 1.0,
+        strength: float = 1.0,
+        merge: str = "svd",
+        prior_mean: PriorMean = None,
+        **options: Unpack[CurvatureOptions],
+    ) -> None:
+        check_merge(merge)
+        self.model, self.tasks = check_network(model), 0
+        self._recipe = make_recipe(likelihood, structure, options)
+        self.strength, self.merge = check_factor("strength", strength), merge
+        self._prior = check_factor("prior_precision", prior_precision)
+        start = _prior_anchor(model, prior_mean, options.get("params"), self._prior)
+        self._main = Quadratic({}, Precision(prior=self._prior))
+        self._start = start
+
+    def after_step(self) -> None:
+        """Nothing: the curvature of a task is measured when it has been learned."""
+
+    def consolidate(
+        self, data: Any = None, *, output: OutputAdapter = None, prepare: Prepare | None = None
+    ) -> None:
+        """Take a task that has been learned into the posterior.
+
+        Args:
+            data: The task's training data: an (x, y) pair, a ``Dataset`` or a ``DataLoader``.
+            output: This task's output adapter; by default that of the constructor.
+            prepare: Called with a copy of the network to make it serve this task.
+        """
+        if self.strength > 0:
+            live = Live.of(self.model)
+            live.difference(self._main.anchor)  # refuses parameters that have shrunk
+            task = self._recipe.task(self.model, data, output, prepare, self.strength)
+            main = self._main.to(task.device, task.dtype)
+            precision = main.precision.plus(task.blocks, self.merge)
+            self._main = Quadratic(moved_anchor(main.anchor, live, precision), precision)
+        self.tasks += 1
+
+    def precision(self) -> Curvature:
+        """Λ at μ as an operator, over the parameters that tasks have reached.
+
+        ``precision().inverse().output_covariance(x)`` is the covariance of the outputs, which tells how
+        much the network still knows about a task along the stream; ``logdet``, ``solve`` and ``sample``
+        work as for every curvature.
+
+        Returns:
+            The precision, prior included.
+
+        Raises:
+            ModelError: If no task has been consolidated, or sums of products are kept as lists.
+        """
+        blocks = self._main.precision.blocks
+        if not blocks:
+            raise ModelError(
+                "no task has been consolidated",
+                expected="a posterior",
+                remedy="call consolidate(data) first",
+            )
+        names = {name for block in blocks for name in block.layer.names}
+        network = unwrapped(self.model)
+        linear = isinstance(network, Linearized)
+        inner, adapter = (
+            (network.model, network.function.output)
+            if isinstance(network, Linearized)
+            else (
+                network,
+                self._recipe.options.get("output"),
+            )
+        )
+        known = [name for name, _ in inner.named_parameters() if name in names]
+        if len(known) < len(names):
+            raise ModelError(
+                f"the network lacks parameters that are remembered, such as {min(names - set(known))!r}"
+            )
+        function = Functional(inner, known, adapter)
+        anchor = {} if linear else {name: self._main.anchor[name] for name in known}
+        for name, tensor in anchor.items():
+            if tensor.shape != function.theta[name].shape:
+                raise ModelError(f"parameter {name!r} has grown since it was consolidated")
+        function = function.moved(anchor) if anchor else function
+        made = Provenance(
+            str(self._recipe.structure),
+            "gauss-newton",
+            self._recipe.options.get("expectation", "exact"),
+            self._recipe.options.get("sharing", "expand"),
+            self._recipe.likelihood.describe(),
+            max(block.examples for block in blocks),
+        )
+        return Curvature(self._main.precision.parts(), function, made)
+
+    def preconditioner(self, examples: int, damping: float = 1.0) -> KroneckerPreconditioner:
+        """What makes the penalty no steeper than the loss, to put before the optimizer of the next task.
+
+        The penalty grows with every task until no learning rate suits both it and the new task's loss.
+        Gradients g become
+
+            τ (Λ / N + τ I)⁻¹ g,
+
+        of length at most ‖g‖: as they are where the past says nothing, and smaller the more it says. Plain
+        gradient steps with momentum then need no rate that falls along the stream.
+
+        Args:
+            examples: N of the next task; its loss is a mean over them, like in :meth:`add_grad_`.
+            damping: τ > 0, about the curvature of the loss in the directions that it is to be learned in.
+
+        Returns:
+            The preconditioner; ``preconditioner(N).attach(optimizer)`` for one task, made anew for the next.
+
+        Raises:
+            ModelError: If no task has been consolidated, or sums of products are kept as lists.
+            InputError: If an argument is not positive.
+
+        Example:
+            >>> import linnet
+            >>> net, x, y = nn.Linear(3, 2), torch.randn(20, 3), torch.randint(2, (20,))
+            >>> method = OnlineLaplace(net, linnet.likelihoods.Categorical())
+            >>> method.consolidate((x, y))
+            >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+            >>> handle = method.preconditioner(examples=20).attach(optimizer)
+        """
+        check_positive("examples", examples, "pass the number of examples of the next task")
+        past = self.precision().scaled(1.0 / examples)
+        made = KroneckerPreconditioner(past, self.model, damping, reduction="sum")
+        made.gain = made.damping
+        return made
+
+    def log_evidence(
+        self, data: Any, *, output: OutputAdapter = None, prepare: Prepare | None = None
+    ) -> float:
+        """How probable a task is given those before; call it between training and :meth:`consolidate`.
+
+        Added up over a stream it is the evidence of the whole, by which strengths, prior precisions and
+        structures can be compared without a validation set. It is exact for a ``Linearized`` with squared
+        loss, structure="full" and a ``prior_mean``; without one, the first prior is centered where the task
+        ends. In practice λ ≠ 1 means that the approximation is off, and so is the evidence then.
+
+        Args:
+            data: The task, not consolidated yet.
+            output: This task's output adapter.
+            prepare: Called with a copy of the network to make it serve this task.
+
+        Returns:
+            log p(D_{t+1} | D_{1:t}), in nats.
+        """
+        quadratics, _ = self._ready()
+        main = self._main.precision
+        return log_evidence(self._recipe, self.model, quadratics, main, self.merge, data, output, prepare)
+
+    def nbytes(self) -> int:
+        """Memory of what is remembered, in bytes; constant in the number of tasks unless merge="exact".
+
+        Returns:
+            Bytes of Λ and μ.
+        """
+        return self._main.precision.nbytes() + sum(mu.nbytes for mu in self._main.anchor.values())
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> OnlineLaplace:
+        """Move the posterior to another device or type."""
+        self._main = moved_term(self._main, device, dtype)
+        self._start = None if self._start is None else moved_term(self._start, device, dtype)
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"OnlineLaplace({self._recipe.structure}, strength={self.strength:g}, merge={self.merge!r}, "
+            f"{self.tasks} tasks)"
+        )
+
+    def _quadratics(self) -> Sequence[Quadratic]:
+        if self.strength == 0:
+            return ()
+        main = (self._main,) if self._main.precision.blocks else ()
+        if self._start is None:
+            return main
+        # the first prior still holds for what no task has reached
+        left = {
+            n: s for n, s in self._start.precision.reached.items() if n not in self._main.precision.reached
+        }
+        return (*main, replace(self._start, precision=replace(self._start.precision, reached=left)))
+
+    def _settings(self) -> dict[str, Any]:
+        words = {"strength": self.strength, "prior_precision": self._prior, "merge": self.merge}
+        return {**self._recipe.settings(), **words}
+
+    def _state(self) -> dict[str, Any]:
+        return {"main": self._main.state(), "start": None if self._start is None else self._start.state()}
+
+    def _load(self, state: Mapping[str, Any], device: torch.device) -> None:
+        self._main = Quadratic.restored(state["main"], device)
+        start = state["start"]
+        self._start = None if start is None else Quadratic.restored(start, device)
+
+
+@dataclass(frozen=True, eq=False)
+class PastTask:
+    """A task whose data are still at hand.
+
+    Args:
+        data: The data.
+        output: Its output adapter.
+        prepare: What makes the network serve it.
+    """
+
+    data: Any
+    output: OutputAdapter = None
+    prepare: Prepare | None = None
+
+
+class NonOnlineLaplace(ContinualMethod):
+    """Laplace with the curvature of every task measured anew where the last one ended, one term a task.
+
+        Λ_t = p I + λ Σ_i G_i(μ_t),   i = 1 ... t             (Botev 2020, eq. 5.24)
+
+    It needs the data of all tasks, which it holds on to, and so breaks the rules of continual learning: it
+    shows how much :class:`OnlineLaplace` loses by measuring each curvature once.
+
+    Args:
+        model: The network.
+        likelihood: What the outputs mean.
+        structure: Structure of G, as in :func:`linnet.curvature`.
+        prior_precision: p ≥ 0.
+        strength: λ ≥ 0; 0 switches the method off.
+        merge: How sums of Kronecker products are kept: "exact" (a list, one term a task), "svd", "kl", or
+            "count".
+        **options: Keywords of :func:`linnet.curvature`.
+
+    Attributes:
+        model: The network.
+        tasks: Tasks consolidated so far.
+        strength: λ.
+
+    Raises:
+        InputError: If an argument has a value that cannot be used.
+
+    Source:
+        Botev 2020, section 5.3.1.
+
+    Example:
+        >>> import linnet
+        >>> method = NonOnlineLaplace(nn.Linear(3, 2), linnet.likelihoods.Categorical())
+        >>> for seed in range(2):
+        ...     method.consolidate((torch.randn(9, 3), torch.randint(2, (9,))))
+        >>> method.tasks, method.penalty().item()
+        (2, 0.0)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        structure: str | Mapping[str, str] = "kfac",
+        prior_precision: float = 1.0,
+        strength: float = 1.0,
+        merge: str = "exact",
+        **options: Unpack[CurvatureOptions],
+    ) -> None:
+        check_merge(merge)
+        self.model, self.tasks = check_network(model), 0
+        self._recipe: Recipe = make_recipe(likelihood, structure, options)
+        self.strength, self.merge = check_factor("strength", strength), merge
+        self._prior = check_factor("prior_precision", prior_precision)
+        self._main = Quadratic({}, Precision(prior=self._prior))
+        self._past: list[PastTask] = []
+
+    def after_step(self) -> None:
+        """Nothing: the curvature of a task is measured when it has been learned."""
+
+    def consolidate(
+        self, data: Any = None, *, output: OutputAdapter = None, prepare: Prepare | None = None
+    ) -> None:
+        """Measure the curvature of this task and of all before it at the current parameters.
+
+        Args:
+            data: The task's training data; it is kept, not copied.
+            output: This task's output adapter.
+            prepare: Called with a copy of the network to make it serve this task.
+
+        Raises:
+            InputError: After ``load_state_dict``, if the data of past tasks have not been handed back.
+        """
+        if self.strength > 0:
+            if len(self._past) != self.tasks:
+                raise InputError(
+                    f"{self.tasks} tasks were consolidated, and the data of {len(self._past)} are at hand",
+                    expected="the data of all past tasks",
+                    remedy="hand them back in order with remember(data) after load_state_dict",
+                )
+            past = [*self._past, PastTask(data, output, prepare)]
+            precision, device, kind = Precision(prior=self._prior), torch.device("cpu"), torch.float32
+            for task in past:
+                own = self._recipe.task(self.model, task.data, task.output, task.prepare, self.strength)
+                precision = precision.plus(own.blocks, self.merge)
+                device, kind = own.device, own.dtype
+            main = self._main.to(device, kind)
+            anchor = moved_anchor(main.anchor, Live.of(self.model), precision)
+            self._main, self._past = Quadratic(anchor, precision), past
+        self.tasks += 1
+
+    def remember(self, data: Any, output: OutputAdapter = None, prepare: Prepare | None = None) -> None:
+        """Hand back the data of a past task, in order, after a state has been loaded.
+
+        Args:
+            data: The task's training data.
+            output: Its output adapter.
+            prepare: What makes the network serve it.
+
+        Raises:
+            InputError: If the data of all past tasks are at hand already.
+        """
+        if len(self._past) >= self.tasks:
+            raise InputError(
+                f"remember() with the data of all {self.tasks} past tasks at hand",
+                expected="a task that was consolidated before the state was saved",
+                remedy="call consolidate(data) for a new task",
+            )
+        check_output(output)
+        if prepare is not None:
+            function("prepare", prepare, "a function that makes a network serve the task")
+        if isinstance(data, tuple | list | Mapping):
+            gather_data(data)
+        elif not (isinstance(data, DataLoader) or is_data_set(data)):
+            refuse(
+                "data", data, "an (x, y) pair, a Dataset or a DataLoader of such pairs", "pass data=(x, y)"
+            )
+        self._past.append(PastTask(data, output, prepare))
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> NonOnlineLaplace:
+        """Move what is remembered to another device or type."""
+        self._main = moved_term(self._main, device, dtype)
+        return self
+
+    def __repr__(self) -> str:
+        return f"NonOnlineLaplace({self._recipe.structure}, strength={self.strength:g}, {self.tasks} tasks)"
+
+    def _quadratics(self) -> Sequence[Quadratic]:
+        return (self._main,) if self.strength > 0 and self._main.precision.blocks else ()
+
+    def _settings(self) -> dict[str, Any]:
+        words = {"strength": self.strength, "prior_precision": self._prior, "merge": self.merge}
+        return {**self._recipe.settings(), **words}
+
+    def _state(self) -> dict[str, Any]:
+        return {"main": self._main.state()}
+
+    def _load(self, state: Mapping[str, Any], device: torch.device) -> None:
+        self._main, self._past = Quadratic.restored(state["main"], device), []
+
+
+def _prior_anchor(model: nn.Module, mean: PriorMean, params: Selector, prior: float) -> Quadratic | None:
+    """The prior before the first task, if it has a mean."""
+    if mean is None:
+        return None
+    live, network = Live.of(model), unwrapped(model)
+    names = network.parameter_names if isinstance(network, Linearized) else select_parameters(network, params)
+    values = {name: value for name, value in live.values().items() if name in names}
+    if isinstance(mean, Mapping):
+        unknown = sorted(set(mean) - set(values))
+        wrong = [n for n, m in mean.items() if n in values and m.shape != values[n].shape]
+        if unknown or wrong:
+            raise InputError(
+                f"prior_mean has {(unknown + wrong)[0]!r}, which is no parameter or of another shape",
+                expected="tensors by the names of parameters",
+                remedy="see dict(model.named_parameters())",
+            )
+        anchor = {name: m.detach().to(values[name]) for name, m in mean.items()}
+    elif mean == "initial":
+        anchor = values
+    elif isinstance(mean, int | float) and not isinstance(mean, bool):
+        center = number("prior_mean", mean)
+        anchor = {name: torch.full_like(value, center) for name, value in values.items()}
+    else:
+        refuse("prior_mean", mean, 'None, "initial", a number, or tensors by name')
+    reached = {name: tuple(value.shape) for name, value in anchor.items()}
+    return Quadratic(anchor, Precision(prior=prior, reached=reached))

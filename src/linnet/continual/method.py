@@ -1,0 +1,292 @@
+"""One interface for every method against forgetting, in a training loop of one's own.
+
+for task in tasks:
+    for x, y in loader(task):
+        loss = cross_entropy(net(x), y) + method.penalty(examples=len(task))
+        loss.backward()
+        optimizer.step()
+        method.after_step()
+        optimizer.zero_grad()
+    method.consolidate(task)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.continual.parameters import Live, computing_type, unwrapped
+from linnet.continual.quadratic import Quadratic, penalty, value_and_gradient
+from linnet.errors import InputError, ModelError
+from linnet.linalg.space import Params
+from linnet.params import number
+from linnet.tangent.functional import OutputAdapter
+
+VERSION = 1
+Prepare = Callable[[nn.Module], object]
+
+
+class ContinualMethod(ABC):
+    """A quadratic penalty that remembers the tasks before.
+
+    Attributes:
+        model: The network, as it was given.
+        tasks: Number of tasks consolidated so far.
+
+    Example:
+        What is the same for all of them in a loop of one's own:
+
+        >>> import linnet
+        >>> net = nn.Linear(2, 2)
+        >>> method = linnet.continual.EWC(net, linnet.likelihoods.Categorical())
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> for task in range(2):
+        ...     x, y = torch.randn(8, 2), torch.randint(2, (8,))
+        ...     for _ in range(3):
+        ...         optimizer.zero_grad()
+        ...         loss = nn.functional.cross_entropy(net(x), y) + method.penalty(examples=8)
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         method.after_step()
+        ...     method.consolidate((x, y))
+        >>> method.tasks
+        2
+    """
+
+    model: nn.Module
+    tasks: int
+
+    def penalty(self, examples: float | None = None) -> Tensor:
+        """The penalty at the current parameters, to be added to the loss.
+
+        It is exactly 0, a constant without history, as long as there is nothing to remember and when the
+        strength is 0, so that such a run has the bits of the naive one.
+
+        Args:
+            examples: N of the current task, if the loss is a mean over examples rather than their sum.
+
+        Returns:
+            A scalar: ½ δᵀ Λ δ in the sum of the curvatures, divided by ``examples``.
+
+        Raises:
+            InputError: If ``examples`` is not a positive number.
+            ModelError: If none of the parameters that are remembered is in the network any more.
+        """
+        quadratics, live = self._ready()
+        value = penalty(quadratics, live, self._observe if quadratics else None)
+        divisor = self._divisor(examples)
+        return value if divisor == 1.0 or not quadratics else value / divisor
+
+    @torch.no_grad()
+    def add_grad_(self, examples: float | None = None) -> Tensor:
+        """Add the penalty's gradient to ``.grad`` of the parameters; call it after ``backward``.
+
+        The same as differentiating :meth:`penalty`, without a graph. Under a ``GradScaler`` call it after
+        ``unscale_``.
+
+        Args:
+            examples: N of the current task, if the loss is a mean over examples.
+
+        Returns:
+            The penalty's value, a scalar without history.
+
+        Raises:
+            InputError: If ``examples`` is not a positive number.
+            ModelError: If none of the parameters that are remembered is in the network any more.
+        """
+        quadratics, live = self._ready()
+        divisor = self._divisor(examples)
+        if not quadratics:
+            return penalty(quadratics, live)
+        some = next(iter(live.tensors.values()))
+        with torch.autocast(some.device.type, enabled=False):
+            value, gradients = value_and_gradient(quadratics, live)
+        for name, gradient in gradients.items():
+            tensor = live.tensors[name]
+            if not tensor.requires_grad:
+                continue
+            if tensor.grad is None:
+                tensor.grad = gradient / divisor
+            else:
+                tensor.grad.add_(gradient, alpha=1 / divisor)
+        self._observe(torch.full((), 1 / divisor), gradients)
+        return value / divisor
+
+    @abstractmethod
+    def after_step(self) -> None:
+        """Take note of an optimizer step, before the gradients are cleared; only some methods need it."""
+
+    @abstractmethod
+    def consolidate(
+        self, data: Any = None, *, output: OutputAdapter = None, prepare: Prepare | None = None
+    ) -> None:
+        """Remember a task that has been learned; parameters, buffers and random state stay as they are.
+
+        Args:
+            data: The task's training data: an (x, y) pair, a ``Dataset`` or a ``DataLoader``.
+            output: How to take this task's outputs from what the network returns, as in
+                :func:`linnet.linearize`; for instance ``lambda heads: heads[task]``.
+            prepare: Called with a copy of the network to make it serve this task, for networks that hold
+                the task as a state; for instance ``lambda net: net.select(task)``.
+        """
+
+    @abstractmethod
+    def _quadratics(self) -> Sequence[Quadratic]:
+        """The terms of the penalty; none if there is nothing to add."""
+
+    @abstractmethod
+    def _settings(self) -> dict[str, Any]:
+        """What a state belongs to."""
+
+    @abstractmethod
+    def _state(self) -> dict[str, Any]:
+        """What has been learned, as tensors, numbers and names."""
+
+    @abstractmethod
+    def _load(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Undo :meth:`_state`."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> ContinualMethod:
+        """Move what is remembered; it also follows the network by itself when that has moved.
+
+        Args:
+            device: Where.
+            dtype: Type; by default as it is.
+
+        Returns:
+            Itself.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that is remembered, for ``torch.save``; readable with ``weights_only=True``.
+
+        Returns:
+            Tensors, numbers and names.
+        """
+        return {
+            "method": type(self).__name__,
+            "version": VERSION,
+            "settings": self._settings(),
+            "tasks": self.tasks,
+            "state": self._state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned, on the device of the network.
+
+        Args:
+            state: The state.
+
+        Raises:
+            InputError: If it is of another method, or was made with other settings.
+        """
+        if not isinstance(state, Mapping):
+            raise InputError(
+                f"state is {type(state).__name__}", expected="what state_dict() returned", remedy="pass that"
+            )
+        mine = {"method": type(self).__name__, "version": VERSION, "settings": self._settings()}
+        for key, own in mine.items():
+            theirs = state.get(key)
+            if theirs != own:
+                raise InputError(
+                    f"the state has {key} {theirs!r}",
+                    expected=f"{own!r}, as here",
+                    remedy="make the method with the arguments of the run that saved the state",
+                )
+        self.tasks = int(state["tasks"])
+        self._load(state["state"], next(iter(Live.of(self.model).tensors.values())).device)
+
+    def _observe(self, factor: Tensor, gradients: Params) -> None:
+        """The penalty's gradient, by parameter, has entered ``.grad`` times a factor."""
+        del factor, gradients
+
+    def _divisor(self, examples: float | None) -> float:
+        """What the summed penalty is divided by."""
+        return 1.0 if examples is None else check_count("examples", examples)
+
+    def _ready(self) -> tuple[Sequence[Quadratic], Live]:
+        """The terms and the parameters, in one place."""
+        live = Live.of(self.model)
+        some = next(iter(live.tensors.values()))
+        quadratics = self._quadratics()
+        mu = next((m for term in quadratics for m in term.anchor.values()), None)
+        kind = computing_type(some.dtype)
+        if mu is not None and (mu.device != some.device or mu.dtype != kind):
+            self.to(some.device, kind)
+            quadratics = self._quadratics()
+        known = {name for term in quadratics for name in term.precision.names}
+        if known and not known & set(live.tensors):
+            raise ModelError(
+                f"none of the {len(known)} parameters that are remembered is in the network, such as "
+                f"{min(known)!r}",
+                expected="the network that was consolidated, perhaps with heads added or removed",
+                remedy="keep the names of the parameters that tasks share",
+            )
+        return quadratics, live
+
+
+def check_network(model: nn.Module) -> nn.Module:
+    """Raise unless a model is a network with floating-point parameters.
+
+    Args:
+        model: What was given.
+
+    Returns:
+        The same.
+
+    Raises:
+        InputError: If it is no module.
+        ModelError: If it has no parameters.
+    """
+    if not Live.of(model).tensors:
+        raise ModelError(
+            f"model ({type(unwrapped(model)).__name__}) has no floating-point parameter",
+            expected="a network to train",
+            remedy="pass the network that holds the weights",
+        )
+    return model
+
+
+def check_factor(name: str, value: Any) -> float:
+    """Raise unless a value is a finite number, not negative.
+
+    Args:
+        name: The argument's name.
+        value: Its value.
+
+    Returns:
+        The number.
+
+    Raises:
+        InputError: If it is not.
+
+    Example:
+        >>> check_factor("strength", 3)
+        3.0
+    """
+    return number(name, value, least=0)
+
+
+def check_count(name: str, value: Any) -> float:
+    """Raise unless a value is a finite positive number.
+
+    Args:
+        name: The argument's name.
+        value: Its value.
+
+    Returns:
+        The number.
+
+    Raises:
+        InputError: If it is not.
+
+    Example:
+        >>> check_count("examples", 60000)
+        60000.0
+    """
+    return number(name, value, above=0)

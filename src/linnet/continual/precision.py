@@ -1,0 +1,363 @@
+"""Λ: the summed curvature of the tasks so far, as blocks of layers, and what it does to a displacement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.continual.growth import grown, united
+from linnet.continual.merge import scaled, summed
+from linnet.continual.parameters import corner
+from linnet.curvatures.layers import Form, Layer
+from linnet.curvatures.parts import Part
+from linnet.errors import ModelError
+from linnet.linalg.kronecker import Kronecker
+from linnet.linalg.space import Params
+from linnet.linalg.stored import from_tensors, to_tensors
+from linnet.linalg.structured import Diagonal, StructuredOperator
+
+WHOLE = ("full", "low-rank")  # one block for all parameters, whichever they are
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A layer's part of Λ.
+
+    Args:
+        layer: The layer.
+        structure: What its blocks are, in the engine's words.
+        terms: What they add up to; one, unless a list of Kronecker products is kept.
+        examples: Number of inputs behind the means of Kronecker products, examples where there are none.
+    """
+
+    layer: Layer
+    structure: str
+    terms: tuple[StructuredOperator, ...]
+    examples: float
+
+    @classmethod
+    def of(cls, part: Part, strength: float, examples: float, like: torch.dtype) -> Block:
+        """The block of one task.
+
+        Args:
+            part: The engine's block.
+            strength: λ.
+            examples: Number of examples.
+            like: Type to keep it in.
+
+        Returns:
+            λ times the block.
+        """
+        operator = moved(part.operator, part.operator.device, like)
+        # positions without a label are in no mean
+        count = examples if part.terms is None else part.terms
+        return cls(part.layer, part.structure, (scaled(operator, strength),), count)
+
+    @property
+    def _joined(self) -> bool:
+        """Whether the order is that of the matrix [W b]."""
+        return Part(self.layer, self.terms[0], self.structure).joined
+
+    def accepts(self, other: Block) -> bool:
+        """Whether another task's block describes the same parameters in the same form."""
+        if self.structure != other.structure or self._joined != other._joined:
+            return False
+        if self.structure in WHOLE:
+            return True
+        return self.layer.names == other.layer.names and self.layer.transposed == other.layer.transposed
+
+    def plus(self, other: Block, merge: str) -> Block:
+        """The sum with another task's block.
+
+        Args:
+            other: A block that this one accepts.
+            merge: "svd", "kl", "count" or "exact".
+
+        Returns:
+            The sum, in the coordinates of the larger of both layers.
+        """
+        shapes = united(self.layer.shapes_by_name, other.layer.shapes_by_name)
+        layer = replace(other.layer, shapes_by_name=shapes)
+        terms = [grown(term, self.layer, layer) for term in self.terms]
+        fresh = [grown(term, other.layer, layer) for term in other.terms]
+        examples = self.examples + other.examples
+        if len(terms) == len(fresh) == 1:
+            counts = (self.examples, other.examples)
+            one = summed(terms[0], fresh[0], merge, counts, layer.transposed)
+            terms, fresh = ([one], []) if one is not None else (terms, fresh)
+        return Block(layer, self.structure, (*terms, *fresh), examples)
+
+    def times(self, factor: float) -> Block:
+        """A multiple."""
+        return replace(self, terms=tuple(scaled(term, factor) for term in self.terms))
+
+    def product(self, delta: Mapping[str, Tensor]) -> Params:
+        """Λ δ for the layer's parameters; those that are absent count as δ = 0.
+
+        Args:
+            delta: δ by name.
+
+        Returns:
+            The products of those that are there, in the layer's shapes.
+        """
+        shapes = self.layer.shapes_by_name
+        present = [name for name in shapes if name in delta]
+        if not present:
+            return {}
+        like = delta[present[0]]
+        pieces = [
+            corner(delta[name], shape, name) if name in delta else like.new_zeros(shape)
+            for name, shape in shapes.items()
+        ]
+        parts = self._products(pieces)
+        return {name: part for name, part in zip(shapes, parts, strict=True) if name in delta}
+
+    def _products(self, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The product with the layer's parameters, each in its shape."""
+        if not self._joined:
+            return _in_a_row(self.terms, pieces)
+        layer = self.layer
+        if layer.groups == 1 and not layer.transposed:
+            products = [t for t in self.terms if isinstance(t, Kronecker)]
+            if len(products) == len(self.terms):
+                return _of_weight_and_bias(products, pieces)
+        v = layer.join(pieces)  # (R, rows, columns)
+        return layer.part(_summed_products(self.terms, v.flatten()).view(v.shape))
+
+    def state(self) -> dict[str, Any]:
+        """Everything as tensors, numbers and names."""
+        terms = [dict(zip(("spec", "tensors"), to_tensors(term), strict=True)) for term in self.terms]
+        shapes = {name: list(shape) for name, shape in self.layer.shapes_by_name.items()}
+        about = {"name": self.layer.name, "why": self.layer.why, "form": asdict(self.layer.form)}
+        return {
+            **about,
+            "shapes": shapes,
+            "structure": self.structure,
+            "terms": terms,
+            "examples": self.examples,
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], device: torch.device) -> Block:
+        """Undo :meth:`state`.
+
+        Args:
+            state: What it returned.
+            device: Where the block is wanted.
+
+        Returns:
+            The block.
+        """
+        shapes = {name: tuple(shape) for name, shape in state["shapes"].items()}
+        layer = Layer(state["name"], shapes, Form(**state["form"]), state["why"])
+        terms = tuple(
+            from_tensors(t["spec"], {n: v.detach().to(device, copy=True) for n, v in t["tensors"].items()})
+            for t in state["terms"]
+        )
+        return cls(layer, state["structure"], terms, state["examples"])
+
+
+def _summed_products(terms: Sequence[StructuredOperator], v: Tensor) -> Tensor:
+    """Σₖ Mₖ v."""
+    total = terms[0].mv(v)
+    for term in terms[1:]:
+        total = total + term.mv(v)
+    return total
+
+
+def _in_a_row(terms: Sequence[StructuredOperator], pieces: Sequence[Tensor]) -> list[Tensor]:
+    """The product with parameters one after another."""
+    sizes = [piece.numel() for piece in pieces]
+    if len(terms) == 1 and isinstance(terms[0], Diagonal):
+        values = terms[0].values.split(sizes)
+        return [v.view(p.shape) * p for v, p in zip(values, pieces, strict=True)]
+    flat = pieces[0].flatten() if len(pieces) == 1 else torch.cat([p.flatten() for p in pieces])
+    out = _summed_products(terms, flat)
+    return [o.view(p.shape) for o, p in zip(out.split(sizes), pieces, strict=True)]
+
+
+def _of_weight_and_bias(terms: Sequence[Kronecker], pieces: Sequence[Tensor]) -> list[Tensor]:
+    """Σₖ Lₖ [W b] Rₖ without joining weight and bias or taking them apart."""
+    weight = pieces[0].flatten(1)
+    m = weight.shape[1]
+    totals: list[Tensor] = []
+    for term in terms:
+        # [W b] R = [W R₁₁ + b r₂₁, W r₁₂ + b r₂₂]
+        right = term.right
+        if len(pieces) == 1:
+            found = [term.left @ (weight @ right)]
+        else:
+            edge = right[m, :m]  # r₂₁ = r₁₂ᵀ
+            inner = torch.addr(weight @ right[:m, :m], pieces[1], edge)
+            last = torch.addcmul(torch.mv(weight, edge), right[m, m], pieces[1])
+            found = [term.left @ inner, torch.mv(term.left, last)]
+        totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
+    return [total.view(piece.shape) for total, piece in zip(totals, pieces, strict=True)]
+
+
+def moved(operator: StructuredOperator, device: torch.device, dtype: torch.dtype) -> StructuredOperator:
+    """A block on another device or in another type.
+
+    Args:
+        operator: The block.
+        device: Where.
+        dtype: Which type.
+
+    Returns:
+        The block; the very same if nothing changes.
+    """
+    if operator.dtype == dtype and operator.device == device:
+        return operator
+    spec, tensors = to_tensors(operator)
+    return from_tensors(spec, {name: t.to(device, dtype) for name, t in tensors.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class Precision:
+    """Λ = p I + Σ of blocks; p I for the parameters that a task has reached, nothing for others.
+
+    Args:
+        blocks: The curvature, layer by layer.
+        prior: p, the precision of the prior.
+        reached: Shapes of the parameters that have had curvature, which p applies to.
+    """
+
+    blocks: tuple[Block, ...] = ()
+    prior: float = 0.0
+    reached: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def plus(self, blocks: Iterable[Block], merge: str, decay: float = 1.0) -> Precision:
+        """Λ after one more task.
+
+        Args:
+            blocks: The task's curvature; blocks that are zero are left out.
+            merge: How sums of Kronecker products are kept.
+            decay: What Λ so far is multiplied with.
+
+        Returns:
+            The sum.
+        """
+        known = [block.times(decay) for block in self.blocks]
+        reached = dict(self.reached)
+        for block in blocks:
+            shapes = _with_curvature(block)
+            if not shapes:
+                continue
+            reached = united(reached, shapes)
+            place = next((i for i, old in enumerate(known) if old.accepts(block)), None)
+            if place is None:
+                known.append(block)
+            else:
+                known[place] = known[place].plus(block, merge)
+        return Precision(tuple(known), self.prior, reached)
+
+    @property
+    def names(self) -> list[str]:
+        """All parameters that it says something about."""
+        return list(dict.fromkeys([*self.reached, *(n for b in self.blocks for n in b.layer.names)]))
+
+    def product(self, delta: Mapping[str, Tensor]) -> Params:
+        """Λ δ.
+
+        Args:
+            delta: δ by name, in any shapes at least as large as those reached.
+
+        Returns:
+            The product by name, in the shapes of ``delta``; parameters without curvature are left out.
+        """
+        out: Params = {}
+        for block in self.blocks:
+            for name, product in block.product(delta).items():
+                _add(out, name, product, delta[name])
+        for name, shape in self.reached.items() if self.prior else ():
+            if name not in delta:
+                continue
+            if name in out and delta[name].shape == shape:
+                out[name] = torch.add(out[name], delta[name], alpha=self.prior)
+            else:
+                _add(out, name, self.prior * corner(delta[name], shape, name), delta[name])
+        return out
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Precision:
+        """Λ on another device or in another type."""
+        return replace(
+            self,
+            blocks=tuple(
+                replace(block, terms=tuple(moved(term, device, dtype) for term in block.terms))
+                for block in self.blocks
+            ),
+        )
+
+    def nbytes(self) -> int:
+        """Memory of all blocks, in bytes."""
+        terms = [term for block in self.blocks for term in block.terms]
+        return sum(tensor.nbytes for term in terms for tensor in to_tensors(term)[1].values())
+
+    def diagonal(self) -> Tensor:
+        """The diagonal entries of all blocks one after another, with the prior's p."""
+        found = [torch.stack([t.diagonal() for t in b.terms]).sum(0) + self.prior for b in self.blocks]
+        return torch.cat(found) if found else torch.zeros(0)
+
+    def parts(self) -> tuple[Part, ...]:
+        """Λ with its prior, as one structured block a layer.
+
+        Returns:
+            The blocks, damped by the prior where it applies.
+
+        Raises:
+            ModelError: If a block is a list of several terms.
+        """
+        several = next((block.layer.name for block in self.blocks if len(block.terms) > 1), None)
+        if several is not None:
+            raise ModelError(
+                f"the precision of {several} is a list of Kronecker products",
+                expected="one product, which has an inverse in closed form",
+                remedy='use merge="svd"',
+            )
+        return tuple(Part(b.layer, b.terms[0].damped(self.prior), b.structure) for b in self.blocks)
+
+    def state(self) -> dict[str, Any]:
+        """Everything as tensors, numbers and names."""
+        reached = {name: list(shape) for name, shape in self.reached.items()}
+        return {"blocks": [block.state() for block in self.blocks], "prior": self.prior, "reached": reached}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], device: torch.device) -> Precision:
+        """Undo :meth:`state`.
+
+        Args:
+            state: What it returned.
+            device: Where the precision is wanted.
+
+        Returns:
+            The precision.
+        """
+        reached = {name: tuple(shape) for name, shape in state["reached"].items()}
+        blocks = tuple(Block.restored(one, device) for one in state["blocks"])
+        return cls(blocks, state["prior"], reached)
+
+
+def _with_curvature(block: Block) -> dict[str, tuple[int, ...]]:
+    """The parameters of a task's block whose diagonal is not all zero."""
+    diagonal = torch.stack([term.diagonal() for term in block.terms]).sum(0)
+    shapes = block.layer.shapes_by_name
+    if block._joined:
+        pieces = block.layer.part(diagonal.view(block.layer.groups, *block.layer.matrix))
+    else:
+        pieces = list(diagonal.split([torch.Size(shape).numel() for shape in shapes.values()]))
+    return {
+        name: shape for (name, shape), p in zip(shapes.items(), pieces, strict=True) if bool((p != 0).any())
+    }
+
+
+def _add(out: Params, name: str, product: Tensor, like: Tensor) -> None:
+    """Add a product to those of the same parameter; what has grown since gets zeros."""
+    if product.shape != like.shape:
+        whole = like.new_zeros(like.shape)
+        whole[tuple(slice(0, size) for size in product.shape)] = product
+        product = whole
+    out[name] = out[name] + product if name in out else product

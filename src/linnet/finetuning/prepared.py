@@ -1,0 +1,387 @@
+"""A network made ready for a recipe: surgery, a head for the task, the linearization, its curvature."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from linnet.curvatures.build import curvature
+from linnet.curvatures.curvature import Curvature
+from linnet.errors import InputError, ModelError
+from linnet.finetuning.augment import Augmentation
+from linnet.finetuning.bilinear import with_bilinear_head
+from linnet.finetuning.examples import Examples
+from linnet.finetuning.recipes import Recipe
+from linnet.fitting.head import with_head
+from linnet.fitting.last_layer import RECORD, features, last_linear
+from linnet.fitting.targets import check_arrangement
+from linnet.likelihoods import Categorical, Gaussian
+from linnet.optim.preconditioner import KroneckerPreconditioner
+from linnet.tangent.batch import Inputs, concatenate, map_tensors
+from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.linearized import Linearized, linearize
+from linnet.tangent.selection import Selector, select_parameters
+from linnet.tangent.surgery import leaky_relu, report
+
+HEADS = ("auto", "probe", "random", "zero", "keep")
+LOGITS = 5.0  # α of the probe that cross-entropy starts from: 15 would saturate the softmax
+UNHELD = 3  # activations in a row whose change no normalization has to hold
+NORMALIZATIONS = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.modules.instancenorm._InstanceNorm,
+)
+EXACT_COLUMNS = 32  # outputs up to which a curvature takes all columns
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """How the network is made ready.
+
+    Args:
+        slope: Slope of Leaky ReLU.
+        scale: α of one-hot targets.
+        head: ``"auto"``, ``"probe"``, ``"random"``, ``"zero"`` or ``"keep"``.
+        params: Which parameters vary.
+        output: How to turn the network's result into a tensor.
+        bilinear: Keyword arguments of :func:`linnet.finetuning.bilinear.with_bilinear_head`.
+        seed: Seed of a random head and of sampled curvature.
+    """
+
+    slope: float
+    scale: float
+    head: str
+    params: Selector
+    output: OutputAdapter
+    bilinear: dict[str, Any]
+    seed: int
+
+
+@dataclass(eq=False)
+class Prepared:
+    """A network ready to be trained.
+
+    Args:
+        module: A ``Linearized``, or the network itself.
+        outputs: C.
+        last: Name of the last linear layer, if the last layer alone is trained.
+        notes: What was done, one sentence each.
+        new_head: Whether the head was replaced.
+    """
+
+    module: nn.Module
+    outputs: int
+    last: str | None
+    notes: list[str]
+    new_head: bool
+
+    @property
+    def network(self) -> nn.Module:
+        """The network itself, at θ₀ if it is linearized."""
+        return self.module._function.model if isinstance(self.module, Linearized) else self.module
+
+    def fresh(self) -> nn.Module:
+        """The module as before any training."""
+        if isinstance(self.module, Linearized):
+            return Linearized(self.module.function)
+        return copy.deepcopy(self.module)
+
+
+def prepare(
+    model: nn.Module, recipe: Recipe, shaping: Shaping, examples: Examples, view: Augmentation, outputs: int
+) -> Prepared:
+    """Make a network ready.
+
+    Args:
+        model: The pretrained network; it is not touched.
+        recipe: The recipe.
+        shaping: How.
+        examples: Training examples, for the head.
+        view: What is done to images that are predicted.
+        outputs: C of the new task.
+
+    Returns:
+        The network ready.
+
+    Raises:
+        InputError: If a network is already linearized, or ``head=`` is not listed.
+        ModelError: If an activation or the head is out of reach.
+    """
+    if isinstance(model, Linearized) or not isinstance(model, nn.Module):
+        raise InputError(
+            f"model is {type(model).__name__}",
+            expected="a pretrained network as a torch.nn.Module",
+            remedy="pass the network itself; finetune linearizes it where the method is linear",
+        )
+    if shaping.head not in HEADS:
+        raise InputError(
+            f"head={shaping.head!r}",
+            expected=", ".join(f'"{h}"' for h in HEADS),
+            remedy='leave head= out for "auto"',
+        )
+    notes: list[str] = []
+    network: nn.Module = getattr(model, "_orig_mod", model)
+    if recipe.leaky:
+        network = leaky_relu(network, shaping.slope)
+        notes += _surgery_notes(network, len(report(network).replaced), shaping.slope)
+    before, network = network, _with_head(network, recipe, shaping, examples, view, outputs, notes)
+    new_head = network is not before
+    last = last_linear(network)[0] if recipe.last_layer else None
+    wanted = _selected(shaping.params, model)
+    if not recipe.linear:
+        plain = copy.deepcopy(network) if network is model else network
+        chosen = set(select_parameters(plain, wanted))
+        for name, p in plain.named_parameters():
+            p.requires_grad_(name in chosen)
+        return Prepared(plain, outputs, last, notes, new_head)
+    params = (
+        [f"{last}.{name}" for name, _ in network.get_submodule(last).named_parameters()] if last else None
+    )
+    lin = linearize(network, params or wanted, shaping.output)
+    notes.append(f"linearized in {lin.space.dim} parameters of {len(lin.parameter_names)} tensors")
+    return Prepared(lin, outputs, last, notes, new_head)
+
+
+def _surgery_notes(network: nn.Module, found: int, slope: float) -> list[str]:
+    """What became of the activations, and whether anything holds the maps behind them in place."""
+    if not found:
+        return ["the network has no ReLU to replace"]
+    notes = [f"ReLU replaced by Leaky ReLU of slope {slope:g} in {found} place(s)"]
+    if found > UNHELD and not any(isinstance(module, NORMALIZATIONS) for module in network.modules()):
+        notes.append(
+            "no normalization layers: Leaky ReLU changes such a network most; compare activation='relu', or "
+            "train it first with linnet.surgery.recover"
+        )
+    return notes
+
+
+def _selected(params: Selector, model: nn.Module) -> Selector:
+    """All parameters unless told: a network may come frozen; where only a part of it is, that stays so."""
+    if isinstance(params, nn.Module):
+        return select_parameters(model, params)  # by name: what is trained is a copy
+    free = {p.requires_grad for p in model.parameters()}
+    return "all" if params is None and len(free) == 1 else params
+
+
+def _with_head(
+    network: nn.Module,
+    recipe: Recipe,
+    shaping: Shaping,
+    examples: Examples,
+    view: Augmentation,
+    outputs: int,
+    notes: list[str],
+) -> nn.Module:
+    """The network with a last layer for the task."""
+    probe, y = examples.batch(torch.arange(min(2, examples.n)))
+    own = Functional(network, "all", shaping.output).check_runs(view(probe)).shape[1:]
+    current = own.numel()
+    head = shaping.head
+    if head == "auto":
+        fitted = hasattr(network, RECORD) and current == outputs and not recipe.bilinear
+        head = "keep" if fitted else "probe"
+    if head == "keep" and (current != outputs or recipe.bilinear):
+        raise ModelError(
+            f'head="keep", but the network has {current} outputs'
+            + (" and bilinear pooling needs a head of its own" if recipe.bilinear else ""),
+            expected=f"{outputs} outputs, as the data have",
+            remedy='leave head= out for a linear probe, or pass head="random"',
+        )
+    if head == "keep":
+        check_arrangement(y, own)
+        notes.append("the network's own head was kept")
+        return network
+    generator = torch.Generator().manual_seed(shaping.seed)
+    scale = shaping.scale if recipe.loss == "squared" else LOGITS
+    data = gathered(examples, view) if head == "probe" or recipe.bilinear else None
+    if recipe.bilinear:
+        made = with_bilinear_head(
+            network, outputs, data, init=head, scale=scale, generator=generator, **shaping.bilinear
+        )
+        notes.append("global average pooling replaced by square-root bilinear pooling")
+    else:
+        made = with_head(network, outputs, head, data, scale=scale, generator=generator)
+    words = {
+        "probe": f"a linear probe of targets of scale {scale:g}, its ridge by leave-one-out",
+        "random": "random",
+        "zero": "zero",
+    }
+    notes.append(f"new head for {outputs} outputs: {words[head]}")
+    return made
+
+
+def gathered(examples: Examples, view: Augmentation) -> tuple[Inputs, Tensor]:
+    """All examples in memory, as they are predicted.
+
+    Args:
+        examples: The examples.
+        view: What is done to images that are predicted.
+
+    Returns:
+        (x, y).
+    """
+    parts = [(view(x), y) for x, y in examples.batches()]
+    return concatenate([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+
+class _Viewed(Dataset[Any]):
+    """Inputs one at a time, as they are predicted, with a target that says nothing."""
+
+    def __init__(self, examples: Examples, view: Augmentation, target: Tensor) -> None:
+        self.examples, self.view, self.target = examples, view, target
+
+    def __len__(self) -> int:
+        return self.examples.n
+
+    def __getitem__(self, index: int) -> Any:
+        x = self.view(self.examples.batch(torch.tensor([index]))[0])
+        return map_tensors(lambda t: t[0], x), self.target
+
+
+def frozen_curvature(
+    lin: Linearized,
+    recipe: Recipe,
+    examples: Examples,
+    view: Augmentation,
+    seed: int,
+    memory: str | int | None,
+) -> Curvature:
+    """The Gauss-Newton matrix of the frozen problem, which stays as it is all through training.
+
+    Args:
+        lin: The linearized network.
+        recipe: The recipe; squared loss has Λ = I, cross-entropy that of the softmax at θ₀.
+        examples: Training examples.
+        view: What is done to images that are predicted.
+        seed: Seed of sampled columns, where there are more than 32 outputs.
+        memory: Budget.
+
+    Returns:
+        The curvature, summed over the examples.
+    """
+    own = lin.function.output_shape(view(examples.batch(torch.arange(1))[0]))
+    expectation = "exact" if own.numel() <= EXACT_COLUMNS else "mc"
+    likelihood = Gaussian() if recipe.loss == "squared" else Categorical()
+    # neither curvature depends on the targets; with them, inputs in a tuple are not taken for (x, y)
+    blank = torch.zeros(own) if recipe.loss == "squared" else torch.tensor(0)
+    data: Any = _Viewed(examples, view, blank)
+    if examples.in_memory:
+        data = gathered(examples, view)[0], blank.expand(examples.n, *blank.shape).contiguous()
+    made = curvature(
+        lin, data, likelihood, recipe.preconditioner, expectation, seed=seed, memory=memory, shard=None
+    )
+    assert isinstance(made, Curvature)
+    return made
+
+
+@torch.no_grad()
+def largest_eigenvalue(
+    lin: Linearized, x: Inputs, before: KroneckerPreconditioner | None = None, steps: int = 12
+) -> float:
+    """Of A JᵀJ/N, by power iteration; A is the preconditioner, if there is one.
+
+    Args:
+        lin: The linearized network.
+        x: N examples.
+        before: A.
+        steps: Iterations.
+
+    Returns:
+        A lower estimate, within a few per cent where the spectrum has a gap.
+
+    Example:
+        >>> lin = linearize(nn.Sequential(nn.Linear(1, 1, bias=False)))
+        >>> round(largest_eigenvalue(lin, torch.tensor([[1.0], [3.0]])), 3)
+        5.0
+    """
+    generator = torch.Generator().manual_seed(0)
+    u = torch.randn(lin.base(x).shape, generator=generator, dtype=torch.float64).to(lin.function.dtype)
+    u, value = u.to(lin.function.device), 0.0
+    for _ in range(steps):
+        v = lin.vjp(x, u / u.norm(), like="flat")
+        assert isinstance(v, Tensor)
+        u = lin.jvp(x, v if before is None else before.multiply(v))  # J A Jᵀ u
+        value = float(u.norm())
+        if value == 0:
+            break
+    return value / u.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadProblem:
+    """The last layer on features that are computed once: the same linear model at a fraction of the price.
+
+    Args:
+        lin: The linearized last layer alone.
+        layer: Its name in the network.
+        features: Of examples, with their targets.
+    """
+
+    lin: Linearized
+    layer: str
+    features: Callable[[Examples], Examples]
+
+    def module(self) -> Linearized:
+        """The model to train, at δ = 0."""
+        return Linearized(self.lin.function)
+
+    def held(self, source: Examples) -> Examples:
+        """Held-out examples as features with their targets.
+
+        Args:
+            source: The examples themselves.
+
+        Returns:
+            Examples for the last layer alone.
+        """
+        return self.features(source)
+
+    @torch.no_grad()
+    def carry(self, small: nn.Module, whole: Linearized) -> None:
+        """Put the displacement of the layer alone into the network's."""
+        assert isinstance(small, Linearized)
+        for name, value in small.delta.items():
+            whole.delta[f"{self.layer}.{name.removeprefix('0.')}"].copy_(value)
+
+
+def head_problem(prepared: Prepared, examples: Examples, augmentation: Augmentation) -> HeadProblem | None:
+    """The last layer's own problem, where features do not change from step to step.
+
+    Args:
+        prepared: The network.
+        examples: Training examples.
+        augmentation: What is done to training images.
+
+    Returns:
+        The problem, or ``None`` where features are not to be kept.
+    """
+    if prepared.last is None or augmentation.is_random or not isinstance(prepared.module, Linearized):
+        return None
+    layer = prepared.network.get_submodule(prepared.last)
+    view, network = augmentation.evaluation, prepared.network
+    try:
+        first = features(network, view(examples.batch(torch.arange(1))[0]))
+    except ModelError:
+        return None
+    if not isinstance(layer, nn.Linear) or first.shape[1] != layer.in_features:
+        return None
+
+    known: dict[int, tuple[Examples, Examples]] = {}  # by identity; the examples are held, so that it lasts
+
+    def compute(some: Examples) -> Examples:
+        if id(some) in known:
+            return known[id(some)][1]
+        parts = [(features(network, view(x)), y) for x, y in some.batches()]
+        pair = torch.cat([p for p, _ in parts]), torch.cat([y for _, y in parts])
+        known[id(some)] = some, Examples(pair, some.device)
+        return known[id(some)][1]
+
+    lin = linearize(nn.Sequential(copy.deepcopy(layer)), params="all")
+    return HeadProblem(lin, prepared.last, compute)

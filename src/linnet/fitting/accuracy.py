@@ -1,0 +1,450 @@
+"""How far rounding puts a fit off: estimated from the rounding errors of the kernel's entries.
+
+Let E be the error of K, whose entries are about s √(K_aa K_bb) for one s of the network and its type, and g
+that of f₀. To first order, with Rᵢ = (M_ii)⁻¹ M_i· (the identity at i, minus the weights that the other
+examples have in the prediction of i) and β₋ᵢ the solution without i,
+
+    error of the leave-one-out output of i:   Rᵢ (E β₋ᵢ + g)
+    error of the fit at an input x:           (1, −K(x, X) M) (E β + g)
+
+An input that the fit has not seen is like an example that is left out, so that Rᵢ stands for (1, −K(x, X) M).
+For independent errors of the entries the standard deviation of Rᵢ E β is s √(Σ Rᵢₐ² K_aa) √(Σ β_b² K_bb).
+The cross-entropy has (I − A_ii Λᵢ)⁻¹ (I + KΛ/ρ)⁻¹ for Rᵢ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from linnet.errors import MemoryBudgetError, ModelError, NumericalError
+from linnet.fitting.constrained_primal import ConstrainedPrimal
+from linnet.fitting.dual import Dual
+from linnet.fitting.primal import Primal
+from linnet.fitting.remarks import ROUNDED
+from linnet.fitting.rounding import PROBED, Rounding, assumed_rounding
+from linnet.fitting.rounding import measured_rounding as measured_rounding
+from linnet.fitting.softmax_dual import SoftmaxDual
+from linnet.fitting.softmax_newton_cg import SoftmaxPrimal
+from linnet.tangent.batch import take
+from linnet.tangent.linearized import Linearized
+
+TOLERANCE = 1e-3  # error, relative to what the fit changes, up to which a fit is returned as it is
+FAMILIAR = 1e-2  # share of f₀ that counts as changed where the targets are what the network gives already
+MOVING = 2.0  # times the estimate for the cross-entropy, whose Λ moves along with f
+SAFETY = 6.0  # standard deviations: the largest of many errors, and entries that are not independent
+COLUMNS = 128  # of M that an estimate looks at while fitting
+ITERATED = 1e-5  # tolerance of conjugate gradients up to which their error counts as rounding's does
+SMALL = 512  # equations up to which the kernel of a fit by conjugate gradients is formed to check it
+WORST = 1e-2  # and up to which a fit that was changed is returned, with a remark
+STEP = 10**0.5  # from one ridge to the next, when the smallest one is looked for
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Estimated largest absolute errors of a fit by rounding, in units of the outputs.
+
+    Args:
+        predictions: Of ``predict`` at inputs like the training inputs.
+        leave_one_out: Of ``loo``.
+        influence: Of ``influence`` on such inputs.
+        scale: Size of what the fit changes: root mean square of t − f₀, or of the leave-one-out residuals
+            where that is larger; for the cross-entropy of the change of the logits, at least 1.
+        rounding: Relative error of an entry of the kernel, as measured or assumed.
+        dtype: Type in which the network was computed.
+
+    Example:
+        >>> Accuracy(1e-5, 2e-5, 3e-5, scale=1.0, rounding=1e-7, dtype="float32").sound
+        True
+    """
+
+    predictions: float
+    leave_one_out: float
+    influence: float
+    scale: float
+    rounding: float
+    dtype: str
+
+    @property
+    def sound(self) -> bool:
+        """Whether predictions and leave-one-out are right to a thousandth of the scale."""
+        return max(self.predictions, self.leave_one_out) <= TOLERANCE * self.scale
+
+
+def squared_accuracy(
+    dual: Dual, rounding: Rounding, index: Tensor, held: Tensor | None = None, gap: Tensor | None = None
+) -> Accuracy:
+    """The estimate for a fit of the squared loss.
+
+    Args:
+        dual: The solution.
+        rounding: Errors of the network.
+        index: Examples that are left out, (k,).
+        held: What equations on outputs took off the kernel's diagonal, (N·C,).
+        gap: Outputs of the training examples by the weights, less those by the kernel, (N, C), where
+            conjugate gradients found the weights.
+
+    Returns:
+        The estimate.
+    """
+    c, size = dual.c, len(dual.kernel)
+    rows = (index[:, None] * c + torch.arange(c, device=index.device)).flatten()
+    unit = torch.zeros(size, len(rows), dtype=dual.kernel.dtype, device=dual.kernel.device)
+    unit[rows, torch.arange(len(rows), device=rows.device)] = 1
+    columns = dual.solve(unit).T.reshape(len(index), c, size)
+    blocks = torch.stack([columns[k, :, i * c : (i + 1) * c] for k, i in enumerate(index.tolist())])
+    e = torch.linalg.solve(blocks, dual.beta[index])
+    weights = torch.linalg.solve(blocks, columns)
+    left = dual.beta.reshape(-1) - torch.einsum("kcn,kc->kn", columns, e)
+    diagonal = dual.kernel.diagonal().clamp_min(0) + (0 if held is None else held)
+    off = 0.0 if gap is None else float(weights.norm(dim=2).max()) * float(gap.norm())
+    scale = max(_root_mean_square(dual.residual), _root_mean_square(e), FAMILIAR * rounding.base)
+    return _accuracy(weights, (dual.beta.reshape(-1), left), diagonal, rounding, (scale, off))
+
+
+def softmax_accuracy(
+    dual: SoftmaxDual, rounding: Rounding, index: Tensor, gap: Tensor | None = None
+) -> Accuracy:
+    """The estimate for a fit of the cross-entropy.
+
+    Args:
+        dual: The solution.
+        rounding: Errors of the network.
+        index: Examples that are left out, (k,).
+        gap: Outputs of the training examples by the weights, less those by the kernel, (N, C), where
+            conjugate gradients found the weights.
+
+    Returns:
+        The estimate.
+    """
+    c, size = dual.c, len(dual.kernel)
+    rows = (index[:, None] * c + torch.arange(c, device=index.device)).flatten()
+    unit = torch.zeros(size, len(rows), dtype=dual.kernel.dtype, device=dual.kernel.device)
+    unit[rows, torch.arange(len(rows), device=rows.device)] = 1
+    columns = dual.weighted(unit)
+    own = (dual.kernel[rows] @ columns / dual.ridge).view(len(index), c, len(index), c)
+    own = own.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    roots = dual.curvature[0][index]
+    eye = torch.eye(c, dtype=own.dtype, device=own.device)
+    weights = torch.linalg.solve(eye - own @ roots @ roots.mT, columns.T.reshape(len(index), c, size))
+    beta = dual.beta.reshape(-1)
+    left = beta.expand(len(index), size).clone()
+    reach = float(weights.norm(dim=2).max())
+    left_over = SAFETY * reach * float(dual.next_change().norm())
+    off = left_over if gap is None else left_over + reach * float(gap.norm())
+    scale = max(1.0, _root_mean_square(dual.outputs - dual.base))
+    found = _accuracy(weights, (beta, left), dual.kernel.diagonal().clamp_min(0), rounding, (scale, 0.0))
+    predictions, without = MOVING * found.predictions, MOVING * found.leave_one_out + left_over
+    influence = predictions + without + left_over
+    return replace(found, predictions=predictions + off, leave_one_out=without, influence=influence)
+
+
+def _root_mean_square(values: Tensor) -> float:
+    """√ of the mean square."""
+    return float(values.double().square().mean().sqrt())
+
+
+def _accuracy(
+    weights: Tensor,
+    beta: tuple[Tensor, Tensor],
+    diagonal: Tensor,
+    rounding: Rounding,
+    sizes: tuple[float, float],
+) -> Accuracy:
+    """The estimate from R (k, C, N·C), β and β₋ᵢ (k, N·C), K's diagonal, the scale and the known error."""
+    scale, off = sizes
+    # Cholesky's backward error of an entry grows as the root of the dimension, for independent roundings
+    solver = math.sqrt(weights.shape[2]) * torch.finfo(torch.float64).eps
+    entry = math.hypot(rounding.kernel, solver)
+    reach = (weights.square() * diagonal).sum(2).sqrt().amax(1)
+    plain = weights.norm(dim=2).amax(1) * rounding.outputs
+    whole = float((beta[0].square() * diagonal).sum().sqrt())
+    left = (beta[1].square() * diagonal).sum(1).sqrt()
+    shown = torch.finfo(rounding.dtype).eps * scale + rounding.outputs
+    predictions = SAFETY * float((entry * reach * whole + plain).max()) + off + shown
+    without = SAFETY * float((entry * reach * left + plain).max()) + shown
+    found = (predictions, without, predictions + without)
+    predictions, without, influence = (value if math.isfinite(value) else math.inf for value in found)
+    name = str(rounding.dtype).removeprefix("torch.")
+    return Accuracy(predictions, without, influence, scale, rounding.kernel, name)
+
+
+@torch.no_grad()
+def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = True) -> Accuracy | None:
+    """The estimate for any fit whose kernel there is, or is small enough to form.
+
+    Args:
+        fit: A ``LinearFit`` or ``SoftmaxFit``.
+        rounding: Errors of the network.
+        index: Examples that are left out, (k,).
+        iterations: Whether a tolerance of conjugate gradients that was asked for counts as an error.
+
+    Returns:
+        The estimate; ``None`` for a fit whose kernel does not fit the memory budget.
+    """
+    system = fit.system
+    loose = (
+        isinstance(system, Primal | ConstrainedPrimal | SoftmaxPrimal)
+        and system.settings.tolerance > ITERATED
+    )
+    counted = iterations or not loose
+    if isinstance(system, SoftmaxPrimal):
+        dual = system.dual
+        gap = None if dual is None or not counted else system.outputs - dual.outputs
+        return None if dual is None else softmax_accuracy(dual, rounding, index, gap)
+    if isinstance(system, Primal | ConstrainedPrimal):
+        same = system.dual
+        gap = None
+        if same is not None and counted:
+            gap = system.ridge * (same.beta - system.beta.double())
+        return None if same is None else squared_accuracy(same, rounding, index, _held(fit), gap)
+    if isinstance(system, SoftmaxDual):
+        found, outputs = softmax_accuracy(system, rounding, index), system.outputs
+    elif isinstance(system, Dual):
+        found = squared_accuracy(system, rounding, index, _held(fit))
+        outputs = fit.targets.to(system.beta) - system.ridge * system.beta
+    else:
+        return None
+    # δ = Jᵀβ is rounded once more; a few examples show by how much the outputs move
+    few = index[:PROBED]
+    off = float((fit.predict(take(fit.x, few)).to(outputs) - outputs[few]).abs().max())
+    return replace(found, predictions=found.predictions + SAFETY / 2 * off)
+
+
+def _held(fit: Any) -> Tensor | None:
+    """What equations on outputs took off the kernel's diagonal, (N·C,)."""
+    if getattr(fit, "constraints", None) is None:
+        return None
+    made = isinstance(fit.system, ConstrainedPrimal) and fit.system.dual is not None
+    held: Tensor = (fit.system.design if made else fit.constraints.design).square().sum(1)
+    return held
+
+
+def observed(fit: Any, count: int | None = None) -> Tensor:
+    """The examples that an estimate leaves out: those of the largest β and others evenly between.
+
+    Args:
+        fit: The fit.
+        count: How many; by default as many as ``COLUMNS`` allow.
+
+    Returns:
+        Positions, (k,).
+    """
+    beta: Tensor = fit.system.beta
+    columns = min(COLUMNS, max(COLUMNS // 2, beta.numel() // 8))
+    count = min(len(beta), max(PROBED, columns // beta.shape[1]) if count is None else count)
+    largest = beta.norm(dim=1).topk(count - count // 2).indices
+    even = (torch.arange(count // 2, device=beta.device) * len(beta)) // max(count // 2, 1)
+    chosen: Tensor = torch.cat([largest, even]).unique()
+    return chosen
+
+
+def checked(fit: Any) -> Accuracy | None:
+    """An estimate at small cost: with assumed roundings, and with measured ones where those are too coarse.
+
+    Args:
+        fit: The fit.
+
+    Returns:
+        The estimate; ``None`` for stochastic gradients, and where only conjugate gradients on many equations
+        could tell.
+    """
+    large = len(fit.system.beta) * fit.system.c > SMALL
+    iterated = isinstance(fit.system, Primal | ConstrainedPrimal | SoftmaxPrimal)
+    if fit.solver == "sgd" or (large and iterated):
+        return None
+    index, base = observed(fit), largest_base(fit)
+    function = fit.module.function
+    found = estimated(fit, assumed_rounding(function, base), index, False)
+    if found is None or found.sound:
+        return found
+    return estimated(fit, measured_rounding(function, fit.x, base), index, False)
+
+
+Fit = TypeVar("Fit")
+
+
+def sound_fit(lin: Linearized, make: Callable[[Linearized], Fit], factorized: bool) -> Fit:
+    """A fit that rounding leaves right: as it is made, or made again in float64.
+
+    Args:
+        lin: The linearized network.
+        make: Makes the fit on a linearization of it.
+        factorized: Whether a kernel may be factorized, which fails where rounding is larger than the ridge.
+
+    Returns:
+        The fit.
+
+    Raises:
+        NumericalError: If float64 does not make it right either.
+        MemoryBudgetError: If the kernel cannot be factorized, nor formed in float64.
+        ModelError: If the kernel cannot be factorized, and the network does not run in float64.
+        RuntimeError: The same, where the network fails in another way.
+        TypeError: The same.
+    """
+    double = lin.function.dtype == torch.float64
+    found, first = None, None
+    try:
+        first = make(lin)
+        found = checked(first)
+        if found is None or found.sound:
+            return first
+    except NumericalError:
+        if double or not factorized:
+            raise
+    if double and first is not None and isinstance(cast(Any, first).system, Dual | SoftmaxDual):
+        assert found is not None
+        return _judged(first, found)
+    try:
+        second: Any = make(Linearized(lin.function.in_float64()))
+        better = checked(second)
+    except (ModelError, MemoryBudgetError, RuntimeError, TypeError) as error:
+        if first is None:
+            raise
+        assert found is not None
+        # a network may hold tensors that do not follow .double()
+        return _judged(first, found, error)
+    if better is not None and not better.sound:
+        return _judged(cast(Fit, second), better)
+    if double:
+        second.record.reasons["precision"] = f"a tolerance of {second.system.settings.tolerance:.0e}"
+        return cast(Fit, second)
+    small = f"{str(lin.function.dtype).removeprefix('torch.')} cannot answer a ridge of {second.ridge:.3g}"
+    second.record.reasons["precision"] = f"float64: {small}"
+    return cast(Fit, second)
+
+
+def _judged(fit: Fit, found: Accuracy, cause: Exception | None = None) -> Fit:
+    """A fit that cannot be made better: with a remark where the ridge was chosen or two digits are right."""
+    own: Any = fit
+    if own.record.criterion == "given" and _worst(found) > WORST * found.scale:
+        _refuse(fit, found, cause)
+    return _remarked(fit, found)
+
+
+def sound_change(fit: Fit) -> Fit:
+    """A fit that was changed, if rounding leaves it right.
+
+    Args:
+        fit: The fit.
+
+    Returns:
+        The same, with a remark if it is less than right to a thousandth.
+
+    Raises:
+        NumericalError: If it is not right to a hundredth.
+    """
+    changed: Any = fit
+    found = checked(changed)
+    if found is None or found.sound:
+        return fit
+    if _worst(found) > WORST * found.scale:
+        _refuse(changed, found)
+    return _remarked(fit, found)
+
+
+def _worst(found: Accuracy) -> float:
+    """The larger error of predictions and leave-one-out."""
+    return max(found.predictions, found.leave_one_out)
+
+
+def _remarked(fit: Fit, found: Accuracy) -> Fit:
+    """A fit with a remark on its rounding errors."""
+    said = f"{ROUNDED} of about {_worst(found):.1g}, where the fit changes outputs by {found.scale:.2g}"
+    changed: Any = fit
+    changed.record = replace(changed.record, warnings=(*changed.record.warnings, said))
+    return fit
+
+
+def answerable(fit: Any, ridges: Tensor) -> Tensor:
+    """Ridges of a path, if rounding leaves the solution at the smallest right to a hundredth.
+
+    Args:
+        fit: A dual fit.
+        ridges: ρ, (R,).
+
+    Returns:
+        The same.
+
+    Raises:
+        NumericalError: If it does not.
+    """
+    least = float(ridges.min())
+    if least < fit.ridge:
+        base, function = largest_base(fit), fit.module.function
+        found = _at(fit, least, assumed_rounding(function, base))
+        if found is None or not found.sound:
+            found = _at(fit, least, measured_rounding(function, fit.x, base))
+        if found is None or max(found.predictions, found.leave_one_out) > WORST * found.scale:
+            smallest = _smallest(fit, least)
+            raise NumericalError(
+                f"ridges holds {least:g}, where rounding in {str(function.dtype).removeprefix('torch.')} "
+                "leaves no two digits",
+                expected="ridges" + (f" of at least {smallest:.2g}" if smallest else " that are larger"),
+                remedy="leave the smaller ones out, or fit the network in float64",
+            )
+    return ridges
+
+
+def _at(fit: Any, ridge: float, rounding: Rounding) -> Accuracy | None:
+    """The estimate for the kernel of a fit at another ridge; ``None`` where it cannot be factorized."""
+    system = fit.system
+    dual = system if isinstance(system, Dual | SoftmaxDual) else system.dual
+    try:
+        if isinstance(dual, Dual):
+            moved = Dual(dual.kernel, dual.residual, ridge)
+            return squared_accuracy(moved, rounding, observed(fit), _held(fit))
+        return softmax_accuracy(dual.at(ridge), rounding, observed(fit))
+    except NumericalError:
+        return None
+
+
+def _refuse(fit: Any, found: Accuracy | None, cause: Exception | None = None) -> NoReturn:
+    """Raise the error of a ridge too small for the precision, with the smallest one that can be answered."""
+    assert found is not None
+    least = _smallest(fit, fit.ridge)
+    remedy = f"pass ridge={least:.2g}" if least is not None else "take a larger ridge"
+    if found.dtype != "float64":
+        remedy += ", or the network in float64"
+    raise NumericalError(
+        f"ridge={fit.ridge:g} is too small for a network in {found.dtype}: predictions may be off "
+        f"by {found.predictions:.1g} and leave-one-out by {found.leave_one_out:.1g}, "
+        f"where the fit changes outputs by {found.scale:.2g}",
+        expected="errors of at most a thousandth" + (f", from ridge={least:.2g} on" if least else ""),
+        remedy=remedy,
+    ) from cause
+
+
+def _smallest(fit: Any, ridge: float) -> float | None:
+    """The smallest ridge of a ladder upward whose estimate is sound."""
+    dual = getattr(fit.system, "dual", fit.system)
+    if not isinstance(dual, Dual | SoftmaxDual):
+        return None
+    rounding = measured_rounding(fit.module.function, fit.x, largest_base(fit))
+    while ridge < float(dual.kernel.diagonal().sum()):
+        ridge *= STEP
+        found = _at(fit, ridge, rounding)
+        if found is not None and found.sound:
+            return ridge
+    return None
+
+
+def largest_base(fit: Any) -> float:
+    """The largest output f₀ on the training examples, about where equations on outputs are held.
+
+    Args:
+        fit: The fit.
+
+    Returns:
+        Its absolute value.
+    """
+    system = fit.system
+    base = system.base if isinstance(system, SoftmaxDual | SoftmaxPrimal) else None
+    if base is None:
+        base = fit.targets.to(system.residual) - system.residual
+    return float(base.abs().max())

@@ -1,0 +1,186 @@
+"""What a linear fit is compared with: plain fine-tuning, nearest class means, a probe's held-out outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet import params as check
+from linnet.errors import InputError
+from linnet.fitting.descent import OPTIMIZERS, Descent, score_of
+from linnet.fitting.head import linear_probe
+from linnet.fitting.last_layer import features
+from linnet.fitting.targets import make_targets
+from linnet.progress import track
+from linnet.tangent.batch import Inputs, batch_size, gather_data, split, take
+from linnet.tangent.functional import Functional
+
+RATES = {"sgd": (0.003, 0.01, 0.03, 0.1), "adam": (1e-4, 3e-4, 1e-3, 3e-3)}
+
+
+@dataclass(frozen=True, eq=False)
+class FineTuned:
+    """A network fine-tuned by stochastic gradient descent.
+
+    Args:
+        model: The trained network.
+        rate: The learning rate taken.
+        held_out: Held-out score of each rate tried: accuracy, or the negative mean squared error.
+        steps: Steps of each run.
+    """
+
+    model: nn.Module
+    rate: float
+    held_out: dict[float, float] = field(default_factory=dict)
+    steps: int = 0
+
+    @torch.no_grad()
+    def predict(self, x: Inputs, batch: int = 256) -> Tensor:
+        """Outputs of the network.
+
+        Args:
+            x: T examples.
+            batch: Examples at once.
+
+        Returns:
+            (T, C).
+        """
+        function = Functional(self.model)
+        return torch.cat([function.flat(function.theta, part) for part in split(x, batch)])
+
+
+def fine_tune(
+    model: nn.Module,
+    data: Any,
+    steps: int = 150,
+    batch: int = 32,
+    rates: Sequence[float] | None = None,
+    seed: int = 0,
+    progress: bool | None = None,
+    optimizer: str = "sgd",
+) -> FineTuned:
+    """Plain fine-tuning of every weight, its learning rate chosen on a fifth of the training data.
+
+    Minibatch descent with clipped gradients and a cosine schedule, on the cross-entropy (integer y) or the
+    mean squared error (float y); BatchNorm keeps its running statistics and dropout is off. Each rate is
+    tried on four fifths of the data and scored on the rest; the best is then run on all of it.
+
+    Args:
+        model: The network, with the head that it should start from; it is not touched.
+        data: Training data: an (x, y) pair, a Dataset or a DataLoader.
+        steps: Steps of each run.
+        batch: Examples a step.
+        rates: Learning rates to try; by default four of the optimizer's.
+        seed: Seed of the held-out draw and of the batches.
+        progress: Show progress; by default only when it takes over two seconds.
+        optimizer: ``"sgd"`` with momentum 0.9, or ``"adam"`` with a warm-up.
+
+    Returns:
+        The trained network, with the rate and the held-out scores.
+
+    Raises:
+        InputError: If there is no step, no rate, or only one example.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+        >>> x = torch.linspace(-1, 1, 20)[:, None] * torch.ones(1, 2)
+        >>> fine_tune(net, (x, (x[:, 0] > 0).long()), steps=5, rates=(0.1,)).rate
+        0.1
+    """
+    x, y = gather_data(data, next(model.parameters()).device)
+    n = batch_size(x)
+    check.choice("optimizer", optimizer, OPTIMIZERS, "leave it out for SGD")
+    rates = RATES[optimizer] if rates is None else rates
+    if steps < 1 or not rates or n < 2:
+        raise InputError(
+            f"steps={steps}, rates={tuple(rates)} with {n} examples",
+            expected="at least one step, one rate, two examples",
+        )
+    train, held = held_out_split(y, seed)
+    runs = len(rates) + 1
+    ticks = track(
+        range(runs * steps), f"plain fine-tuning, {runs} runs of {steps} steps", runs * steps, progress
+    )
+    scores: dict[float, float] = {}
+    for rate in rates:
+        run = Descent(rate, steps, batch, seed, optimizer)
+        tried = run(model, take(x, train), y[train], ticks)
+        scores[rate] = score_of(tried, take(x, held), y[held])
+    best = max(scores, key=lambda rate: scores[rate])
+    trained = Descent(best, steps, batch, seed, optimizer)(model, x, y, ticks)
+    for _ in ticks:  # let the meter end on its last line
+        pass
+    return FineTuned(trained, best, scores, steps)
+
+
+def held_out_split(y: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Positions to train on and to score on: a fifth of each class, or of all."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = y.cpu() if not y.is_floating_point() else torch.zeros(len(y), dtype=torch.long)
+    held = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique():
+        members = (labels == label).nonzero()[:, 0]
+        order = members[torch.randperm(len(members), generator=generator)]
+        held[order[: len(members) // 5]] = True
+    if not held.any():
+        held[torch.randperm(len(labels), generator=generator)[: max(1, len(labels) // 5)]] = True
+    return (~held).nonzero()[:, 0].to(y.device), held.nonzero()[:, 0].to(y.device)
+
+
+def held_out_probe(model: nn.Module, data: Any, classes: int, folds: int = 5, seed: int = 0) -> Tensor:
+    """Outputs of the linear probe on examples that it was not fitted on, fold by fold.
+
+    Args:
+        model: The network; its last linear layer is left out.
+        data: Training data with integer classes.
+        classes: C.
+        folds: Number of folds.
+        seed: Seed of the folds.
+
+    Returns:
+        (N, C); their softmax temperature makes the probe's probabilities comparable with a fit's.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> held_out_probe(net, (torch.ones(10, 3).cumsum(0), torch.arange(10) % 2), classes=2).shape
+        torch.Size([10, 2])
+    """
+    x, y = gather_data(data, next(model.parameters()).device)
+    phi = features(model, x)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed)).to(y.device)
+    outputs = torch.zeros(len(y), classes, dtype=phi.dtype, device=phi.device)
+    for fold in range(folds):
+        held = torch.zeros(len(y), dtype=torch.bool, device=y.device)
+        held[order[fold::folds]] = True
+        if held.all() or not held.any():
+            continue
+        weight, bias = linear_probe(phi[~held], make_targets(y[~held], classes, varied=False))
+        outputs[held] = phi[held] @ weight.T + bias
+    return outputs
+
+
+def nearest_class_mean(model: nn.Module, data: Any, x: Inputs) -> Tensor:
+    """Classify by the nearest class mean of the frozen features.
+
+    Args:
+        model: The network; its last linear layer is left out.
+        data: Training data with integer classes.
+        x: T examples.
+
+    Returns:
+        Negative squared distances to the mean of each class, (T, C).
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> train = torch.ones(10, 3).cumsum(0)
+        >>> nearest_class_mean(net, (train, torch.arange(10) // 5), train[:2]).shape
+        torch.Size([2, 2])
+    """
+    inputs, y = gather_data(data, next(model.parameters()).device)
+    phi, query = features(model, inputs), features(model, x)
+    means = torch.stack([phi[y == label].mean(0) for label in range(int(y.max()) + 1)])
+    return -torch.cdist(query, means).square()

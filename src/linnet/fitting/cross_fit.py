@@ -1,0 +1,172 @@
+"""Held-out outputs of the whole procedure: head, linearization and fit without an example's fold.
+
+A head fitted on the labels makes θ₀ depend on the label that leave-one-out leaves out: f₀(xᵢ) has learned
+it, and so have the derivatives of the layers below. Only a procedure that never saw the example is honest:
+for each fold, the head without it, J and f₀ there, a fit on the other folds, predictions for the fold.
+The price is one kernel a fold; the estimate is that of a procedure with the share 1 − 1/K of the examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from linnet.fitting.asked import base_outputs
+from linnet.fitting.dual import Spectrum
+from linnet.fitting.folds import Folds
+from linnet.fitting.head import example_hashes
+from linnet.fitting.last_layer import RECORD
+from linnet.fitting.primal import CGSettings, Primal
+from linnet.fitting.softmax_dual import SoftmaxDual
+from linnet.fitting.softmax_loss import ClassLoss
+from linnet.fitting.softmax_newton_cg import SoftmaxPrimal
+from linnet.fitting.softmax_path import solutions
+from linnet.progress import track
+from linnet.tangent.batch import Inputs, take
+from linnet.tangent.functional import Functional
+from linnet.tangent.gram import gram
+from linnet.tangent.jacobian import JacobianOperator
+from linnet.tangent.linearized import Linearized
+
+
+@dataclass(frozen=True, eq=False)
+class CrossFit:
+    """A network with cross-fitted heads and the training data of a fit.
+
+    Args:
+        function: The network with the head fitted on everything.
+        folds: Its other heads.
+        x: N training examples.
+        fold: The fold of each, (N,).
+        targets: t, or label probabilities, (N, C).
+        memory: Budget of the kernels.
+    """
+
+    function: Functional
+    folds: Folds
+    x: Inputs
+    fold: Tensor
+    targets: Tensor
+    memory: str | int | None = None
+
+    @property
+    def said(self) -> str:
+        """What a reader of leave-one-out figures must know."""
+        return (
+            f"the head is cross-fitted: leave-one-out outputs are those of {self.folds.count} procedures of "
+            "head, linearization and fit without the example's fold, each on the share "
+            f"{1 - 1 / self.folds.count:.2f} of the examples; influence, forgetting and path() "
+            "keep the head as it is"
+        )
+
+    def squared(self, ridges: Tensor) -> Tensor:
+        """Held-out outputs of squared-loss fits.
+
+        Args:
+            ridges: ρ, (R,).
+
+        Returns:
+            (R, N, C), in float64.
+        """
+        found = self._empty(len(ridges))
+        for function, rest, held in self._each():
+            kernel, cross, base = self._kernels(function, rest, held)
+            residual = self.targets[rest].double() - base[rest]
+            spectrum = Spectrum(kernel, residual)
+            # β(ρ) = V (Λ + ρ)⁻¹ Vᵀ r, one column a ridge
+            ratios = spectrum.coordinates[:, None] / (spectrum.values[:, None] + ridges.to(kernel))
+            change = (cross @ (spectrum.vectors @ ratios)).T.reshape(len(ridges), len(held), -1)
+            found[:, held] = base[held] + change
+        return found
+
+    def classified(self, ridges: Tensor) -> Tensor:
+        """Held-out outputs of cross-entropy fits.
+
+        Args:
+            ridges: ρ, descending, (R,).
+
+        Returns:
+            (R, N, C), in float64; not a number where the precision ends.
+        """
+        found = self._empty(len(ridges)).fill_(torch.nan)
+        for function, rest, held in self._each():
+            kernel, cross, base = self._kernels(function, rest, held)
+            loss = ClassLoss(self.targets[rest].double())
+            system = SoftmaxDual(kernel, base[rest], loss, float(ridges[0]))
+            for place, solved in enumerate(solutions(system, ridges)):
+                change = cross @ solved.beta.reshape(-1)
+                found[place, held] = base[held] + change.view(len(held), -1)
+        return found
+
+    def iterated(self, ridge: float, settings: CGSettings, squared: bool) -> Tensor:
+        """Held-out outputs of fits by conjugate gradients.
+
+        Args:
+            ridge: ρ.
+            settings: How to iterate.
+            squared: Whether the loss is squared.
+
+        Returns:
+            (N, C), in float64.
+        """
+        found = self._empty(1)[0]
+        for function, rest, held in self._each():
+            base = base_outputs(Linearized(function), self.x).double()
+            x, targets = take(self.x, rest), self.targets[rest].double()
+            system: Primal | SoftmaxPrimal
+            if squared:
+                residual = (targets - base[rest]).to(function.dtype)
+                system = Primal(function, x, residual, ridge, replace(settings))
+            else:
+                system = SoftmaxPrimal(function, x, base[rest], ClassLoss(targets), ridge, replace(settings))
+            change = JacobianOperator(function, take(self.x, held), found.shape[1]).mv(system.delta)
+            found[held] = base[held] + change.double().view(len(held), -1)
+        return found
+
+    def _empty(self, ridges: int) -> Tensor:
+        """Room for outputs at each ridge."""
+        return torch.zeros(ridges, *self.targets.shape, dtype=torch.float64, device=self.targets.device)
+
+    def _each(self) -> Iterator[tuple[Functional, Tensor, Tensor]]:
+        """For each fold: the network without it, the positions of the others, and its own."""
+        device = self.targets.device
+        for k in track(range(self.folds.count), "leave-fold-out", self.folds.count):
+            held = (self.fold == k).nonzero()[:, 0].to(device)
+            rest = (self.fold != k).nonzero()[:, 0].to(device)
+            if len(held) and len(rest):
+                yield self.folds.without(self.function, k), rest, held
+
+    def _kernels(self, function: Functional, rest: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """K of the rest, K(fold, rest) as matrices, and f₀ of all."""
+        x, c = take(self.x, rest), self.targets.shape[1]
+        kernel = gram(function, x, outputs="full", memory=self.memory).double()
+        cross = gram(function, take(self.x, held), x, outputs="full", memory=self.memory).double()
+        base = base_outputs(Linearized(function), self.x).double()
+        return kernel.reshape(len(rest) * c, -1), cross.reshape(len(held) * c, -1), base
+
+
+def find_cross_fit(
+    lin: Linearized, x: Inputs, y: Tensor, targets: Tensor, memory: str | int | None
+) -> CrossFit | None:
+    """The cross-fitted heads of a network, if it has any and still has the head that goes with them.
+
+    Args:
+        lin: The network.
+        x: N training examples.
+        y: Their labels.
+        targets: What is fitted, (N, C).
+        memory: Budget of the kernels.
+
+    Returns:
+        The heads with the data, or ``None``.
+    """
+    folds = getattr(lin.model, RECORD, {}).get("folds")
+    if folds is None or not folds.fits(lin.function):
+        return None
+    fold = folds.of(example_hashes(x, y))
+    if len(fold.unique()) < 2:
+        return None
+    return CrossFit(lin.function, folds, x, fold, targets, memory)

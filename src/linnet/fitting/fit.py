@@ -1,0 +1,527 @@
+"""``linnet.fit``: plan, solve, and choose the ridge."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from linnet.errors import InputError, ModelError
+from linnet.fitting.accuracy import sound_fit
+from linnet.fitting.arguments import check_positive, check_ridge
+from linnet.fitting.asked import base_outputs
+from linnet.fitting.cross_fit import CrossFit, find_cross_fit
+from linnet.fitting.dual import Dual, RidgePath, Spectrum
+from linnet.fitting.fit_preconditioner import TRIAL, check_preconditioner, preconditioner_bytes
+from linnet.fitting.linear_fit import LinearFit, Record
+from linnet.fitting.primal import CGSettings, Primal
+from linnet.fitting.remarks import head_remarks, single_remarks
+from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.fitting.softmax_loss import ClassLoss, class_targets
+from linnet.fitting.softmax_path import check_criterion
+from linnet.fitting.softmax_solve import SoftmaxTask, solve_softmax
+from linnet.fitting.stochastic import solve_stochastically
+from linnet.fitting.targets import (
+    ALPHA,
+    Targets,
+    check_arrangement,
+    make_targets,
+    position_targets,
+)
+from linnet.fitting.validation_ridge import check_validation, fit_by_validation
+from linnet.likelihoods.distribution import require_axis
+from linnet.likelihoods.probabilities import warn_of_probabilities
+from linnet.linalg.operator import LinearOperator
+from linnet.memory import Plan, format_bytes, parse_bytes, require
+from linnet.progress import waiting
+from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, take
+from linnet.tangent.gram import GramTask, gram, plan_gram
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
+
+LOSSES = ("squared", "cross-entropy")
+SOLVERS = ("auto", "dual", "cg", "sgd")
+SMALLER = ["use fewer parameters with params=", "raise memory="]
+CG_STEPS = 300  # steps assumed when conjugate gradients are planned
+EIGEN_RATE = 5e10  # operations a second that the progress of an eigendecomposition assumes
+NETWORK_PENALTY = 4.0  # a network's operations take about four times as long as those of one large product
+
+
+@overload
+def fit(
+    lin: Linearized,
+    data: Any,
+    loss: Literal["squared"] = "squared",
+    targets: Tensor | None = None,
+    ridge: float | str = 1.0,
+    solver: str = "auto",
+    *,
+    scale: float = ALPHA,
+    memory: str | int | None = None,
+    file: str | None = None,
+    tolerance: float = 1e-5,
+    max_steps: int = 2000,
+    rank: int = 0,
+    preconditioner: str | LinearOperator | None = "auto",
+    validation: Any = None,
+    axis: int | None = None,
+) -> LinearFit: ...
+
+
+@overload
+def fit(
+    lin: Linearized,
+    data: Any,
+    loss: Literal["cross-entropy"],
+    targets: Tensor | None = None,
+    ridge: float | str = 1.0,
+    solver: str = "auto",
+    *,
+    scale: float = ALPHA,
+    memory: str | int | None = None,
+    file: str | None = None,
+    tolerance: float = 1e-5,
+    max_steps: int = 2000,
+    rank: int = 0,
+    preconditioner: str | LinearOperator | None = "auto",
+    validation: Any = None,
+    axis: int | None = None,
+) -> SoftmaxFit: ...
+
+
+@overload
+def fit(
+    lin: Linearized,
+    data: Any,
+    loss: str,
+    targets: Tensor | None = None,
+    ridge: float | str = 1.0,
+    solver: str = "auto",
+    *,
+    scale: float = ALPHA,
+    memory: str | int | None = None,
+    file: str | None = None,
+    tolerance: float = 1e-5,
+    max_steps: int = 2000,
+    rank: int = 0,
+    preconditioner: str | LinearOperator | None = "auto",
+    validation: Any = None,
+    axis: int | None = None,
+) -> Any: ...
+
+
+@in_exact_mode
+def fit(
+    lin: Linearized,
+    data: Any,
+    loss: str = "squared",
+    targets: Tensor | None = None,
+    ridge: float | str = 1.0,
+    solver: str = "auto",
+    *,
+    scale: float = ALPHA,
+    memory: str | int | None = None,
+    file: str | None = None,
+    tolerance: float = 1e-5,
+    max_steps: int = 2000,
+    rank: int = 0,
+    preconditioner: str | LinearOperator | None = "auto",
+    validation: Any = None,
+    axis: int | None = None,
+) -> LinearFit | SoftmaxFit:
+    """Solve for the one optimum δ of Σᵢ ℓ(f₀(xᵢ) + Jᵢδ, yᵢ) + ½ ρ‖δ‖², with ℓ half the squared error to tᵢ.
+
+    Args:
+        lin: A linearized network; it is left as it is, the fit has a module of its own.
+        data: Training data: an (x, y) pair, a Dataset or a DataLoader. Integer y are classes and
+            become α-scaled one-hot targets; float y (N, C) are used as they are. For the
+            cross-entropy, y are integer classes or probabilities (N, C); 0 and 1 for one output.
+        loss: ``"squared"``, or ``"cross-entropy"`` of softmax (logistic for one output), which takes a few
+            Newton steps and returns a ``SoftmaxFit``.
+        targets: Targets (N, C) to use instead of those made from y; probabilities for the cross-entropy.
+        ridge: ρ > 0, or the criterion that chooses it: ``"loo"``, ``"gcv"`` (squared loss), ``"evidence"`` or
+            ``"validation"``.
+        solver: ``"dual"`` (the N·C × N·C kernel), ``"cg"`` (matrix-free in the weights), ``"sgd"`` (the
+            paper's recipe, to compare with: momentum 0.9, one effective learning rate, K-FAC unless another
+            preconditioner is named, batches that grow), or ``"auto"``, which predicts operations and memory
+            of the first two and says what it chose and why.
+        scale: α of one-hot targets, for the squared loss.
+        memory: Budget such as ``"4GB"``; by default half of what is available.
+        file: A ``.npy`` file for the kernel; an interrupted run resumes from it.
+        tolerance: Relative residual at which conjugate or stochastic gradients stop; for the cross-entropy,
+            the gradient relative to that at δ = 0 at which Newton's does (the dual goes on to rounding).
+        max_steps: Largest number of their steps; of Newton steps for the cross-entropy in the dual.
+        rank: Rank of their Nyström preconditioner; 0 for the usual one, if one is used.
+        preconditioner: ``"nystrom"``, ``"ekfac"``, ``"kfac"``, ``"diagonal"``, ``"none"`` or ``None``, or any
+            symmetric positive definite operator that approximates (JᵀJ + ρI)⁻¹. ``"auto"`` begins without
+            one and takes Nyström if the end is not near. Kept for audits, forgetting and updates; a saved
+            fit keeps its name, but no operator of your own.
+        validation: Data by which ``ridge="validation"`` chooses ρ, for the squared loss.
+        axis: Which axis of outputs such as (N, T, C) or (N, C, H, W) is the classes, where y has an integer
+            class at every position, (N, T) or (N, H, W). For the squared loss; every position counts.
+
+    Returns:
+        The solved fit.
+
+    Raises:
+        DataError: If the data are empty, not finite, of one class only or out of range.
+        InputError: If an argument has a value that is not listed.
+        MemoryBudgetError: If neither solver fits the budget.
+        NumericalError: If conjugate or stochastic gradients or Newton's method do not converge.
+
+    Source:
+        Achille et al., CVPR 2021, eq. (3), (4), with ρ = λ/2 for sums over examples.
+
+    Example:
+        >>> import linnet, torch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> x = torch.linspace(-1, 1, 12)[:, None] * torch.ones(1, 2)
+        >>> solved = fit(linnet.linearize(net), (x, x.prod(1, keepdim=True)), ridge="loo")
+        >>> solved.predict(x).shape, solved.solver
+        (torch.Size([12, 1]), 'dual')
+    """
+    held_back = (isinstance(ridge, str) and ridge == "validation") or validation is not None
+    _check(lin, loss, 1.0 if held_back else ridge, solver, scale)
+    _check_axis(axis, loss, targets)
+    check_preconditioner(preconditioner, rank)
+    if held_back:
+        check_validation(ridge, loss)
+        return fit_by_validation(
+            fit, lin, data, validation, targets=targets, solver=solver, scale=scale, memory=memory, file=file,
+            tolerance=tolerance, max_steps=max_steps, rank=rank, preconditioner=preconditioner, axis=axis,
+        )  # fmt: skip
+    operator = preconditioner if isinstance(preconditioner, LinearOperator) else None
+    name = preconditioner if isinstance(preconditioner, str) else "none" if operator is None else "given"
+    name = "kfac" if solver == "sgd" and name == "auto" and not rank else name
+    settings = CGSettings(tolerance, max_steps, rank, preconditioner=name)
+    x, y = gather_data(data, lin.function.device)
+    if axis is not None:
+        y = position_targets(y, lin.function.output_shape(x), axis, scale)
+
+    def make(chosen: Linearized) -> LinearFit | SoftmaxFit:
+        """The fit on a linearization in a type of its own; what was made for another type stays behind."""
+        same = chosen is lin
+        asked = settings if same else settings.finer()
+        work = Work(x, y, targets, ridge, solver, memory, file if same else None)
+        found = _fit(chosen, work, loss, scale, asked, operator if same else None)
+        found._targets = replace(found._targets, axis=axis)
+        return found
+
+    return sound_fit(lin, make, factorized=solver in ("auto", "dual"))
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What is to be fitted and how: N examples, their labels, and arguments of ``fit``."""
+
+    x: Inputs
+    y: Tensor
+    targets: Tensor | None
+    ridge: float | str
+    solver: str
+    memory: str | int | None
+    file: str | None
+
+
+def _fit(
+    lin: Linearized,
+    work: Work,
+    loss: str,
+    scale: float,
+    settings: CGSettings,
+    operator: LinearOperator | None,
+) -> LinearFit | SoftmaxFit:
+    """The fit, whatever rounding does to it."""
+    x, y, targets, ridge, memory, file = work.x, work.y, work.targets, work.ridge, work.memory, work.file
+    started, asked = time.perf_counter(), settings.preconditioner
+    lin.function.check_runs(take(x, slice(0, 1)))
+    module = Linearized(lin.function)
+    f0 = base_outputs(module, x)
+    check_arrangement(y, lin.function.output_shape(x))
+    made = _targets(y, targets, f0, loss, scale)
+    seconds = {"network": time.perf_counter() - started}
+    chosen, why = _choose_solver(lin, x, f0.shape[1], ridge, work.solver, memory, settings, loss)
+    reasons = {"solver": why}
+    folds = find_cross_fit(lin, x, y, made.values, memory)
+    criterion = ridge if isinstance(ridge, str) else "given"
+    of_head = (folds.said,) if folds is not None else head_remarks(lin.model, x, y)
+    record = Record(chosen, criterion, reasons, (*of_head, *single_remarks(made)), seconds)
+    if loss == "cross-entropy":
+        warn_of_probabilities(ClassLoss(made.values).likelihood, f0)
+        settings = _affordable(lin, x, settings, memory) if chosen == "cg" else settings
+        return solve_softmax(
+            SoftmaxTask(module, x, made, f0, ridge, memory, file), record, settings, operator, folds
+        )
+    started = time.perf_counter()
+    residual = made.values.to(f0) - f0
+    system: Dual | Primal
+    held: Tensor | None = None
+    if chosen == "dual":
+        system, reasons["ridge"], held = _solve_dual(
+            lin, x, residual, made, ridge, memory, file, seconds, folds
+        )
+    else:
+        assert not isinstance(ridge, str), why
+        settings = _affordable(lin, x, settings, memory)
+        if chosen == "sgd":
+            system = solve_stochastically(lin.function, x, residual, ridge, settings, operator)
+        else:
+            system = Primal(lin.function, x, residual, ridge, settings, None, operator)
+        system.memory = memory
+        reasons["ridge"], reasons["preconditioner"] = "given", _explain_steps(system, asked)
+        held = None if folds is None else folds.iterated(system.ridge, system.settings, squared=True)
+    seconds["solve"] = time.perf_counter() - started - seconds.get("kernel", 0.0)
+    fitted = LinearFit(module, x, made, system, record, memory)
+    fitted.held_out = held
+    return fitted
+
+
+def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: float) -> None:
+    """Raise on arguments that cannot work."""
+    if not isinstance(lin, Linearized):
+        raise InputError(
+            f"lin is {type(lin).__name__}",
+            expected="a Linearized",
+            remedy="make one with linnet.linearize(model)",
+        )
+    if loss not in LOSSES:
+        raise InputError(
+            f"loss={loss!r}",
+            expected='"squared" or "cross-entropy"',
+            remedy="leave loss= out for the squared loss",
+        )
+    check_ridge(ridge, ["validation"] if loss == "squared" else [])
+    if loss == "cross-entropy":
+        check_criterion(ridge)
+        if scale != ALPHA:
+            raise InputError(
+                f"scale={scale!r} with loss={loss!r}",
+                expected="no scale: labels are probabilities",
+                remedy="leave scale= out",
+            )
+    check_positive("scale", scale, "leave scale= out for α = 15")
+    if solver not in SOLVERS:
+        raise InputError(
+            f"solver={solver!r}",
+            expected='"auto", "dual", "cg" or "sgd"',
+            remedy='pass solver="auto" to have it chosen',
+        )
+    if solver == "sgd" and loss != "squared":
+        raise InputError(
+            f'solver="sgd" with loss={loss!r}',
+            expected='"dual" or "cg": the cross-entropy has its optimum by Newton\'s method',
+            remedy='pass solver="auto", or linnet.finetune(method="gaf") for training steps',
+        )
+    if solver in ("cg", "sgd") and isinstance(ridge, str):
+        raise InputError(
+            f'ridge={ridge!r} with solver="{solver}"',
+            expected="a number: the criteria need the kernel's eigenvalues",
+            remedy='pass solver="dual", or choose the ridge on a subset first',
+        )
+
+
+def _check_axis(axis: Any, loss: str, targets: Any) -> None:
+    """Raise unless classes along an axis can be fitted."""
+    if axis is None:
+        return
+    require_axis(axis)
+    if loss != "squared" or targets is not None:
+        raise InputError(
+            f"axis={axis} with " + ("targets=" if targets is not None else f"loss={loss!r}"),
+            expected="the squared loss, with targets made from y",
+            remedy='pass loss="squared" and leave targets= out',
+        )
+
+
+def _targets(y: Tensor, targets: Tensor | None, f0: Tensor, loss: str, scale: float) -> Targets:
+    """What is fitted: made from y, or given."""
+    if targets is not None:
+        return _explicit(targets, f0, y, loss)
+    if loss == "cross-entropy":
+        return class_targets(y, f0.shape[1], f0.dtype)
+    return make_targets(y, f0.shape[1], scale, dtype=f0.dtype)
+
+
+def _explicit(targets: Tensor, f0: Tensor, y: Tensor, loss: str) -> Targets:
+    """Targets given by the user; integer y still name the classes."""
+    if not isinstance(targets, Tensor) or targets.shape != f0.shape:
+        shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
+        raise InputError(
+            f"targets has shape {shape}",
+            expected=f"{tuple(f0.shape)}, like the outputs",
+            remedy="pass one row of targets for each example, or leave targets= out",
+        )
+    check_finite(targets, "targets")
+    if loss == "cross-entropy":
+        return class_targets(targets.to(f0), f0.shape[1], f0.dtype)
+    made = make_targets(targets.to(f0), f0.shape[1])
+    one_hot = (
+        not y.is_floating_point() and y.ndim == 1 and bool((targets.argmax(1) == y.to(targets.device)).all())
+    )
+    return Targets(made.values, f0.shape[1] if one_hot else None, float(targets.max()))
+
+
+def _choose_solver(
+    lin: Linearized,
+    x: Inputs,
+    c: int,
+    ridge: float | str,
+    solver: str,
+    memory: str | int | None,
+    settings: CGSettings,
+    loss: str,
+) -> tuple[str, str]:
+    """The solver, and one sentence that says why."""
+    budget = parse_bytes(memory, lin.function.device)
+    if solver != "auto":
+        if solver != "dual":
+            require(_primal_memory(lin, x, budget, settings), SMALLER)
+        else:
+            require(
+                _dual_memory(lin, x, c, ridge, memory, loss),
+                ['solve matrix-free with solver="cg"', "raise memory="],
+            )
+        return solver, "asked for"
+    dual_memory = _dual_memory(lin, x, c, ridge, memory, loss)
+    if isinstance(ridge, str):
+        require(dual_memory, ['give the ridge as a number, so that solver="cg" can be used', "raise memory="])
+        what = "gives every ridge at once" if loss == "squared" else "is formed once for every ridge"
+        return "dual", f"the kernel {what} ({format_bytes(dual_memory.peak)})"
+    if dual_memory.peak > budget:
+        require(_primal_memory(lin, x, budget, settings), SMALLER)
+        needed = format_bytes(dual_memory.peak)
+        return "cg", f"the dual would need {needed} of a budget of {format_bytes(budget)}"
+    dual, primal = _operations(lin, x, c)
+    counts = f"about {dual:.1e} operations and {format_bytes(dual_memory.peak)} against {primal:.1e}"
+    if primal < dual:
+        return "cg", f"faster: dual {counts} by conjugate gradients"
+    return "dual", f"exact and faster: {counts} by conjugate gradients"
+
+
+def _dual_memory(
+    lin: Linearized, x: Inputs, c: int, ridge: float | str, memory: str | int | None, loss: str = "squared"
+) -> Plan:
+    """Bytes of a dual fit: the kernel while it is formed, then its factorization."""
+    n = batch_size(x) * c
+    forming = plan_gram(_task(lin, x), memory).memory
+    square = 8 * n * n
+    solving = [("kernel in float64", square), ("kernel + ridge", square), ("factor", square)]
+    if loss == "cross-entropy":
+        solving[1:] = [("kernel times the root of the curvature, with workspace", 2 * square),
+                       ("ridge + curvature, its factor and inverse", 3 * square)]  # fmt: skip
+    elif isinstance(ridge, str):
+        solving[1:] = [("eigenvectors", square), ("workspace of the eigendecomposition", 3 * square)]
+    solved = Plan(f"dual fit of {n} equations", forming.budget, tuple(solving))
+    return solved if solved.peak > forming.peak else Plan(solved.operation, forming.budget, forming.items)
+
+
+def _task(lin: Linearized, x: Inputs) -> GramTask:
+    """The kernel that a dual fit needs."""
+    return GramTask(lin.function, x, None, "full", None)
+
+
+def _operations(lin: Linearized, x: Inputs, c: int) -> tuple[float, float]:
+    """Predicted operations of the dual and the primal solver; counted, not timed, so alike on every day."""
+    n = batch_size(x)
+    forward = NETWORK_PENALTY * _forward_operations(lin, x)  # one example
+    kernel = (n * c) ** 2 * lin.space.dim  # half of 2 (N·C)² P, symmetric
+    dual = kernel + 2 * (n * c) ** 3 / 3 + n * forward * (1 + 2 * c)
+    # a JVP costs two forward passes, a VJP three
+    return dual, CG_STEPS * n * forward * 5
+
+
+def _forward_operations(lin: Linearized, x: Inputs) -> float:
+    """Operations of one example's forward pass; at least two for each weight."""
+    if "operations" not in lin.function.cache:
+        counter, one = FlopCounterMode(display=False), take(x, slice(0, 1))
+        try:
+            with counter:
+                lin.function.check_runs(one)
+        except ModelError:  # the counter's hooks fail in networks that differentiate themselves
+            lin.function.check_runs(one)
+        lin.function.cache["operations"] = max(counter.get_total_flops(), 2 * lin.space.dim)
+    return float(lin.function.cache["operations"])
+
+
+def _primal_memory(lin: Linearized, x: Inputs, budget: int, settings: CGSettings) -> Plan:
+    """Bytes of a primal fit; a preconditioner that is not asked for is left out if it does not fit."""
+    vector = lin.space.dim * lin.function.dtype.itemsize
+    items = [("vectors of conjugate gradients", 8 * vector)]
+    if settings.preconditioner not in ("auto", "none", "given"):
+        name = settings.preconditioner
+        items.append((f"preconditioner {name!r}", preconditioner_bytes(lin.function, x, name, settings.rank)))
+    return Plan("primal fit", budget, tuple(items))
+
+
+def _affordable(lin: Linearized, x: Inputs, settings: CGSettings, memory: str | int | None) -> CGSettings:
+    """The settings, with no preconditioner where one may be chosen but does not fit."""
+    budget = parse_bytes(memory, lin.function.device)
+    if settings.preconditioner == "auto":
+        needed = preconditioner_bytes(lin.function, x, "auto", settings.rank)
+        if _primal_memory(lin, x, budget, settings).peak + needed > budget:
+            return replace(settings, preconditioner="none")
+    return settings
+
+
+def _explain_steps(system: Primal, asked: str) -> str:
+    """One sentence about the preconditioner and what it took."""
+    name = system.settings.preconditioner
+    steps = f"{system.steps} steps"
+    if asked != "auto" or system.settings.rank:
+        return f"{name}: {'asked for' if asked != 'given' else 'an operator'}, {steps}"
+    if name == "nystrom":
+        return f"nystrom: not at the end after {TRIAL} steps without one, {steps} in all"
+    return f"none: {steps} without one"
+
+
+def _solve_dual(
+    lin: Linearized,
+    x: Inputs,
+    residual: Tensor,
+    targets: Targets,
+    ridge: float | str,
+    memory: str | int | None,
+    file: str | None,
+    seconds: dict[str, float],
+    folds: CrossFit | None,
+) -> tuple[Dual, str, Tensor | None]:
+    """Form K, choose ρ, solve; with cross-fitted heads, the held-out outputs too."""
+    start = time.perf_counter()
+    size = residual.numel()
+    kernel = gram(lin.function, x, outputs="full", memory=memory, file=file).reshape(size, size).double()
+    seconds["kernel"] = time.perf_counter() - start
+    if not isinstance(ridge, str):
+        held = None if folds is None else folds.squared(torch.tensor([float(ridge)]))[0]
+        return Dual(kernel, residual.double(), float(ridge)), "given", held
+    with waiting(f"eigenvalues of {size} equations", 20 * size**3 / EIGEN_RATE):
+        spectrum = Spectrum(kernel, residual.double())
+    path = spectrum.path(spectrum.grid(), targets.classes is not None, targets.values)
+    if folds is None:
+        rho, said, held = path.best(ridge), _explain(path, ridge, path.best(ridge)), None
+    elif ridge == "loo":
+        every = folds.squared(path.ridges)
+        errors = (targets.values.double() - every).square().sum(2).mean(1)
+        at = int(errors.argmin())
+        rho, held = float(path.ridges[at]), every[at]
+        said = f"lowest held-out error of {len(path.ridges)} values over {folds.folds.count} folds"
+    else:
+        rho = path.best(ridge)
+        said, held = _explain(path, ridge, rho), folds.squared(torch.tensor([rho]))[0]
+    return Dual(kernel, residual.double(), rho, spectrum=spectrum), said, held
+
+
+def _explain(path: RidgePath, criterion: str, ridge: float) -> str:
+    """One sentence about a chosen ridge."""
+    at = int((path.ridges - ridge).abs().argmin())
+    words = {
+        "loo": "lowest leave-one-out error",
+        "gcv": "lowest generalized cross-validation score",
+        "evidence": "highest evidence",
+    }[criterion]
+    edge = "; it is at the edge of the grid" if at in (0, len(path.ridges) - 1) else ""
+    degrees = float(path.degrees_of_freedom[at])
+    return f"{words} of {len(path.ridges)} values, {degrees:.0f} effective parameters{edge}"

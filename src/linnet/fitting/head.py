@@ -1,0 +1,228 @@
+"""A new last layer for a new task."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.errors import InputError
+from linnet.fitting.arguments import check_positive, check_ridge
+from linnet.fitting.dual import Spectrum
+from linnet.fitting.folds import Folds, deal
+from linnet.fitting.last_layer import (
+    RECORD,
+    ending_linear,
+    features,
+    last_linear,
+    named_linear,
+    replace_module,
+    zero_layer,
+)
+from linnet.fitting.targets import ALPHA, Targets, make_targets
+from linnet.linalg.random import Seed, make_generator
+from linnet.memory import Plan, parse_bytes, require
+from linnet.params import choice, integer
+from linnet.tangent.batch import Inputs, gather_data, split, tensors_in
+from linnet.tangent.hashing import hash_tensors
+from linnet.tangent.modes import in_exact_mode
+
+
+@in_exact_mode
+def with_head(
+    model: nn.Module,
+    classes: int,
+    init: str = "probe",
+    data: Any = None,
+    *,
+    ridge: str | float = "loo",
+    scale: float = ALPHA,
+    generator: Seed = None,
+    cross_fit: int = 0,
+    head: str | None = None,
+) -> nn.Module:
+    """A copy of the network with a new last linear layer.
+
+    With ``init="probe"`` the new layer is the ridge regression of the targets on the features
+    (the *linear probe*), so the linearization starts from there. A zero layer would hide every
+    lower layer: the gradient of f in them passes through the head.
+
+    Args:
+        model: The network, which ends in a linear layer, or returns features (N, D) where ``data`` is given.
+            It is not touched.
+        classes: Number of outputs of the new layer, at least 1.
+        init: ``"probe"``, ``"random"`` or ``"zero"``.
+        data: The new task, needed for ``"probe"``: an (x, y) pair, a Dataset or a DataLoader.
+        ridge: Ridge of the probe: a number, ``"loo"``, ``"gcv"`` or ``"evidence"``.
+        scale: α of one-hot targets.
+        generator: Source of randomness for ``"random"``, where it is torch's global stream if left out, and
+            for the folds, which are dealt from seed 0 if left out. Nothing else here draws random numbers.
+        cross_fit: Number of folds K of a probe. Its head is the same, but the network remembers K more, each
+            fitted without one fold: a later fit then leaves out whole procedures (head, linearization and
+            fit) instead of the last step alone, and its leave-one-out is honest. 0 for none.
+        head: Name of the layer to replace, or a regular expression that matches its whole name alone; by
+            default the last linear layer. A probe checks that the outputs are those of this layer, as they
+            come or at the one position of a sequence that the network takes.
+
+    Returns:
+        The copy. A probe remembers which labels it was fitted on, so that a later fit on the same
+        data can say that its leave-one-out is optimistic.
+
+    Raises:
+        InputError: If an argument has a value that is not listed.
+        ModelError: If the network does not end in a linear layer.
+
+    Source:
+        Achille et al., CVPR 2021, section 4; linear probes: Alain and Bengio, 2016; leaving out the
+        whole procedure: Stone 1974, Hastie, Tibshirani and Friedman 2009, section 7.10.2.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 10))
+        >>> x, y = torch.randn(12, 3), torch.arange(12) % 2
+        >>> with_head(net, classes=2, data=(x, y))(x).shape
+        torch.Size([12, 2])
+    """
+    _check(model, classes, init, data)
+    if integer("cross_fit", cross_fit, 0, remedy="pass cross_fit=5, or 0 for none") and init != "probe":
+        raise InputError(
+            f"cross_fit={cross_fit!r} with init={init!r}",
+            expected='init="probe": other heads have seen no label',
+            remedy="leave cross_fit= out",
+        )
+    generator = make_generator(generator)
+    check_ridge(ridge)
+    check_positive("scale", scale, "leave scale= out for α = 15")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    given = None if data is None else gather_data(data, device)
+    if head is None:
+        clone = copy.deepcopy(model if given is None else ending_linear(model, given[0]))
+    else:
+        clone = copy.deepcopy(model)
+        setattr(clone, RECORD, {"layer": named_linear(clone, head)})
+    name, old = last_linear(clone)
+    reference = old.weight
+    _require_room(old, classes, init, data)
+    new = zero_layer(nn.Linear, old.in_features, classes, like=reference)
+    record: dict[str, Any] = {"init": init, "layer": name, "examples": frozenset()}
+    with torch.no_grad():
+        if init == "random":
+            bound = old.in_features**-0.5  # the uniform distribution of nn.Linear
+            for p in (new.weight, new.bias):
+                p.copy_((torch.rand(p.shape, generator=generator, dtype=torch.float64) * 2 - 1) * bound)
+        elif init == "probe" and given is not None:
+            x, y = given
+            phi, examples = features(clone, x), example_hashes(x, y)
+            weight, bias = linear_probe(phi, make_targets(y, classes, scale), ridge)
+            new.weight.copy_(weight)
+            new.bias.copy_(bias)
+            record["examples"] = frozenset(examples)
+            if cross_fit:
+                fold = deal(examples, y, cross_fit, generator)
+                heads = _fold_heads(phi, (y, fold.to(y.device)), classes, scale, ridge)
+                members = dict(zip(examples, fold.tolist(), strict=True))
+                record["folds"] = Folds(name, (new.weight.clone(), new.bias.clone()), heads, members)
+    replace_module(clone, name, new)
+    setattr(clone, RECORD, record)
+    return clone
+
+
+def _require_room(old: nn.Linear, classes: int, init: str, data: Any) -> None:
+    """Raise if the new layer, or the targets of a probe, would not fit."""
+    weight = classes * (old.in_features + 1)
+    pair = init == "probe" and isinstance(data, list | tuple) and len(data) == 2
+    examples = len(data[1]) if pair and isinstance(data[1], Tensor) and data[1].ndim else 0
+    items = (
+        ("weight and bias", weight * old.weight.dtype.itemsize),
+        ("as drawn or fitted, in float64", 0 if init == "zero" else 8 * weight),
+        ("targets, one column a class", 8 * examples * classes),
+    )
+    plan = Plan(f"a head of {classes} classes", parse_bytes(None, old.weight.device), items)
+    require(plan, ["pass fewer classes=", "free memory"])
+
+
+def _fold_heads(
+    phi: Tensor, labeled: tuple[Tensor, Tensor], classes: int, scale: float, ridge: str | float
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """A probe without each fold, its ridge chosen without the fold too."""
+    y, fold = labeled
+    found = []
+    for k in range(int(fold.max()) + 1):
+        rest = fold != k
+        targets = make_targets(y[rest], classes, scale, varied=False)
+        found.append(linear_probe(phi[rest], targets, ridge))
+    return tuple(found)
+
+
+def example_hashes(x: Inputs, y: Tensor) -> list[str]:
+    """A fingerprint of every labeled example, whatever integer type or shape its label comes in."""
+    labels = y.reshape(len(y), -1) if y.is_floating_point() else y.long().flatten()
+    return [hash_tensors([*tensors_in(part), labels[i]]) for i, part in enumerate(split(x, 1))]
+
+
+def _check(model: nn.Module, classes: int, init: str, data: Any) -> None:
+    """Raise on arguments that cannot work."""
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
+        )
+    integer("classes", classes, remedy="pass the number of classes of the new task")
+    choice("init", init, ("probe", "random", "zero"), 'leave init= out for "probe"')
+    if init == "probe" and data is None:
+        raise InputError(
+            'init="probe" without data',
+            expected="data=(x, y) of the new task",
+            remedy='pass data=, or init="random"',
+        )
+
+
+def linear_probe(phi: Tensor, targets: Targets, ridge: str | float = "loo") -> tuple[Tensor, Tensor]:
+    """Ridge regression of the targets on features, intercept not penalized.
+
+    Args:
+        phi: Features (N, D).
+        targets: Targets (N, C).
+        ridge: ρ, or the criterion that chooses it.
+
+    Returns:
+        Weight (C, D) and bias (C,), in the type of the features.
+
+    Raises:
+        InputError: If the ridge is neither a positive number nor the name of a criterion.
+    """
+    check_ridge(ridge)
+    f, t = phi.double(), targets.values.double().to(phi.device)
+    center, mean = f.mean(0), t.mean(0)
+    f, t = f - center, t - mean
+    spectrum = Spectrum(f @ f.T, t[:, :1])  # the ridge is chosen below for all outputs together
+    rho = float(ridge) if not isinstance(ridge, str) else _probe_ridge(spectrum, t, ridge)
+    # W = Tᵀ (ΦΦᵀ + ρI)⁻¹ Φ
+    dual = spectrum.vectors @ ((spectrum.vectors.T @ t) / (spectrum.values + rho)[:, None])
+    weight = dual.T @ f
+    return weight.to(phi.dtype), (mean - weight @ center).to(phi.dtype)
+
+
+def _probe_ridge(spectrum: Spectrum, t: Tensor, criterion: str) -> float:
+    """The ridge that a criterion prefers, over all outputs."""
+    n = t.shape[0]
+    coordinates = spectrum.vectors.T @ t  # (N, C)
+    grid = spectrum.grid()
+    scores = []
+    for rho in grid:
+        weights = 1 / (spectrum.values + rho)
+        residual = spectrum.vectors @ (weights[:, None] * coordinates)  # M t
+        diagonal = spectrum.vectors**2 @ weights  # M_ii
+        # the intercept takes one more degree of freedom: 1/(nρ) of the diagonal of M
+        diagonal = (diagonal - 1 / (n * rho)).clamp_min(1e-12 * float(diagonal.mean()))
+        if criterion == "loo":
+            scores.append(float(((residual / diagonal[:, None]) ** 2).sum()))
+        elif criterion == "gcv":
+            scores.append(float((residual**2).sum()) / float(diagonal.sum()) ** 2)
+        else:  # evidence of what is left of the targets when their mean is taken out: n − 1 of n directions
+            m = t.numel() - t.shape[1]
+            quadratic = float((weights[:, None] * coordinates**2).sum())
+            logdet = -float(weights.log().sum()) - math.log(rho)
+            scores.append(m * math.log(max(quadratic / m, 1e-300)) + t.shape[1] * logdet)
+    return float(grid[min(range(len(scores)), key=scores.__getitem__)])

@@ -1,0 +1,501 @@
+"""The linear fit: the one optimum of a linearized network, and everything that follows from it.
+
+    δ = argmin ½ Σᵢ ‖tᵢ − f₀(xᵢ) − Jᵢδ‖² + ½ ρ‖δ‖²
+
+Prediction, uncertainty, leave-one-out, influence, exact forgetting and updates are linear algebra
+on this solution; none of them trains anything. LQF's objective (Achille et al., CVPR 2021, eq. 3)
+is Σᵢ ‖·‖² + ½ λ‖δ‖², so its λ is 2ρ; with a mean over N examples it is λ = 2ρ/N.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.errors import DataError, InputError
+from linnet.fitting.accuracy import answerable, sound_change
+from linnet.fitting.arguments import check_positive, positions, ridge_grid
+from linnet.fitting.asked import BATCH, base_outputs, checked_inputs, count_in_words
+from linnet.fitting.constraints import Constraints, conditioned_gram, conditioned_own
+from linnet.fitting.dual import Dual, RidgePath
+from linnet.fitting.equations import wanted
+from linnet.fitting.fit_files import write_fit
+from linnet.fitting.predictive import Predictive, fit_moderation, fit_temperature
+from linnet.fitting.record import Record as Record
+from linnet.fitting.remarks import after_change
+from linnet.fitting.systems import (
+    System,
+    at_ridge,
+    constrained,
+    ridge_path_of,
+    solve_delta,
+    without_equations,
+)
+from linnet.fitting.targets import Targets, check_arrangement, make_targets, position_targets
+from linnet.memory import parse_bytes
+from linnet.tangent.batch import (
+    Inputs,
+    batch_size,
+    concatenate,
+    gather_data,
+    split,
+    take,
+    tensors_in,
+)
+from linnet.tangent.forward_mode import Params
+from linnet.tangent.hashing import hash_tensors
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
+
+
+class LinearFit:
+    """A solved linear fit. ``linnet.fit`` makes it.
+
+    Args:
+        module: The linearized network; its δ is set to the solution.
+        x: Training inputs, N examples.
+        targets: Training targets.
+        system: The solved equations.
+        record: What was chosen and why.
+        memory: Budget of kernels formed later.
+        constraints: Equations on outputs that the system obeys.
+
+    Attributes:
+        module: The trained ``Linearized``.
+        x: Training inputs.
+        system: The solved equations, dual or primal.
+        record: What was chosen and why.
+        constraints: Equations on outputs that the fit obeys, ``None`` without any.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        >>> x = torch.ones(3, 2).cumsum(0)
+        >>> fit = linnet.fit(linnet.linearize(net), (x, x[:, :1]))
+        >>> fit.loo().shape, fit.forget([0]).n
+        (torch.Size([3, 1]), 2)
+    """
+
+    def __init__(
+        self,
+        module: Linearized,
+        x: Inputs,
+        targets: Targets,
+        system: System,
+        record: Record,
+        memory: str | int | None = None,
+        constraints: Constraints | None = None,
+    ) -> None:
+        self.module, self.x, self._targets, self.system = module, x, targets, system
+        self.record, self.memory, self.constraints = record, memory, constraints
+        self.held_out: Tensor | None = None
+        self._cross: dict[str, Tensor] = {}
+        self._temperature: float | None = None
+        self._variance_scale = 1.0
+        self._point_temperature: float | None = None
+        solve_delta(module, x, system, constraints)
+
+    # -- what was fitted -------------------------------------------------------------------------
+
+    @property
+    def n(self) -> int:
+        """Number of training examples."""
+        return self.system.n
+
+    @property
+    def ridge(self) -> float:
+        """ρ."""
+        return self.system.ridge
+
+    @property
+    def solver(self) -> str:
+        """``"dual"``, ``"cg"`` or ``"sgd"``."""
+        return self.record.solver
+
+    @property
+    def classes(self) -> int | None:
+        """Number of classes, ``None`` for regression."""
+        return self._targets.classes
+
+    @property
+    def targets(self) -> Tensor:
+        """t, (N, C)."""
+        return self._targets.values
+
+    @property
+    def labels(self) -> Tensor | None:
+        """Training classes (N,), ``None`` for regression."""
+        return self._targets.labels
+
+    @property
+    def delta(self) -> Params:
+        """δ by parameter name."""
+        return {name: t.detach() for name, t in self.module.delta.items()}
+
+    @property
+    def noise(self) -> float:
+        """σ², the noise variance of highest evidence at this ridge; the prior precision is ρ/σ²."""
+        return max(self.system.noise(), torch.finfo(torch.float64).tiny)
+
+    @property
+    @in_exact_mode
+    def temperature(self) -> float | None:
+        """T of the softmax of outputs with their variance, by leave-one-out; ``None`` for regression."""
+        labels = self.labels
+        if labels is not None and self._temperature is None:
+            variances = (self.noise * self.system.loo_variances().diagonal(dim1=1, dim2=2)).clamp_min(0)
+            self._temperature, self._variance_scale = fit_moderation(self.loo(), labels, variances)
+        return self._temperature
+
+    @property
+    def variance_scale(self) -> float:
+        """s, what variances are multiplied with in probabilities; fitted together with ``temperature``."""
+        _ = self.temperature
+        return self._variance_scale
+
+    @property
+    def point_temperature(self) -> float | None:
+        """T for outputs without their variance, fitted to the leave-one-out predictions alike."""
+        labels = self.labels
+        if labels is not None and self._point_temperature is None:
+            self._point_temperature = fit_temperature(self.loo(), labels)
+        return self._point_temperature
+
+    # -- predictions -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def predict(self, x: Inputs) -> Tensor:
+        """f₀(x) + J(x)δ.
+
+        Args:
+            x: T examples.
+
+        Returns:
+            Outputs (T, C); for classes, the largest is the prediction.
+
+        Raises:
+            DataError: If x is empty or not finite.
+        """
+        x = checked_inputs(self.module, x)
+        parts = [self.module(part) for part in split(x, BATCH)]
+        return torch.cat([part.reshape(part.shape[0], -1) for part in parts])
+
+    @in_exact_mode
+    def predictive(self, x: Inputs) -> Predictive:
+        """The posterior of the outputs: mean f₀ + Jδ and covariance σ² J (JᵀJ + ρI)⁻¹ Jᵀ.
+
+        Args:
+            x: T examples.
+
+        Returns:
+            A Gaussian for each example.
+
+        Raises:
+            DataError: If x is empty or not finite.
+        """
+        x = checked_inputs(self.module, x)
+        if isinstance(self.system, Dual):
+            covariance = self._dual_covariance(self.system, x)
+        else:
+            covariance = self.system.posterior(x)
+        mean = self.predict(x)
+        covariance = self.noise * (covariance + covariance.mT) / 2
+        spread, scale = covariance.to(mean.dtype), self.variance_scale
+        return Predictive(mean, spread, self.noise, self.temperature, scale)
+
+    def _dual_covariance(self, dual: Dual, x: Inputs) -> Tensor:
+        """[K(x,x) − K(x,X) M K(X,x)]/ρ, example by example, (T, C, C)."""
+        explained = []
+        for cross in self._kernel_to_train(x):
+            weighted = dual.cross(cross)
+            explained.append(torch.einsum("tcnd,tend->tce", weighted, cross.to(weighted.dtype)))
+        own = conditioned_own(self.module.function, self.constraints, x, self.memory)
+        return (own.to(explained[0].dtype) - torch.cat(explained)) / dual.ridge
+
+    def _kernel_to_train(self, x: Inputs) -> Iterator[Tensor]:
+        """K(x, X), (T, C, N, C), in as many parts as the memory budget asks for; one part is kept."""
+        key = hash_tensors(tensors_in(x))
+        if (known := self._cross.get(key)) is not None:
+            yield known
+            return
+        row = (self.n * self.system.c) * self.system.c * (self.module.function.dtype.itemsize + 3 * 8)
+        budget = parse_bytes(self.memory, self.module.function.device)
+        size = max(1, int(0.5 * budget) // row)
+        for part in split(x, size):
+            cross = self._kernel(part, self.x)
+            self._cross = {key: cross} if batch_size(part) == batch_size(x) else {}
+            yield cross
+
+    def _kernel(self, a: Inputs, b: Inputs | None = None) -> Tensor:
+        """K(a, b), (N, C, M, C), given the equations on outputs."""
+        design = self.constraints.design if self.constraints is not None and b is self.x else None
+        return conditioned_gram(self.module.function, self.constraints, a, b, self.memory, design)
+
+    # -- audits ----------------------------------------------------------------------------------
+
+    @in_exact_mode
+    def loo(self) -> Tensor:
+        """Outputs for each training example by the fit without it: exactly, without refitting.
+
+        t_i − (M_ii)⁻¹ β_i with M = (K + ρI)⁻¹.
+
+        Where the head was cross-fitted they are the held-out outputs of ``held_out`` instead.
+
+        Returns:
+            Leave-one-out outputs (N, C).
+        """
+        if self.held_out is not None:
+            return self.held_out
+        residuals = self.system.loo_residuals()
+        return self.targets.to(residuals) - residuals
+
+    @in_exact_mode
+    def influence(self, x: Inputs) -> Tensor:
+        """What each training example did to each prediction: prediction with it minus without it.
+
+        Args:
+            x: T examples.
+
+        Returns:
+            (N, T, C), in units of the outputs.
+
+        Raises:
+            DataError: If x is empty or not finite.
+
+        Source:
+            Achille et al., CVPR 2021, eq. (7), (8) and appendix A.3, without their approximation.
+        """
+        x = checked_inputs(self.module, x)
+        if isinstance(self.system, Dual):
+            parts: Iterable[Tensor] = map(self.system.cross, self._kernel_to_train(x))
+        else:
+            parts = [self.system.cross(x)]
+        residuals = self.system.loo_residuals()
+        # f(x) − f₋ᵢ(x) = K(x,X) M_·i (M_ii)⁻¹ β_i
+        return torch.cat([torch.einsum("tcnd,nd->ntc", part, residuals.to(part)) for part in parts], 1)
+
+    @in_exact_mode
+    def informativeness(self, x: Inputs | None = None) -> Tensor:
+        """How much predictions would change without each training example: its functional information.
+
+        Args:
+            x: The examples whose predictions count; by default the training examples.
+
+        Returns:
+            Mean over x of ‖f(x) − f₋ᵢ(x)‖², (N,).
+
+        Raises:
+            DataError: If x is empty or not finite.
+
+        Source:
+            Achille et al., CVPR 2021, eq. (9).
+        """
+        if x is None and isinstance(self.system, Dual):
+            dual = self.system
+            # K M = I − ρM
+            blocks = -dual.ridge * dual.inverse.view(dual.n, dual.c, dual.n, dual.c)
+            change = torch.einsum("tcnd,nd->ntc", blocks, dual.loo_residuals())
+            change.diagonal(dim1=0, dim2=1).add_(dual.loo_residuals().T)
+        else:
+            change = self.influence(self.x if x is None else x)
+        return (change**2).sum(2).mean(1)
+
+    def path(self, ridges: Tensor | list[float] | None = None) -> RidgePath:
+        """Leave-one-out error, GCV, evidence and degrees of freedom along a path of ridges.
+
+        Args:
+            ridges: ρ, (R,), all positive; by default nine decades around the scale of the kernel.
+
+        Returns:
+            The table.
+
+        Raises:
+            InputError: If a ridge is not positive, or the fit was solved by conjugate gradients.
+            NumericalError: If a ridge is below what rounding lets be answered.
+        """
+        if not isinstance(self.system, Dual):
+            raise InputError(
+                f"path needs the kernel's eigenvalues, but the fit was solved by {self.solver!r}",
+                expected='solver="dual"',
+                remedy='fit again with solver="dual", or fit at each ridge',
+            )
+        given = None if ridges is None else answerable(self, ridge_grid(ridges))
+        return ridge_path_of(self.system, self._targets, self.constraints, given)
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    @in_exact_mode
+    def forget(self, indices: Any) -> LinearFit:
+        """The fit as if some training examples had never been there, without refitting.
+
+        Args:
+            indices: Their positions in the training data, each once.
+
+        Returns:
+            A new fit on the remaining examples; ``summary()["certificate"]`` is the residual of
+            its own equations.
+
+        Raises:
+            InputError: If an index is out of range or given twice, or nothing would be left.
+        """
+        index = positions(indices, self.n).to(self.module.function.device)
+        start = time.perf_counter()
+        system = self.system.removed(index)
+        keep = torch.ones(self.n, dtype=torch.bool)
+        keep[index.cpu()] = False
+        kept = keep.nonzero()[:, 0].to(index.device)
+        targets = replace(self._targets, values=self.targets[kept])
+        held = self.constraints and self.constraints.without(index, system.c)
+        what = f"forgot {count_in_words(len(index))}"
+        return self._changed(take(self.x, kept), targets, system, what, start, held)
+
+    @in_exact_mode
+    def update(self, data: Any, ridge: float | str | None = None) -> LinearFit:
+        """The fit with more training examples, without refitting.
+
+        Args:
+            data: New examples: an (x, y) pair, a Dataset or a DataLoader.
+            ridge: ρ, or "loo", "gcv", "evidence": chosen anew on all examples (dual); kept by default.
+
+        Returns:
+            A new fit on all examples, old ones first.
+
+        Raises:
+            DataError: If the data are empty, not finite, or have labels out of range.
+        """
+        start = time.perf_counter()
+        x, y = gather_data(data, self.module.function.device)
+        self.module.function.check_runs(take(x, slice(0, 1)))
+        scale, dtype, own = self._targets.scale, self.targets.dtype, self.module.function.output_shape(x)
+        y = position_targets(y, own, self._targets.axis, scale)
+        check_arrangement(y, own)
+        new = make_targets(y, self.system.c, scale, varied=False, dtype=dtype)
+        if (new.classes is None) != (self.classes is None):
+            kind = "integer classes" if self.classes is not None else "float targets (N, C)"
+            raise DataError(
+                f"y of the new data has type {y.dtype}",
+                expected=f"{kind}, as in the data before",
+                remedy="convert y with y.long() or y.float()",
+            )
+        residual = new.values.to(self.system.residual) - base_outputs(self.module, x).to(self.system.residual)
+        system: System
+        held = self.constraints
+        if isinstance(self.system, Dual):
+            if held is not None:
+                design = held.whitened(self.module.function, x, self.memory)
+                residual = residual - (design @ held.level).view(residual.shape)
+                held = held.extended(design)
+            cross = self._kernel(x, self.x).permute(2, 3, 0, 1)
+            system = self.system.extended(cross, self._kernel(x), residual)
+        else:
+            system = self.system.extended(x, residual)
+        targets = replace(self._targets, values=torch.cat([self.targets, new.values.to(self.targets)]))
+        what = f"added {count_in_words(len(residual))}"
+        if ridge is not None:
+            system, held, said = at_ridge(system, ridge, targets, held)
+            what = f"{what}; {said}"
+        fitted = sound_change(self._changed(concatenate([self.x, x]), targets, system, what, start, held))
+        if isinstance(ridge, str):
+            fitted.record = replace(fitted.record, criterion=ridge)
+        return fitted
+
+    @in_exact_mode
+    def constrain(
+        self, x: Inputs, targets: Any = None, groups: Any = None, *, weight: float | None = None
+    ) -> LinearFit:
+        """The optimum among outputs that obey linear equations, on top of those that hold already.
+
+        Outputs are held at old predictions (backward compatibility) or other values; groups get equal
+        mean outputs (linear fairness). ``forget`` and ``update`` keep the equations, and leave-one-out,
+        influence and covariances are those of the fit that obeys them.
+
+        Args:
+            x: M examples.
+            targets: Outputs (M, C) to hold, NaN where an output is free; integer classes (M,) stand for
+                their training targets.
+            groups: (M,) integers: every output has the same mean over each of the groups.
+            weight: w, to add ½w‖S f − v‖² to the objective instead of requiring S f = v, at any ridge.
+
+        Returns:
+            A new fit; ``summary()["reasons"]["constraints"]`` says what holds and what was redundant.
+
+        Raises:
+            InputError: If equations contradict each other, or an argument does not fit the inputs.
+            MemoryBudgetError: If there are too many equations for the budget.
+
+        Example:
+            >>> import linnet
+            >>> net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+            >>> x = torch.eye(3, 2).double()
+            >>> fit = linnet.fit(linnet.linearize(net.double()), (x, x[:, :1]))
+            >>> fit.constrain(x[:1], torch.tensor([[0.25]])).predict(x[:1])
+            tensor([[0.2500]], dtype=torch.float64)
+        """
+        start = time.perf_counter()
+        if weight is not None:
+            check_positive("weight", weight, "leave weight= out for equations that hold exactly")
+        x = checked_inputs(self.module, x)
+        asked = wanted(x, targets, groups, self._targets, self.module.function.device)
+        old = self.constraints
+        system, held = constrained(self.module, self.x, self.system, old, asked, weight, self.memory)
+        what = f"constrained {count_in_words(batch_size(x))}"
+        return sound_change(self._changed(self.x, self._targets, system, what, start, held))
+
+    def _changed(
+        self, x: Inputs, targets: Targets, system: System, what: str, start: float, held: Constraints | None
+    ) -> LinearFit:
+        """A new fit of another system on the same network."""
+        module = Linearized(self.module.function)
+        reasons = {**self.record.reasons, "change": what}
+        if held is not None:
+            reasons["constraints"] = held.says()
+        warnings = after_change(self.record.warnings, self.module.model, x, targets, likely=False)
+        seconds = dict(self.record.seconds)
+        record = replace(self.record, reasons=reasons, warnings=warnings, seconds=seconds)
+        fitted = LinearFit(module, x, targets, system, record, self.memory, held)
+        fitted.record.seconds["change"] = time.perf_counter() - start
+        return fitted
+
+    # -- keeping ---------------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """What was fitted, what was chosen and why, as plain numbers and text.
+
+        Returns:
+            A dict that ``json`` can write.
+        """
+        return {
+            "examples": self.n,
+            "outputs": self.system.c,
+            "parameters": self.module.space.dim,
+            "classes": self.classes,
+            "solver": self.solver,
+            "ridge": self.ridge,
+            "criterion": self.record.criterion,
+            "noise": self.noise,
+            "certificate": self.system.certificate(),
+            "reasons": dict(self.record.reasons),
+            "warnings": list(self.record.warnings),
+            "seconds": dict(self.record.seconds),
+        }
+
+    def save(self, directory: str | Path) -> Path:
+        """Write the fit to a folder: safetensors and JSON, atomically.
+
+        Args:
+            directory: The folder; made if missing.
+
+        Returns:
+            The file that ``linnet.load_fit`` reads.
+        """
+        function, record = self.module.function, asdict(self.record)
+        kept = without_equations(self.system, self.constraints)
+        return write_fit(
+            directory, function, self.x, self._targets, kept, record, self.held_out, self.constraints
+        )

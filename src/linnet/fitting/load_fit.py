@@ -1,0 +1,131 @@
+"""``linnet.load_fit``: a saved fit, able to do all that it could before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.errors import FileFormatError, InputError
+from linnet.files import as_path
+from linnet.fitting.dual import Dual
+from linnet.fitting.fit_files import read_constraints, read_fit
+from linnet.fitting.linear_fit import LinearFit, Record
+from linnet.fitting.primal import CGSettings, Primal
+from linnet.fitting.softmax_dual import SoftmaxDual
+from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.fitting.softmax_loss import ClassLoss
+from linnet.fitting.softmax_newton_cg import SoftmaxPrimal
+from linnet.fitting.systems import obeying
+from linnet.fitting.targets import Targets
+from linnet.tangent.batch import Inputs, map_tensors, take
+from linnet.tangent.functional import Functional, OutputAdapter, check_output
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.matching import matching_function
+
+ADAPTED = "nested-fit.safetensors"  # what NestedFit.save writes, which lies above this module
+OTHER = (
+    "made on",
+    "the network that was linearized, with the same weights",
+    "load the same checkpoint, with the same head, before load_fit",
+)
+
+
+def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> LinearFit | SoftmaxFit:
+    """Read a fit that ``LinearFit.save`` or ``SoftmaxFit.save`` wrote.
+
+    Args:
+        directory: The folder.
+        model: The network that was linearized, with the same weights, or its linearization.
+        output: The output adapter, if the fit was made with a callable one.
+
+    Returns:
+        The fit, able to do all that it could before; a ``SoftmaxFit`` where the loss was the cross-entropy.
+
+    Raises:
+        FileFormatError: If the file is truncated, altered, foreign, or of another network.
+        InputError: If there is no such file, or ``output`` is needed and not given.
+
+    Example:
+        >>> import linnet, tempfile, torch
+        >>> net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+        >>> x = torch.ones(3, 2).cumsum(0)
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = linnet.fit(linnet.linearize(net), (x, x[:, :1])).save(folder)
+        >>> load_fit(folder, net).ridge
+        1.0
+    """
+    model = model.model if isinstance(model, Linearized) else model
+    if (as_path(directory) / ADAPTED).is_file():
+        raise InputError(
+            f"{directory} holds a fit of linnet.adapt",
+            expected="a fit of linnet.fit",
+            remedy="read it with linnet.load_adapted(directory, model)",
+        )
+    path, tensors, x, metadata = read_fit(directory)
+    check_output(output)
+    if metadata["custom_output"] and not callable(output):
+        raise InputError(
+            "output is missing",
+            expected="the callable that the fit was made with",
+            remedy="pass output= as to linnet.linearize",
+        )
+    function = matching_function(model, metadata, output, path, OTHER)
+    function = function.in_float64() if metadata.get("float64") else function
+    device = function.device
+    x = map_tensors(lambda t: t.to(device), x)
+    values, axis = tensors["targets"].to(device), metadata.get("axis")
+    targets = Targets(values, metadata["classes"], metadata["scale"], axis)
+    record = Record(**{**metadata["record"], "warnings": tuple(metadata["record"]["warnings"])})
+    fitted: LinearFit | SoftmaxFit
+    if metadata.get("loss", "squared") == "squared":
+        _check_outputs(function, x, targets.values.double() - tensors["residual"].to(device).double(), path)
+        held = read_constraints({key: t.to(device) for key, t in tensors.items()}, metadata)
+        system = obeying(_system(function, x, tensors, metadata), held)
+        fitted = LinearFit(Linearized(function), x, targets, system, record, constraints=held)
+    else:
+        _check_outputs(function, x, tensors["base"].to(device).double(), path)
+        solved = _softmax_system(function, x, (targets, tensors), metadata)
+        fitted = SoftmaxFit(Linearized(function), x, targets, solved, record)
+    if "held_out" in tensors:
+        fitted.held_out = tensors["held_out"].to(device)
+    return fitted
+
+
+def _check_outputs(function: Functional, x: Inputs, base: Tensor, path: Path) -> None:
+    """Raise if the network, for all its equal weights, computes something else: f₀ of one example."""
+    with torch.no_grad():
+        found = function.flat(function.theta, take(x, slice(0, 1))).double()
+    expected = base[:1].reshape(1, -1)
+    scale = float(base.abs().max()) + 1e-12
+    if found.shape != expected.shape or float((found - expected).abs().max()) > 1e-3 * scale:
+        raise FileFormatError(
+            f"{path} was made on another network: the weights are equal but the outputs differ",
+            expected="the network that was linearized",
+            remedy="build it with the same code and the same output=, before load_fit",
+        )
+
+
+def _system(
+    function: Functional, x: Inputs, tensors: dict[str, Tensor], metadata: dict[str, Any]
+) -> Dual | Primal:
+    """The solved equations as they were saved."""
+    residual, beta, solution = (tensors[key].to(function.device) for key in ("residual", "beta", "solution"))
+    if metadata["settings"] is None:
+        return Dual(solution, residual, metadata["ridge"], beta=beta)
+    return Primal(function, x, residual, metadata["ridge"], CGSettings(**metadata["settings"]), solution)
+
+
+def _softmax_system(
+    function: Functional, x: Inputs, solved: tuple[Targets, dict[str, Tensor]], metadata: dict[str, Any]
+) -> SoftmaxDual | SoftmaxPrimal:
+    """The solved problem of a cross-entropy fit as it was saved."""
+    targets, tensors = solved
+    loss = ClassLoss(targets.values.double())
+    base, beta, solution = (tensors[key].to(function.device) for key in ("base", "beta", "solution"))
+    if metadata["settings"] is None:
+        return SoftmaxDual(solution, base, loss, metadata["ridge"], beta)
+    settings = CGSettings(**metadata["settings"])
+    return SoftmaxPrimal(function, x, base, loss, metadata["ridge"], settings, (solution, None))

@@ -1,0 +1,255 @@
+"""A network in the coordinates of a metric: its linear fit is then regularized by a curvature.
+
+The ridge ρ‖δ‖² holds all weights alike, though a unit of one moves the outputs a thousand times as far as a
+unit of another. With the curvature of the network, A = (G/N + τ I)⁻¹ = H Hᵀ and δ = H ε,
+
+    f(θ₀ + H ε),        ρ ‖ε‖² = ρ δᵀ (G/N + τ I) δ,        kernel  J A Jᵀ,
+
+the same network with other coordinates. It is a module like any other: to linearize and fit it is to fit
+with this ridge, and leave-one-out, influence, forgetting, updates and variances are exact in the new metric.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from linnet.curvatures.curvature import Curvature
+from linnet.curvatures.default_damping import default_damping
+from linnet.curvatures.variance import root_rows
+from linnet.errors import InputError
+from linnet.fitting.arguments import check_positive
+from linnet.fitting.last_layer import RECORD
+from linnet.linalg.stored import to_tensors
+from linnet.tangent.captured import Captured
+from linnet.tangent.coordinates import Coordinates
+from linnet.tangent.forward_mode import Params
+from linnet.tangent.functional import padding_rows
+from linnet.tangent.hashing import hash_tensors
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
+
+HASHED = 8  # bytes of the hash that tells one metric from another
+
+
+class MetricNetwork(Coordinates):
+    """f(θ₀ + H ε) as a module whose one parameter is ε. :func:`with_metric` makes it.
+
+    Args:
+        network: f at θ₀; its parameters become buffers.
+        curvature: G, summed over N examples.
+        damping: τ > 0.
+
+    Attributes:
+        network: The network.
+        epsilon: ε, (P,), zero at first.
+        curvature: G.
+        damping: τ.
+    """
+
+    def __init__(self, network: nn.Module, curvature: Curvature, damping: float) -> None:
+        super().__init__()
+        names = list(curvature.function.theta)
+        self.curvature, self.damping = curvature, damping
+        # A = (G/N + τ I)⁻¹ = H Hᵀ
+        self._covariance = curvature.scaled(1 / curvature.made.examples).damped(damping).inverse()
+        self._shapes = {name: network.get_parameter(name).shape for name in names}
+        padding = padding_rows(network, names)
+        self._padding = {name: row for name, (row, tied) in padding.items() if not tied}
+        self.network = _with_buffers(network)
+        # of the network's type, whatever that of the curvature
+        like = network.get_parameter(names[0])
+        zero = torch.zeros(curvature.shape[0], dtype=like.dtype, device=like.device)
+        self.epsilon = nn.Parameter(zero)
+        # equal weights do not make equal networks: what is saved of one metric is not another's
+        identity = torch.tensor(list(_identity(curvature, damping)), dtype=torch.uint8)
+        self.register_buffer("metric", identity)
+
+    def displacement(self, epsilon: Tensor | None = None) -> dict[str, Tensor]:
+        """δ = H ε.
+
+        Args:
+            epsilon: ε, (P,); by default the module's own. Of a fit, ``fit.module.delta["epsilon"]``.
+
+        Returns:
+            The displacement of every parameter by its name in the network.
+
+        Raises:
+            InputError: If ε is no vector of P numbers.
+        """
+        chosen = self.epsilon if epsilon is None else epsilon
+        if not isinstance(chosen, Tensor) or chosen.shape != self.epsilon.shape:
+            what = f"of shape {tuple(chosen.shape)}" if isinstance(chosen, Tensor) else type(chosen).__name__
+            raise InputError(
+                f"epsilon is {what}",
+                expected=f"a tensor {tuple(self.epsilon.shape)}, the coordinates of one displacement",
+                remedy='of a fit, pass fit.module.delta["epsilon"]',
+            )
+        # δ = H ε
+        delta = self._covariance._root(chosen.to(self._covariance.dtype)[:, None])[:, 0].to(chosen.dtype)
+        pieces = delta.split([shape.numel() for shape in self._shapes.values()])
+        moved = {
+            name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)
+        }
+        for name, row in self._padding.items():  # has no gradient, so it does not move
+            keep = torch.arange(len(moved[name]), device=chosen.device) != row
+            moved[name] = moved[name] * keep[:, None]
+        return moved
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the network gives at θ₀ + H ε.
+
+        Args:
+            *args: Of the network.
+            **kwargs: Of the network.
+
+        Returns:
+            Its outputs.
+        """
+        delta = self.displacement()
+        theta = {name: self.network.get_buffer(name) + piece for name, piece in delta.items()}
+        return functional_call(self.network, theta, args, kwargs)
+
+    @torch.no_grad()
+    def network_in_place(self) -> tuple[nn.Module, list[str]]:
+        """The network with parameters θ₀ + H ε, and the names of those that ε moves.
+
+        Returns:
+            A network that is no longer tied to this one, and names in its own order.
+        """
+        clone, made = copy.deepcopy(self.network), dict[int, nn.Parameter]()
+        owners = {id(clone.get_buffer(name)): name for name in self._shapes}
+        delta = self.displacement()
+        for module in clone.modules():
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None and id(buffer) in owners:
+                    own = owners[id(buffer)]
+                    value = made.setdefault(id(buffer), nn.Parameter(buffer + delta[own]))
+                    del module._buffers[name]
+                    module.register_parameter(name, value)
+        return clone, list(self._shapes)
+
+    def pulled(self, rows: Params) -> Tensor:
+        """J H from the rows of J.
+
+        Args:
+            rows: Gradients (N, K, *shape) by the names of the parameters.
+
+        Returns:
+            (N, K, P).
+        """
+        n, k = next(iter(rows.values())).shape[:2]
+        pieces = [rows[name].reshape(n * k, -1) for name in self._shapes]
+        flat = torch.cat(pieces, 1)
+        # (J H)ᵀ = Hᵀ Jᵀ
+        turned = self._covariance._root_transposed(flat.to(self._covariance.dtype).T).T
+        return turned.to(flat.dtype).reshape(n, k, -1)
+
+    def kernel_rows(self, captured: Captured) -> Tensor:
+        """Rows with the products of those of J H, of every layer in its eigenbasis.
+
+        Args:
+            captured: A batch of the network in place.
+
+        Returns:
+            (N, K, P), layer after layer.
+        """
+        return root_rows(self._covariance.parts, captured)
+
+    def extra_repr(self) -> str:
+        """The metric."""
+        return f"{self._covariance!r}"
+
+
+@in_exact_mode
+def with_metric(model: nn.Module, curvature: Curvature, damping: float | None = None) -> MetricNetwork:
+    """The same network in coordinates in which a ridge is the curvature's.
+
+    Linearized and fitted as any network, its ridge is ρ δᵀ(G/N + τI)δ in place of ρ‖δ‖²: weights that move
+    the outputs far pay for it. Its kernel J A Jᵀ takes about 1.4 times as long on a ResNet-20.
+
+    Args:
+        model: The network; it is not touched.
+        curvature: G, summed over N examples, of this network or of one with the same parameters.
+        damping: τ; by default a tenth of the mean eigenvalue of G/N.
+
+    Returns:
+        The network with one parameter ε, in evaluation mode, equal to ``model`` at ε = 0. It can be copied,
+        pickled and linearized; move it before it is made, not after.
+
+    Raises:
+        InputError: If the curvature is of another network or cannot be inverted, or τ is not positive.
+        NumericalError: If the curvature is zero.
+
+    Source:
+        The preconditioned metric of Achille et al., CVPR 2021, section 3.3, taken to the optimum.
+
+    Example:
+        >>> import linnet
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> x = torch.linspace(-1, 1, 40).view(20, 2)
+        >>> data = x, x.sin().sum(1, keepdim=True)
+        >>> G = linnet.curvature(net, data, linnet.likelihoods.Gaussian(), structure="kfac")
+        >>> fit = linnet.fit(linnet.linearize(linnet.with_metric(net, G)), data, ridge="loo")
+        >>> fit.predict(x).shape
+        torch.Size([20, 1])
+    """
+    if not isinstance(model, nn.Module) or isinstance(model, Linearized):
+        raise InputError(
+            f"model is {type(model).__name__}",
+            expected="the network itself",
+            remedy="linearize what with_metric returns",
+        )
+    if not isinstance(curvature, Curvature):
+        raise InputError(
+            f"curvature is {type(curvature).__name__}",
+            expected="a Curvature that can be inverted",
+            remedy='make one with linnet.curvature(model, data, likelihood, structure="kfac")',
+        )
+    network: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    _check_fits(dict(network.named_parameters()), curvature.function.theta)
+    tau = default_damping(curvature, 1 / curvature.made.examples) if damping is None else damping
+    check_positive("damping", tau, "leave damping= out for a tenth of the mean eigenvalue")
+    made = MetricNetwork(network, curvature, float(tau)).eval()
+    head = {key: value for key, value in getattr(network, RECORD, {}).items() if key != "folds"}
+    setattr(made, RECORD, {"init": "keep", "layer": "", "examples": frozenset(), **head, "metric": True})
+    return made
+
+
+def _identity(curvature: Curvature, tau: float) -> bytes:
+    """A hash of G as it would be saved, and of τ: the same on every machine that loads it."""
+    stored = [to_tensors(part.operator)[1] for part in curvature.parts]
+    given = torch.tensor([curvature.made.examples, tau], dtype=torch.float64)
+    return bytes.fromhex(hash_tensors([given, *(t for own in stored for _, t in sorted(own.items()))]))[
+        :HASHED
+    ]
+
+
+def _check_fits(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Raise unless a network has the parameters of a curvature."""
+    for name, like in wanted.items():
+        have = given.get(name)
+        if have is None or have.shape != like.shape or have.device != like.device:
+            what = "nothing of that name" if have is None else f"{tuple(have.shape)} on {have.device}"
+            raise InputError(
+                f"model has {what} for the curvature's {name!r}, {tuple(like.shape)} on {like.device}",
+                expected="the network that the curvature was made of",
+                remedy="make the curvature of this network, on its device",
+            )
+
+
+def _with_buffers(model: nn.Module) -> nn.Module:
+    """A copy in evaluation mode whose parameters are buffers, so that none is selected or trained."""
+    clone = copy.deepcopy(model).eval()
+    kept: dict[int, Tensor] = {}  # tied parameters stay tied
+    for module in clone.modules():
+        for name, p in list(module._parameters.items()):
+            if p is not None:
+                del module._parameters[name]
+                module.register_buffer(name, kept.setdefault(id(p), p.detach().clone()))
+    return clone

@@ -1,0 +1,114 @@
+"""What a reader of a fit must know of its examples: which labels the head has seen, lonely classes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from linnet.fitting.head import example_hashes
+from linnet.fitting.last_layer import RECORD
+from linnet.fitting.targets import Targets
+from linnet.tangent.batch import Inputs
+
+HEAD = "the head was fitted on"
+CROSS = "the head is cross-fitted"
+SINGLE = "class(es) have a single example"
+EMPTY = "class(es) have no example"
+ROUNDED = "rounding leaves errors in the outputs"
+LEFT = (
+    "the held-out outputs of cross-fitted heads are those of the fit before it was changed: leave-one-out of "
+    "this one keeps the head as it is; fit again on its data for honest figures"
+)
+SEEN = f"{HEAD} examples of this fit, so leave-one-out and the quantities chosen by it are optimistic"
+
+GONE = f"{HEAD} examples that this fit no longer has, and keeps what it learned from them"
+
+
+def head_remarks(model: nn.Module, x: Inputs, y: Tensor) -> tuple[str, ...]:
+    """Whether the head has seen the labels that leave-one-out leaves out.
+
+    Args:
+        model: The network.
+        x: N training examples.
+        y: Their labels.
+
+    Returns:
+        A sentence, if it has.
+    """
+    seen = getattr(model, RECORD, {}).get("examples", frozenset())
+    again = sum(example in seen for example in example_hashes(x, y)) if seen else 0
+    if not again:
+        return ()
+    return (
+        f"{HEAD} {again} of these {len(y)} examples, so leave-one-out and the "
+        "quantities chosen by it are optimistic, and forgetting an example does not undo its part "
+        "in the head",
+    )
+
+
+def single_remarks(targets: Targets) -> tuple[str, ...]:
+    """Classes that leaving one example out leaves without any.
+
+    Args:
+        targets: Training targets.
+
+    Returns:
+        A sentence, if there are such classes.
+    """
+    labels = targets.labels
+    if labels is None or not (single := int((labels.bincount() == 1).sum())):
+        return ()
+    return (
+        f"{single} {SINGLE}: leaving it out leaves out its class, so "
+        'leave-one-out says little; ridge="evidence" does without it',
+    )
+
+
+def empty_remarks(targets: Targets) -> tuple[str, ...]:
+    """Classes without an example, whose logits the cross-entropy pushes down.
+
+    Args:
+        targets: Label probabilities.
+
+    Returns:
+        A sentence, if there are such classes.
+    """
+    counts = targets.values.double().sum(0)
+    if targets.values.shape[1] == 1:
+        counts = torch.cat([len(targets.values) - counts, counts])
+    empty = [str(int(c)) for c in (counts <= 0).nonzero()[:, 0]]
+    if not empty:
+        return ()
+    shown = ", ".join(empty[:8]) + (", ..." if len(empty) > 8 else "")
+    return (f"{len(empty)} {EMPTY} ({shown}): their probability falls to what the ridge allows",)
+
+
+def after_change(
+    warnings: tuple[str, ...], model: nn.Module, x: Inputs, targets: Targets, *, likely: bool
+) -> tuple[str, ...]:
+    """The remarks of a fit whose examples or labels are no longer those that the remarks were made on.
+
+    Args:
+        warnings: The remarks of the fit before.
+        model: The network.
+        x: N training examples.
+        targets: Their targets.
+        likely: Whether the loss is the cross-entropy.
+
+    Returns:
+        The remarks of the fit as it is. A network that does not know how its head was made, as after loading
+        its weights, keeps what was said of the head.
+    """
+    crossed = any(CROSS in line for line in warnings)
+    before = [line for line in warnings if HEAD in line] or ([SEEN] if crossed else [])
+    found = list(empty_remarks(targets) if likely else ())
+    if hasattr(model, RECORD):
+        labels = targets.labels
+        again = head_remarks(model, x, targets.values if labels is None else labels)
+        found += again or ([GONE] if before else [])
+    else:
+        found += before
+    found += single_remarks(targets)
+    found += [LEFT] if crossed else []
+    stale = (HEAD, CROSS, SINGLE, EMPTY, ROUNDED)
+    return (*found, *(line for line in warnings if not any(phrase in line for phrase in stale)))

@@ -1,0 +1,236 @@
+"""The path of ridges of a cross-entropy fit, and how far its one-step leave-one-out is from refitting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError, NumericalError
+from linnet.fitting.softmax_dual import SoftmaxDual
+from linnet.fitting.softmax_newton_cg import SoftmaxPrimal
+from linnet.progress import track
+
+DECADES = (-5, 1)  # ridges of a path, relative to the mean diagonal of the kernel
+ROUNDING = 4.0  # units of roundoff of the kernel's largest eigenvalue, below which a ridge is no ridge
+
+
+@dataclass(frozen=True)
+class SoftmaxPath:
+    """Every criterion along a path of ridges.
+
+    Args:
+        ridges: ρ, (R,), descending.
+        loo_error: Mean leave-one-out log loss of an example, by one Newton step, (R,).
+        evidence: Log evidence in Laplace's approximation, (R,).
+        degrees_of_freedom: tr ΛA = tr JᵀΛJ (JᵀΛJ + ρI)⁻¹, (R,).
+        loo_accuracy: Share of examples whose likeliest class is right when left out, (R,).
+        certificate: Gradient relative to that at δ = 0, (R,).
+        steps: Newton steps from the ridge before, (R,).
+    """
+
+    ridges: Tensor
+    loo_error: Tensor
+    evidence: Tensor
+    degrees_of_freedom: Tensor
+    loo_accuracy: Tensor
+    certificate: Tensor
+    steps: Tensor
+
+    def best(self, criterion: str) -> float:
+        """The ridge that a criterion prefers.
+
+        Args:
+            criterion: ``"loo"`` or ``"evidence"``.
+
+        Returns:
+            ρ.
+
+        Raises:
+            InputError: The criterion is another.
+        """
+        check_criterion(criterion)
+        score = {"loo": self.loo_error, "evidence": -self.evidence}[criterion]
+        return float(self.ridges[int(score.argmin())])
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Leave-one-out by one Newton step beside refitting, for some examples.
+
+    Args:
+        examples: Their positions, (k,).
+        one_step: Outputs by one Newton step from the optimum, (k, C).
+        refitted: Outputs of fits without the example, solved to their certificate, (k, C).
+        losses: Log losses of the two, (k, 2).
+    """
+
+    examples: Tensor
+    one_step: Tensor
+    refitted: Tensor
+    losses: Tensor
+
+    @property
+    def error(self) -> float:
+        """The largest difference of an output."""
+        return float((self.one_step - self.refitted).abs().max())
+
+    @property
+    def loss_error(self) -> float:
+        """The largest difference of a log loss."""
+        return float((self.losses[:, 0] - self.losses[:, 1]).abs().max())
+
+
+def check_criterion(criterion: object) -> None:
+    """Raise if a criterion says nothing of a cross-entropy fit.
+
+    Args:
+        criterion: ``"loo"``, ``"evidence"``, or anything that is not ``"gcv"``.
+
+    Raises:
+        InputError: It is ``"gcv"``.
+
+    Example:
+        >>> check_criterion("loo")
+    """
+    if isinstance(criterion, str) and criterion == "gcv":
+        raise InputError(
+            'ridge="gcv" with loss="cross-entropy"',
+            expected="a criterion that the cross-entropy has: GCV is defined by squared residuals",
+            remedy='pass ridge="loo" (leave-one-out log loss) or ridge="evidence"',
+        )
+
+
+def softmax_grid(kernel: Tensor, dtype: torch.dtype, per_decade: int = 2) -> Tensor:
+    """Ridges in steps of a decade's parts, relative to the mean of K's diagonal, above its rounding.
+
+    Args:
+        kernel: K, (N·C, N·C).
+        dtype: Type in which it was computed.
+        per_decade: Steps of a decade.
+
+    Returns:
+        ρ, descending, (R,), float64.
+    """
+    scale = float(kernel.diagonal().mean()) or 1.0
+    low, high = DECADES
+    count = (high - low) * per_decade + 1
+    every = scale * torch.logspace(high, low, count, dtype=torch.float64)
+    sound = every[every >= ROUNDING * torch.finfo(dtype).eps * _largest(kernel)]
+    return sound if len(sound) else every[:1]
+
+
+def _largest(kernel: Tensor, steps: int = 20) -> float:
+    """The largest eigenvalue, from below, by the power method."""
+    v = torch.ones(kernel.shape[0], dtype=kernel.dtype, device=kernel.device)
+    v[1::2] = 0.5
+    size = 0.0
+    for _ in range(steps):
+        v = kernel @ v
+        size = float(v.norm())
+        if size == 0 or not math.isfinite(size):
+            return 0.0
+        v = v / size
+    return size
+
+
+def solutions(system: SoftmaxDual, ridges: Tensor) -> Iterator[SoftmaxDual]:
+    """The solutions along a path, each from the one before; where the precision ends, so does the path.
+
+    Args:
+        system: Where to begin.
+        ridges: ρ, descending.
+
+    Yields:
+        A dual for each ridge.
+
+    Raises:
+        NumericalError: Newton's method converges at none of them.
+    """
+    first = True
+    for ridge in track(ridges.tolist(), f"cross-entropy: {len(ridges)} ridges", len(ridges)):
+        try:
+            system = system.at(ridge)
+        except NumericalError:
+            if first:
+                raise
+            return
+        first = False
+        yield system
+
+
+def point(system: SoftmaxDual, labels: Tensor, exact: Tensor | None = None) -> tuple[float, ...]:
+    """All criteria at one ridge.
+
+    Args:
+        system: The solution there.
+        labels: Classes (N,).
+        exact: Held-out outputs (N, C) to use in place of one-step leave-one-out.
+
+    Returns:
+        ρ, loo error, evidence, degrees of freedom, loo accuracy, certificate, steps.
+    """
+    outputs = system.loo_outputs() if exact is None else exact
+    chosen = outputs.argmax(1) if outputs.shape[1] > 1 else (outputs[:, 0] > 0).long()
+    return (
+        system.ridge,
+        float(system.loss.losses(outputs).mean()),
+        system.log_evidence(),
+        system.degrees_of_freedom(),
+        float((chosen == labels).double().mean()),
+        system.certificate(),
+        float(system.steps),
+    )
+
+
+def as_path(points: list[tuple[float, ...]]) -> SoftmaxPath:
+    """A table of the points of a path.
+
+    Args:
+        points: What ``point`` returns, one for each ridge.
+
+    Returns:
+        The table.
+    """
+    columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*points, strict=True)]
+    ridges, loo, evidence, degrees, accuracy, certificate, steps = columns
+    return SoftmaxPath(ridges, loo, evidence, degrees, accuracy, certificate, steps.long())
+
+
+def left_out_refitted(system: SoftmaxDual, examples: Tensor) -> Tensor:
+    """The outputs of some examples by the optimum without each of them.
+
+    Args:
+        system: The solution.
+        examples: Their positions, (k,).
+
+    Returns:
+        (k, C).
+    """
+    blocks = system.kernel.view(system.n, system.c, system.n, system.c)
+    exact = []
+    for i in examples.tolist():
+        keep = torch.arange(system.n, device=system.kernel.device) != i
+        rest = system.removed(torch.tensor([i], device=system.kernel.device))
+        # f₋ᵢ(x_i) = f₀(x_i) + K(x_i, X₋ᵢ) β₋ᵢ
+        exact.append(system.base[i] + torch.einsum("cnd,nd->c", blocks[i][:, keep], rest.beta))
+    return torch.stack(exact)
+
+
+def compare_left_out(system: SoftmaxDual | SoftmaxPrimal, examples: Tensor, refitted: Tensor) -> LeftOut:
+    """Leave some examples out by one Newton step, beside solving anew.
+
+    Args:
+        system: The solution.
+        examples: Their positions, (k,).
+        refitted: Their outputs by solving anew, (k, C).
+
+    Returns:
+        Both, side by side.
+    """
+    quick = system.loo_outputs()[examples]
+    loss = system.loss.taken(examples)
+    return LeftOut(examples, quick, refitted, torch.stack([loss.losses(quick), loss.losses(refitted)], 1))

@@ -1,0 +1,128 @@
+"""The linear fit by stochastic gradients with momentum: the recipe of its paper, taken to the optimum.
+
+    v ← m v − η A [Σ_{i ∈ B} J_iᵀ(J_i δ − r_i) + |B|/N ρ δ]        δ ← δ + v
+
+A ≈ (JᵀJ + ρI)⁻¹ is estimated once. Gradients are sums over the batch B, so that η is one fixed effective
+learning rate whatever |B|, and no batch has a larger curvature than the whole: with 1/η the largest
+eigenvalue of A (JᵀJ + ρI) the steps are stable. A fixed rate on small batches ends in noise, so batches
+double where an epoch no longer halves the residual; on all examples the iteration converges, and its
+residual certifies it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from linnet.fitting.fit_preconditioner import make_preconditioner
+from linnet.fitting.primal import CGSettings, Primal, accepted
+from linnet.linalg.operator import LinearOperator
+from linnet.solvers.cg import relative_residual
+from linnet.solvers.solution import Solution, Status
+from linnet.tangent.batch import Inputs, take
+from linnet.tangent.functional import Functional
+from linnet.tangent.jacobian import JacobianOperator, NormalOperator
+
+BATCH = 28  # examples of a step at first; Achille et al., CVPR 2021, section 4
+MOMENTUM = 0.9
+POWER_STEPS = 20  # for the largest eigenvalue, from below, of which the rate takes about half the limit
+LEAST = 1e-30  # of the norm of an iterate of the power method
+
+
+def solve_stochastically(
+    function: Functional,
+    x: Inputs,
+    residual: Tensor,
+    ridge: float,
+    settings: CGSettings,
+    operator: LinearOperator | None = None,
+) -> Primal:
+    """The equations of the fit, solved by stochastic gradients; later solves are by conjugate gradients.
+
+    Args:
+        function: The network.
+        x: N training examples.
+        residual: r = t − f₀, (N, C).
+        ridge: ρ > 0.
+        settings: Tolerance, most steps, and the preconditioner's name.
+        operator: Any approximation of (JᵀJ + ρI)⁻¹; by default the one that the settings name.
+
+    Returns:
+        The solution, its residual computed anew.
+
+    Raises:
+        NumericalError: If the steps do not reach the tolerance.
+
+    Source:
+        Achille et al., CVPR 2021, sections 3.3 and 4.
+    """
+    jacobian = JacobianOperator(function, x, residual.shape[1])
+    if operator is None:
+        name, normal = settings.preconditioner, NormalOperator(jacobian)
+        operator = make_preconditioner(name, normal, residual.shape[1], ridge, settings.rank)
+    found = _Descent(jacobian, residual, ridge, operator).run(settings)
+    delta = accepted(found, "the linear fit by stochastic gradients")
+    system = Primal(function, x, residual, ridge, settings, delta, operator)
+    system.steps += found.steps
+    return system
+
+
+class _Descent:
+    """Steps with momentum on ½‖Jδ − r‖² + ½ρ‖δ‖².
+
+    Args:
+        jacobian: J.
+        residual: r, (N, C).
+        ridge: ρ.
+        preconditioner: A, or ``None``.
+    """
+
+    def __init__(
+        self,
+        jacobian: JacobianOperator,
+        residual: Tensor,
+        ridge: float,
+        preconditioner: LinearOperator | None,
+    ) -> None:
+        self.jacobian, self.residual, self.ridge = jacobian, residual.to(jacobian.dtype), ridge
+        self.preconditioner, self.n = preconditioner, len(residual)
+        self.matrix = NormalOperator(jacobian).damped(ridge)
+
+    def run(self, settings: CGSettings) -> Solution[Tensor]:
+        """δ from zero, an epoch after the other."""
+        right = self.jacobian.T.mv(self.residual.reshape(-1))
+        delta, velocity, rate = torch.zeros_like(right), torch.zeros_like(right), 1.0 / self._top(right)
+        generator = torch.Generator().manual_seed(0)
+        batch, steps, residual = min(BATCH, self.n), 0, 1.0 if bool(right.any()) else 0.0
+        while settings.tolerance < residual < float("inf") and steps < settings.max_steps:
+            order = torch.randperm(self.n, generator=generator).to(delta.device)
+            for index in order.split(batch):
+                velocity = MOMENTUM * velocity - rate * self._preconditioned(self._gradient(delta, index))
+                delta, steps = delta + velocity, steps + 1
+            before, residual = residual, relative_residual(self.matrix, delta[:, None], right[:, None])
+            batch = min(2 * batch, self.n) if residual > before / 2 else batch
+        if residual <= settings.tolerance:
+            return Solution(delta, Status.CONVERGED, steps, residual)
+        ended = Status.MAX_STEPS if residual < float("inf") else Status.DIVERGED
+        return Solution(delta, ended, steps, residual)
+
+    def _gradient(self, delta: Tensor, index: Tensor) -> Tensor:
+        """Σ_{i ∈ B} J_iᵀ(J_i δ − r_i) + |B|/N ρ δ."""
+        whole = self.jacobian
+        rows = JacobianOperator(whole.function, take(whole.x, index), whole.outputs)
+        pull = rows.mv(delta) - self.residual[index].reshape(-1)
+        return rows.T.mv(pull) + len(index) / self.n * self.ridge * delta
+
+    def _preconditioned(self, gradient: Tensor) -> Tensor:
+        """A g."""
+        return gradient if self.preconditioner is None else self.preconditioner.mv(gradient)
+
+    def _top(self, right: Tensor) -> float:
+        """The largest eigenvalue of A (JᵀJ + ρI), by the power method."""
+        generator = torch.Generator(device=right.device).manual_seed(0)
+        v = torch.randn(right.shape, generator=generator, dtype=right.dtype, device=right.device)
+        norm = v.norm()
+        for _ in range(POWER_STEPS):
+            v = self._preconditioned(self.matrix.mv(v / norm.clamp_min(LEAST)))
+            norm = v.norm()
+        return float(norm)

@@ -1,0 +1,509 @@
+"""``linnet.Laplace``: how sure a trained network is, from the curvature of its loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.curvatures.build import check_options, watched
+from linnet.curvatures.curvature import Curvature
+from linnet.distributed import Share, together
+from linnet.errors import InputError
+from linnet.fitting.arguments import check_count, check_positive
+from linnet.laplace.evidence import Tuned
+from linnet.laplace.files import write_posterior
+from linnet.laplace.linearized import linearized
+from linnet.laplace.links import Link
+from linnet.laplace.outputs import sampled_outputs
+from linnet.laplace.posterior import (
+    Hyper,
+    Posterior,
+    Watcher,
+    check_damping,
+    measure_all,
+    relative_noise,
+    require_origin,
+    with_noise,
+)
+from linnet.laplace.predict import GaussianPredictive, Meaning, SampledPredictive
+from linnet.laplace.prior import Groups, check_mean, check_prior, make_mean, prior_values
+from linnet.laplace.scores import Scorer
+from linnet.laplace.state import State, expanded
+from linnet.laplace.tune import METHODS, Search, tuned
+from linnet.laplace.union import union
+from linnet.likelihoods.gaussian import Gaussian
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood
+from linnet.linalg.random import Seed, make_generator
+from linnet.memory import parse_bytes
+from linnet.params import choice, flag, instance
+from linnet.params import seed as checked_seed
+from linnet.tangent.batch import Inputs, check_examples
+from linnet.tangent.modes import in_exact_mode
+
+OPTIONS = (
+    "expectation", "sharing", "matrix", "params", "output", "samples", "rank", "seed", "block", "memory",
+    "file", "shard", "method",
+)  # fmt: skip
+SEARCHES = ("gradient", "fixed-point", "grid")
+PRIORS = ("isotropic", "layer", "parameter")
+
+
+class Laplace:
+    """A Gaussian posterior over a trained network's weights: N(θ*, (s G + Δ)⁻¹).
+
+    G is any curvature of :func:`linnet.curvature`, summed over the data; Δ the precision of the prior; s the
+    scale of the data. The model is not touched: a copy is taken at every fit.
+
+    Args:
+        model: The trained network, or a ``Linearized`` at δ = 0.
+        likelihood: What its outputs mean, one of ``linnet.likelihoods``.
+        structure: Of the curvature: "kfac", "ekfac", "kfra", "diagonal", "block", "full", "low-rank",
+            "last-layer", or a mapping from parameter patterns to structures.
+        prior_precision: λ: one number; one a layer, by name or (L,); or one a parameter, (P,) or by name,
+            where the structure allows it (full, block, diagonal, low-rank).
+        prior_mean: μ: a number, (P,), or tensors by parameter name.
+        data_scale: s, how often every example counts; the N of eq. 5.14 is s times the number of examples,
+            and 1/s is a temperature.
+        damping: How λ enters Kronecker products: "exact"; "matrix-normal", (√N Ā + √λ I) ⊗ (√N Ḡ + √λ I);
+            "factored", the same balanced by trace norms. The last two understate uncertainty.
+        **options: Passed on to :func:`linnet.curvature`: expectation, sharing, matrix, params ("last-layer",
+            "lora", names: a subnetwork), output, samples, rank, seed, block, memory, file, shard, method.
+
+    Raises:
+        InputError: If a value is not one of those listed, or a precision is not positive.
+
+    Source:
+        Botev 2020, section 5.1; Ritter, Botev and Barber 2018; MacKay 1992; Immer et al. 2021 ("glm").
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+        >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
+        >>> la = Laplace(net, linnet.likelihoods.Categorical(), prior_precision=1.0).fit((x, y))
+        >>> la.tune("evidence").predict(x).probs.shape
+        torch.Size([30, 3])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        structure: Any = "kfac",
+        prior_precision: Any = 1.0,
+        prior_mean: Any = 0.0,
+        data_scale: float = 1.0,
+        damping: str = "exact",
+        **options: Any,
+    ) -> None:
+        check_likelihood(likelihood)
+        if structure == "matrix-free" or isinstance(structure, list | tuple):
+            raise InputError(
+                f"structure={structure!r}",
+                expected="one structure with an inverse",
+                remedy='pass structure="low-rank" for large networks',
+            )
+        unknown = sorted(set(options) - set(OPTIONS))
+        if unknown:
+            raise InputError(
+                f"unknown argument {unknown[0]!r}",
+                expected=", ".join(OPTIONS),
+                remedy="see help(linnet.Laplace)",
+            )
+        instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
+        check_options(structure, options)
+        check_mean(prior_mean)
+        check_prior(prior_precision)
+        check_positive("data_scale", data_scale, "leave data_scale= out")
+        check_damping(damping)
+        self._model, self._base, self._structure, self._options = model, likelihood, structure, options
+        self._prior, self._prior_mean, self._damping = prior_precision, prior_mean, damping
+        self._scale = float(data_scale)
+        self._state: State | None = None
+        self._covariance: Curvature | None = None
+        self.tuned: Tuned | None = None
+
+    def __repr__(self) -> str:
+        state = "not fitted" if self._state is None else repr(self._state.posterior.curvature)
+        return f"Laplace({self.likelihood!r}, {state})"
+
+    # Fitting
+
+    @in_exact_mode
+    def fit(self, data: Any, add: bool = False) -> Laplace:
+        """Sum the curvature over the data, at the weights that the model has now.
+
+        Args:
+            data: An (x, y) pair, a ``Dataset`` or a ``DataLoader``. Targets may be missing where the
+                curvature needs none; then there is no evidence.
+            add: Whether the data come on top of those of earlier fits, at the same weights: the posterior is
+                then that of all of them.
+
+        Returns:
+            This object.
+
+        Raises:
+            InputError: If ``add`` does not go with the structure, the weights have changed, or the model is a
+                ``Linearized`` with δ ≠ 0.
+
+        Example:
+            >>> import linnet
+            >>> net, x = torch.nn.Linear(2, 1), torch.randn(8, 2)
+            >>> halves = Laplace(net, linnet.likelihoods.Gaussian()).fit((x[:4], x[:4, :1]))
+            >>> halves.fit((x[4:], x[4:, :1]), add=True).examples
+            8.0
+        """
+        flag("add", add)
+        share = Share.of(self._options.get("shard", True))
+        with together("Laplace.fit", share.world > 1):
+            return self._fit(data, add, share)
+
+    def _fit(self, data: Any, add: bool, share: Share) -> Laplace:
+        """Sum the curvature; all processes together, if there are any."""
+        require_origin(self._model)
+        before = self._state if add else None
+        options = dict(self._options)
+        if before is not None:  # other random numbers than those of the first data
+            options["seed"] = int(options.get("seed", 0)) + int(before.posterior.curvature.made.examples)
+        seen = Watcher(self._base)
+        found: Curvature = watched(seen.see, self._model, data, self._base, self._structure, **options)
+        if share.world > 1:
+            seen.add_others()
+        if seen.examples != found.made.examples:  # summed before, or in another way
+            seen = measure_all(found.function, self._base, data, options.get("block"), share)
+        seen.warn()
+        fitted, shape = seen.fitted, seen.shape
+        if before is None:
+            groups, at = self._hyper(found)
+        else:
+            _require_shape(shape, before.meaning.shape)
+            found, fitted = union(before.posterior.curvature, found), before.posterior.fitted + fitted
+            groups, at = before.groups, before.hyper
+        mean = make_mean(self._prior_mean, found.function.space, found.function.device)
+        posterior = Posterior(found, fitted, mean, self._damping)
+        return self.resume(State(posterior, groups, at, Meaning(self._base, shape, Link())))
+
+    def _hyper(self, curvature: Curvature) -> tuple[Groups, Hyper]:
+        """The hyper-parameters that the constructor was given."""
+        function = curvature.function
+        groups, values = prior_values(self._prior, curvature.parts, function.space, function.device)
+        scale, noise = (
+            torch.tensor(v, dtype=torch.float64, device=function.device) for v in (self._scale, 1.0)
+        )
+        return groups, Hyper(values, scale, noise)
+
+    @property
+    def _fitted(self) -> State:
+        """The state, or an error before fit."""
+        if self._state is None:
+            raise InputError(
+                "this Laplace has not been fitted",
+                expected="a call of fit(data) first",
+                remedy="la.fit((x, y))",
+            )
+        return self._state
+
+    # What is known
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood, with the noise variance that was tuned, if any."""
+        return self._base if self._state is None else with_noise(self._base, float(self._state.hyper.noise))
+
+    @property
+    def prior_precision(self) -> float | dict[str, float] | Tensor:
+        """λ: a number, numbers by layer name, or (P,) for one a parameter."""
+        state = self._fitted
+        if state.groups.form == "isotropic":
+            return float(state.hyper.prior)
+        if state.groups.form == "layer":
+            return dict(zip(state.groups.names, state.hyper.prior.tolist(), strict=True))
+        return state.hyper.prior
+
+    @property
+    def prior_moments(self) -> tuple[Tensor, Tensor]:
+        """The precision and the mean of every parameter under the prior, (P,) each, float64."""
+        state = self._fitted
+        return state.hyper.prior[state.groups.members], state.posterior.mean
+
+    @property
+    def data_scale(self) -> float:
+        """s, how often every example counts."""
+        return self._scale if self._state is None else float(self._state.hyper.scale)
+
+    @property
+    def examples(self) -> float:
+        """Number of examples that the posterior has seen."""
+        return self._fitted.posterior.curvature.made.examples
+
+    @property
+    @in_exact_mode
+    def covariance(self) -> Curvature:
+        """The posterior covariance of the weights, with ``@``, ``diagonal``, ``dense`` and more."""
+        state = self._fitted
+        if self._covariance is None:
+            self._covariance = state.posterior.covariance(state.groups, state.hyper)
+        return self._covariance
+
+    @property
+    def precision(self) -> Curvature:
+        """The posterior precision s G + Δ (or its factored form)."""
+        return self.covariance.inverse()
+
+    @property
+    def curvature(self) -> Curvature:
+        """G, as the data gave it."""
+        return self._fitted.posterior.curvature
+
+    @in_exact_mode
+    def sample(self, n: int, generator: Seed = None) -> Tensor:
+        """Draw weights.
+
+        Args:
+            n: Number of draws.
+            generator: Generator or seed.
+
+        Returns:
+            θ, (n, P), in the order of the parameters that vary.
+        """
+        check_count("n", n)
+        function = self.covariance.function
+        theta = function.space.to_flat(function.theta)
+        return theta + self.covariance.sample(n, generator).to(theta)
+
+    # Predictions
+
+    @in_exact_mode
+    def predict(
+        self,
+        x: Inputs,
+        method: str = "glm",
+        *,
+        link: str = "probit",
+        samples: int | None = None,
+        generator: Seed = None,
+        joint: bool = False,
+        memory: str | int | None = None,
+    ) -> GaussianPredictive | SampledPredictive:
+        """The distribution of the outputs, and of labels.
+
+        Where x requires gradients, mean and covariance of "glm" are differentiable in x, exactly and once:
+        the values are the same, and the backward pass is one double backward pass of the network for each
+        example. Outputs of "mc" are differentiable as often as the network is.
+
+        Args:
+            x: N examples.
+            method: "glm": the linearized network, Gaussian in closed form with mean f(x). "mc": networks with
+                sampled weights (Botev 2020, eq. 5.9), whose mean is the samples'.
+            link: For class probabilities of "glm": "probit", "pairwise", "bridge" or "mc".
+            samples: Networks of "mc" (100 by default), or draws of outputs of link="mc" and of densities that
+                have no closed form (1000).
+            generator: Generator or seed of whatever is random.
+            joint: Whether covariances between examples are wanted, (N, C, N, C).
+            memory: Budget such as ``"1GB"``; by default half of what is available.
+
+        Returns:
+            ``.mean`` and ``.variance`` (N, C), ``.covariance`` (N, C, C), ``.with_noise()``, ``.sample(n)``,
+            ``.probs``, ``.log_density(y)``; ``.joint_covariance``; of "mc" also ``.sampled_probs``. Where the
+            covariance would be large, it is computed when it is asked for.
+
+        Raises:
+            DataError: If x is empty or not finite.
+            InputError: If the method or link is unknown, or fit has not been called.
+        """
+        check_examples(x)
+        choice("method", method, ("glm", "mc"), 'pass method="glm" for closed forms')
+        make_generator(generator)
+        flag("joint", joint)
+        parse_bytes(memory)
+        if samples is not None:
+            check_count("samples", samples)
+        if method == "mc":
+            outputs = sampled_outputs(self.covariance, x, 100 if samples is None else samples, generator)
+            return SampledPredictive(outputs, self._meaning(Link()))
+        meaning = self._meaning(Link(link, 1000 if samples is None else samples, generator))
+        return linearized(self.covariance, x, meaning, joint, memory)
+
+    def _meaning(self, link: Link) -> Meaning:
+        """What outputs mean, with the tuned noise."""
+        return Meaning(self.likelihood, self._fitted.meaning.shape, link)
+
+    # Hyper-parameters
+
+    @in_exact_mode
+    def log_evidence(self, prior_precision: Any = None, noise_variance: Any = None) -> Tensor:
+        """The logarithm of the marginal likelihood of the data, by Laplace's method.
+
+        log p(D | θ*) + log p(θ*) + P/2 log 2π − ½ log det H; for a matrix-normal posterior with its H. The
+        curvature is decomposed once; other hyper-parameters then cost a pass over its eigenvalues.
+
+        Args:
+            prior_precision: λ instead of the current one; a tensor may require gradients.
+            noise_variance: σ² instead of the current one, for a Gaussian likelihood of one variance; a
+                tensor may require gradients.
+
+        Returns:
+            (), float64, differentiable in tensors that require gradients.
+
+        Raises:
+            InputError: If the data had no targets, or a value is not positive.
+
+        Example:
+            >>> import linnet
+            >>> x = torch.linspace(-1, 1, 9)[:, None]
+            >>> la = Laplace(torch.nn.Linear(1, 1), linnet.likelihoods.Gaussian()).fit((x, x))
+            >>> λ = torch.tensor(1.0, requires_grad=True)
+            >>> la.log_evidence(λ).backward()
+            >>> λ.grad.isfinite().item()
+            True
+        """
+        state = self._fitted
+        groups, at = state.groups, state.hyper
+        if prior_precision is not None:
+            check_prior(prior_precision)
+            curvature = state.posterior.curvature
+            if isinstance(prior_precision, Tensor) and prior_precision.numel() == groups.count:
+                values = prior_precision.to(at.prior).reshape(groups.count)
+            else:
+                groups, values = prior_values(
+                    prior_precision, curvature.parts, curvature.function.space, at.prior.device
+                )
+            at = Hyper(values, at.scale, at.noise)
+        noise = relative_noise(self._base, noise_variance)
+        if noise is not None and noise.numel() != 1:
+            raise InputError(f"noise_variance={noise_variance!r}", "one number", "call it once for each")
+        if noise is not None:
+            at = Hyper(at.prior, at.scale, noise.to(at.noise).reshape(()))
+        return state.posterior.log_evidence(groups, at)
+
+    @in_exact_mode
+    def tune(
+        self,
+        method: str = "evidence",
+        data: Any = None,
+        *,
+        prior: str | None = None,
+        noise: bool | None = None,
+        search: str | None = None,
+        prior_precision: Any = None,
+        data_scale: Any = None,
+        noise_variance: Any = None,
+        predict: str = "glm",
+        link: str = "probit",
+        samples: int = 100,
+        seed: int = 0,
+        steps: int = 200,
+        memory: str | int | None = None,
+    ) -> Laplace:
+        """Choose prior precisions, and if wanted the noise variance and the scale of the data.
+
+        Evidence and "loo" look at the data of the fit, which the network has usually been trained on. Where
+        it fits them closely, its residuals say nothing about the noise, and leave-one-out is optimistic: an
+        example is taken out of the Gaussian, not out of the training of θ*. Held-out data know better.
+
+        Args:
+            method: "evidence", the marginal likelihood of the data of the fit; "validation", the predictive
+                likelihood of held-out data, by gradient; "grid", the same by trying values; "loo", the
+                approximate leave-one-out predictive likelihood of the data of the fit.
+            data: Held-out data for "validation" and "grid"; the data of the fit for "loo".
+            prior: "isotropic", "layer" or "parameter": how many precisions; as they are by default.
+            noise: Whether a Gaussian noise variance is tuned too; by default for "evidence" and
+                "validation" where there is one.
+            search: "gradient" or "fixed-point" (MacKay's) for "evidence"; "gradient" or "grid" for "loo", by
+                default "grid" unless ``data_scale=True``.
+            prior_precision: Values for a grid, 1e-4 to 1e4 by default; of several, the geometric mean.
+            data_scale: Values for a grid; ``True`` to follow its gradient in "validation" and "loo".
+            noise_variance: Values for a grid, of a Gaussian likelihood of one variance.
+            predict: "glm" or "mc": which predictions a grid compares.
+            link: Class probabilities of "glm".
+            samples: Networks of "mc".
+            seed: Seed of "mc".
+            steps: Most evaluations of a gradient or the fixed point.
+            memory: Budget.
+
+        Returns:
+            This object, tuned; ``.tuned`` says how the search ended.
+
+        Raises:
+            InputError: If the arguments do not go together, or data are missing.
+        """
+        state = self._fitted
+        choice("method", method, METHODS, 'pass "evidence"')
+        if (data is None) != (method == "evidence"):
+            raise InputError(
+                f"tune({method!r}) {'without' if data is None else 'with'} data",
+                expected='held-out data for "validation" and "grid", that of the fit for "loo", else none',
+                remedy="pass data=(x, y)" if data is None else "leave data out",
+            )
+        groups, at = state.groups, state.hyper
+        if prior is not None and prior != groups.form:
+            groups, at = expanded(state, prior)
+        for name, word, words in (("search", search, SEARCHES), ("prior", prior, PRIORS)):
+            _ = word is None or choice(name, word, words)
+        _ = noise is None or flag("noise", noise)
+        checked_seed("seed", seed)
+        choice("predict", predict, ("glm", "mc"))
+        check_count("samples", samples)
+        check_count("steps", steps)
+        parse_bytes(memory)
+        follow = data_scale is True
+        by_grid = method == "grid" or (method == "loo" and not follow)
+        kind = search or ("grid" if by_grid else "gradient")
+        if method == "grid" and kind != "grid":
+            raise InputError(f"search={search!r} with method='grid'", "a grid", 'pass method="validation"')
+        if noise is None:
+            closed = method in ("evidence", "validation") and kind != "grid"
+            noise = (
+                closed and isinstance(self._base, Gaussian) and self.curvature.made.expectation != "empirical"
+            )
+        plan = Search(kind, steps, follow, noise, predict, samples, seed)
+        grids = {
+            "prior": prior_precision,
+            "scale": None if follow else data_scale,
+            "noise": relative_noise(self._base, noise_variance),
+        }
+        meaning = Meaning(self._base, state.meaning.shape, Link(link))
+        scorer = Scorer(state.posterior, groups, self._base, data, meaning, method == "loo", memory)
+        self.tuned = tuned(method, scorer, at, plan, grids)
+        return self.resume(State(state.posterior, groups, self.tuned.hyper, state.meaning))
+
+    # Files
+
+    def resume(self, state: State) -> Laplace:
+        """Take over what a fit has left, as :func:`linnet.load_laplace` does.
+
+        Args:
+            state: The posterior, its hyper-parameters, and what outputs mean.
+
+        Returns:
+            This object.
+        """
+        self._state, self._covariance = state, None
+        return self
+
+    def save(self, directory: str | Path) -> Path:
+        """Write the posterior: the curvature to one checksummed file, everything else to another.
+
+        Args:
+            directory: The folder; made if it is missing.
+
+        Returns:
+            The folder.
+        """
+        state = self._fitted
+        write_posterior(
+            directory, state.posterior, state.groups, state.hyper, self._base, tuple(state.meaning.shape)
+        )
+        return Path(directory)
+
+
+def _require_shape(shape: tuple[int, ...], before: tuple[int, ...]) -> None:
+    """Raise if data that are added give outputs of another shape."""
+    if shape != before:
+        raise InputError(
+            f"add=True with outputs of shape {shape} after {before}",
+            expected="examples whose outputs have one shape",
+            remedy="fit them apart",
+        )

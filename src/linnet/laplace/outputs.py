@@ -1,0 +1,424 @@
+"""How a Gaussian over the weights spreads to the outputs: moments, joint moments, gradients, samples.
+
+With outputs f(x) + J(x)(θ − θ*) and weights N(θ*, M), outputs are N(f(x), J M Jᵀ). Blocks of examples keep
+what is held small, and no Jacobian is formed. The derivative of the covariance in x is that of ⟨W, J M Jᵀ⟩
+for the cotangent W that autograd brings: with V = M Jᵀ (W + Wᵀ) held fixed, one for each example, it is the
+derivative of Σ_c ⟨∂f_c/∂θ(x), V_c⟩, one double backward pass an example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.curvatures.curvature import Curvature
+from linnet.curvatures.parts import Part
+from linnet.curvatures.sums import layer_rows
+from linnet.curvatures.variance import batch_covariance, row_bytes
+from linnet.laplace.head import BLOCK, head_spreads, head_variances, is_head
+from linnet.linalg.random import make_generator
+from linnet.memory import Plan, parse_bytes, require
+from linnet.tangent.batch import Inputs, batch_size, check_finite, map_tensors, split, take, tensors_in
+from linnet.tangent.capture import capture, capture_bytes
+from linnet.tangent.captured import Captured
+from linnet.tangent.functional import Functional
+from linnet.tangent.jacobian import vjp_columns
+from linnet.tangent.modes import in_exact_mode
+
+TARGET = 128 << 20  # bytes of one captured batch
+MOST = 256  # examples captured at once
+SAMPLED = 1 << 26  # numbers in the weights that are drawn at once
+
+Moments = tuple[Tensor, Tensor]
+
+
+def captured_blocks(
+    function: Functional, parts: Sequence[Part], x: Inputs, memory: str | int | None = None, kept: int = 0
+) -> Iterator[Captured]:
+    """The network differentiated on a few examples after the other.
+
+    Args:
+        function: The network.
+        parts: The blocks that the derivatives are for.
+        x: N examples.
+        memory: Budget; by default half of what is available.
+        kept: Numbers that the caller keeps of all examples.
+
+    Yields:
+        Captured batches.
+
+    Raises:
+        MemoryBudgetError: If not even one example fits.
+    """
+    check_finite(x, "x")
+    x = on_device(function, x)
+    c = function.check_runs(take(x, slice(0, 1))).numel()
+    budget = parse_bytes(memory, function.device)
+    one = capture_bytes(function, x, c) + row_bytes(parts, c) + c * c * function.dtype.itemsize
+    require(
+        Plan(
+            f"output covariance of {batch_size(x)} examples x {c} outputs",
+            budget,
+            (("result", kept * function.dtype.itemsize), ("derivatives of one example", one)),
+        ),
+        ["raise memory=", "use fewer examples at once"],
+    )
+    size = max(1, min(MOST, min(TARGET, budget // 2) // max(one, 1)))
+    for block in split(x, size):
+        yield capture(function, block)
+
+
+def moments(
+    covariance: Curvature, x: Inputs, memory: str | int | None = None, diagonal: bool = False
+) -> Moments:
+    """Mean and covariance of the outputs of each example.
+
+    Args:
+        covariance: M.
+        x: N examples.
+        memory: Budget.
+        diagonal: Whether only the variances are kept.
+
+    Returns:
+        (N, C), and (N, C, C), or (N, C) for variances.
+    """
+    check_finite(map_tensors(lambda t: t.detach(), x), "x")
+    x, function, n = on_device(covariance.function, x), covariance.function, batch_size(x)
+    if diagonal and is_head(covariance, x):
+        alone = head_variances(covariance, x)
+        if alone is not None:
+            return alone
+    c = function.output_shape(x).numel()
+    means, spreads, start = torch.empty(0), torch.empty(0), 0
+    for mean, spread in spread_blocks(covariance, x, memory, n * c * (1 if diagonal else c)):
+        found = mean, spread.diagonal(dim1=1, dim2=2) if diagonal else spread
+        if start == 0:  # what is kept has passed the budget
+            means, spreads = (t.new_empty(n, *t.shape[1:]) for t in found)
+        some = slice(start, start + len(mean))
+        means[some], spreads[some] = found
+        start += len(mean)
+    return means, spreads
+
+
+def spread_blocks(
+    covariance: Curvature, x: Inputs, memory: str | int | None = None, kept: int = 0
+) -> Iterator[Moments]:
+    """Mean and covariance of the outputs of a few examples after the other.
+
+    Args:
+        covariance: M.
+        x: N examples.
+        memory: Budget.
+        kept: Numbers that the caller keeps of all examples.
+
+    Yields:
+        (n, C) and (n, C, C).
+
+    Raises:
+        MemoryBudgetError: If not even one example fits.
+    """
+    x, function, parts = on_device(covariance.function, x), covariance.function, covariance.parts
+    if not is_head(covariance, x):
+        for captured in captured_blocks(function, parts, x, memory, kept):
+            yield captured.outputs, batch_covariance(parts, captured)
+        return
+    c = function.output_shape(x).numel()
+    budget, item = parse_bytes(memory, function.device), covariance.dtype.itemsize
+    items = (("result", kept * item), ("covariances of one example", 4 * c * c * item))
+    plan = Plan(f"output covariance of {batch_size(x)} examples x {c} outputs", budget, items)
+    require(plan, ["raise memory=", "use fewer examples at once"])
+    for block in split(x, BLOCK):
+        own = head_spreads(covariance, block)
+        if own is None:  # something follows the layer on these examples
+            blocks = captured_blocks(function, parts, block, memory, kept)
+            own = ((captured.outputs, batch_covariance(parts, captured)) for captured in blocks)
+        yield from own
+
+
+def joint_covariance(covariance: Curvature, x: Inputs, memory: str | int | None = None) -> Tensor:
+    """J M Jᵀ between all examples.
+
+    Tiles of examples: the half rows J S, with M = S Sᵀ, of one layer and two tiles at a time.
+
+    Args:
+        covariance: M.
+        x: N examples.
+        memory: Budget.
+
+    Returns:
+        (N, C, N, C).
+
+    Raises:
+        MemoryBudgetError: If the result and two tiles do not fit.
+    """
+    function, parts, n = covariance.function, covariance.parts, batch_size(x)
+    x = on_device(function, x)
+    check_finite(x, "x")
+    c = function.check_runs(take(x, slice(0, 1))).numel()
+    budget, item = parse_bytes(memory, function.device), covariance.dtype.itemsize
+    one = 2 * capture_bytes(function, x, c) + 4 * max(part.layer.size for part in parts) * c * item
+    items = (("result", n * n * c * c * item), ("two tiles of one example", one))
+    plan = Plan(f"joint covariance of {n} examples x {c} outputs", budget, items)
+    require(plan, ["raise memory=", "use fewer examples"])
+    size = max(1, min(MOST, (budget - items[0][1]) // (2 * one)))
+    out = torch.zeros(n, c, n, c, dtype=covariance.dtype, device=function.device)
+    starts = range(0, n, size)
+    for i in starts:
+        rows = capture(function, take(x, slice(i, i + size)))
+        for j in (start for start in starts if start >= i):
+            columns = rows if i == j else capture(function, take(x, slice(j, j + size)))
+            tile = _tile(parts, covariance, rows, columns)
+            tile = (tile + tile.permute(2, 3, 0, 1)) / 2 if i == j else tile
+            out[i : i + size, :, j : j + size] = tile
+            if j > i:
+                out[j : j + size, :, i : i + size] = tile.permute(2, 3, 0, 1)
+    return out
+
+
+def _tile(parts: Sequence[Part], covariance: Curvature, rows: Captured, columns: Captured) -> Tensor:
+    """J M Jᵀ between two batches, (N, C, M, C)."""
+    total: Tensor | None = None
+    for part in parts:
+        left = _half_rows(part, covariance, rows)
+        right = left if columns is rows else _half_rows(part, covariance, columns)
+        total = left @ right.T if total is None else total + left @ right.T
+    assert total is not None, "a posterior has at least one block"
+    return total.view(rows.n, rows.k, columns.n, columns.k)
+
+
+def _half_rows(part: Part, covariance: Curvature, captured: Captured) -> Tensor:
+    """J S of one layer, (N·C, p)."""
+    rows = layer_rows(captured, part.layer).flatten(0, 1).to(covariance.dtype)
+    if part.joined and part.layer.biased:
+        pieces = rows.split([torch.Size(shape).numel() for shape in part.layer.shapes], 1)
+        shaped = [p.reshape(-1, *shape) for p, shape in zip(pieces, part.layer.shapes, strict=True)]
+        rows = part.layer.join(shaped).flatten(1)
+    return part.operator._root_transposed(rows.T).T
+
+
+def differentiable_moments(
+    covariance: Curvature, x: Inputs, joint: bool, memory: str | int | None
+) -> Moments:
+    """Mean and covariance with gradients in x, exact, of first order.
+
+    Args:
+        covariance: M.
+        x: N examples, of which some tensors require gradients.
+        joint: Whether the covariance is that between all examples.
+        memory: Budget.
+
+    Returns:
+        (N, C), and (N, C, C) or (N, C, N, C).
+    """
+    function = covariance.function
+    x = map_tensors(lambda t: t.to(function.device), x)
+    mean = _exact(function, function.theta, x)
+    apply: Callable[..., Tensor] = _Spread.apply
+    spread = apply(covariance, x, joint, memory, *_tracked(x))
+    return mean, spread
+
+
+def plain_outputs(function: Functional, x: Inputs) -> Tensor:
+    """f(θ*, x) without gradients.
+
+    Args:
+        function: The network.
+        x: N examples.
+
+    Returns:
+        (N, C), outputs flattened.
+    """
+    return torch.cat([function.check_runs(part).flatten(1) for part in split(on_device(function, x), MOST)])
+
+
+def on_device(function: Functional, x: Inputs) -> Inputs:
+    """Examples on the network's device, without a graph.
+
+    Args:
+        function: The network.
+        x: Examples.
+
+    Returns:
+        The same, moved.
+    """
+    return map_tensors(lambda t: t.detach().to(function.device), x)
+
+
+def requires_gradient(x: Inputs) -> bool:
+    """Whether predictions are to be differentiated in x."""
+    return torch.is_grad_enabled() and bool(_tracked(x))
+
+
+def _tracked(x: Inputs) -> list[Tensor]:
+    """The tensors in x that require gradients."""
+    return [t for t in tensors_in(x) if t.requires_grad]
+
+
+@in_exact_mode
+def _exact(function: Functional, theta: dict[str, Tensor], x: Inputs) -> Tensor:
+    """f(θ, x), (N, C), with whatever graph x has."""
+    with torch.enable_grad():
+        return function.flat(theta, x)
+
+
+class _Spread(torch.autograd.Function):
+    """J M Jᵀ, and its derivative in x one example after the other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, covariance: Curvature, x: Inputs, joint: bool, memory: str | int | None, *tracked: Tensor
+    ) -> Tensor:
+        """The covariance."""
+        plain = map_tensors(lambda t: t.detach(), x)
+        ctx.covariance, ctx.x, ctx.joint = covariance, plain, joint
+        ctx.flags = [t.requires_grad for t in tensors_in(x)]
+        return joint_covariance(covariance, plain, memory) if joint else moments(covariance, plain, memory)[1]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:
+        """⟨W, d(J M Jᵀ)⟩ of each example."""
+        covariance, function, n = ctx.covariance, ctx.covariance.function, batch_size(ctx.x)
+        flags = iter(ctx.flags)
+        x = map_tensors(lambda t: t.clone().requires_grad_(next(flags)), ctx.x)
+        leaves = _tracked(x)
+        totals = [torch.zeros_like(leaf) for leaf in leaves]
+        for i in range(n):
+            one, everything = slice(i, i + 1), slice(None) if ctx.joint else slice(i, i + 1)
+            if ctx.joint:
+                own = weight[i] + weight[:, :, i].permute(2, 0, 1)  # (C, N, C)
+            else:
+                own = (weight[i] + weight[i].T)[:, None]
+            u = own.permute(1, 2, 0).to(function.dtype)
+            pulled = vjp_columns(function, take(ctx.x, everything), u)  # Jᵀ(W + Wᵀ), (P, C)
+            v = covariance.mm(pulled.to(covariance.dtype)).to(function.dtype)
+            with torch.enable_grad():
+                value = _contracted(function, take(x, one), function.space.to_params(v))
+                found = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else ()
+            for total, g in zip(totals, found, strict=False):
+                if g is not None:
+                    total += g
+        return (None, None, None, None, *totals)
+
+
+@in_exact_mode
+def _contracted(function: Functional, x: Inputs, v: dict[str, Tensor]) -> Tensor:
+    """Σ_c ⟨∂f_c/∂θ, V_c⟩ of one example, as a function of x."""
+    with torch.enable_grad():
+        leaves = {name: t.detach().requires_grad_() for name, t in function.theta.items()}
+        outputs = function.flat(leaves, x)[0]
+        total = outputs.new_zeros(())
+        for c, value in enumerate(outputs.unbind(0)):
+            grads = torch.autograd.grad(value, list(leaves.values()), create_graph=True, allow_unused=True)
+            for name, g in zip(leaves, grads, strict=True):
+                if g is not None and g.requires_grad:
+                    total = total + (g * v[name][..., c]).sum()
+    return total
+
+
+def sampled_outputs(
+    covariance: Curvature, x: Inputs, samples: int, generator: torch.Generator | int | None, block: int = 256
+) -> Tensor:
+    """Outputs of networks whose weights are drawn from N(θ*, M).
+
+    Args:
+        covariance: M.
+        x: N examples.
+        samples: S, number of networks.
+        generator: Source of randomness.
+        block: Examples that run at once.
+
+    Returns:
+        (S, N, C), with a graph where x requires gradients.
+
+    Raises:
+        MemoryBudgetError: If the result does not fit.
+    """
+    drawn = _drawn(covariance, samples, make_generator(generator))
+    return outputs_under(covariance.function, drawn, samples, x, block)
+
+
+class Draws:
+    """Displacements of the weights from N(0, M), the same whenever they are passed over.
+
+    They are drawn once and kept, or, where S P numbers are too many for the memory, drawn again from the same
+    seed at every pass.
+
+    Args:
+        covariance: M.
+        samples: S, number of networks.
+        seed: Seed.
+        memory: Budget, of which the draws may take a quarter.
+    """
+
+    def __init__(
+        self, covariance: Curvature, samples: int, seed: int, memory: str | int | None = None
+    ) -> None:
+        self.covariance, self.samples, self.seed = covariance, samples, seed
+        size = samples * covariance.shape[0] * covariance.dtype.itemsize
+        self.kept = size <= parse_bytes(memory, covariance.function.device) // 4
+        self._drawn: list[Tensor] = []
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if self._drawn:
+            yield from self._drawn
+            return
+        found = _drawn(self.covariance, self.samples, make_generator(self.seed))
+        if self.kept:
+            self._drawn = list(found)
+            found = iter(self._drawn)
+        yield from found
+
+
+def outputs_under(
+    function: Functional, draws: Iterable[Tensor], samples: int, x: Inputs, block: int = 256
+) -> Tensor:
+    """Outputs of networks with given weights.
+
+    Args:
+        function: The network.
+        draws: Displacements of the weights, a few at once (S', P).
+        samples: S, how many they are together.
+        x: N examples.
+        block: Examples that run at once.
+
+    Returns:
+        (S, N, C), with a graph where x requires gradients.
+
+    Raises:
+        MemoryBudgetError: If the result does not fit.
+    """
+    check_finite(map_tensors(lambda t: t.detach(), x), "x")
+    x = map_tensors(lambda t: t.to(function.device), x)
+    c = function.check_runs(map_tensors(lambda t: t.detach(), take(x, slice(0, 1)))).numel()
+    size = samples * batch_size(x) * c * function.dtype.itemsize
+    plan = Plan(
+        f"{samples} samples of the outputs of {batch_size(x)} examples",
+        parse_bytes(None, function.device),
+        (("result", size),),
+    )
+    require(plan, ["draw fewer samples=", "predict fewer examples at once"])
+    theta = function.space.to_flat(function.theta)
+    with torch.set_grad_enabled(requires_gradient(x)):
+        return torch.cat(
+            [
+                torch.stack([_run(function, theta + row.to(theta), x, block) for row in drawn])
+                for drawn in draws
+            ]
+        )
+
+
+def _drawn(covariance: Curvature, samples: int, source: torch.Generator | None) -> Iterator[Tensor]:
+    """Displacements of the weights, a few at once (S', P); how many depends on P alone."""
+    at_once = max(1, min(16, SAMPLED // covariance.shape[0]))
+    for start in range(0, samples, at_once):
+        yield covariance.sample(min(at_once, samples - start), source)
+
+
+def _run(function: Functional, weights: Tensor, x: Inputs, block: int) -> Tensor:
+    """f(θ, x) with other weights, (N, C)."""
+    params = function.space.to_params(weights)
+    return torch.cat([function.flat(params, part) for part in split(x, block)])

@@ -1,0 +1,44 @@
+"""What a fit leaves behind: the posterior, its hyper-parameters, and what outputs mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from linnet.laplace.posterior import Hyper, Posterior
+from linnet.laplace.predict import Meaning
+from linnet.laplace.prior import Groups
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """A fitted posterior.
+
+    Args:
+        posterior: The posterior for any hyper-parameters.
+        groups: Groups of the prior.
+        hyper: The hyper-parameters.
+        meaning: What outputs mean, with the likelihood that the curvature was computed with.
+    """
+
+    posterior: Posterior
+    groups: Groups
+    hyper: Hyper
+    meaning: Meaning
+
+
+def expanded(state: State, form: str) -> tuple[Groups, Hyper]:
+    """The same prior in another form: as it is in a finer one, at its geometric mean in a coarser one.
+
+    Args:
+        state: A fitted posterior.
+        form: "isotropic", "layer" or "parameter".
+
+    Returns:
+        Groups and hyper-parameters.
+    """
+    groups = state.posterior.groups(form)
+    logs = state.hyper.prior.log()[state.groups.members]
+    sizes = groups.sums(torch.ones_like(logs))
+    return groups, Hyper((groups.sums(logs) / sizes).exp(), state.hyper.scale, state.hyper.noise)

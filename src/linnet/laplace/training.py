@@ -1,0 +1,171 @@
+"""Training with the prior precision and the noise tuned by the evidence along the way.
+
+Every few epochs the posterior is fitted at the weights of the moment, and the regularizer of the loss follows
+the prior precisions that maximize its evidence, so that no validation data are needed (Immer, Bauer, Fortuin,
+Rätsch and Khan 2021, "Scalable marginal likelihood estimation for model selection in deep learning").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from linnet.errors import InputError, ModelError, NumericalError
+from linnet.fitting.arguments import check_count
+from linnet.laplace.laplace import Laplace
+from linnet.likelihoods.likelihood import Likelihood, training_nll
+from linnet.linalg.random import Seed, make_generator
+from linnet.params import call, choice, instance, integer, refuse
+from linnet.tangent.batch import Inputs, as_pair, batch_size, gather_data, map_tensors, take
+from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+MAKE = "pass make_optimizer=lambda p: torch.optim.Adam(p, 1e-3)"
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def train_with_evidence(
+    model: nn.Module,
+    data: Any,
+    likelihood: Likelihood,
+    epochs: int,
+    make_optimizer: MakeOptimizer,
+    *,
+    every: int = 1,
+    burn_in: int = 0,
+    steps: int = 50,
+    prior: str = "layer",
+    batch: int = 128,
+    generator: Seed = 0,
+    **options: Any,
+) -> Laplace:
+    """Train a network, in place, on its loss plus a prior that the evidence keeps choosing.
+
+    The loss of a batch is its mean negative log-likelihood plus ½ Σ δ (θ − μ)² / (s N). Keep the epoch of the
+    largest evidence by comparing :meth:`Laplace.log_evidence` of what several calls return.
+
+    Args:
+        model: The network; trained in place, and left in evaluation mode.
+        data: An (x, y) pair or a ``Dataset``, shuffled anew every epoch, or a ``DataLoader`` as it is.
+        likelihood: What the outputs mean.
+        epochs: Passes over the data.
+        make_optimizer: From parameters to an optimizer without weight decay of its own.
+        every: Epochs between updates of the prior.
+        burn_in: Epochs before the first update.
+        steps: Most evaluations of the evidence in an update.
+        prior: "isotropic", "layer" or "parameter".
+        batch: Examples in a batch, where data are no loader.
+        generator: Generator or seed of the order of the examples.
+        **options: Passed on to :class:`Laplace`: structure, prior_precision, prior_mean, params, ...
+
+    Returns:
+        The posterior at the final weights, tuned.
+
+    Raises:
+        InputError: If a number is not positive, or the network's result is no tensor.
+        NumericalError: If the training diverges.
+
+    Example:
+        >>> import linnet
+        >>> x = torch.linspace(-1, 1, 20)[:, None]
+        >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> noisy = linnet.likelihoods.Gaussian(variance=0.1)
+        >>> la = train_with_evidence(net, (x, x**2), noisy, 20, lambda p: torch.optim.Adam(p, 0.01))
+        >>> sorted(la.prior_precision)
+        ['0', '2']
+    """
+    for name, value in (("epochs", epochs), ("every", every), ("steps", steps), ("batch", batch)):
+        check_count(name, value)
+    integer("burn_in", burn_in, 0)
+    choice("prior", prior, ("isotropic", "layer", "parameter"))
+    instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
+    expected = "a function from parameters to an optimizer"
+    if not callable(make_optimizer):
+        refuse("make_optimizer", make_optimizer, expected, MAKE)
+    la = Laplace(model, likelihood, **options)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    made = call("make_optimizer", make_optimizer, trained, expected=expected, remedy=MAKE)
+    optimizer: torch.optim.Optimizer = instance(
+        "make_optimizer(...)", made, torch.optim.Optimizer, "a torch optimizer", MAKE
+    )
+    place = next(model.parameters()).device
+    held = data if isinstance(data, DataLoader) else gather_data(data, place, missing=True)
+    n = (
+        sum(batch_size(as_pair(item)[0]) for item in held)
+        if isinstance(held, DataLoader)
+        else batch_size(held[0])
+    )
+    source = make_generator(generator)
+    penalty = _Penalty(la.fit(held))
+    for epoch in range(1, epochs + 1):
+        model.train()
+        for x, y in _batches(held, batch, source):
+            optimizer.zero_grad()
+            f = _outputs(model, map_tensors(lambda t: t.to(place), x), options.get("output"))
+            # −1/n of the log posterior, in which every example counts s times, over s
+            loss = training_nll(la.likelihood, f, y).mean() + penalty(model) / (la.data_scale * n)
+            loss.backward()
+            optimizer.step()
+        if (epoch > burn_in and epoch % every == 0) or epoch == epochs:
+            carried = {**options, "prior_precision": la.prior_precision}
+            try:
+                la = Laplace(model, la.likelihood, **carried).fit(held)
+            except ModelError as error:  # the same network was fitted before: now it is not finite
+                raise NumericalError(
+                    f"the training diverged: {error.what}",
+                    expected="finite outputs at every step",
+                    remedy="pass a smaller learning rate, or check the data and the network's scale",
+                ) from error
+            la.tune("evidence", prior=prior, steps=steps)
+            penalty = _Penalty(la)
+    optimizer.zero_grad()
+    model.eval()
+    return la
+
+
+def _batches(data: Any, size: int, source: torch.Generator | None) -> Iterator[tuple[Inputs, Tensor]]:
+    """One epoch."""
+    if isinstance(data, DataLoader):
+        yield from map(as_pair, data)
+        return
+    x, y = data
+    for index in torch.randperm(len(y), generator=source).split(min(size, len(y))):
+        yield take(x, index), y[index]
+
+
+def _outputs(model: nn.Module, x: Inputs, output: OutputAdapter) -> Tensor:
+    """The network's outputs, with gradients."""
+    args, kwargs = call_arguments(x)
+    result = model(*args, **kwargs)
+    if output is not None:
+        return adapt_outputs(result, output)
+    result = getattr(result, "logits", result)
+    if not isinstance(result, Tensor):
+        raise InputError(
+            f"the network returns {type(result).__name__}",
+            expected="a tensor, or an object with .logits",
+            remedy="wrap the network in a module that returns its outputs",
+        )
+    return result[:, None] if result.ndim == 1 else result
+
+
+class _Penalty:
+    """½ Σ δ (θ − μ)² of the parameters that vary."""
+
+    def __init__(self, la: Laplace) -> None:
+        space = la.curvature.function.space
+        self._precision, self._mean = (space.to_params(v) for v in la.prior_moments)
+
+    def __call__(self, model: nn.Module) -> Tensor:
+        named = dict(model.named_parameters())
+        each = [
+            (delta.to(named[name]) * (named[name] - self._mean[name].to(named[name])).square()).sum()
+            for name, delta in self._precision.items()
+        ]
+        return 0.5 * torch.stack(each).sum()

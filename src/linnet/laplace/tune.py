@@ -1,0 +1,170 @@
+"""``Laplace.tune``: which criterion, which search, over which hyper-parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+from linnet.fitting.arguments import check_count
+from linnet.laplace.evidence import HIGHEST, LOWEST, Tuned, maximize_evidence, minimize
+from linnet.laplace.posterior import Hyper
+from linnet.laplace.scores import Scorer, grid_points
+
+METHODS = ("evidence", "validation", "grid", "loo")
+PRIORS = 10.0 ** torch.linspace(-4, 4, 21, dtype=torch.float64)  # the grid, where none is given
+
+
+@dataclass(frozen=True)
+class Search:
+    """How to search.
+
+    Args:
+        kind: "gradient", "fixed-point" or "grid".
+        steps: Most evaluations of the gradient or the fixed point.
+        scale: Whether the scale of the data is searched by gradient, too.
+        noise: Whether the noise variance is, too.
+        predict: "glm" or "mc": the predictions that a grid compares.
+        samples: Networks of "mc".
+        seed: Seed of "mc".
+    """
+
+    kind: str
+    steps: int
+    scale: bool
+    noise: bool
+    predict: str
+    samples: int
+    seed: int
+
+
+def tuned(method: str, scorer: Scorer, at: Hyper, search: Search, grids: dict[str, Any]) -> Tuned:
+    """Find hyper-parameters.
+
+    Args:
+        method: "evidence", "validation", "grid" or "loo".
+        scorer: The posterior, with the data of the criterion.
+        at: Where to start.
+        search: How to search.
+        grids: "prior", "scale" and "noise": values to try, or None.
+
+    Returns:
+        What was found.
+
+    Raises:
+        InputError: If the arguments do not go together.
+    """
+    check_count("steps", search.steps)
+    if method == "evidence":
+        if search.scale or any(values is not None for values in grids.values()):
+            raise InputError(
+                "tune('evidence') with a grid, or of the scale of the data",
+                expected="prior precisions and noise alone: duplicated data have an evidence of their own",
+                remedy='use method="grid" or method="validation"',
+            )
+        found = maximize_evidence(
+            scorer.posterior, scorer.groups, at, search.noise, search.kind, search.steps
+        )
+        return found
+    if search.kind == "grid":
+        return _by_grid(scorer, at, search, grids)
+    if search.kind != "gradient":
+        raise InputError(
+            f"search={search.kind!r} with method={method!r}",
+            expected='"gradient" or "grid"',
+            remedy="leave search= out",
+        )
+    if any(values is not None for values in grids.values()) or search.predict != "glm":
+        raise InputError(
+            f"search='gradient' with a grid, or with predict={search.predict!r}",
+            expected="a search by gradient of the closed-form predictions",
+            remedy='pass search="grid"',
+        )
+    return _by_gradient(scorer, at, search)
+
+
+def _by_gradient(scorer: Scorer, start: Hyper, search: Search) -> Tuned:
+    """L-BFGS on the logarithms of the hyper-parameters."""
+    g = scorer.groups.count
+
+    def unpacked(eta: Tensor) -> Hyper:
+        positive = eta.clamp(LOWEST, HIGHEST).exp()
+        at = replace(start, prior=positive[:g])
+        at = replace(at, scale=positive[g]) if search.scale else at
+        return replace(at, noise=positive[-1]) if search.noise else at
+
+    def objective(eta: Tensor) -> tuple[float, Tensor]:
+        value, slope = scorer.gradient(unpacked(eta), search.scale, search.noise)
+        inside = (eta > LOWEST) & (eta < HIGHEST)
+        return -value, torch.where(inside, -slope.to(eta), 0.0)
+
+    logs = [start.prior.log()]
+    logs += [start.scale.log()[None]] if search.scale else []
+    logs += [start.noise.log()[None]] if search.noise else []
+    eta, value, count, converged = minimize(objective, torch.cat(logs), search.steps)
+    return Tuned(unpacked(eta), -value, count, converged)
+
+
+def _by_grid(scorer: Scorer, at: Hyper, search: Search, grids: dict[str, Any]) -> Tuned:
+    """The best of all combinations."""
+    if search.scale or (search.noise and grids["noise"] is None):
+        name = "data_scale" if search.scale else "noise"
+        raise InputError(
+            f"{name}=True in a grid, which tries the values that it is given",
+            expected="values",
+            remedy=f"pass {'noise_variance' if name == 'noise' else name}=[...], or search by gradient",
+        )
+    device = at.prior.device
+    values = {
+        "prior_precision": _grid("prior_precision", grids["prior"], PRIORS),
+        "data_scale": _grid("data_scale", grids["scale"], at.scale[None]),
+        "noise_variance": _grid("noise_variance", grids["noise"], at.noise[None]),
+    }
+    points = grid_points(at, *(grid.to(device) for grid in values.values()))
+    by_prediction: dict[str, Callable[[], Tensor]] = {
+        "glm": lambda: scorer.values(points),
+        "mc": lambda: scorer.sampled_values(points, search.samples, search.seed),
+    }
+    if search.predict not in by_prediction or (search.predict == "mc" and scorer.left_out):
+        raise InputError(
+            f"predict={search.predict!r}",
+            expected='"glm", or "mc" for held-out data',
+            remedy='pass predict="glm"',
+        )
+    if search.predict == "mc":
+        check_count("samples", search.samples)
+    scores = by_prediction[search.predict]()
+    best = int(scores.nan_to_num(-torch.inf).argmax())
+    edges = _at_edges(values, best)
+    return Tuned(points[best], float(scores[best]), len(points), converged=True, edges=edges)
+
+
+def _at_edges(values: Mapping[str, Tensor], best: int) -> tuple[str, ...]:
+    """Which grids have the best combination at an end of theirs."""
+    found = []
+    places = torch.unravel_index(torch.tensor(best), tuple(map(len, values.values())))
+    for (name, grid), place in zip(values.items(), places, strict=True):
+        if len(grid) > 1 and float(grid[place]) in (float(grid.min()), float(grid.max())):
+            found.append(name)
+    return tuple(found)
+
+
+def _grid(name: str, given: Any, default: Tensor) -> Tensor:
+    """Values to try."""
+    if given is None:
+        return default
+    try:
+        values = torch.as_tensor(given, dtype=torch.float64).flatten()
+    except (TypeError, ValueError, RuntimeError):
+        values = torch.empty(0)
+    if not values.numel() or not bool(((values > 0) & values.isfinite()).all()):
+        raise InputError(
+            f"{name}={given!r}",
+            expected="a number or a list of numbers, all positive",
+            remedy=f"leave {name}= out",
+        )
+    return values

@@ -1,1 +1,0 @@
-"""What people come for, one family a file."""

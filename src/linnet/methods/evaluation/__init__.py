@@ -1,1 +1,0 @@
-"""How good predictions are: scores, calibration, foreign inputs, adversarial steps."""

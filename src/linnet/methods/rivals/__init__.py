@@ -1,9 +1,0 @@
-"""Other ways to uncertainty, for comparison: dropout, ensembles, factorized Gaussians, a Bayesian head."""
-
-from __future__ import annotations
-
-from linnet.methods.rivals.factorized import factorized_gaussian
-from linnet.methods.rivals.last_layer import last_layer
-from linnet.methods.rivals.sampled import deep_ensemble, mc_dropout, trained
-
-__all__ = ["deep_ensemble", "factorized_gaussian", "last_layer", "mc_dropout", "trained"]

@@ -1,0 +1,159 @@
+"""``linnet.adapt``: fit a trained network to a new task, never behind its own linear probe by choice."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet import params as check
+from linnet.errors import DataError, InputError
+from linnet.fitting.last_layer import ending_linear, last_linear
+from linnet.fitting.record import Record
+from linnet.fitting.remarks import single_remarks
+from linnet.fitting.targets import ALPHA, Targets, make_targets
+from linnet.nested.features import Features
+from linnet.nested.load_nested import read_nested
+from linnet.nested.nested_fit import NestedFit, solved
+from linnet.nested.tuning import tuned
+from linnet.tangent.batch import gather_data, take
+from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.selection import Selector
+
+HEADS = (
+    4  # random heads: the kernel's cost grows with them, its noise falls; 4 were enough in experiments/adapt
+)
+
+
+@in_exact_mode
+def adapt(
+    model: nn.Module,
+    data: Any,
+    *,
+    weight: float | None = None,
+    ridge: float | None = None,
+    params: Selector = None,
+    heads: int = HEADS,
+    seed: int = 0,
+    memory: str | int | None = None,
+    tune: bool = False,
+) -> NestedFit:
+    """Fit a trained network to a new task: its linear probe and its linearized lower layers, in one solve.
+
+    How much the lower layers take part, and the ridge, are chosen by leave-one-out, which is unbiased because
+    no feature has seen a label. Where they do not reduce its error by more than a standard error, the fit is
+    the linear probe.
+
+    With ``tune=True`` the lower layers are trained as well, and the fit is solved again at the trained
+    weights, where that has less error on held-out folds; ``fit.rungs`` has what each step gains.
+
+    Args:
+        model: A trained network that ends in a linear layer, which is replaced, or that returns features
+            (N, D), as an encoder without a head does. It is not touched.
+        data: The new task: an (x, y) pair, a Dataset or a DataLoader. Integer y are classes, float y (N, C)
+            are values.
+        weight: Share w of the lower layers in the kernel, 0 (the linear probe) to 1; by default chosen.
+        ridge: ρ > 0, relative to the mean of the kernel's diagonal; by default chosen.
+        params: Parameters below the head that take part; see ``linnet.linearize``. All by default.
+        heads: Random heads whose tangent kernels are averaged.
+        seed: Seed of their weights.
+        memory: Budget such as ``"4GB"``; by default half of what is available.
+        tune: Whether to train the lower layers where it helps: five or six runs of 150 steps or more.
+
+    Returns:
+        The fit.
+
+    Raises:
+        DataError: If the data are empty, not finite, of one class only or have a single example.
+        InputError: If an argument has a value that is not listed.
+        MemoryBudgetError: If the kernel does not fit the budget.
+        ModelError: If the network neither ends in a linear layer nor returns features.
+
+    Source:
+        Tangent kernels of features: Maddox et al., AISTATS 2021; leave-one-out of a kernel ridge regression:
+        Rifkin and Lippert, MIT-CSAIL-TR-2007-025.
+
+    Example:
+        >>> import linnet
+        >>> _ = torch.manual_seed(0)
+        >>> net = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 10))
+        >>> x = torch.randn(40, 2)
+        >>> linnet.adapt(net, (x, (x[:, 0] > 0).long())).predict(x).shape
+        torch.Size([40, 2])
+    """
+    check.instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
+    if weight is not None:
+        check.number("weight", weight, least=0, most=1)
+    if ridge is not None:
+        check.number("ridge", ridge, above=0)
+    heads = check.integer("heads", heads, most=4096)
+    seed = check.integer("seed", seed, least=0, most=2**63 - 1)
+    if check.flag("tune", tune) and (weight is not None or ridge is not None):
+        raise InputError(
+            f"tune={tune!r} with {'weight' if weight is not None else 'ridge'} given",
+            expected="both free: held-out folds choose them",
+            remedy="leave weight= and ridge= out, or tune=",
+        )
+    begin = time.perf_counter()
+    x, y = gather_data(data, next((p.device for p in model.parameters()), torch.device("cpu")))
+    model = ending_linear(model, x)
+    targets = task_targets(y, last_linear(model)[1].weight.dtype)
+    features = Features(model, heads, seed, params)
+    features.function.check_runs(take(x, slice(0, 1)))
+    record = Record("dual", "loo", {}, single_remarks(targets), {"network": time.perf_counter() - begin})
+    fit = solved(features, x, targets, memory, record, (weight, ridge))
+    return tuned(fit, seed) if tune else fit
+
+
+def task_targets(y: Tensor, dtype: torch.dtype) -> Targets:
+    """Targets of a task with as many outputs as it needs.
+
+    Args:
+        y: Classes (N,) or values (N, C).
+        dtype: Type of one-hot targets.
+
+    Returns:
+        The targets; their scale is that of ``linnet.fit``.
+
+    Raises:
+        DataError: If there is a single example.
+    """
+    if len(y) < 2:
+        raise DataError(
+            "data hold a single example", expected="two examples or more", remedy="give more examples"
+        )
+    if y.is_floating_point():
+        return make_targets(y, 1 if y.ndim == 1 else y[0].numel(), dtype=dtype)
+    classes = int(y.max()) + 1 if y.numel() and not (y.dtype == torch.bool or y.is_complex()) else 1
+    return make_targets(y, max(classes, 2), ALPHA, dtype=dtype)
+
+
+def load_adapted(directory: str | Path, model: nn.Module) -> NestedFit:
+    """Read a fit that ``NestedFit.save`` wrote.
+
+    Args:
+        directory: The folder.
+        model: The network that was adapted, with the same weights.
+
+    Returns:
+        The fit, able to do all that it could before.
+
+    Raises:
+        FileFormatError: If the file is truncated, altered, foreign, or of another network.
+        InputError: If there is no such file, or the model is none.
+
+    Example:
+        >>> import tempfile
+        >>> import linnet
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> x = torch.randn(10, 2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = linnet.adapt(net, (x, torch.arange(10) % 2)).save(folder)
+        ...     load_adapted(folder, net).n
+        10
+    """
+    check.instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
+    return read_nested(directory, model)

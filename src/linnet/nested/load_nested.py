@@ -1,0 +1,86 @@
+"""Reading a nested fit from its file."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from linnet.errors import FileFormatError
+from linnet.files import as_path, load_tensors
+from linnet.fitting.dual import Dual
+from linnet.fitting.fit_files import unflatten_inputs
+from linnet.fitting.last_layer import Appended
+from linnet.fitting.record import Record
+from linnet.fitting.targets import Targets
+from linnet.nested.features import Features
+from linnet.nested.nested_files import KIND, TRAINED
+from linnet.nested.nested_fit import NestedFit
+from linnet.nested.prior import Prior
+from linnet.nested.rungs import Rung
+from linnet.nested.search import Mixture
+
+
+def read_nested(directory: str | Path, model: nn.Module) -> NestedFit:
+    """Read a fit.
+
+    Args:
+        directory: The folder, or the file.
+        model: The network that was adapted.
+
+    Returns:
+        The fit.
+
+    Raises:
+        FileFormatError: If the file is truncated, altered, foreign, or of another network.
+    """
+    path = as_path(directory)
+    path = path / f"{KIND}.safetensors" if path.is_dir() or not path.suffix else path
+    tensors, metadata = load_tensors(path, KIND)
+    names, trained = metadata["parameters"], {}
+    for key in [key for key in tensors if key.startswith(TRAINED)]:
+        trained[key.removeprefix(TRAINED)] = tensors.pop(key)
+    width = metadata.get("appended")
+    if width is not None and not isinstance(model, Appended):
+        model = Appended(model, width)
+    network = _with(model, trained)
+    features = Features(network, metadata["heads"], metadata["seed"], names, trained=bool(trained))
+    if features.function.fingerprint() != metadata["weights"]:
+        raise FileFormatError(
+            f"{path} was made on a network with other weights",
+            expected="the network that was adapted",
+            remedy="load the same checkpoint before load_adapted",
+        )
+    device = features.function.device
+    tensors = {name: t.to(device) for name, t in tensors.items()}
+    x = unflatten_inputs(tensors, metadata["inputs"])
+    targets = Targets(tensors["targets"], metadata["classes"], metadata["scale"])
+    record = Record(**{**metadata["record"], "warnings": tuple(metadata["record"]["warnings"])})
+    prior = Prior(features, tensors["center"], Mixture(**metadata["mixture"]))
+    system = Dual(tensors["kernel"], targets.values, metadata["ridge"], beta=tensors["beta"])
+    fit = NestedFit(prior, x, targets, system, record)
+    fit._phi = tensors["phi"]
+    fit.held_out = tensors.get("held_out")
+    fit.rungs = tuple(Rung(**rung) for rung in metadata.get("rungs", ()))
+    fit.calibrate(**metadata.get("calibration", {}))
+    return fit
+
+
+def _with(model: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+    """A copy of a network with other weights; the network itself where there are none."""
+    if not weights:
+        return model
+    clone = copy.deepcopy(getattr(model, "_orig_mod", model))
+    own = dict(clone.named_parameters())
+    for name, value in weights.items():
+        if name not in own or own[name].shape != value.shape:
+            raise FileFormatError(
+                f"the fit was made on a network with a parameter {name} of shape {tuple(value.shape)}",
+                expected="the network that was adapted",
+                remedy="load the same network before load_adapted",
+            )
+        with torch.no_grad():
+            own[name].copy_(value)
+    return clone

@@ -1,0 +1,53 @@
+"""A nested fit as a file: its solution, its training samples and, where they were trained, its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from linnet.files import save_tensors
+from linnet.fitting.fit_files import flatten_inputs
+from linnet.fitting.last_layer import Appended
+from linnet.nested.prior import Prior
+from linnet.tangent.batch import Inputs
+
+KIND = "nested-fit"
+TRAINED = "trained."  # start of the names of trained weights
+
+
+def write_nested(
+    directory: str | Path, prior: Prior, x: Inputs, tensors: Mapping[str, Tensor], told: Mapping[str, Any]
+) -> Path:
+    """Write a fit to a folder, atomically.
+
+    Args:
+        directory: The folder; made if missing.
+        prior: Network and mixture.
+        x: The training samples.
+        tensors: Targets and solution.
+        told: What else the fit knows, as ``json`` can write it.
+
+    Returns:
+        The file.
+    """
+    inputs, layout = flatten_inputs(x)
+    features = prior.features
+    tensors = inputs | dict(tensors) | {"center": prior.center}
+    if features.trained:
+        weights = dict(features.model.named_parameters())
+        tensors |= {f"{TRAINED}{name}": weights[name].detach() for name in features.function.names}
+    metadata = {
+        "weights": features.function.fingerprint(),
+        "parameters": list(features.function.names),
+        "heads": features.heads,
+        "appended": features.width if isinstance(features.model, Appended) else None,
+        "seed": features.seed,
+        "inputs": layout,
+        "mixture": asdict(prior.mixture),
+        **told,
+    }
+    return save_tensors(directory, KIND, {k: t.contiguous() for k, t in tensors.items()}, metadata)

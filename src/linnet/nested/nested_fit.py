@@ -1,0 +1,593 @@
+"""The fit of ``linnet.adapt``: a probe and the layers below it, and everything that follows in closed form.
+
+    f(x) = Σᵢ K(x, xᵢ) βᵢ,        β = (K + ρI)⁻¹ t
+
+with one kernel for all outputs. In weights it is f_c(x) = b_c + W_c φ̃(x) + Σ_h r_hᵀ ∂φ(x) δ_hc: a probe
+and H linearizations of the layers below, each with its own δ. Nothing of size H·P·C is ever formed.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.errors import DataError, InputError
+from linnet.fitting.arguments import positions, ridge_grid
+from linnet.fitting.asked import count_in_words
+from linnet.fitting.dual import Dual, RidgePath
+from linnet.fitting.predictive import Predictive, fit_moderation, fit_temperature
+from linnet.fitting.record import Record
+from linnet.fitting.targets import Targets, make_targets
+from linnet.nested.features import Features
+from linnet.nested.nested_files import write_nested
+from linnet.nested.prior import Prior
+from linnet.nested.rows import Rows
+from linnet.nested.rungs import Rung
+from linnet.nested.search import choose
+from linnet.params import number
+from linnet.tangent.batch import (
+    Inputs,
+    batch_size,
+    check_examples,
+    concatenate,
+    gather_data,
+    map_tensors,
+    take,
+)
+from linnet.tangent.hashing import hash_examples
+
+
+class NestedFit:
+    """A linear probe and the linearized layers below it, fitted together. ``linnet.adapt`` makes it.
+
+    Args:
+        prior: The kernel.
+        x: Training inputs, N examples.
+        targets: Training targets.
+        system: The solved equations.
+        record: What was chosen and why.
+
+    Attributes:
+        prior: The kernel: the network, and the weight of its lower layers.
+        x: Training inputs.
+        system: The solved equations.
+        record: What was chosen and why.
+        rungs: The models that were compared on held-out folds, where the lower layers were to be trained.
+        held_out: Outputs (N, C) by a network trained without the fold of the example, where it was trained.
+
+    Example:
+        >>> import linnet
+        >>> _ = torch.manual_seed(0)
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+        >>> x = torch.randn(20, 2)
+        >>> fit = linnet.adapt(net, (x, (x[:, 0] > 0).long()))
+        >>> fit.predict(x).shape, fit.loo().shape, fit.forget([0]).n
+        (torch.Size([20, 2]), torch.Size([20, 2]), 19)
+    """
+
+    def __init__(self, prior: Prior, x: Inputs, targets: Targets, system: Dual, record: Record) -> None:
+        self.prior, self.x, self._targets = prior, x, targets
+        self.system, self.record = system, record
+        self._phi: Tensor | None = None
+        self._rows = Rows()
+        self._moderation: tuple[float, float] | None = None
+        self._point_temperature: float | None = None
+        self._noise: float | None = None
+        self.rungs: tuple[Rung, ...] = ()
+        self.held_out: Tensor | None = None
+
+    # -- what was fitted -------------------------------------------------------------------------
+
+    @property
+    def n(self) -> int:
+        """Number of training examples."""
+        return self.system.n
+
+    @property
+    def ridge(self) -> float:
+        """ρ, relative to the mean of the kernel's diagonal."""
+        return self.system.ridge
+
+    @property
+    def body_weight(self) -> float:
+        """w, the share of the lower layers in the kernel: 0 for the linear probe alone."""
+        return self.prior.mixture.weight
+
+    @property
+    def solver(self) -> str:
+        """``"dual"``."""
+        return self.record.solver
+
+    @property
+    def module(self) -> Features:
+        """The network with random heads for its last layer, whose features and kernel the fit is made of."""
+        return self.prior.features
+
+    @property
+    def memory(self) -> str | int | None:
+        """Budget of kernels formed later."""
+        return self.prior.memory
+
+    @memory.setter
+    def memory(self, budget: str | int | None) -> None:
+        self.prior = replace(self.prior, memory=budget)
+
+    @property
+    def classes(self) -> int | None:
+        """Number of classes, ``None`` for regression."""
+        return self._targets.classes
+
+    @property
+    def trained(self) -> bool:
+        """Whether the lower layers were trained on the same samples."""
+        return self.prior.features.trained
+
+    @property
+    def training_targets(self) -> Targets:
+        """What is fitted, with its scale."""
+        return self._targets
+
+    @property
+    def targets(self) -> Tensor:
+        """t, (N, C)."""
+        return self._targets.values
+
+    @property
+    def labels(self) -> Tensor | None:
+        """Training classes (N,), ``None`` for regression."""
+        return self._targets.labels
+
+    @property
+    def phi(self) -> Tensor:
+        """φ̃ of the training examples, (N, D), computed when it is first needed."""
+        if self._phi is None:
+            self._phi = self.prior.phi(self.x)
+        return self._phi
+
+    @property
+    def noise(self) -> float:
+        """σ², the noise variance; the prior variance is σ²/ρ.
+
+        It is the one of highest evidence at this ridge, or that of the held-out folds where the lower layers
+        were trained.
+        """
+        known = self.system.noise() if self._noise is None else self._noise
+        return max(known, torch.finfo(torch.float64).tiny)
+
+    @property
+    def temperature(self) -> float | None:
+        """T of the softmax of outputs with their variance, by leave-one-out; ``None`` for regression."""
+        labels = self.labels
+        if labels is not None and self._moderation is None:
+            variances = (self.noise * self.system.loo_variances().diagonal(dim1=1, dim2=2)).clamp_min(0)
+            self._moderation = fit_moderation(self.loo(), labels, variances)
+        return None if self._moderation is None else self._moderation[0]
+
+    @property
+    def variance_scale(self) -> float:
+        """s, the factor on variances in probabilities; fitted together with ``temperature``."""
+        _ = self.temperature
+        return 1.0 if self._moderation is None else self._moderation[1]
+
+    @property
+    def point_temperature(self) -> float | None:
+        """T for outputs without their variance, fitted to the leave-one-out predictions alike."""
+        labels = self.labels
+        if labels is not None and self._point_temperature is None:
+            self._point_temperature = fit_temperature(self.loo(), labels)
+        return self._point_temperature
+
+    def calibrate(
+        self,
+        temperature: float | None = None,
+        point_temperature: float | None = None,
+        variance_scale: float = 1.0,
+        noise: float | None = None,
+    ) -> None:
+        """Take temperatures and noise that are known already, instead of fitting them in closed form.
+
+        Args:
+            temperature: T of outputs with their variance.
+            point_temperature: T of outputs without it.
+            variance_scale: Factor on variances in probabilities.
+            noise: σ².
+
+        Raises:
+            InputError: If one is not a positive number.
+        """
+        if noise is not None:
+            self._noise = number("noise", noise, above=0)
+        if temperature is not None:
+            scale = number("variance_scale", variance_scale, above=0)
+            self._moderation = number("temperature", temperature, above=0), scale
+        if point_temperature is not None:
+            self._point_temperature = number("point_temperature", point_temperature, above=0)
+
+    # -- predictions -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def predict(self, x: Inputs) -> Tensor:
+        """f(x).
+
+        Args:
+            x: T examples.
+
+        Returns:
+            Outputs (T, C); for classes, the largest is the prediction.
+
+        Raises:
+            DataError: If x is empty or not finite.
+        """
+        return self._mean(self._to_train(self._checked(x)))
+
+    @torch.no_grad()
+    def predictive(self, x: Inputs) -> Predictive:
+        """The posterior of the outputs: mean f and variance σ²/ρ [K(x,x) − K(x,X) M K(X,x)], M = (K + ρI)⁻¹.
+
+        Args:
+            x: T examples.
+
+        Returns:
+            A Gaussian for each example; its outputs are independent and of one variance.
+
+        Raises:
+            DataError: If x is empty or not finite.
+        """
+        x = self._checked(x)
+        names = hash_examples(x)
+        cross = self._rows.known(names)
+        if cross is None:
+            cross, own = self.prior.cross_and_own(x, self.x, self.phi)
+            self._rows.keep(names, cross)
+        else:
+            own = self.prior.own(x)
+        explained = (self.system.cross(cross) * cross).sum(1)
+        variance = self.noise / self.ridge * (own - explained).clamp_min(0)
+        mean = self._mean(cross)
+        eye = torch.eye(self.system.c, dtype=mean.dtype, device=mean.device)
+        spread = variance.to(mean.dtype)[:, None, None] * eye
+        return Predictive(mean, spread, self.noise, self.temperature, self.variance_scale)
+
+    def _checked(self, x: Inputs) -> Inputs:
+        """Examples on the network's device, or an error."""
+        check_examples(x)
+        function = self.prior.features.function
+        x = map_tensors(lambda t: t.to(function.device), x)
+        function.check_runs(take(x, slice(0, 1)))
+        return x
+
+    def _to_train(self, x: Inputs) -> Tensor:
+        """K(x, X), (T, N)."""
+        names = hash_examples(x)
+        cross = self._rows.known(names)
+        if cross is None:
+            cross = self.prior.cross(x, self.x, self.phi)
+            self._rows.keep(names, cross)
+        return cross
+
+    def _mean(self, cross: Tensor) -> Tensor:
+        """K(x, X) β in the network's type."""
+        return (cross @ self.system.beta).to(self.prior.features.function.dtype)
+
+    # -- audits ----------------------------------------------------------------------------------
+
+    def loo(self) -> Tensor:
+        """Outputs for each training example by the fit without it: exactly, without refitting.
+
+        Where the lower layers were trained they are the held-out outputs of ``held_out`` instead.
+
+        Returns:
+            Leave-one-out outputs (N, C). No feature has seen a label; weight and ridge are kept.
+        """
+        if self.held_out is not None:
+            return self.held_out
+        residuals = self.system.loo_residuals()
+        return self.targets.to(residuals) - residuals
+
+    @torch.no_grad()
+    def influence(self, x: Inputs) -> Tensor:
+        """What each training example did to each prediction: prediction with it minus without it.
+
+        Args:
+            x: T examples.
+
+        Returns:
+            (N, T, C), in units of the outputs.
+
+        Raises:
+            DataError: If x is empty or not finite.
+        """
+        solved = self.system.cross(self._to_train(self._checked(x)))
+        return torch.einsum("tn,nc->ntc", solved, self.system.loo_residuals())
+
+    @torch.no_grad()
+    def informativeness(self, x: Inputs | None = None) -> Tensor:
+        """How much predictions would change without each training example.
+
+        Args:
+            x: The examples whose predictions count; by default the training examples.
+
+        Returns:
+            Mean over x of ‖f(x) − f₋ᵢ(x)‖², (N,).
+
+        Raises:
+            DataError: If x is empty or not finite.
+        """
+        if x is None:  # K M = I − ρM
+            solved = -self.ridge * self.system.inverse
+            solved.diagonal().add_(1)
+        else:
+            solved = self.system.cross(self._to_train(self._checked(x)))
+        return solved.square().mean(0) * self.system.loo_residuals().square().sum(1)
+
+    def path(self, ridges: Tensor | list[float] | None = None) -> RidgePath:
+        """Leave-one-out error, GCV, evidence and degrees of freedom along a path of ridges.
+
+        Args:
+            ridges: ρ, (R,), all positive; by default seven decades around the one that was chosen.
+
+        Returns:
+            The table, at the weight of the lower layers that the fit has.
+
+        Raises:
+            InputError: If a ridge is not positive.
+        """
+        given = self.ridges() if ridges is None else ridge_grid(ridges)
+        return self.system.spectrum.path(given, self.classes is not None, self.targets)
+
+    @torch.no_grad()
+    def along(self, x: Inputs, ridges: Tensor) -> Tensor:
+        """Outputs along a path of ridges.
+
+        Args:
+            x: T examples.
+            ridges: ρ, (R,).
+
+        Returns:
+            (R, T, C).
+
+        Raises:
+            InputError: If a ridge is not positive.
+        """
+        grid = ridge_grid(ridges)
+        cross, spectrum = self._to_train(self._checked(x)), self.system.spectrum
+        coordinates = spectrum.coordinates.reshape(len(spectrum.values), -1)
+        turned = cross @ spectrum.vectors
+        return torch.stack([(turned / (spectrum.values + ridge)) @ coordinates for ridge in grid])
+
+    def ridges(self) -> Tensor:
+        """Seven decades of ridges around the mean of the kernel's diagonal, and the fit's own, (R,)."""
+        decades = torch.logspace(-4, 3, 29, dtype=torch.float64)
+        own = torch.tensor([self.ridge], dtype=torch.float64)
+        found: Tensor = torch.cat([decades, own]).unique()
+        return found.to(self.system.kernel.device)
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forget(self, indices: Any) -> NestedFit:
+        """The fit as if some training examples had never been there, without refitting.
+
+        The scales of the two kernels, the weight of the lower layers and the ridge stay as they are.
+
+        Args:
+            indices: Their positions in the training data, each once.
+
+        Returns:
+            A new fit on the remaining examples.
+
+        Raises:
+            InputError: If an index is out of range or given twice, or nothing would be left.
+        """
+        start = time.perf_counter()
+        index = positions(indices, self.n).to(self.system.kernel.device)
+        keep = torch.ones(self.n, dtype=torch.bool, device=index.device)
+        keep[index] = False
+        targets = replace(self._targets, values=self.targets[keep])
+        system = self.system.removed(index)
+        what = f"forgot {count_in_words(len(index))}"
+        made = self._changed(take(self.x, keep.nonzero()[:, 0]), targets, system, what, start)
+        made._phi = None if self._phi is None else self._phi[keep]
+        made.held_out = None if self.held_out is None else self.held_out[keep]
+        return made
+
+    @torch.no_grad()
+    def update(self, data: Any, ridge: str | None = None) -> NestedFit:
+        """The fit with more training examples, without refitting.
+
+        Args:
+            data: New examples: an (x, y) pair, a Dataset or a DataLoader.
+            ridge: ``"loo"`` to choose the weight of the lower layers and the ridge anew on all examples.
+
+        Returns:
+            A new fit on all examples, old ones first.
+
+        Raises:
+            DataError: If the data are empty, not finite, or have labels out of range.
+            InputError: If ``ridge`` is neither.
+        """
+        start = time.perf_counter()
+        if ridge not in (None, "loo"):
+            raise InputError(
+                f"ridge={ridge!r}",
+                expected='None or "loo"',
+                remedy="leave ridge= out to keep what was chosen",
+            )
+        if ridge is not None and self.trained:
+            raise InputError(
+                "ridge='loo' on a fit whose lower layers were trained",
+                expected="weights that have seen no label: leave-one-out would not be honest",
+                remedy="leave ridge= out, or adapt anew on all examples",
+            )
+        x, y = gather_data(data, self.prior.features.function.device)
+        self._checked(x)
+        new = make_targets(y, self.system.c, self._targets.scale, varied=False, dtype=self.targets.dtype)
+        if (new.classes is None) != (self.classes is None):
+            kind = "integer classes" if self.classes is not None else "float targets (N, C)"
+            raise DataError(
+                f"y of the new data has type {y.dtype}",
+                expected=f"{kind}, as in the data before",
+                remedy="convert y with y.long() or y.float()",
+            )
+        joined = concatenate([self.x, x])
+        targets = replace(self._targets, values=torch.cat([self.targets, new.values.to(self.targets)]))
+        what = f"added {count_in_words(batch_size(x))}"
+        if ridge == "loo":
+            made = solved(self.prior.features, joined, targets, self.prior.memory, self.record)
+            reasons = {**made.record.reasons, "change": f"{what}; weight and ridge chosen anew"}
+            made.record = replace(made.record, reasons=reasons)
+            return made
+        phi = self.prior.phi(x)
+        cross = self.prior.cross(x, self.x, self.phi).T
+        system = self.system.extended(cross, self.prior.square(x, phi), new.values.to(self.system.residual))
+        made = self._changed(joined, targets, system, what, start)
+        made._phi = torch.cat([self.phi, phi])
+        if self.held_out is not None:  # the fit before has not seen the new examples
+            made.held_out = torch.cat([self.held_out, (cross.T @ self.system.beta).to(self.held_out)])
+        return made
+
+    def _changed(self, x: Inputs, targets: Targets, system: Dual, what: str, start: float) -> NestedFit:
+        """A new fit of another system with the same kernel."""
+        reasons = {**self.record.reasons, "change": what}
+        seconds = {**self.record.seconds, "change": time.perf_counter() - start}
+        made = NestedFit(
+            self.prior, x, targets, system, replace(self.record, reasons=reasons, seconds=seconds)
+        )
+        return self._kept(made)
+
+    def _kept(self, made: NestedFit) -> NestedFit:
+        """A fit made from this one, with what held-out folds told: closed forms cannot find that again."""
+        if self.held_out is not None:
+            made._noise, made.rungs = self._noise, self.rungs
+            made._moderation, made._point_temperature = self._moderation, self._point_temperature
+            made.held_out = self.held_out if made.n == self.n else None
+        return made
+
+    @torch.no_grad()
+    def recomputed(self) -> NestedFit:
+        """The same fit from the network and the training data alone: nothing but the prior is kept.
+
+        Returns:
+            A fit to compare with, after many changes.
+        """
+        phi = self.prior.phi(self.x)
+        kernel = self.prior.square(self.x, phi)
+        system = Dual(kernel, self.targets, self.ridge)
+        made = NestedFit(self.prior, self.x, self._targets, system, self.record)
+        return self._kept(made)
+
+    # -- keeping ---------------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """What was fitted, what was chosen and why, as plain numbers and text.
+
+        Returns:
+            A dict that ``json`` can write.
+        """
+        return {
+            "examples": self.n,
+            "outputs": self.system.c,
+            "parameters": self.prior.features.space.dim,
+            "features": self.prior.features.width,
+            "classes": self.classes,
+            "solver": self.solver,
+            "ridge": self.ridge,
+            "body_weight": self.body_weight,
+            "criterion": self.record.criterion,
+            "noise": self.noise,
+            "certificate": self.system.certificate(),
+            "reasons": dict(self.record.reasons),
+            "warnings": list(self.record.warnings),
+            "seconds": dict(self.record.seconds),
+            "trained": self.trained,
+            "rungs": [asdict(rung) for rung in self.rungs],
+        }
+
+    def __repr__(self) -> str:
+        """Samples, outputs, and what was chosen."""
+        kind = f"{self.classes} classes" if self.classes is not None else f"{self.system.c} value(s)"
+        return (
+            f"NestedFit({self.n} samples, {kind}, body weight {self.body_weight:g}, ridge {self.ridge:.3g})"
+        )
+
+    def save(self, directory: str | Path) -> Path:
+        """Write the fit to a folder: safetensors and JSON, atomically.
+
+        Args:
+            directory: The folder; made if missing.
+
+        Returns:
+            The file that ``linnet.load_adapted`` reads.
+        """
+        tensors = {
+            "targets": self.targets, "beta": self.system.beta, "kernel": self.system.kernel, "phi": self.phi
+        }  # fmt: skip
+        told: dict[str, Any] = {
+            "ridge": self.ridge,
+            "classes": self.classes,
+            "scale": self._targets.scale,
+            "record": asdict(self.record),
+            "rungs": [asdict(rung) for rung in self.rungs],
+        }
+        if self.held_out is not None:  # closed forms cannot find again what held-out folds told
+            tensors["held_out"] = self.held_out
+            told["calibration"] = {
+                "temperature": self.temperature,
+                "point_temperature": self.point_temperature,
+                "variance_scale": self.variance_scale,
+                "noise": self.noise,
+            }
+        return write_nested(directory, self.prior, self.x, tensors, told)
+
+
+@torch.no_grad()
+def solved(
+    features: Features,
+    x: Inputs,
+    targets: Targets,
+    memory: str | int | None,
+    record: Record,
+    given: tuple[float | None, float | None] = (None, None),
+    file: Path | None = None,
+) -> NestedFit:
+    """Form the kernels, choose what is not given, solve.
+
+    Args:
+        features: The network.
+        x: Training inputs.
+        targets: Training targets.
+        memory: Budget of kernels.
+        record: Solver and warnings; the rest is filled in.
+        given: Weight of the body and ridge, ``None`` where leave-one-out is to choose.
+        file: File of the body's kernel while it grows.
+
+    Returns:
+        The fit.
+    """
+    weight, ridge = given
+    start = time.perf_counter()
+    phi = features.phi(x)
+    center = phi.mean(0)
+    phi = phi - center
+    head = phi @ phi.T
+    body = torch.zeros_like(head) if weight == 0 else features.body(x, None, memory, file)
+    seconds = {"kernel": time.perf_counter() - start}
+    start = time.perf_counter()
+    choice = choose(head, body, targets, weight, ridge)
+    system = Dual(choice.mixture(head, body), targets.values, choice.taken.ridge)
+    seconds["solve"] = time.perf_counter() - start
+    record = replace(
+        record,
+        criterion="loo" if ridge is None else "given",
+        reasons={**record.reasons, **choice.reasons()},
+        warnings=(*record.warnings, *choice.warnings()),
+        seconds=seconds,
+    )
+    fit = NestedFit(Prior(features, center, choice.mixture, memory), x, targets, system, record)
+    fit._phi = phi
+    return fit

@@ -1,0 +1,114 @@
+"""The steps from a linear probe to a trained network, each with what it gains on held-out samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from linnet.fitting.targets import Targets
+from linnet.nested.search import ERRORS, counted
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One model on held-out folds of the training samples.
+
+    Args:
+        name: What it is.
+        error: Mean squared error of the outputs.
+        accuracy: Share of right classes, 0 to 1; ``None`` for regression.
+        gain: Share of the error of the model before that it takes away.
+        gain_error: Standard error of ``gain``, over samples.
+        points: Gain of accuracy over the model before, in percentage points.
+        points_error: Its standard error.
+        taken: Whether it is the model that is used.
+        seconds: What it took, on top of the one before; 0 where that is not known apart.
+    """
+
+    name: str
+    error: float
+    accuracy: float | None = None
+    gain: float = 0.0
+    gain_error: float = 0.0
+    points: float | None = None
+    points_error: float | None = None
+    taken: bool = False
+    seconds: float = 0.0
+
+
+def ladder(
+    before: Sequence[tuple[str, Tensor]], outputs: Tensor, targets: Targets, seconds: float
+) -> tuple[Rung, ...]:
+    """Models in order, the trained network last; it is taken where its error is lower beyond its error.
+
+    Args:
+        before: Name and held-out outputs (N, C) of each model before.
+        outputs: Held-out outputs of the trained network, (N, C).
+        targets: What is fitted.
+        seconds: What training took.
+
+    Returns:
+        One rung a model.
+    """
+    counting = counted(targets)
+    truth = targets.values.to(outputs)[counting]
+    rungs: list[Rung] = []
+    last: tuple[Tensor, Tensor | None] | None = None
+    models = [*before, ("trained lower layers", outputs)]
+    for name, found in models:
+        kept = found[counting]
+        errors = (kept - truth).square().sum(1)
+        labels = targets.labels
+        right = None if labels is None else (kept.argmax(1) == labels[counting]).double()
+        rung = Rung(
+            name, float(errors.mean()), None if right is None else float(right.mean()),
+            seconds=seconds if name == models[-1][0] else 0.0,
+        )  # fmt: skip
+        if last is not None:
+            rung = _compared(rung, (errors, right), last)
+        rungs.append(rung)
+        last = errors, right
+    place = len(rungs) - 1 if rungs[-1].gain > ERRORS * rungs[-1].gain_error else len(rungs) - 2
+    rungs[place] = replace(rungs[place], taken=True)
+    return tuple(rungs)
+
+
+def _compared(rung: Rung, now: tuple[Tensor, Tensor | None], last: tuple[Tensor, Tensor | None]) -> Rung:
+    """A rung with its gains over the one before, sample by sample."""
+    root = len(now[0]) ** 0.5
+    gains = (last[0] - now[0]) / max(float(last[0].mean()), 1e-300)
+    rung = replace(rung, gain=float(gains.mean()), gain_error=float(gains.std()) / root)
+    if now[1] is not None and last[1] is not None:
+        points = 100 * (now[1] - last[1])
+        rung = replace(rung, points=float(points.mean()), points_error=float(points.std()) / root)
+    return rung
+
+
+def verdict(rungs: Sequence[Rung]) -> str:
+    """What to use, in one sentence.
+
+    Args:
+        rungs: Models in order, the trained network last.
+
+    Returns:
+        Such as "Use the trained network: ...".
+    """
+    last, base = rungs[-1], rungs[-2]
+    less = f"{100 * last.gain:.0f} ± {100 * last.gain_error:.0f} % less error on held-out folds"
+    points = ""
+    if last.points is not None and last.points_error is not None and base.accuracy is not None:
+        points = (
+            f"{last.points:+.1f} ± {last.points_error:.1f} points to the {100 * base.accuracy:.1f} % of the "
+            f"{base.name}"
+        )
+    if last.taken:
+        how = f"they add {points} ({less})" if points else f"{less} than the {base.name}"
+        return f"Use the {last.name}: {how}; the fit is solved at the trained weights."
+    if last.gain <= 0:
+        more = f"{-100 * last.gain:.0f} ± {100 * last.gain_error:.0f} % more error on held-out folds"
+        return f"Use the {base.name}: training the lower layers gives {more}."
+    would = "training the lower layers would"
+    how = f"{would} add {points} ({less})" if points else f"{would} give {less}"
+    return f"Use the {base.name}: {how}, which is within the error."

@@ -1,0 +1,274 @@
+"""How much of the kernel is that of the lower layers, and which ridge: both by leave-one-out.
+
+    K = κ + (1 − w) K_head / m_head + w K_body / m_body
+
+with m the mean of each kernel's diagonal over the training samples, after their mean is taken out. At w = 0
+the model is ridge regression on the features with an intercept, the linear probe.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from linnet.errors import NumericalError
+from linnet.fitting.dual import Spectrum
+from linnet.fitting.targets import Targets
+
+WEIGHTS = (0.0, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 0.95, 1.0)
+# κ, the prior variance of the intercept beside a kernel whose diagonal is about 1: the intercept is free to
+# 1 part in N·10⁴, and float64 keeps 11 digits of the rest
+BIAS = 1e4
+PER_DECADE = 4  # ridges
+LOW, HIGH = -4, 3  # decades of ridges that are looked through first
+LOWEST, HIGHEST = (
+    -6,
+    6,
+)  # and at most: at 10⁻⁶ hardly anything is regularized, at 10⁶ nothing is left of the data
+MARGIN = (
+    100.0  # ridges are at least so many times the kernel's rounding, which then costs a hundredth at the most
+)
+ERRORS = 1.0  # standard errors by which the lower layers must reduce the probe's leave-one-out error
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How the kernels are added.
+
+    Args:
+        weight: w of the body, 0 to 1.
+        head: m_head.
+        body: m_body.
+    """
+
+    weight: float
+    head: float
+    body: float
+
+    def __call__(self, head: Tensor, body: Tensor | None) -> Tensor:
+        """K from its parts; the body may be missing where its weight is zero."""
+        total = BIAS + (1 - self.weight) / self.head * head
+        return total if body is None else total + self.weight / self.body * body
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One weight of the body with its best ridge, or the one that was given.
+
+    Leave-one-out says nothing of a class with a single sample, so its samples do not count; where no class
+    has more, the ridge is chosen by evidence.
+
+    Args:
+        weight: w.
+        ridge: ρ.
+        errors: Squared leave-one-out error of every sample that counts, summed over outputs, (n,).
+        right: Whether its class is right when it is left out, (n,); ``None`` for regression.
+        edge: The end of all ridges at which it stands: "", "smallest" or "largest".
+    """
+
+    weight: float
+    ridge: float
+    errors: Tensor
+    right: Tensor | None
+    edge: str = ""
+
+    @property
+    def score(self) -> float:
+        """Mean leave-one-out error."""
+        return float(self.errors.mean())
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What leave-one-out chose.
+
+    Args:
+        taken: The candidate that is used.
+        probe: The linear probe at its best ridge.
+        best: The best of all.
+        mixture: The kernel of ``taken``.
+        given: Whether the weight, and the ridge, were given.
+    """
+
+    taken: Candidate
+    probe: Candidate
+    best: Candidate
+    mixture: Mixture
+    given: tuple[bool, bool]
+
+    @property
+    def gain(self) -> tuple[float, float]:
+        """Share of the probe's leave-one-out error that ``best`` takes away, and its standard error."""
+        if len(self.probe.errors) < 2:
+            return 0.0, 0.0
+        gains = (self.probe.errors - self.best.errors) / max(self.probe.score, 1e-300)
+        return float(gains.mean()), float(gains.std(correction=1)) / len(gains) ** 0.5
+
+    def reasons(self) -> dict[str, str]:
+        """One sentence for each choice."""
+        weight_given, ridge_given = self.given
+        gain, error = self.gain
+        said = f"{100 * gain:.0f} ± {100 * error:.0f} % less leave-one-out error than the linear probe"
+        if weight_given:
+            body = "set by the user"
+        elif len(self.probe.errors) < 2:
+            body = "one sample a class cannot tell whether the lower layers help"
+        elif self.taken.weight:
+            body = f"the lower layers help: {said}"
+        elif self.best.weight:
+            body = f"the linear probe is kept: the lower layers would give {said}, within the error"
+        else:
+            body = "no weight of the lower layers has less leave-one-out error than the linear probe"
+        chosen = "lowest leave-one-out error" if len(self.probe.errors) else "highest evidence"
+        ridge = "set by the user" if ridge_given else chosen
+        found = {"solver": "one kernel for all outputs", "body": body, "ridge": ridge}
+        return found if weight_given else {**found, "verdict": self.verdict()}
+
+    def verdict(self) -> str:
+        """What to use, in one sentence."""
+        gain, error = self.gain
+        if len(self.probe.errors) < 2:
+            return "Use the linear probe: one sample a class cannot tell whether the lower layers help."
+        less = f"{100 * gain:.0f} ± {100 * error:.0f} % less leave-one-out error"
+        if not self.taken.weight:
+            if not self.best.weight:
+                return "Use the linear probe: no share of the lower layers has less leave-one-out error."
+            return f"Use the linear probe: the lower layers would give {less}, which is within the error."
+        if self.taken.right is None or self.probe.right is None:
+            return f"The lower layers help: {less} than the linear probe."
+        points = 100 * (self.taken.right.double() - self.probe.right.double())
+        spread = float(points.std(correction=1)) / len(points) ** 0.5
+        if float(points.mean()) <= spread:
+            return (
+                f"The lower layers take part: {less} than the linear probe, and about as many right classes."
+            )
+        return (
+            f"The lower layers add {float(points.mean()):.1f} ± {spread:.1f} points to the linear probe's "
+            f"{100 * float(self.probe.right.double().mean()):.1f} % by leave-one-out ({less})."
+        )
+
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader must know."""
+        if self.taken.edge == "smallest":
+            return ("leave-one-out prefers no regularization at all: the training data look free of noise",)
+        if self.taken.edge == "largest":
+            return ("leave-one-out prefers a constant prediction: these features say nothing of the targets",)
+        return ()
+
+
+def choose(
+    head: Tensor, body: Tensor, targets: Targets, weight: float | None = None, ridge: float | None = None
+) -> Choice:
+    """Choose the weight of the body and the ridge.
+
+    Args:
+        head: K_head of the training samples, (N, N).
+        body: K_body, (N, N).
+        targets: t, (N, C).
+        weight: w, or ``None`` to choose it.
+        ridge: ρ, or ``None`` to choose it.
+
+    Returns:
+        The choice.
+    """
+    scales = scale_of(head), scale_of(body)
+    counting = counted(targets)
+    weights: tuple[float, ...] = WEIGHTS if weight is None else (0.0, weight)
+    if weight is None and not counting.any():
+        weights = (0.0,)  # nothing can tell whether the lower layers help
+    found = [best_ridge(Mixture(w, *scales)(head, body), targets, w, ridge) for w in dict.fromkeys(weights)]
+    probe, best = found[0], min(found if weight is None else found[-1:], key=lambda one: one.score)
+    choice = Choice(best, probe, best, Mixture(best.weight, *scales), (weight is not None, ridge is not None))
+    gain, error = choice.gain
+    if weight is None and not gain > ERRORS * error:
+        return replace(choice, taken=probe, mixture=Mixture(0.0, *scales))
+    return choice
+
+
+def scale_of(kernel: Tensor) -> float:
+    """The mean of a kernel's diagonal after the mean of its features is taken out; 1 for a constant one.
+
+    Args:
+        kernel: K of the training samples, (N, N).
+
+    Returns:
+        m.
+    """
+    found = float(kernel.diagonal().mean() - kernel.mean())
+    return found if found > 1e-12 * float(kernel.diagonal().abs().mean()) else 1.0
+
+
+def best_ridge(kernel: Tensor, targets: Targets, weight: float, ridge: float | None = None) -> Candidate:
+    """The ridge of lowest leave-one-out error for one kernel.
+
+    Args:
+        kernel: K of the training samples, (N, N).
+        targets: t, (N, C).
+        weight: w, for the record.
+        ridge: ρ, or ``None`` to choose it from a grid that grows as long as its best value is at its end.
+
+    Returns:
+        The candidate.
+
+    Raises:
+        NumericalError: If the ridge that is given is below what the kernel's rounding lets be answered.
+    """
+    spectrum, counting = Spectrum(kernel, targets.values.double()), counted(targets)
+    smallest = MARGIN * spectrum.rounding
+    if ridge is not None:
+        if ridge < smallest:
+            raise NumericalError(
+                f"ridge={ridge!r} is below the rounding of the kernel",
+                expected=f"{smallest:.1e} or more, times the mean of the kernel's diagonal",
+                remedy="leave ridge= out to have it chosen, or pass the network in float64: model.double()",
+            )
+        return _candidate(spectrum, targets, weight, ridge)
+    lowest = max(LOWEST * PER_DECADE, math.ceil(PER_DECADE * math.log10(max(smallest, 1e-300))))
+    low, high, errors = max(LOW * PER_DECADE, lowest), HIGH * PER_DECADE, dict[int, float]()
+    while True:
+        for step in range(low, high + 1):
+            if step not in errors:
+                errors[step] = _score(spectrum, 10 ** (step / PER_DECADE), counting)
+        best = min(errors, key=errors.__getitem__)
+        if best == low and low > lowest:
+            low = max(low - PER_DECADE, lowest)
+        elif best == high and high < HIGHEST * PER_DECADE:
+            high += PER_DECADE
+        else:
+            edge = "smallest" if best == low else "largest" if best == high else ""
+            return _candidate(spectrum, targets, weight, 10 ** (best / PER_DECADE), edge)
+
+
+def counted(targets: Targets) -> Tensor:
+    """Which samples leave-one-out can judge: all but those that are the only one of their class, (N,)."""
+    labels = targets.labels
+    if labels is None:
+        return torch.ones(len(targets.values), dtype=torch.bool, device=targets.values.device)
+    return labels.bincount()[labels] > 1
+
+
+def _score(spectrum: Spectrum, ridge: float, counting: Tensor) -> float:
+    """Mean leave-one-out error at a ridge, or the evidence with its sign turned where no sample counts."""
+    if counting.any():
+        return float(spectrum.loo_residuals(ridge)[counting].square().sum(1).mean())
+    n = spectrum.residual.numel()
+    weights = 1 / (spectrum.values + ridge)
+    quadratic = float((weights[:, None] * spectrum.coordinates.reshape(len(weights), -1).square()).sum())
+    # −2/n log N(t; 0, σ²/ρ (K + ρI)) at the best σ², less constants
+    return math.log(max(quadratic / n, 1e-300)) - float(weights.log().mean())
+
+
+def _candidate(
+    spectrum: Spectrum, targets: Targets, weight: float, ridge: float, edge: str = ""
+) -> Candidate:
+    """The scores at one ridge."""
+    counting = counted(targets)
+    residuals = spectrum.loo_residuals(ridge)[counting]
+    labels, right = targets.labels, None
+    if labels is not None:
+        left_out = targets.values[counting].to(residuals) - residuals
+        right = left_out.argmax(1) == labels[counting]
+    return Candidate(weight, ridge, residuals.square().sum(1), right, edge)

@@ -1,0 +1,400 @@
+"""Train the lower layers as well, where held-out samples say that it helps, and solve again there.
+
+One linearization reaches only so far. The step beyond it is plain training of every weight from the linear
+probe. It is judged on folds: for each, a network trained without it, the nested fit at its weights without
+it, and the error there. That error is set beside the ones that the probe and the nested fit at the
+original weights have on the same folds, sample by sample. Where it is lower, the network is trained on
+everything and the nested fit solved at its weights: variances, leave-one-out, influence, forgetting and
+updates are those of a linear model again, and how far forgetting a fold is from training again without it
+has been measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.errors import DataError, NumericalError
+from linnet.fitting.descent import Descent
+from linnet.fitting.dual import Dual, Spectrum
+from linnet.fitting.folds import deal
+from linnet.fitting.head import example_hashes, with_head
+from linnet.fitting.predictive import fit_moderation, fit_temperature
+from linnet.nested.features import Features
+from linnet.nested.nested_fit import NestedFit
+from linnet.nested.prior import Prior
+from linnet.nested.rungs import Rung, ladder, verdict
+from linnet.nested.search import ERRORS, Mixture, counted, scale_of
+from linnet.progress import track
+from linnet.tangent.batch import take
+
+FOLDS = 3  # networks trained without a third each: twice as many cost twice as much
+RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # of Adam; large transformers to small networks
+FIRST = (
+    4  # position in RATES that is tried first, with its neighbors; then further as long as the error falls
+)
+STEPS, BATCH, EPOCHS = 150, 32, 10  # at least so many steps and epochs; longer did not help on the study
+# α of the probe that training starts from: at 15 the softmax is so sure of its training samples that hardly
+# any gradient is left, and accuracy ended lower in trials on development tasks
+HEAD_SCALE = 4.0
+RIDGES = tuple(10 ** (step / 4) for step in range(-20, 13))
+RETRAINED = (
+    "The lower layers were trained on the same labels: influence and forgetting are exact for the fit at the "
+    "trained weights and leave those weights as they are; held-out outputs are of networks trained without a "
+    "third of the samples each."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """The two kernels of all training samples at some weights.
+
+    Args:
+        head: K_head, (N, N).
+        body: K_body, (N, N), or ``None`` where the lower layers have no share.
+    """
+
+    head: Tensor
+    body: Tensor | None
+
+    def mixed(self, weight: float) -> tuple[Tensor, Mixture]:
+        """The kernel with a share of the body, each part scaled to the samples, and how it was made."""
+        body = 1.0 if self.body is None else scale_of(self.body)
+        mixture = Mixture(weight, scale_of(self.head), body)
+        return mixture(self.head, self.body if weight else None), mixture
+
+
+class Tuning:
+    """Networks trained from the linear probe of a nested fit, with and without folds of its samples.
+
+    Args:
+        fit: The nested fit at the original weights.
+        seed: Seed of the folds and of the batches.
+
+    Raises:
+        DataError: If the samples cannot be split into folds of which each leaves two classes.
+    """
+
+    def __init__(self, fit: NestedFit, seed: int) -> None:
+        self.fit, self.seed = fit, seed
+        self.features = fit.prior.features
+        self.y = fit.targets if fit.labels is None else fit.labels
+        self.fold = self._dealt()
+        self.steps = max(STEPS, math.ceil(EPOCHS * fit.n / BATCH))
+        runs = 3 + FOLDS - 1 + 1  # three rates, the other folds, all samples; the search seldom takes more
+        label = f"training of the lower layers, about {runs} runs of {self.steps} steps"
+        self._ticks: Iterator[Any] = track(range(runs * self.steps), label, runs * self.steps)
+
+    def _dealt(self) -> Tensor:
+        """The fold of each sample, (N,)."""
+        several = int(counted(self.fit.training_targets).sum())
+        if min(self.fit.n, several) < 2 * FOLDS:
+            of = "" if self.fit.n < 2 * FOLDS else " are of classes with more than one"
+            raise DataError(
+                f"{several if of else self.fit.n} samples{of}",
+                expected=f"{2 * FOLDS} or more",
+                remedy="leave tune out",
+            )
+        generator = torch.Generator().manual_seed(self.seed)
+        fold = deal(example_hashes(self.fit.x, self.y), self.y, FOLDS, generator).to(self.y.device)
+        for k in range(FOLDS):
+            rest = self.y[fold != k]
+            if self.fit.labels is not None and len(rest.unique()) < 2:
+                raise DataError(
+                    "a third of the samples leaves one class only",
+                    expected="several samples of two classes or more",
+                    remedy="leave tune out",
+                )
+        return fold
+
+    def parts(self, k: int) -> tuple[Tensor, Tensor]:
+        """Positions of the samples that fold k leaves, and of its own."""
+        return (self.fold != k).nonzero()[:, 0], (self.fold == k).nonzero()[:, 0]
+
+    def trained(self, rows: Tensor, rate: float) -> Features:
+        """The network trained on some samples, from the linear probe of those samples.
+
+        Args:
+            rows: Their positions.
+            rate: Learning rate.
+
+        Returns:
+            Its features.
+
+        Raises:
+            NumericalError: If weights or features are not finite after it.
+        """
+        x, y, features = take(self.fit.x, rows), self.y[rows], self.features
+        start = with_head(features.model, self.fit.system.c, init="probe", data=(x, y), scale=HEAD_SCALE)
+        run = Descent(rate, self.steps, BATCH, self.seed, "adam")
+        named = {*features.function.names, f"{features.layer}.weight", f"{features.layer}.bias"}
+        network = run(start, x, y, self._ticks, named)
+        if all(bool(p.isfinite().all()) for p in network.parameters()):
+            made = features.moved(network)
+            if made.phi(x).isfinite().all():
+                return made
+        raise NumericalError(
+            f"training at a learning rate of {rate:g} led to weights that are not finite",
+            expected="a learning rate at which the network trains",
+            remedy="leave tune out",
+        )
+
+    def kernels(self, features: Features, share: bool) -> Kernels:
+        """The kernels of all samples at a network's weights.
+
+        Args:
+            features: The network.
+            share: Whether the lower layers have a share.
+
+        Returns:
+            Both kernels, or the one of the features.
+        """
+        phi = features.phi(self.fit.x)
+        phi = phi - phi.mean(0)
+        body = features.body(self.fit.x, None, self.fit.memory) if share else None
+        return Kernels(phi @ phi.T, body)
+
+    def finish(self) -> None:
+        """Let the meter end on its last line."""
+        for _ in self._ticks:
+            pass
+
+
+def held_out(kernel: Tensor, targets: Tensor, parts: tuple[Tensor, Tensor], ridges: Any) -> Tensor:
+    """Outputs for the samples of a fold by the fit of the others, (R, H, C).
+
+    Args:
+        kernel: K of all samples, (N, N).
+        targets: t, (N, C).
+        parts: Positions of the others and of the fold's own.
+        ridges: R ridges.
+
+    Returns:
+        One set of outputs for each ridge.
+    """
+    rest, held = parts
+    spectrum = Spectrum(kernel[rest][:, rest], targets[rest])
+    turned = kernel[held][:, rest] @ spectrum.vectors
+    coordinates = spectrum.coordinates.reshape(len(spectrum.values), -1)
+    return torch.stack([(turned / (spectrum.values + ridge)) @ coordinates for ridge in ridges])
+
+
+@torch.no_grad()
+def tuned(fit: NestedFit, seed: int) -> NestedFit:
+    """The nested fit at trained weights where held-out samples say that it is better, else the one given.
+
+    Args:
+        fit: The nested fit at the original weights.
+        seed: Seed of the folds and of the batches.
+
+    Returns:
+        A fit with its ``rungs``: the probe, the nested fit, the trained network.
+    """
+    start = time.perf_counter()
+    try:
+        tuning = Tuning(fit, seed)
+        made = _tuned(fit, tuning, start)
+        tuning.finish()
+    except (DataError, NumericalError) as error:  # the fit that there is stays
+        return _told(fit, f"The lower layers were not trained: {error.what}.")
+    return made
+
+
+def _tuned(fit: NestedFit, tuning: Tuning, start: float) -> NestedFit:
+    """The comparison on folds, and the fit that it prefers."""
+    targets = fit.targets.double()
+    before = _held_before(tuning, targets)
+    rate, first = _searched(tuning, targets)
+    networks = [first, *(tuning.trained(tuning.parts(k)[0], rate) for k in range(1, FOLDS))]
+    kernels = [tuning.kernels(network, fit.body_weight > 0) for network in networks]
+    weight, ridge, outputs = _chosen(tuning, kernels, targets)
+    rungs = ladder(before, outputs, fit.training_targets, time.perf_counter() - start)
+    if not rungs[-1].taken:
+        return _told(fit, verdict(rungs), rungs)
+    network = tuning.trained(torch.arange(fit.n, device=tuning.y.device), rate)
+    whole = tuning.kernels(network, weight > 0)
+    made = _told(_solved(fit, network, whole, (weight, ridge)), verdict(rungs), rungs)
+    _calibrate(made, tuning, kernels, (weight, ridge), outputs)
+    reasons = {
+        **made.record.reasons,
+        "training": f"Adam at {rate:g}, {tuning.steps} steps of {BATCH} from the linear probe; rate, weight "
+        f"and ridge by {FOLDS} folds of the training samples",
+        "ridge": f"lowest error on {FOLDS} folds, each with a network trained without it",
+        "body": "that of the fit at the original weights, or zero: lower error on the folds",
+        "retraining": _distance(tuning, whole.mixed(weight)[0], ridge, outputs),
+    }
+    seconds = {**fit.record.seconds, "training": time.perf_counter() - start}
+    warnings = (*made.record.warnings, RETRAINED)
+    made.record = replace(made.record, criterion="folds", reasons=reasons, seconds=seconds, warnings=warnings)
+    return made
+
+
+def _told(fit: NestedFit, sentence: str, rungs: tuple[Rung, ...] = ()) -> NestedFit:
+    """A fit, with what was found about training its lower layers."""
+    fit.record = replace(fit.record, reasons={**fit.record.reasons, "verdict": sentence})
+    fit.rungs = rungs
+    return fit
+
+
+def _held_before(tuning: Tuning, targets: Tensor) -> list[tuple[str, Tensor]]:
+    """Held-out outputs of the probe and of the nested fit at the original weights, each at its best ridge."""
+    fit = tuning.fit
+    models = [("linear probe", Kernels(fit.phi @ fit.phi.T, None).mixed(0.0)[0])]
+    if fit.body_weight:
+        models.append(("linearized lower layers", fit.system.kernel.double()))
+    return [(name, _best(tuning, [kernel] * FOLDS, targets)[2]) for name, kernel in models]
+
+
+def _searched(tuning: Tuning, targets: Tensor) -> tuple[float, Features]:
+    """A learning rate by the errors on the first fold, and the network trained there.
+
+    A lower rate is taken where its error is lower, a higher one where it is lower by more than its standard
+    error: near the largest rate that a network bears, one run says little of the next.
+
+    Args:
+        tuning: The folds.
+        targets: t, (N, C).
+
+    Returns:
+        The rate, and the network trained at it without the first fold.
+
+    Raises:
+        NumericalError: If no rate leads to weights that are finite.
+    """
+    rest, held = tuning.parts(0)
+    errors: dict[int, Tensor] = {}
+    networks: dict[int, Features] = {}
+
+    def tried(place: int) -> Tensor:
+        if place not in errors:
+            errors[place] = targets.new_full((len(held),), math.inf)
+            with contextlib.suppress(NumericalError):
+                network = tuning.trained(rest, RATES[place])
+                kernel = tuning.kernels(network, share=False).mixed(0.0)[0]
+                outputs = held_out(kernel, targets, (rest, held), RIDGES)
+                found = (outputs - targets[held]).square().sum(2)
+                errors[place], networks[place] = found[int(found.mean(1).argmin())], network
+        return errors[place]
+
+    def better(place: int, than: int, margin: float) -> bool:
+        if not 0 <= place < len(RATES):
+            return False
+        gains = tried(than) - tried(place)
+        if not gains.isfinite().all():
+            return bool(tried(place).isfinite().all())
+        spread = float(gains.std()) / len(gains) ** 0.5 if len(gains) > 1 else math.inf
+        return float(gains.mean()) > margin * (spread if margin else 0.0)
+
+    best = FIRST
+    while better(best - 1, best, 0.0):
+        best -= 1
+    while best >= FIRST and better(best + 1, best, ERRORS):
+        best += 1
+    if best not in networks:
+        raise NumericalError(
+            "no learning rate led to weights that are finite",
+            expected="a network that trains",
+            remedy="leave tune out",
+        )
+    return RATES[best], networks[best]
+
+
+def _best(tuning: Tuning, kernels: list[Tensor], targets: Tensor) -> tuple[float, float, Tensor]:
+    """Lowest held-out error over ridges, the ridge, and the outputs (N, C), with one kernel a fold."""
+    counting = counted(tuning.fit.training_targets)
+    outputs = targets.new_zeros(len(RIDGES), *targets.shape)
+    for k, kernel in enumerate(kernels):
+        parts = tuning.parts(k)
+        outputs[:, parts[1]] = held_out(kernel, targets, parts, RIDGES)
+    errors = (outputs - targets).square().sum(2)[:, counting].mean(1)
+    place = int(errors.argmin())
+    return float(errors[place]), RIDGES[place], outputs[place]
+
+
+def _chosen(tuning: Tuning, kernels: list[Kernels], targets: Tensor) -> tuple[float, float, Tensor]:
+    """Weight of the body and ridge of lowest held-out error, and the outputs there, (N, C).
+
+    The weight is zero or that of the fit at the original weights, where the lower layers have seen no label.
+
+    Args:
+        tuning: The folds.
+        kernels: Kernels at the weights trained without each fold.
+        targets: t, (N, C).
+
+    Returns:
+        Weight, ridge, outputs.
+    """
+    found = []
+    for weight in dict.fromkeys((0.0, tuning.fit.body_weight)):
+        error, ridge, outputs = _best(tuning, [one.mixed(weight)[0] for one in kernels], targets)
+        found.append((error, weight, ridge, outputs))
+    return min(found, key=lambda one: one[0])[1:]
+
+
+def _solved(fit: NestedFit, network: Features, whole: Kernels, chosen: tuple[float, float]) -> NestedFit:
+    """The nested fit at the trained weights."""
+    weight, ridge = chosen
+    kernel, mixture = whole.mixed(weight)
+    phi = network.phi(fit.x)
+    prior = Prior(network, phi.mean(0), mixture, fit.memory)
+    system = Dual(kernel, fit.targets, ridge)
+    made = NestedFit(prior, fit.x, fit.training_targets, system, fit.record)
+    made._phi = phi - prior.center
+    return made
+
+
+def _calibrate(
+    made: NestedFit, tuning: Tuning, kernels: list[Kernels], chosen: tuple[float, float], outputs: Tensor
+) -> None:
+    """Noise and temperatures by held-out outputs: leave-one-out knows the labels through the weights."""
+    made.held_out, (weight, ridge) = outputs, chosen
+    own = torch.zeros_like(outputs[:, 0])
+    for k, kernel in enumerate(kernels):
+        rest, held = tuning.parts(k)
+        mixed = kernel.mixed(weight)[0]
+        system = Dual(mixed[rest][:, rest], made.targets[rest], ridge)
+        cross = mixed[held][:, rest]
+        own[held] = (mixed.diagonal()[held] - (system.cross(cross) * cross).sum(1)).clamp_min(0).to(own)
+    counting = counted(made.training_targets)
+    # an output has the variance σ² (1 + own/ρ) about its target
+    squares = (outputs - made.targets.to(outputs)).square().mean(1) / (1 + own / ridge)
+    made.calibrate(noise=float(squares[counting].mean()))
+    if made.labels is None:
+        return
+    given = outputs[counting], made.labels[counting]
+    variances = (made.noise / ridge * own)[counting, None].expand_as(given[0])
+    temperature, spread = fit_moderation(*given, variances)
+    made.calibrate(temperature, fit_temperature(*given), spread)
+
+
+def _distance(tuning: Tuning, kernel: Tensor, ridge: float, retrained: Tensor) -> str:
+    """How near forgetting a fold comes to training again without it, in one sentence."""
+    fit = tuning.fit
+    targets = fit.targets.double()
+    forgotten = torch.zeros_like(targets)
+    for k in range(FOLDS):
+        forgotten[tuning.parts(k)[1]] = held_out(kernel, targets, tuning.parts(k), (ridge,))[0]
+    every = torch.arange(fit.n, device=targets.device)
+    kept = held_out(kernel, targets, (every, every), (ridge,))[0]
+    if fit.labels is None:
+        spread = float((retrained - retrained.mean(0)).square().sum().sqrt())
+        near, far = (float((one - retrained).square().sum().sqrt()) / spread for one in (forgotten, kept))
+        return (
+            f"on {FOLDS} folds of samples, forgetting them comes within {100 * near:.0f} % of training again "
+            f"without them (root mean square, relative to the spread of the outputs; keeping them: "
+            f"{100 * far:.0f} %)"
+        )
+    same, before = (
+        100 * float((one.argmax(1) == retrained.argmax(1)).double().mean()) for one in (forgotten, kept)
+    )
+    return (
+        f"on {FOLDS} folds of samples, forgetting them gives the same class as training again without them "
+        f"for {same:.0f} % (keeping them: {before:.0f} %)"
+    )

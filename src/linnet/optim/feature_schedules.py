@@ -1,0 +1,375 @@
+"""When iterative linearization updates its features: after K steps, or when they no longer fit.
+
+The paper trains with a fixed period K and leaves adaptive schedules open (Goldwaser, Ge, "Understanding
+sparse feature updates in deep networks using iterative linearisation", section 5.2). A ``Schedule`` looks
+at each step and says whether the network is to be linearized again at the weights it has reached.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.errors import InputError
+from linnet.fitting.arguments import check_positive
+from linnet.params import instance, integer, number, refuse
+from linnet.spectrum.kernel_distance import kernel_distance
+from linnet.spectrum.kernel_matrix import check_kernel
+from linnet.tangent.batch import Inputs, check_examples
+from linnet.tangent.captured import Outputs
+from linnet.tangent.linearized import Linearized, linearize
+
+LONGEST = 2**63  # steps; more are "never", which is written as None
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where training stands after a step.
+
+    Args:
+        lin: The current linearization, its δ up to date.
+        model: The network at the weights reached, θ₀ + δ.
+        x: The batch that the step's closure gave to the module last; ``None`` if nothing asked for it.
+        age: Steps since the features were updated, the present one included.
+        loss: The step's loss, before the update.
+        gradient: Computes the norm of the step's gradient.
+        output: How to turn the network's result into a tensor, as in ``linnet.linearize``.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> Moment(linearize(net), net, None, age=3, loss=0.5, gradient=lambda: 0.1).age
+        3
+    """
+
+    lin: Linearized
+    model: nn.Module
+    x: Inputs | None
+    age: int
+    loss: float
+    gradient: Callable[[], float]
+    output: Any = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a schedule says of a step.
+
+    Args:
+        due: Whether to linearize again now.
+        kind: What was measured, ``""`` for nothing.
+        value: Its value.
+
+    Example:
+        >>> Verdict(due=True, kind="gap", value=0.3).due
+        True
+    """
+
+    due: bool
+    kind: str = ""
+    value: float = math.nan
+
+
+class Schedule(abc.ABC):
+    """Says after each step whether to linearize again.
+
+    Attributes:
+        needs_batch: Whether it wants ``Moment.x``.
+
+    Example:
+        >>> class EveryTen(Schedule):
+        ...     def judge(self, moment):
+        ...         return Verdict(moment.age >= 10)
+    """
+
+    needs_batch: bool = False
+
+    @abc.abstractmethod
+    def judge(self, moment: Moment) -> Verdict:
+        """Look at a step.
+
+        Args:
+            moment: Where training stands.
+
+        Returns:
+            Whether to linearize again, and what was measured to find out.
+        """
+
+    def restart(self) -> None:
+        """Forget what was known of the last linearization; called whenever there is a new one."""
+        self.load_state_dict({})
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be kept for an interrupted run to go on as it would have: by default nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` gave; an empty state stands for a new linearization."""
+        instance("state", state, Mapping, "what state_dict() returned", "pass that")
+
+
+class Every(Schedule):
+    """Linearize again after every K steps: fixed period iterative linearization.
+
+    Args:
+        steps: K; ``None`` for never.
+
+    Source:
+        Goldwaser, Ge, algorithm 1.
+    """
+
+    def __init__(self, steps: int | None) -> None:
+        self.steps = steps
+
+    def __repr__(self) -> str:
+        return f"Every({self.steps})"
+
+    def judge(self, moment: Moment) -> Verdict:
+        """Due when K steps are taken."""
+        return Verdict(self.steps is not None and moment.age >= self.steps)
+
+
+class LinearityGap(Schedule):
+    """Linearize again when the linear model no longer describes the network.
+
+    The measure is ‖f(θ₀ + δ) − f_lin‖ / ‖f_lin − f₀‖: what the linear model misses, as a share of what it
+    predicts. A measurement costs about one linearized pass and one plain pass without gradients.
+
+    Args:
+        threshold: The largest gap that is put up with; 0.1 to 0.5 is a usual range.
+        x: Examples on which it is measured; by default the batch of the step.
+        every: Measure after so many steps, and again so many later.
+        most: Linearize again after so many steps in any case.
+
+    Raises:
+        DataError: If x is not finite.
+        InputError: If a number is not positive.
+
+    Example:
+        >>> LinearityGap(0.2, every=5)
+        LinearityGap(0.2, every=5)
+    """
+
+    def __init__(
+        self, threshold: float, x: Inputs | None = None, every: int = 10, most: int | None = None
+    ) -> None:
+        check_positive("threshold", threshold, "pass threshold=0.2")
+        if x is not None:
+            check_examples(x)
+        self.threshold, self.x, self.every, self.most = threshold, x, every, most
+        _check_steps(every=every, most=most)
+        self.needs_batch = x is None
+
+    def __repr__(self) -> str:
+        return f"LinearityGap({self.threshold:g}, every={self.every})"
+
+    def judge(self, moment: Moment) -> Verdict:
+        """Due when the gap is over the threshold, or ``most`` steps are taken."""
+        require_moment(moment)
+        late = self.most is not None and moment.age >= self.most
+        x = moment.x if self.x is None else self.x
+        if moment.age % self.every or x is None:
+            return Verdict(late)
+        gap = moment.lin.gap(x)
+        return Verdict(late or not gap <= self.threshold, "gap", gap)
+
+
+class KernelDrift(Schedule):
+    """Linearize again when the network's tangent kernel has moved away from the one in use.
+
+    The measure is the kernel distance 1 − ⟨K₀, K⟩ / (‖K₀‖ ‖K‖) between the kernel at θ₀ and at θ₀ + δ. A
+    measurement costs a Gram matrix of x, so a few dozen examples are enough.
+
+    Args:
+        threshold: The largest distance that is put up with, below 1; 0.01 to 0.2 is a usual range.
+        x: Examples on which the kernels are evaluated.
+        every: Measure after so many steps, and again so many later.
+        most: Linearize again after so many steps in any case.
+        outputs: Which kernel: ``"trace"``, ``"full"`` or ``"sum"``.
+
+    Raises:
+        DataError: If x is not finite.
+        InputError: If a number is not positive, or ``outputs`` is something else.
+
+    Source:
+        The distance: Fort et al., NeurIPS 2020, section 4, which found that it grows fastest early.
+
+    Example:
+        >>> KernelDrift(0.05, torch.ones(4, 2))
+        KernelDrift(0.05, every=10)
+    """
+
+    def __init__(
+        self,
+        threshold: float,
+        x: Inputs,
+        every: int = 10,
+        most: int | None = None,
+        outputs: Outputs = "trace",
+    ) -> None:
+        check_positive("threshold", threshold, "pass threshold=0.05")
+        if threshold >= 1:
+            raise InputError(
+                f"threshold={threshold!r}",
+                expected="less than 1, the distance of orthogonal kernels",
+                remedy="pass threshold=0.05",
+            )
+        check_kernel(outputs)
+        check_examples(x)
+        _check_steps(every=every, most=most)
+        self.threshold, self.x, self.every, self.most, self.outputs = threshold, x, every, most, outputs
+        self._start: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"KernelDrift({self.threshold:g}, every={self.every})"
+
+    def judge(self, moment: Moment) -> Verdict:
+        """Due when the distance is over the threshold, or ``most`` steps are taken."""
+        require_moment(moment)
+        late = self.most is not None and moment.age >= self.most
+        if moment.age % self.every:
+            return Verdict(late)
+        if self._start is None:
+            self._start = moment.lin.kernel(self.x, outputs=self.outputs)
+        here = linearize(moment.model, moment.lin.parameter_names, moment.output)
+        drift = kernel_distance(self._start, here.kernel(self.x, outputs=self.outputs))
+        return Verdict(late or not drift <= self.threshold, "drift", drift)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Forget the kernel at the last θ₀; it is computed again when it is needed."""
+        instance("state", state, Mapping, "what state_dict() returned", "pass that")
+        self._start = None
+
+
+class Converged(Schedule):
+    """Linearize again when training on the present linearization has converged.
+
+    With a convex loss each linearization is a convex problem; this is the paper's "fully optimized"
+    variant. The gradient's norm is that of the batch of the step, so use full batches with it, or a
+    ``loss`` to be reached.
+
+    Args:
+        gradient: Converged when the gradient's norm has fallen to this share of what it was at the first
+            step of the linearization (at the last evaluation of a step, for LBFGS); ``None`` not to look
+            at it.
+        loss: Converged when the loss is at most this.
+        most: Linearize again after so many steps in any case.
+
+    Raises:
+        InputError: If a number is not positive, or no criterion is given.
+
+    Source:
+        Goldwaser, Ge, section 4.2, figure 5.
+
+    Example:
+        >>> Converged(gradient=1e-3, most=10_000)
+        Converged(gradient=0.001, loss=None, most=10000)
+    """
+
+    def __init__(
+        self, gradient: float | None = 1e-3, loss: float | None = None, most: int | None = None
+    ) -> None:
+        if gradient is not None:
+            check_positive("gradient", gradient, "pass gradient=1e-3")
+        if loss is not None:
+            number("loss", loss, remedy="pass the loss to be reached")
+        if gradient is None and loss is None:
+            raise InputError("gradient and loss are None", "at least one of them", "pass gradient=1e-3")
+        _check_steps(most=most)
+        self.gradient, self.loss, self.most = gradient, loss, most
+        self._first: float | None = None
+
+    def __repr__(self) -> str:
+        return f"Converged(gradient={self.gradient}, loss={self.loss}, most={self.most})"
+
+    def judge(self, moment: Moment) -> Verdict:
+        """Due when a criterion is met, or ``most`` steps are taken."""
+        require_moment(moment)
+        done = self.most is not None and moment.age >= self.most
+        done = done or (self.loss is not None and moment.loss <= self.loss)
+        if self.gradient is None:
+            return Verdict(done)
+        norm = moment.gradient()
+        if self._first is None:
+            self._first = norm
+        done = done or norm <= self.gradient * self._first
+        return Verdict(done, "gradient", norm) if done else Verdict(done)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The gradient's norm at the first step of the present linearization."""
+        return {"first": self._first}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take that norm back."""
+        instance("state", state, Mapping, "what state_dict() returned", "pass that")
+        first = state.get("first")
+        self._first = None if first is None else number("state['first']", first, least=0)
+
+
+def schedule_of(period: int | float | Schedule | None) -> Schedule:
+    """The schedule that a ``period=`` stands for.
+
+    Args:
+        period: K ≥ 1; ``None`` or infinity for never; or a schedule.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        InputError: If it is something else.
+
+    Example:
+        >>> schedule_of(1e6), schedule_of(float("inf"))
+        (Every(1000000), Every(None))
+    """
+    if isinstance(period, Schedule):
+        return period
+    if period is None or (isinstance(period, float) and period == math.inf):
+        return Every(None)
+    whole = isinstance(period, int) or (isinstance(period, float) and period.is_integer())
+    if isinstance(period, bool) or not whole or period < 1 or period > LONGEST:
+        refuse(
+            "period",
+            period,
+            "a whole number of steps K ≥ 1, None for never, or a schedule such as LinearityGap(0.2)",
+            "pass period=1 for plain training, period=None for linearized training",
+        )
+    return Every(int(period))
+
+
+def require_moment(moment: Any) -> None:
+    """Raise unless it is where training stands.
+
+    Args:
+        moment: What ``judge`` was given.
+
+    Raises:
+        InputError: If it is no ``Moment``.
+    """
+    instance("moment", moment, Moment, "a linnet.optim.Moment", "let IterativeLinearization.step make it")
+
+
+def gradient_norm(parameters: list[nn.Parameter]) -> float:
+    """The norm of all gradients together, 0 where there is none.
+
+    Args:
+        parameters: Parameters with or without ``.grad``.
+
+    Returns:
+        ‖g‖, summed in float64.
+    """
+    squares = [p.grad.detach().double().square().sum() for p in parameters if p.grad is not None]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+
+def _check_steps(**counts: int | None) -> None:
+    """Raise unless each is a positive whole number or ``None``."""
+    for name, value in counts.items():
+        if value is None and name == "most":
+            continue
+        integer(name, value)

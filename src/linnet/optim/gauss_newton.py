@@ -1,0 +1,499 @@
+"""The thesis' Gauss-Newton optimizer: curvature approximated layer by layer, step sizes from the exact one.
+
+    d = −(G̃ + (λ + ζ)I)⁻¹ ∇E,    α = −dᵀ∇E / dᵀ(G + (λ + τ)I)d,    θ ← θ + α d        (eq. 4.16 to 4.23)
+
+Source: Botev, "The Gauss-Newton matrix for deep learning models and its applications", 2020, section 4.4;
+Botev, Ritter, Barber, ICML 2017; Martens and Grosse, ICML 2015.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+from linnet.curvatures.treatments import Structure
+from linnet.distributed import together
+from linnet.errors import InputError, NumericalError
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood
+from linnet.optim.gauss_newton_average import average_of, require_alike
+from linnet.optim.gauss_newton_batch import suggested_batch
+from linnet.optim.gauss_newton_checks import check_given, checked_group, checked_state, parameters_of
+from linnet.optim.gauss_newton_inverse import Inverse, Undamped
+from linnet.optim.gauss_newton_model import (
+    Batch,
+    Examples,
+    Network,
+    Quadratic,
+    combined,
+    given_gradient,
+    in_parts,
+    with_pending,
+)
+from linnet.optim.gauss_newton_pass import OnePass
+from linnet.optim.gauss_newton_search import Search, adapted, hopeless
+from linnet.optim.gauss_newton_settings import (
+    Damping,
+    StepReport,
+    check_decay,
+    checked_damping,
+    checked_settings,
+)
+from linnet.optim.gauss_newton_vectors import is_finite, norm_of, put, remember
+from linnet.params import tensor
+from linnet.tangent.batch import Inputs, batch_size, check_examples, concatenate
+from linnet.tangent.functional import Functional, tensors_by_name
+from linnet.tangent.modes import environment_kept
+
+VERSION = 1  # of the state that is saved
+RAISE = 4.0  # what a rejected step multiplies τ and ζ by
+Closure = Callable[[], Any]
+Measured = tuple[float, Tensor, int]
+
+
+class GaussNewton(torch.optim.Optimizer):
+    """Trains a network with curvature; its defaults need no tuning.
+
+    Each step takes the gradient of the mean loss, adds the batch to an exponential average of the curvature
+    G̃, and goes along d = −(G̃ + (λ + ζ)I)⁻¹∇E as far as the exact Gauss-Newton matrix of the batch says
+    (one product J d). Every 5 steps ρ = ΔE / Δq is measured, and τ falls by ω if ρ > ¾ and rises by 1/ω if
+    ρ < ¾ (the thesis' print has ρ where τ is meant); every 20 steps ζ moves to whichever of ωζ, ζ, ζ/ω gives
+    the lowest q.
+
+    It is a ``torch.optim.Optimizer``: ``param_groups`` (each with ``lr``, a factor on the step, and
+    ``weight_decay``), schedulers of ``lr``, ``add_param_group`` and ``state_dict`` work as ever. Only
+    ``step`` takes the batch, since gradients alone do not have what is needed.
+    Weight decay is the objective's: E = mean loss + ½ λ‖θ‖². It is in gradient, step size and curvature.
+
+    Mode. Loss and gradient use the network in the mode it is in: in training mode BatchNorm takes the
+    statistics of the batch and dropout is on. Curvature, step size and noise use a frozen copy in evaluation
+    mode, which follows weights and buffers. ρ is measured with the same random numbers, and leaves running
+    statistics as they were.
+
+    Precision. The curvature and J d are computed in the parameters' own type whatever autocast says, factors
+    and inner products in float32 or wider. Run under ``torch.autocast`` and loss and gradient are computed
+    in its type. With a ``GradScaler`` pass gradients in: ``scaler.scale(loss).backward();
+    scaler.step(optimizer, x, y, loss=float(loss))``.
+
+    Large batches. ``accumulate(x, y)`` adds examples to the batch of the next step; ``examples=`` bounds how
+    many are differentiated at once.
+
+    Several processes. Given a ``DistributedDataParallel``, losses, gradients, factors and products are summed
+    over the processes, and each inverts some of the layers and applies them for all.
+
+    A step that leads to a loss that is not finite, or absurdly high, is taken back with its buffers, τ and ζ
+    are quadrupled, and training goes on; the report says so. Parameters frozen on the way stay as they are.
+
+    Args:
+        model: The network to train, in place.
+        likelihood: What its outputs mean; the loss is its mean negative log-likelihood.
+        structure: ``"kfac"``, ``"kflr"``, ``"kfra"``, ``"ekfac"``, ``"diagonal"``, ``"block"``, ``"full"``
+            (tiny networks), or a mapping, as in :func:`linnet.curvature`.
+        expectation: As in :func:`linnet.curvature`; by default ``"exact"`` for "block" and "full", what the
+            name of a method such as "kflr" says, and else ``"mc"``.
+        damping: τ and ζ at the start, as one number or a :class:`~linnet.optim.Damping`; by default the best
+            of a grid at the first step. They move on from there; 0 stays 0.
+        weight_decay: λ.
+        **options: See :class:`~linnet.optim.Settings`: ``lr``, ``momentum``, ``average``, ``inverse_period``,
+            ``sharing``, ``noise``, ``params``, ``output``, ``seed``, ``rejections``, ``limit``, ``examples``.
+
+    Attributes:
+        damping: How τ and ζ move.
+        tau: τ now; ``None`` before the first step if it is to be found.
+        zeta: ζ now.
+        steps: Steps taken.
+
+    Raises:
+        InputError: If an argument is wrong.
+
+    Example:
+        >>> import linnet
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> x = torch.randn(64, 2)
+        >>> y = x.prod(1, keepdim=True)
+        >>> optimizer = GaussNewton(net, linnet.likelihoods.Gaussian(variance=0.01), structure="kfra")
+        >>> losses = [optimizer.step(x, y).loss for _ in range(30)]
+        >>> losses[-1] < 0.1 * losses[0]
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        structure: Structure = "kfac",
+        expectation: str | None = None,
+        damping: float | Damping | None = None,
+        weight_decay: float = 0.0,
+        **options: Any,
+    ) -> None:
+        check_likelihood(likelihood)
+        self.damping, self.settings = checked_damping(damping), checked_settings(options)
+        check_decay("weight_decay", weight_decay)
+        shared = isinstance(model, nn.parallel.DistributedDataParallel)
+        called = cast(nn.Module, model.module) if shared else model
+        network: nn.Module = getattr(called, "_orig_mod", called)  # torch.compile's wrapper
+        function = Functional(network, self.settings.params, self.settings.output)
+        parameters = parameters_of(network, function.names)
+        self._raw = network
+        self._network = Network(called, parameters, self.settings.output, likelihood, shared)
+        self._running = average_of(function, likelihood, structure, expectation, self.settings)
+        self._once = OnePass(self._network, self._running, self._raw)
+        self.tau, self.zeta = self.damping.tau, self.damping.zeta
+        self.steps, self._failures, self._first = 0, 0, math.nan
+        self._pending: list[Examples] = []
+        self._buffers: dict[str, Tensor] = {}  # of the last good loss, such as running statistics
+        self._inverse: Inverse | None = None
+        self._saved: Mapping[str, Any] | None = None
+        self._fresh = True  # other processes have not been heard of yet
+        groups = {"lr": self.settings.lr, "weight_decay": float(weight_decay)}
+        with environment_kept():
+            super().__init__(list(parameters.values()), groups)
+
+    # -- as an optimizer -------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give some of the trained parameters settings of their own.
+
+        Args:
+            param_group: ``params``, and ``lr`` or ``weight_decay``. The parameters must be trained already;
+                they leave the group they were in.
+
+        Raises:
+            InputError: If a parameter is not among the trained ones.
+        """
+        given = checked_group(param_group, list(self._network.parameters.values()))
+        taken = {id(p) for p in given}
+        for group in self.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in taken]
+        super().add_param_group({**param_group, "params": given})
+
+    def accumulate(self, x: Inputs, y: Tensor) -> None:
+        """Add examples to the batch of the next step, which differentiates them one part after the other.
+
+        Args:
+            x: Some examples.
+            y: Their targets.
+
+        Raises:
+            DataError: If x is not finite.
+        """
+        check_examples(x)
+        self._pending.append((x, tensor("y", y, "targets (N, ...)", convert=False)))
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        x: Inputs = None,
+        y: Tensor | None = None,
+        *,
+        closure: Closure | None = None,
+        loss: float | Tensor | None = None,
+    ) -> StepReport:
+        """One update of the parameters.
+
+        Args:
+            x: A batch of N examples; what was accumulated belongs to it.
+            y: Targets.
+            closure: Computes the mean loss of the batch and its gradients, in ``.grad``, as for torch's
+                optimizers; by default the likelihood does. Weight decay is not to be part of it.
+            loss: The mean loss of the batch, where its gradients are in ``.grad`` already.
+
+        Returns:
+            What was done.
+
+        Raises:
+            DataError: If the batch is not finite or does not fit the likelihood.
+            InputError: If there is no batch, or closure and loss are both given.
+            NumericalError: If the loss is not finite where training starts, or too many steps in a row had to
+                be taken back; the weights are those of before.
+            ProcessGroupError: If another process has gone; an error on one is raised on all.
+        """
+        with together("GaussNewton.step", self._network.shared):
+            if self._network.shared and self._fresh:
+                require_alike(self._running, self.settings, (self.damping, self.defaults, self.steps))
+            self._fresh = False
+            return self._step(x, y, closure, loss)
+
+    def _step(self, x: Inputs, y: Tensor | None, closure: Closure | None, loss: Any) -> StepReport:
+        """One update of the parameters, of all processes together."""
+        parts = self._batch(x, y, closure, loss)
+        self._resume(parts)
+        rng = self._network.random_state()
+        value, gradient, n = self._measure(parts, closure, loss)
+        rejected = not self._acceptable(value, gradient)
+        if rejected:
+            self._take_back(value)
+            rng = self._network.random_state()
+            value, gradient, n = self._measure(parts, closure, None)
+            if not (math.isfinite(value) and is_finite(gradient)):
+                raise NumericalError(*hopeless(value))
+            if self._failures and not self._acceptable(value):  # twice in a row: the batches are hard
+                self._first = value
+        self._failures += rejected
+        self._network.remember_buffers(self._buffers)
+        objective, decay = value + self._penalty(), self._decay()
+        if isinstance(decay, Tensor) or decay:
+            gradient = gradient + decay * parameters_to_vector(self._network.parameters.values())
+        function, shared = self._running.function, self._network.shared
+        batch = Batch(function, self._network.likelihood, parts, decay, shared, self._once.seen)
+        self._follow(parts)
+        self.steps += 1
+
+        def score() -> float:
+            return self._after(parts, closure if loss is None else None, rng)
+
+        direction, model, alpha = self._directions(batch, gradient, score)
+        self._first = value if math.isnan(self._first) else self._first
+        assert self.tau is not None
+        assert self.zeta is not None
+        rate = max(float(group["lr"]) for group in self.param_groups)
+        step, reduction = combined(direction, rate * alpha), model.change(rate * alpha, self.tau)
+        noise = batch.reductions(step)[1] / math.sqrt(n) if self.settings.noise else None
+        due = self.damping.tau_period and self.steps % self.damping.tau_period == 0
+        reference = score() if due and loss is not None else objective  # the same measure before and after
+        zeta, rho = self.zeta, None
+        self._apply(step)
+        if due:
+            rho = self._adapt(reference, reduction, score())
+            rejected = rejected or rho == -math.inf
+        self._failures, self._pending = self._failures if rejected else 0, []
+        return StepReport(
+            self.steps, n, value, objective, rho, self.tau, zeta,
+            float(alpha[0]), float(alpha[1]) if len(alpha) > 1 else 0.0, reduction,
+            norm_of(gradient), norm_of(direction[0]), norm_of(step),
+            rejected, noise, None if noise is None else suggested_batch(n, noise, reduction),
+        )  # fmt: skip
+
+    # -- loss ------------------------------------------------------------------------------------
+
+    def _batch(self, x: Inputs, y: Tensor | None, closure: Closure | None, loss: Any) -> list[Examples]:
+        """The examples of the step, in the parts in which they are differentiated."""
+        check_given(closure, loss)
+        self._network.check_parameters(self._raw)
+        return in_parts(with_pending(self._pending, x, y), self.settings.examples)
+
+    def _measure(self, parts: list[Examples], closure: Closure | None, loss: Any) -> Measured:
+        """Mean loss and its gradient at the present weights, and N."""
+        if closure is None and loss is None:
+            return self._once.gradient(parts)
+        return given_gradient(self._network, closure, loss, sum(batch_size(x) for x, _ in parts))
+
+    def _after(self, parts: list[Examples], closure: Closure | None, rng: Tensor | None) -> float:
+        """The objective at the present weights, with the random numbers of the gradient."""
+        with self._network.replayed(rng):
+            if closure is None:
+                value = self._network.loss(parts)
+            else:
+                value = given_gradient(self._network, closure, None, 1)[0]
+        return value + self._penalty()
+
+    def _acceptable(self, value: float, gradient: Tensor | None = None) -> bool:
+        """Whether training can go on from a loss."""
+        finite = math.isfinite(value) and (gradient is None or is_finite(gradient))
+        return finite and (
+            math.isnan(self._first) or value <= self._first + self.settings.limit * abs(self._first)
+        )
+
+    def _take_back(self, value: float) -> None:
+        """Restore the weights of before the last step and raise τ and ζ."""
+        parameters = list(self._network.parameters.values())
+        if not all("before" in self.state[p] for p in parameters):
+            raise NumericalError(*hopeless(value))
+        put(parameters, [self.state[p]["before"] for p in parameters])
+        self._network.restore_buffers(self._buffers)
+        for p in parameters:
+            self.state[p].pop("step", None)
+        if self._failures + 1 >= self.settings.rejections:
+            raise NumericalError(
+                f"{self.settings.rejections} steps in a row were taken back; the last loss was {value:.6g}",
+                expected="steps that lead to finite losses",
+                remedy="pass larger damping=, or check the data and the network's scale",
+            )
+        assert self.tau is not None
+        assert self.zeta is not None
+        self.tau, self.zeta, self._inverse = RAISE * self.tau, RAISE * self.zeta, None
+
+    def _adapt(self, objective: float, reduction: float, after: float) -> float | None:
+        """ρ (eq. 4.21), and τ moved by it; −∞ if the step was taken back."""
+        if not self._acceptable(after):
+            self._take_back(after)
+            self._failures += 1
+            return -math.inf
+        if reduction == 0:
+            return None
+        rho = (after - objective) / reduction
+        assert self.tau is not None
+        self.tau = adapted(self.tau, rho, self.damping.decay)
+        return rho
+
+    # -- direction -------------------------------------------------------------------------------
+
+    def _follow(self, parts: list[Examples]) -> None:
+        """Add the batch to the average of the curvature at the present weights."""
+        if self._once.seen is None:
+            self._running.refresh(self._raw)
+        self._once.add(parts)
+
+    def _resume(self, parts: list[Examples]) -> None:
+        """Take over what was loaded, once there is a batch to find the layers on."""
+        if self._saved is None:
+            return
+        held = self._network.parameters.items()
+        good = {name: self.state[p]["before"] for name, p in held if "before" in self.state[p]}
+        self._running.refresh({**tensors_by_name(self._raw), **self._buffers, **good})
+        self._running.load_state_dict(self._saved["curvature"], concatenate([one for one, _ in parts]))
+        saved, self._saved = self._saved["inverse"], None
+        self._inverse = None if saved is None else self._undamped().restored(saved)
+
+    def _undamped(self) -> Undamped:
+        """The curvature of the mean loss, as it is averaged now."""
+        return Undamped(self._running.curvature(examples=1.0), self.damping.inversion, self._network.shared)
+
+    def _directions(
+        self, batch: Batch, gradient: Tensor, score: Callable[[], float]
+    ) -> tuple[list[Tensor], Quadratic, Tensor]:
+        """The new direction (and the step before, for momentum), the model along them and its minimum."""
+        decays = {name: self._group(p)["weight_decay"] for name, p in self._network.parameters.items()}
+
+        def along(inverse: Inverse) -> tuple[list[Tensor], Quadratic]:
+            directions = [inverse.times(gradient).mul_(-self._scale()), *self._before()]
+            return directions, batch.quadratic(gradient, directions)
+
+        if self.tau is None or self.zeta is None:
+            search = Search(self.damping, self._undamped(), decays, along)
+            curvature = self._running.curvature(examples=1.0)
+            self.tau, self.zeta, self._inverse = search.first(
+                float(curvature.trace()) / curvature.shape[0],
+                lambda ways, alpha: self._reached(combined(ways, alpha), score),
+            )
+        elif self.damping.zeta_period and self.steps % self.damping.zeta_period == 0:
+            search = Search(self.damping, self._undamped(), decays, along)
+            self.zeta, self._inverse, (directions, model) = search.nearby(self.tau, self.zeta)
+            return directions, model, model.best(self.tau)
+        elif self._inverse is None or self._is_stale():
+            self._inverse = self._undamped().inverse(self.zeta, decays)
+        directions, model = along(self._inverse)
+        assert self.tau is not None
+        return directions, model, model.best(self.tau)
+
+    def _is_stale(self) -> bool:
+        """Whether to invert now: while the average is young, and every so often (as a search for ζ does)."""
+        return self.steps <= self.settings.inverse_period or self.steps % self.settings.inverse_period == 0
+
+    def _reached(self, step: Tensor, score: Callable[[], float]) -> float:
+        """The objective after a step, which is not taken."""
+        parameters = list(self._network.parameters.values())
+        kept = [p.clone() for p in parameters]
+        self._move(step)
+        try:
+            return score()
+        finally:
+            put(parameters, kept)
+
+    # -- parameters ------------------------------------------------------------------------------
+
+    def _group(self, parameter: Tensor) -> dict[str, Any]:
+        """The group of a parameter."""
+        return next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
+
+    def _spread(self, value: Callable[[nn.Parameter], float]) -> Tensor | float:
+        """A number for every parameter as one for every entry, or as one number if all are equal."""
+        values = [value(p) for p in self._network.parameters.values()]
+        if len(set(values)) == 1:
+            return values[0]
+        sized = zip(values, self._network.parameters.values(), strict=True)
+        return torch.cat([p.new_full((p.numel(),), v) for v, p in sized])
+
+    def _decay(self) -> Tensor | float:
+        """λ."""
+        return self._spread(lambda p: float(self._group(p)["weight_decay"]))
+
+    def _scale(self) -> Tensor | float:
+        """Learning rates relative to the largest, 0 for frozen parameters."""
+        rate = max(float(group["lr"]) for group in self.param_groups) or 1.0
+        return self._spread(lambda p: float(self._group(p)["lr"]) / rate if p.requires_grad else 0.0)
+
+    def _penalty(self) -> float:
+        """½ Σ λ θ²."""
+        held = [(float(g["weight_decay"]), p) for g in self.param_groups for p in g["params"]]
+        return 0.5 * sum(decay * float(p.double().square().sum()) for decay, p in held if decay)
+
+    def _before(self) -> list[Tensor]:
+        """The step before, where momentum is on and there was one."""
+        parameters = list(self._network.parameters.values())
+        if not self.settings.momentum or not all("step" in self.state[p] for p in parameters):
+            return []
+        flat = torch.cat([self.state[p]["step"].reshape(-1) for p in parameters])
+        flat = flat * (self._scale() != 0) if isinstance(self._scale(), Tensor) else flat
+        return [flat] if bool(flat.any()) else []
+
+    def _apply(self, step: Tensor) -> None:
+        """Move the parameters and remember where they were."""
+        for name, piece in self._running.function.space.to_params(step).items():
+            p = self._network.parameters[name]
+            remember(self.state[p], "before", p.detach())
+            if self.settings.momentum:
+                remember(self.state[p], "step", piece)
+        self._move(step)
+
+    def _move(self, step: Tensor) -> None:
+        """θ ← θ + δ."""
+        pieces = self._running.function.space.to_params(step)
+        put([self._network.parameters[name] for name in pieces], list(pieces.values()), add=True)
+
+    # -- keeping ---------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All of it, where torch's keep groups and state alone: for ``copy.deepcopy((model, optimizer))``."""
+        return dict(self.__dict__)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights: groups, dampings, averages, the inverse in use, and the step before.
+
+        Returns:
+            A dictionary of tensors, numbers and lists, which ``torch.load`` takes with ``weights_only=True``.
+        """
+        saved = self._saved
+        return {
+            **super().state_dict(),
+            "gauss_newton": {
+                "version": VERSION,
+                "likelihood": repr(self._network.likelihood),
+                "tau": self.tau,
+                "zeta": self.zeta,
+                "steps": self.steps,
+                "failures": self._failures,
+                "first": self._first,
+                "buffers": {name: b.clone() for name, b in self._buffers.items()},
+                "modes": self._once.modes(),
+                "curvature": self._running.state_dict() if saved is None else dict(saved["curvature"]),
+                "inverse": (self._inverse and self._inverse.state()) if saved is None else saved["inverse"],
+            },
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where another optimizer of the same network and settings was.
+
+        Averages are taken over at the next step, on whose batch the layers are found.
+
+        Args:
+            state_dict: From :meth:`state_dict`; the weights are the network's own, to be loaded apart.
+
+        Raises:
+            InputError: If the state is of another optimizer.
+        """
+        own = checked_state(state_dict, VERSION, repr(self._network.likelihood))
+        try:
+            super().load_state_dict({k: v for k, v in state_dict.items() if k != "gauss_newton"})
+        except ValueError as error:
+            raise InputError(str(error), "groups as here", "make it as the saved one was") from error
+        self.tau, self.zeta = own["tau"], own["zeta"]
+        self.steps, self._failures, self._first = own["steps"], own["failures"], own["first"]
+        self._inverse, self._pending, self._saved = None, [], own
+        self._buffers = {name: b.clone() for name, b in own.get("buffers", {}).items()}
+        self._once.load_modes(own.get("modes", []))

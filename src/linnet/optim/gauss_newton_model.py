@@ -1,0 +1,410 @@
+"""The objective on a batch, and its quadratic model along given directions.
+
+    E(θ) = 1/N Σ_n ℓ(y_n, f(θ, x_n)) + ½ Σ_p λ_p θ_p²
+    q(δ) = E + δᵀ∇E + ½ δᵀ C δ,    δᵀ C δ' = 1/N Σ_n (J_n δ)ᵀ Λ_n (J_n δ') + Σ_p (λ_p + τ) δ_p δ'_p
+
+(Botev 2020, eq. 4.17 and 4.20). A direction costs one product J δ; no transpose is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.curvatures.chain import ChainPass
+from linnet.distributed import all_sum
+from linnet.errors import InputError, NumericalError
+from linnet.likelihoods.likelihood import Likelihood, training_nll
+from linnet.optim.gauss_newton_checks import check_gradients, check_loss
+from linnet.optim.gauss_newton_vectors import remember
+from linnet.params import call
+from linnet.tangent.batch import Inputs, batch_size, check_finite, concatenate, split
+from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs, call_arguments
+from linnet.tangent.jacobian import jvp
+from linnet.tangent.modes import in_exact_mode
+
+Examples = tuple[Inputs, Tensor]
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network that is trained, in its own mode.
+
+    Args:
+        model: What is called.
+        parameters: The trained parameters by name.
+        output: How to turn the result into a tensor.
+        likelihood: What it means.
+        shared: Whether sums are taken over all processes.
+    """
+
+    model: nn.Module
+    parameters: dict[str, nn.Parameter]
+    output: OutputAdapter
+    likelihood: Likelihood
+    shared: bool
+
+    def check_parameters(self, network: nn.Module) -> None:
+        """Raise if a trained parameter is no longer the network's own."""
+        for name, p in self.parameters.items():
+            path, _, own = name.rpartition(".")
+            try:
+                found = getattr(network.get_submodule(path), own, None)
+            except AttributeError:
+                found = None
+            if found is not p:
+                raise InputError(
+                    f"parameter {name!r} of the network is not the one that is trained",
+                    expected="the network as it was when the optimizer was made",
+                    remedy="make a new optimizer where layers were replaced, or load weights into them",
+                )
+
+    def losses(self, x: Inputs, y: Tensor) -> Tensor:
+        """ℓ of every example, (N,); NaN where the outputs are not finite."""
+        args, kwargs = call_arguments(x)
+        f = adapt_outputs(self.model(*args, **kwargs), self.output)
+        try:
+            return training_nll(self.likelihood, f.to(_wide(f)), y)
+        except NumericalError:  # a step too far, which the optimizer takes back
+            return torch.full((len(f),), math.nan, device=f.device)
+
+    def loss(self, parts: Sequence[Examples]) -> float:
+        """Mean loss, without a gradient."""
+        with torch.no_grad():
+            total = torch.stack([self.losses(x, y).double().sum() for x, y in parts]).sum()
+        return self._mean(total, parts)[0]
+
+    def gradient(self, parts: Sequence[Examples]) -> tuple[float, Tensor, int]:
+        """Mean loss, its gradient (P,) with zeros for frozen parameters, and N."""
+        free = [p for p in self.parameters.values() if p.requires_grad]
+        sums, total = [torch.zeros_like(p) for p in free], torch.zeros(())
+        for x, y in parts:
+            with torch.enable_grad():
+                value = self.losses(x, y).sum()
+            grads = torch.autograd.grad(value, free, allow_unused=True) if value.requires_grad else []
+            for total_p, g in zip(sums, grads, strict=False):
+                if g is not None:
+                    total_p += g
+            total = total.to(value.device) + value.detach().double()
+        found = dict(zip([id(p) for p in free], sums, strict=True))
+        flat = torch.cat(
+            [found.get(id(p), torch.zeros_like(p)).reshape(-1) for p in self.parameters.values()]
+        )
+        loss, n = self._mean(total, parts, flat)
+        return loss, flat.div_(n), n
+
+    def _mean(
+        self, total: Tensor, parts: Sequence[Examples], flat: Tensor | None = None
+    ) -> tuple[float, int]:
+        """A sum over examples as a mean, over all processes where data are shared."""
+        count = torch.tensor([float(total), sum(batch_size(x) for x, _ in parts)], dtype=torch.float64)
+        if self.shared:
+            count = count.to(next(iter(self.parameters.values())).device)
+            all_sum([count] if flat is None else [count, flat])
+        return float(count[0] / count[1]), int(count[1])
+
+    def remember_buffers(self, kept: dict[str, Tensor]) -> None:
+        """Copy all buffers into a dictionary."""
+        for name, b in self.model.named_buffers():
+            remember(kept, name, b)
+
+    def restore_buffers(self, kept: Mapping[str, Tensor]) -> None:
+        """Put buffers back: statistics that saw outputs of bad weights are as bad as these."""
+        for name, b in self.model.named_buffers():
+            if name in kept:
+                b.copy_(kept[name])
+
+    def random_state(self) -> Tensor | None:
+        """The random numbers ahead, where the network may use them."""
+        if not self.model.training:
+            return None
+        device = next(iter(self.parameters.values())).device
+        own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        return torch.cat([torch.random.get_rng_state(), *own])
+
+    @contextlib.contextmanager
+    def replayed(self, state: Tensor | None) -> Iterator[None]:
+        """The random numbers of an earlier pass again, and buffers put back afterwards."""
+        buffers = [(b, b.clone()) for b in self.model.buffers()]
+        device = next(iter(self.parameters.values())).device
+        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=state is not None):
+            if state is not None:
+                size = len(torch.random.get_rng_state())
+                torch.random.set_rng_state(state[:size])
+                if len(state) > size:
+                    torch.cuda.set_rng_state(state[size:], device)
+            yield
+        with torch.no_grad():
+            for b, old in buffers:
+                b.copy_(old)
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """q on a batch, along some directions.
+
+    Args:
+        slopes: ∇Eᵀ d_i, (K,), float64.
+        curved: d_iᵀ (G + diag λ) d_j, (K, K), float64.
+        squared: d_iᵀ d_j, (K, K), float64.
+    """
+
+    slopes: Tensor
+    curved: Tensor
+    squared: Tensor
+
+    def best(self, tau: float) -> Tensor:
+        """The coefficients that minimize q (eq. 4.18; with two directions its 2 x 2 system).
+
+        Args:
+            tau: τ.
+
+        Returns:
+            α, (K,).
+        """
+        matrix = self.curved + tau * self.squared
+        if len(self.slopes) > 1:
+            scale = matrix.diagonal().clamp(min=torch.finfo(torch.float64).tiny).rsqrt()
+            scaled = scale[:, None] * matrix * scale
+            if float(torch.linalg.det(scaled)) > 1e-10:
+                best: Tensor = -scale * torch.linalg.solve(scaled, scale * self.slopes)
+                return best
+        alpha = torch.zeros_like(self.slopes)
+        curvature = float(matrix[0, 0])
+        alpha[0] = -self.slopes[0] / curvature if curvature > 0 else 0.0
+        return alpha
+
+    def change(self, alpha: Tensor, tau: float) -> float:
+        """q(Σ α_i d_i) − q(0).
+
+        Args:
+            alpha: (K,).
+            tau: τ.
+
+        Returns:
+            The change, negative at :meth:`best`.
+        """
+        matrix = self.curved + tau * self.squared
+        return float(alpha @ self.slopes + 0.5 * alpha @ matrix @ alpha)
+
+
+@dataclass
+class Batch:
+    """A batch at the present weights, as the frozen network sees it.
+
+    Args:
+        function: The frozen network, in evaluation mode.
+        likelihood: What its outputs mean.
+        parts: The examples.
+        decay: λ of every entry, (P,), or one number for all.
+        shared: Whether sums are taken over all processes.
+        seen: A forward pass over the one part there is, where it is at hand.
+    """
+
+    function: Functional
+    likelihood: Likelihood
+    parts: list[Examples]
+    decay: Tensor | float
+    shared: bool
+    seen: ChainPass | None = None
+    products: int = 0  # J d so far
+
+    @in_exact_mode
+    def quadratic(self, gradient: Tensor, directions: Sequence[Tensor]) -> Quadratic:
+        """The model along directions, one product J d each.
+
+        Args:
+            gradient: ∇E, (P,).
+            directions: d_i, each (P,).
+
+        Returns:
+            The model.
+        """
+        k = len(directions)
+        bent, n = torch.zeros(k, k, dtype=torch.float64, device=gradient.device), 0
+        for x, y in self.parts:
+            f, tangents = self._tangents(x, directions)
+            weighed = self.likelihood.product(f, tangents, y)
+            for i, j in product(range(k), repeat=2):
+                bent[i, j] += (tangents[i] * weighed[j]).sum(dtype=torch.float64)
+            n += batch_size(x)
+        self.products += k
+        total = torch.cat([bent.flatten(), bent.new_tensor([n])])
+        if self.shared:
+            all_sum([total])
+        # two directions may be nearly parallel, and the determinant of their Gram matrix cancels
+        exact = torch.float64 if k > 1 else _wide(gradient)
+        stacked = torch.stack([d.to(exact) for d in directions]) if k > 1 else directions[0].to(exact)[None]
+        squared = (stacked @ stacked.T).double()
+        decayed = _weighed(stacked, self.decay, squared)
+        curved = total[:-1].view(k, k) / total[-1] + decayed
+        return Quadratic((stacked @ gradient.to(exact)).double(), (curved + curved.T) / 2, squared)
+
+    @in_exact_mode
+    def reductions(self, step: Tensor) -> tuple[float, float]:
+        """Mean and standard deviation over the examples of −(∇ℓ_nᵀδ + ½ δᵀG_nδ).
+
+        Args:
+            step: δ, (P,).
+
+        Returns:
+            Both.
+        """
+        sums = torch.zeros(3, dtype=torch.float64, device=step.device)
+        for x, y in self.parts:
+            f, tangents = self._tangents(x, [step])
+            u = self.likelihood.gradient(f, y) + 0.5 * self.likelihood.product(f, tangents, y)[0]
+            each = -(u * tangents[0]).flatten(1).double().sum(1)
+            sums += torch.stack([each.sum(), each.square().sum(), each.new_tensor(len(each))])
+        self.products += 1
+        if self.shared:
+            all_sum([sums])
+        mean = float(sums[0] / sums[2])
+        return mean, math.sqrt(max(0.0, float(sums[1] / sums[2]) - mean**2))
+
+    def _tangents(self, x: Inputs, directions: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """F (N, ...) and J d_i, (K, N, ...)."""
+        if self.seen is not None:
+            params = [self.function.space.to_params(d) for d in directions]
+            return self.seen.outputs, torch.stack([self.seen.tangent(v) for v in params])
+        found = [jvp(self.function, x, self.function.space.to_params(d)) for d in directions]
+        return found[0][0].detach(), torch.stack([t.detach() for _, t in found])
+
+
+def in_parts(pairs: Sequence[Examples], size: int | None) -> list[Examples]:
+    """Batches cut to at most ``size`` examples.
+
+    Args:
+        pairs: (x, y) pairs.
+        size: Examples at once, or ``None`` for all.
+
+    Returns:
+        The parts.
+
+    Example:
+        >>> [len(y) for _, y in in_parts([(torch.ones(5, 1), torch.ones(5))], 2)]
+        [2, 2, 1]
+    """
+    if size is None:
+        return list(pairs)
+    return [part for x, y in pairs for part in zip(split(x, size), split(y, size), strict=True)]
+
+
+def with_pending(pending: Sequence[Examples], x: Inputs, y: Tensor | None) -> list[Examples]:
+    """The batch of a step: what was accumulated, and what the step was given.
+
+    Args:
+        pending: (x, y) pairs.
+        x: A batch, or ``None``.
+        y: Its targets.
+
+    Returns:
+        All pairs.
+
+    Raises:
+        InputError: If there are no examples, or no targets to them.
+
+    Example:
+        >>> len(with_pending([], torch.ones(2, 1), torch.ones(2)))
+        1
+    """
+    if x is not None and y is None:
+        raise InputError("y is None", expected="targets", remedy="call step(x, y)")
+    if x is not None and y is not None:
+        check_finite(x, "x")
+    pairs = [*pending, *([] if x is None or y is None else [(x, y)])]
+    if not any(batch_size(one) for one, _ in pairs):
+        raise InputError("step got no examples", expected="a batch", remedy="call step(x, y)")
+    return pairs
+
+
+def joined(parts: Sequence[Examples]) -> Examples:
+    """One batch of all parts; a part by itself is not copied.
+
+    Args:
+        parts: (x, y) pairs.
+
+    Returns:
+        x and y.
+
+    Example:
+        >>> joined([(torch.ones(1, 1), torch.ones(1)), (torch.ones(2, 1), torch.ones(2))])[1]
+        tensor([1., 1., 1.])
+    """
+    if len(parts) == 1:
+        return parts[0]
+    return concatenate([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+
+def combined(directions: Sequence[Tensor], alpha: Tensor) -> Tensor:
+    """Σ α_i d_i.
+
+    Args:
+        directions: d_i, each (P,).
+        alpha: α, (K,).
+
+    Returns:
+        (P,).
+
+    Example:
+        >>> combined([torch.ones(2), torch.ones(2)], torch.tensor([1.0, 2.0]))
+        tensor([3., 3.])
+    """
+    weights = alpha.tolist()
+    total: Tensor = weights[0] * directions[0]
+    for w, d in zip(weights[1:], directions[1:], strict=True):
+        total.add_(d, alpha=w)
+    return total
+
+
+def given_gradient(
+    network: Network, closure: Callable[[], Any] | None, loss: Any, n: int
+) -> tuple[float, Tensor, int]:
+    """Loss and gradient that the user computed, from ``.grad``.
+
+    Args:
+        network: The network.
+        closure: Computes them, or ``None`` if they are there.
+        loss: The mean loss, where there is no closure.
+        n: Examples of the batch.
+
+    Returns:
+        As :meth:`Network.gradient`.
+
+    Raises:
+        InputError: If there is no number, or no parameter has a gradient.
+    """
+    if closure is not None:
+        with torch.enable_grad():
+            loss = call("closure", closure, expected="a function without arguments that gives the loss")
+        check_loss("the result of closure", loss)
+    check_gradients(network.parameters)
+    grads = [
+        torch.zeros_like(p) if p.grad is None or not p.requires_grad else p.grad
+        for p in network.parameters.values()
+    ]
+    flat = torch.cat([g.detach().reshape(-1) for g in grads])
+    sums = torch.tensor([float(loss) * n, n], dtype=torch.float64, device=flat.device)
+    if network.shared:  # means over processes of equal weight are what DistributedDataParallel makes
+        all_sum([sums])
+    return float(sums[0] / sums[1]), flat, int(sums[1])
+
+
+def _weighed(stacked: Tensor, decay: Tensor | float, squared: Tensor) -> Tensor:
+    """d_iᵀ diag(λ) d_j, (K, K), float64, where d_iᵀ d_j is known."""
+    weighed: Tensor = (
+        ((stacked * decay) @ stacked.T).double() if isinstance(decay, Tensor) else decay * squared
+    )
+    return weighed
+
+
+def _wide(f: Tensor) -> torch.dtype:
+    """At least float32, whatever autocast left."""
+    return torch.promote_types(f.dtype, torch.float32)

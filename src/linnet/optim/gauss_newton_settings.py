@@ -1,0 +1,213 @@
+"""What can be said to the Gauss-Newton optimizer, and what it says after every step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from linnet.errors import InputError
+from linnet.fitting.arguments import check_positive
+from linnet.params import choice, flag, integer, number
+from linnet.params import seed as checked_seed
+from linnet.tangent.functional import OutputAdapter, check_output
+from linnet.tangent.selection import Selector, check_selector
+
+
+class Damping(NamedTuple):
+    """How the two dampings of the Gauss-Newton optimizer start and move (Botev 2020, section 4.4.1).
+
+    τ belongs to the quadratic model, ζ to the approximate curvature that is inverted. Both are in units of
+    the curvature of the mean loss.
+
+    Args:
+        tau: τ at the start; ``None`` takes the best of a grid at the first step.
+        zeta: ζ at the start; ``None`` takes the best of a grid at the first step.
+        decay: ω, the factor by which τ and ζ move.
+        tau_period: Steps between two looks at ρ; 0 leaves τ as it is.
+        zeta_period: Steps between two searches for ζ; 0 leaves ζ as it is.
+        inversion: ``"factored"``: ζ is put into the Kronecker factors (eq. 4.25 to 4.27), two Cholesky
+            decompositions a layer; ``"exact"``: by the factors' eigendecompositions.
+
+    Example:
+        >>> Damping(tau=1.0, zeta=0.1).decay
+        0.95
+    """
+
+    tau: float | None = None
+    zeta: float | None = None
+    decay: float = 0.95
+    tau_period: int = 5
+    zeta_period: int = 20
+    inversion: str = "factored"
+
+
+class Settings(NamedTuple):
+    """Everything else, with defaults that need no tuning.
+
+    Args:
+        lr: Factor on the step that the quadratic model calls best; for schedulers.
+        momentum: Whether each step is the best combination of the new direction and the step before.
+        average: Decay of the curvature's exponential average from batch to batch.
+        inverse_period: Steps between two inversions of the curvature, once as many have been taken.
+        sharing: How weights shared over positions are counted, as in :func:`linnet.curvature`.
+        noise: Whether each report suggests a size for the next batch.
+        params: Which parameters are trained, as in :func:`linnet.linearize`.
+        output: How to turn the network's result into a tensor.
+        seed: Seed of everything random.
+        rejections: Rejected steps in a row after which training ends with an error.
+        limit: A mean loss that exceeds the first one by more than so many times its size rejects the step.
+        examples: Examples differentiated at once for the loss and the step size; all by default.
+
+    Example:
+        >>> Settings(momentum=True).average
+        0.95
+    """
+
+    lr: float = 1.0
+    momentum: bool = False
+    average: float = 0.95
+    inverse_period: int = 5
+    sharing: str = "expand"
+    noise: bool = False
+    params: Selector = None
+    output: OutputAdapter = None
+    seed: int = 0
+    rejections: int = 5
+    limit: float = 2.0
+    examples: int | None = None
+
+
+class StepReport(NamedTuple):
+    """What one step of the Gauss-Newton optimizer did.
+
+    Args:
+        step: Number of the step, from 1.
+        examples: N, the examples of the batch, of all processes.
+        loss: Mean loss of the batch before the step, without weight decay.
+        objective: The same with ½ λ ‖θ‖².
+        rho: ρ, the reduction of the objective over that of its model (eq. 4.21); ``None`` at steps where it
+            is not measured.
+        tau: τ after the step.
+        zeta: ζ that the direction was computed with.
+        alpha: α of the step (eq. 4.18), before the learning rate.
+        mu: Share of the step before, where momentum is on; else 0.
+        model_reduction: q(δ) − q(0) of the step δ that was taken; negative.
+        gradient_norm: ‖∇E‖.
+        direction_norm: ‖(G̃ + (λ + ζ)I)⁻¹ ∇E‖.
+        step_norm: ‖δ‖.
+        rejected: Whether the step before, or this one, was taken back.
+        noise: Standard error of the model's reduction over the examples; ``None`` unless asked for.
+        suggested_batch: Size at which that error equals the reduction, from N to 2 N; ``None`` unless asked
+            for.
+
+    Example:
+        >>> import linnet, torch
+        >>> net = torch.nn.Linear(2, 1)
+        >>> optimizer = linnet.optim.GaussNewton(net, linnet.likelihoods.Gaussian(), "full", damping=0.0)
+        >>> report = optimizer.step(torch.randn(9, 2), torch.randn(9, 1))
+        >>> report.step, round(report.alpha, 3)  # Newton's step, taken whole
+        (1, 1.0)
+    """
+
+    step: int
+    examples: int
+    loss: float
+    objective: float
+    rho: float | None
+    tau: float
+    zeta: float
+    alpha: float
+    mu: float
+    model_reduction: float
+    gradient_norm: float
+    direction_norm: float
+    step_norm: float
+    rejected: bool
+    noise: float | None
+    suggested_batch: int | None
+
+
+def checked_damping(damping: Any) -> Damping:
+    """A damping from what the user gave.
+
+    Args:
+        damping: ``None``, a number for both τ and ζ, or a :class:`Damping`.
+
+    Returns:
+        The damping.
+
+    Raises:
+        InputError: If a value is wrong.
+
+    Example:
+        >>> checked_damping(0.1).zeta
+        0.1
+    """
+    if damping is None:
+        return Damping()
+    if not isinstance(damping, Damping):
+        _check_start("damping", damping)
+        return Damping(float(damping), float(damping))
+    for name in ("tau", "zeta"):
+        if getattr(damping, name) is not None:
+            _check_start(f"damping.{name}", getattr(damping, name))
+    number("damping.decay", damping.decay, above=0, below=1, remedy="leave it out for 0.95")
+    for name in ("tau_period", "zeta_period"):
+        _check_count(f"damping.{name}", getattr(damping, name), 0)
+    choice("damping.inversion", damping.inversion, ("factored", "exact"))
+    return damping
+
+
+def checked_settings(given: dict[str, Any]) -> Settings:
+    """Settings from keyword arguments.
+
+    Args:
+        given: What the user gave by name.
+
+    Returns:
+        The settings.
+
+    Raises:
+        InputError: If a name is unknown or a value is wrong.
+    """
+    unknown = sorted(set(given) - set(Settings._fields))
+    if unknown:
+        raise InputError(
+            f"GaussNewton got {unknown[0]!r}",
+            expected="one of " + ", ".join(Settings._fields),
+            remedy="see linnet.optim.Settings for what each means",
+        )
+    settings = Settings(**given)
+    check_positive("lr", settings.lr, "leave lr= out for 1")
+    check_positive("limit", settings.limit, "leave limit= out for 2")
+    for name in ("momentum", "noise"):
+        flag(name, getattr(settings, name))
+    checked_seed("seed", settings.seed)
+    check_output(settings.output)
+    check_selector(settings.params)
+    choice("sharing", settings.sharing, ("expand", "reduce"))
+    number("average", settings.average, above=0, below=1)
+    for name in ("inverse_period", "rejections"):
+        _check_count(name, getattr(settings, name), 1)
+    if settings.examples is not None:
+        _check_count("examples", settings.examples, 1)
+    return settings
+
+
+def check_decay(name: str, value: Any) -> None:
+    """Raise unless a weight decay is a finite number, not negative.
+
+    Args:
+        name: The argument's name.
+        value: Its value.
+    """
+    _check_start(name, value)
+
+
+def _check_start(name: str, value: Any) -> None:
+    """Raise unless a number is finite and not negative."""
+    number(name, value, least=0)
+
+
+def _check_count(name: str, value: Any, smallest: int) -> None:
+    """Raise unless a number is a large enough integer."""
+    integer(name, value, smallest)

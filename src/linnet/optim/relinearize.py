@@ -1,0 +1,483 @@
+"""Iterative linearization: train the linear model for K steps, linearize again, repeat.
+
+    θ_{t+1} = θ_t − η φ_sᵀ L'(f_lin_{s,t}(X)),    φ_s = ∇f_{θ_s}(X),    s = K ⌊t/K⌋       (eq. 3, 4, 7, 8)
+
+K = 1 is plain training, K = ∞ trains the linearization at the first weights. The optimizer works on the
+network's own weights θ; the displacement δ = θ − θ_s is read off them. So the network always holds the
+current weights, and momentum, Adam's moments, weight decay and schedules of the learning rate know nothing
+of the linearizations: they go on through each of them.
+
+Source: Goldwaser, Ge, "Understanding sparse feature updates in deep networks using iterative linearisation".
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from linnet.errors import InputError, ModelError, NumericalError, WeightsError
+from linnet.fitting.arguments import check_positive
+from linnet.fitting.fit import fit
+from linnet.fitting.linear_fit import LinearFit
+from linnet.optim.feature_schedules import (
+    Every,
+    Moment,
+    Schedule,
+    Verdict,
+    gradient_norm,
+    schedule_of,
+)
+from linnet.optim.gradient_flow import Flow, gradient_flow
+from linnet.optim.relinearize_checks import INDEPENDENT, checked_loss, evaluates, made_optimizer
+from linnet.optim.relinearize_report import LinearizationReport
+from linnet.params import call, flag
+from linnet.tangent.batch import Inputs
+from linnet.tangent.functional import OutputAdapter, check_output, tensors_by_name
+from linnet.tangent.linearized import Linearized, linearize
+from linnet.tangent.selection import Selector, select_parameters
+
+Closure = Callable[[nn.Module], Tensor]
+CLOSURE = "a function from a module to the loss of the batch"
+VERSION = 1  # of the state that is saved
+_STOCHASTIC = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+
+
+class IterativeLinearization:
+    """Trains a network through a sequence of its linearizations.
+
+    ``step`` hands the module of the step to a closure, takes the loss it returns, differentiates it and
+    lets the optimizer move the network's weights. The network's own ``model`` holds the weights θ₀ + δ after
+    every step; nothing has to be synchronized.
+
+    Mode. At K = 1 the module is the network itself, used as it is: in training mode BatchNorm takes the
+    statistics of the batch and dropout is on, and every bit is that of a plain loop. A linearization is
+    deterministic: BatchNorm uses its running statistics and dropout is off, whatever the network's mode, as
+    in the paper (appendix C). To compare K = 1 with larger K on equal terms, call ``model.eval()``. To
+    refresh running statistics, pass data through the network in training mode and call ``relinearize``:
+    each linearization takes over buffers and untracked parameters of the network.
+
+    Precision. Since θ is what is kept, updates below its rounding are lost at every K alike, as in a plain
+    loop; for very small learning rates use float64. A network with outputs (N,) gives (N, 1) once it is
+    linearized.
+
+    Args:
+        model: The network to train, in place.
+        make_optimizer: Makes the optimizer from a list of parameters, for example
+            ``lambda p: torch.optim.SGD(p, lr=0.1)``; it must train all of them and no others. ``None`` if
+            only ``solve`` is used. The optimizer is at hand as ``optimizer``, for schedulers and hooks
+            (``register_step_pre_hook`` sees the gradients of the step: clip or reduce them there).
+        period: K ≥ 1; ``None`` or infinity for never; or a schedule: ``LinearityGap``, ``KernelDrift`` or
+            ``Converged``.
+        params: Which parameters are trained, as in ``linnet.linearize``.
+        output: How to turn the network's result into a tensor, as in ``linnet.linearize``. At K = 1 the
+            closure gets the network itself and with it the result as it is.
+        record_gap: Measure the linearity gap before each linearization, on the batch of the last step.
+
+    Attributes:
+        model: The network; it holds the current weights.
+        optimizer: The optimizer, over the network's own parameters.
+        schedule: When features are updated.
+        steps: Steps taken.
+
+    Raises:
+        InputError: If an argument is wrong, or the optimizer does not train the selected parameters.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> x = torch.linspace(-1, 1, 10)[:, None] * torch.ones(1, 2)
+        >>> training = IterativeLinearization(net, lambda p: torch.optim.SGD(p, lr=0.01), period=5)
+        >>> for _ in range(20):
+        ...     loss = training.step(lambda module: (module(x) - x[:, :1]).square().sum())
+        >>> print(training.report)
+        Every(5): 20 steps, 4 feature updates, one in 5.0 steps
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[list[nn.Parameter]], Optimizer] | None,
+        period: int | float | Schedule | None,
+        params: Selector = None,
+        output: OutputAdapter = None,
+        record_gap: bool = False,
+    ) -> None:
+        if isinstance(model, Linearized):
+            raise InputError("model is linearized already", "the network itself", "pass the network")
+        check_output(output)
+        flag("record_gap", record_gap)
+        self.model, self.schedule, self.output, self.record_gap = (
+            model,
+            schedule_of(period),
+            output,
+            record_gap,
+        )
+        network: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+        names = select_parameters(network, params)
+        every = dict(network.named_parameters())
+        self._network, self._parameters = network, {name: every[name] for name in names}
+        for name, p in self._parameters.items():
+            if not p.requires_grad:
+                raise InputError(
+                    f"params selects {name!r}, which does not require a gradient",
+                    expected="trainable parameters",
+                    remedy="call model.requires_grad_(True), or leave it out with params=",
+                )
+        self.optimizer = None if make_optimizer is None else made_optimizer(make_optimizer, self._parameters)
+        self.steps, self._age = 0, 0
+        self._batch: Inputs | None = None
+        self._updates: list[int] = []
+        self._measured: list[tuple[int, str, float]] = []
+        self._lin: Linearized | None = None if self._is_plain else self._linearized()
+
+    # -- training --------------------------------------------------------------------------------
+
+    def step(self, closure: Closure) -> Tensor:
+        """One step: loss of the current module, gradient, update; then new features if they are due.
+
+        Args:
+            closure: Takes the module of this step and returns the loss, a scalar; it need not call
+                ``backward``. At K = 1 the module is the network, otherwise the current ``Linearized``,
+                the same object at every step. Optimizers that evaluate several times (LBFGS) call it
+                several times.
+
+        Returns:
+            The loss before the update, detached.
+
+        Raises:
+            InputError: If the closure returns no scalar, or a loss that does not depend on the module.
+            NumericalError: If the loss is not finite; the weights are those of before (of the last
+                evaluation, for an optimizer that evaluates several times).
+        """
+        if self.optimizer is None:
+            raise InputError(
+                "make_optimizer was None",
+                expected="an optimizer to take steps with",
+                remedy="pass make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1), or use solve(data)",
+            )
+        if not callable(closure):
+            raise InputError(
+                f"closure={closure!r}",
+                expected="a function from the module of the step to its loss",
+                remedy="pass step(lambda module: loss(module(x), y))",
+            )
+        with self._only_selected():
+            if evaluates(self.optimizer):
+                step: Any = self.optimizer.step
+                value = step(lambda: self._evaluate(closure))
+            else:
+                value = self._evaluate(closure)
+                self.optimizer.step()
+        loss = torch.as_tensor(value).detach()
+        self.steps += 1
+        if not self._is_plain:
+            self._age += 1
+            self._finish_step(float(loss))
+        return loss
+
+    def _evaluate(self, closure: Closure) -> Tensor:
+        """Loss and gradients at the present weights; gradients end up on the network's parameters."""
+        assert self.optimizer is not None
+        self.optimizer.zero_grad()
+        with torch.enable_grad():
+            if self._lin is None or self._is_plain:
+                loss = checked_loss(call("closure", closure, self.model, expected=CLOSURE), self.steps)
+                loss.backward()
+                return loss.detach()
+            lin = self.linearization
+            with self._watched(lin):
+                loss = checked_loss(call("closure", closure, lin, expected=CLOSURE), self.steps)
+            loss.backward()
+        reached = False
+        for name, delta in lin.delta.items():
+            # δ = θ − θ₀, so the gradient in θ is the gradient in δ
+            gradient, delta.grad, p = delta.grad, None, self._parameters[name]
+            reached = reached or gradient is not None
+            if gradient is not None and p.requires_grad:
+                p.grad = gradient if p.grad is None else p.grad + gradient
+        if not reached:
+            self.optimizer.zero_grad()
+            raise InputError(*INDEPENDENT)
+        return loss.detach()
+
+    def _finish_step(self, loss: float) -> None:
+        """Ask the schedule, and update the features if it says so."""
+        verdict = Verdict(False)
+        if isinstance(self.schedule, Every):
+            verdict = Verdict(self.schedule.steps is not None and self._age >= self.schedule.steps)
+        else:
+            moment = Moment(
+                self.linearization,
+                self.model,
+                self._batch,
+                self._age,
+                loss,
+                lambda: gradient_norm(list(self._parameters.values())),
+                self.output,
+            )
+            verdict = self.schedule.judge(moment)
+        if verdict.kind:
+            self._measured.append((self.steps, verdict.kind, verdict.value))
+        if verdict.due:
+            if self.record_gap and verdict.kind != "gap" and self._batch is not None:
+                self.gap(self._batch)
+            self.relinearize()
+        self._batch = None
+
+    @torch.no_grad()
+    def relinearize(self) -> None:
+        """Linearize at the present weights, buffers and untracked parameters: θ₀ ← θ, δ ← 0.
+
+        The schedule calls this; by hand it is for schedules of one's own (with ``period=None``) and after
+        the running statistics of the network have changed. At K = 1 there is nothing to do.
+
+        Raises:
+            ModelError: If the weights are not finite.
+        """
+        if self._lin is None:
+            return
+        self._check_place(self._lin)
+        self._lin.relinearize(at=self._network)
+        if self._age:
+            self._updates.append(self.steps)
+        self._age = 0
+        self.schedule.restart()
+
+    def solve(
+        self, data: Any, ridge: float | str = 1.0, *, rate: float = 1.0, **options: Any
+    ) -> LinearFit | Flow:
+        """Solve the linearization at the present weights exactly for the squared loss; then linearize again.
+
+            θ ← θ − η (φᵀφ + ρI)⁻¹ φᵀ (f_θ(X) − Y)                                     (eq. 6; eq. 5 at ρ = 0)
+
+        This is a step of the damped Gauss-Newton algorithm. It counts as one step and one update of features.
+
+        Args:
+            data: An (x, y) pair, a Dataset or a DataLoader, as for ``linnet.fit``.
+            ridge: The damping ρ (λ in the paper) of ½ Σᵢ ‖tᵢ − f(xᵢ)‖² + ½ ρ‖δ‖²; a criterion that chooses
+                it (``"loo"``, ``"gcv"``, ``"evidence"``); or 0 for the solution of smallest ‖δ‖.
+            rate: η, the share of the solution that is taken.
+            **options: Passed on to ``linnet.fit`` (to ``linnet.gradient_flow`` if ρ = 0).
+
+        Returns:
+            The fit of this linearization, with all that a fit knows; for ρ = 0 the gradient flow to its end.
+
+        Raises:
+            NumericalError: If the solution is not finite; the weights are those of before.
+
+        Example:
+            >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+            >>> x = torch.linspace(-1, 1, 12, dtype=torch.float64)[:, None]
+            >>> newton = IterativeLinearization(net, None, period=1)
+            >>> for _ in range(5):
+            ...     fit = newton.solve((x, x.abs()), ridge=0.01)
+            >>> bool(((net(x) - x.abs()).abs() < 0.2).all())
+            True
+        """
+        check_positive("rate", rate, "pass rate=1.0")
+        if self._lin is None:
+            self._lin = self._linearized()
+        else:
+            self.relinearize()
+        lin = self.linearization
+        solved: LinearFit | Flow
+        if isinstance(ridge, int | float) and not isinstance(ridge, bool) and ridge == 0:
+            solved = gradient_flow(lin, data, [float("inf")], **options)
+            delta = solved.delta(float("inf"))
+        else:
+            fitted: LinearFit = fit(lin, data, loss="squared", ridge=ridge, **options)
+            solved, delta = fitted, fitted.delta
+        if not all(torch.isfinite(change).all() for change in delta.values()):
+            raise NumericalError(
+                f"the exact solution at ridge={ridge!r} is not finite",
+                expected="finite weights",
+                remedy="pass a larger ridge",
+            )
+        with torch.no_grad():
+            for name, p in self._parameters.items():
+                p.add_(delta[name], alpha=rate)
+        self.steps, self._age = self.steps + 1, 1
+        self.relinearize()
+        if self._is_plain:
+            self._lin, self._updates = None, []
+        return solved
+
+    # -- what it knows ---------------------------------------------------------------------------
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether this is plain training, K = 1."""
+        return isinstance(self.schedule, Every) and self.schedule.steps == 1
+
+    @property
+    @torch.no_grad()
+    def linearization(self) -> Linearized:
+        """The current linearization, its δ set to θ − θ₀; at K = 1 one at the present weights, made now.
+
+        What is fitted on it keeps its own θ₀ when training goes on; its own δ and θ₀ move along.
+        """
+        if self._lin is None:
+            return self._linearized()
+        self._check_place(self._lin)
+        theta0 = self._lin.theta0
+        for name, delta in self._lin.delta.items():
+            torch.sub(self._parameters[name], theta0[name], out=delta)
+        return self._lin
+
+    def gap(self, x: Inputs) -> float:
+        """The linearity gap ‖f(θ) − f_lin‖ / ‖f_lin − f₀‖ of the present weights; it goes into the report.
+
+        Args:
+            x: Examples on which it is measured.
+
+        Returns:
+            The gap; 0 right after a linearization.
+
+        Raises:
+            ModelError: If the network cannot take x.
+        """
+        value = self.linearization.gap(x)
+        self._measured.append((self.steps, "gap", value))
+        return value
+
+    @property
+    def report(self) -> LinearizationReport:
+        """How often features were updated so far, and what was measured."""
+        updates: Sequence[int] = range(1, self.steps + 1) if self._is_plain else tuple(self._updates)
+        return LinearizationReport(
+            repr(self.schedule), self.steps, updates, tuple(self._measured), self._notes()
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        """What the mode of the network means for the numbers."""
+        noisy = sorted(
+            {type(m).__name__ for m in self._network.modules() if isinstance(m, _STOCHASTIC) and m.training}
+        )
+        if self._is_plain or not noisy:
+            return ()
+        return (f"in training mode: {', '.join(noisy)}; linearizations use them in evaluation mode",)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a run needs to go on bit by bit: weights, buffers, θ₀, the optimizer, the report.
+
+        As with torch's own, tensors are not copied; the random state of torch, schedulers and data loaders
+        are the caller's. ``torch.load(..., weights_only=True)`` reads it.
+
+        Returns:
+            A dict for ``torch.save``.
+        """
+        point = {} if self._lin is None else tensors_by_name(self._lin.model)
+        steps, kinds, values = zip(*self._measured, strict=True) if self._measured else ((), (), ())
+        return {
+            "version": VERSION,
+            "model": self._network.state_dict(),
+            "linearization": {name: t.detach() for name, t in point.items()} or None,
+            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+            "schedule": {"name": repr(self.schedule), "state": self.schedule.state_dict()},
+            "steps": self.steps,
+            "age": self._age,
+            "updates": torch.tensor(self._updates, dtype=torch.int64),
+            "measured": {
+                "steps": torch.tensor(steps, dtype=torch.int64),
+                "kinds": list(kinds),
+                "values": torch.tensor(values, dtype=torch.float64),
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what ``state_dict`` gave, into a trainer of the same network and optimizer.
+
+        The schedule is this trainer's own: K may be another one than before; the linearization in use
+        stays until the schedule replaces it. Weights are loaded to where the network is.
+
+        Args:
+            state: From ``state_dict``.
+
+        Raises:
+            WeightsError: If the state is of something else.
+        """
+        wanted = {"version", "model", "linearization", "optimizer", "steps", "age", "updates", "measured"}
+        missing = sorted(wanted - set(state if isinstance(state, Mapping) else ()))
+        if missing or state["version"] != VERSION:
+            raise WeightsError(
+                f"state lacks {missing}" if missing else f"state is of version {state['version']!r}",
+                expected=f"a state_dict of IterativeLinearization, version {VERSION}",
+                remedy="pass what state_dict() of a trainer returned",
+            )
+        if (state["optimizer"] is None) != (self.optimizer is None):
+            raise WeightsError(
+                f"state has {'no' if state['optimizer'] is None else 'an'} optimizer, unlike this trainer",
+                expected="the state of a trainer with the same make_optimizer",
+                remedy="make the trainer as the saved one was made",
+            )
+        try:
+            self._network.load_state_dict(state["model"])
+            if self.optimizer is not None:
+                self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError) as error:
+            raise WeightsError(
+                f"the state does not fit the trainer: {str(error).splitlines()[-1].strip()}",
+                expected="the state of a trainer of the same architecture with the same make_optimizer",
+                remedy="make the trainer as the saved one was made",
+            ) from error
+        if self._lin is not None:
+            self._lin.relinearize(at=state["linearization"] or self._network)
+        self.steps, self._age = int(state["steps"]), int(state["age"]) if state["linearization"] else 0
+        self._updates = state["updates"].tolist()
+        kept = state["measured"]
+        self._measured = list(
+            zip(kept["steps"].tolist(), kept["kinds"], kept["values"].tolist(), strict=True)
+        )
+        self.schedule.restart()
+        if state["schedule"]["name"] == repr(self.schedule):
+            self.schedule.load_state_dict(state["schedule"]["state"])
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _linearized(self) -> Linearized:
+        """A linearization at the network's present weights."""
+        return linearize(self._network, list(self._parameters), self.output)
+
+    def _check_place(self, lin: Linearized) -> None:
+        """Raise if the network changed type or device since it was linearized."""
+        for name, theta in lin.theta0.items():
+            p = self._parameters[name]
+            if p.dtype != theta.dtype or p.device != theta.device:
+                raise ModelError(
+                    f"{name} is {p.dtype} on {p.device}, its linearization {theta.dtype} on {theta.device}",
+                    expected="a network that stays where it is",
+                    remedy="move it first, then make IterativeLinearization; state_dict carries a run over",
+                )
+
+    @contextlib.contextmanager
+    def _only_selected(self) -> Iterator[None]:
+        """Other parameters of the network get no gradient; they are put back as they were."""
+        ours = {id(p) for p in self._parameters.values()}
+        others = [p for p in self._network.parameters() if p.requires_grad and id(p) not in ours]
+        try:
+            for p in others:
+                p.requires_grad_(False)
+            yield
+        finally:
+            for p in others:
+                p.requires_grad_(True)
+
+    @contextlib.contextmanager
+    def _watched(self, lin: Linearized) -> Iterator[None]:
+        """Note the batch that the closure gives to the module, if it is needed."""
+        if not (self.record_gap or self.schedule.needs_batch):
+            yield
+            return
+
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._batch = kwargs or (args[0] if len(args) == 1 else args)
+
+        handle = lin.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()

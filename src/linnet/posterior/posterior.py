@@ -1,0 +1,316 @@
+"""``linnet.linear_posterior``: Bayesian classification with the linear model of a network.
+
+With f = f₀ + J δ, the full Taylor expansion, or f = J δ, the finite tangent kernel, and δ ~ N(0, λ⁻¹ I)
+(Maddox et al. 2021, eq. A.1), three posteriors over δ:
+
+    map       the most probable δ, with a certificate; outputs are certain
+    svi       a factorized Gaussian that maximizes a bound on the evidence; output moments in closed form
+    laplace   N(δ*, (F + λ I)⁻¹) with the Fisher information F at the most probable δ*, in draws
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.curvatures.engine import everything
+from linnet.curvatures.parts import Part
+from linnet.curvatures.variance import batch_covariance
+from linnet.errors import InputError
+from linnet.fitting.arguments import check_count, check_positive
+from linnet.laplace.links import Link
+from linnet.laplace.outputs import captured_blocks
+from linnet.laplace.predict import GaussianPredictive, Meaning, SampledPredictive
+from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing
+from linnet.linalg.random import Seed, make_generator, normal
+from linnet.linalg.structured import Diagonal
+from linnet.params import choice, flag
+from linnet.posterior.draws import inverse_root
+from linnet.posterior.model import LinearModel, Optimum, maximize
+from linnet.posterior.svi import MeanField, Schedule, bound, mean_field
+from linnet.solvers.solution import Estimate
+from linnet.tangent.batch import Inputs, batch_size, check_examples, gather_data
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
+
+METHODS = ("map", "svi", "laplace")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an inference found.
+
+    Args:
+        mean: E[δ], (P,).
+        optimum: The most probable δ with its certificate, of "map" and "laplace".
+        factors: The factorized Gaussian, of "svi".
+        draws: Draws of δ, (P, S), of "laplace".
+    """
+
+    mean: Tensor
+    optimum: Optimum | None = None
+    factors: MeanField | None = None
+    draws: Tensor | None = None
+
+
+class LinearPosterior:
+    """The posterior of a linear model; :func:`linear_posterior` makes it.
+
+    Args:
+        model: The linear model and its data.
+        method: "map", "svi" or "laplace".
+        prior_precision: λ.
+        found: What the inference found.
+
+    Attributes:
+        method: The same.
+        prior_precision: λ.
+        mean: E[δ], (P,), in the order of ``lin.parameter_names``.
+        optimum: Of "map" and "laplace": the most probable δ, with ``gradient_norm`` and ``distance``, a bound
+            on how far it is from the true one; None for "svi".
+        bounds: Of "svi": the bound on the log evidence, epoch by epoch; empty otherwise.
+
+    Example:
+        >>> import linnet
+        >>> net, data = torch.nn.Linear(2, 3), (torch.randn(12, 2), torch.arange(12) % 3)
+        >>> likelihood = linnet.likelihoods.Categorical()
+        >>> posterior = linear_posterior(linnet.linearize(net), data, likelihood, method="map")
+        >>> posterior.predict(data[0][:2]).mean.shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(self, model: LinearModel, method: str, prior_precision: float, found: Found) -> None:
+        self._model, self._found = model, found
+        self.method, self.prior_precision, self.mean = method, prior_precision, found.mean
+        self.optimum = found.optimum
+        self.bounds = () if found.factors is None else found.factors.bounds
+
+    def __repr__(self) -> str:
+        outputs = "f₀ + J δ" if self._model.base else "J δ"
+        return f"LinearPosterior({self.method!r}, {outputs}, P = {len(self.mean)})"
+
+    @property
+    def delta(self) -> dict[str, Tensor]:
+        """E[δ] by parameter name, as ``lin.delta``."""
+        return self._model.function.space.to_params(self.mean)
+
+    @property
+    def deviation(self) -> Tensor:
+        """Standard deviation of every δ under "svi", (P,).
+
+        Raises:
+            InputError: For the other methods.
+        """
+        return self._factors().deviation
+
+    def _factors(self) -> MeanField:
+        """The factorized Gaussian, or an error."""
+        if self._found.factors is None:
+            raise InputError(
+                f"a factorized Gaussian was asked of method={self.method!r}",
+                expected='method="svi"',
+                remedy="see .optimum",
+            )
+        return self._found.factors
+
+    @in_exact_mode
+    def bound(self, samples: int = 100, generator: Seed = 0) -> Estimate:
+        """The bound on log p(y | X) over all of the data, of "svi".
+
+        Args:
+            samples: Draws of the weights.
+            generator: Generator or seed.
+
+        Returns:
+            ``.mean`` and ``.stderr``, in nats.
+
+        Raises:
+            InputError: For the other methods.
+        """
+        check_count("samples", samples)
+        return bound(self._model, self._factors(), self.prior_precision, samples, make_generator(generator))
+
+    @in_exact_mode
+    def sample(self, n: int, generator: Seed = None) -> Tensor:
+        """Draw δ: new draws, also where predictions use those made when the posterior was.
+
+        Args:
+            n: Number of draws.
+            generator: Generator or seed.
+
+        Returns:
+            (n, P).
+
+        Raises:
+            InputError: If the method is "map", whose δ is a point.
+        """
+        check_count("n", n)
+        if self.method == "map":
+            raise InputError(
+                'draws of a posterior made with method="map"',
+                expected='method="svi" or "laplace"',
+                remedy="use .mean, the most probable δ",
+            )
+        if self._found.factors is not None:
+            noise = normal((n, len(self.mean)), generator, self.mean.dtype, self.mean.device)
+            return self.mean + self._found.factors.deviation * noise
+        assert self.optimum is not None, "what Laplace's method expands around"
+        return _laplace_draws(self._model, self.optimum, self.prior_precision, n, generator).T
+
+    @in_exact_mode
+    def predict(
+        self,
+        x: Inputs,
+        *,
+        link: str = "probit",
+        samples: int = 1000,
+        generator: Seed = None,
+        memory: str | int | None = None,
+    ) -> GaussianPredictive | SampledPredictive:
+        """The distribution of the outputs, and of labels.
+
+        Args:
+            x: N examples.
+            link: For class probabilities of "map" and "svi": "probit", "pairwise", "bridge" or "mc".
+            samples: Draws of outputs of link="mc".
+            generator: Their generator or seed.
+            memory: Budget for derivatives of "svi"; by default half of what is available.
+
+        Returns:
+            ``.mean`` and ``.variance`` (N, C), ``.covariance``, ``.sample(n)``, ``.probs``,
+            ``.log_density(y)``. Of "laplace" these are averages over its draws, with ``.sampled_probs``
+            (S, N, C); of "map" the variance is zero.
+
+        Raises:
+            DataError: If x is empty or not finite.
+        """
+        check_examples(x)
+        meaning = Meaning(self._model.likelihood, self._model.shape, Link(link, samples, generator))
+        if self._found.draws is not None:
+            return SampledPredictive(self._model.outputs(x, self._found.draws), meaning)
+        mean = self._model.outputs(x, self.mean)
+        if self._found.factors is None:
+            zero = torch.zeros_like(mean)
+            return GaussianPredictive(mean, zero, lambda: torch.diag_embed(zero), meaning)
+        # Cov[f] = J diag(s²) Jᵀ
+        function, c = self._model.function, mean.shape[1]
+        spread = Diagonal(self._found.factors.deviation.square(), space=function.space)
+        parts = (Part(everything(function), spread, "diagonal"),)
+        blocks = captured_blocks(function, parts, x, memory, kept=batch_size(x) * c * c)
+        covariance = torch.cat([batch_covariance(parts, captured) for captured in blocks])
+        return GaussianPredictive(mean, covariance.diagonal(dim1=1, dim2=2), covariance, meaning)
+
+
+@in_exact_mode
+def linear_posterior(
+    lin: Linearized,
+    data: Any,
+    likelihood: Likelihood,
+    method: str = "map",
+    *,
+    base: bool = True,
+    prior_precision: float = 1.0,
+    tolerance: float | None = None,
+    max_steps: int = 50,
+    epochs: int = 10,
+    rate: float = 1e-3,
+    batch_size: int = 128,
+    samples: int | None = None,
+    generator: Seed = 0,
+) -> LinearPosterior:
+    """The posterior of the weights of a linearized network, for labels of any canonical likelihood.
+
+    The displacement that ``lin`` has is not looked at, and it is left as it is: priors are about θ₀.
+
+    Args:
+        lin: A linearized network.
+        data: Training data: an (x, y) pair, a Dataset or a DataLoader, which is read once.
+        likelihood: What the outputs mean, as ``linnet.likelihoods.Categorical()`` or ``Bernoulli()``.
+        method: "map", "svi" or "laplace".
+        base: Whether outputs are f₀ + J δ; otherwise J δ alone, a linear model on tangent features.
+        prior_precision: λ of the prior N(0, λ⁻¹ I) of δ.
+        tolerance: Of "map" and "laplace": Newton's method stops when the gradient's norm is this much smaller
+            than at δ = 0; by default the square root of the rounding error of the weights' type.
+        max_steps: Largest number of its steps.
+        epochs: Of "svi": passes over the data.
+        rate: Of "svi": step size at the start, annealed to zero.
+        batch_size: Of "svi": examples of a step.
+        samples: Draws of δ: of "svi" in every step, by default 1; of "laplace" for predictions, by default
+            30, each of which is a vector of P numbers that is kept.
+        generator: Generator or seed of "svi" and "laplace".
+
+    Returns:
+        The posterior, with ``.predict(x)``.
+
+    Raises:
+        DataError: If the data are empty, not finite, or labels are out of range.
+        InputError: If an argument has a value that is not listed, or the likelihood is not canonical.
+        NumericalError: If Newton's method or Lanczos' does not converge.
+
+    Source:
+        Maddox, Tang, Moreno, Wilson, Damianou, "Fast adaptation with linearized neural networks", AISTATS
+        2021, supplement A. They train to the most probable δ by SGD, and use the Fisher information of test
+        batches, scaled; here it is that of the training data. For Laplace they write the precision as σ².
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+        >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
+        >>> likelihood = linnet.likelihoods.Categorical()
+        >>> posterior = linear_posterior(linnet.linearize(net), (x, y), likelihood, "laplace", samples=5)
+        >>> prediction = posterior.predict(x)
+        >>> prediction.probs.shape, prediction.sampled_probs.shape
+        (torch.Size([30, 3]), torch.Size([5, 30, 3]))
+        >>> posterior.optimum.gradient_norm < 1e-2
+        True
+    """
+    _check(lin, likelihood, method)
+    flag("base", base)
+    make_generator(generator)
+    check_positive("prior_precision", prior_precision, "leave prior_precision= out")
+    check_count("max_steps", max_steps)
+    eps = torch.finfo(lin.function.dtype).eps
+    reached = eps**0.5 if tolerance is None else tolerance
+    check_positive("tolerance", reached, "leave tolerance= out")
+    draws = {"map": 1, "svi": 1, "laplace": 30}[method] if samples is None else samples
+    check_count("samples", draws)
+    schedule = Schedule(epochs, rate, batch_size, draws)
+    x, y = gather_data(data, lin.function.device, missing=takes_missing(likelihood))
+    model = LinearModel(lin.function, x, y, likelihood, base)
+    precision = float(prior_precision)
+    if method == "svi":
+        factors = mean_field(model, precision, schedule, make_generator(generator))
+        return LinearPosterior(model, method, precision, Found(factors.mean, factors=factors))
+    optimum = maximize(model, precision, reached, max_steps)
+    if method == "map":
+        return LinearPosterior(model, method, precision, Found(optimum.delta, optimum))
+    kept = _laplace_draws(model, optimum, precision, draws, generator)
+    return LinearPosterior(model, method, precision, Found(optimum.delta, optimum, draws=kept))
+
+
+def _laplace_draws(model: LinearModel, optimum: Optimum, precision: float, n: int, generator: Seed) -> Tensor:
+    """Draws of N(δ*, (F + λ I)⁻¹), (P, n)."""
+    z = normal((n, len(optimum.delta)), generator, optimum.delta.dtype, optimum.delta.device).T
+    fisher = model.curvature(optimum.outputs)
+    return optimum.delta[:, None] + inverse_root(fisher.damped(precision), z.contiguous(), precision)
+
+
+def _check(lin: Any, likelihood: Any, method: str) -> None:
+    """Raise on arguments that cannot work."""
+    if not isinstance(lin, Linearized):
+        raise InputError(
+            f"lin is {type(lin).__name__}",
+            expected="a Linearized",
+            remedy="make one with linnet.linearize(model)",
+        )
+    check_likelihood(likelihood)
+    if not likelihood.canonical:
+        raise InputError(
+            f"likelihood={likelihood!r} is not canonical in the outputs",
+            expected="one whose negative logarithm is convex in them, such as Categorical() or Bernoulli()",
+            remedy="use linnet.Laplace for the network itself",
+        )
+    choice("method", method, METHODS, 'pass method="map" for the fastest')

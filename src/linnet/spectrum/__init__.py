@@ -1,0 +1,69 @@
+"""What the tangent kernel says about a network and a task, as ``linnet.spectrum``.
+
+Three scales occur, and every docstring says which one it means. Gram matrices K = JJᵀ sum over
+parameters and carry no factor of N; ridges and operators follow them. Functions and Mercer's eigenvalues
+take means over the N examples, as the paper does: λ_j = σ_j(K) / N, φ_j = √N u_j, α(f) = fᵀK f / N²,
+‖f‖₂² = fᵀf / N. In the kernel norm ‖f‖²_Θ = fᵀK⁺f and in every ratio the factors cancel.
+
+Source: Ortiz-Jimenez, Moosavi-Dezfooli, Frossard, "What can linearized neural networks actually say about
+generalization?", NeurIPS 2021.
+"""
+
+from __future__ import annotations
+
+from linnet.spectrum.advantage import Advantage, TrainingRun, linear_advantage
+from linnet.spectrum.alignment import alignment, kernel_norm_bound
+from linnet.spectrum.anisotropy import AnisotropyDirections, anisotropy_directions, separable_data
+from linnet.spectrum.eigenfunctions import (
+    Eigenfunctions,
+    EigenfunctionTargets,
+    eigenfunctions,
+    energy_concentration,
+)
+from linnet.spectrum.kernel_distance import centered_alignment, kernel_distance
+from linnet.spectrum.kernel_matrix import gram
+from linnet.spectrum.recorder import KernelNote, Recorder
+from linnet.spectrum.spectral_density import (
+    SpectralDensity,
+    condition_number,
+    effective_dimension,
+    spectral_density,
+)
+from linnet.spectrum.task_linearity import (
+    HeldOut,
+    LabelEnergy,
+    LinearityGap,
+    TaskLinearity,
+    task_linearity,
+)
+from linnet.spectrum.verdict import Verdict
+
+__all__ = [
+    "gram",
+    "eigenfunctions",
+    "Eigenfunctions",
+    "EigenfunctionTargets",
+    "alignment",
+    "kernel_norm_bound",
+    "energy_concentration",
+    "kernel_distance",
+    "centered_alignment",
+    "effective_dimension",
+    "condition_number",
+    "spectral_density",
+    "SpectralDensity",
+    "Recorder",
+    "KernelNote",
+    "anisotropy_directions",
+    "AnisotropyDirections",
+    "separable_data",
+    "linear_advantage",
+    "Advantage",
+    "TrainingRun",
+    "task_linearity",
+    "TaskLinearity",
+    "LabelEnergy",
+    "HeldOut",
+    "LinearityGap",
+    "Verdict",
+]

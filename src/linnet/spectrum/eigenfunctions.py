@@ -1,0 +1,430 @@
+"""Eigenfunctions of the tangent kernel, and how much of a target lies on the leading ones.
+
+Mercer's decomposition under the empirical distribution of N examples is
+
+    Θ(x, x') = Σ_j λ_j φ_j(x) φ_j(x'),    E φ_i(x) φ_j(x) = δ_ij        (supplement D.1, eq. 2)
+
+so with K u_j = σ_j u_j, uᵀu = 1: λ_j = σ_j / N and φ_j(x_i) = √N u_ij.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.errors import InputError, NumericalError
+from linnet.linalg.random import Seed, make_generator
+from linnet.memory import parse_bytes
+from linnet.params import choice, flag, integer, refuse, tensor
+from linnet.params import path as checked_path
+from linnet.spectrum.function_values import FunctionValues, function_values
+from linnet.spectrum.kernel_eigenpairs import Method, Request, check_count, kernel_eigenpairs
+from linnet.spectrum.kernel_matrix import (
+    check_inputs,
+    check_kernel,
+    on_device,
+    tangent_of,
+    values_of_one,
+)
+from linnet.tangent.batch import (
+    Inputs,
+    batch_size,
+    check_examples,
+    check_finite,
+    gather_data,
+    map_tensors,
+    split,
+)
+from linnet.tangent.captured import Outputs
+from linnet.tangent.functional import Functional
+from linnet.tangent.gram import gram as _gram
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
+
+INDEFINITE = 1e-3  # share of the largest eigenvalue below zero from which a matrix is no kernel's
+
+
+@dataclass(frozen=True)
+class Eigenfunctions:
+    """Leading eigenfunctions φ_j of the tangent kernel on a data set.
+
+    Args:
+        function: The network.
+        x: The N examples.
+        values: λ_j (k,), decreasing: eigenvalues of K/N, as in the paper; times N they are those of K.
+        vectors: u_j, orthonormal: (N, k), or (N, C, k) for vector-valued functions.
+        outputs: Which kernel.
+        method: How they were found.
+        residual: The largest ‖K u − σ u‖ / σ₁.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> found = eigenfunctions(net, torch.randn(20, 2), k=3)
+        >>> torch.allclose(found(found.x), found.functions, atol=1e-3)
+        True
+    """
+
+    function: Functional
+    x: Inputs
+    values: Tensor
+    vectors: Tensor
+    outputs: Outputs
+    method: str
+    residual: float
+
+    @property
+    def k(self) -> int:
+        """Number of eigenfunctions."""
+        return self.values.shape[0]
+
+    @property
+    def functions(self) -> Tensor:
+        """φ_j(x_i) = √N u_ij, of mean square one; (N, k), or (N, C, k)."""
+        return self.vectors * math.sqrt(self.vectors.shape[0])
+
+    @property
+    def _flat(self) -> Tensor:
+        """u_j, (R, k)."""
+        return self.vectors.reshape(-1, self.k)
+
+    def __call__(
+        self,
+        x: Inputs,
+        indices: Sequence[int] | Tensor | None = None,
+        *,
+        memory: str | int | None = None,
+    ) -> Tensor:
+        """φ_j at new points by Nyström's extension, φ_j(x) = Σ_i Θ(x, x_i) φ_j(x_i) / (N λ_j).
+
+        Args:
+            x: M examples.
+            indices: Which eigenfunctions, counted from 0; by default all.
+            memory: Budget of a block of the kernel between new and old points.
+
+        Returns:
+            (M, k), or (M, C, k); at the old points the eigenfunctions themselves.
+
+        Raises:
+            InputError: If an index is out of range, or x is empty.
+            NumericalError: If an eigenvalue is zero, so that there is no extension.
+        """
+        chosen = self._chosen(indices)
+        check_inputs(self.function, x := on_device(x, self.function))
+        n = self.vectors.shape[0]
+        weights = self._flat[:, chosen] * (math.sqrt(n) / (n * self._positive(chosen)))
+        size = weights.shape[0] * values_of_one(tuple(self.vectors.shape[1:-1]), self.outputs)
+        budget = parse_bytes(memory, self.function.device)
+        block = max(1, int(0.25 * budget) // (size * weights.dtype.itemsize))
+        parts = []
+        for part in split(x, block):
+            cross = _gram(self.function, part, self.x, outputs=self.outputs, memory=memory, progress=False)
+            parts.append(cross.reshape(-1, weights.shape[0]) @ weights.to(cross))
+        return torch.cat(parts).reshape(batch_size(x), *self.vectors.shape[1:-1], weights.shape[1])
+
+    def energy_concentration(self, y: Tensor, k: int | None = None, squared: bool = False) -> Tensor:
+        """‖Φ_k f‖₂ / ‖f‖₂, the share of a target's norm on the first k eigenvectors.
+
+        Args:
+            y: Targets, as for ``spectrum.alignment``.
+            k: How many eigenvectors; by default all that are here.
+            squared: The share of the squared norm instead.
+
+        Returns:
+            Between 0 and 1: () for one target, or (T,).
+
+        Raises:
+            DataError: If y holds NaN or infinite values.
+            InputError: If k is out of range, or a target is zero.
+        """
+        flag("squared", squared)
+        k = self.k if k is None else k
+        check_count(k, self.k, "the eigenfunctions that were computed")
+        values = self._targets(y)
+        flat = values.flat
+        # the eigenvectors are orthonormal, so the projection's norm is that of its coefficients
+        share = (self._flat[:, :k].T @ flat).norm(dim=0) / flat.norm(dim=0)
+        if not torch.isfinite(share).all():
+            raise InputError("y holds a target that is zero", "targets with a norm", "leave that target out")
+        share = share.clamp(max=1.0)
+        return values.shaped(share.square() if squared else share)
+
+    def kernel_norm(self, y: Tensor) -> Tensor:
+        """‖f‖²_Θ = Σ_j (E φ_j f)² / λ_j (supplement D.1, eq. 3), on all N·Q eigenfunctions.
+
+        Args:
+            y: Targets, as for ``spectrum.alignment``.
+
+        Returns:
+            () for one target, or (T,); infinite for a target outside the kernel's range. Equal to fᵀK⁺f.
+
+        Raises:
+            InputError: If the decomposition is not full.
+        """
+        if self.k != self._flat.shape[0]:
+            raise InputError(
+                f"k is {self.k}: {self._flat.shape[0] - self.k} eigenfunctions are missing",
+                expected="a full decomposition",
+                remedy="pass k=None to linnet.spectrum.eigenfunctions, or take spectrum.kernel_norm_bound",
+            )
+        values = self._targets(y)
+        squares = (self._flat.T @ values.flat).square()  # (√N E φ_j f)²
+        is_zero = self.values <= self._floor()
+        outside = squares[is_zero].sum(0) > 1e3 * torch.finfo(squares.dtype).eps * squares.sum(0)
+        sigma = self.values[~is_zero, None] * self.vectors.shape[0]
+        norm = (squares[~is_zero] / sigma).sum(0)
+        return values.shaped(torch.where(outside, torch.inf, norm))
+
+    def binarized(self, index: int, x: Inputs | None = None, labels: str = "signs") -> EigenfunctionTargets:
+        """The classification task x ↦ sign(φ_j(x)) as a data set.
+
+        Args:
+            index: j, counted from 0.
+            x: New points; by default those of the decomposition.
+            labels: ``"signs"`` for float −1 and 1, ``"classes"`` for integers 0 and 1.
+
+        Returns:
+            A data set of (example, label); zero counts as positive.
+
+        Raises:
+            InputError: If the index is out of range or ``labels`` is neither.
+
+        Source:
+            Ortiz-Jimenez et al., NeurIPS 2021, supplement B, "Binarization".
+        """
+        choice("labels", labels, ("signs", "classes"), "leave labels= out for signs")
+        integer("index", index, 0, self.k - 1, "compute more eigenfunctions with k=")
+        chosen = self._chosen([index])
+        phi = (self.vectors[..., chosen] if x is None else self(x, chosen))[..., 0]
+        is_positive = phi >= 0
+        y = is_positive.long() if labels == "classes" else torch.where(is_positive, 1.0, -1.0).to(phi)
+        return EigenfunctionTargets(self.x if x is None else x, y, index)
+
+    def _targets(self, y: Tensor) -> FunctionValues:
+        """Targets as functions on the examples."""
+        n, shape = self.vectors.shape[0], tuple(self.vectors.shape[1:-1]) or (1,)
+        y = tensor("y", y, "targets of the examples").to(self.vectors.device)
+        if y.ndim == 0 or y.shape[0] != n:
+            raise InputError(
+                f"y has shape {tuple(y.shape)}",
+                expected=f"one target for each of the {n} examples",
+                remedy="pass the targets of the examples that the eigenfunctions were computed on",
+            )
+        check_finite(y, "y")
+        return function_values(y, shape, self.outputs, self.vectors.dtype)
+
+    def _chosen(self, indices: Sequence[int] | Tensor | None) -> Tensor:
+        """Indices as a tensor, checked."""
+        expected = f"integers from 0 to {self.k - 1}"
+        chosen = torch.arange(self.k) if indices is None else tensor("indices", indices, expected).flatten()
+        wrong = not chosen.numel() or chosen.is_floating_point() or chosen.dtype == torch.bool
+        wrong = wrong or bool(((chosen < 0) | (chosen >= self.k)).any())
+        if wrong:
+            raise InputError(
+                f"indices holds {chosen.tolist()}",
+                expected=expected,
+                remedy="compute more eigenfunctions with k=",
+            )
+        return chosen.to(self.vectors.device)
+
+    def _floor(self) -> float:
+        """What an eigenvalue that is zero may come out as."""
+        rows = self._flat.shape[0]
+        return float(self.values.abs().max()) * rows * torch.finfo(self.values.dtype).eps
+
+    def _positive(self, chosen: Tensor) -> Tensor:
+        """λ of the chosen eigenfunctions, none of them zero."""
+        values = self.values[chosen]
+        bad = (values <= self._floor()).nonzero()
+        if bad.numel():
+            j = int(bad[0, 0])
+            raise NumericalError(
+                f"eigenvalue {int(chosen[j])} is zero up to rounding ({float(values[j]):.2g})",
+                expected="positive eigenvalues: eigenfunctions of others have no extension",
+                remedy="pass indices= of the leading ones",
+            )
+        return values
+
+
+class EigenfunctionTargets(torch.utils.data.Dataset[tuple[Any, Tensor]]):
+    """A binary task whose labels are the signs of an eigenfunction.
+
+    Args:
+        x: N examples.
+        y: Labels (N,) or (N, C).
+        index: Which eigenfunction.
+
+    Example:
+        >>> data = EigenfunctionTargets(torch.zeros(3, 2), torch.tensor([1.0, -1.0, 1.0]), index=4)
+        >>> len(data), data[1][1]
+        (3, tensor(-1.))
+    """
+
+    def __init__(self, x: Inputs, y: Tensor, index: int) -> None:
+        check_examples(x)
+        tensor("y", y, "labels (N,) or (N, C)", convert=False)
+        if y.ndim == 0 or len(y) != batch_size(x):
+            refuse("y", y, f"one label for each of the {batch_size(x)} examples", "take both from one split")
+        check_finite(y, "y")
+        self.x, self.y, self.index = x, y, integer("index", index, 0)
+
+    def __len__(self) -> int:
+        return self.y.shape[0]
+
+    def __getitem__(self, i: int) -> tuple[Any, Tensor]:
+        n = len(self)
+        if not -n <= i < n:
+            raise IndexError(f"example {i} of {n}")
+        return _example(self.x, i, n), self.y[i]
+
+
+def _example(x: Inputs, i: int, n: int) -> Any:
+    """One example, without the example axis."""
+    return map_tensors(lambda t: t[i] if t.ndim and t.shape[0] == n else t, x)
+
+
+@in_exact_mode
+def eigenfunctions(
+    lin_or_model: Linearized | nn.Module,
+    x: Inputs,
+    k: int | None = 50,
+    outputs: Outputs = "full",
+    *,
+    method: Method = "auto",
+    gram: Tensor | None = None,
+    tolerance: float | None = None,
+    seed: Seed = 0,
+    memory: str | int | None = None,
+    file: str | Path | None = None,
+    progress: bool | None = None,
+) -> Eigenfunctions:
+    """The leading eigenfunctions of the tangent kernel, from eigenvectors of its Gram matrix.
+
+    Args:
+        lin_or_model: A network, or a linearization.
+        x: N examples.
+        k: How many; None for all (N, or N·C for ``"full"``).
+        outputs: ``"full"`` for vector-valued functions of C outputs, ``"trace"`` or ``"sum"`` for scalar
+            ones. With one output all three agree and functions are scalar.
+        method: ``"lanczos"`` on the stored Gram matrix, ``"matrix-free"`` (two passes over the data for
+            each of k vectors a step), ``"eigh"`` (full decomposition), or ``"auto"``: Lanczos, a full
+            decomposition where that is cheaper or Lanczos converges too slowly, matrix-free where the
+            Gram matrix does not fit.
+        gram: The Gram matrix, where it is known already: (N, N) or (N, C, N, C).
+        tolerance: Lanczos stops at ‖K u − σ u‖ ≤ tolerance · σ₁; by default 1e-9 in double precision
+            and 2e-6 in single.
+        seed: Generator or seed of the start vectors.
+        memory: Budget such as ``"4GB"``; by default half of what is available.
+        file: A ``.npy`` file for the Gram matrix; an interrupted run resumes from it.
+        progress: Show progress; by default only when it takes over two seconds.
+
+    Returns:
+        λ_j and φ_j, largest first; each vector's entry of largest size is positive.
+
+    Raises:
+        InputError: If k is out of range, or an argument has a value that is not listed.
+        MemoryBudgetError: If the decomposition does not fit.
+        NumericalError: If Lanczos was asked for and does not converge, or ``gram`` is no kernel's: one of its
+            k leading eigenvalues is negative.
+
+    Source:
+        Ortiz-Jimenez, Moosavi-Dezfooli, Frossard, NeurIPS 2021, supplement B, "Eigendecompositions".
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> eigenfunctions(net, torch.randn(20, 2), k=3).functions.shape
+        torch.Size([20, 3])
+    """
+    check_kernel(outputs)
+    make_generator(seed, "seed")
+    parse_bytes(memory)
+    if progress is not None:
+        flag("progress", progress)
+    if file is not None:
+        checked_path("file", file)
+    function = tangent_of(lin_or_model)
+    x = on_device(x, function)
+    q, n = values_of_one(check_inputs(function, x), outputs), batch_size(x)
+    request = Request(function, x, outputs, n * q, n * q if k is None else k, tolerance, seed)
+    pairs = kernel_eigenpairs(request, method, gram, memory, file, progress)
+    vectors = _signed(pairs.vectors).reshape(n, *([q] if q > 1 else []), -1)
+    if gram is not None:
+        _check_kernel_values(pairs.values)
+    return Eigenfunctions(function, x, pairs.values / n, vectors, outputs, pairs.method, pairs.residual)
+
+
+def _check_kernel_values(values: Tensor) -> None:
+    """Raise if eigenvalues are further below zero than rounding, Lanczos and float32 kernels explain."""
+    smallest = float(values.min())
+    if smallest < -INDEFINITE * float(values.abs().max()):
+        raise NumericalError(
+            f"gram is not positive semi-definite: it has the eigenvalue {smallest:.3g}",
+            expected="the Gram matrix of a kernel, without negative eigenvalues",
+            remedy="pass what linnet.spectrum.gram returned, or leave gram= out",
+        )
+
+
+@in_exact_mode
+def energy_concentration(
+    model: Linearized | nn.Module,
+    data: Any,
+    k: int = 50,
+    outputs: Outputs = "full",
+    *,
+    squared: bool = False,
+    method: Method = "auto",
+    gram: Tensor | None = None,
+    memory: str | int | None = None,
+    file: str | Path | None = None,
+    progress: bool | None = None,
+) -> Tensor:
+    """Energy concentration ‖Φ_k f‖₂ / ‖f‖₂ of targets on the top k eigenvectors of the Gram matrix.
+
+    Args:
+        model: A network, or a linearization.
+        data: Inputs and targets, as for ``alignment``.
+        k: Number of eigenvectors.
+        outputs: Which kernel, as for ``alignment``.
+        squared: The share of the squared norm instead; the paper's table 1 has the ratio of norms.
+        method: As for ``eigenfunctions``.
+        gram: The Gram matrix, where it is known already.
+        memory: Budget such as ``"4GB"``; by default half of what is available.
+        file: A ``.npy`` file for the Gram matrix.
+        progress: Show progress; by default only when it takes over two seconds.
+
+    Returns:
+        Between 0 and 1: () for one target, or (T,).
+
+    Raises:
+        DataError: If the data are empty, not finite or out of range.
+        InputError: If k is more than the rows of the Gram matrix, or targets do not fit.
+        MemoryBudgetError: If the decomposition does not fit.
+
+    Source:
+        Ortiz-Jimenez, Moosavi-Dezfooli, Frossard, NeurIPS 2021, supplement E.2, table 1.
+
+    Example:
+        >>> x = torch.randn(20, 2)
+        >>> net = nn.Linear(2, 1)
+        >>> round(float(energy_concentration(net, (x, x[:, 0]), k=3)), 3)
+        1.0
+    """
+    check_kernel(outputs)
+    function = tangent_of(model)
+    x, y = gather_data(data, function.device)
+    function_values(y, check_inputs(function, x), outputs, function.dtype)  # before the long computation
+    options: dict[str, Any] = {"method": method, "gram": gram, "memory": memory, "file": file}
+    found = eigenfunctions(Linearized(function), x, k, outputs, progress=progress, **options)
+    return found.energy_concentration(y, squared=squared)
+
+
+def _signed(vectors: Tensor) -> Tensor:
+    """Each column with its entry of largest size positive."""
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    return vectors * torch.where(largest < 0, -1.0, 1.0).to(vectors)

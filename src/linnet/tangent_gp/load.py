@@ -1,0 +1,77 @@
+"""``linnet.load_gp``: a saved tangent Gaussian process, able to do all that it could before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from linnet.errors import FileFormatError, InputError
+from linnet.fitting.load_fit import OTHER
+from linnet.likelihoods import from_description
+from linnet.tangent.batch import map_tensors
+from linnet.tangent.functional import OutputAdapter, check_output
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.matching import matching_function
+from linnet.tangent.modes import in_exact_mode
+from linnet.tangent_gp.files import read_gp, restored_system
+from linnet.tangent_gp.tangent_gp import TangentGP
+from linnet.tangent_gp.task import Task
+
+
+@in_exact_mode
+def load_gp(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> TangentGP:
+    """Read a process that ``TangentGP.save`` wrote.
+
+    Args:
+        directory: The folder, or the file itself.
+        model: The network that it was made of, with the same weights, or its linearization.
+        output: The output adapter, if the process was made with a callable one.
+
+    Returns:
+        The process, able to do all that it could before.
+
+    Raises:
+        FileFormatError: If the file is truncated, altered, foreign, or of another network.
+        InputError: If there is no such file, or ``output`` is needed and not given.
+
+    Example:
+        >>> import linnet, tempfile, torch
+        >>> net, x = nn.Linear(2, 1), torch.ones(3, 2).cumsum(0)
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = TangentGP(net, linnet.likelihoods.Gaussian(variance=0.5)).fit(x, x[:, :1]).save(folder)
+        >>> load_gp(folder, net).likelihood
+        Gaussian(variance=0.5, masked=False, axis=1)
+    """
+    path, tensors, x, metadata = read_gp(directory)
+    network = model.model if isinstance(model, Linearized) else model
+    check_output(output)
+    if metadata["custom_output"] and not callable(output):
+        raise InputError(
+            "output is missing",
+            expected="the callable that the process was made with",
+            remedy="pass output= to load_gp",
+        )
+    base = matching_function(network, metadata, output, path, OTHER)
+    tensors = {key: t.to(base.device) for key, t in tensors.items()}
+    options = dict(metadata["options"])
+    options |= {"params": metadata["parameters"], "output": base.output}
+    gp = TangentGP(
+        network,
+        from_description(metadata["likelihood"]),
+        metadata["space_asked"],
+        metadata["prior_precision"],
+        metadata["noise_scale"],
+        **options,
+    )
+    x = map_tensors(lambda t: t.to(base.device), x)
+    task = Task(x, tensors["y"], tensors["weights"], tensors["residual"], metadata["log_noise"])
+    gp._restore(task, lambda function, chosen: restored_system(function, task, tensors, metadata, chosen))
+    found = gp._observed.task(x, tensors["y"].reshape(gp._observed.shape_of(x))).residual
+    if float((found - task.residual).abs().max()) > 1e-3 * (float(task.residual.abs().max()) + 1e-12):
+        raise FileFormatError(
+            f"{path} was made on another network: the weights are equal but the outputs differ",
+            expected="the network that it was made of",
+            remedy="build it with the same code and the same output=, before load_gp",
+        )
+    return gp

@@ -1,0 +1,129 @@
+"""The options of a tangent Gaussian process, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from linnet.errors import InputError
+from linnet.fitting.arguments import check_positive
+from linnet.memory import parse_bytes
+from linnet.params import integer
+from linnet.tangent.functional import check_output
+from linnet.tangent_gp.iterative import Iteration
+from linnet.tangent_gp.operators import PRECONDITIONERS
+
+SPACES = ("auto", "function", "parameter")
+SOLVERS = ("auto", "cholesky", "cg")
+WORDS = {
+    "solver": SOLVERS,
+    "variance": ("lanczos", "exact"),
+    "derivative": ("exact", "finite-difference"),
+    "preconditioner": tuple(dict.fromkeys(PRECONDITIONERS["function"] + PRECONDITIONERS["parameter"])),
+}
+ITERATION = ("variance", "derivative", "preconditioner", "rank", "tolerance", "max_steps", "seed")
+NAMES = ("solver", *ITERATION, "params", "output", "memory")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a process is solved.
+
+    Args:
+        space: Where.
+        solver: How.
+        iteration: How conjugate gradients and Krylov spaces work.
+        params: Which parameters vary.
+        output: How to turn the network's result into a tensor.
+        memory: Budget.
+    """
+
+    space: str
+    solver: str
+    iteration: Iteration
+    params: Any = None
+    output: Any = None
+    memory: str | int | None = None
+
+    @classmethod
+    def of(cls, space: str, given: dict[str, Any], linearized: bool) -> Options:
+        """Options from keywords.
+
+        Args:
+            space: Where.
+            given: The keywords.
+            linearized: Whether the model is a ``Linearized``, which has its own params and output.
+
+        Returns:
+            The options.
+
+        Raises:
+            InputError: If a keyword is unknown, or a value is not one of those listed.
+
+        Example:
+            >>> Options.of("auto", {"rank": 20}, False).iteration.rank
+            20
+        """
+        unknown = sorted(set(given) - set(NAMES))
+        if unknown:
+            raise InputError(
+                f"unknown argument {unknown[0]!r}", ", ".join(NAMES), "see help(linnet.TangentGP)"
+            )
+        if linearized and (given.get("params") is not None or given.get("output") is not None):
+            raise InputError(
+                "params= or output= with a Linearized",
+                expected="neither: a linearization has its own",
+                remedy="pass them to linnet.linearize",
+            )
+        for name, value, known in [
+            ("space", space, SPACES),
+            *((k, given.get(k), v) for k, v in WORDS.items()),
+        ]:
+            if (value is not None or name == "space") and value not in known:
+                raise InputError(
+                    f"{name}={value!r}", ", ".join(f'"{one}"' for one in known), f"leave {name}= out"
+                )
+        iteration = Iteration(**{name: given[name] for name in ITERATION if given.get(name) is not None})
+        for name, least in (("rank", 0), ("max_steps", 1), ("seed", 0)):
+            integer(name, getattr(iteration, name), least)
+        parse_bytes(given.get("memory"))
+        check_output(given.get("output"))
+        check_positive("tolerance", iteration.tolerance, "leave tolerance= out for 1e-6")
+        options = cls(
+            space,
+            given.get("solver") or "auto",
+            iteration,
+            given.get("params"),
+            given.get("output"),
+            given.get("memory"),
+        )
+        return options._consistent(given)
+
+    def _consistent(self, given: dict[str, Any]) -> Options:
+        """Keywords that ask for one way of solving rule the others out."""
+        name, solver, space = self.iteration.preconditioner, self.solver, self.space
+        differences = self.iteration.derivative != "exact"
+        wanted = [n for n in ("preconditioner", "variance", "derivative", "tolerance", "rank", "max_steps")
+                  if given.get(n) is not None]  # fmt: skip
+        if wanted and solver == "cholesky":
+            raise InputError(
+                f'{wanted[0]}= with solver="cholesky"', 'solver="cg" or "auto"', f"leave {wanted[0]}= out"
+            )
+        if differences and space == "function":
+            raise InputError(
+                'derivative="finite-difference" in function space',
+                expected='space="parameter": differences give products with the Fisher matrix',
+                remedy='pass space="parameter", or leave derivative= out',
+            )
+        spaces = [where for where in SPACES[1:] if name in PRECONDITIONERS[where]]
+        if space not in ("auto", *spaces):
+            raise InputError(
+                f"preconditioner={name!r} in {space} space",
+                expected=", ".join(f'"{one}"' for one in PRECONDITIONERS[space]),
+                remedy="leave preconditioner= out",
+            )
+        if space == "auto" and (differences or len(spaces) == 1):
+            space = "parameter" if differences else spaces[0]
+        if wanted:
+            solver = "cg"
+        return Options(space, solver, self.iteration, self.params, self.output, self.memory)

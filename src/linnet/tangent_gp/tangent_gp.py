@@ -1,0 +1,441 @@
+"""``linnet.TangentGP``: the Gaussian process of a network's tangent kernel (Maddox et al. 2021).
+
+    f(x) = f₀(x) + J(x) δ,   δ ~ N(0, I/λ):   mean f₀(x), covariance J(x) J(x')ᵀ / λ
+
+conditioned on data t = f(X) + ε. The network is trained on one task; for others only the data change. On the
+very data that the network was trained on, residuals are its training errors: they say nothing about the
+noise, and the process, which is told that f₀ came before the data, is too sure of itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.errors import InputError
+from linnet.fitting.arguments import check_positive
+from linnet.likelihoods.gaussian import Gaussian
+from linnet.likelihoods.likelihood import Likelihood
+from linnet.params import flag
+from linnet.solvers.solution import Estimate
+from linnet.tangent.batch import (
+    Inputs,
+    check_examples,
+    concatenate,
+    gather_data,
+    map_tensors,
+    split,
+    take,
+    tensors_in,
+)
+from linnet.tangent.forward_mode import Params
+from linnet.tangent.functional import Functional
+from linnet.tangent.jacobian import jvp
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
+from linnet.tangent_gp.dense import FunctionDense, System
+from linnet.tangent_gp.files import options_of, write_gp
+from linnet.tangent_gp.gradients import differentiable_moments
+from linnet.tangent_gp.options import Options
+from linnet.tangent_gp.plan import GPPlan, choose
+from linnet.tangent_gp.predictive import TangentPredictive
+from linnet.tangent_gp.solve import describe, solve
+from linnet.tangent_gp.task import BATCH, Observed, Task
+from linnet.tangent_gp.tune import (
+    LEAST,
+    NEAR,
+    check_free,
+    least_scale,
+    per_output,
+    searched,
+    warn_at_floor,
+)
+
+
+class TangentGP:
+    """A Gaussian process with a trained network's tangent kernel, and the network as its mean.
+
+    Args:
+        model: The trained network, or a ``Linearized``, of which the point of linearization counts.
+        likelihood: ``Gaussian(variance)``, one variance or one for each output, targets possibly missing
+            (``masked=True``), or ``HeteroscedasticGaussian()``: then the process is over the network's D
+            means, and its own predicted variances are the noise of training and new targets.
+        space: ``"function"`` for N·C × N·C equations, ``"parameter"`` for P × P, or ``"auto"``.
+        prior_precision: λ.
+        noise_scale: s, a factor on the likelihood's variances; ``tune`` finds it.
+        **options: ``solver`` ("auto", "cholesky", "cg"); of conjugate gradients ``preconditioner`` ("auto",
+            "none", "nystrom", "pivoted-cholesky", "ekfac", "kfac", "diagonal"), ``tolerance``,
+            ``max_steps``, ``rank`` (of preconditioner and variance cache), ``variance`` ("lanczos", "exact"),
+            ``derivative`` ("exact", "finite-difference": gradients of a KL divergence alone), ``seed``;
+            ``params`` and ``output`` as of :func:`linnet.linearize`; ``memory`` such as "4GB".
+
+    Attributes:
+        prior_precision: λ.
+        noise_scale: s.
+
+    Raises:
+        InputError: If a value is not one of those listed, or the likelihood has no Gaussian process in
+            closed form (classes: ``linnet.Laplace``, or ``linnet.fit`` on one-hot targets).
+
+    Source:
+        Maddox, Tang, Moreno, Wilson, Damianou, "Fast adaptation with linearized neural networks", 2021,
+        eq. 2 and 3, appendices B and D. With variance σ², the mean is that of ``linnet.fit`` at the ridge
+        σ² λ. The paper's mean leaves f₀ out where its text says so; here it is always included.
+
+    Example:
+        >>> import linnet
+        >>> net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+        >>> x = torch.linspace(-2, 2, 20)[:, None]
+        >>> gp = TangentGP(net, linnet.likelihoods.Gaussian(variance=0.01)).fit(x, x.sin())
+        >>> other = gp.adapt(x[:5], x[:5].cos())  # another task: the network and its derivatives stay
+        >>> other.predict(x).mean.shape, other.predict(x).covariance.shape
+        (torch.Size([20, 1]), torch.Size([20, 1, 1]))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        space: str = "auto",
+        prior_precision: float = 1.0,
+        noise_scale: float = 1.0,
+        **options: Any,
+    ) -> None:
+        if not isinstance(likelihood, Likelihood):
+            raise InputError(
+                f"likelihood is {type(likelihood).__name__}",
+                expected="Gaussian(variance=...) or HeteroscedasticGaussian() of linnet.likelihoods",
+                remedy="call the class: linnet.likelihoods.Gaussian(variance=0.1)",
+            )
+        check_positive("prior_precision", prior_precision, "leave prior_precision= out for 1")
+        check_positive("noise_scale", noise_scale, "leave noise_scale= out for 1")
+        self.prior_precision, self.noise_scale = float(prior_precision), float(noise_scale)
+        self._options = Options.of(space, options, isinstance(model, Linearized))
+        self._model = model
+        self._observed = Observed(self._functional(), likelihood)
+        self._likelihood = likelihood
+        self._system: System | None = None
+        self._plan: GPPlan | None = None
+
+    def __repr__(self) -> str:
+        state = f"{self._plan.chosen.space} space, {self._task.n} examples" if self._plan else "not fitted"
+        return f"TangentGP({self._likelihood!r}, prior_precision={self.prior_precision:.4g}, {state})"
+
+    def _functional(self) -> Functional:
+        """The network as it is now."""
+        if isinstance(self._model, Linearized):
+            return self._model.function
+        return Functional(self._model, self._options.params, self._options.output)
+
+    # -- data ------------------------------------------------------------------------------------
+
+    @in_exact_mode
+    def fit(self, x: Any, y: Any = None) -> TangentGP:
+        """Condition on data, at the weights that the model has now.
+
+        Args:
+            x: Inputs of N examples; or an (x, y) pair, a Dataset or a DataLoader.
+            y: Targets (N, C), or (N,) for one output.
+
+        Returns:
+            This object.
+
+        Raises:
+            DataError: If the data are empty, not finite, or do not fit the outputs.
+            MemoryBudgetError: If no way of solving fits the memory.
+            NumericalError: If conjugate gradients do not converge, or the kernel is not positive
+                semi-definite.
+        """
+        twin = copy.copy(self)  # this object stays as it is where the data cannot be used
+        twin._observed = Observed(self._functional(), self._likelihood)
+        vars(self).update(vars(twin._condition(twin._gathered(x, y), None)))
+        return self
+
+    @in_exact_mode
+    def adapt(self, x: Any, y: Any = None) -> TangentGP:
+        """The process of another task: the same prior, conditioned on that task's data alone.
+
+        What does not depend on the data is shared with this object, not computed again: the network at θ₀
+        and all that is known of its derivatives, hyper-parameters that were tuned, the preconditioner in
+        parameter space, and, where inputs come again, their part of the kernel (all of it and its
+        factorization if all do). The result is that of ``fit`` on these data with these hyper-parameters.
+
+        Args:
+            x: Inputs of the new task, as for ``fit``.
+            y: Its targets.
+
+        Returns:
+            A new object; this one stays as it is.
+
+        Raises:
+            DataError: If the data are empty, not finite, or do not fit the outputs.
+
+        Source:
+            Maddox et al. 2021, section 3 and appendix D.
+        """
+        return copy.copy(self)._condition(self._gathered(x, y), self._system)
+
+    @in_exact_mode
+    def update(self, x: Any, y: Any = None) -> TangentGP:
+        """The process conditioned on more data of the same task.
+
+        Args:
+            x: New inputs, as for ``fit``.
+            y: Their targets.
+
+        Returns:
+            A new object; this one stays as it is.
+
+        Raises:
+            DataError: If the data are empty, not finite, or do not fit the outputs.
+        """
+        old, (new_x, new_y) = self._fitted.task, self._gathered(x, y)
+        more = self._observed.task(new_x, new_y)
+        joined = old.joined(more, concatenate([old.x, new_x]))
+        twin = copy.copy(self)
+        if isinstance(self._fitted, FunctionDense):
+            twin._system = self._fitted.extended(more, joined)
+            return twin
+        return twin._take(joined, self._system)
+
+    def _gathered(self, x: Any, y: Any) -> tuple[Inputs, Tensor]:
+        """Data on the network's device, without a graph."""
+        data = x if y is None else (x, y)
+        x, y = gather_data(data, self._observed.base.device, missing=self._observed.masked)
+        return map_tensors(lambda t: t.detach(), x), y.detach()
+
+    def _condition(self, data: tuple[Inputs, Tensor], before: System | None) -> TangentGP:
+        """Solve for some data."""
+        x, y = data
+        self._observed.base.check_runs(take(x, slice(0, 1)))
+        return self._take(self._observed.task(x, y), before)
+
+    def _take(self, task: Task, before: System | None) -> TangentGP:
+        """Solve for a task."""
+        ridge = self.prior_precision * self.noise_scale
+        self._plan, self._system = solve(self._observed.function, task, ridge, self._options, before)
+        return self
+
+    @property
+    def _fitted(self) -> System:
+        """The solved equations, or an error before fit."""
+        if self._system is None:
+            raise InputError(
+                "this TangentGP has not been fitted",
+                expected="a call of fit(x, y) first",
+                remedy="gp.fit(x, y), or gp.adapt(x, y)",
+            )
+        return self._system
+
+    @property
+    def _task(self) -> Task:
+        """The data."""
+        return self._fitted.task
+
+    # -- predictions -----------------------------------------------------------------------------
+
+    @in_exact_mode
+    def predict(self, x: Inputs, joint: bool = False) -> TangentPredictive:
+        """The posterior of the outputs, and of new targets.
+
+        Where x requires gradients, mean, covariance and noise are differentiable in x, once.
+
+        Args:
+            x: T examples.
+            joint: Whether covariances between examples are wanted, (T, C, T, C); samples are then joint.
+
+        Returns:
+            ``.mean`` and ``.variance`` (T, C), ``.covariance`` (T, C, C), ``.with_noise()``,
+            ``.sample(n)``, ``.log_density(y)``, ``.joint_covariance``. The covariance is computed when it is
+            first asked for.
+
+        Raises:
+            DataError: If x is empty or not finite.
+            InputError: If fit has not been called.
+        """
+        flag("joint", joint)
+        system, x = self._fitted, self._checked(x)
+        if any(t.requires_grad for t in tensors_in(x)) and torch.is_grad_enabled():
+            mean, covariance = differentiable_moments(system, x, joint)
+            f = self._observed.base(self._observed.base.theta, x)
+            noise = self.noise_scale * self._likelihood.variance(f).flatten(1)
+            return TangentPredictive(mean, covariance / self.prior_precision, noise, joint)
+        mean = self._mean(system, x)
+        noise = self.noise_scale * self._observed.moments(x)[1]
+        precision, dtype = self.prior_precision, mean.dtype
+
+        @torch.no_grad()
+        def covariance_of() -> Tensor:
+            found = system.covariance(x, joint) / precision
+            size = found.shape[0] * found.shape[1]
+            square = found.reshape(size, size) if joint else found
+            square = (square + square.mT) / 2
+            # what is left of K(x,x) − … by rounding where the data explain all
+            square.diagonal(dim1=-2, dim2=-1).clamp_(min=0)
+            return square.reshape(found.shape).to(dtype)
+
+        return TangentPredictive(mean, covariance_of, noise, joint)
+
+    @torch.no_grad()
+    def _mean(self, system: System, x: Inputs) -> Tensor:
+        """f₀(x) + J(x) E[δ]."""
+        direction = system.function.space.to_params(system.delta)
+        parts = [sum(jvp(system.function, part, direction)) for part in split(x, BATCH)]
+        return torch.cat([part.flatten(1) for part in parts if isinstance(part, Tensor)])
+
+    def _checked(self, x: Inputs) -> Inputs:
+        """X on the network's device, or an error."""
+        check_examples(x)
+        base = self._observed.base
+        x = map_tensors(lambda t: t.to(base.device), x)
+        base.check_runs(take(x, slice(0, 1)))
+        return x
+
+    # -- hyper-parameters ------------------------------------------------------------------------
+
+    @in_exact_mode
+    def log_evidence(
+        self, prior_precision: float | None = None, noise_scale: float | None = None
+    ) -> Estimate:
+        """The log marginal likelihood of the data, log N(t; f₀, J Jᵀ/λ + s diag σ²).
+
+        In closed form from one eigendecomposition where equations are solved by Cholesky; by stochastic
+        Lanczos quadrature otherwise, whose products serve all hyper-parameters.
+
+        Args:
+            prior_precision: λ instead of the current one.
+            noise_scale: s instead of the current one.
+
+        Returns:
+            ``.mean`` in nats, and ``.stderr``, 0 in closed form.
+
+        Raises:
+            InputError: If a value is not positive, or fit has not been called.
+
+        Source:
+            Rasmussen and Williams 2006, eq. 2.30.
+        """
+        precision = self.prior_precision if prior_precision is None else prior_precision
+        scale = self.noise_scale if noise_scale is None else noise_scale
+        check_positive("prior_precision", precision, "leave it out for the current one")
+        check_positive("noise_scale", scale, "leave it out for the current one")
+        return self._fitted.measure.evidence(precision * scale, scale)
+
+    @in_exact_mode
+    def tune(self, prior: bool = True, noise: bool | str = True, least_noise: float = LEAST) -> TangentGP:
+        """Take the hyper-parameters of highest marginal likelihood, and solve with them.
+
+        Tune on data that the network was *not* trained on: where f₀ has been fitted to the targets, what it
+        leaves of them says nothing about the noise of new ones, nor about the prior, and evidence (like
+        leave-one-out) takes both too small.
+
+        Args:
+            prior: Whether λ is tuned.
+            noise: Whether s is tuned; "per-output" gives each output of a Gaussian likelihood its own
+                variance instead (function space by Cholesky).
+            least_noise: The smallest noise variance that is looked for, as a share of the mean square of
+                y − f₀(x): with few targets the evidence may be highest without any noise, and a warning is
+                given where the search ends at this floor. 0 for none.
+
+        Returns:
+            This object.
+
+        Raises:
+            InputError: If neither is tuned, "per-output" does not go with likelihood and space,
+                ``least_noise`` is not in [0, 1), or the network fits every target exactly.
+            NumericalError: If the kernel is zero.
+        """
+        system = self._fitted
+        least = least_scale(system, least_noise)
+        check_free(prior, noise, system)
+        if noise == "per-output":
+            self._tune_outputs(system, prior, least)
+            return self
+        precision, scale = searched(
+            system.measure, self.prior_precision, self.noise_scale, prior, bool(noise), least
+        )
+        self._system = system.at(precision * scale)
+        self.prior_precision, self.noise_scale = precision, scale
+        warn_at_floor(bool(noise) and least > 0 and scale < NEAR * least, system)
+        return self
+
+    def _tune_outputs(self, system: System, prior: bool, least: float) -> None:
+        """One variance for each output."""
+        at = self.prior_precision, self.noise_scale
+        found, precision = per_output(system, self._likelihood, *at, prior, least)
+        self.prior_precision, self.noise_scale, self._likelihood = precision, 1.0, found
+        self._observed = self._observed.with_likelihood(found)
+        shape = self._observed.shape_of(self._task.x)
+        self._condition((self._task.x, self._task.y.reshape(shape)), system)
+
+    # -- what is known ---------------------------------------------------------------------------
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood, a Gaussian's variance with the scale s in it."""
+        base = self._likelihood
+        if isinstance(base, Gaussian) and self.noise_scale != 1.0:
+            return Gaussian(self.noise_scale * base.noise, base.axis, base.masked)
+        return base
+
+    @property
+    def plan(self) -> GPPlan:
+        """In which space the equations are solved and how, with what the others would have taken.
+
+        Raises:
+            InputError: If fit has not been called.
+        """
+        if self._plan is None:
+            raise InputError("this TangentGP has no plan yet", "a call of fit(x, y) first", "gp.fit(x, y)")
+        return self._plan
+
+    @property
+    @in_exact_mode
+    def delta(self) -> Params:
+        """E[δ] by parameter name: the weights of the posterior mean are θ₀ + E[δ]."""
+        return self._fitted.function.space.to_params(self._fitted.delta)
+
+    @in_exact_mode
+    def summary(self) -> dict[str, Any]:
+        """What was solved, how and why, and the operations that it took, as plain numbers and text.
+
+        Returns:
+            A dict that ``json`` can write.
+        """
+        known = {
+            "prior precision": self.prior_precision,
+            "noise scale": self.noise_scale,
+            "likelihood": self._likelihood.describe(),
+        }
+        return {**known, **describe(self.plan, self._fitted, self._options)}
+
+    def save(self, directory: str | Path) -> Path:
+        """Write the process to a folder: safetensors and JSON, atomically.
+
+        Args:
+            directory: The folder; made if missing.
+
+        Returns:
+            The file that ``linnet.load_gp`` reads.
+        """
+        state = {
+            "likelihood": self._likelihood.describe(),
+            "prior_precision": self.prior_precision,
+            "noise_scale": self.noise_scale,
+            "space_asked": self._options.space,
+            "options": options_of(self._options),
+        }
+        return write_gp(directory, state, self._task, self._fitted, self._observed.base)
+
+    def _restore(self, task: Task, system: Callable[[Functional, Options], System]) -> None:
+        """Take equations that were solved before."""
+        function = self._observed.function
+        self._system = system(function, self._options)
+        options = self._options
+        asked = options.space, options.solver, options.memory, options.iteration.rank
+        self._plan = choose(function, task.x, task.c, *asked)

@@ -1,0 +1,182 @@
+"""Hyper-parameters of a tangent Gaussian process by marginal likelihood.
+
+A kernel of full rank interpolates any targets, so that with few of them the evidence may be highest without
+noise: they cannot tell. The search then stops at a floor, a share of the mean square of what the process has
+to explain, and says so; the maximum is that of the evidence on the values above it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+from linnet.likelihoods.gaussian import Gaussian
+from linnet.likelihoods.likelihood import Likelihood
+from linnet.tangent_gp.dense import FunctionDense, System
+from linnet.tangent_gp.evidence import Measure
+
+STEPS = 60  # of L-BFGS
+NEAR = 1.01  # times the floor: at it
+LEAST = 1e-4  # the usual floor: a standard deviation of 1 % of what there is to explain
+
+
+def least_scale(system: System, share: float) -> float:
+    """The smallest s that a search may find.
+
+    Args:
+        system: The solved equations.
+        share: Of the mean square of r̃, the residuals in units of their noise.
+
+    Returns:
+        The floor of s.
+
+    Raises:
+        InputError: If the share is negative, or not below one.
+    """
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+        raise InputError(f"least_noise={share!r}", "a number in [0, 1)", "leave least_noise= out for 1e-4")
+    return share * system.squared / max(1, system.task.count)
+
+
+def warn_at_floor(found: bool, system: System) -> None:
+    """Say that the evidence asked for less noise than the floor.
+
+    Args:
+        found: Whether it did.
+        system: The solved equations.
+    """
+    if found:
+        warnings.warn(
+            f"the evidence of {system.task.count} targets is highest with less noise than least_noise= "
+            "allows, and perhaps with none: they cannot tell noise from signal. The noise stays at that "
+            "floor; with few targets pass noise=False and keep the likelihood's variance, or give more data",
+            stacklevel=4,
+        )
+
+
+def check_free(prior: Any, noise: Any, system: System) -> None:
+    """Raise unless there is something to tune, and data to tune it by.
+
+    Args:
+        prior: Whether λ is free.
+        noise: Whether s is free, or "per-output".
+        system: The solved equations.
+
+    Raises:
+        InputError: If neither is free, a value is none of those listed, or no target differs from f₀.
+    """
+    known = isinstance(prior, bool) and (isinstance(noise, bool) or noise == "per-output")
+    if not known or not (prior or noise):
+        raise InputError(
+            f"prior={prior!r}, noise={noise!r}",
+            expected='True or False, not both False; noise may be "per-output"',
+            remedy="gp.tune() tunes both",
+        )
+    if noise and not system.squared > 0:
+        raise InputError(
+            f"noise={noise!r}, but the network fits every target exactly",
+            expected="residuals that are not all zero",
+            remedy="pass noise=False, or data that the network was not trained on",
+        )
+
+
+def searched(
+    measure: Measure, precision: float, scale: float, prior: bool, noise: bool, least: float = 0.0
+) -> tuple[float, float]:
+    """The λ and s of highest evidence.
+
+    Args:
+        measure: The spectrum.
+        precision: λ now.
+        scale: s now.
+        prior: Whether λ is free.
+        noise: Whether s is free.
+        least: The smallest s.
+
+    Returns:
+        λ and s.
+    """
+    if prior and noise:
+
+        def best_scale(rho: float) -> float:
+            # the best s of each ρ is q(ρ)/n, or, where that is below the floor, the floor
+            return max(least, measure.best_scale(rho))
+
+        rho = measure.maximize(best_scale)
+        best = best_scale(rho)
+        return rho / best, best
+    if prior:
+        return measure.maximize(lambda rho: scale) / scale, scale
+    return precision, measure.maximize(lambda rho: rho / precision, least * precision) / precision
+
+
+def per_output(
+    system: System, likelihood: Likelihood, precision: float, scale: float, prior: bool, least: float = 0.0
+) -> tuple[Gaussian, float]:
+    """A noise variance for each output, and λ, of highest evidence, by L-BFGS on their logarithms.
+
+    Args:
+        system: The solved equations.
+        likelihood: The likelihood now.
+        precision: λ now.
+        scale: s now.
+        prior: Whether λ is free.
+        least: The smallest s of an output, in units of its variance now.
+
+    Returns:
+        The likelihood with its variances, and λ.
+
+    Raises:
+        InputError: If the likelihood or the space has no such thing.
+    """
+    if not isinstance(system, FunctionDense) or not isinstance(likelihood, Gaussian):
+        raise InputError(
+            'noise="per-output"',
+            expected='a Gaussian likelihood, with space="function" and solver="cholesky"',
+            remedy='pass noise=True for one scale, or make the process with space="function"',
+        )
+    task, kernel = system.task, system.dual.kernel
+    there = task.weights.reshape(-1) > 0
+    base = likelihood.noise.to(kernel).expand(task.c)  # σ², which K̃ is in units of
+    if base.shape != (task.c,):
+        raise InputError(
+            'noise="per-output" with outputs at several positions', "outputs (N, C)", "pass noise=True"
+        )
+    output = torch.arange(task.c, device=kernel.device).repeat(task.n)[there]
+    k, r = kernel[there][:, there], task.residual.reshape(-1)[there]
+    above = max(scale - least, least, torch.finfo(torch.float64).tiny)
+    start = torch.full((task.c + 1,), math.log(above), dtype=kernel.dtype, device=kernel.device)
+    start[-1] = math.log(precision)
+    found = _minimized(k, r, output, start, prior, least)
+    scales = least + found[:-1].exp()
+    warn_at_floor(least > 0 and bool((scales < NEAR * least).any()), system)
+    return Gaussian(base * scales, likelihood.axis, likelihood.masked), float(found[-1].exp())
+
+
+def _minimized(k: Tensor, r: Tensor, output: Tensor, start: Tensor, prior: bool, least: float) -> Tensor:
+    """The log (s_c − floor) and log λ that minimize −log N(r; 0, K̃/λ + diag s_c)."""
+    values = start.clone().requires_grad_()
+    held = torch.ones_like(start)
+    held[-1] = float(prior)
+    optimizer = torch.optim.LBFGS(
+        [values], max_iter=STEPS, tolerance_grad=1e-8, tolerance_change=1e-12, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            at = start + held * (values - start)
+            total = k * (-at[-1]).exp() + (least + at[:-1].exp())[output].diag_embed()
+            factor = torch.linalg.cholesky(total)
+            z = torch.linalg.solve_triangular(factor, r[:, None], upper=False)
+            loss: Tensor = 0.5 * (z**2).sum() + factor.diagonal().log().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return (start + held * (values.detach() - start)).detach()

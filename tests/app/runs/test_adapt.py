@@ -1,0 +1,592 @@
+"""`linnet adapt`: what it writes, that it repeats and resumes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from linnet.app import cli
+from linnet.app.runs.adaptation import choose_head
+from linnet.app.runs.folder import load_run, load_test
+from linnet.errors import FileFormatError
+from linnet.files import load_tensors
+from tests.app.runs.small_tasks import write_folder, write_nets, write_pictures, write_table
+
+RUN_FILES = {
+    "model.safetensors", "nested-fit.safetensors", "samples.safetensors", "run.json",
+    "result.json", "report.html", "run.yaml",
+}  # fmt: skip
+
+
+def adapt(
+    folder: Path, *words: str, model: str = "conv", data: str = "pictures.npz", out: str = "run"
+) -> int:
+    """Run the command in a folder."""
+    given = [
+        "--model",
+        f"{folder / 'nets.py'}:{model}",
+        "--data",
+        str(folder / data),
+        "--out",
+        str(folder / out),
+    ]
+    return cli.main(["adapt", *given, *words])
+
+
+def result(run: Path) -> dict:  # type: ignore[type-arg]
+    """What a run says of itself."""
+    return json.loads((run / "result.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Factories and data."""
+    write_nets(tmp_path)
+    write_pictures(tmp_path / "pictures.npz")
+    write_table(tmp_path / "prices.csv")
+    return tmp_path
+
+
+def test_a_run_holds_everything(workshop: Path) -> None:
+    run = workshop / "pictures"
+    assert {path.name for path in run.iterdir()} >= RUN_FILES
+    assert not list(run.glob("*kernel*"))
+    found = result(run)
+    scores = {row["name"]: row for row in found["scores"]}
+    assert set(scores) == {"linear fit", "linear probe", "plain fine-tuning"}
+    assert scores["linear fit"]["accuracy"] > 0.8
+    assert all(0 <= row["ece"] <= 1 and row["nll"] > 0 and row["seconds"] > 0 for row in scores.values())
+    assert found["fit"]["criterion"] == "loo"
+    assert found["fit"]["certificate"] < 1e-10
+    assert found["report"]["ridge_path"]["test_accuracy"] is not None
+    page = (run / "report.html").read_text()
+    assert "slanted" in page
+    assert "How the ridge was chosen" in page
+
+
+def test_the_test_accuracy_is_that_of_the_kernel(workshop: Path) -> None:
+    report = result(workshop / "pictures")["report"]
+    at = int(np.argmin(np.abs(np.array(report["ridge_path"]["ridges"]) - report["ridge_path"]["chosen"])))
+    # along the path predictions are f0 + K beta, for the score f0 + J delta: the same numbers
+    assert report["ridge_path"]["test_accuracy"][at] == pytest.approx(report["comparison"][0]["accuracy"])
+
+
+def test_the_same_command_gives_the_same_fit(workshop: Path, folder: Path) -> None:
+    assert adapt(folder, "--compare", "finetune", "--finetune-steps", "4") == 0
+    first, _ = load_tensors(workshop / "pictures" / "nested-fit.safetensors", "nested-fit")
+    second, _ = load_tensors(folder / "run" / "nested-fit.safetensors", "nested-fit")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert result(folder / "run")["scores"][2]["nll"] == result(workshop / "pictures")["scores"][2]["nll"]
+
+
+def test_options_change_the_outcome(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--shots", "4", "--ridge", "2.5", "--params", "^3", "--tests", "9", "--json"]
+    assert adapt(folder, *words, "--mean", "half", "--size", "8") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["train"], found["test"], found["fit"]["ridge"]) == (12, 9, 2.5)
+    assert found["fit"]["parameters"] == 9 * 8 * 3 + 3
+    assert len(found["scores"]) == 2
+    assert "report" not in found
+    record = json.loads((folder / "run" / "run.json").read_text())["content"]
+    assert record["transform"] == {
+        "kind": "ImageTransform",
+        "mean": [0.5],
+        "std": [0.5],
+        "size": 8,
+        "channels": None,
+    }
+
+
+@pytest.mark.parametrize("criterion", ["gcv", "evidence"])
+def test_other_criteria(folder: Path, criterion: str) -> None:
+    assert adapt(folder, "--ridge", criterion) == 0
+    found = result(folder / "run")
+    path = found["report"]["ridge_path"]
+    scores = path["gcv"] if criterion == "gcv" else [-value for value in path["evidence"]]
+    assert found["fit"]["ridge"] == pytest.approx(path["ridges"][int(np.argmin(scores))])
+    page = (folder / "run" / "report.html").read_text()
+    chosen = {
+        "gcv": "It was chosen by generalized cross-validation",
+        "evidence": "It was chosen by the evidence",
+    }
+    assert chosen[criterion] in page
+    assert page.count("It was chosen by") == 1
+
+
+@pytest.mark.parametrize(
+    ("head", "rows"), [("random", "linear probe"), ("zero", "linear probe"), ("keep", "network as it is")]
+)
+def test_heads(folder: Path, head: str, rows: str) -> None:
+    assert adapt(folder, "--head", head, "--ridge", "1") == 0
+    found = result(folder / "run")
+    assert found["fit"]["warnings"] == []
+    assert found["scores"][1]["name"] == rows
+    page, choice = (folder / "run" / "report.html").read_text(), found["report"]["choices"][0]
+    assert "It was given: no score had a part in it." in page
+    assert "How the ridge was chosen" not in page
+    assert "It was chosen by" not in page
+    assert choice["chosen"] == ("kept" if head == "keep" else f"new, 3 outputs, {head}")
+    assert choice["why"].startswith("asked for")
+    assert ("the labels have no part in it" in choice["why"]) == (head != "keep")
+
+
+def test_a_probe_head_starts_at_zero(folder: Path) -> None:
+    assert adapt(folder, "--head", "probe") == 0
+    assert "linear probe" in result(folder / "run")["fit"]["warnings"][0]
+    run = load_run(folder / "run")
+    assert float(run.fit.module.base(run.fit.x).abs().max()) == 0
+    choice = result(folder / "run")["report"]["choices"][0]
+    assert choice["chosen"] == "new, 3 outputs, linear probe"
+    assert choice["why"].startswith("asked for;")  # 24 samples are fewer than 72 features
+    assert cli.main(["predict", "--run", str(folder / "run"), "--data", str(folder / "pictures.npz")]) == 0
+
+
+@pytest.mark.parametrize("more", [[], ["--head", "probe", "--params", "3"], ["--loss", "cross-entropy"]])
+def test_a_ridge_in_the_metric_of_the_curvature(folder: Path, more: list[str]) -> None:
+    assert adapt(folder, "--metric", "kfac", *more) == 0
+    found, run = result(folder / "run"), load_run(folder / "run")
+    assert ("by evidence" in found["fit"]["reasons"]["ridge"]) == run.origin.centered
+    assert any("metric" in choice["what"] for choice in found["report"]["choices"])
+    assert run.origin.metric is not None
+    assert run.fit.module.parameter_names == ["epsilon"]
+    kept = run.fit.predict(run.fit.x)
+    out = str(folder / "less")
+    assert cli.main(["forget", "--run", str(folder / "run"), "--ids", "1,4", "--out", out, "--verify"]) == 0
+    change = result(folder / "less")
+    assert change["difference"] < 1e-3 * float(kept.abs().max())
+    assert load_run(folder / "less").origin.metric == run.origin.metric
+    state = (folder / "run" / "curvature.safetensors").read_bytes()
+    (folder / "run" / "curvature.safetensors").write_bytes(state[:-9])
+    with pytest.raises(FileFormatError, match=r"curvature\.safetensors"):
+        load_run(folder / "run")
+
+
+def test_nothing_is_decomposed_when_a_run_is_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert adapt(folder, "--metric", "kfac") == 0
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("an eigendecomposition")
+
+    monkeypatch.setattr("torch.linalg.eigh", refuse)
+    run = load_run(folder / "run")
+    assert run.fit.predict(run.fit.x).isfinite().all()
+
+
+def test_the_metric_is_chosen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(*words: str, model: str = "conv") -> tuple[bool, str]:
+        given = ("--overwrite", "--method", "linear")
+        assert adapt(folder, *given, *words, model=model) == 0
+        metric = load_run(folder / "run").origin.metric
+        return metric is not None, result(folder / "run")["fit"]["reasons"]["metric"]
+
+    why = "weights that move the outputs far are held more; ahead on every pair of a study"
+    assert taken() == (True, why)
+    assert "leave-one-out" in result(folder / "run")["fit"]["reasons"]["ridge"]  # behind a random head
+    probe = ("--head", "probe")
+    assert taken(*probe)[0]
+    assert "by evidence" in result(folder / "run")["fit"]["reasons"]["ridge"]
+    assert taken(*probe, "--ridge", "loo")[0]
+    assert taken(*probe, "--metric", "none") == (False, "asked for")
+    assert taken(*probe, "--cross-fit", "2")[1].startswith("every fold")
+    assert taken("--ridge", "2.5") == (False, "the ridge that is given is that of all weights alike")
+    assert taken("--solver", "cg")[1] == "conjugate gradients are preconditioned instead"
+    monkeypatch.setattr("linnet.app.runs.metrics.SMALL", 0.0)
+    assert taken(*probe)[1] == "its eigenvectors would take longer than the kernel"
+
+
+def test_the_method_is_chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--weight", "0.4"], ["--ridge", "0.1", "--method", "nested"]):
+        assert adapt(folder, "--overwrite", *words) == 0
+        assert load_run(folder / "run").origin.heads is not None
+    assert result(folder / "run")["fit"]["ridge"] == 0.1
+    for words in (["--head", "random"], ["--ridge", "gcv"], ["--params", "^3"], ["--method", "linear"]):
+        assert adapt(folder, "--overwrite", *words) == 0
+        assert load_run(folder / "run").origin.heads is None
+    for words in (["--head", "random"], ["--cross-fit", "3"], ["--solver", "cg"], ["--ridge", "gcv"]):
+        assert adapt(folder, "--method", "nested", "--overwrite", *words) == 2
+        assert f"{words[0][2:].replace('-', '_')} is given with method nested" in capsys.readouterr().err
+    assert adapt(folder, "--weight", "2", "--overwrite") == 2
+    assert "weight=2.0" in capsys.readouterr().err
+
+
+def test_the_verdict_is_told(workshop: Path) -> None:
+    found = result(workshop / "pictures")
+    verdict = found["fit"]["reasons"]["verdict"]
+    assert verdict in found["report"]["headline"][0]
+
+
+def test_an_interrupted_evaluation_keeps_the_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from linnet.app.runs import adaptation
+
+    solved, made = adaptation.solved, []
+    monkeypatch.setattr(adaptation, "solved", lambda *a: (made.append(a), solved(*a))[1])
+    with monkeypatch.context() as patch:
+
+        def interrupt(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(adaptation, "_predict_test", interrupt)
+        assert adapt(folder) == 130
+    kept = load_run(folder / "run").fit
+    words = ["--data", str(folder / "pictures.npz"), "--out", str(folder / "p.csv")]
+    assert cli.main(["predict", "--run", str(folder / "run"), *words]) == 0
+    assert adapt(folder) == 0
+    assert len(made) == 1  # the second run goes on from the fit of the first
+    assert torch.equal(load_run(folder / "run").fit.system.beta, kept.system.beta)
+    assert result(folder / "run")["scores"][0]["accuracy"] > 0.5
+
+
+def test_trained_lower_layers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from linnet.app.runs import adaptation
+
+    write_pictures(folder / "more.npz", train=16)
+    again, run = partial(adapt, folder, "--model-args", '{"width": 2}', data="more.npz"), folder / "run"
+    assert again(out="plain") == 0
+    assert "next: --tune" in capsys.readouterr().out
+    tuned, begun = adaptation.tuned, []
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adaptation, "tuned", interrupt)
+        assert again("--tune") == 130
+    assert not load_run(run).fit.rungs  # the fit at the original weights is there already
+    monkeypatch.setattr(adaptation, "tuned", lambda *a: (begun.append(a), tuned(*a))[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(adaptation, "_predict_test", interrupt)
+        assert again("--tune") == 130
+    assert again("--tune") == 0
+    assert len(begun) == 1  # the second run goes on from the trained weights of the first
+    told = capsys.readouterr().out
+    assert "trained lower layers" in told
+    assert "<- used" in told
+    found = result(run)
+    assert found["fit"]["trained"]
+    assert found["fit"]["reasons"]["verdict"].startswith("Use the trained lower layers: they add")
+    assert "trained without it" in (run / "report.html").read_text()
+    assert "next: --tune" not in told
+    words = ["--data", str(folder / "more.npz"), "--out", str(folder / "p.csv")]
+    assert cli.main(["predict", "--run", str(run), *words]) == 0
+    assert (
+        cli.main(["forget", "--run", str(run), "--verify", "--ids", "train/3", "--out", str(folder / "less")])
+        == 0
+    )
+    less = load_run(folder / "less").fit
+    assert less.trained
+    assert (less.n, less.noise) == (47, load_run(run).fit.noise)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--weight", "0.5"], "weight is given with tune"),
+        (["--ridge", "0.1"], "ridge is given with tune"),
+        (["--method", "linear"], "tune is given with method linear"),
+        (["--metric", "kfac"], "metric is given with method nested"),
+    ],
+)
+def test_what_cannot_be_tuned(
+    folder: Path, words: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert adapt(folder, "--tune", *words) == 2
+    assert what in capsys.readouterr().err
+
+
+def test_a_metric_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert adapt(folder, "--metric", "fisher") == 2
+    assert "one of auto, none, kfac" in capsys.readouterr().err
+    assert adapt(folder, "--metric", "kfac", "--cross-fit", "3") == 2
+    assert "a metric of its own" in capsys.readouterr().err
+
+
+def test_the_head_is_a_probe_where_there_are_more_samples_than_features(folder: Path) -> None:
+    network = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+    x = torch.ones(1, 4)
+    assert (choose_head(network, x, 6), choose_head(network, x, 5)) == ("probe", "random")
+    words = ("--method", "linear")
+    assert adapt(folder, *words, "--model-args", '{"width": 2}') == 0  # 18 features, 24 samples
+    assert load_run(folder / "run").origin.centered
+    assert adapt(folder, *words, "--overwrite") == 0  # 72 features
+    assert not load_run(folder / "run").origin.centered
+
+
+def test_old_weights_go_into_the_old_head(folder: Path) -> None:
+    from linnet.app.models import load_model
+
+    old = load_model(f"{folder / 'nets.py'}:conv", model_args={"classes": 7})
+    with torch.no_grad():
+        old[0].weight.mul_(2)  # type: ignore[index, operator]
+    torch.save({"state_dict": old.state_dict()}, folder / "old.pt")
+    words = ("--weights", str(folder / "old.pt"), "--model-args", '{"classes": 7}')
+    assert adapt(folder, *words, "--method", "linear") == 0
+    state, _ = load_tensors(folder / "run" / "model.safetensors", "model")
+    assert torch.equal(state["0.weight"], old.state_dict()["0.weight"])
+    assert state["3.weight"].shape == (3, 72)
+
+
+def test_regression(workshop: Path) -> None:
+    found = result(workshop / "prices")
+    fit, as_it_is = found["scores"]
+    assert (fit["name"], as_it_is["name"]) == ("linear fit", "network as it is")
+    assert fit["rmse"] < 12 < as_it_is["rmse"]  # the target's deviation is about 22
+    assert fit["accuracy"] is None
+    assert "Interval" in (workshop / "prices" / "report.html").read_text() or fit["nll"] is not None
+
+
+def test_regression_with_a_new_head_and_fine_tuning(folder: Path) -> None:
+    words = [
+        "--model-args",
+        '{"outputs": 4}',
+        "--compare",
+        "finetune",
+        "--finetune-steps",
+        "30",
+        "--target",
+        "a",
+    ]
+    assert adapt(folder, *words, model="mlp", data="prices.csv") == 0
+    names = [row["name"] for row in result(folder / "run")["scores"]]
+    assert names == ["linear fit", "linear probe", "plain fine-tuning"]
+
+
+def test_conjugate_gradients_take_over_where_the_kernel_is_too_large(folder: Path) -> None:
+    assert adapt(folder, "--solver", "cg") == 0
+    found = result(folder / "run")
+    assert found["fit"]["solver"] == "cg"
+    assert "chosen by leave-one-out on all samples" in found["fit"]["reasons"]["ridge"]
+    assert found["fit"]["criterion"] == "loo"
+    temperature = next(c for c in found["report"]["choices"] if c["what"] == "softmax temperature")
+    assert "of the small fit that chose the ridge" in temperature["why"]
+    assert found["scores"][0]["accuracy"] > 0.8
+    assert (
+        cli.main(["forget", "--run", str(folder / "run"), "--ids", "1", "--out", str(folder / "less")]) == 0
+    )
+
+
+KILLED_AT_THE_FOURTH_STEP = """
+import itertools, os, signal, sys
+from linnet.app import cli
+from linnet.tangent import gram, store
+
+store.RECORD_SECONDS = 0.0  # record every step at once
+run, count = gram._run, itertools.count(1)
+
+def step(*arguments):
+    if next(count) == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    run(*arguments)
+
+gram._run = step
+sys.exit(cli.main(["adapt", *sys.argv[1:]]))
+"""
+
+
+def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The steps of kernels that are computed from now on."""
+    from linnet.tangent import gram
+
+    counted: list[object] = []
+    run = gram._run
+    monkeypatch.setattr(gram, "_run", lambda step, *rest: (counted.append(step), run(step, *rest)))
+    return counted
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As many threads as the process that is killed: with others eigenvectors differ in the last digits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills with SIGKILL")
+@pytest.mark.parametrize(
+    ("width", "memory", "metric"), [(300, "1500kB", "none"), (300, "1500kB", "auto"), (40, "640kB", "kfac")]
+)
+def test_a_killed_run_resumes_to_the_same_result(
+    width: int, memory: str, metric: str, folder: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    write_pictures(folder / "many.npz", train=10, test=2)
+    words = ["--model", f"{folder / 'nets.py'}:conv", "--model-args", f'{{"width": {width}}}']
+    words += ["--memory", memory, "--metric", metric, "--data", str(folder / "many.npz")]
+    run, whole = folder / "killed", folder / "whole"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_AT_THE_FOURTH_STEP, *words, "--out", str(run)], env=environment
+    )
+    assert done.returncode == -signal.SIGKILL
+    finished = json.loads((run / "kernel.npy.steps.json").read_text())["done"]
+    assert len(finished) == 3
+    assert not (run / "run.json").exists()
+    assert cli.main(["predict", "--run", str(run), "--data", str(folder / "many.npz")]) == 2
+    counted = count_steps(monkeypatch)
+    assert cli.main(["adapt", *words, "--out", str(run)]) == 0
+    resumed = len(counted)
+    assert cli.main(["adapt", *words, "--out", str(whole)]) == 0
+    assert resumed == len(counted) - resumed - len(finished)  # what was done is not done again
+    assert not list(run.glob("*kernel*"))
+    kind = "nested-fit" if metric == "auto" else "linear-fit"
+    first, _ = load_tensors(run / f"{kind}.safetensors", kind)
+    second, _ = load_tensors(whole / f"{kind}.safetensors", kind)
+    assert all(torch.equal(first[name], second[name]) for name in second)
+
+
+def npz(folder: Path, **changes: np.ndarray) -> str:
+    """An archive with some arrays changed."""
+    with np.load(folder / "pictures.npz") as old:
+        np.savez(folder / "bad.npz", **{**old, **changes})
+    return "bad.npz"
+
+
+def bad_data(folder: Path, kind: str) -> str:
+    """The name of a data file that cannot be used."""
+    if kind == "truncated":
+        (folder / "bad.npz").write_bytes((folder / "pictures.npz").read_bytes()[:900])
+    if kind == "foreign":
+        (folder / "bad.npz").write_bytes(b"not an archive at all")
+    if kind == "nan":
+        (folder / "bad.csv").write_text("a,b,c,price\n" + "1,2,inf,3\n" * 9)
+        return "bad.csv"
+    arrays = {
+        "empty": {"x_train": np.zeros((0, 8, 8), np.uint8), "y_train": np.zeros(0, int)},
+        "one class": {"y_train": np.zeros(24, int)},
+        "out of range": {"y_train": np.full(24, 9)},
+        "not integers": {"y_train": np.linspace(0, 1, 24)},
+        "ragged": {"x_test": np.zeros((30, 9, 9), np.uint8)},
+    }
+    return npz(folder, **arrays[kind]) if kind in arrays else "bad.npz"
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("empty", "x_train is empty"),
+        ("one class", "one class only"),
+        ("out of range", "y_train holds 9"),
+        ("not integers", "y_train holds"),
+        ("ragged", "x_test"),
+        ("truncated", "truncated"),
+        ("foreign", "not an .npz archive"),
+        ("nan", "nan"),
+    ],
+)
+def test_bad_data(folder: Path, kind: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(folder, [], what, capsys, data=bad_data(folder, kind))
+
+
+def refused(
+    folder: Path, words: list[str], what: str, capsys: pytest.CaptureFixture[str], **where: str
+) -> None:
+    """Three short lines, status 2, and nothing written."""
+    before = {path.name for path in folder.iterdir()}
+    capsys.readouterr()
+    assert adapt(folder, *words, **where) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert what in lines[0]
+    assert 2 <= len(lines) <= 3
+    assert {path.name for path in folder.iterdir() if path.name != "__pycache__"} == before - {"__pycache__"}
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--shots", "9"], "shots is 9"),
+        (["--tests", "0"], "tests is 0"),
+        (["--ridge", "-1"], "ridge is -1"),
+        (["--ridge", "best"], "ridge is 'best'"),
+        (["--head", "new"], "head is 'new'"),
+        (["--solver", "lu"], "solver"),
+        (["--memory", "2kB"], "need"),
+        (["--memory", "much"], "memory is 'much'"),
+        (["--device", "abacus"], "device is 'abacus'"),
+        (["--params", "nothing"], "params"),
+        (["--mean", "dark"], "mean is 'dark'"),
+        (["--finetune-steps", "-1"], "-1"),
+        (["--model-args", '{"depht": 3}'], "raised TypeError"),
+        (["--weights", "absent.pt"], "absent.pt"),
+        (["--size", "4"], "cannot run on x"),
+    ],
+)
+def test_bad_options(folder: Path, words: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(folder, words, what, capsys)
+
+
+@pytest.mark.parametrize(
+    ("model", "what"), [("broken", "no weights today"), ("noisy", "two passes differ"), ("absent", "absent")]
+)
+def test_bad_networks(folder: Path, model: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(folder, [], what, capsys, model=model)
+
+
+def test_bad_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from linnet.app.models import load_model
+
+    state = load_model(f"{folder / 'nets.py'}:conv").state_dict()
+    torch.save({**state, "extra": torch.zeros(1)}, folder / "w.pt")
+    refused(folder, ["--weights", str(folder / "w.pt")], "extra", capsys)
+    state["0.weight"][0] = torch.nan
+    torch.save(state, folder / "w.pt")
+    refused(folder, ["--weights", str(folder / "w.pt")], "0.weight", capsys)
+
+
+def test_a_file_in_the_way(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "run").write_text("mine")
+    refused(folder, [], "is a file", capsys)
+    assert (folder / "run").read_text() == "mine"
+
+
+def spoiled(folder: Path) -> Path:
+    """Folders of pictures, of which one in each part cannot be decoded."""
+    root = folder / "photos"
+    for part in ("train", "test"):
+        write_folder(root / part, [0, 1, 2] * 6, ["across", "along", "slanted"], seed=len(part))
+        (root / part / "across" / "0.png").write_bytes(b"no picture")  # the first of all
+    return root
+
+
+def test_damaged_pictures_are_refused_or_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spoiled(folder)
+    words = ("--size", "8", "--channels", "1")
+    assert adapt(folder, *words, data="photos") == 2
+    assert "1 of 19 images" in capsys.readouterr().err
+    assert adapt(folder, *words, "--damaged", "skip", "--tests", "9", data="photos") == 0
+    told = "left out, damaged: train/across/0.png"
+    assert told in capsys.readouterr().out
+    assert told in result(folder / "run")["data"]["findings"]
+    assert "train/across/0.png" in (folder / "run" / "report.html").read_text()
+    run = load_run(folder / "run")
+    assert run.fit.n == 18
+    task, why = load_test(run)  # the same test samples, though a damaged one lies among them
+    assert why == ""
+    assert task is not None
+    assert len(task.test) == 9
+    assert adapt(folder, "--damaged", "mend", data="photos", out="other") == 2
+    assert "damaged='mend'" in capsys.readouterr().err
+
+
+def test_check_says_what_adapt_would_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = spoiled(folder)
+    words = ["check", "--model", f"{folder / 'nets.py'}:conv", "--data", str(root)]
+    words += ["--size", "8", "--channels", "1"]
+    assert cli.main(words) == 2  # every header is read, not those of the first samples alone
+    assert "train/across/0.png" in capsys.readouterr().err
+    assert cli.main([*words, "--damaged", "skip"]) == 0
+    told = capsys.readouterr().out
+    assert "data: 18 training and 18 test samples of 3 classes" in told
+    assert "planned as linnet adapt takes it: 4 random heads for its head of 3 outputs" in told
+    assert "linnet adapt: about" in told

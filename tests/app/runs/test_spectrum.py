@@ -1,0 +1,162 @@
+"""`linnet spectrum`: from a run and from a network with data, its page, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from linnet.app import cli
+from tests.app.report.test_page import Page
+from tests.app.runs.small_tasks import write_nets, write_pictures, write_table
+
+
+def spectrum(*words: object) -> int:
+    """Run the command in this process."""
+    return cli.main(["spectrum", *map(str, words)])
+
+
+def read(folder: Path) -> dict:  # type: ignore[type-arg]
+    """What was written."""
+    return json.loads((folder / "result.json").read_text())  # type: ignore[no-any-return]
+
+
+def test_from_a_network_and_data_as_a_process(tmp_path: Path) -> None:
+    write_nets(tmp_path)
+    write_pictures(tmp_path / "pictures.npz")
+    words = ["spectrum", "--model", "nets.py:conv", "--data", "pictures.npz", "--out", "found", "--json"]
+    environment = {**os.environ, "PYTHONWARNINGS": "error::UserWarning", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "linnet.app.cli", *words],
+        capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    printed, kept = json.loads(done.stdout), read(tmp_path / "found")
+    assert kept.items() >= printed.items()
+    assert printed["command"] == "spectrum"
+    assert printed["held_out"]["accuracy"] > 0.8
+    assert printed["verdict"]["level"] == "well"
+    assert printed["lift"] > 1
+    assert printed["energy"]["rows"] == 72
+    assert 0 < printed["effective_dimension"] < 72
+    assert {row["name"] for row in printed["scores"]} == {"linear fit", "network, fitted weights"}
+    assert kept["report"]["task"]["shares"] == printed["energy"]["shares"]
+    assert (tmp_path / "found" / "run.yaml").exists()
+    # what is written there can be asked for again
+    words = ["spectrum", "--config", "found/run.yaml", "--out", "again", "--json"]
+    again = subprocess.run(
+        [sys.executable, "-m", "linnet.app.cli", *words],
+        capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=240,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["energy"] == printed["energy"]
+
+
+def test_of_a_run(workshop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = workshop / "pictures"
+    before = (run / "report.html").read_bytes()
+    assert spectrum("--run", run, "--top", 7, "--out", workshop / "seen") == 0
+    said = capsys.readouterr().out
+    found = read(workshop / "seen")
+    assert "Linear fine-tuning is likely to" in said
+    assert "top 7" in said
+    assert "one linearization at a random head" in said
+    assert found["scores"][0]["accuracy"] > 0.8
+    assert (run / "report.html").read_bytes() == before
+
+
+def test_of_a_run_of_one_linearization(workshop: Path) -> None:
+    words = ["--model", f"{workshop / 'nets.py'}:conv", "--data", str(workshop / "pictures.npz")]
+    run = workshop / "linear"
+    assert cli.main(["adapt", *words, "--method", "linear", "--out", str(run)]) == 0
+    assert spectrum("--run", run, "--top", 7) == 0
+    found, known = read(run / "spectrum"), json.loads((run / "result.json").read_text())
+    assert found["ridge"] == known["fit"]["ridge"]
+    assert found["scores"][0]["accuracy"] == known["scores"][0]["accuracy"]
+    dimension = known["report"]["spectrum"]["degrees_of_freedom"]
+    assert found["effective_dimension"] == pytest.approx(dimension, rel=1e-4)
+
+
+def test_of_a_regression_beside_the_run(workshop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = workshop / "prices"
+    assert spectrum("--run", run) == 0
+    found = read(run / "spectrum")
+    assert found["held_out"]["accuracy"] is None
+    assert found["held_out"]["explained"] > 0.5
+    assert found["scores"][0]["rmse"] > 0
+    assert "explained to" in capsys.readouterr().out
+
+
+def test_the_page(workshop: Path) -> None:
+    out = workshop / "page"
+    assert spectrum("--run", workshop / "pictures", "--out", out, "--samples", 12) == 0
+    text = (out / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    ids = [values["id"] for tag, values in page.tags if tag == "section"]
+    assert ids == ["linear", "good", "choices", "timings"]
+    labels = [str(values["aria-label"]) for tag, values in page.tags if tag == "svg"]
+    assert any("directions hold" in label for label in labels)
+    assert any("eigenvalues of the kernel" in label for label in labels)
+    found = read(out)
+    for sentence in (found["verdict"]["text"], *found["verdict"]["reasons"]):
+        assert sentence in " ".join(" ".join(page.words).split())
+    assert "12 of 24" in text
+    assert "http" not in text.replace("http-equiv", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ([], "--model and --data and --out must be given"),
+        (["--model", "nets.py:conv", "--data", "pictures.npz"], "--out must be given"),
+        (["--run", "run", "--data", "pictures.npz"], "--data given together with --run"),
+        (["--run", "absent"], "there is no run folder absent"),
+        (["--run", "nets.py"], "run is nets.py, a file"),
+        (["--run", "run", "--out", "run"], "are the same folder"),
+        (["--run", "run", "--out", "other"], "which holds a run"),
+        (["--run", "run", "--top", "0"], "top is 0"),
+        (["--run", "run", "--top", "73"], "top is 73"),
+        (["--run", "run", "--top", "many"], "--top is 'many'"),
+        (["--run", "run", "--samples", "25"], "samples is 25"),
+        (["--run", "run", "--samples", "1"], "samples is 1"),
+        (["--run", "run", "--device", "abacus"], "abacus"),
+        (["--run", "run", "--memory", "none"], "none"),
+        (["--model", "nets.py:conv", "--data", "absent.npz", "--out", "o"], "absent.npz"),
+        (["--model", "nets.py:conv", "--data", "pictures.npz", "--out", "o", "--top", "-3"], "top is -3"),
+        (["--model", "nets.py:conv", "--data", "pictures.npz", "--out", "o", "--top", "9000"], "top is 9000"),
+        (["--model", "nets.py:conv", "--data", "pictures.npz", "--out", "o", "--samples", "900"], "2 to 24"),
+        (["--model", "nets.py:noisy", "--data", "pictures.npz", "--out", "o"], "cannot be linearized"),
+        (["--model", "nets.py:conv", "--data", "pictures.npz", "--out", "o", "--ridge", "-1"], "ridge is -1"),
+        (["--model", "nets.py:conv", "--data", "pictures.npz", "--out", "o", "--head", "hydra"], "hydra"),
+    ],
+)
+def test_wrong_input(
+    workshop: Path, words: list[str], what: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(workshop)
+    for name, run in (("run", "pictures"), ("other", "prices")):
+        if not (workshop / name).exists():
+            (workshop / name).symlink_to(workshop / run)
+    assert cli.main(["spectrum", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert what in said.err
+    assert "expected:" in said.err
+    assert "Traceback" not in said.err
+    assert not (workshop / "o").exists()
+
+
+def test_a_table_without_a_run(tmp_path: Path) -> None:
+    write_nets(tmp_path)
+    write_table(tmp_path / "prices.csv", lines=30)
+    words = ["--model", f"{tmp_path / 'nets.py'}:mlp", "--data", tmp_path / "prices.csv"]
+    assert spectrum(*words, "--out", tmp_path / "found", "--solver", "cg", "--ridge", 0.1) == 0
+    found = read(tmp_path / "found")
+    assert found["held_out"] is None
+    assert found["verdict"]["level"] == "unknown"
+    assert found["solver"] == "cg"

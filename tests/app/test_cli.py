@@ -1,0 +1,334 @@
+"""The command line, run as people run it: as a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from linnet import __version__
+from linnet.app import cli
+from linnet.app.cli import COMMANDS, Command
+from linnet.errors import InputError, MemoryBudgetError
+
+
+def linnet(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the command line and check its exit status."""
+    environment = {**os.environ, "PYTHONWARNINGS": "error::UserWarning", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "linnet.app.cli", *words],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def test_version() -> None:
+    assert linnet("--version").stdout == f"linnet {__version__}\n"
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "linnet", "--version"], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout == f"linnet {__version__}\n"
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
+def test_help_lists_every_command_with_its_purpose(words: tuple[str, ...]) -> None:
+    page = linnet(*words).stdout
+    for name in COMMANDS:
+        assert f"  {name:<10}{Command.load(name).summary}" in page
+        assert Command.load(name).summary.endswith(".")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_explained(name: str) -> None:
+    page = Command.load(name).help()
+    settings = Command.load(name).function.__kwdefaults__ or {}
+    for option in [*settings, "config", "json", "traceback", "print_config"]:
+        spelled = "--" + (option if option == "print_config" else option.replace("_", "-"))
+        line = page[
+            page.rindex(f"  {spelled} ") if f"  {spelled} " in page else page.rindex(f"  {spelled}\n") :
+        ]
+        assert len(line.split(".")[0].split()) > 3, f"{spelled} of {name} has no help"
+    assert "``" not in page
+
+
+def test_errors_are_three_short_lines_without_traceback() -> None:
+    done = linnet("doctr", code=2)
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "error:     there is no command 'doctr'",
+        f"expected:  one of {', '.join(COMMANDS)}",
+        "to fix it: did you mean `linnet doctor`?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "remedy"),
+    [
+        (["doctor", "--second", "1"], "there is no option --second", "did you mean --seconds?"),
+        (["doctor", "--seconds"], "--seconds has no value", "linnet doctor --help"),
+        (["doctor", "--seconds", "soon"], "--seconds is 'soon'", "linnet doctor --help"),
+        (["doctor", "--seconds", "-1"], "seconds is -1.0", "leave it out"),
+        (["doctor", "now"], "unexpected word 'now'", "linnet doctor --help"),
+        (["doctor", "--config", "absent.yaml"], "absent.yaml", "--print_config"),
+        (["--seconds", "1"], "--seconds stands before the command", "linnet --help"),
+        (["check"], "--model", "linnet check --help"),
+        (["xyzzy"], "there is no command 'xyzzy'", "linnet --help"),
+    ],
+)
+def test_bad_input(words: list[str], what: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    output = capsys.readouterr()
+    lines = output.err.splitlines()
+    assert output.out == ""
+    assert 2 <= len(lines) <= 3
+    assert what in lines[0]
+    assert remedy in lines[-1]
+
+
+def test_traceback_on_request() -> None:
+    with pytest.raises(InputError):
+        cli.main(["doctor", "--seconds", "-1", "--traceback"])
+    assert "Traceback" in linnet("doctor", "--seconds", "-1", "--traceback", code=1).stderr
+
+
+def test_doctor_for_people_and_as_json() -> None:
+    people = linnet("doctor", "--seconds", "0.01").stdout
+    assert f"linnet {__version__}, Python" in people
+    assert "everything that linnet needs works here" in people
+    result = json.loads(linnet("doctor", "--seconds", "0.01", "--json").stdout)
+    assert result["ok"] is True
+    assert result["packages"]["torch"].startswith("2.")
+    assert result["devices"][0]["sgemm_gflops"] > 0.1
+    assert result["devices"][0]["available_bytes"] > 1e6
+    assert result["derivatives"]["weight norm"]["path"] == "double-backward"
+    assert all(package["works"] or package["reason"] for package in result["optional"].values())
+
+
+def test_doctor_names_a_broken_optional_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from linnet.machine import survey
+
+    (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist\\nmore')")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = survey(seconds=0.01)["optional"]["timm"]
+    assert found["works"] is False
+    assert found["reason"] == "operator torchvision::nms does not exist"
+    assert "torchvision" in found["remedy"]
+
+
+def test_settings_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = linnet("doctor", "--seconds", "0.25", "--print_config").stdout
+    assert printed == "seconds: 0.25\n"
+    file = tmp_path / "run.yaml"
+    file.write_text(printed)
+    assert Command.load("doctor").parse(["--config", str(file)]).values == {"seconds": 0.25}
+    file.write_text("second: 0.25\n")
+    assert cli.main(["doctor", "--config", str(file)]) == 2
+    assert "--second" in capsys.readouterr().err
+    assert cli.main(["doctor", "--config", str(tmp_path / "absent.yaml")]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+
+
+@pytest.fixture
+def small_task(tmp_path: Path) -> list[str]:
+    """Options for a small network and six images of two classes."""
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\n"
+        "def small(width=2):\n"
+        "    layers = nn.Conv2d(1, width, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36 * width, 2)\n"
+        "    return nn.Sequential(*layers)\n"
+    )
+    images = np.random.default_rng(0).integers(0, 255, (6, 8, 8), dtype=np.uint8)
+    labels = np.array([0, 1] * 3)
+    np.savez(tmp_path / "task.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    return ["check", "--model", f"{tmp_path / 'nets.py'}:small", "--data", str(tmp_path / "task.npz")]
+
+
+def test_check_names_every_parameter(small_task: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*small_task, "--json", "--model-args", '{"width": 3}', "--params", "0"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"] is True
+    assert [tuple(p["shape"]) for p in result["parameters"]] == [(3, 1, 3, 3), (3,)]
+    assert result["data"] == {"train": 6, "test": 6, "classes": ["0", "1"], "findings": []}
+    assert cli.main(small_task) == 0
+    printed = capsys.readouterr().out
+    assert "0.weight" in printed
+    assert "4 random heads for its head of" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--device", "gpu3"], "device is 'gpu3'"),
+        (["--batch", "0"], "batch is 0"),
+        (["--model-args", "[1]"], "--model-args is"),
+        (["--params", "absent"], "absent"),
+        (["--size", "large"], "--size is 'large'"),
+        (["--mean", "bright"], "mean is 'bright'"),
+        (["--memory", "plenty"], "plenty"),
+    ],
+)
+def test_check_on_bad_input(
+    small_task: list[str], words: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*small_task, *words]) == 2
+    assert what in capsys.readouterr().err.splitlines()[0]
+
+
+# A command made for the purpose, to test what all commands share.
+
+
+def paint(
+    *,
+    out: Path | None = None,
+    where: list[int] | None = None,
+    names: list[str] | None = None,
+    dry: bool = False,
+    coat_args: dict[str, float] | None = None,
+    fail: str = "",
+) -> dict[str, object]:
+    """Paint a folder.
+
+    Args:
+        out: The folder.
+        where: Places.
+        names: Names.
+        dry: Whether to wait.
+        coat_args: Thickness by coat.
+        fail: How to fail.
+    """
+    if fail == "memory":
+        raise MemoryBudgetError("the plan needs 8 GB", expected="4 GB", remedy="use memory='9GB'")
+    if fail == "half":
+        raise InputError("nothing to paint")
+    if out is not None:
+        out.mkdir(exist_ok=True)
+    if fail == "interrupt":
+        raise KeyboardInterrupt
+    print("painted")
+    return {"ok": fail != "check", "loss": float("nan"), "where": where, "out": out}
+
+
+@pytest.fixture
+def with_paint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "COMMANDS", (*COMMANDS, "paint"))
+    module = ModuleType("linnet.app.commands.paint")
+    module.paint = paint  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--where", "3", "5", "8"], {"where": [3, 5, 8]}),
+        (["--where", "3,5,8"], {"where": [3, 5, 8]}),
+        (["--where=3,5"], {"where": [3, 5]}),
+        (["--where", "[3, 5]"], {"where": [3, 5]}),
+        (["--names", "a", "1"], {"names": ["a", "1"]}),
+        (["--dry"], {"dry": True}),
+        (["--no-dry"], {"dry": False}),
+        (["--dry", "false"], {"dry": False}),
+        (["--coat-args", '{"first": 0.5}'], {"coat_args": {"first": 0.5}}),
+        (["--coat_args.first", "0.5"], {"coat_args": {"first": 0.5}}),
+        (["--out", "wall"], {"out": Path("wall")}),
+    ],
+)
+def test_what_people_type(with_paint: None, words: list[str], expected: dict[str, object]) -> None:
+    values = Command.load("paint").parse(words).values
+    assert {name: values[name] for name in expected} == expected
+
+
+def test_json_is_alone_on_standard_output(with_paint: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["paint", "--json", "--where", "1"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"ok": True, "loss": None, "where": [1], "out": None}
+    assert cli.main(["paint"]) == 0
+    assert capsys.readouterr().out == "painted\n"
+
+
+def test_a_negative_answer_ends_with_status_1(with_paint: None) -> None:
+    assert cli.main(["paint", "--fail", "check"]) == 1
+
+
+def test_run_folder_replays(with_paint: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wall = tmp_path / "wall"
+    assert cli.main(["paint", "--out", str(wall), "--where", "3", "5", "--dry"]) == 0
+    text = (wall / "run.yaml").read_text()
+    assert f"linnet paint --config {wall}" in text
+    first = Command.load("paint").parse(["--out", str(wall), "--where", "3", "5", "--dry"]).values
+    assert Command.load("paint").parse(["--config", str(wall / "run.yaml")]).values == first
+    # Another command that writes into the same folder leaves the first one's settings alone.
+    (wall / "run.yaml").write_text(text.replace("linnet paint", "linnet print"))
+    assert cli.main(["paint", "--out", str(wall)]) == 0
+    assert "linnet print" in (wall / "run.yaml").read_text()
+    assert "linnet paint" in (wall / "run-paint.yaml").read_text()
+
+
+def test_a_failed_run_writes_no_settings(
+    with_paint: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["paint", "--out", str(tmp_path / "wall"), "--fail", "half"]) == 2
+    assert not list(tmp_path.iterdir())
+    assert cli.main(["paint", "--fail", "memory"]) == 2
+    assert capsys.readouterr().err.splitlines()[-3:] == [
+        "error:     the plan needs 8 GB",
+        "expected:  4 GB",
+        "to fix it: use --memory 9GB",
+    ]
+
+
+def test_an_interrupted_run_keeps_its_settings(
+    with_paint: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wall = tmp_path / "wall"
+    assert cli.main(["paint", "--out", str(wall), "--fail", "interrupt"]) == 130
+    assert capsys.readouterr().err == "linnet: interrupted\n"
+    assert (wall / "run.yaml").exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+def test_ctrl_c_ends_with_one_line(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "linnet.app.cli", "doctor", "--seconds", "60"],
+        stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
+    )  # fmt: skip
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(8)  # long enough to be past all imports, where an interrupt can be lost
+        errors = ""
+        for _ in range(3):  # as a person would, press again if nothing happens
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _, errors = process.communicate(timeout=15)
+                break
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "linnet: interrupted"
+    assert "Traceback" not in errors
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    script = textwrap.dedent(f"""
+        "{sys.executable}" -m linnet.app.cli doctor --seconds 0.01 | true
+        echo "${{PIPESTATUS[0]}}"
+    """)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "0"
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr

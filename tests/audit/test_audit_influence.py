@@ -1,0 +1,214 @@
+"""Influence: every method against brute-force retraining in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import linnet
+from linnet import audit
+from linnet.errors import DataError, InputError, MemoryBudgetError
+from linnet.testing.conformance import CountingOperator
+from tests.fitting.problems import ALPHA, Problem, near, problem, refused, rho_for
+
+
+def solve(p: Problem, keep: Tensor, rho: float) -> Tensor:
+    """δ of the fit on some examples, densely in the primal."""
+    rows = p.j[keep].flatten(0, 1)
+    right = rows.T @ (p.t - p.f0)[keep].reshape(-1)
+    return torch.linalg.solve(rows.T @ rows + rho * torch.eye(rows.shape[1], dtype=rows.dtype), right)
+
+
+def retrained(p: Problem, rho: float) -> tuple[Tensor, Tensor]:
+    """δ − δ₋ᵢ (N, P), by solving N + 1 problems; and f − f₋ᵢ at the test inputs (N, T, C)."""
+    n = len(p.x)
+    full = solve(p, torch.ones(n, dtype=torch.bool), rho)
+    changes = []
+    for i in range(n):
+        keep = torch.ones(n, dtype=torch.bool)
+        keep[i] = False
+        changes.append(full - solve(p, keep, rho))
+    change = torch.stack(changes)
+    return change, torch.einsum("tcp,np->ntc", p.j_test, change)
+
+
+@pytest.fixture(scope="module")
+def p() -> Problem:
+    return problem(n=8, tests=5)
+
+
+@pytest.mark.parametrize(("solver", "method"), [("dual", "auto"), ("dual", "cg"), ("cg", "auto")])
+@pytest.mark.parametrize("tests", [2, 12])
+def test_influence_is_retraining(solver: str, method: str, tests: int) -> None:
+    p = problem(n=8, tests=tests)  # both routes: through the kernel, and through the weight changes
+    rho = rho_for(p)
+    _, expected = retrained(p, rho)
+    found = audit.influence(p.fit(ridge=rho, solver=solver), p.x_test, method)
+    near(found.outputs, expected, 1e-10 if method == "auto" else 1e-8)
+    assert found.method == {"dual": "exact" if method == "auto" else "cg", "cg": "cg"}[solver]
+    assert found.residual < 1e-8
+
+
+@pytest.mark.parametrize("solver", ["dual", "cg"])
+def test_weight_changes_are_retraining(p: Problem, solver: str) -> None:
+    rho = rho_for(p)
+    expected, _ = retrained(p, rho)
+    fit = p.fit(ridge=rho, solver=solver)
+    near(audit.weight_changes(fit), expected, 1e-9)
+    near(audit.weight_changes(fit, [5, 1]), expected[[5, 1]], 1e-9)
+
+
+def test_known_directions_answer_for_any_input(p: Problem) -> None:
+    fit = p.fit(ridge=rho_for(p))
+    changes = audit.weight_changes(fit)
+    _, expected = retrained(p, rho_for(p))
+    near(audit.influence(fit, p.x_test, directions=changes).outputs, expected, 1e-10)
+
+
+@pytest.mark.parametrize("solver", ["dual", "cg"])
+def test_the_loss_is_that_of_retraining(p: Problem, solver: str) -> None:
+    rho = rho_for(p)
+    _, outputs = retrained(p, rho)
+    labels = torch.tensor([0, 2, 1, 1, 0])
+    targets = ALPHA * torch.nn.functional.one_hot(labels, 3).double()
+    fit = p.fit(ridge=rho, solver=solver)
+    f = fit.predict(p.x_test)
+    with_, without = (targets - f).square().sum(1) / 2, (targets - f + outputs).square().sum(2) / 2
+    found = audit.influence(fit, p.x_test, labels=labels)
+    assert found.loss is not None
+    near(found.loss, with_ - without, 1e-8)
+    assert audit.influence(fit, p.x_test).loss is None
+
+
+@pytest.mark.parametrize("tests", [5, 12])
+@pytest.mark.parametrize("solver", ["dual", "cg"])
+def test_the_loss_to_first_order(solver: str, tests: int) -> None:
+    p = problem(n=8, tests=tests)  # through the rows of J, and through the weight changes where T > N
+    rho = rho_for(p)
+    change, outputs = retrained(p, rho)
+    labels = torch.tensor([0, 2, 1, 1, 0, 2, 2, 1, 0, 0, 1, 2])[:tests]
+    fit = p.fit(ridge=rho, solver=solver)
+    targets = ALPHA * torch.nn.functional.one_hot(labels, 3).double()
+    expected = torch.einsum("ntc,tc->nt", outputs, fit.predict(p.x_test) - targets)
+    near(audit.loss_influence(fit, p.x_test, labels), expected, 1e-8)
+    near(audit.loss_influence(fit, p.x_test, labels, directions=change), expected, 1e-8)
+    refused(InputError, lambda: audit.loss_influence(fit, p.x_test, labels[:2]), "labels")
+
+
+def test_ekfac_comes_as_near_as_its_steps_take_it(p: Problem) -> None:
+    rho = rho_for(p, 0.3)
+    _, expected = retrained(p, rho)
+    errors = []
+    for steps in (0, 1, 40):
+        found = audit.influence(p.fit(ridge=rho), p.x_test, "ekfac", steps=steps)
+        errors.append(float((found.outputs - expected).norm() / expected.norm()))
+        assert found.method == "ekfac"
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < 1e-8
+
+
+@pytest.mark.parametrize("solver", ["dual", "cg"])
+def test_ekfac_correlates_with_retraining(solver: str) -> None:
+    p = problem(n=20, tests=10, hidden=8)
+    rho = rho_for(p, 0.1)
+    _, expected = retrained(p, rho)
+    found = audit.influence(p.fit(ridge=rho, solver=solver, tolerance=1e-6), p.x_test, "ekfac")
+    correlation = torch.corrcoef(torch.stack([found.outputs.reshape(-1), expected.reshape(-1)]))[0, 1]
+    assert float(correlation) > 0.98
+    assert 1e-4 < found.residual <= 0.1  # no further than it needs
+
+
+def test_ekfac_alone_is_the_inverse_that_it_stands_for(p: Problem) -> None:
+    rho = rho_for(p)
+    data = (p.x, torch.zeros(8, 3).double())
+    g = linnet.curvature(p.model, data, linnet.likelihoods.Gaussian(variance=1.0), structure="ekfac")
+    inverse = g.damped(rho).inverse().dense()
+    fit = p.fit(ridge=rho, solver="cg")
+    own = torch.einsum("ncp,pq,ndq->ncd", p.j, inverse, p.j)
+    r = p.t - fit.predict(p.x)
+    e = r + torch.einsum("ncd,nd->nc", own, r)
+    expected = torch.einsum("tcp,pq,ndq,nd->ntc", p.j_test, inverse, p.j, e)
+    near(audit.influence(fit, p.x_test, "ekfac", steps=0).outputs, expected, 1e-8)
+
+
+def test_columns_are_solved_together(p: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    from linnet.fitting import primal
+
+    asked: list[Any] = []
+    plain = primal.block_cg
+
+    def counting(operator: Any, b: Tensor, *rest: Any) -> Any:
+        counted = CountingOperator(operator)
+        asked.append((b.shape[1], counted))
+        return plain(counted, b, *rest)
+
+    monkeypatch.setattr(primal, "block_cg", counting)
+    monkeypatch.setattr(primal.Primal, "dual", None)  # as where the kernel does not fit the budget
+    fit = p.fit(ridge=rho_for(p), solver="cg")
+    fit.loo()
+    asked.clear()
+    audit.influence(fit, p.x_test, "cg")
+    assert [columns for columns, _ in asked] == [15]  # T·C in one block
+    assert asked[0][1].products <= 15
+
+
+def test_float32_networks(p: Problem) -> None:
+    single = problem(n=8, tests=5)
+    model = single.model.float()
+    rho = rho_for(p)
+    fit = linnet.fit(linnet.linearize(model), (p.x.float(), p.y), ridge=rho, solver="cg", tolerance=1e-6)
+    _, expected = retrained(p, rho)
+    near(audit.influence(fit, p.x_test.float()).outputs, expected, 1e-3)
+
+
+def test_influence_of_a_constrained_fit_goes_through_its_kernel(p: Problem) -> None:
+    fit = p.fit(ridge=rho_for(p)).constrain(p.x_test[:1], p.f0_test[:1])
+    found = audit.influence(fit, p.x_test)
+    near(found.outputs, fit.influence(p.x_test), 1e-12)
+    assert found.outputs[:, 0].abs().max() < 1e-8  # held outputs do not move
+    refused(InputError, lambda: audit.influence(fit, p.x_test, "cg"), "constraints")
+    refused(InputError, lambda: audit.weight_changes(fit), "constraints")
+
+
+def test_what_cannot_be_asked(p: Problem) -> None:
+    fit, cg = p.fit(ridge=1.0), p.fit(ridge=1.0, solver="cg")
+    refused(InputError, lambda: audit.influence(fit, p.x_test, "lissa"), "method", "lissa")
+    refused(InputError, lambda: audit.influence(cg, p.x_test, "exact"), "exact")
+    refused(InputError, lambda: audit.influence(fit, p.x_test, "ekfac", steps=-1), "steps")
+    refused(InputError, lambda: audit.influence(p.model, p.x_test), "fit")  # type: ignore[arg-type]
+    refused(InputError, lambda: audit.influence(fit, p.x_test, directions=torch.ones(3)), "directions")
+    refused(DataError, lambda: audit.influence(fit, p.x_test[:0]), "empty")
+    refused(DataError, lambda: audit.influence(fit, p.x_test, labels=[9, 0, 0, 0, 0]), "9")
+    for labels in (p.y[:1], p.y[:2]):  # neither spread over all test examples, nor a foreign error
+        refused(InputError, lambda y=labels: audit.influence(fit, p.x_test, labels=y), "labels", "one label")  # type: ignore[misc]
+    refused(MemoryBudgetError, lambda: audit.influence(fit, p.x_test, memory="100B"))
+    refused(MemoryBudgetError, lambda: audit.weight_changes(fit, memory="100B"))
+    refused(InputError, lambda: audit.weight_changes(fit, [8]), "8")
+
+
+@pytest.mark.parametrize("labels", ["cat", {}, 1.0, [1, "b"]])
+def test_what_are_no_labels(p: Problem, labels: Any) -> None:
+    refused(InputError, lambda: audit.loss_influence(p.fit(ridge=1.0), p.x_test, labels), "labels is")
+
+
+@pytest.mark.parametrize("candidates", ["cat", {}, [1, "b"], [1j]])
+def test_what_are_no_candidates(p: Problem, candidates: Any) -> None:
+    call = lambda: audit.summarize(p.fit(ridge=1.0), 2, candidates=candidates)  # noqa: E731
+    refused(InputError, call, "candidates")
+
+
+def test_predictions_that_are_no_outputs(p: Problem) -> None:
+    fit, y = p.fit(ridge=1.0), torch.zeros(len(p.x_test), dtype=torch.long)
+    wrong: Any
+    for wrong in (lambda x: 1, lambda x: torch.tensor(1.0), torch.eye(len(p.x_test)).to_sparse()):
+        refused(InputError, lambda wrong=wrong: audit.flips(fit, wrong, p.x_test, y), "after")
+
+
+def test_a_seed_is_no_source_of_privacy(p: Problem) -> None:
+    seed: Any = 3
+    fit = p.fit(ridge=1.0)
+    call = lambda: audit.release(fit, 1.0, 1e-5, clip=(5.0, 5.0), generator=seed)  # noqa: E731
+    refused(InputError, call, "generator is int")

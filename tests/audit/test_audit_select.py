@@ -1,0 +1,199 @@
+"""Active learning: predicted variances are those of refits, and greedy choices those of brute force."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import linnet
+from linnet import audit
+from linnet.errors import DataError, InputError, MemoryBudgetError, ModelError
+from linnet.testing.oracles import jacobian_oracle
+from tests.fitting.problems import near, network, problem, real, refused
+
+RHO = 0.4
+P = problem(n=5, outputs=2, hidden=3)
+POOL = real(6, 3, seed=21)
+AT = real(3, 3, seed=22)
+J = P.j.flatten(0, 1)
+J_POOL = jacobian_oracle(P.model, POOL)
+J_AT = jacobian_oracle(P.model, AT)
+
+
+def blocks(j: Tensor, extra: list[int]) -> Tensor:
+    """Cov · ρ/σ² of each example, (k, C, C)."""
+    full = covariance(j.flatten(0, 1), extra)
+    return full.view(len(j), 2, len(j), 2).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
+def covariance(rows: Tensor, extra: list[int]) -> Tensor:
+    """Cov · ρ/σ² of rows of outputs, (k, k), given the data and labels of pool examples."""
+    seen = torch.cat([J, *(J_POOL[i] for i in extra)])
+    h = seen.T @ seen + RHO * torch.eye(J.shape[1], dtype=J.dtype)
+    return RHO * rows @ torch.linalg.solve(h, rows.T)
+
+
+def total(j: Tensor, extra: list[int]) -> float:
+    """Mean trace over examples."""
+    return float(blocks(j, extra).diagonal(dim1=1, dim2=2).sum(1).mean())
+
+
+def log_det(j: Tensor, extra: list[int]) -> float:
+    """Mean over examples of ½ log det of the covariance of a new label."""
+    eye = RHO * torch.eye(2, dtype=J.dtype)
+    return float(0.5 * torch.logdet(blocks(j, extra) + eye).mean())
+
+
+def worth(criterion: str, j: Tensor, chosen: list[int], i: int) -> float:
+    """What a label of pool example i is worth, from dense matrices."""
+    if criterion == "variance":
+        return total(j, chosen) - total(j, [*chosen, i])
+    if criterion == "predictive-information":
+        return log_det(j, chosen) - log_det(j, [*chosen, i])
+    own = covariance(J_POOL[i], chosen)
+    if criterion == "uncertainty":
+        return float(own.trace())
+    return 0.5 * float(torch.logdet(own / RHO + torch.eye(2, dtype=J.dtype)))
+
+
+@pytest.mark.parametrize("at", [None, AT])
+@pytest.mark.parametrize("criterion", ["variance", "information", "predictive-information", "uncertainty"])
+def test_greedy_choices_are_those_of_brute_force(criterion: str, at: Tensor | None) -> None:
+    fit = P.fit(ridge=RHO)
+    found = audit.select(fit, POOL, 4, criterion, at=at)
+    j = J_POOL if at is None else J_AT
+    unit = fit.noise / RHO if criterion in ("variance", "uncertainty") else 1.0
+    chosen: list[int] = []
+    for k in range(4):
+        values = {i: worth(criterion, j, chosen, i) for i in range(6) if i not in chosen}
+        best = max(values, key=lambda i: values[i])
+        assert int(found.indices[k]) == best
+        assert float(found.scores[k]) == pytest.approx(unit * values[best], rel=1e-8)
+        chosen.append(best)
+    curve = [fit.noise / RHO * total(j, chosen[:k]) for k in range(5)]
+    near(found.variance, torch.tensor(curve, dtype=torch.float64), 1e-9)
+    assert found.criterion == criterion
+
+
+def test_the_predicted_variance_is_that_of_an_update_with_any_label() -> None:
+    fit = P.fit(ridge=RHO)
+    found = audit.select(fit, POOL, 3, at=AT)
+    for labels in (torch.tensor([0, 0, 1]), torch.tensor([1, 1, 1])):
+        after = fit.update((POOL[found.indices], labels)).predictive(AT)
+        # in units of the noise, which the labels do change
+        mean = float(after.variance.sum(1).mean()) / after.noise
+        assert float(found.variance[-1]) / fit.noise == pytest.approx(mean, rel=1e-9)
+
+
+def test_a_fit_by_conjugate_gradients_chooses_alike() -> None:
+    dual, primal = P.fit(ridge=RHO), P.fit(ridge=RHO, solver="cg")
+    one, other = audit.select(dual, POOL, 2, at=AT), audit.select(primal, POOL, 2, at=AT)
+    assert torch.equal(one.indices, other.indices)
+    near(other.scores, one.scores, 1e-7)
+
+
+def test_equations_count_as_knowledge() -> None:
+    """Outputs that are held have no variance left: nothing is gained from labels there."""
+    fit = P.fit(ridge=RHO).constrain(POOL[:2], fit_targets())
+    found = audit.select(fit, POOL, 6, "uncertainty")
+    assert set(found.indices[-2:].tolist()) == {0, 1}
+    assert float(found.scores[-1]) < 1e-9 * float(found.scores[0])
+
+
+def fit_targets() -> Tensor:
+    return torch.tensor([[1.0, 2.0], [0.0, 1.0]], dtype=torch.float64)
+
+
+def test_a_batch_avoids_duplicates_and_one_by_one_does_not() -> None:
+    pool = torch.cat([POOL[:1], POOL[:1], POOL[:1], POOL[1:]])
+    fit = P.fit(ridge=0.01)
+    first = int(audit.select(fit, pool, 1, "uncertainty").indices[0])
+    pool = torch.cat([pool, pool[[first]], pool[[first]]])
+    alone = audit.select(fit, pool, 3, "uncertainty", batch=False)
+    together = audit.select(fit, pool, 3, "uncertainty")
+    assert len({tuple(row) for row in pool[alone.indices].tolist()}) == 1
+    assert len({tuple(row) for row in pool[together.indices].tolist()}) == 3
+    assert float(together.variance[-1]) < float(alone.variance[-1])
+    near(alone.scores, alone.scores[:1].expand(3), 1e-9)
+
+
+@pytest.mark.parametrize("criterion", ["information", "variance"])
+def test_columns_formed_when_needed_give_the_same_choice(
+    criterion: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit = P.fit(ridge=RHO)
+    whole = audit.select(fit, POOL, 4, criterion, at=AT)
+    monkeypatch.setattr("linnet.audit.selection.WHOLE", 0.0)
+    lean = audit.select(fit, POOL, 4, criterion, at=AT)
+    assert torch.equal(whole.indices, lean.indices)
+    near(lean.scores, whole.scores, 1e-9)
+    near(lean.variance, whole.variance, 1e-9)
+
+
+def test_scores_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = P.fit(ridge=RHO)
+    whole = audit.select(fit, POOL, 2, "predictive-information")
+    monkeypatch.setattr("linnet.audit.selection.CHUNK", 1)
+    near(audit.select(fit, POOL, 2, "predictive-information").scores, whole.scores, 1e-12)
+
+
+def test_information_falls_with_every_choice_of_its_kind() -> None:
+    """Greedy information gains are those of a submodular function: they never rise."""
+    scores = audit.select(P.fit(ridge=RHO), POOL, 6, "information").scores
+    assert bool((scores.diff() <= 1e-12).all())
+    assert math.isclose(
+        float(scores.sum()),
+        0.5 * float(torch.logdet(covariance(J_POOL.flatten(0, 1), []) / RHO + torch.eye(12).double())),
+        rel_tol=1e-9,
+    )
+
+
+def test_other_kinds_of_inputs() -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network(3, 3, 2)
+
+        def forward(self, a: Tensor, b: Tensor) -> Any:
+            return self.net(a * b)
+
+    lin = linnet.linearize(Two())
+    fit = linnet.fit(lin, ((P.x, P.x), P.y), ridge=RHO)
+    assert audit.select(fit, (POOL, POOL), 2).indices.shape == (2,)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"n": 0}, ["n=0"]),
+        ({"n": True}, ["n=True"]),
+        ({"n": 2.0}, ["n=2.0"]),
+        ({"n": 7}, ["n=7", "6 examples"]),
+        ({"criterion": "margin"}, ["criterion='margin'", '"variance"']),
+        ({"pool": torch.cat([POOL, P.x[1:3]])}, ["pool", "2 training example(s)", "index 6"]),
+        ({"fit": "fit"}, ["fit is str"]),
+    ],
+)
+def test_arguments_that_cannot_be_used(arguments: dict[str, Any], words: list[str]) -> None:
+    given = {"fit": P.fit(ridge=RHO), "pool": POOL, "n": 2, **arguments}
+    refused(InputError, lambda: audit.select(**given), *words)
+
+
+def test_pools_that_cannot_be_used() -> None:
+    fit = P.fit(ridge=RHO)
+    bad = POOL.clone()
+    bad[3, 0] = float("nan")
+    refused(DataError, lambda: audit.select(fit, bad, 1), "pool", "NaN", "index 3")
+    refused(DataError, lambda: audit.select(fit, POOL[:0], 1), "pool is empty")
+    refused(DataError, lambda: audit.select(fit, POOL, 1, at=AT[:0]), "at is empty")
+    refused(ModelError, lambda: audit.select(fit, real(2, 4), 1), "(1, 4)")
+    tight = P.fit(ridge=RHO)
+    tight.memory = 2000
+    refused(MemoryBudgetError, lambda: audit.select(tight, POOL, 1), "joint covariance", "at=")

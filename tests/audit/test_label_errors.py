@@ -1,0 +1,113 @@
+"""Labels that look wrong: the rule against its definition, counted by chance, and on planted errors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import linnet
+from linnet.audit.label_errors import label_errors
+from linnet.audit.mislabel import labels_in_words
+from linnet.errors import InputError
+from tests.fitting.problems import problem, refused
+
+
+def drawn(n: int, classes: int, rate: float, seed: int, sharp: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, labels drawn from their softmax and flipped at a rate, and which were flipped."""
+    generator = torch.Generator().manual_seed(seed)
+    outputs = sharp * 2 * torch.randn(n, classes, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial(outputs.softmax(1), 1, generator=generator)[:, 0]
+    wrong = torch.rand(n, generator=generator) < rate
+    shift = 1 + torch.randint(classes - 1, (n,), generator=generator)
+    return outputs, torch.where(wrong, (labels + shift) % classes, labels), wrong
+
+
+@pytest.mark.parametrize(("classes", "rate"), [(2, 0.1), (3, 0.0), (4, 0.3)])
+def test_every_label_by_the_definition(classes: int, rate: float) -> None:
+    outputs, labels, _ = drawn(60, classes, rate, seed=classes, sharp=3.0)
+    found = label_errors(outputs, labels)
+    q = (outputs / found.temperature).softmax(1).tolist()
+    y = labels.tolist()
+    means = []
+    for c in range(classes):
+        own = [q[i][c] for i in range(60) if y[i] == c]
+        means.append(sum(own) / len(own) if own else math.inf)
+
+    def doubted(i: int, label: int) -> tuple[bool, float]:
+        reached = [c for c in range(classes) if q[i][c] >= means[c]]
+        flipped = found.rate * (1 - q[i][label]) / (classes - 1)
+        wrong = flipped / (flipped + (1 - found.rate) * q[i][label])
+        best = max(reached, key=lambda c: q[i][c], default=label)
+        return best != label and wrong > 0.5, wrong
+
+    expected = sum(q[i][c] * doubted(i, c)[0] for i in range(60) for c in range(classes))
+    assert found.expected == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert found.wrong.tolist() == pytest.approx(
+        [doubted(i, y[i])[1] for i in range(60)], rel=1e-9, abs=1e-12
+    )
+    assert sorted(found.indices.tolist()) == [i for i in range(60) if doubted(i, y[i])[0]]
+    assert torch.equal(found.wrong[found.indices], found.wrong[found.indices].sort(descending=True).values)
+
+
+def test_temperature_and_rate_are_of_highest_likelihood() -> None:
+    outputs, labels, _ = drawn(80, 3, 0.15, seed=5)
+    found = label_errors(outputs, labels)
+
+    def likelihood(t: float, rate: float) -> float:
+        q = (outputs / t).softmax(1)
+        own = q.gather(1, labels[:, None])[:, 0]
+        return float(((1 - rate) * own + rate * (1 - own) / 2).log().sum() + q.log().mean())
+
+    best = likelihood(found.temperature, found.rate)
+    rates = (found.rate, *torch.linspace(0, 0.9, 19).tolist())
+    every = [likelihood(found.temperature * f, r) for f in (0.5, 0.8, 0.95, 1, 1.05, 1.3, 2) for r in rates]
+    assert best >= max(every) - 1e-3
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+def test_hard_examples_are_told_from_wrong_labels(rate: float) -> None:
+    outputs, labels, wrong = drawn(1500, 4, rate, seed=1, sharp=2.0)
+    found = label_errors(outputs, labels)
+    assert found.rate == pytest.approx(rate, abs=0.03)
+    disagree = int((outputs.argmax(1) != labels).sum())
+    if rate:
+        doubted = wrong[found.indices]
+        assert doubted.double().mean() > 0.85
+        assert doubted.sum() > 0.6 * wrong.sum()
+        right = len(found.indices) - int(doubted.sum())
+        assert (
+            abs(right - found.expected) < 4 * math.sqrt(found.expected) + 2
+        )  # the labels expected by chance
+    else:
+        assert disagree > 150
+        assert len(found.indices) < 0.02 * disagree
+
+
+def test_one_output_is_the_log_odds_of_the_second_class() -> None:
+    outputs, labels, _ = drawn(100, 2, 0.1, seed=2, sharp=2.0)
+    odds = outputs[:, 1:] - outputs[:, :1]
+    wide = label_errors(torch.cat([-odds / 2, odds / 2], 1), labels)
+    narrow = label_errors(odds, labels)
+    assert narrow.rate == pytest.approx(wide.rate, abs=0.02)
+    assert torch.equal(narrow.suggested, wide.suggested)
+
+
+def test_a_fit_says_it_in_words() -> None:
+    p = problem(n=12)
+    found = linnet.audit.mislabeled(p.fit(ridge=1.0))
+    assert found.errors is not None
+    assert (
+        set(found.doubted().tolist()) == set(found.errors.indices.tolist()) <= set(found.flagged().tolist())
+    )
+    assert str(found) == labels_in_words(len(found.doubted()), 12, found.errors.expected)
+    assert labels_in_words(1, 9, 0.1) == "1 of 9 training labels looks wrong (none expected by chance)"
+    regression = linnet.audit.mislabeled(problem(n=6, outputs=1, classes=False).fit(ridge=1.0))
+    refused(InputError, regression.doubted, "classes")
+    assert str(regression) == "6 training targets, ranked by residual"
+
+
+def test_labels_must_go_with_the_outputs() -> None:
+    refused(InputError, lambda: label_errors(torch.zeros(3, 2), torch.zeros(2)), "labels")

@@ -1,0 +1,252 @@
+"""Networks whose parameters come, grow, freeze and go while tasks go by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from linnet.continual import (
+    EWC,
+    ContinualMethod,
+    NonOnlineLaplace,
+    OnlineLaplace,
+    SynapticIntelligence,
+)
+from linnet.errors import ModelError
+from linnet.likelihoods import Categorical
+from tests.continual.continual_cases import MAKERS, Maker, gradient, moved_away
+
+
+class Heads(nn.Module):
+    """A body and one head a task; the task in hand is a state of the network."""
+
+    def __init__(self, heads: int = 1) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU())
+        self.heads = nn.ModuleList([nn.Linear(6, 2) for _ in range(heads)])
+        self.task = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.heads[self.task](self.body(x))
+        return found
+
+    def select(self, task: int) -> None:
+        """Serve another task."""
+        self.task = task
+
+
+class AllHeads(Heads):
+    """The same, returning the outputs of every head."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:  # type: ignore[override]
+        inner = self.body(x)
+        return [head(inner) for head in self.heads]
+
+
+def task(seed: int, classes: int = 2, n: int = 24) -> tuple[Tensor, Tensor]:
+    """Inputs and labels."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 4, generator=generator)
+    return x, (x @ torch.randn(4, classes, generator=generator)).argmax(1)
+
+
+def train(net: nn.Module, method: ContinualMethod, data: tuple[Tensor, Tensor], steps: int = 6) -> None:
+    """A plain loop."""
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(steps):
+        out = net(data[0])
+        out = out[net.task] if isinstance(out, list) else out
+        loss = nn.functional.cross_entropy(out, data[1]) + method.penalty(examples=len(data[0]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        method.after_step()
+
+
+MULTI: dict[str, Maker] = {**MAKERS, "full": lambda net: OnlineLaplace(net, Categorical(), "full")}
+
+
+@pytest.mark.parametrize("name", MULTI)
+def test_heads_that_are_added_join_without_penalty(name: str) -> None:
+    net = Heads()
+    method = MULTI[name](net)
+    for number in range(3):
+        if number:
+            net.heads.append(nn.Linear(6, 2))
+        net.select(number)
+        before = method.penalty().item()
+        with torch.no_grad():
+            net.heads[number].weight.add_(5.0)  # type: ignore[union-attr,operator]
+        assert method.penalty().item() == before  # nothing is known about the new head
+        train(net, method, task(number))
+        if isinstance(method, NonOnlineLaplace):
+            method.consolidate(task(number), prepare=lambda copy, number=number: copy.select(number))
+        else:
+            method.consolidate(task(number))
+    grads = {n: g for n, g in _gradients(net, method).items() if g.abs().max() > 0}
+    assert {f"heads.{i}.weight" for i in range(3)} | {"body.0.weight"} <= set(grads)
+
+
+def _gradients(net: nn.Module, method: ContinualMethod) -> dict[str, Tensor]:
+    """The penalty's gradients by name, a step away."""
+    moved_away(net)
+    names = [name for name, _ in net.named_parameters()]
+    found = torch.autograd.grad(method.penalty(), list(net.parameters()), allow_unused=True)
+    return {name: g for name, g in zip(names, found, strict=True) if g is not None}
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diagonal", "full"])
+def test_a_head_in_use_does_not_touch_the_others(structure: str) -> None:
+    net = Heads(3)
+    method = OnlineLaplace(net, Categorical(), structure)
+    net.select(1)
+    method.consolidate(task(0))
+    grads = _gradients(net, method)
+    reached = {n for n, g in grads.items() if g.abs().max() > 0}
+    assert reached == {
+        "body.0.weight",
+        "body.0.bias",
+        "body.1.weight",
+        "body.1.bias",
+        "heads.1.weight",
+        "heads.1.bias",
+    }
+
+
+def test_heads_by_output_and_by_state_are_the_same() -> None:
+    torch.manual_seed(1)
+    net = Heads(2)
+    both = AllHeads(2)
+    both.load_state_dict(net.state_dict())
+    by_state, by_output = OnlineLaplace(net, Categorical()), OnlineLaplace(both, Categorical())
+    for number in range(2):
+        by_state.consolidate(task(number), prepare=lambda copy, number=number: copy.select(number))
+        by_output.consolidate(task(number), output=lambda outs, number=number: outs[number])
+    assert net.task == 0
+    moved_away(net)
+    moved_away(both)
+    assert by_state.penalty().item() == pytest.approx(by_output.penalty().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MULTI)
+def test_a_head_that_grows_keeps_the_penalty_on_its_old_rows(name: str) -> None:
+    net = Heads()
+    method = MULTI[name](net)
+    train(net, method, task(0))
+    method.consolidate(task(0))
+    old = net.heads[0]
+    wide = nn.Linear(6, 5)
+    with torch.no_grad():
+        wide.weight[:2], wide.bias[:2] = old.weight, old.bias
+    net.heads[0] = wide
+    assert method.penalty().item() == 0.0
+    with torch.no_grad():
+        wide.weight[2:] += 1.0
+    assert method.penalty().item() == 0.0
+    with torch.no_grad():
+        wide.weight[:1] += 1.0  # moving all rows alike moves no probability
+    value = method.penalty()
+    assert value.item() > 0
+    grad = torch.autograd.grad(value, wide.weight)[0]
+    assert grad.shape == (5, 6)
+    assert grad[:2].abs().max() > 0
+    assert grad[2:].abs().max() == 0
+    method.add_grad_()
+    assert wide.weight.grad is not None
+    wider = task(1, classes=5, n=40)
+    train(net, method, wider)
+    method.consolidate(wider)
+    with torch.no_grad():
+        wide.weight[2:] += 1.0
+    grad = torch.autograd.grad(method.penalty(), wide.weight)[0]
+    assert grad[2:].abs().max() > 0
+
+
+def test_grown_sums_are_those_of_padded_matrices(float64: torch.dtype) -> None:
+    net = nn.Sequential(nn.Linear(4, 2))
+    method = OnlineLaplace(net, Categorical(), prior_precision=0.0, merge="exact")
+    x = torch.randn(20, 4)
+    method.consolidate((x, torch.randint(2, (20,))))
+    first = method.precision().dense()
+    wide = nn.Linear(4, 3)
+    with torch.no_grad():
+        wide.weight[:2], wide.bias[:2] = net[0].weight, net[0].bias
+    net[0] = wide
+    alone = OnlineLaplace(net, Categorical(), prior_precision=0.0)
+    task_ = (x, torch.randint(3, (20,)))
+    alone.consolidate(task_)
+    method.consolidate(task_)
+    places = torch.tensor([*range(8), 12, 13])
+    total = alone.precision().dense().clone()
+    total[places[:, None], places] += first
+    delta = moved_away(net)
+    torch.testing.assert_close(gradient(net, method.penalty()), total @ delta, rtol=1e-10, atol=1e-12)
+
+
+def test_parameters_that_shrink_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(4, 3))
+    method = OnlineLaplace(net, Categorical())
+    method.consolidate(task(0, classes=3))
+    net[0] = nn.Linear(4, 2)
+    with pytest.raises(ModelError, match="shape"):
+        method.penalty()
+    with pytest.raises(ModelError, match="shape"):
+        method.consolidate(task(0))
+    net[0] = nn.Linear(4, 3)
+    assert method.penalty().item() > 0
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_frozen_and_absent_parameters_are_tolerated(name: str) -> None:
+    net = Heads(2)
+    method = MAKERS[name](net)
+    train(net, method, task(0))
+    method.consolidate(task(0))
+    moved_away(net)
+    whole = method.penalty().item()
+    net.body[0].requires_grad_(False)
+    net.zero_grad()
+    value = method.penalty()
+    assert value.item() == pytest.approx(whole, rel=1e-6)
+    value.backward()
+    assert net.body[0].weight.grad is None
+    assert net.heads[0].weight.grad is not None
+    assert method.add_grad_().item() == pytest.approx(whole, rel=1e-6)
+    assert net.body[0].weight.grad is None
+    train(net, method, task(0))
+    method.consolidate(task(0))
+    del net.heads[0]
+    net.heads.insert(0, nn.Identity())
+    moved_away(net)
+    assert method.penalty().item() > 0
+    net.requires_grad_(False)
+    assert not method.penalty().requires_grad
+    net.body = nn.Sequential(*[nn.Flatten()] * 3, nn.Linear(4, 6))
+    del net.heads[1]
+    with pytest.raises(ModelError, match="none of the"):
+        method.penalty()
+
+
+def test_selected_parameters_alone_are_remembered() -> None:
+    net = Heads()
+    for method in (
+        OnlineLaplace(net, Categorical(), params="body"),
+        EWC(net, Categorical(), params="body"),
+        OnlineLaplace(net, Categorical(), params="body", prior_mean=0.0),
+    ):
+        method.consolidate(task(0))
+        assert not any(n.startswith("heads") for n in _gradients(net, method))
+
+
+def test_importance_follows_heads() -> None:
+    net = Heads()
+    method = SynapticIntelligence(net)
+    train(net, method, task(0))
+    method.consolidate()
+    net.heads.append(nn.Linear(6, 2))
+    net.select(1)
+    train(net, method, task(1))
+    method.consolidate()
+    assert set(method.importance) == {n for n, _ in net.named_parameters()}
+    assert all(t.min() >= 0 for t in method.importance.values())

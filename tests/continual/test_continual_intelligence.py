@@ -1,0 +1,215 @@
+"""Synaptic intelligence against a loop written out by hand."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from linnet.continual import SynapticIntelligence
+from linnet.errors import InputError
+from linnet.tangent.linearized import linearize
+from tests.continual.continual_cases import flat, gradient, moved_away, small_network, small_task
+
+C, XI = 0.7, 0.05
+
+
+def by_hand(net: nn.Module, tasks: int, steps: int, **settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Ω, θ̃ and the last parameters, from the paper's formulas and two backward passes a step."""
+    omega, anchor = torch.zeros_like(flat(net)), flat(net)
+    for task in range(tasks):
+        x, y = small_task(task)
+        optimizer = torch.optim.Adam(net.parameters(), **settings)
+        path, start = torch.zeros_like(omega), flat(net)
+        for step in range(steps):
+            rows = slice(8 * (step % 3), 8 * (step % 3) + 8)
+            loss = nn.functional.cross_entropy(net(x[rows]), y[rows])
+            g = gradient(net, loss)  # of the loss alone
+            theta = torch.cat([p.flatten() for p in net.parameters()])
+            optimizer.zero_grad()
+            (
+                nn.functional.cross_entropy(net(x[rows]), y[rows]) + C * (omega * (theta - anchor) ** 2).sum()
+            ).backward()
+            before = flat(net)
+            optimizer.step()
+            path -= g * (flat(net) - before)
+        omega = (omega + path / ((flat(net) - start) ** 2 + XI)).clamp(min=0)
+        anchor = flat(net)
+    return omega, anchor, flat(net)
+
+
+@pytest.mark.parametrize("way", ["penalty", "add_grad_", "micro-batches"])
+@pytest.mark.parametrize("order", ["zero first", "zero after", "zero before after_step"])
+def test_it_is_the_loop_written_by_hand(way: str, order: str, float64: torch.dtype) -> None:
+    torch.manual_seed(1)
+    net, tasks, steps = small_network(), 3, 9
+    start = flat(net)
+    want = by_hand(net, tasks, steps, lr=0.02, weight_decay=0.01)
+    torch.nn.utils.vector_to_parameters(start, net.parameters())
+    method = SynapticIntelligence(net, strength=C, damping=XI)
+    for task in range(tasks):
+        x, y = small_task(task)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.02, weight_decay=0.01)
+        optimizer.zero_grad()
+        for step in range(steps):
+            rows = slice(8 * (step % 3), 8 * (step % 3) + 8)
+            if order == "zero first":
+                optimizer.zero_grad()
+            if way == "micro-batches":
+                for half in (x[rows][:4], y[rows][:4]), (x[rows][4:], y[rows][4:]):
+                    loss = nn.functional.cross_entropy(net(half[0]), half[1]) + method.penalty(examples=24)
+                    (loss / 2).backward()
+            else:
+                loss = nn.functional.cross_entropy(net(x[rows]), y[rows])
+                (loss + method.penalty() if way == "penalty" else loss).backward()
+                if way == "add_grad_":
+                    method.add_grad_()
+            optimizer.step()
+            if order == "zero before after_step":
+                optimizer.zero_grad()
+            method.after_step()
+            if order == "zero after":
+                optimizer.zero_grad(set_to_none=False)
+        method.consolidate()
+    importance = torch.cat([method.importance[name].flatten() for name, _ in net.named_parameters()])
+    torch.testing.assert_close(flat(net), want[2], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(importance, want[0], rtol=1e-8, atol=1e-12)
+    delta = moved_away(net)
+    assert method.penalty().item() == pytest.approx((C * importance @ delta.square()).item(), rel=1e-12)
+
+
+def test_examples_make_no_difference() -> None:
+    net = small_network()
+    method = SynapticIntelligence(net)
+    step(net, method)
+    method.consolidate()
+    moved_away(net)
+    assert method.penalty(examples=50).item() == method.penalty().item() > 0
+    with pytest.raises(InputError, match="examples"):
+        method.penalty(examples=0)
+
+
+def step(net: nn.Module, method: SynapticIntelligence | None, clear: bool = False) -> None:
+    """One step of gradient descent."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    x, y = small_task(0)
+    loss = nn.functional.cross_entropy(net(x), y)
+    if method is not None:
+        loss = loss + method.penalty()
+    loss.backward()
+    optimizer.step()
+    if clear:
+        optimizer.zero_grad(set_to_none=False)
+    if method is not None:
+        method.after_step()
+
+
+def test_gradients_that_are_gone_are_found_out() -> None:
+    net = small_network()
+    method = SynapticIntelligence(net)
+    with pytest.raises(InputError, match="zero_grad"):
+        step(net, method, clear=True)
+    with pytest.raises(InputError, match="after_step"):
+        method.consolidate()
+
+
+def test_importances_need_steps_in_every_task() -> None:
+    net = small_network()
+    method = SynapticIntelligence(net)
+    step(net, method)
+    method.consolidate()
+    with pytest.raises(InputError, match="after_step"):
+        method.consolidate()
+
+
+def test_hooks_go_with_the_method() -> None:
+    net = small_network()
+    method = SynapticIntelligence(net)
+    step(net, method)
+    assert all(p._post_accumulate_grad_hooks for p in net.parameters())
+    del method
+    gc.collect()
+    assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
+    step(net, None)
+
+
+def test_two_strengths_and_dampings_differ() -> None:
+    found = []
+    for strength, damping in ((1.0, 0.1), (2.0, 0.1), (1.0, 0.001)):
+        torch.manual_seed(0)
+        net = small_network()
+        method = SynapticIntelligence(net, strength, damping)
+        step(net, method)
+        method.consolidate()
+        moved_away(net)
+        found.append(method.penalty().item())
+    assert found[1] == pytest.approx(2 * found[0], rel=1e-6)
+    assert found[2] > 1.5 * found[0]
+    for arguments in ({"damping": 0.0}, {"strength": -1.0}):
+        with pytest.raises(InputError):
+            SynapticIntelligence(small_network(), **arguments)
+
+
+def test_a_linearized_network(float64: torch.dtype) -> None:
+    net = linearize(small_network())
+    method = SynapticIntelligence(net, strength=C, damping=XI)
+    grads, starts, afters = [], [], []
+    x, y = small_task(0)
+    for _ in range(3):
+        loss = nn.functional.cross_entropy(net(x), y) + method.penalty()
+        net.zero_grad()
+        loss.backward()
+        grads.append(torch.cat([p.grad.flatten().clone() for p in net.delta.values() if p.grad is not None]))
+        starts.append(flat(net))
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
+        afters.append(flat(net))
+        method.after_step()
+    method.consolidate()
+    path = -sum(g * (a - b) for g, a, b in zip(grads, afters, starts, strict=True))
+    want = path / ((afters[-1] - starts[0]) ** 2 + XI)
+    found = torch.cat([method.importance[name].flatten() for name in net.parameter_names])
+    torch.testing.assert_close(found, want.clamp(min=0), rtol=1e-10, atol=1e-14)
+    moved_away(net)
+    before = method.penalty().item()
+    net.relinearize()
+    assert method.penalty().item() == pytest.approx(before, rel=1e-12)
+
+
+def test_importances_come_in_the_networks_order() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    method = SynapticIntelligence(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.ones(5, 3)).square().sum().backward()
+    optimizer.step()
+    method.after_step()
+    method.consolidate()
+    assert list(method.importance) == [name for name, _ in net.named_parameters()]
+    with pytest.raises(InputError, match="state is NoneType"):
+        method.load_state_dict(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", ["copy", "pickle"])
+def test_copies_follow_their_own_network(way: str, float64: torch.dtype) -> None:
+    net = small_network()
+    method = SynapticIntelligence(net, strength=C, damping=XI)
+    both = (net, method)
+    other, copied = copy.deepcopy(both) if way == "copy" else pickle.loads(pickle.dumps(both))
+    importances = []
+    for one, its in ((net, method), (other, copied)):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        x, y = small_task(0)
+        for _ in range(3):  # nothing asks for a penalty before the first task ends
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(one(x), y).backward()
+            optimizer.step()
+            its.after_step()
+        its.consolidate()
+        importances.append(its.importance)
+    assert all(torch.equal(t, importances[1][name]) for name, t in importances[0].items())
+    assert torch.equal(flat(net), flat(other))

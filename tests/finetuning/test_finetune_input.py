@@ -1,0 +1,86 @@
+"""What fine-tuning takes from the network and the data before the first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from linnet.errors import DataError, InputError, WeightsError
+from linnet.finetuning.finetune import finetune
+from linnet.finetuning.finetuned import load_finetuned
+from tests.finetuning.test_finetune import SHORT, images, net
+from tests.fitting.problems import refused
+
+
+class Scale(nn.BatchNorm2d):
+    """A layer with the tensors of BatchNorm that does something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """No normalization."""
+        return x * self.weight[:, None, None]
+
+
+def test_a_frozen_part_stays_frozen_in_every_recipe() -> None:
+    model = net()
+    model.conv1.requires_grad_(False)
+    plain = finetune(model, images(), "nlft", **SHORT)
+    assert torch.equal(plain.module.conv1.weight, net().conv1.weight)
+    assert not torch.equal(plain.module.conv2.weight, net().conv2.weight)
+    assert not any(name.startswith("conv1") for name in finetune(model, images(), **SHORT).module.delta)
+    # a network that is frozen altogether is trained altogether, whatever head it gets
+    whole = finetune(net().requires_grad_(False), images(), **SHORT)
+    assert len(whole.module.delta) == len(list(net().parameters()))
+
+
+@pytest.mark.parametrize("method", ["lqf", "gaf", "nlft", "fc", "b-lqf"])
+def test_weights_of_a_network_with_other_layers_are_refused(method: str, tmp_path: Path) -> None:
+    tuned = finetune(net(), images(), method, **SHORT)
+    tuned.save(tmp_path)
+    assert torch.equal(load_finetuned(tmp_path, net()).predict(images()[0]), tuned.predict(images()[0]))
+    other = net()
+    other.norm = Scale(6)
+    other.norm.load_state_dict(net().norm.state_dict())
+    refused(WeightsError, lambda: load_finetuned(tmp_path, other), "norm was BatchNorm2d and is Scale")
+
+
+@pytest.mark.parametrize(
+    "given", [{"steps": 9}, {"damping": 0.1}, {"learning_rate": 0.1}, {"momentum": 0.5}, {"clip": 1.0}]
+)
+def test_the_closed_form_refuses_what_is_of_steps(given: dict[str, Any]) -> None:
+    name = next(iter(given))
+    refused(InputError, lambda: finetune(net(), images(), solver="exact", **given), f"{name}=", "exact")
+
+
+def test_values_that_a_recipe_does_not_use_are_refused() -> None:
+    refused(InputError, lambda: finetune(net(), images(), "gaf", damping=0.1, **SHORT), "damping=0.1")
+    refused(InputError, lambda: finetune(net(), images(), "nlft", slope=0.1, **SHORT), "slope=0.1")
+    unpaired = {**SHORT, "preconditioner": "none", "activation": "relu"}
+    refused(InputError, lambda: finetune(net(), images(), damping=0.1, **unpaired), "damping=0.1")
+    refused(InputError, lambda: finetune(net(), images(), slope=0.1, **unpaired), "slope=0.1")
+
+
+def test_what_is_no_network_has_no_weights_to_load(tmp_path: Path) -> None:
+    finetune(net(), images(), **SHORT).save(tmp_path)
+    refused(InputError, lambda: load_finetuned(tmp_path, None), "model is NoneType")  # type: ignore[arg-type]
+    refused(InputError, lambda: load_finetuned(None, net()), "directory=None")  # type: ignore[arg-type]
+
+
+def test_validation_data_are_of_the_kind_of_the_training_data() -> None:
+    x, y = images()
+    one_hot = nn.functional.one_hot(y).float()
+    begun: list[int] = []
+    options: dict[str, Any] = {**SHORT, "log": lambda values, step: begun.append(step)}
+    refused(
+        InputError, lambda: finetune(net(), (x, y), validation=(x, one_hot), **options), "validation data"
+    )
+    refused(
+        InputError,
+        lambda: finetune(net(), (x, one_hot), validation=(x, y), **options),
+        "float targets (N, 3)",
+    )
+    refused(DataError, lambda: finetune(net(), (x, y), validation=(x, y + 9), **options), "out of range")
+    assert not begun

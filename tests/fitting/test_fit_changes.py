@@ -1,0 +1,258 @@
+"""Forgetting and updating: linear algebra that must equal fits that never saw, or always saw, the data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+import linnet
+from linnet.errors import DataError, InputError, ModelError
+from linnet.testing.oracles import jacobian_oracle, leave_one_out_oracle, output_oracle, ridge_oracle
+from tests.fitting.problems import flat, near, problem, real, refused
+
+RHO = 0.3
+every_solver = pytest.mark.parametrize("solver", ["dual", "cg"])
+
+
+def without(n: int, left_out: list[int]) -> list[int]:
+    return [i for i in range(n) if i not in left_out]
+
+
+@every_solver
+@pytest.mark.parametrize("left_out", [[0], [6], [2, 5], [5, 0, 3], [6, 5, 4, 3, 2, 1]])
+def test_forgetting_is_fitting_without(solver: str, left_out: list[int]) -> None:
+    p = problem()
+    fit = p.fit(ridge=RHO, solver=solver)
+    kept = without(7, left_out)
+    smaller = fit.forget(left_out)
+    assert smaller.n == len(kept)
+    near(flat(smaller.delta), ridge_oracle(p.j[kept], p.t[kept], p.f0[kept], RHO))
+    near(smaller.targets, p.t[kept])
+    assert torch.equal(smaller.x, p.x[kept])
+    assert smaller.summary()["certificate"] < 1e-11
+    # the first fit is as it was
+    near(flat(fit.delta), ridge_oracle(p.j, p.t, p.f0, RHO))
+    assert fit.n == 7
+
+
+@given(st.sets(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 100))
+def test_forgetting_any_set_in_any_problem(left_out: set[int], seed: int) -> None:
+    p = problem(outputs=2, classes=False, seed=seed, hidden=3)
+    kept = without(7, list(left_out))
+    smaller = p.fit(ridge=RHO).forget(list(left_out))
+    near(flat(smaller.delta), ridge_oracle(p.j[kept], p.t[kept], p.f0[kept], RHO))
+    near(smaller.loo(), leave_one_out_oracle(p.j[kept], p.t[kept], p.f0[kept], RHO), 1e-9)
+
+
+@every_solver
+def test_everything_can_be_asked_of_what_is_left(solver: str) -> None:
+    p = problem()
+    kept = without(7, [1, 4])
+    smaller = p.fit(ridge=RHO, solver=solver).forget([4, 1])
+    fresh = linnet.fit(p.lin, (p.x[kept], p.y[kept]), ridge=RHO, solver="dual")
+    for what in ("loo", "informativeness"):
+        near(getattr(smaller, what)(), getattr(fresh, what)(), 1e-9)
+    near(smaller.influence(p.x_test), fresh.influence(p.x_test), 1e-9)
+    near(smaller.predictive(p.x_test).covariance, fresh.predictive(p.x_test).covariance, 1e-9)
+    assert smaller.noise == pytest.approx(fresh.noise, rel=1e-9)
+    assert smaller.temperature == pytest.approx(fresh.temperature, rel=1e-6)
+    if solver == "dual":
+        near(smaller.path([0.1, 1.0]).evidence, fresh.path([0.1, 1.0]).evidence)
+
+
+@every_solver
+def test_forgetting_step_by_step_is_forgetting_at_once(solver: str) -> None:
+    p = problem()
+    fit = p.fit(ridge=RHO, solver=solver)
+    near(flat(fit.forget([1]).forget([3]).delta), flat(fit.forget([1, 4]).delta))
+
+
+@every_solver
+def test_forgetting_and_learning_again(solver: str) -> None:
+    p = problem()
+    fit = p.fit(ridge=RHO, solver=solver)
+    back = fit.forget([2, 5]).update((p.x[[2, 5]], p.y[[2, 5]]))
+    near(flat(back.delta), flat(fit.delta))
+    near(back.predict(p.x_test), fit.predict(p.x_test))
+    assert torch.equal(back.x, p.x[[0, 1, 3, 4, 6, 2, 5]])
+    assert torch.equal(back.labels, p.y[[0, 1, 3, 4, 6, 2, 5]])
+
+
+@every_solver
+def test_learning_in_two_halves_is_learning_at_once(solver: str) -> None:
+    p = problem(n=8)
+    halves = linnet.fit(p.lin, (p.x[:4], p.y[:4]), ridge=RHO, solver=solver, tolerance=1e-13)
+    both = halves.update((p.x[4:], p.y[4:]))
+    whole = p.fit(ridge=RHO, solver=solver)
+    near(flat(both.delta), flat(whole.delta))
+    near(both.loo(), whole.loo(), 1e-9)
+    near(both.predictive(p.x_test).covariance, whole.predictive(p.x_test).covariance, 1e-9)
+    assert both.summary()["certificate"] < 1e-11
+    assert halves.n == 4
+
+
+@given(st.integers(3, 7), st.integers(0, 100))
+def test_updates_of_any_size(first: int, seed: int) -> None:
+    p = problem(n=8, classes=False, outputs=2, seed=seed, hidden=3)
+    fit = linnet.fit(p.lin, (p.x[:first], p.t[:first]), ridge=RHO)
+    near(flat(fit.update((p.x[first:], p.t[first:])).delta), ridge_oracle(p.j, p.t, p.f0, RHO))
+
+
+@pytest.mark.parametrize("ridge", ["loo", "gcv", "evidence", 2.5])
+def test_an_update_may_choose_the_ridge_anew(ridge: float | str) -> None:
+    p = problem(n=9, classes=False, outputs=2)
+    first = linnet.fit(p.lin, (p.x[:4], p.t[:4]), ridge=RHO)
+    larger = first.update((p.x[4:], p.t[4:]), ridge=ridge)
+    whole = linnet.fit(p.lin, (p.x, p.t), ridge=ridge)
+    assert larger.ridge == pytest.approx(whole.ridge, rel=1e-9)
+    near(flat(larger.delta), flat(whole.delta), 1e-8)
+    near(larger.loo(), whole.loo(), 1e-8)
+    assert larger.record.criterion == (ridge if isinstance(ridge, str) else "given")
+    assert "ridge" in larger.summary()["reasons"]["change"]
+    assert first.ridge == RHO
+
+
+@pytest.mark.parametrize("ridge", [0.0, -1.0, float("nan"), "best"])
+def test_an_update_refuses_what_is_no_ridge(ridge: float | str) -> None:
+    p = problem(classes=False)
+    refused(InputError, lambda: p.fit(ridge=RHO).update((p.x[:2], p.t[:2]), ridge=ridge), "ridge")
+
+
+def test_conjugate_gradients_have_no_other_ridge() -> None:
+    p = problem(classes=False)
+    fit = p.fit(ridge=RHO, solver="cg")
+    refused(InputError, lambda: fit.update((p.x[:2], p.t[:2]), ridge="loo"), "dual")
+
+
+def test_new_data_may_be_of_one_class_and_of_any_kind_of_container() -> None:
+    p = problem()
+    fit = p.fit(ridge=RHO)
+    x, y = real(3, 3, seed=9), torch.tensor([1, 1, 1])
+    plain = fit.update((x, y))
+    for data in (TensorDataset(x, y), DataLoader(TensorDataset(x, y), batch_size=2)):
+        near(flat(fit.update(data).delta), flat(plain.delta), 1e-13)
+
+
+def test_new_labels_keep_the_scale_of_the_old() -> None:
+    p = problem()
+    fit = linnet.fit(p.lin, (p.x[:5], p.y[:5]), ridge=RHO, scale=4.0).update((p.x[5:], p.y[5:]))
+    near(fit.targets, p.t * 4.0 / 15.0)
+
+
+def test_targets_given_by_hand_are_kept_through_changes() -> None:
+    p = problem()
+    t = 2.0 * p.t - 1.0
+    fit = linnet.fit(p.lin, (p.x, p.y), targets=t, ridge=RHO)
+    near(fit.forget([0]).targets, t[1:])
+
+
+def test_forgetting_nothing_changes_nothing() -> None:
+    p = problem()
+    fit = p.fit(ridge=RHO)
+    near(flat(fit.forget([]).delta), flat(fit.delta), 1e-14)
+    assert fit.forget(torch.tensor([], dtype=torch.long)).n == 7
+
+
+@pytest.mark.parametrize("indices", [3, [3], (3,), torch.tensor(3), torch.tensor([3], dtype=torch.int32)])
+def test_kinds_of_indices(indices: object) -> None:
+    p = problem()
+    kept = without(7, [3])
+    near(flat(p.fit(ridge=RHO).forget(indices).delta), ridge_oracle(p.j[kept], p.t[kept], p.f0[kept], RHO))
+
+
+def test_a_change_is_noted_in_the_new_fit_alone() -> None:
+    p = problem()
+    fit = p.fit(ridge=RHO)
+    before = fit.summary()
+    smaller = fit.forget([0, 1])
+    larger = fit.update((p.x[:1], p.y[:1]))
+    assert smaller.summary()["reasons"]["change"] == "forgot 2 examples"
+    assert larger.summary()["reasons"]["change"] == "added 1 example"
+    assert smaller.summary()["seconds"]["change"] > 0
+    assert fit.summary() == before
+
+
+def test_forgetting_does_not_run_the_network_on_what_is_forgotten() -> None:
+    """A user who asks to be forgotten leaves nothing in the new fit."""
+    p = problem()
+    smaller = p.fit(ridge=RHO).forget([6])
+    assert smaller.x.untyped_storage().nbytes() == 6 * 3 * 8
+    assert smaller.system.kernel.shape == (18, 18)
+    assert smaller.targets.untyped_storage().nbytes() == 6 * 3 * 8
+
+
+@every_solver
+def test_the_linearization_of_a_fit_is_its_own(solver: str) -> None:
+    """Moving on from one fit must not change another, nor the linearization that both came from."""
+    p = problem()
+    lin = p.lin
+    fit = linnet.fit(lin, (p.x, p.y), ridge=RHO, solver=solver)
+    smaller = fit.forget([0])
+    expected = fit.predict(p.x_test)
+    base = lin.base(p.x_test)
+    smaller.module.relinearize()
+    assert torch.equal(lin.base(p.x_test), base)
+    assert torch.equal(fit.predict(p.x_test), expected)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("indices", "words"),
+    [
+        ([7], ["7", "0 to 6"]),
+        ([0, -1], ["-1", "0 to 6"]),
+        ([1, 2, 1], ["twice", "1"]),
+        (range(7), ["all 7"]),
+        ([1.0], ["indices have type torch.float"]),
+        ([True, False, True, False, False, False, False], ["torch.bool", "nonzero"]),
+        ("three", ["'three'"]),
+        (None, ["None"]),
+        ({1, 2}, ["{1, 2}"]),
+        ([[1, 2], [3]], ["[[1, 2], [3]]"]),
+    ],
+)
+@every_solver
+def test_indices_that_cannot_be_forgotten(solver: str, indices: object, words: list[str]) -> None:
+    fit = problem().fit(ridge=RHO, solver=solver)
+    refused(InputError, lambda: fit.forget(indices), "indices", *words)
+
+
+@every_solver
+def test_new_data_that_cannot_be_used(solver: str) -> None:
+    p = problem()
+    fit = p.fit(ridge=RHO, solver=solver)
+    x, y = p.x[:2], p.y[:2]
+    bad = x.clone()
+    bad[1, 0] = float("nan")
+    refused(DataError, lambda: fit.update((x[:0], y[:0])), "data is empty")
+    refused(DataError, lambda: fit.update((bad, y)), "x", "NaN", "index 1")
+    refused(DataError, lambda: fit.update((x, torch.tensor([0, 3]))), "y", "3", "index 1", "0 to 2")
+    refused(DataError, lambda: fit.update((x, y[:1])), "2 inputs", "(1,)")
+    refused(DataError, lambda: fit.update((x, p.t[:2])), "y", "torch.float64")
+    refused(ModelError, lambda: fit.update((real(2, 4), y)), "x", "(1, 4)")
+    refused(ModelError, lambda: fit.update((x.long(), y)), "x", "int64", "x.float()")
+    refused(InputError, lambda: fit.update(None), "data", "NoneType")
+    refused(InputError, lambda: fit.update((x, torch.zeros(2, 3, dtype=torch.long))), "y", "(2, 3)")
+
+
+def test_regression_cannot_learn_classes() -> None:
+    p = problem(classes=False)
+    refused(DataError, lambda: p.fit().update((p.x[:2], torch.tensor([0, 1]))), "y", "torch.int64")
+
+
+def test_a_network_with_several_outputs_and_examples_without_effect() -> None:
+    """An example that the network ignores (zero Jacobian) can be forgotten and changes nothing."""
+    p = problem(classes=False)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False)).double()
+    x = p.x.clone()
+    x[2] = 0.0
+    fit = linnet.fit(linnet.linearize(model), (x, p.t), ridge=RHO)
+    j, f0 = jacobian_oracle(model, x), output_oracle(model, x)
+    near(flat(fit.forget([2]).delta), flat(fit.delta))
+    near(fit.loo(), leave_one_out_oracle(j, p.t, f0, RHO))
+    assert fit.informativeness()[2] == 0

@@ -1,0 +1,105 @@
+"""Networks whose outputs have several axes, such as a class score at every pixel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linnet
+from linnet.errors import DataError, InputError
+from tests.fitting.problems import near, real, refused
+
+
+class Grid(nn.Module):
+    """Outputs (N, 3, 2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Three rows of two."""
+        out: Tensor = self.layers(x).view(-1, 3, 2)
+        return out
+
+
+X, Y = real(9, 4, seed=1), real(54, seed=2).view(9, 3, 2)
+TURNED = Y.mT.contiguous()
+
+
+def grid() -> nn.Module:
+    """The network, the same each time."""
+    torch.manual_seed(0)
+    return Grid().double()
+
+
+def test_targets_are_taken_in_the_order_of_the_outputs_or_not_at_all() -> None:
+    lin = linnet.linearize(grid())
+    fit = linnet.fit(lin, (X, Y))
+    near(fit.predict(X), linnet.fit(lin, (X, Y.flatten(1))).predict(X))
+    near(fit.predict(X), linnet.fit(lin, (X, Y[..., None])).predict(X))
+    words = "(9, 2, 3)", "outputs (3, 2)", "(N, 3, 2), or (N, 6)"
+    refused(InputError, lambda: linnet.fit(lin, (X, TURNED)), *words)
+    refused(InputError, lambda: fit.update((X, TURNED)), *words)
+    refused(InputError, lambda: linnet.audit.tune_ridge(fit, (X, TURNED)), *words)
+    refused(InputError, lambda: linnet.audit.influence(fit, X, labels=TURNED), "labels", *words)
+    refused(InputError, lambda: linnet.audit.loss_influence(fit, X, TURNED), "labels", *words)
+
+
+@pytest.mark.parametrize("method", ["lqf", "gaf", "nlft"])
+def test_fine_tuning_takes_them_too(method: str) -> None:
+    def tuned(y: Tensor) -> linnet.Finetuned:
+        return linnet.finetune(
+            grid(), (X, y), method, loss="squared", head="keep", activation="relu", steps=9
+        )
+
+    outputs = tuned(Y).predict(X)
+    near(outputs.flatten(1), tuned(Y.flatten(1)).predict(X).flatten(1))
+    with torch.no_grad():
+        before = (grid()(X) - Y).square().sum()
+    assert (outputs.flatten(1) - Y.flatten(1)).square().sum() < before
+    refused(InputError, lambda: tuned(TURNED), "2, 3) but the network has outputs (3, 2)")
+
+
+LABELS = torch.arange(27).view(9, 3) % 2
+
+
+@pytest.mark.parametrize("solver", ["dual", "cg"])
+def test_a_class_at_every_position_is_a_one_hot_target_there(solver: str) -> None:
+    lin = linnet.linearize(grid())
+    dense = 15.0 * nn.functional.one_hot(LABELS, 2).double()
+    expected = linnet.fit(lin, (X, dense), ridge=0.3, solver=solver)
+    for axis in (-1, 2):
+        near(
+            linnet.fit(lin, (X, LABELS), ridge=0.3, solver=solver, axis=axis).predict(X), expected.predict(X)
+        )
+    turned = linnet.linearize(grid(), output=lambda f: f.mT)
+    other = linnet.fit(turned, (X, LABELS), ridge=0.3, solver=solver, axis=1).predict(X)
+    near(other.view(9, 2, 3).mT.flatten(1), expected.predict(X))
+
+
+def test_classes_at_positions_are_kept_by_changes_and_files(tmp_path: Path) -> None:
+    lin = linnet.linearize(grid())
+    whole = linnet.fit(lin, (X, LABELS), ridge=0.3, axis=-1)
+    part = linnet.fit(lin, (X[:6], LABELS[:6]), ridge=0.3, axis=-1)
+    part.save(tmp_path)
+    near(linnet.load_fit(tmp_path, grid()).update((X[6:], LABELS[6:])).predict(X), whole.predict(X))
+    near(whole.forget([6, 7, 8]).predict(X), part.predict(X))
+    held = X[6:], LABELS[6:]
+    chosen = linnet.fit(lin, (X[:6], LABELS[:6]), ridge="validation", validation=held, axis=-1)
+    near(chosen.predict(X), linnet.audit.tune_ridge(part, held).predict(X), 1e-3)
+
+
+def test_labels_at_positions_that_cannot_be_fitted() -> None:
+    lin, ignored = linnet.linearize(grid()), LABELS.clone()
+    ignored[4, 1] = -100
+    refused(InputError, lambda: linnet.fit(lin, (X, LABELS)), "(9, 3)", "axis=-1")
+    refused(DataError, lambda: linnet.fit(lin, (X, ignored), axis=-1), "-100 at [4, 1]", "ignore_index")
+    refused(InputError, lambda: linnet.fit(lin, (X, LABELS), axis=1), "(9, 3)", "(9, 2)", "axis=1")
+    for axis in (3, -3):
+        refused(InputError, lambda axis=axis: linnet.fit(lin, (X, LABELS), axis=axis), f"axis={axis}")
+    refused(InputError, lambda: linnet.fit(lin, (X, LABELS), axis=0), "axis=0", "examples")
+    refused(InputError, lambda: linnet.fit(lin, (X, LABELS), "cross-entropy", axis=-1), "squared")

@@ -1,0 +1,89 @@
+"""What a fit says of its examples is true of the examples that it has, also after a change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import linnet
+from linnet.fitting.head import RECORD
+from tests.fitting.problems import near, real
+
+X, Y = real(12, 3, seed=1), torch.arange(12) % 2
+MORE, MORE_Y = real(4, 3, seed=2), torch.tensor([0, 1, 0, 1])
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "forget": lambda fit: fit.forget([0, 1]),
+    "update": lambda fit: fit.update((MORE, MORE_Y)),
+    "constrain": lambda fit: fit.constrain(MORE, MORE_Y),
+    "tune": lambda fit: linnet.audit.tune_ridge(fit, (MORE, MORE_Y)),
+    "relabel": lambda fit: linnet.audit.counterfactual(fit, 0, 1).fit,
+}
+
+
+def body() -> nn.Module:
+    """A network of four hidden units."""
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def said(fit: Any) -> str:
+    """All remarks in one."""
+    return " ".join(fit.summary()["warnings"])
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_fit_no_longer_claims_held_out_outputs(change: str) -> None:
+    lin = linnet.linearize(linnet.with_head(body(), 2, data=(X, Y), cross_fit=3))
+    fit = linnet.fit(lin, (X, Y))
+    assert "leave-one-out outputs are those of 3 procedures" in said(fit)
+    changed = CHANGES[change](fit)
+    near(changed.loo(), changed.targets - changed.system.loo_residuals())  # the head as it is
+    assert "procedures" not in said(changed)
+    assert "optimistic" in said(changed)
+    assert "fit before it was changed" in said(changed)
+    assert said(changed.forget([3])).count("fit before it was changed") == 1
+
+
+@pytest.mark.parametrize("loss", ["squared", "cross-entropy"])
+def test_the_labels_that_the_head_has_seen_are_counted_anew(loss: str) -> None:
+    lin = linnet.linearize(linnet.with_head(body(), 2, data=(X, Y)))
+    assert not said(linnet.fit(lin, (MORE, MORE_Y), loss))
+    both = linnet.fit(lin, (MORE, MORE_Y), loss).update((X, Y))
+    assert "the head was fitted on 12 of these 16 examples" in said(both)
+    assert "on 11 of these 15" in said(both.forget([15]))
+    rest = both.forget(list(range(4, 16)))
+    assert "no longer has" in said(rest)
+    assert "optimistic" not in said(rest)
+
+
+def test_values_are_known_to_the_head_with_and_without_their_axis() -> None:
+    values = X.sum(1)
+    lin = linnet.linearize(linnet.with_head(body(), 1, data=(X, values)))
+    fit = linnet.fit(lin, (X, values))
+    assert "12 of these 12" in said(fit)
+    assert "11 of these 11" in said(fit.forget([0]))
+
+
+def test_what_was_said_of_a_head_outlives_its_record(tmp_path: Path) -> None:
+    model = linnet.with_head(body(), 2, data=(X, Y))
+    linnet.fit(linnet.linearize(model), (X, Y)).save(tmp_path)
+    delattr(model, RECORD)  # as in a network built anew, with the weights loaded
+    assert "the head was fitted on" in said(linnet.load_fit(tmp_path, model).forget([0]))
+
+
+@pytest.mark.parametrize("loss", ["squared", "cross-entropy"])
+def test_lonely_classes_are_those_of_the_examples_there_are(loss: str) -> None:
+    y = torch.zeros(12, dtype=torch.long)
+    y[3] = 1
+    lin = linnet.linearize(body())
+    fit = linnet.fit(lin, (X, y), loss)
+    assert "1 class(es) have a single example" in said(fit)
+    assert not said(fit.update((MORE, MORE_Y)))
+    assert "single" not in said(fit.forget([3]))
+    assert ("1 class(es) have no example (1)" in said(fit.forget([3]))) == (loss == "cross-entropy")
+    assert "single" in said(linnet.fit(lin, (X, Y), loss).forget([1, 3, 5, 7, 9]))

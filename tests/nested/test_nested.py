@@ -1,0 +1,297 @@
+"""``linnet.adapt`` against dense algebra in float64: the kernel from autograd, every answer from a refit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linnet
+from linnet.errors import DataError, FileFormatError, InputError, ModelError, NumericalError
+from linnet.nested.search import BIAS
+
+HEADS = 3
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    layers = [nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 4)]
+    return nn.Sequential(*layers).double()
+
+
+def samples(n: int, classes: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 1, 4, 4, generator=generator, dtype=torch.float64)
+    return x, torch.arange(n) % classes
+
+
+def dense(net: nn.Module, x: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
+    """Kernels of the head and of the body over all x, by autograd alone."""
+    body = copy.deepcopy(net[:-1])
+    draws = torch.randn(HEADS, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 6**-0.5
+    phi = body(x)
+    rows = []
+    for head in draws:
+        each = [torch.autograd.grad(f @ head, list(body.parameters()), retain_graph=True) for f in phi]
+        rows.append(torch.stack([torch.cat([g.flatten() for g in one]) for one in each]))
+    features = phi.detach() - center
+    return features @ features.T, sum((j @ j.T for j in rows), torch.zeros(())) / HEADS
+
+
+def reference(net: nn.Module, x: Tensor, n: int, weight: float) -> Tensor:
+    """K of the mixture over all x, scaled by the first n."""
+    center = net[:-1](x[:n]).mean(0).detach()
+    head, body = dense(net, x, center)
+    scales = [float(k[:n, :n].diagonal().mean() - k[:n, :n].mean()) for k in (head, body)]
+    return BIAS + (1 - weight) * head / scales[0] + weight * body / scales[1]
+
+
+def solution(kernel: Tensor, targets: Tensor, ridge: float, at: Tensor) -> Tensor:
+    """Outputs everywhere of the ridge regression on some of the samples."""
+    square = kernel[at][:, at] + ridge * torch.eye(len(at), dtype=torch.float64)
+    return kernel[:, at] @ torch.linalg.solve(square, targets[at])
+
+
+N, T, WEIGHT, RIDGE = 12, 5, 0.4, 0.05
+NET = network()
+X, Y = samples(N + T)
+KERNEL = reference(NET, X, N, WEIGHT)
+GOAL = 15.0 * torch.nn.functional.one_hot(Y).double()
+
+
+@pytest.fixture(scope="module")
+def fit() -> linnet.NestedFit:
+    return linnet.adapt(NET, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE, heads=HEADS)
+
+
+def near(found: Tensor, expected: Tensor, tolerance: float = 1e-8) -> bool:
+    return float((found - expected).abs().max()) <= tolerance * float(expected.abs().max())
+
+
+def test_predictions_are_those_of_the_dense_kernel(fit: linnet.NestedFit) -> None:
+    assert near(fit.predict(X), solution(KERNEL, GOAL, RIDGE, torch.arange(N)))
+
+
+def test_variances(fit: linnet.NestedFit) -> None:
+    own = KERNEL[:N, :N] + RIDGE * torch.eye(N, dtype=torch.float64)
+    explained = (KERNEL[N:, :N] @ torch.linalg.solve(own, KERNEL[:N, N:])).diagonal()
+    expected = fit.noise / RIDGE * (KERNEL.diagonal()[N:] - explained)
+    found = fit.predictive(X[N:])
+    assert near(found.variance, expected[:, None].expand(-1, 3), 1e-6)
+    assert near(found.mean, fit.predict(X[N:]))
+    assert torch.allclose(found.probs.sum(1), torch.ones(T, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("memory", [None, "60kB"])
+def test_means_and_variances_share_a_pass(memory: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from linnet.tangent import gram
+
+    counted: list[int] = []
+    features = gram._features
+
+    def counting(task: gram.GramTask, plan: gram.GramPlan, x: Tensor, wanted: tuple[int, int], *rest: object):  # type: ignore[no-untyped-def]
+        counted.append(wanted[1] - wanted[0] if x is task.x1 else 0)
+        return features(task, plan, x, wanted, *rest)  # type: ignore[arg-type]
+
+    fit = linnet.adapt(NET, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE, heads=HEADS, memory=memory)
+    prior = fit.prior
+    apart = prior.cross(X[N:], fit.x, fit.phi), prior.own(X[N:])
+    monkeypatch.setattr(gram, "_features", counting)
+    together = prior.cross_and_own(X[N:], fit.x, fit.phi)
+    assert sum(counted) == T  # every new sample is differentiated once
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(apart, together, strict=True))
+    fresh = linnet.adapt(NET, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE, heads=HEADS, memory=memory)
+    first = fresh.predictive(X[N:])
+    fit.predict(X[N:])
+    second = fit.predictive(X[N:])  # the kernel with the training samples is known here
+    assert torch.allclose(first.covariance, second.covariance, rtol=1e-10)
+    counted.clear()
+    some = fit.influence(X[N + 1 : N + 3])  # of samples that were predicted: nothing is differentiated again
+    assert not counted
+    assert torch.allclose(some, fit.influence(X[N:])[:, 1:3], rtol=1e-12)
+
+
+def test_leave_one_out_is_a_refit(fit: linnet.NestedFit) -> None:
+    loo = fit.loo()
+    for i in range(N):
+        rest = torch.tensor([j for j in range(N) if j != i])
+        assert near(loo[i], solution(KERNEL, GOAL, RIDGE, rest)[i], 1e-7)
+
+
+def test_influence_is_the_difference_of_a_refit(fit: linnet.NestedFit) -> None:
+    found = fit.influence(X[N:])
+    for i in (0, 7):
+        rest = torch.tensor([j for j in range(N) if j != i])
+        without = solution(KERNEL, GOAL, RIDGE, rest)[N:]
+        assert near(found[i], fit.predict(X[N:]) - without, 1e-6)
+
+
+def test_informativeness(fit: linnet.NestedFit) -> None:
+    changes = [(fit.predict(X[:N]) - fit.forget([i]).predict(X[:N])).square().sum(1).mean() for i in range(N)]
+    assert near(fit.informativeness(), torch.stack(changes), 1e-6)
+    assert near(fit.informativeness(X[:N]), torch.stack(changes), 1e-6)
+
+
+def test_forgetting_and_adding(fit: linnet.NestedFit) -> None:
+    rest = torch.tensor([j for j in range(N) if j not in (2, 5)])
+    smaller = fit.forget([2, 5])
+    assert near(smaller.predict(X), solution(KERNEL, GOAL, RIDGE, rest), 1e-7)
+    assert near(smaller.recomputed().predict(X), smaller.predict(X), 1e-7)
+    larger = fit.update((X[N:], Y[N:]))
+    assert near(larger.predict(X), solution(KERNEL, GOAL, RIDGE, torch.arange(N + T)), 1e-7)
+    assert near(larger.forget(list(range(N, N + T))).predict(X), fit.predict(X), 1e-7)
+    assert larger.n == N + T
+    assert larger.labels is not None
+
+
+def test_updating_can_choose_anew(fit: linnet.NestedFit) -> None:
+    anew = fit.update((X[N:], Y[N:]), ridge="loo")
+    expected = linnet.adapt(NET, (X, Y), heads=HEADS)
+    assert (anew.body_weight, anew.ridge) == (expected.body_weight, expected.ridge)
+    assert near(anew.predict(X), expected.predict(X))
+
+
+def test_path(fit: linnet.NestedFit) -> None:
+    path = fit.path([RIDGE, 1.0])
+    assert path.loo_error[0] == pytest.approx(float((fit.targets - fit.loo()).square().sum(1).mean()))
+    assert path.evidence[0] == pytest.approx(fit.system.log_evidence())
+    shared = KERNEL[:N, :N]
+    full = torch.kron(shared, torch.eye(3, dtype=torch.float64))
+    values = torch.linalg.eigvalsh(full)
+    assert path.degrees_of_freedom[1] == pytest.approx(float((values / (values + 1)).sum()))
+    assert fit.ridge in fit.path().ridges
+
+
+def test_without_the_body_it_is_the_linear_probe() -> None:
+    fit = linnet.adapt(NET, (X[:N], Y[:N]), weight=0.0, ridge=RIDGE, heads=HEADS)
+    assert near(fit.predict(X), solution(reference(NET, X, N, 0.0), GOAL, RIDGE, torch.arange(N)))
+    phi = NET[:-1](X[:N]).detach()
+    scale = float((phi - phi.mean(0)).square().sum(1).mean())
+    probe = linnet.with_head(NET, 3, data=(X[:N], Y[:N]), ridge=RIDGE * scale)
+    assert near(fit.predict(X), probe(X).detach(), 1e-3)  # the intercept's prior is wide, not flat
+
+
+def test_a_far_task_takes_the_body_and_pure_noise_the_probe() -> None:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2), nn.ReLU(), nn.Linear(2, 5))
+    x = torch.randn(150, 8)
+    far = linnet.adapt(net, (x, (x[:, 0] * x[:, 1] > 0).long()))
+    assert far.body_weight > 0.2
+    assert "the lower layers help" in far.record.reasons["body"]
+    assert far.record.reasons["verdict"].startswith("The lower layers add ")
+    labels = torch.randint(2, (150,), generator=torch.Generator().manual_seed(0))
+    noise = linnet.adapt(net, (x, labels))
+    assert noise.body_weight == 0
+    assert noise.record.reasons["verdict"].startswith("Use the linear probe")
+
+
+def test_one_sample_a_class_takes_the_probe_by_evidence() -> None:
+    x, _ = samples(4)
+    fit = linnet.adapt(NET, (x, torch.arange(4)))
+    assert fit.body_weight == 0
+    assert fit.record.reasons["ridge"] == "highest evidence"
+    path = fit.path()
+    assert fit.ridge == pytest.approx(path.best("evidence"), rel=1e-6)
+
+
+def test_single_samples_do_not_count() -> None:
+    x, y = samples(10, 2)
+    y[0] = 2
+    fit = linnet.adapt(NET, (x, y), weight=0.0)
+    errors = [(fit.targets - fit.loo()).square().sum(1)[1:].mean()]
+    for ridge in (fit.ridge * 10**0.25, fit.ridge / 10**0.25):
+        other = linnet.adapt(NET, (x, y), weight=0.0, ridge=ridge)
+        errors.append((other.targets - other.loo()).square().sum(1)[1:].mean())
+    assert errors[0] == min(errors)
+    assert any("single example" in line for line in fit.record.warnings)
+
+
+def test_the_grid_of_ridges_grows() -> None:
+    x = torch.randn(60, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).double()
+    exact = linnet.adapt(net, (x, x @ torch.ones(8, 1, dtype=torch.float64)), weight=0.0)
+    assert exact.ridge == pytest.approx(1e-6)
+    assert any("no regularization" in line for line in exact.record.warnings)
+    noise = torch.randn(60, 1, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    assert linnet.adapt(net, (x, noise), weight=0.0).ridge > 1
+
+
+def test_a_ridge_below_the_rounding_is_refused() -> None:
+    data = X[:N].float(), Y[:N]
+    net = network().float()
+    with pytest.raises(NumericalError, match=r"below the rounding.*or more"):
+        linnet.adapt(net, (torch.cat([data[0], data[0]]), torch.cat([data[1], data[1]])), ridge=1e-12)
+    exact = linnet.adapt(network(), (data[0].double(), data[1]), ridge=0.01, weight=0.5).loo()
+    assert near(linnet.adapt(net, data, ridge=0.01, weight=0.5).loo().double(), exact, 1e-3)
+
+
+def test_regression_of_several_values() -> None:
+    values = X[:N].flatten(1)[:, :2]
+    fit = linnet.adapt(NET, (X[:N], values), weight=WEIGHT, ridge=RIDGE, heads=HEADS)
+    padded = torch.cat([values, torch.zeros(T, 2, dtype=torch.float64)])
+    assert near(fit.predict(X), solution(KERNEL, padded, RIDGE, torch.arange(N)))
+    assert fit.classes is None
+    assert fit.temperature is None
+
+
+def test_files(fit: linnet.NestedFit, tmp_path: Path) -> None:
+    fit.save(tmp_path)
+    again = linnet.load_adapted(tmp_path, NET)
+    assert near(again.predict(X), fit.predict(X))
+    assert near(again.forget([1]).predict(X), fit.forget([1]).predict(X))
+    assert again.summary()["reasons"] == fit.summary()["reasons"]
+    other = network()
+    with torch.no_grad():
+        other[0].weight[0, 0, 0, 0] += 1
+    with pytest.raises(FileFormatError, match="other weights"):
+        linnet.load_adapted(tmp_path, other)
+
+
+def test_a_folder_of_another_kind_of_fit_names_its_reader(fit: linnet.NestedFit, tmp_path: Path) -> None:
+    fit.save(tmp_path)
+    with pytest.raises(InputError, match=r"read it with linnet.load_adapted"):
+        linnet.load_fit(tmp_path, NET)
+
+
+def test_the_network_is_not_touched() -> None:
+    net = network().train()
+    before = {name: t.clone() for name, t in net.state_dict().items()}
+    linnet.adapt(net, (X[:N], Y[:N]))
+    assert net.training
+    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"weight": 1.5}, InputError, "weight=1.5"),
+        ({"ridge": -1.0}, InputError, "ridge=-1.0"),
+        ({"heads": 0}, InputError, "heads=0"),
+        ({"seed": True}, InputError, "seed=True"),
+        ({"model": nn.ReLU()}, ModelError, "no floating-point parameter"),
+        ({"model": 3}, InputError, "model=3"),
+        ({"data": (X[:1], Y[:1])}, DataError, "single example"),
+        ({"data": (X[:3], torch.zeros(3).long())}, DataError, "one class only"),
+        ({"data": (X[:3], torch.tensor([0, 1, -1]))}, DataError, "out of range"),
+        ({"data": (X[:0], Y[:0])}, DataError, "empty"),
+        ({"data": (X[:3] * torch.nan, Y[:3])}, DataError, "NaN"),
+    ],
+)
+def test_bad_input(change: dict[str, object], error: type[Exception], text: str) -> None:
+    given: dict[str, object] = {"model": NET, "data": (X[:N], Y[:N]), **change}
+    with pytest.raises(error, match=text):
+        linnet.adapt(given.pop("model"), given.pop("data"), **given)  # type: ignore[arg-type]
+
+
+def test_bad_questions(fit: linnet.NestedFit) -> None:
+    with pytest.raises(DataError, match="NaN"):
+        fit.predict(X * torch.nan)
+    with pytest.raises(InputError, match="ridge="):
+        fit.update((X[N:], Y[N:]), ridge="best")
+    with pytest.raises(InputError, match="indices"):
+        fit.forget([N])
+    with pytest.raises(DataError, match="float"):
+        fit.update((X[N:], X[N:].flatten(1)[:, :3]))

@@ -1,0 +1,229 @@
+"""``linnet.adapt(..., tune=True)``: trained lower layers, judged on held-out folds, solved again."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linnet
+from linnet.errors import InputError
+from linnet.nested import tuning as module
+from linnet.nested.nested_fit import NestedFit
+from linnet.nested.rungs import ladder, verdict
+from linnet.nested.tuning import FOLDS, Tuning, held_out
+
+BIAS = 1e4
+
+
+def network(outputs: int = 5) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, outputs)]
+    return nn.Sequential(*layers).double()
+
+
+def waves(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Two classes that only features of a higher frequency than the network's can part."""
+    x = torch.randn(n, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x, (torch.sin(3 * x[:, 0]) > 0).long()
+
+
+DATA, TEST = waves(120), waves(400, 1)
+
+
+@pytest.fixture(autouse=True)
+def rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps and rates of a network this small."""
+    small(monkeypatch)
+
+
+def small(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(module, "STEPS", 300)
+    patch.setattr(module, "RATES", (1e-2, 3e-2))
+    patch.setattr(module, "FIRST", 0)
+
+
+@pytest.fixture(scope="module")
+def fits() -> tuple[NestedFit, NestedFit]:
+    """The fit at the original weights and the one at trained weights."""
+    patch = pytest.MonkeyPatch()
+    small(patch)
+    found = linnet.adapt(network(), DATA), linnet.adapt(network(), DATA, tune=True)
+    patch.undo()
+    return found
+
+
+def accuracy(fit: NestedFit) -> float:
+    return float((fit.predict(TEST[0]).argmax(1) == TEST[1]).double().mean())
+
+
+def test_training_is_taken_where_it_helps(fits: tuple[NestedFit, NestedFit]) -> None:
+    plain, tuned = fits
+    assert tuned.trained
+    assert not plain.trained
+    assert accuracy(tuned) > accuracy(plain) + 0.1
+    assert [rung.taken for rung in tuned.rungs][-1]
+    assert tuned.record.reasons["verdict"].startswith("Use the trained lower layers: they add")
+    assert tuned.record.criterion == "folds"
+    assert any("trained on the same labels" in text for text in tuned.record.warnings)
+    assert "forgetting them gives the same class as training again" in tuned.record.reasons["retraining"]
+
+
+def test_the_fit_is_ridge_regression_on_the_trained_features(fits: tuple[NestedFit, NestedFit]) -> None:
+    fit = fits[1]
+    model = copy.deepcopy(fit.prior.features.model)
+    x = torch.cat([DATA[0], TEST[0][:7]])
+    phi = model[:-1](x).detach()
+    phi = phi - phi[: len(DATA[0])].mean(0)
+    head = phi @ phi.T
+    names = [name for name, _ in model.named_parameters() if not name.startswith("4.")]
+    body = linnet.linearize(model, params=names).jacobian(x)
+    body = sum((j @ j.T for j in body.unbind(1)), torch.zeros(())) / fit.prior.features.heads
+    n, weight = fit.n, fit.body_weight
+    scales = [float(k[:n, :n].diagonal().mean() - k[:n, :n].mean()) for k in (head, body)]
+    kernel = BIAS + (1 - weight) * head / scales[0] + weight * body / scales[1]
+    square = kernel[:n, :n] + fit.ridge * torch.eye(n, dtype=torch.float64)
+    expected = kernel[n:, :n] @ torch.linalg.solve(square, fit.targets.double())
+    assert torch.allclose(fit.predict(x[n:]), expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
+
+
+def test_held_out_outputs_are_those_of_a_network_trained_without_the_fold(
+    fits: tuple[NestedFit, NestedFit],
+) -> None:
+    plain, fit = fits
+    rate = float(fit.record.reasons["training"].split()[2].rstrip(","))
+    tuning = Tuning(plain, 0)
+    rest, held = tuning.parts(1)
+    assert sorted(torch.cat([tuning.parts(k)[1] for k in range(FOLDS)]).tolist()) == list(range(fit.n))
+    network = tuning.trained(rest, rate)
+    kernels = tuning.kernels(network, fit.body_weight > 0)
+    kernel = kernels.mixed(fit.body_weight)[0]
+    square = kernel[rest][:, rest] + fit.ridge * torch.eye(len(rest), dtype=torch.float64)
+    expected = kernel[held][:, rest] @ torch.linalg.solve(square, fit.targets[rest].double())
+    assert fit.held_out is not None
+    assert torch.allclose(fit.held_out[held], expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
+    assert torch.equal(fit.loo(), fit.held_out)
+
+
+def test_the_network_that_is_given_stays_as_it_is() -> None:
+    net = network()
+    before = copy.deepcopy(net.state_dict())
+    linnet.adapt(net, DATA, tune=True)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(p.requires_grad for p in net.parameters())
+
+
+def test_a_saved_fit_comes_back(tmp_path: Path, fits: tuple[NestedFit, NestedFit]) -> None:
+    fit = fits[1]
+    fit.save(tmp_path)
+    back = linnet.load_adapted(tmp_path, network())
+    assert back.trained
+    assert back.rungs == fit.rungs
+    assert (back.noise, back.temperature, back.variance_scale) == (
+        fit.noise,
+        fit.temperature,
+        fit.variance_scale,
+    )
+    assert torch.equal(back.loo(), fit.loo())
+    # the bias's kernel of 1e4 and a ridge of 3e-4 leave seven digits
+    assert torch.allclose(back.predict(TEST[0]), fit.predict(TEST[0]), atol=1e-5)
+    again = back.forget([3]).predictive(TEST[0]).probs
+    assert torch.allclose(again, fit.forget([3]).predictive(TEST[0]).probs, atol=1e-6)
+
+
+def test_changes_keep_what_folds_told(fits: tuple[NestedFit, NestedFit]) -> None:
+    fit = fits[1]
+    less = fit.forget([0, 5])
+    assert less.trained
+    assert (less.noise, less.temperature) == (fit.noise, fit.temperature)
+    assert less.loo().shape == (fit.n - 2, 2)
+    assert torch.allclose(less.predict(TEST[0]), less.recomputed().predict(TEST[0]), atol=1e-6)
+    more = fit.update((TEST[0][:4], TEST[1][:4]))
+    assert torch.allclose(more.loo()[-4:], fit.predict(TEST[0][:4]), atol=1e-5)
+    with pytest.raises(InputError, match="lower layers were trained"):
+        fit.update((TEST[0][:4], TEST[1][:4]), ridge="loo")
+
+
+def test_probabilities_are_calibrated_by_held_out_outputs(fits: tuple[NestedFit, NestedFit]) -> None:
+    fit = fits[1]
+    confidence = float(fit.predictive(TEST[0]).probs.max(1).values.mean())
+    assert abs(confidence - accuracy(fit)) < 0.12  # leave-one-out at these weights would claim 0.2 more
+
+
+def test_regression_is_trained_as_well() -> None:
+    x, y = DATA[0], torch.sin(3 * DATA[0][:, :1])
+    fit = linnet.adapt(network(1), (x, y), tune=True)
+    assert fit.trained
+    assert fit.rungs[-1].points is None
+    assert "less error on held-out folds than" in fit.record.reasons["verdict"]
+    truth = torch.sin(3 * TEST[0][:, :1])
+    found = fit.predictive(TEST[0])
+    plain = linnet.adapt(network(1), (x, y)).predict(TEST[0])
+    assert float((found.mean - truth).square().mean()) < float((plain - truth).square().mean())
+    z = (found.mean - truth)[:, 0] / (found.variance[:, 0] + fit.noise).sqrt()
+    assert float(z.square().median()) < 2
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ((DATA[0][:5], DATA[1][:5]), "5 samples"),
+        ((DATA[0][:8], torch.arange(8)), "0 samples are of classes with more than one"),
+        ((DATA[0][:8], torch.tensor([0, 0, 0, 0, 0, 0, 0, 1])), "leaves one class only"),
+    ],
+)
+def test_too_few_samples_keep_the_linear_fit(data: Any, said: str) -> None:
+    fit = linnet.adapt(network(), data, tune=True)
+    assert not fit.trained
+    assert said in fit.record.reasons["verdict"]
+
+
+def test_rates_at_which_the_network_breaks_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RATES", (1e-2, float("inf")))
+    monkeypatch.setattr(module, "FIRST", 1)
+    fit = linnet.adapt(network(), DATA, tune=True)
+    assert fit.record.reasons["training"].startswith("Adam at 0.01,")
+    monkeypatch.setattr(module, "RATES", (float("inf"),) * 2)
+    fit = linnet.adapt(network(), DATA, tune=True)
+    assert not fit.trained
+    assert "no learning rate" in fit.record.reasons["verdict"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("weight", 0.5), ("ridge", 0.1)])
+def test_what_folds_choose_cannot_be_given(name: str, value: float) -> None:
+    with pytest.raises(InputError, match=name):
+        linnet.adapt(network(), DATA, tune=True, **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="tune"):
+        linnet.adapt(network(), DATA, tune="yes")  # type: ignore[arg-type]
+
+
+def test_outputs_of_a_fold_are_ridge_regression_on_the_others() -> None:
+    root = torch.randn(9, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    kernel, t = root @ root.T, root[:, :2].sin()
+    parts = torch.tensor([0, 1, 2, 4, 5, 7]), torch.tensor([3, 6, 8])
+    found = held_out(kernel, t, parts, (0.1, 2.0))
+    for ridge, outputs in zip((0.1, 2.0), found, strict=True):
+        square = kernel[parts[0]][:, parts[0]] + ridge * torch.eye(6, dtype=torch.float64)
+        expected = kernel[parts[1]][:, parts[0]] @ torch.linalg.solve(square, t[parts[0]])
+        assert torch.allclose(outputs, expected, atol=1e-10)
+
+
+def test_rungs_are_compared_sample_by_sample(fits: tuple[NestedFit, NestedFit]) -> None:
+    targets = fits[0].training_targets
+    truth = targets.values
+    noise = torch.randn(truth.shape, generator=torch.Generator().manual_seed(0), dtype=truth.dtype)
+    rungs = ladder([("linear probe", truth + 4 * noise)], truth + 3 * noise, targets, 7.0)
+    gains = (16 - 9) * noise.square().sum(1) / (16 * noise.square().sum(1).mean())
+    assert rungs[1].gain == pytest.approx(float(gains.mean()))
+    assert rungs[1].gain_error == pytest.approx(float(gains.std()) / len(gains) ** 0.5)
+    assert (rungs[1].taken, rungs[1].seconds) == (True, 7.0)
+    kept = ladder([("linear probe", truth + 3 * noise)], truth + 2.95 * noise.flip(0), targets, 7.0)
+    assert kept[0].taken
+    assert verdict(kept).startswith("Use the linear probe: training the lower layers would add")
+    worse = ladder([("linear probe", truth + 3 * noise)], truth + 4 * noise, targets, 7.0)
+    assert worse[0].taken
+    assert "% more error on held-out folds" in verdict(worse)

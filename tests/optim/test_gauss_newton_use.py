@@ -1,0 +1,406 @@
+"""The Gauss-Newton optimizer in its user's hands: groups, schedules, states, modes, failures, processes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from linnet.errors import DataError, InputError, ModelError, NumericalError
+from linnet.likelihoods import Bernoulli, Categorical
+from linnet.optim.gauss_newton import GaussNewton
+from linnet.optim.gauss_newton_batch import GrowingBatches, suggested_batch
+from linnet.optim.gauss_newton_settings import Damping
+from tests.optim.gauss_newton_cases import classes, classifier, flat, mlp, regressor, values, weight_of
+
+ROOT = Path(__file__).resolve().parents[2]
+STRUCTURES = ["kfac", "kfra", "ekfac", "diagonal", "full"]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_resumes_with_the_same_bits(structure: str) -> None:
+    options: dict[str, Any] = {
+        "structure": structure,
+        "damping": Damping(zeta_period=3),
+        "momentum": True,
+        "inverse_period": 4,
+    }
+    net = mlp()
+    optimizer = classifier(net, **options)
+    for k in range(6):
+        optimizer.step(*classes(seed=k))
+    file = io.BytesIO()
+    torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    later = [optimizer.step(*classes(seed=k)) for k in range(6, 12)]
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    twin = mlp(seed=5)
+    twin.load_state_dict(saved["net"])
+    resumed = classifier(twin, **options)
+    resumed.load_state_dict(saved["optimizer"])
+    again = io.BytesIO()
+    torch.save(resumed.state_dict(), again)  # also before the first step
+    reports = [resumed.step(*classes(seed=k)) for k in range(6, 12)]
+    assert reports == later
+    assert torch.equal(flat(net), flat(twin))
+
+
+def test_state_of_something_else_is_refused() -> None:
+    with pytest.raises(InputError, match="lacks what GaussNewton keeps"):
+        classifier(mlp()).load_state_dict(torch.optim.SGD(mlp().parameters(), lr=1.0).state_dict())
+    optimizer = classifier(mlp(), damping=1.0)
+    optimizer.step(*classes())
+    other = classifier(mlp(), structure="diagonal", damping=1.0)
+    other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(InputError, match="state"):
+        other.step(*classes())
+
+
+def test_groups_have_rates_and_decays_of_their_own() -> None:
+    net = mlp()
+    optimizer = classifier(net, damping=0.1, weight_decay=0.2)
+    biases = [p for name, p in net.named_parameters() if name.endswith("bias")]
+    optimizer.add_param_group({"params": biases, "weight_decay": 0.0, "lr": 0.0})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
+    before = [b.detach().clone() for b in biases]
+    weight = weight_of(net, "0").clone()
+    report = optimizer.step(*classes())
+    assert all(torch.equal(a, b) for a, b in zip(before, biases, strict=True))
+    assert not torch.equal(weight, weight_of(net, "0"))
+    squares = sum(
+        float(p.detach().square().sum()) for name, p in mlp().named_parameters() if "weight" in name
+    )
+    assert report.objective - report.loss == pytest.approx(0.5 * 0.2 * squares, rel=1e-10)
+    with pytest.raises(InputError, match="not trained"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def test_scheduler_scales_the_step() -> None:
+    net = mlp()
+    optimizer = classifier(net, damping=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    first = optimizer.step(*classes())
+    scheduler.step()
+    before = flat(net)
+    report = optimizer.step(*classes())
+    assert report.step_norm == pytest.approx(0.1 * report.alpha * report.direction_norm, rel=1e-10)
+    assert float((flat(net) - before).norm()) == pytest.approx(report.step_norm, rel=1e-10)
+    assert first.step_norm == pytest.approx(first.alpha * first.direction_norm, rel=1e-10)
+
+
+def test_closure_and_given_gradients_are_the_same_step() -> None:
+    x, y = classes()
+    weights = []
+    for way in ("own", "closure", "given"):
+        net = mlp()
+        optimizer = classifier(net, damping=Damping(0.1, 0.1, tau_period=1))
+
+        def closure(net: nn.Module = net, optimizer: GaussNewton = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(x), y)
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            if way == "own":
+                optimizer.step(x, y)
+            elif way == "closure":
+                optimizer.step(x, y, closure=closure)
+            else:
+                optimizer.step(x, y, loss=closure())
+        weights.append(flat(net))
+    assert torch.allclose(weights[0], weights[1], rtol=1e-9)
+    assert torch.allclose(weights[0], weights[2], rtol=1e-9)
+
+
+def test_mixed_precision_touches_loss_and_gradient_alone() -> None:
+    def run(enabled: bool) -> tuple[Any, Tensor]:
+        net = mlp().float()
+        optimizer = classifier(net, damping=0.1)
+        x, y = classes()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            report = optimizer.step(x.float(), y)
+        return report, flat(net)
+
+    (plain, a), (mixed, b) = run(False), run(True)
+    assert mixed.loss != plain.loss
+    assert mixed.loss == pytest.approx(plain.loss, rel=0.02)
+    assert a.dtype == b.dtype == torch.float32
+    assert torch.allclose(a, b, atol=0.05)
+
+
+def test_training_mode_belongs_to_the_loss() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 3))
+    x, y = classes()
+    x = x.float()
+    optimizer = classifier(net, damping=Damping(0.1, 0.1, tau_period=1), lr=0.01)
+    norm = net[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    report = optimizer.step(x, y)
+    assert net.training
+    assert int(norm.get_buffer("num_batches_tracked")) == 1  # one pass moves it, measuring ρ does not
+    assert report.rho is not None
+    assert abs(report.rho) < 3  # with other units dropped the loss itself would move far more than this step
+    net.eval()
+    optimizer.step(x, y)
+    assert int(norm.get_buffer("num_batches_tracked")) == 1
+
+
+def test_frozen_half_way() -> None:
+    net = mlp()
+    optimizer = classifier(net, damping=0.1, weight_decay=0.1, momentum=True)
+    optimizer.step(*classes())
+    net.get_submodule("0").requires_grad_(False)
+    kept, moved = weight_of(net, "0").clone(), weight_of(net, "2").clone()
+    optimizer.step(*classes())
+    assert torch.equal(kept, weight_of(net, "0"))
+    assert not torch.equal(moved, weight_of(net, "2"))
+
+
+def test_takes_back_a_step_that_went_wrong() -> None:
+    x, y = classes()
+    net = mlp()
+    optimizer = classifier(net, damping=0.1)
+    optimizer.step(x, y)
+    good = flat(net)
+    optimizer.step(x, y)
+    with torch.no_grad():
+        weight_of(net, "0").fill_(math.nan)
+    report = optimizer.step(x, y)
+    assert report.rejected
+    assert report.zeta == pytest.approx(0.4)
+    assert math.isfinite(report.loss)
+    assert bool(flat(net).isfinite().all())
+    assert float((flat(net) - good).norm()) < 10
+    assert not optimizer.step(x, y).rejected
+
+
+def test_absurd_growth_is_taken_back_at_once_where_it_is_measured() -> None:
+    x, y = values()
+    net = mlp()
+    optimizer = regressor(net, damping=Damping(1.0, 1.0, tau_period=1), lr=1e4, limit=1.0)
+    before = flat(net)
+    report = optimizer.step(x, y)
+    assert report.rejected
+    assert report.rho == -math.inf
+    assert report.tau == 4.0
+    assert torch.equal(flat(net), before)
+
+
+def test_too_many_rejections_end_with_an_error() -> None:
+    x, y = values()
+    net = mlp()
+    before = flat(net)
+    optimizer = regressor(net, damping=Damping(1e-3, 1e-3, tau_period=1), lr=1e8, rejections=3)
+    optimizer.step(x, y)
+    optimizer.step(x, y)
+    with pytest.raises(NumericalError, match="3 steps in a row"):
+        optimizer.step(x, y)
+    assert optimizer.steps == 3
+    assert torch.equal(flat(net), before)
+
+
+def test_a_hard_batch_costs_a_step_and_no_more() -> None:
+    """A finite loss far above the first one takes a step back; training goes on from there."""
+    x, y = values()
+    net = mlp()
+    optimizer = regressor(net, damping=1.0)
+    optimizer.step(x, y)
+    optimizer.step(x, y)
+    report = optimizer.step(x, 100 * y)
+    assert report.rejected
+    assert report.tau > 1.0
+    reports = [optimizer.step(x, y) for _ in range(3)]  # the first of these takes the hard batch's step back
+    assert [one.rejected for one in reports] == [True, False, False]
+
+
+def test_batch_size_may_change() -> None:
+    net = mlp()
+    optimizer = classifier(net, damping=0.1)
+    assert [optimizer.step(*classes(n)).examples for n in (20, 3, 50)] == [20, 3, 50]
+
+
+def test_noise_suggests_a_batch() -> None:
+    x, y = classes(40)
+    net = mlp()
+    optimizer = classifier(net, damping=Damping(1e-9, 1.0, tau_period=0), noise=True)
+    before = mlp()
+    report = optimizer.step(x, y)
+    step = dict(zip(dict(net.named_parameters()), net.parameters(), strict=True))
+    delta = {k: (p - dict(before.named_parameters())[k]).detach() for k, p in step.items()}
+    old = {k: p.detach() for k, p in before.named_parameters()}
+    f, t, *_ = torch.func.jvp(lambda p: torch.func.functional_call(before, p, (x,)), (old,), (delta,))
+    p = f.softmax(1)
+    u = p - nn.functional.one_hot(y, 3)
+    weighed = p * t - p * (p * t).sum(1, keepdim=True)
+    each = -((u * t).sum(1) + 0.5 * (t * weighed).sum(1))
+    assert float(each.mean()) == pytest.approx(-report.model_reduction, rel=1e-5)
+    noise = float(each.std(correction=0)) / math.sqrt(40)
+    assert report.noise == pytest.approx(noise, rel=1e-8)
+    assert report.suggested_batch == suggested_batch(40, noise, report.model_reduction)
+    assert classifier(mlp(), damping=1.0).step(x, y).suggested_batch is None
+
+
+def test_batches_grow_when_asked_in_a_row() -> None:
+    x, y = torch.arange(30.0)[:, None], torch.zeros(30, 1)
+    batches = GrowingBatches(x, y, size=10, largest=15, patience=2)
+    seen, stream = [], iter(batches)
+    for _ in range(3):
+        seen.append(next(stream)[0])
+    assert sorted(torch.cat(seen).flatten().tolist()) == list(range(30))
+    report = classifier(mlp(), damping=1.0, noise=True).step(*classes())._replace(suggested_batch=18)
+    batches.follow(report)
+    assert batches.size == 10
+    batches.follow(report)
+    assert batches.size == 15
+    assert len(next(stream)[0]) == 15
+    with pytest.raises(InputError, match="size"):
+        GrowingBatches(x, y, size=31)
+    with pytest.raises(InputError, match="suggested_batch"):
+        batches.follow(report._replace(suggested_batch=None))
+
+
+ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({"damping": -1.0}, "damping"),
+    ({"damping": Damping(decay=1.5)}, "decay"),
+    ({"damping": Damping(tau_period=-1)}, "tau_period"),
+    ({"damping": Damping(inversion="other")}, "inversion"),
+    ({"weight_decay": -0.1}, "weight_decay"),
+    ({"lr": 0.0}, "lr"),
+    ({"momentum": 0.9}, "momentum"),
+    ({"inverse_period": 0}, "inverse_period"),
+    ({"examples": 0}, "examples"),
+    ({"limit": -1.0}, "limit"),
+    ({"average": 2.0}, "average"),
+    ({"betas": (0.9, 0.99)}, "betas"),
+    ({"seed": "a"}, "seed"),
+    ({"structure": 3}, "structure=3"),
+    ({"structure": "kfzz"}, "kfzz"),
+    ({"structure": "low-rank"}, "low-rank"),
+    ({"structure": "kfac", "expectation": "recursion"}, "recursion"),
+]
+
+
+@pytest.mark.parametrize(("options", "match"), ERRORS)
+def test_wrong_arguments(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        classifier(mlp(), **options)
+
+
+def test_wrong_batches() -> None:
+    x, y = classes()
+    optimizer = classifier(mlp(), damping=0.1)
+    with pytest.raises(InputError, match="likelihood"):
+        GaussNewton(mlp(), "cross-entropy")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="no examples"):
+        optimizer.step()
+    with pytest.raises(InputError, match="y is None"):
+        optimizer.step(x)
+    with pytest.raises(InputError, match="both"):
+        optimizer.step(x, y, closure=lambda: torch.zeros(()), loss=1.0)
+    with pytest.raises(DataError, match="NaN"):
+        optimizer.step(x * math.nan, y)
+    with pytest.raises(DataError):
+        optimizer.step(x, y + 3)
+    net = mlp()
+    with torch.no_grad():
+        weight_of(net, "0").mul_(1e308)
+    with pytest.raises((NumericalError, ModelError)):
+        classifier(net, damping=0.1).step(x * 1e10, y)
+
+
+def test_kfra_names_what_it_cannot_follow() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h: Tensor = self.first(x).tanh()
+            branched: Tensor = self.third(h + self.second(h).tanh())
+            return branched
+
+    x, y = classes()
+    with pytest.raises(ModelError, match=r"KFRA cannot follow the network at first: .* one way") as e:
+        classifier(Branching(), structure="kfra").step(x.float(), y)
+    assert 'structure="kfac"' in str(e.value)  # what to use instead
+    classifier(Branching(), structure="kfac").step(x.float(), y)
+
+
+def test_wide_outputs_of_an_autoencoder() -> None:
+    """Neither KFRA nor the step size forms Λ of 400 outputs for each example."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(400, 12), nn.Sigmoid(), nn.Linear(12, 400))
+    x = (torch.rand(64, 400) < 0.2).float()
+    optimizer = GaussNewton(net, Bernoulli(), structure="kfra")
+    reports = [optimizer.step(x, x) for _ in range(8)]
+    assert reports[-1].loss < 0.75 * reports[0].loss
+
+
+def run_rank(rank: int, size: int, folder: Path) -> None:
+    """One of several processes, each with every second example."""
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    for structure in ("kflr", "kfra"):
+        net = mlp()
+        optimizer = GaussNewton(
+            nn.parallel.DistributedDataParallel(net), Categorical(), structure=structure, noise=True
+        )
+        reports = []
+        for k in range(7):
+            x, y = classes(seed=k)
+            reports.append(optimizer.step(x[rank::size], y[rank::size])._asdict())
+        torch.save({"weights": flat(net), "reports": reports}, folder / f"{structure}{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__]
+    ranks = [
+        subprocess.Popen([*command, str(rank), "2", str(tmp_path)], env=environment) for rank in range(2)
+    ]
+    assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
+    for structure in ("kflr", "kfra"):
+        net = mlp()
+        optimizer = classifier(net, structure=structure, noise=True)
+        own = [optimizer.step(*classes(seed=k)) for k in range(7)]
+        for rank in range(2):
+            found = torch.load(tmp_path / f"{structure}{rank}.pt", weights_only=True)
+            assert torch.allclose(found["weights"], flat(net), rtol=1e-7, atol=1e-9)
+            for a, b in zip(own, found["reports"], strict=True):
+                assert a.examples == b["examples"] == 20
+                assert a.noise == pytest.approx(b["noise"], rel=1e-6)
+
+
+if __name__ == "__main__":
+    run_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+
+
+@pytest.mark.parametrize("structure", ["kfac", "kfra", "ekfac", "full"])
+@pytest.mark.parametrize("way", ["copy", "pickle"])
+def test_copies_of_network_and_optimizer_go_on_alike(structure: str, way: str) -> None:
+    net = mlp()
+    x, y = classes()
+    optimizer = GaussNewton(net, Categorical(), structure)
+    for _ in range(2):
+        optimizer.step(x, y)
+    both = (net, optimizer)
+    other, copied = copy.deepcopy(both) if way == "copy" else pickle.loads(pickle.dumps(both))
+    start = flat(net)
+    reports = [copied.step(x, y) for _ in range(6)]
+    assert torch.equal(flat(net), start)  # the copy has weights of its own
+    assert [optimizer.step(x, y) for _ in range(6)] == reports
+    assert torch.equal(flat(net), flat(other))

@@ -1,0 +1,327 @@
+"""Eigenfunctions against dense eigendecompositions, and energy concentration against its definition."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import linnet
+from linnet.errors import DataError, InputError, MemoryBudgetError, NumericalError
+from linnet.spectrum import kernel_eigenpairs
+from linnet.spectrum.kernel_matrix import KernelOperator
+from linnet.testing.oracles import kernel_oracle
+from tests.fitting.problems import near, problem, real, refused
+
+ONE = problem(n=16, outputs=1, classes=False, hidden=12)
+MANY = problem(n=10, outputs=3, classes=False, hidden=12)
+WIDE = problem(n=40, outputs=1, classes=False, hidden=40)
+Kind = Literal["full", "trace", "sum"]
+KINDS: tuple[Kind, ...] = ("full", "trace", "sum")
+METHODS: tuple[Any, ...] = ("eigh", "lanczos", "matrix-free", "auto")
+
+
+def dense(p: Any, outputs: Kind) -> Tensor:
+    """The kernel as a matrix."""
+    k = kernel_oracle(p.j, outputs=outputs)
+    return k.flatten(0, 1).flatten(1) if outputs == "full" else k
+
+
+def leading(k: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Leading eigenpairs by a dense decomposition."""
+    values, vectors = torch.linalg.eigh(k)
+    return values.flip(0)[:count], vectors.flip(1)[:, :count]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("outputs", KINDS)
+def test_eigenpairs_are_those_of_the_dense_kernel(outputs: Kind, method: Any) -> None:
+    k = dense(MANY, outputs)
+    values, vectors = leading(k, 4)
+    found = linnet.spectrum.eigenfunctions(MANY.model, MANY.x, 4, outputs, method=method, tolerance=1e-11)
+    near(found.values, values / 10)  # Mercer's eigenvalues: of K / N
+    flat = found.vectors.reshape(-1, 4)
+    near(flat @ flat.T, vectors @ vectors.T, 1e-7)  # free of signs
+    near((k @ flat) / 10, flat * found.values, 1e-7)
+    assert found.vectors.shape == ((10, 3, 4) if outputs == "full" else (10, 4))
+    assert found.method == ("eigh" if method == "auto" else method)
+    assert found.residual < 1e-10
+    assert bool((flat.gather(0, flat.abs().argmax(0, keepdim=True)) > 0).all())
+
+
+@pytest.mark.parametrize("outputs", KINDS)
+def test_functions_are_orthonormal_in_the_mean(outputs: Kind) -> None:
+    found = linnet.spectrum.eigenfunctions(MANY.model, MANY.x, None, outputs)
+    phi = found.functions.reshape(10, -1, found.k)
+    near(torch.einsum("nqj,nqk->jk", phi, phi) / 10, torch.eye(found.k, dtype=torch.float64))
+    # Mercer: Θ = Σ_j λ_j φ_j φ_jᵀ
+    flat = phi.flatten(0, 1)
+    near((flat * found.values) @ flat.T, dense(MANY, outputs))
+
+
+@pytest.mark.parametrize("outputs", KINDS)
+def test_nystrom_extension(outputs: Kind) -> None:
+    found = linnet.spectrum.eigenfunctions(MANY.model, MANY.x, 4, outputs)
+    near(found(MANY.x), found.functions, 1e-8)
+    cross = kernel_oracle(MANY.j_test, MANY.j, outputs)
+    cross = cross.flatten(0, 1).flatten(1) if outputs == "full" else cross
+    expected = cross @ found.functions.reshape(-1, 4) / (10 * found.values)
+    near(found(MANY.x_test).reshape(-1, 4), expected, 1e-8)
+    near(found(MANY.x_test, [2, 0]), found(MANY.x_test)[..., [2, 0]])
+    near(found(MANY.x_test, memory=8000), found(MANY.x_test))
+
+
+def test_the_choice_of_the_method(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kernel_eigenpairs, "SMALL", 8)
+    monkeypatch.setattr(kernel_eigenpairs, "PATIENCE", 1.0)
+    values, _ = leading(dense(WIDE, "full"), 3)
+
+    def run(**options: Any) -> Any:
+        found = linnet.spectrum.eigenfunctions(WIDE.model, WIDE.x, options.pop("k", 3), **options)
+        near(found.values[:3], values / 40, 1e-8)
+        return found
+
+    assert run().method == "lanczos"
+    assert run(k=12).method == "eigh"
+    assert run(memory=12_000).method == "matrix-free"
+    assert run(memory=90_000, file=tmp_path / "k.npy").method == "lanczos"
+    near(torch.from_numpy(np.load(tmp_path / "k.npy")).reshape(40, 40), dense(WIDE, "full"))
+    monkeypatch.setattr(kernel_eigenpairs, "PATIENCE", 0.0)  # too few steps for Lanczos
+    assert run(tolerance=1e-12).method == "eigh"
+    with pytest.raises(NumericalError, match="Lanczos for 3 eigenfunctions ended after 14 steps"):
+        run(method="lanczos", tolerance=1e-30)
+
+
+def test_a_gram_matrix_is_used_as_it_is() -> None:
+    given = 2 * linnet.spectrum.gram(ONE.model, ONE.x)
+    found = linnet.spectrum.eigenfunctions(ONE.model, ONE.x, 3, gram=given)
+    near(found.values, leading(dense(ONE, "full"), 3)[0] / 8)
+    shares = linnet.spectrum.energy_concentration(ONE.model, (ONE.x, ONE.y), 3, gram=given[:, 0, :, 0])
+    near(shares, linnet.spectrum.energy_concentration(ONE.model, (ONE.x, ONE.y), 3))
+
+
+def test_seeds_and_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"method": "lanczos", "tolerance": 1e-3, "progress": False}
+    one, same, other = (
+        linnet.spectrum.eigenfunctions(WIDE.model, WIDE.x, 2, seed=seed, **options) for seed in (0, 0, 1)
+    )
+    assert torch.equal(one.vectors, same.vectors)
+    assert not torch.equal(one.vectors, other.vectors)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("outputs", KINDS)
+def test_the_kernel_without_a_matrix(outputs: Kind) -> None:
+    k = dense(MANY, outputs)
+    operator = KernelOperator(MANY.lin.function, MANY.x, outputs, block=3)
+    near(operator.dense(), k)
+    v = real(k.shape[0], 11, seed=3)
+    near(operator @ v, k @ v)
+    near(operator.T @ v[:, 0], k @ v[:, 0])
+
+
+# Energy concentration.
+
+
+@pytest.mark.parametrize("outputs", KINDS)
+@pytest.mark.parametrize("k", [1, 4, 10])
+def test_energy_concentration_is_its_definition(outputs: Kind, k: int) -> None:
+    y = real(10, 3, 5, seed=2) if outputs == "full" else real(10, 5, seed=2)
+    flat = y.reshape(-1, 5)
+    _, phi = leading(dense(MANY, outputs), k)
+    expected = (phi @ (phi.T @ flat)).norm(dim=0) / flat.norm(dim=0)  # ‖Φ y‖ / ‖y‖
+    near(linnet.spectrum.energy_concentration(MANY.model, (MANY.x, y), k, outputs), expected, 1e-8)
+    squared = linnet.spectrum.energy_concentration(MANY.model, (MANY.x, y), k, outputs, squared=True)
+    near(squared, expected**2, 1e-8)
+    one = linnet.spectrum.energy_concentration(MANY.model, (MANY.x, y[..., 0]), k, outputs)
+    near(one, expected[0], 1e-8)
+
+
+@hypothesis.settings(max_examples=6)
+@hypothesis.given(scale=st.floats(0.1, 10), seed=st.integers(0, 50))
+def test_concentration_is_scale_free_and_permutation_free(scale: float, seed: int) -> None:
+    y = real(16, seed=seed)
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(seed))
+    first = linnet.spectrum.energy_concentration(ONE.model, (ONE.x, y), 3)
+    near(linnet.spectrum.energy_concentration(ONE.model, (ONE.x[order], -scale * y[order]), 3), first, 1e-8)
+    every = linnet.spectrum.energy_concentration(ONE.model, (ONE.x, y), 16)
+    near(every, torch.ones((), dtype=torch.float64))
+
+
+def test_concentration_grows_with_k() -> None:
+    found = linnet.spectrum.eigenfunctions(ONE.model, ONE.x, None)
+    shares = torch.stack([found.energy_concentration(ONE.y, k, squared=True) for k in range(1, 17)])
+    assert bool((shares.diff() > -1e-12).all())
+    near(shares[-1], torch.ones((), dtype=torch.float64))
+    near(found.energy_concentration(found.functions, 4), (torch.arange(16) < 4).double(), 1e-6)
+
+
+@pytest.mark.parametrize("outputs", KINDS)
+def test_alignment_and_norm_are_mercer_sums(outputs: Kind) -> None:
+    found = linnet.spectrum.eigenfunctions(MANY.model, MANY.x, None, outputs)
+    y = real(10, 3, 4, seed=2) if outputs == "full" else real(10, 4, seed=2)
+    phi = found.functions.reshape(-1, found.k)
+    coefficients = phi.T @ y.reshape(-1, 4) / 10  # E φ_j f
+    # eq. 2: α(f) = Σ λ_j (E φ_j f)²
+    alpha = (found.values[:, None] * coefficients**2).sum(0)
+    near(linnet.spectrum.alignment(MANY.model, (MANY.x, y), outputs), alpha)
+    k = dense(MANY, outputs)
+    near(found.kernel_norm(y), (y.reshape(-1, 4) * torch.linalg.solve(k, y.reshape(-1, 4))).sum(0), 1e-5)
+    bound = linnet.spectrum.kernel_norm_bound(MANY.model, (MANY.x, y), outputs)
+    assert bool((bound <= found.kernel_norm(y)).all())
+
+
+def test_the_norm_outside_the_range_is_infinite() -> None:
+    model = torch.nn.Linear(3, 1, bias=False).double()
+    found = linnet.spectrum.eigenfunctions(model, ONE.x, None)
+    norms = found.kernel_norm(torch.stack([ONE.x @ real(3, seed=1), real(16, seed=4)], 1))
+    assert bool(norms[1].isinf())
+    near(norms[0], real(3, seed=1).square().sum(), 1e-8)  # the least norm of weights: those of the target
+    partial = linnet.spectrum.eigenfunctions(model, ONE.x, 3)
+    refused(InputError, lambda: partial.kernel_norm(ONE.y), "13 eigenfunctions are missing", "k=None")
+    refused(NumericalError, lambda: found(ONE.x, [5]), "eigenvalue 5 is zero")
+
+
+# Binarized eigenfunctions.
+
+
+def test_binarized_targets_are_a_data_set() -> None:
+    found = linnet.spectrum.eigenfunctions(ONE.model, ONE.x, 4)
+    data = found.binarized(2)
+    assert (len(data), data.index) == (16, 2)
+    assert torch.equal(data.y, found.functions[:, 2].sign())
+    x, y = data[5]
+    assert torch.equal(x, ONE.x[5])
+    assert float(y) == float(found.functions[5, 2].sign())
+    batches = list(DataLoader(data, batch_size=5))
+    assert torch.equal(torch.cat([b[0] for b in batches]), ONE.x)
+    classes = found.binarized(2, labels="classes").y
+    assert classes.dtype == torch.int64
+    assert torch.equal(2.0 * classes - 1, data.y)
+    fresh = found.binarized(1, x=ONE.x_test)
+    assert torch.equal(fresh.y, found(ONE.x_test)[:, 1].sign())
+    assert fresh.x is ONE.x_test
+    with pytest.raises(IndexError):
+        data[16]
+    pair = linnet.spectrum.EigenfunctionTargets({"a": ONE.x, "b": ONE.x}, data.y, 0)[3]
+    assert torch.equal(pair[0]["b"], ONE.x[3])
+
+
+def test_binarization_keeps_most_of_the_direction() -> None:
+    p = problem(n=600, outputs=1, classes=False, hidden=20)
+    found = linnet.spectrum.eigenfunctions(p.model, p.x, 10)
+    signs = found.functions.sign()
+    cosines = (signs * found.functions).mean(0)  # E sign(φ) φ; about √(2/π) = 0.798 for a Gaussian φ
+    assert bool(((cosines > 0.6) & (cosines < 0.95)).all())
+
+
+# What cannot be.
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"k": 17}, ["k is 17", "1 to 16"]),
+        ({"k": 0}, ["k is 0"]),
+        ({"k": 2.5}, ["k is 2.5", "an integer"]),
+        ({"k": True}, ["k is True"]),
+        ({"k": 2, "outputs": "diagonal"}, ["outputs='diagonal'"]),
+        ({"k": 2, "method": "qr"}, ["method='qr'", '"lanczos"']),
+        ({"k": 2, "gram": real(4, 4)}, ["gram has shape (4, 4)", "16 rows"]),
+        ({"k": 2, "gram": real(16, 4)}, ["gram has shape (16, 4)"]),
+        ({"k": 2, "gram": torch.ones(16, 16, dtype=torch.long)}, ["gram has type torch.int64"]),
+        ({"k": 2, "gram": real(16, 16), "method": "matrix-free"}, ["matrix-free"]),
+        ({"k": 2, "gram": real(16, 16)}, ["gram is not symmetric", "with itself"]),
+        ({"k": 2, "gram": np.eye(16)}, ["gram is ndarray", "torch.as_tensor"]),
+        ({"k": 2, "tolerance": -1.0}, ["tolerance=-1.0"]),
+    ],
+)
+def test_arguments_that_cannot_be(options: dict[str, Any], words: list[str]) -> None:
+    refused(InputError, lambda: linnet.spectrum.eigenfunctions(ONE.model, ONE.x, **options), *words)
+
+
+def test_targets_and_indices_that_cannot_be() -> None:
+    spectrum, data = linnet.spectrum, (ONE.x, ONE.y)
+    refused(InputError, lambda: spectrum.energy_concentration(ONE.model, data), "k is 50", "1 to 16")
+    refused(InputError, lambda: spectrum.energy_concentration(ONE.model, (ONE.x, 0 * ONE.y), 2), "zero")
+    refused(
+        InputError, lambda: spectrum.energy_concentration(ONE.model, (ONE.x, real(16, 2, 2)), 2), "(16, 2, 2)"
+    )
+    empty = (ONE.x[:0], ONE.y[:0])
+    refused(DataError, lambda: spectrum.energy_concentration(ONE.model, empty, 2), "empty")
+    refused(InputError, lambda: spectrum.eigenfunctions(ONE.model, ONE.x[:0], 2), "x is empty")
+    found = spectrum.eigenfunctions(ONE.model, ONE.x, 2)
+    refused(InputError, lambda: found(ONE.x, [2]), "indices holds [2]", "0 to 1")
+    refused(InputError, lambda: found(ONE.x[:0]), "x is empty")
+    refused(InputError, lambda: found.binarized(-1), "index=-1")
+    refused(InputError, lambda: found.binarized(0, labels="letters"), "labels='letters'")
+    refused(InputError, lambda: found.energy_concentration(ONE.y[:3]), "y has shape (3, 1)", "16 examples")
+    refused(InputError, lambda: found.energy_concentration(ONE.y, 3), "k is 3")
+    refused(DataError, lambda: found.energy_concentration(ONE.y * float("nan")), "y holds NaN")
+
+
+def test_too_little_memory_for_a_full_decomposition() -> None:
+    given = dense(ONE, "full")
+
+    def run() -> object:
+        return linnet.spectrum.eigenfunctions(ONE.model, ONE.x, None, gram=given, memory=2000)
+
+    refused(MemoryBudgetError, run, "16 rows", "lanczos")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s, **m: s.eigenfunctions(ONE.model, ONE.x, 2, method="lanczos", **m),
+        lambda s, **m: s.energy_concentration(ONE.model, (ONE.x, ONE.y), 2, method="eigh", **m),
+        lambda s, **m: s.kernel_norm_bound(ONE.model, (ONE.x, ONE.y), **m),
+        lambda s, **m: s.kernel_distance(ONE.model, ONE.lin, ONE.x, **m),
+        lambda s, **m: s.centered_alignment(ONE.model, ONE.lin, ONE.x, **m),
+        lambda s, **m: s.effective_dimension(ONE.model, 1.0, ONE.x, **m),
+        lambda s, **m: s.condition_number(ONE.model, ONE.x, **m),
+        lambda s, **m: s.spectral_density(ONE.model, ONE.x, **m),
+        lambda s, **m: s.Recorder(ONE.x, k=2, **m).note(ONE.model, 0),
+    ],
+)
+def test_every_budget_is_kept(call: Any) -> None:
+    call(linnet.spectrum, memory="1GB")
+    refused(MemoryBudgetError, lambda: call(linnet.spectrum, memory=700), "700 B")
+
+
+def test_concentration_keeps_its_gram_matrix_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "kernel.npy"
+    share = linnet.spectrum.energy_concentration(ONE.model, (ONE.x, ONE.y), 2, file=file)
+    near(torch.from_numpy(np.load(file)).reshape(16, 16), dense(ONE, "full"))
+    near(
+        share, linnet.spectrum.energy_concentration(ONE.model, (ONE.x, ONE.y), 2, method="matrix-free"), 1e-7
+    )
+
+
+def test_a_long_decomposition_says_what_it_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LINNET_PROGRESS", raising=False)
+    monkeypatch.setattr("linnet.progress._DELAY", 0.0)
+    for progress in (None, False):
+        linnet.spectrum.alignment(ONE.model, (ONE.x, ONE.y), progress=progress)
+        linnet.spectrum.kernel_norm_bound(ONE.model, (ONE.x, ONE.y), progress=progress)
+        linnet.spectrum.energy_concentration(ONE.model, (ONE.x, ONE.y), 2, progress=progress)
+        shown = capsys.readouterr().err
+        assert ("alignment of 1 targets" in shown) == (progress is None)
+        assert ("kernel of 16" in shown) == (progress is None)
+
+
+@pytest.mark.parametrize("method", ["lanczos", "eigh"])
+def test_a_matrix_that_is_no_kernel_is_refused(method: Any) -> None:
+    given = linnet.spectrum.gram(ONE.model, ONE.x)[:, 0, :, 0]
+    size = float(torch.linalg.eigvalsh(given)[-1])
+    bad = given - 0.5 * size * torch.eye(len(given), dtype=given.dtype)
+    with pytest.raises(NumericalError, match="gram is not positive semi-definite"):
+        linnet.spectrum.eigenfunctions(ONE.model, ONE.x, None, gram=bad, method=method)

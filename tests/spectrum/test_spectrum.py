@@ -1,0 +1,92 @@
+"""``linnet.spectrum.gram``: the public door to the Gram matrix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+import linnet
+from linnet.errors import DataError, InputError, MemoryBudgetError, ModelError
+from linnet.testing.oracles import kernel_oracle
+from tests.fitting.problems import near, problem, real, refused
+
+P = problem()
+OUTPUTS: tuple[Literal["full", "trace", "diagonal", "sum"], ...] = ("full", "trace", "diagonal", "sum")
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_a_network_is_linearized_in_all_its_parameters(
+    outputs: Literal["full", "trace", "diagonal", "sum"],
+) -> None:
+    near(linnet.spectrum.gram(P.model, P.x, outputs=outputs), kernel_oracle(P.j, outputs=outputs))
+    near(linnet.spectrum.gram(P.lin, P.x_test, P.x, outputs=outputs), kernel_oracle(P.j_test, P.j, outputs))
+
+
+def test_a_linearization_keeps_its_parameters() -> None:
+    lin = linnet.linearize(P.model, params="last-layer")
+    near(linnet.spectrum.gram(lin, P.x), kernel_oracle(P.j[:, :, 20:]))
+
+
+def test_file_and_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = linnet.spectrum.gram(P.lin, P.x, file=tmp_path / "k.npy", progress=False)
+    near(torch.from_numpy(np.load(tmp_path / "k.npy")), kernel_oracle(P.j))
+    assert torch.equal(kept, linnet.spectrum.gram(P.lin, P.x))
+    assert capsys.readouterr().err == ""
+
+
+def test_accumulation_changes_the_type_of_a_float32_kernel() -> None:
+    model = problem().model.float()
+    x = P.x.float()
+    narrow, wide = (linnet.spectrum.gram(model, x, accumulate=a) for a in ("float32", "float64"))
+    assert (narrow.dtype, wide.dtype) == (torch.float32, torch.float64)
+    near(wide, kernel_oracle(P.j), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"outputs": "nuclear"}, ["outputs='nuclear'", "'trace'"]),
+        ({"accumulate": "float16"}, ["accumulate='float16'", "float64"]),
+        ({"accumulate": torch.float64}, ["accumulate is torch.float64"]),
+        ({"memory": "much"}, ["memory", "'much'"]),
+        ({"file": "kernel.pt"}, ["file='kernel.pt'", ".npy"]),
+        ({"x2": P.x[:0]}, ["x2 is empty"]),
+        ({"x2": "test"}, ["x", "str"]),
+    ],
+)
+def test_arguments_that_cannot_be(options: dict[str, Any], words: list[str]) -> None:
+    refused(InputError, lambda: linnet.spectrum.gram(P.lin, P.x, **options), *words)
+
+
+def test_inputs_that_cannot_be() -> None:
+    bad = P.x.clone()
+    bad[2, 1] = float("inf")
+    refused(InputError, lambda: linnet.spectrum.gram(P.lin, P.x[:0]), "x1 is empty")
+    refused(DataError, lambda: linnet.spectrum.gram(P.lin, bad), "x1", "index 2")
+    refused(DataError, lambda: linnet.spectrum.gram(P.lin, P.x, bad), "x2", "index 2")
+    refused(ModelError, lambda: linnet.spectrum.gram(P.lin, P.x.long()), "x", "int64")
+    refused(ModelError, lambda: linnet.spectrum.gram(P.lin, P.x, real(2, 4)), "x", "(2, 4)")
+    with pytest.raises(InputError, match="model is str"):
+        linnet.spectrum.gram("resnet", P.x)  # type: ignore[arg-type]
+
+
+def test_a_budget_too_small_says_what_to_do(tmp_path: Path) -> None:
+    error = refused(
+        MemoryBudgetError, lambda: linnet.spectrum.gram(P.lin, P.x, memory=2000), "2.00 kB", "7 × 7 examples"
+    )
+    assert "file='kernel.npy'" in str(error)
+    assert 'outputs="trace"' in str(error)
+    error = refused(
+        MemoryBudgetError, lambda: linnet.spectrum.gram(P.lin, P.x, outputs="trace", memory=500), "500 B"
+    )
+    assert 'outputs="trace"' not in str(error)
+    file = tmp_path / "k.npy"
+    error = refused(
+        MemoryBudgetError, lambda: linnet.spectrum.gram(P.lin, P.x, file=file, memory=500), "500 B"
+    )
+    assert "file=" not in str(error)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,292 @@
+"""What the tangent Gaussian process chooses, refuses and says."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import linnet
+from linnet.errors import DataError, InputError, MemoryBudgetError, ModelError, NumericalError
+from linnet.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
+from linnet.tangent.functional import Functional
+from linnet.tangent_gp.plan import choose
+from linnet.tangent_gp.tangent_gp import TangentGP
+from tests.fitting.problems import near, network, real
+from tests.laplace.laplace_problems import numbers
+from tests.tangent_gp.tangent_gp_cases import dense
+
+NOISE = Gaussian(variance=0.2)
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli(), Poisson()])
+def test_other_likelihoods_are_sent_to_laplace_and_fit(likelihood: Any) -> None:
+    with pytest.raises(InputError, match=r"linnet\.Laplace.*linnet\.fit"):
+        TangentGP(network(), likelihood)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "space": ({"space": "weight"}, "space='weight'"),
+    "solver": ({"solver": "dual"}, "solver='dual'"),
+    "unknown": ({"precision": 1.0}, "unknown argument 'precision'"),
+    "prior": ({"prior_precision": 0.0}, "prior_precision=0.0"),
+    "scale": ({"noise_scale": -1.0}, "noise_scale=-1.0"),
+    "variance": ({"variance": "diagonal"}, "variance='diagonal'"),
+    "derivative": ({"derivative": "forward"}, "derivative='forward'"),
+    "preconditioner": ({"preconditioner": "jacobi"}, "preconditioner='jacobi'"),
+    "rank": ({"rank": -1}, "rank=-1"),
+    "steps": ({"max_steps": 0}, "max_steps=0"),
+    "seed": ({"seed": 0.5}, "seed=0.5"),
+    "tolerance": ({"tolerance": 0.0}, "tolerance=0.0"),
+    "other space": ({"space": "function", "preconditioner": "ekfac"}, "in function space"),
+    "other matrix": ({"space": "parameter", "preconditioner": "pivoted-cholesky"}, "in parameter space"),
+    "differences": ({"space": "function", "derivative": "finite-difference"}, "in function space"),
+    "no iteration": ({"solver": "cholesky", "rank": 5}, 'rank= with solver="cholesky"'),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        TangentGP(network(), NOISE, **options)
+
+
+def test_bad_models_and_likelihoods_are_named() -> None:
+    lin = linnet.linearize(network())
+    with pytest.raises(InputError, match="params= or output= with a Linearized"):
+        TangentGP(lin, NOISE, params="last-layer")
+    with pytest.raises(InputError, match="likelihood is ABCMeta"):
+        TangentGP(network(), Gaussian)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="even number"):
+        TangentGP(network(3, 5, 3), HeteroscedasticGaussian()).fit(real(4, 3), real(4, 1))
+
+
+def test_bad_data_are_named() -> None:
+    gp, x, y = TangentGP(network(3, 5, 2), NOISE), real(4, 3), real(4, 2, seed=1)
+    with pytest.raises(InputError, match="has not been fitted"):
+        gp.predict(x)
+    with pytest.raises(InputError, match="no plan yet"):
+        _ = gp.plan
+    with pytest.raises(DataError, match="empty"):
+        gp.fit(x[:0], y[:0])
+    with pytest.raises(DataError, match="4 inputs but targets"):
+        gp.fit(x, y[:3])
+    with pytest.raises((DataError, InputError), match="y has shape"):
+        gp.fit(x, y[:, :1])
+    nan = x.clone()
+    nan[2, 1] = torch.nan
+    with pytest.raises(DataError, match="first at index 2"):
+        gp.fit(nan, y)
+    with pytest.raises(DataError, match="y holds NaN"):
+        gp.fit(x, y * torch.nan)
+    with pytest.raises(DataError, match="all targets are missing"):
+        TangentGP(network(3, 5, 2), Gaussian(masked=True)).fit(x, y * torch.nan)
+    gp.fit(x, y)
+    with pytest.raises(DataError, match="empty"):
+        gp.predict(x[:0])
+    with pytest.raises(DataError, match="index 2"):
+        gp.predict(nan)
+    with pytest.raises(ModelError, match="cannot run"):
+        gp.predict(real(4, 5))
+    with pytest.raises(InputError, match="joint=True"):
+        _ = gp.predict(x).joint_covariance
+    with pytest.raises(InputError, match="y has shape"):
+        gp.predict(x).log_density(y[:, :1])
+    with pytest.raises(InputError, match="n=0"):
+        gp.predict(x).sample(0)
+
+
+def test_a_predicted_variance_of_zero_is_refused() -> None:
+    model = network(3, 5, 2)
+    with torch.no_grad():
+        model[2].bias[1] = -2000.0  # type: ignore[index,union-attr,operator]
+    with pytest.raises(DataError, match="bound the network's variance"):
+        TangentGP(model, HeteroscedasticGaussian()).fit(real(4, 3), real(4, 1))
+
+
+@pytest.mark.parametrize("space", ["function", "parameter"])
+def test_iterations_that_do_not_converge_say_so(space: str) -> None:
+    oracle = dense(n=30)
+    gp = TangentGP(oracle.model, NOISE, space, 1e-6, preconditioner="none", max_steps=2, tolerance=1e-10)
+    with pytest.raises(NumericalError, match=r"after 2 steps.*solver=\"cholesky\""):
+        gp.fit(oracle.x, oracle.y)
+
+
+def test_the_way_is_chosen_by_size() -> None:
+    few, many = dense(n=4, outputs=1, hidden=8), dense(n=200, outputs=1, hidden=2)
+    gp = TangentGP(few.model, NOISE).fit(few.x, few.y)
+    assert (gp.plan.space, gp.plan.solver) == ("function", "cholesky")
+    gp = TangentGP(many.model, NOISE).fit(many.x, many.y)
+    assert (gp.plan.space, gp.plan.solver) == ("parameter", "cholesky")
+    assert gp.plan.reason == "the fewest operations"
+    assert "function space by cg" in str(gp.plan)
+    assert len(gp.plan.ways) == 5
+
+
+def test_a_kernel_that_fits_is_factored_since_variances_by_products_cost_the_network() -> None:
+    """The cache of variances pulls a hundred directions back through the network, a factor none."""
+    wide = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1))
+    plan = choose(Functional(wide), torch.zeros(5000, 784), 1, "function", "auto", "16GB")
+    assert (plan.solver, plan.chosen.stored) == ("cholesky", False)
+
+
+def test_the_rank_of_the_variance_cache_counts_in_the_plan() -> None:
+    """A rank of 20 fits into 40 MB; the usual hundred directions of 236,000 parameters do not."""
+    model = nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 1))
+    x, y = torch.randn(120, 784), torch.randn(120, 1)
+    plain = {"space": "parameter", "solver": "cg", "memory": 40_000_000}
+    with pytest.raises(MemoryBudgetError, match="variance cache"):
+        TangentGP(model, NOISE, **plain).fit(x, y)  # type: ignore[arg-type]
+    few = TangentGP(model, NOISE, **plain, rank=20).fit(x, y)  # type: ignore[arg-type]
+    assert bool((few.predict(x[:2]).variance > 0).all())
+
+
+def test_what_does_not_fit_is_solved_by_products_or_refused() -> None:
+    model, x, y = network(3, 40, 1), real(300, 3), real(300, 1, seed=1)
+    exact = TangentGP(model, NOISE).fit(x, y)
+    tight = TangentGP(model, NOISE, memory=700_000).fit(x, y)
+    assert tight.plan.solver == "cg"
+    assert "does not fit" in tight.plan.reason
+    assert torch.allclose(tight.predict(x[:5]).mean, exact.predict(x[:5]).mean, rtol=1e-3, atol=1e-4)
+    with pytest.raises(MemoryBudgetError, match='solver="cg"'):
+        TangentGP(model, NOISE, space="function", solver="cholesky", memory=700_000).fit(x, y)
+
+
+def test_every_option_of_the_iteration_counts() -> None:
+    oracle = dense(n=40)
+
+    def made(**options: Any) -> dict[str, Any]:
+        gp = TangentGP(oracle.model, NOISE, "parameter", 0.01, solver="cg", **options).fit(oracle.x, oracle.y)
+        gp.predict(oracle.x_test).covariance  # noqa: B018
+        return gp.summary()
+
+    plain = made()
+    assert made(tolerance=1e-3)["work"]["steps"] < plain["work"]["steps"]
+    assert made(rank=8)["directions"] < plain["directions"]
+    assert made(variance="exact")["variance"] != plain["variance"]
+    assert made(preconditioner="diagonal")["preconditioner"] == "diagonal"
+    assert made(seed=1, rank=8)["left out"] != made(rank=8)["left out"]
+    assert made(derivative="finite-difference")["certificate"] != plain["certificate"]
+
+
+def test_data_come_in_every_kind() -> None:
+    oracle = dense(n=6)
+    pair = TangentGP(oracle.model, NOISE).fit((oracle.x, oracle.y)).predict(oracle.x_test).mean
+    data = torch.utils.data.TensorDataset(oracle.x, oracle.y)
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    for kind in (data, loader):
+        assert torch.equal(TangentGP(oracle.model, NOISE).fit(kind).predict(oracle.x_test).mean, pair)
+    one = dense(n=6, outputs=1)
+    flat = TangentGP(one.model, NOISE).fit(one.x, one.y[:, 0]).predict(one.x_test).mean
+    assert torch.equal(flat, TangentGP(one.model, NOISE).fit(one.x, one.y).predict(one.x_test).mean)
+
+
+def test_the_model_is_left_alone_and_taken_anew_by_fit() -> None:
+    oracle = dense(n=6)
+    model = oracle.model.train()
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    gp = TangentGP(model, NOISE).fit(oracle.x, oracle.y)
+    first = gp.predict(oracle.x_test).mean
+    assert model.training
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    assert torch.equal(gp.predict(oracle.x_test).mean, first)
+    assert not torch.equal(gp.fit(oracle.x, oracle.y).predict(oracle.x_test).mean, first)
+    lin = linnet.linearize(model)
+    assert torch.equal(TangentGP(lin, NOISE).fit(oracle.x, oracle.y).predict(oracle.x_test).mean,
+                       gp.predict(oracle.x_test).mean)  # fmt: skip
+
+
+def test_outputs_are_picked_by_the_adapter() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network(3, 5, 4)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"moments": self.body(x)}
+
+    x, y = real(6, 3), real(6, 2, seed=1)
+    gp = TangentGP(Wrapped(), HeteroscedasticGaussian(), output="moments").fit(x, y)
+    plain = TangentGP(network(3, 5, 4), HeteroscedasticGaussian()).fit(x, y)
+    assert torch.allclose(gp.predict(x).covariance, plain.predict(x).covariance)
+
+
+def test_densities_of_targets_that_are_not_finite() -> None:
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    x, y = torch.randn(8, 2), torch.randn(8, 1)
+    gp = linnet.TangentGP(net, linnet.likelihoods.Gaussian()).fit((x, y))
+    with pytest.raises(DataError, match="y"):
+        gp.predict(x[:2]).log_density(y[:2] * torch.nan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_processes_of_half_precision_are_sampled(dtype: torch.dtype) -> None:
+    model, x, t = numbers()
+    process = TangentGP(model.to(dtype), Gaussian(variance=0.5)).fit(x.to(dtype), t.to(dtype))
+    for joint in (False, True):
+        drawn = process.predict(x.to(dtype), joint=joint).sample(4000, 0)
+        assert drawn.dtype == dtype
+        spread = process.predict(x.to(dtype)).variance.double()
+        near(drawn.double().var(0), spread, 0.15)
+
+
+@pytest.mark.parametrize("space", ["function", "parameter"])
+def test_tuning_where_there_is_nothing_to_tell(space: str) -> None:
+    model, x, _ = numbers()
+    process = TangentGP(model, Gaussian(variance=0.5), space=space).fit(x, model(x).detach())
+    before = process.predict(x).variance
+    for noise in (True, "per-output"):
+        with pytest.raises(InputError, match="fits every target exactly"):
+            process.tune(noise=noise)
+    with pytest.raises(InputError, match="prior=None"):
+        process.tune(prior=None, noise="per-output")  # type: ignore[arg-type]
+    assert process.prior_precision == process.noise_scale == 1.0
+    assert torch.equal(process.predict(x).variance, before)
+
+
+@pytest.mark.parametrize("space", ["function", "parameter"])
+def test_a_kernel_of_zero_is_named(space: str) -> None:
+    _, x, t = numbers()
+    dead = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    with torch.no_grad():
+        dead[0].bias.fill_(-1e3)
+    process = TangentGP(dead, Gaussian(variance=0.5), space=space, params=["0.weight"]).fit(x, t)
+    with pytest.raises(NumericalError, match="the tangent kernel of the data is zero"):
+        process.tune()
+
+
+def test_a_fit_that_fails_changes_nothing() -> None:
+    model, x, t = numbers()
+    process = TangentGP(model, HeteroscedasticGaussian()).fit(x, t[:, :1])
+    before = process.predict(x)
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    with pytest.raises(DataError):
+        process.fit(x, t[:5])
+    after = process.predict(x)
+    assert torch.equal(after.mean, before.mean)
+    assert torch.equal(after.noise, before.noise)
+
+
+def test_targets_that_are_no_tensor() -> None:
+    model, x, t = numbers()
+    process = TangentGP(model, Gaussian(variance=0.5)).fit(x, t)
+    for targets in (None, t.numpy(), "all"):
+        with pytest.raises(InputError, match=r"y(=None|='all'| is a numpy| is array)"):
+            process.predict(x).log_density(targets)
+
+
+def test_data_with_a_graph_are_taken_without_it() -> None:
+    model, x, t = numbers()
+    plain = TangentGP(model, Gaussian(variance=0.5)).fit(x, t).tune()
+    leaf = torch.ones((), dtype=torch.float64, requires_grad=True)
+    process = TangentGP(model, Gaussian(variance=0.5)).fit(leaf * x, leaf * t).tune()
+    again = copy.deepcopy(process.update(leaf * x, leaf * t)).predict(x)
+    assert not again.mean.requires_grad
+    assert torch.equal(again.mean, plain.update(x, t).predict(x).mean)
