@@ -227,3 +227,43 @@ def test_rungs_are_compared_sample_by_sample(fits: tuple[NestedFit, NestedFit]) 
     worse = ladder([("linear probe", truth + 3 * noise)], truth + 4 * noise, targets, 7.0)
     assert worse[0].taken
     assert "% more error on held-out folds" in verdict(worse)
+
+
+def test_one_fold_is_enough_where_training_does_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def spoiled(self: Tuning, rows: Tensor, rate: float) -> Any:
+        calls.append(len(rows))
+        broken = copy.deepcopy(self.features.model)
+        for p in broken.parameters():
+            p.mul_(1e-3)
+        broken[2].bias.fill_(1.0)  # type: ignore[index, operator, union-attr]
+        return self.features.moved(broken)
+
+    x = DATA[0]
+    data = x, (x[:, 0] + x[:, 1] > 0).long()
+    plain = linnet.adapt(network(), data)
+    monkeypatch.setattr(Tuning, "trained", spoiled)
+    fit = linnet.adapt(network(), data, tune=True)
+    assert len(calls) <= len(module.RATES)  # the search on the first fold, and no other run
+    assert not fit.rungs[-1].taken
+    assert "more error on held-out folds" in fit.record.reasons["verdict"]
+    assert torch.equal(fit.predict(x), plain.predict(x))
+
+
+def test_the_first_fold_decides_whether_the_others_need_the_kernel_of_the_lower_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    kernels = Tuning.kernels
+
+    def counted(self: Tuning, features: Any, share: bool) -> module.Kernels:
+        asked.append(share)
+        made = kernels(self, features, share)
+        # a kernel of the lower layers that tells nothing: white
+        return module.Kernels(made.head, torch.eye(len(made.head)).to(made.head)) if share else made
+
+    monkeypatch.setattr(Tuning, "kernels", counted)
+    fit = linnet.adapt(network(), DATA, tune=True)
+    assert fit.body_weight == 0
+    assert asked.count(True) == 1

@@ -39,7 +39,11 @@ class Rung:
 
 
 def ladder(
-    before: Sequence[tuple[str, Tensor]], outputs: Tensor, targets: Targets, seconds: float
+    before: Sequence[tuple[str, Tensor]],
+    outputs: Tensor,
+    targets: Targets,
+    seconds: float,
+    rows: Tensor | None = None,
 ) -> tuple[Rung, ...]:
     """Models in order, the trained network last; it is taken where its error is lower beyond its error.
 
@@ -48,11 +52,12 @@ def ladder(
         outputs: Held-out outputs of the trained network, (N, C).
         targets: What is fitted.
         seconds: What training took.
+        rows: Samples that are compared, (N,) booleans; all by default.
 
     Returns:
         One rung a model.
     """
-    counting = counted(targets)
+    counting = counted(targets) if rows is None else counted(targets) & rows
     truth = targets.values.to(outputs)[counting]
     rungs: list[Rung] = []
     last: tuple[Tensor, Tensor | None] | None = None

@@ -212,8 +212,13 @@ def _tuned(fit: NestedFit, tuning: Tuning, start: float) -> NestedFit:
     targets = fit.targets.double()
     before = _held_before(tuning, targets)
     rate, first = _searched(tuning, targets)
-    networks = [first, *(tuning.trained(tuning.parts(k)[0], rate) for k in range(1, FOLDS))]
-    kernels = [tuning.kernels(network, fit.body_weight > 0) for network in networks]
+    kernels = [tuning.kernels(first, fit.body_weight > 0)]
+    weight, ridge, outputs = _chosen(tuning, kernels, targets)
+    rungs = ladder(before, outputs, fit.training_targets, time.perf_counter() - start, tuning.fold == 0)
+    if rungs[-1].gain < -ERRORS * rungs[-1].gain_error:  # two more folds would hardly turn it round
+        return _told(fit, verdict(rungs), rungs)
+    for k in range(1, FOLDS):
+        kernels.append(tuning.kernels(tuning.trained(tuning.parts(k)[0], rate), weight > 0))
     weight, ridge, outputs = _chosen(tuning, kernels, targets)
     rungs = ladder(before, outputs, fit.training_targets, time.perf_counter() - start)
     if not rungs[-1].taken:
@@ -307,8 +312,11 @@ def _searched(tuning: Tuning, targets: Tensor) -> tuple[float, Features]:
 
 
 def _best(tuning: Tuning, kernels: list[Tensor], targets: Tensor) -> tuple[float, float, Tensor]:
-    """Lowest held-out error over ridges, the ridge, and the outputs (N, C), with one kernel a fold."""
-    counting = counted(tuning.fit.training_targets)
+    """Lowest held-out error over ridges, the ridge, and the outputs (N, C), with one kernel a fold.
+
+    With fewer kernels than folds the error is that of the first folds, and the other outputs are zero.
+    """
+    counting = counted(tuning.fit.training_targets) & (tuning.fold < len(kernels))
     outputs = targets.new_zeros(len(RIDGES), *targets.shape)
     for k, kernel in enumerate(kernels):
         parts = tuning.parts(k)
@@ -321,18 +329,20 @@ def _best(tuning: Tuning, kernels: list[Tensor], targets: Tensor) -> tuple[float
 def _chosen(tuning: Tuning, kernels: list[Kernels], targets: Tensor) -> tuple[float, float, Tensor]:
     """Weight of the body and ridge of lowest held-out error, and the outputs there, (N, C).
 
-    The weight is zero or that of the fit at the original weights, where the lower layers have seen no label.
+    The weight is zero or that of the fit at the original weights, where the lower layers have seen no label;
+    where the first fold prefers zero, the kernels of the others come without the lower layers.
 
     Args:
         tuning: The folds.
-        kernels: Kernels at the weights trained without each fold.
+        kernels: Kernels at the weights trained without each fold, or without the first ones.
         targets: t, (N, C).
 
     Returns:
         Weight, ridge, outputs.
     """
     found = []
-    for weight in dict.fromkeys((0.0, tuning.fit.body_weight)):
+    shared = tuning.fit.body_weight if all(one.body is not None for one in kernels) else 0.0
+    for weight in dict.fromkeys((0.0, shared)):
         error, ridge, outputs = _best(tuning, [one.mixed(weight)[0] for one in kernels], targets)
         found.append((error, weight, ridge, outputs))
     return min(found, key=lambda one: one[0])[1:]
