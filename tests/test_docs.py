@@ -95,9 +95,8 @@ def public_objects() -> dict[str, object]:
     for name in getattr(linnet, "__all__", ()):
         member = getattr(linnet, name)
         if isinstance(member, ModuleType):
-            found.update(
-                {f"{name}.{inner}": getattr(member, inner) for inner in getattr(member, "__all__", ())}
-            )
+            inside = [inner for inner in getattr(member, "__all__", ()) if inner not in linnet.__all__]
+            found.update({f"{name}.{inner}": getattr(member, inner) for inner in inside})
         elif callable(member):
             found[name] = member
     return found
