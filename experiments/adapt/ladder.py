@@ -22,14 +22,15 @@ from experiments.adapt.nested import drawn as shots_of
 from experiments.adapt.tasks import NETWORKS, Network, Task, drawn
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, with_error
-from linnet.fitting.comparisons import fine_tune
+from linnet.fitting.comparisons import fine_tune, nearest_class_mean
 from linnet.fitting.last_layer import features
 from linnet.metrics.calibration import equal_mass
 from linnet.nested.tuning import EPOCHS, HEAD_SCALE, STEPS, tuned
 from linnet.tangent.batch import Inputs, batch_size, take
 
 BATCH = 32
-METHODS = ("probe", "logistic", "nested", "ladder", "fine-tuning")
+METHODS = ("probe", "logistic", "class means", "neighbors", "nested", "ladder", "fine-tuning")
+NEIGHBORS = 5  # or as many as a class has images
 Data = tuple[Inputs, Tensor]
 
 
@@ -58,8 +59,16 @@ def regressed(model: nn.Module, data: Data, x: Inputs, seed: int) -> Tensor:
     return found
 
 
+def neighbors(model: nn.Module, data: Data, x: Inputs, shots: int) -> Tensor:
+    """Shares of classes among the nearest training images by the cosine of features, smoothed by one."""
+    train, test = (nn.functional.normalize(features(model, part).double()) for part in (data[0], x))
+    near = (test @ train.T).topk(min(NEIGHBORS, shots)).indices
+    votes = nn.functional.one_hot(data[1][near], int(data[1].max()) + 1).double().sum(1)
+    return (votes + 1 / votes.shape[1]) / (votes.sum(1, keepdim=True) + 1)
+
+
 def cell(
-    network: Network, task: Task, shots: int, seed: int, tested: int, folder: str | None
+    network: Network, task: Task, shots: int, seed: int, tested: int, folds: int, folder: str | None
 ) -> dict[str, float]:
     """Every method on one draw."""
     model, prepared = network.load(folder)
@@ -79,10 +88,16 @@ def cell(
     start = time.perf_counter()
     classes = fit.system.c
     headed = linnet.with_head(model, classes, init="probe", data=data, scale=HEAD_SCALE)
-    plain = fine_tune(headed, data, steps, BATCH, seed=seed, optimizer="adam", progress=False)
+    plain = fine_tune(headed, data, steps, BATCH, seed=seed, optimizer="adam", progress=False, folds=folds)
     found |= judged("fine-tuning", plain.predict(xt).double().softmax(1), yt, start)
     start = time.perf_counter()
     found |= judged("logistic", regressed(model, data, xt, seed), yt, start)
+    start = time.perf_counter()
+    distances = nearest_class_mean(model, data, xt).double()
+    spread = -distances.amax(1).median().clamp_max(-1e-12)
+    found |= judged("class means", (distances / spread).softmax(1), yt, start)
+    start = time.perf_counter()
+    found |= judged("neighbors", neighbors(model, data, xt, shots), yt, start)
     return found
 
 
@@ -93,7 +108,7 @@ def table(cells: Sequence[Cell]) -> str:
     for network, task, shots in dict.fromkeys((c["network"], c["task"], c["shots"]) for c in cells):
         where = {"network": network, "task": task, "shots": shots}
         columns = [chosen(cells, name, **where) for name in METHODS]
-        ahead = [a - b for a, b in zip(columns[3], columns[4], strict=True)]
+        ahead = [a - b for a, b in zip(columns[-2], columns[-1], strict=True)]
         values = [with_error(column, scale=100) for column in (*columns, ahead)]
         taken = chosen(cells, "trained", **where)
         row = (network, task, str(shots), str(len(taken)), *values, f"{sum(taken):.0f} of {len(taken)}")
@@ -134,10 +149,12 @@ def main() -> None:
     arguments.add_argument("--tasks", nargs="+", default=None, help="names of tasks (default: all)")
     arguments.add_argument("--shots", nargs="+", type=int, default=[20])
     arguments.add_argument("--tested", type=int, default=300, help="test images (default %(default)s)")
+    arguments.add_argument("--folds", type=int, default=5, help="folds that choose the rate of fine-tuning")
+    arguments.add_argument("--first-seed", type=int, default=0, help="first draw (default %(default)s)")
     given = arguments.parse_args()
     torch.set_num_threads(given.threads or torch.get_num_threads())
     study, cells = Study("adapt/ladder", given), []
-    for seed in study.seeds:  # a draw of everything before the next one
+    for seed in study.seeds[given.first_seed :]:  # a draw of everything before the next one
         for part in given.sets:
             for key in given.networks:
                 for task in suited(part, NETWORKS[key]):
@@ -146,7 +163,8 @@ def main() -> None:
                     for shots in given.shots:
                         where = {"set": part, "network": NETWORKS[key].name, "task": task.name}
                         what = {**where, "shots": shots, "seed": seed, "tested": given.tested}
-                        run = (NETWORKS[key], task, shots, seed, given.tested, given.data_dir)
+                        what["folds"] = given.folds
+                        run = (NETWORKS[key], task, shots, seed, given.tested, given.folds, given.data_dir)
                         cells.append(study.cell(what, lambda run=run: cell(*run)))
     study.publish(table(cells), cells)
     print(summary(cells))

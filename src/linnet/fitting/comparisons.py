@@ -62,12 +62,14 @@ def fine_tune(
     seed: int = 0,
     progress: bool | None = None,
     optimizer: str = "sgd",
+    folds: int = 1,
 ) -> FineTuned:
-    """Plain fine-tuning of every weight, its learning rate chosen on a fifth of the training data.
+    """Plain fine-tuning of every weight, its learning rate chosen on held-out training data.
 
     Minibatch descent with clipped gradients and a cosine schedule, on the cross-entropy (integer y) or the
     mean squared error (float y); BatchNorm keeps its running statistics and dropout is off. Each rate is
-    tried on four fifths of the data and scored on the rest; the best is then run on all of it.
+    tried on four fifths of the data and scored on the rest, once or in every fold of a cross-validation;
+    the best is then run on all of it.
 
     Args:
         model: The network, with the head that it should start from; it is not touched.
@@ -78,6 +80,7 @@ def fine_tune(
         seed: Seed of the held-out draw and of the batches.
         progress: Show progress; by default only when it takes over two seconds.
         optimizer: ``"sgd"`` with momentum 0.9, or ``"adam"`` with a warm-up.
+        folds: Folds of the cross-validation, or 1 for a single fifth that is held out.
 
     Returns:
         The trained network, with the rate and the held-out scores.
@@ -100,21 +103,38 @@ def fine_tune(
             f"steps={steps}, rates={tuple(rates)} with {n} examples",
             expected="at least one step, one rate, two examples",
         )
-    train, held = held_out_split(y, seed)
-    runs = len(rates) + 1
+    splits = held_out_splits(y, seed, folds)
+    runs = len(rates) * len(splits) + 1
     ticks = track(
         range(runs * steps), f"plain fine-tuning, {runs} runs of {steps} steps", runs * steps, progress
     )
     scores: dict[float, float] = {}
     for rate in rates:
         run = Descent(rate, steps, batch, seed, optimizer)
-        tried = run(model, take(x, train), y[train], ticks)
-        scores[rate] = score_of(tried, take(x, held), y[held])
+        found = []
+        for train, held in splits:
+            tried = run(model, take(x, train), y[train], ticks)
+            found.append(score_of(tried, take(x, held), y[held]))
+        scores[rate] = sum(found) / len(found)
     best = max(scores, key=lambda rate: scores[rate])
     trained = Descent(best, steps, batch, seed, optimizer)(model, x, y, ticks)
     for _ in ticks:  # let the meter end on its last line
         pass
     return FineTuned(trained, best, scores, steps)
+
+
+def held_out_splits(y: Tensor, seed: int, folds: int) -> list[tuple[Tensor, Tensor]]:
+    """Positions to train on and to score on: one split, or one for each fold, classes spread over all."""
+    if folds == 1:
+        return [held_out_split(y, seed)]
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(y), generator=generator)
+    if not y.is_floating_point():
+        order = order[y.cpu()[order].argsort(stable=True)]
+    fold = torch.empty(len(y), dtype=torch.long)
+    fold[order] = torch.arange(len(y)) % folds
+    parts = [((fold != k).nonzero()[:, 0], (fold == k).nonzero()[:, 0]) for k in range(folds)]
+    return [(train.to(y.device), held.to(y.device)) for train, held in parts if len(held)]
 
 
 def held_out_split(y: Tensor, seed: int) -> tuple[Tensor, Tensor]:

@@ -315,6 +315,14 @@ def _best(tuning: Tuning, kernels: list[Tensor], targets: Tensor) -> tuple[float
     """Lowest held-out error over ridges, the ridge, and the outputs (N, C), with one kernel a fold.
 
     With fewer kernels than folds the error is that of the first folds, and the other outputs are zero.
+
+    Args:
+        tuning: The folds.
+        kernels: K of all samples, (N, N), one a fold.
+        targets: t, (N, C).
+
+    Returns:
+        Error, ridge, outputs.
     """
     counting = counted(tuning.fit.training_targets) & (tuning.fold < len(kernels))
     outputs = targets.new_zeros(len(RIDGES), *targets.shape)
