@@ -54,13 +54,13 @@ def by_linnet(classes: int, points: int) -> dict[str, Any]:
     model, x, y = problem(classes)
     la = linnet.Laplace(model, linnet.likelihoods.Categorical(), "kfac", params="last-layer")
     few = linnet.Laplace(model, linnet.likelihoods.Categorical(), "kfac", params="last-layer")
-    few.fit((x[:8], y[:8])).predict(x[:2])  # what the first call of any size loads
+    few.fit((x[:8], y[:8])).predictive(x[:2])  # what the first call of any size loads
     record: dict[str, Any] = {}
     fitting: dict[str, Any] = {}
     with peak_memory(fitting):
         record["fit"], _ = timed(lambda: la.fit((x, y)).tune("evidence"))
     with peak_memory(record):
-        record["predict"], p = timed(lambda: la.predict(x[:points]).probs)
+        record["predict"], p = timed(lambda: la.predictive(x[:points]).probs)
     return record | {"fit_bytes": fitting["peak_bytes"], "sum": float(p.sum(1).mean())}
 
 

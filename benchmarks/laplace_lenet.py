@@ -94,13 +94,13 @@ def by_linnet(model: nn.Module, data: dict[str, Tensor], options: argparse.Names
         options.posterior, {}
     )
     few = linnet.Laplace(model, linnet.likelihoods.Categorical(), "kfac", **chosen)
-    few.fit((data["x_train"][:8], data["y_train"][:8])).tune("evidence").predict(data["x_test"][:2])
+    few.fit((data["x_train"][:8], data["y_train"][:8])).tune("evidence").predictive(data["x_test"][:2])
     la = linnet.Laplace(model, linnet.likelihoods.Categorical(), "kfac", **chosen)
     record: dict[str, Any] = {}
     with peak_memory(record):
         record["fit"], _ = timed(lambda: la.fit((data["x_train"], data["y_train"])))
         record["tune"], _ = timed(lambda: la.tune("evidence"))
-        record["predict"], p = timed(lambda: la.predict(data["x_test"]).probs)
+        record["predict"], p = timed(lambda: la.predictive(data["x_test"]).probs)
     return record | {"precision": la.prior_precision, "nll": nll(p, data["y_test"])} | scored(p, data)
 
 

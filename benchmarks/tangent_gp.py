@@ -70,12 +70,12 @@ def by_linnet(options: argparse.Namespace) -> dict[str, Any]:
     model, x, y, new = problem(options)
     likelihood = linnet.likelihoods.Gaussian(variance=NOISE)
     few = linnet.TangentGP(model, likelihood, "function", PRECISION).fit(x[:32], y[:32])
-    _ = few.predict(new[:8]).variance
+    _ = few.predictive(new[:8]).variance
     record: dict[str, Any] = {}
     gp = linnet.TangentGP(model, likelihood, "function", PRECISION, solver=options.solver)
     with peak_memory(record):
         record["fit"], _ = timed(lambda: gp.fit(x, y))
-        record["predict"], found = timed(lambda: moments(gp.predict(new)))
+        record["predict"], found = timed(lambda: moments(gp.predictive(new)))
     record["certificate"] = gp.summary()["certificate"]
     torch.save({"mean": found[0], "variance": found[1]}, options.save)
     if options.tune:
@@ -204,8 +204,8 @@ def wide(options: argparse.Namespace) -> dict[str, Any]:
     record: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     with peak_memory(record):
         record["fit"], _ = timed(lambda: gp.fit(x, y))
-        record["means"], _ = timed(lambda: gp.predict(new).mean)
-        record["variances"], _ = timed(lambda: gp.predict(new).variance)
+        record["means"], _ = timed(lambda: gp.predictive(new).mean)
+        record["variances"], _ = timed(lambda: gp.predictive(new).variance)
     facts = gp.summary()
     return record | {
         "high": resident("VmHWM"), "steps": facts["work"].get("steps"), "certificate": facts["certificate"],

@@ -27,6 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("likelihoods",),
     ("tangent",),
     ("curvatures",),
+    ("predictive",),
     ("fitting", "metrics"),
     ("audit", "laplace", "nested", "spectrum"),
     ("optim", "posterior", "tangent_gp"),

@@ -126,7 +126,7 @@ def alone() -> dict[str, Tensor]:
         "fit": fit.predict(X),
         "cg": iterated.predict(X),
         "kernel": lin.kernel(X[:5]),
-        "gp": gp.predict(X).mean,
+        "gp": gp.predictive(X).mean,
         "penalty": online.penalty().detach(),
         "step": torch.cat([p.detach().flatten() for p in trained.parameters()]),
     }

@@ -60,7 +60,7 @@ work = {
     "kfac": lambda: linnet.curvature(net, data, meaning, structure="kfac", memory=budget),
     "diagonal": lambda: linnet.curvature(net, data, meaning, structure="diagonal", memory=budget),
     "laplace": lambda: linnet.Laplace(net, meaning, structure="diagonal", memory=budget)
-        .fit(data).predict(x[:2], memory=budget),
+        .fit(data).predictive(x[:2], memory=budget),
 }
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
@@ -298,7 +298,7 @@ def test_counts_that_no_memory_holds_are_refused() -> None:
         lambda: fit.predictive(x).sample(huge),
         lambda: G.sample(huge),
         lambda: la.sample(huge),
-        lambda: la.predict(x[:2]).sample(huge),
+        lambda: la.predictive(x[:2]).sample(huge),
         lambda: Categorical().sample(f, huge),
         lambda: Categorical().project(f, huge),
         lambda: separable_data(torch.ones(3), huge),

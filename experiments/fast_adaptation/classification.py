@@ -72,7 +72,7 @@ def inferred(
     facts = {} if posterior.optimum is None else {"newton_steps": posterior.optimum.steps}
     if posterior.bounds:
         facts = {"first_bound": posterior.bounds[0], "last_bound": posterior.bounds[-1]}
-    return judged(lambda x: posterior.predict(x), test) | facts
+    return judged(lambda x: posterior.predictive(x), test) | facts
 
 
 def draw(study: Study, cells: list[dict[str, Any]]) -> None:

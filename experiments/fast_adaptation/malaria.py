@@ -145,7 +145,7 @@ def compared(maps: list[Raster], given: argparse.Namespace, seed: int, points: i
         f = model(x)
         found = {"network": _scores(likelihood.mean(f), likelihood.variance(f), y)}
     gp = linnet.TangentGP(model, likelihood).fit(*few).tune()
-    noisy = gp.predict(x).with_noise()
+    noisy = gp.predictive(x).with_noise()
     found["tangent process"] = _scores(noisy.mean, noisy.variance, y)
     return {f"{name}, {key}": value for name, pair in found.items() for key, value in pair.items()}
 

@@ -98,11 +98,11 @@ def adapted(
         found = by_network(model, test)
     elif way == "TangentGP":
         gp = linnet.TangentGP(model, HeteroscedasticGaussian(), space="function").fit(*data).tune()
-        noisy = gp.predict(test[0]).with_noise()
+        noisy = gp.predictive(test[0]).with_noise()
         found = scores(noisy.mean, noisy.variance, test[1])
         found |= {"prior": gp.prior_precision, "noise_scale": gp.noise_scale}
     elif way == "last layer (ABLR)":
-        noisy = linnet.baselines.last_layer(model, data).predict(test[0]).with_noise()  # type: ignore[assignment]
+        noisy = linnet.baselines.last_layer(model, data).predictive(test[0]).with_noise()  # type: ignore[assignment]
         found = scores(noisy.mean.float(), noisy.variance, test[1])
     else:
         own = copy.deepcopy(model)

@@ -108,8 +108,8 @@ def adapted(model: nn.Module, noise: float, tasks: int, first: int) -> dict[str,
         predictions, exact = {}, None
         for name, gp in made.items():
             fitted = gp.fit(x, y)
-            predictions[name] = fitted.predict(test_x)
-            drawn = fitted.predict(GRID)
+            predictions[name] = fitted.predictive(test_x)
+            drawn = fitted.predictive(GRID)
             exact = drawn if exact is None else exact
             deviation = exact.variance.sqrt()
             gap = (drawn.mean - exact.mean).abs().max() / exact.mean.std()
@@ -120,17 +120,17 @@ def adapted(model: nn.Module, noise: float, tasks: int, first: int) -> dict[str,
         f0, f0_test = model(x).detach(), model(test_x).detach()
         # the paper's formulas leave the network's own output out: condition on y as if it were y − f₀
         bare = {
-            "Jacobian products, without f₀": made["Jacobian products"].fit(x, y + f0).predict(test_x),
-            "Jacobian products, tuned, without f₀": tuned.fit(x, y + f0).tune().predict(test_x),
+            "Jacobian products, without f₀": made["Jacobian products"].fit(x, y + f0).predictive(test_x),
+            "Jacobian products, tuned, without f₀": tuned.fit(x, y + f0).tune().predictive(test_x),
         }
         tuned.prior_precision = tuned.noise_scale = 1.0
-        predictions["Jacobian products, tuned"] = tuned.fit(x, y).tune().predict(test_x)
+        predictions["Jacobian products, tuned"] = tuned.fit(x, y).tune().predictive(test_x)
         if t == 0:
-            curves["Jacobian products, tuned"] = curve_of(tuned.predict(GRID))
+            curves["Jacobian products, tuned"] = curve_of(tuned.predictive(GRID))
         ablr = linnet.baselines.last_layer(model, (x, y))
-        predictions["last layer (ABLR)"] = ablr.predict(test_x)
+        predictions["last layer (ABLR)"] = ablr.predictive(test_x)
         if t == 0:
-            curves["last layer (ABLR)"] = curve_of(ablr.predict(GRID))
+            curves["last layer (ABLR)"] = curve_of(ablr.predictive(GRID))
         for name, prediction in predictions.items():
             found.setdefault(name, []).append(scores(prediction, test_y, task.amplitude))
         for name, prediction in bare.items():

@@ -94,13 +94,13 @@ def predicted(way: str, model: nn.Module, data: Split) -> dict[str, float]:
         bare = "without" in way
         f0, test_f0 = (model(x).detach() if bare else 0.0 for x in (data.x, data.test_x))
         gp = linnet.TangentGP(model, likelihood).fit(data.x, data.y + f0).tune()
-        noisy = gp.predict(data.test_x).with_noise()
+        noisy = gp.predictive(data.test_x).with_noise()
         noisy.mean = noisy.mean - test_f0
         facts = {"noise": float(gp.likelihood.noise), "prior": gp.prior_precision}  # type: ignore[attr-defined]
     else:
         structure = "kfac" if "Kronecker" in way else "full"
         la = linnet.Laplace(model, likelihood, structure).fit((data.x, data.y)).tune("evidence")
-        noisy = la.predict(data.test_x).with_noise()  # type: ignore[assignment,union-attr]
+        noisy = la.predictive(data.test_x).with_noise()  # type: ignore[assignment,union-attr]
         facts = {"noise": float(la.likelihood.noise), "prior": float(la.prior_precision)}  # type: ignore[attr-defined,arg-type]
     return data.scores(noisy.mean, noisy.variance) | facts
 

@@ -249,7 +249,7 @@ def predictors(
 
     def drawn(structure: str) -> Predict:
         if arguments.predict == "glm":
-            return lambda x: posterior(structure).predict(x).probs
+            return lambda x: posterior(structure).predictive(x).probs
         return Sampled(model, posterior(structure).sample(arguments.samples, seed))
 
     def chosen(structure: str) -> dict[str, float]:
@@ -259,7 +259,7 @@ def predictors(
 
     def dropout() -> Predict:
         found = linnet.baselines.mc_dropout(with_dropout, Categorical(), arguments.samples, seed)
-        return lambda x: found.predict(x).sampled_probs
+        return lambda x: found.predictive(x).sampled_probs
 
     made: list[Callable[[], Predict]] = [
         # the thesis' deterministic pass is one "through the Dropout trained network"

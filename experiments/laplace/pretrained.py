@@ -67,7 +67,7 @@ def run(
         last = linnet.Laplace(model, Categorical(), "kfac", params="last-layer").fit(parts["train"])
         tuned(last, parts["validation"], "glm", given.samples)
         facts = {"prior": float(last.prior_precision), "scale": last.data_scale}  # type: ignore[arg-type]
-        return judged(lambda x: last.predict(x), parts["test"], given.batch) | facts
+        return judged(lambda x: last.predictive(x), parts["test"], given.batch) | facts
     # one label an image is drawn for the factors, as KFAC does: 100 classes have 99 columns otherwise
     la = linnet.Laplace(
         model, Categorical(), "kfac", 1.0, damping="matrix-normal", expectation="mc", seed=seed, params="all"

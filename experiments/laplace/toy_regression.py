@@ -170,9 +170,9 @@ def laplace(
         )  # fmt: skip
     points = torch.cat([task.scaled(task.test)[0], GRID / task.x_scale])
     if how == "mc":
-        outputs = la.predict(points, "mc", samples=sizes.samples, generator=1).outputs
+        outputs = la.predictive(points, "mc", samples=sizes.samples, generator=1).outputs
     else:
-        outputs = la.predict(points, "glm").sample(sizes.samples, 1)
+        outputs = la.predictive(points, "glm").sample(sizes.samples, 1)
     cut = len(task.test[0])
     numbers = summary(task, outputs[:, :cut], outputs[:, cut:])
     return numbers | {"prior": float(la.prior_precision), "scale": la.data_scale}  # type: ignore[arg-type]

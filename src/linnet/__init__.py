@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from linnet.fitting.linear_fit import LinearFit as LinearFit
     from linnet.fitting.load_fit import load_fit as load_fit
     from linnet.fitting.metric import with_metric as with_metric
-    from linnet.fitting.predictive import Predictive as Predictive
     from linnet.fitting.softmax_fit import SoftmaxFit as SoftmaxFit
     from linnet.laplace.laplace import Laplace as Laplace
     from linnet.laplace.load import load_laplace as load_laplace
@@ -50,12 +49,14 @@ if TYPE_CHECKING:
     from linnet.optim.preconditioner import KroneckerPreconditioner as KroneckerPreconditioner
     from linnet.posterior.posterior import LinearPosterior as LinearPosterior
     from linnet.posterior.posterior import linear_posterior as linear_posterior
+    from linnet.predictive.distribution import Predictive as Predictive
+    from linnet.predictive.gaussian import GaussianPredictive as GaussianPredictive
+    from linnet.predictive.sampled import SampledPredictive as SampledPredictive
     from linnet.tangent.linearized import Linearized as Linearized
     from linnet.tangent.linearized import linearize as linearize
     from linnet.tangent.preflight import Preflight as Preflight
     from linnet.tangent.preflight import preflight as preflight
     from linnet.tangent_gp.load import load_gp as load_gp
-    from linnet.tangent_gp.predictive import TangentPredictive as TangentPredictive
     from linnet.tangent_gp.tangent_gp import TangentGP as TangentGP
 
 __version__ = "0.1.0"
@@ -74,7 +75,9 @@ _HOME = {
     "LinearFit": "linnet.fitting.linear_fit",
     "SoftmaxFit": "linnet.fitting.softmax_fit",
     "load_fit": "linnet.fitting.load_fit",
-    "Predictive": "linnet.fitting.predictive",
+    "Predictive": "linnet.predictive.distribution",
+    "GaussianPredictive": "linnet.predictive.gaussian",
+    "SampledPredictive": "linnet.predictive.sampled",
     "curvature": "linnet.curvatures.build",
     "Curvature": "linnet.curvatures.curvature",
     "RunningCurvature": "linnet.curvatures.running",
@@ -83,7 +86,6 @@ _HOME = {
     "load_laplace": "linnet.laplace.load",
     "train_with_evidence": "linnet.laplace.training",
     "TangentGP": "linnet.tangent_gp.tangent_gp",
-    "TangentPredictive": "linnet.tangent_gp.predictive",
     "load_gp": "linnet.tangent_gp.load",
     "linear_posterior": "linnet.posterior.posterior",
     "LinearPosterior": "linnet.posterior.posterior",

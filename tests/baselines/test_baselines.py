@@ -38,7 +38,7 @@ def blobs(n: int = 60) -> tuple[Tensor, Tensor]:
 def test_dropout_moments_of_a_linear_network() -> None:
     """E[f] = W x + b and Var[f] = p/(1 − p) Σ w² x², for rate p."""
     model, x = dropout(0.3), real(5, 4)
-    prediction = mc_dropout(model, L.Gaussian(), samples=5000).predict(x)
+    prediction = mc_dropout(model, L.Gaussian(), samples=5000).predictive(x)
     model.eval()
     weight = model[2].weight.detach()  # type: ignore[index,union-attr]
     normalized = model[0](x).detach()  # type: ignore[index,operator]
@@ -135,8 +135,14 @@ def test_ensemble_of_trained_networks_is_right_and_disagrees_far_away() -> None:
     assert p.shape == (4, 60, 3)
     assert float((p.mean(0).argmax(1) == y).double().mean()) > 0.95
     assert torch.equal(p, deep_ensemble(train, L.Categorical(), members=4)(x))  # type: ignore[arg-type]
-    assert float(baseline.predict(8 * x).variance.mean()) > 2 * float(baseline.predict(x).variance.mean())
-    near(baseline.predict(x).mean, torch.stack([m.flat(m.theta, x) for m in baseline.members]).mean(0), 1e-12)
+    assert float(baseline.predictive(8 * x).variance.mean()) > 2 * float(
+        baseline.predictive(x).variance.mean()
+    )
+    near(
+        baseline.predictive(x).mean,
+        torch.stack([m.flat(m.theta, x) for m in baseline.members]).mean(0),
+        1e-12,
+    )
 
 
 def test_trainer_finds_the_most_probable_weights() -> None:
@@ -308,7 +314,7 @@ def test_dropout_names_inputs_that_it_cannot_take() -> None:
     net = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2))
     baseline = linnet.baselines.mc_dropout(net, linnet.likelihoods.Categorical(), samples=2)
     with pytest.raises(ModelError, match="cannot run on x"):
-        baseline.predict(torch.zeros(4, 5))
+        baseline.predictive(torch.zeros(4, 5))
 
 
 # --- what cannot be used ----------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_every_method_takes_them_as_it_takes_a_pair(net: nn.Module, kind: str) -
         return [
             linnet.fit(lin, data, ridge=0.1).predict(X),
             linnet.adapt(net, data, ridge=0.1, weight=0.5).predict(X),
-            laplace.predict(X).probs,
+            laplace.predictive(X).probs,
             empirical.diagonal(),
         ]
 

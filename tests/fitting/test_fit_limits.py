@@ -11,7 +11,7 @@ from torch import nn
 import linnet
 from linnet.errors import InputError, ModelError
 from linnet.fitting.dual import Spectrum
-from linnet.fitting.predictive import fit_temperature
+from linnet.predictive.temperature import fit_temperature
 
 
 def network() -> nn.Module:

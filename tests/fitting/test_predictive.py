@@ -10,13 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linnet.errors import InputError
-from linnet.fitting.predictive import Predictive, fit_moderation, fit_temperature, probabilities
+from linnet.predictive.gaussian import GaussianPredictive
+from linnet.predictive.noise import Noise
+from linnet.predictive.temperature import fit_moderation, fit_temperature, probabilities
 from tests.fitting.problems import near, real, refused
 
 
-def gaussian(n: int = 3, c: int = 2, noise: float = 0.5, temperature: float | None = 2.0) -> Predictive:
+def gaussian(
+    n: int = 3, c: int = 2, noise: float = 0.5, temperature: float | None = 2.0
+) -> GaussianPredictive:
     root = real(n, c, c, seed=5)
-    return Predictive(real(n, c, seed=6), root @ root.mT + 0.1 * torch.eye(c), noise, temperature)
+    covariance = root @ root.mT + 0.1 * torch.eye(c)
+    return GaussianPredictive(real(n, c, seed=6), covariance, Noise(noise, temperature))
 
 
 def test_variance_is_the_diagonal() -> None:
@@ -30,7 +35,19 @@ def test_noise_is_added_to_every_output_alone() -> None:
     noisy = p.with_noise()
     near(noisy.covariance - p.covariance, (0.5 * torch.eye(2, dtype=torch.float64)).expand(3, 2, 2), 1e-12)
     assert torch.equal(noisy.mean, p.mean)
-    assert noisy.temperature == p.temperature
+    assert torch.equal(noisy.probs, probabilities(p.mean, noisy.variance, 2.0))
+
+
+def test_log_densities() -> None:
+    """Values by the Gaussian with its noise, labels by their probabilities."""
+    p, y = gaussian(), real(3, 2, seed=7)
+    normal = torch.distributions.MultivariateNormal(p.mean, p.with_noise().covariance)
+    near(p.log_density(y), normal.log_prob(y), 1e-10)
+    labels = torch.tensor([0, 1, 1])
+    near(p.log_density(labels), p.probs[range(3), labels].log(), 1e-12)
+    for wrong in (torch.tensor([0, 1, 2]), torch.tensor([0, 1]), torch.tensor([-1, 0, 1])):
+        with pytest.raises(InputError, match="labels from 0 to 1"):
+            p.log_density(wrong)
 
 
 def test_sample_moments(generator: torch.Generator) -> None:
@@ -60,9 +77,9 @@ def test_same_generator_same_samples() -> None:
 def test_a_certain_prediction_can_be_sampled() -> None:
     """Without uncertainty every draw is the mean; a covariance of lower rank is no error either."""
     mean = real(2, 3)
-    certain = Predictive(mean, torch.zeros(2, 3, 3, dtype=torch.float64), noise=1.0)
+    certain = GaussianPredictive(mean, torch.zeros(2, 3, 3, dtype=torch.float64), Noise(1.0))
     near(certain.sample(4), mean.expand(4, 2, 3), 1e-12)
-    ones = Predictive(mean, torch.ones(2, 3, 3, dtype=torch.float64), noise=1.0)
+    ones = GaussianPredictive(mean, torch.ones(2, 3, 3, dtype=torch.float64), Noise(1.0))
     shift = ones.sample(5) - mean
     near(shift, shift[..., :1].expand(5, 2, 3), 1e-2)
 
@@ -90,7 +107,7 @@ def test_certain_outputs_give_the_plain_softmax() -> None:
     expected = (mean / 2.5).softmax(1)
     near(probabilities(mean, None, 2.5), expected, 1e-14)
     near(probabilities(mean, torch.zeros(3, 4, dtype=torch.float64), 2.5), expected, 1e-14)
-    certain = Predictive(mean, torch.zeros(3, 4, 4, dtype=torch.float64), 1.0, 2.5)
+    certain = GaussianPredictive(mean, torch.zeros(3, 4, 4, dtype=torch.float64), Noise(1.0, 2.5))
     near(certain.probs, expected, 1e-14)
 
 
@@ -141,7 +158,7 @@ def test_the_most_probable_class_is_that_of_the_largest_mean() -> None:
     """Unequal variances shrink all classes alike, so probabilities and predictions agree."""
     mean = torch.tensor([[2.0, 1.9, 0.0]], dtype=torch.float64)
     covariance = torch.diag_embed(torch.tensor([[90.0, 0.1, 0.1]], dtype=torch.float64))
-    assert Predictive(mean, covariance, 1.0, 0.5).probs.argmax(1) == mean.argmax(1)
+    assert GaussianPredictive(mean, covariance, Noise(1.0, 0.5)).probs.argmax(1) == mean.argmax(1)
 
 
 def test_variance_that_counts_too_much_is_scaled(generator: torch.Generator) -> None:

@@ -44,8 +44,8 @@ def of_laplace(**options: Any) -> Numbers:
     """Numbers of a posterior over weights."""
     net, x, y, _ = problem()
     la = Laplace(net, L.Categorical(), **options).fit((x, y)).tune("evidence")
-    p, q = la.predict(x), la.predict(x, "mc", samples=4, generator=0)
-    joint = la.predict(x[:4], joint=True)
+    p, q = la.predictive(x), la.predictive(x, "mc", samples=4, generator=0)
+    joint = la.predictive(x[:4], joint=True)
     found = [
         p.covariance,
         p.probs,
@@ -54,7 +54,7 @@ def of_laplace(**options: Any) -> Numbers:
         joint.joint_covariance,
         joint.sample(2, 0),
     ]
-    found += [la.predict(x, link=link, generator=0).probs for link in ("pairwise", "bridge", "mc")]
+    found += [la.predictive(x, link=link, generator=0).probs for link in ("pairwise", "bridge", "mc")]
     return [*found, q.covariance, q.probs, q.log_density(y), la.sample(2, 0), la.covariance.dense()]
 
 
@@ -62,7 +62,7 @@ def of_process(**options: Any) -> Numbers:
     """Numbers of a tangent process."""
     net, x, _, t = problem()
     gp = TangentGP(net, L.Gaussian(variance=0.5), **options).fit(x[:12], t[:12]).update(x[12:], t[12:])
-    p, joint = gp.predict(x), gp.adapt(x, -t).predict(x[:4], joint=True)
+    p, joint = gp.predictive(x), gp.adapt(x, -t).predictive(x[:4], joint=True)
     evidence = torch.tensor(gp.log_evidence().mean)
     found = [p.mean, p.covariance, p.with_noise().variance, p.log_density(t), p.sample(2, 0), evidence]
     return [*found, joint.joint_covariance, joint.sample(2, 0), *gp.tune().delta.values()]
@@ -72,7 +72,7 @@ def of_linear(method: str) -> Numbers:
     """Numbers of a linear posterior."""
     net, x, y, _ = problem()
     posterior = linear_posterior(linnet.linearize(net), (x, y), L.Categorical(), method)
-    p = posterior.predict(x)
+    p = posterior.predictive(x)
     drawn = [] if method == "map" else [posterior.sample(2, 0)]
     return [p.mean, p.probs, p.log_density(y), *drawn]
 
@@ -80,7 +80,7 @@ def of_linear(method: str) -> Numbers:
 def of_last_layer() -> Numbers:
     """Numbers of a Bayesian last layer."""
     net, x, _, t = problem()
-    p = baselines.last_layer(net, (x, t)).predict(x)
+    p = baselines.last_layer(net, (x, t)).predictive(x)
     return [p.mean, p.variance]
 
 
@@ -124,10 +124,15 @@ def test_what_was_made_in_inference_mode_is_used_outside(tmp_path: Path) -> None
     for process in (gp, loaded[1]):
         process.tune()
     point = x.clone().requires_grad_()
-    found = [la.predict(point), loaded[0].predict(point), gp.predict(point), loaded[1].predict(point)]
+    found = [
+        la.predictive(point),
+        loaded[0].predictive(point),
+        gp.predictive(point),
+        loaded[1].predictive(point),
+    ]
     (gradient,) = torch.autograd.grad(sum(p.variance.sum() for p in found), point)
     assert bool(gradient.isfinite().all())
-    assert linear_posterior(lin, (x, y), L.Categorical()).predict(x).mean.shape == (20, 3)
+    assert linear_posterior(lin, (x, y), L.Categorical()).predictive(x).mean.shape == (20, 3)
 
 
 @pytest.mark.parametrize("state", ["inference", "no gradients"])
@@ -152,7 +157,7 @@ def test_training_has_gradients_of_its_own(state: str) -> None:
 
 def test_predictions_of_a_process_can_be_pickled() -> None:
     net, x, _, t = problem()
-    prediction = TangentGP(net, L.Gaussian(variance=0.5)).fit(x, t).predict(x[:3], joint=True)
+    prediction = TangentGP(net, L.Gaussian(variance=0.5)).fit(x, t).predictive(x[:3], joint=True)
     again = pickle.loads(pickle.dumps(prediction))
     assert torch.equal(again.joint_covariance, prediction.joint_covariance)
     assert torch.equal(again.with_noise().variance, prediction.with_noise().variance)

@@ -19,8 +19,8 @@ Arguments = dict[str, Any]
 # Records that linnet makes and hands out: nobody has to construct them.
 MADE_BY_LINNET = frozenset({
     "Linearized", "Preflight", "LinearFit", "SoftmaxFit", "NestedFit", "audit.Accuracy", "audit.LabelErrors",
-    "Predictive", "Curvature", "LinearPosterior",
-    "TangentPredictive", "Report", "RegressionReport", "Separation", "Attack", "Finetuned", "Flow",
+    "GaussianPredictive", "SampledPredictive", "Curvature", "LinearPosterior",
+    "Report", "RegressionReport", "Separation", "Attack", "Finetuned", "Flow",
     "audit.Influence", "audit.Suspects", "audit.Summary", "audit.ValidationPath", "audit.Selection",
     "audit.Flips", "audit.Compatible", "audit.Counterfactual", "audit.GroupMeans",
     "audit.ForgettingCertificate", "audit.Release", "audit.PrivacyCertificate", "optim.StepReport",
@@ -31,7 +31,7 @@ MADE_BY_LINNET = frozenset({
     "spectrum.Verdict", "surgery.SurgeryReport", "surgery.Activation",
 })  # fmt: skip
 # Classes to derive from: their methods are tried in the classes that derive from them.
-ABSTRACT = frozenset({"likelihoods.Likelihood", "continual.ContinualMethod", "optim.Schedule"})
+ABSTRACT = frozenset({"Predictive", "likelihoods.Likelihood", "continual.ContinualMethod", "optim.Schedule"})
 
 # Valid arguments by the name of the parameter, where the callable's own table below has none.
 BY_NAME: dict[str, Callable[[], Any]] = {
@@ -223,16 +223,16 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "Laplace (Gaussian)": lambda: linnet.Laplace(small.net(), linnet.likelihoods.Gaussian()).fit(
         small.regression()
     ),
-    "LaplacePredictive": lambda: small.laplace().predict(small.x()),
-    "GaussianPredictive": lambda: small.laplace_regression().predict(small.x()),
-    "SampledPredictive": lambda: small.dropout().predict(small.x()),
+    "Laplace predictive": lambda: small.laplace().predictive(small.x()),
+    "GaussianPredictive": lambda: small.laplace_regression().predictive(small.x()),
+    "SampledPredictive": lambda: small.dropout().predictive(small.x()),
     "TangentGP": lambda: linnet.TangentGP(small.net(), linnet.likelihoods.Gaussian(), "function").fit(
         *small.regression()
     ),
     "TangentGP (parameter)": lambda: linnet.TangentGP(
         small.net(), linnet.likelihoods.Gaussian(), "parameter"
     ).fit(*small.regression()),
-    "TangentPredictive": small.tangent_predictive,
+    "TangentGP predictive": small.tangent_predictive,
     "LinearPosterior": small.posterior,
     "continual.NonOnlineLaplace (saved)": small.restored,
     "Report": small.report,
@@ -336,10 +336,10 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "to_flat": lambda: {"vector": small.params()},
     "to_params": lambda: {"vector": small.normal(26)},
     "Augmentation.__call__": lambda: {"x": small.images(), "generator": torch.Generator().manual_seed(0)},
-    "LaplacePredictive.log_density": lambda: {"y": small.labels()},
+    "Laplace predictive.log_density": lambda: {"y": small.labels()},
     "GaussianPredictive.log_density": lambda: {"y": small.targets()},
     "SampledPredictive.log_density": lambda: {"y": small.labels()},
-    "TangentPredictive.log_density": lambda: {"y": small.targets()},
+    "TangentGP predictive.log_density": lambda: {"y": small.targets()},
     "Laplace (Gaussian).fit": lambda: {"data": small.regression()},
     "adapt": lambda: {"x": small.x(), "y": small.targets()},
     "TangentGP.fit": lambda: {"x": small.x(), "y": small.targets()},

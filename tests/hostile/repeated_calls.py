@@ -54,12 +54,12 @@ def _curvature() -> Call:
 
 def _laplace() -> Call:
     la = linnet.Laplace(network(), Categorical())
-    return lambda x, y: la.fit((x, y)).predict(x).probs
+    return lambda x, y: la.fit((x, y)).predictive(x).probs
 
 
 def _process() -> Call:
     gp = linnet.TangentGP(network(), Gaussian(0.1))
-    return lambda x, y: gp.fit(x, x[:, :3]).update(x, x[:, :3]).predict(x).covariance
+    return lambda x, y: gp.fit(x, x[:, :3]).update(x, x[:, :3]).predictive(x).covariance
 
 
 def _changes() -> Call:

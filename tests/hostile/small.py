@@ -307,7 +307,7 @@ def surgery_report() -> Any:
 
 @cache
 def tangent_predictive() -> Any:
-    return gp().predict(x())
+    return gp().predictive(x())
 
 
 @cache

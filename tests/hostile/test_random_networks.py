@@ -244,7 +244,7 @@ def _check_process(
     eye = torch.eye(flat.shape[1], dtype=torch.float64)
     covariance = torch.linalg.inv(flat.T @ flat / noise + precision * eye)
     size = float(r.abs().max())
-    found = gp.predict(net.x_test, joint=True)
+    found = gp.predictive(net.x_test, joint=True)
     near(found.mean, net.f_test + net.j_test @ (covariance @ (flat.T @ r) / noise), size)
     wanted = torch.einsum("ncp,pq,mdq->ncmd", net.j_test, covariance, net.j_test)
     prior = float(net.j_test.square().sum(2).max()) / precision

@@ -84,7 +84,7 @@ def test_gpytorchs_exact_process_is_ours() -> None:
     with torch.no_grad():
         found = model(oracle.x_test)
     ours = TangentGP(oracle.model, Gaussian(variance=0.2), prior_precision=0.7).fit(oracle.x, oracle.y)
-    prediction = ours.predict(oracle.x_test, joint=True)
+    prediction = ours.predictive(oracle.x_test, joint=True)
     assert torch.allclose(found.mean, prediction.mean[:, 0], rtol=1e-6)
     assert torch.allclose(found.covariance_matrix, prediction.joint_covariance[:, 0, :, 0], atol=1e-6)
 
@@ -102,7 +102,7 @@ def test_the_botorch_model_gives_our_posterior(outputs: int) -> None:
         posterior = model.posterior(sets, observation_noise=noisy)
         assert posterior.mean.shape == (2, 2, outputs)
         for i in range(2):
-            expected = gp.predict(sets[i], joint=True)
+            expected = gp.predictive(sets[i], joint=True)
             expected = expected.with_noise() if noisy else expected
             assert torch.allclose(posterior.mean[i], expected.mean)
             assert torch.allclose(posterior.variance[i], expected.variance)

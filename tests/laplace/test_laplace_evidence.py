@@ -150,7 +150,7 @@ def test_layers_noise_and_matrix_normal_are_tuned_together(search: str) -> None:
             assert float(la.log_evidence(noise_variance=noise * factor)) < best
             for name in prior:
                 assert float(la.log_evidence({**prior, name: prior[name] * factor})) < best
-        assert float(la.predict(x).with_noise().variance.min()) > noise
+        assert float(la.predictive(x).with_noise().variance.min()) > noise
 
 
 def test_one_precision_a_parameter_by_evidence() -> None:
@@ -216,7 +216,7 @@ def test_evidence_refuses_values_that_do_not_fit() -> None:
     exact = Laplace(model, L.Gaussian()).fit((x, model(x).detach()))
     with pytest.raises(InputError, match="exactly"):
         exact.tune("evidence")
-    assert exact.tune("evidence", noise=False).predict(x).mean.isfinite().all()
+    assert exact.tune("evidence", noise=False).predictive(x).mean.isfinite().all()
 
 
 # During training

@@ -40,7 +40,7 @@ def test_everything_comes_back(structure: Any, tmp_path: Path) -> None:
     assert again.data_scale == la.data_scale == 1.5
     assert float(again.log_evidence()) == float(la.log_evidence())
     for method in ("glm", "mc"):
-        one, other = (p.predict(x, method, generator=0, samples=3) for p in (again, la))
+        one, other = (p.predictive(x, method, generator=0, samples=3) for p in (again, la))
         near(one.variance, other.variance, 1e-12)  # memory layouts differ, and so may the last bit
         near(one.probs, other.probs, 1e-12)
     for posterior in (la, again):
@@ -55,7 +55,7 @@ def test_data_can_be_added_to_what_was_loaded(structure: Any, tmp_path: Path) ->
     la, x, _ = fitted(structure)
     more = real(6, 3, seed=20), torch.arange(6) % 3
     again = load_laplace(la.save(tmp_path), classes()[0]).fit(more, add=True)
-    near(again.predict(x).variance, la.fit(more, add=True).predict(x).variance, 1e-6)
+    near(again.predictive(x).variance, la.fit(more, add=True).predictive(x).variance, 1e-6)
     assert again.examples == 18
 
 
@@ -68,7 +68,7 @@ def test_tuned_noise_damping_and_prior_mean_are_kept(damping: str, tmp_path: Pat
     la.fit((x, y)).tune("evidence")
     again = load_laplace(la.save(tmp_path), model)
     assert again.likelihood.describe() == la.likelihood.describe()
-    assert torch.equal(again.predict(x).with_noise().variance, la.predict(x).with_noise().variance)
+    assert torch.equal(again.predictive(x).with_noise().variance, la.predictive(x).with_noise().variance)
     assert float(again.log_evidence()) == float(la.log_evidence())
 
 
@@ -83,7 +83,9 @@ def test_custom_likelihoods_are_passed_again(tmp_path: Path) -> None:
     la.save(tmp_path)
     with pytest.raises(InputError, match="likelihood is missing"):
         load_laplace(tmp_path, model)
-    assert torch.equal(load_laplace(tmp_path, model, likelihood).predict(x).variance, la.predict(x).variance)
+    assert torch.equal(
+        load_laplace(tmp_path, model, likelihood).predictive(x).variance, la.predictive(x).variance
+    )
     with pytest.raises(InputError, match="saved with"):
         load_laplace(tmp_path, model, L.Gaussian())
 

@@ -88,7 +88,7 @@ def test_leave_one_out_follows_the_scale_of_the_data() -> None:
 
 def test_labels_that_are_no_tensor() -> None:
     la, x, y = fitted("kfac")
-    for prediction in (la.predict(x), la.predict(x, "mc", samples=2, generator=0)):
+    for prediction in (la.predictive(x), la.predictive(x, "mc", samples=2, generator=0)):
         for labels in (None, y.numpy()):
             with pytest.raises(InputError, match=r"y(=None| is )"):
                 prediction.log_density(labels)
@@ -97,7 +97,7 @@ def test_labels_that_are_no_tensor() -> None:
 def test_one_sample_has_no_variance() -> None:
     model, x, t = numbers()
     la = Laplace(model, L.Gaussian(variance=0.5)).fit((x, t))
-    one = la.predict(x, "mc", samples=1, generator=0)
+    one = la.predictive(x, "mc", samples=1, generator=0)
     assert torch.equal(one.mean, one.outputs[0])
     for ask in ("variance", "covariance", "joint_covariance"):
         with pytest.raises(InputError, match="the variance of one sample"):
@@ -110,10 +110,10 @@ def test_a_linearization_that_was_trained_is_refused() -> None:
     """Its curvature and outputs would be those of δ = 0, not those that it predicts with."""
     model, x, y = classes()
     lin = linnet.linearize(model)
-    near(Laplace(lin, CATEGORICAL).fit((x, y)).predict(x).mean, lin(x), 1e-12)
+    near(Laplace(lin, CATEGORICAL).fit((x, y)).predictive(x).mean, lin(x), 1e-12)
     with torch.no_grad():
         lin.delta["0.weight"].add_(0.1)
     with pytest.raises(InputError, match="Linearized that has been trained"):
         Laplace(lin, CATEGORICAL).fit((x, y))
     lin.relinearize()
-    near(Laplace(lin, CATEGORICAL).fit((x, y)).predict(x).mean, lin(x), 1e-12)
+    near(Laplace(lin, CATEGORICAL).fit((x, y)).predictive(x).mean, lin(x), 1e-12)

@@ -15,8 +15,9 @@ from linnet.laplace import head as laplace_head
 from linnet.laplace import linearized as laplace_linearized
 from linnet.laplace import outputs as laplace_outputs
 from linnet.laplace.laplace import Laplace
-from linnet.laplace.links import Link, class_probabilities, log_density
-from linnet.laplace.predict import GaussianPredictive, SampledPredictive
+from linnet.predictive.gaussian import GaussianPredictive
+from linnet.predictive.links import Link, class_probabilities, log_density
+from linnet.predictive.sampled import SampledPredictive
 from tests import zoo
 from tests.fitting.problems import near, network, real
 from tests.laplace.laplace_problems import CATEGORICAL, classes, fitted, numbers, output_covariance
@@ -32,11 +33,11 @@ def test_covariance_is_that_of_the_dense_jacobian(structure: str, damping: str) 
     la, *_ = fitted(structure, prior_precision=0.4, damping=damping)
     model, x = classes()[0], real(5, 3, seed=8)
     joint = output_covariance(model, x, la.covariance.dense())
-    prediction = la.predict(x)
+    prediction = la.predictive(x)
     near(prediction.mean, model(x).detach(), 1e-12)
     near(prediction.covariance, torch.einsum("ncnd->ncd", joint), 1e-9)
     near(prediction.variance, torch.einsum("ncnc->nc", joint), 1e-9)
-    whole = la.predict(x, joint=True)
+    whole = la.predictive(x, joint=True)
     near(whole.joint_covariance, joint, 1e-9)
     near(whole.covariance, prediction.covariance, 1e-9)
     near(whole.variance, prediction.variance, 1e-9)
@@ -48,20 +49,20 @@ def test_joint_covariance_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged tiles give the same numbers, and no budget is exceeded in silence."""
     la, *_ = fitted("kfac")
     x = real(7, 3, seed=8)
-    whole = la.predict(x, joint=True).joint_covariance
+    whole = la.predictive(x, joint=True).joint_covariance
     monkeypatch.setattr("linnet.laplace.outputs.MOST", 3)
-    near(la.predict(x, joint=True).joint_covariance, whole, 1e-12)
+    near(la.predictive(x, joint=True).joint_covariance, whole, 1e-12)
     assert torch.equal(whole, whole.permute(2, 3, 0, 1))
     with pytest.raises(MemoryBudgetError, match="joint"):
-        la.predict(x, joint=True, memory=2000)
+        la.predictive(x, joint=True, memory=2000)
 
 
 @pytest.mark.parametrize("link", ["probit", "pairwise", "bridge", "mc"])
 def test_large_predictions_keep_variances_only(link: str, monkeypatch: pytest.MonkeyPatch) -> None:
     la, x, y = fitted("kfac")
-    whole = la.predict(x, link=link, generator=3)
+    whole = la.predictive(x, link=link, generator=3)
     monkeypatch.setattr(laplace_linearized, "KEPT", 0)
-    lean = la.predict(x, link=link, generator=3)
+    lean = la.predictive(x, link=link, generator=3)
     near(lean.probs, whole.probs, 1e-12)
     near(lean.variance, whole.variance, 1e-12)
     near(lean.covariance, whole.covariance, 1e-12)
@@ -77,11 +78,11 @@ def test_last_layer_without_derivatives(structure: str, tail: bool, monkeypatch:
     la = Laplace(model, CATEGORICAL, structure, params=["2.weight", "2.bias"]).fit((x, y))
     j = linnet.linearize(model, params=["2.weight", "2.bias"]).jacobian(x)
     expected = torch.einsum("ncp,pq,ndq->ncd", j, la.covariance.dense(), j)
-    near(la.predict(x).covariance, expected, 1e-9)
+    near(la.predictive(x).covariance, expected, 1e-9)
     monkeypatch.setattr(laplace_head, "FORMED", 30)  # three examples at once
     for name in ("KEPT_OF_HEAD", "KEPT"):
         monkeypatch.setattr(laplace_linearized, name, 0)
-        prediction = la.predict(x)
+        prediction = la.predictive(x)
         near(prediction.variance, expected.diagonal(dim1=1, dim2=2), 1e-9)
         near(prediction.mean, model(x).detach(), 1e-12)
         near(prediction.covariance, expected, 1e-9)
@@ -93,7 +94,7 @@ def test_links_of_a_last_layer_in_parts(link: str, structure: str, monkeypatch: 
     """The same probabilities where covariances are formed for a few examples, or never."""
     model, x, y = classes()
     la = Laplace(model, CATEGORICAL, structure, params="last-layer").fit((x, y))
-    whole = la.predict(x, link=link, samples=20_000, generator=3)
+    whole = la.predictive(x, link=link, samples=20_000, generator=3)
     formed: list[int] = []
     original = laplace_outputs.head_spreads
 
@@ -104,12 +105,12 @@ def test_links_of_a_last_layer_in_parts(link: str, structure: str, monkeypatch: 
     monkeypatch.setattr(laplace_outputs, "head_spreads", noting)
     monkeypatch.setattr(laplace_linearized, "KEPT", 0)
     monkeypatch.setattr(laplace_head, "FORMED", 30)
-    lean = la.predict(x, link=link, samples=20_000, generator=3)
+    lean = la.predictive(x, link=link, samples=20_000, generator=3)
     near(lean.probs, whole.probs, 1e-12 if link != "mc" else 0.03)
     assert formed == ([] if link == "probit" else [12])
     near(lean.covariance, whole.covariance, 1e-12)
     with pytest.raises(MemoryBudgetError, match="output covariance"):
-        _ = la.predict(x, link=link, memory=200).covariance
+        _ = la.predictive(x, link=link, memory=200).covariance
 
 
 def test_a_thousand_classes_without_their_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +120,7 @@ def test_a_thousand_classes_without_their_covariance(monkeypatch: pytest.MonkeyP
     la = Laplace(model, CATEGORICAL, "kfac", params="last-layer").fit((torch.randn(20, 4), torch.arange(20)))
     monkeypatch.setattr(laplace_outputs, "spread_blocks", lambda *_: pytest.fail("covariances"))
     x = torch.randn(30, 4)
-    near(la.predict(x).probs.sum(1).double(), torch.ones(30).double(), 1e-5)
+    near(la.predictive(x).probs.sum(1).double(), torch.ones(30).double(), 1e-5)
 
 
 def gaussian(n: int = 40, c: int = 3, size: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -201,10 +202,10 @@ def test_sampled_weights_are_equation_5_9() -> None:
     weights = la.sample(400, 0)
     function = la.curvature.function
     outputs = torch.stack([function.flat(function.space.to_params(w), x) for w in weights])
-    prediction = la.predict(x, "mc", samples=400, generator=0)
+    prediction = la.predictive(x, "mc", samples=400, generator=0)
     assert isinstance(prediction, SampledPredictive)
     near(prediction.probs, prediction.sampled_probs.mean(0), 1e-12)
-    long = la.predict(x, "mc", samples=4000, generator=1)
+    long = la.predictive(x, "mc", samples=4000, generator=1)
     error = (outputs.softmax(-1).mean(0) - long.probs).abs() / outputs.softmax(-1).std(0) * 400**0.5
     assert float(error.max()) < 5
     density = torch.logsumexp(outputs.log_softmax(-1)[:, torch.arange(12), y], 0) - math.log(400)
@@ -216,7 +217,7 @@ def test_sampling_a_linear_network_meets_the_closed_form() -> None:
     torch.manual_seed(0)
     model, x, y = nn.Linear(3, 2).double(), real(10, 3), real(10, 2, seed=1)
     la = Laplace(model, L.Gaussian(variance=torch.tensor([0.3, 1.2])), "kfac").fit((x, y))
-    closed, sampled = la.predict(x, joint=True), la.predict(x, "mc", samples=20_000, generator=0)
+    closed, sampled = la.predictive(x, joint=True), la.predictive(x, "mc", samples=20_000, generator=0)
     spread = closed.variance
     assert ((sampled.mean - closed.mean).abs() < 5 * (spread / 20_000).sqrt()).all()
     assert ((sampled.variance / spread - 1).abs() < 5 * (2 / 20_000) ** 0.5).all()
@@ -234,7 +235,7 @@ def test_sampling_a_linear_network_meets_the_closed_form() -> None:
 
 def test_draws_have_the_moments_they_claim() -> None:
     la, x, _ = fitted("kfac", prior_precision=2.0)
-    prediction = la.predict(x[:4], joint=True)
+    prediction = la.predictive(x[:4], joint=True)
     draws = prediction.sample(40_000, 0)
     joint = prediction.joint_covariance
     centered = draws - prediction.mean
@@ -242,16 +243,16 @@ def test_draws_have_the_moments_they_claim() -> None:
     deviation = prediction.variance.sqrt()
     scale = torch.einsum("nc,md->ncmd", deviation, deviation)
     assert float(((found - joint) / scale).abs().max()) < 0.04
-    alone = la.predict(x[:4]).sample(40_000, 0) - prediction.mean
+    alone = la.predictive(x[:4]).sample(40_000, 0) - prediction.mean
     across = torch.einsum("snc,smd->ncmd", alone, alone) / 40_000 / scale
     assert float(across[0, :, 1].abs().max()) < 0.04
-    assert torch.equal(la.predict(x).sample(2, 3), la.predict(x).sample(2, 3))
-    mc = la.predict(x, "mc", samples=5, generator=0)
+    assert torch.equal(la.predictive(x).sample(2, 3), la.predictive(x).sample(2, 3))
+    mc = la.predictive(x, "mc", samples=5, generator=0)
     assert mc.sample(7, 0).shape == (7, 12, 3)
     with pytest.raises(InputError, match="n=0"):
         prediction.sample(0)
     with pytest.raises(InputError, match="samples"):
-        la.predict(x, "mc", samples=0)
+        la.predictive(x, "mc", samples=0)
 
 
 def test_noise_is_added_once_in_every_form() -> None:
@@ -259,7 +260,7 @@ def test_noise_is_added_once_in_every_form() -> None:
     la = Laplace(model, L.Gaussian(variance=torch.tensor([0.3, 1.2])), "kfac").fit((x, y))
     noise = torch.tensor([0.3, 1.2]).double()
     for joint in (False, True):
-        plain = la.predict(x, joint=joint)
+        plain = la.predictive(x, joint=joint)
         noisy = plain.with_noise()
         near(noisy.variance, plain.variance + noise, 1e-12)
         near(noisy.covariance, plain.covariance + torch.diag(noise), 1e-12)
@@ -275,7 +276,7 @@ def test_heteroscedastic_noise_is_the_expected_one() -> None:
     model, x, _ = numbers()
     y = real(12, 1, seed=2)
     la = Laplace(model, L.HeteroscedasticGaussian(psd="clip"), "full", 5.0).fit((x, y))
-    prediction = la.predict(x)
+    prediction = la.predictive(x)
     draws = prediction.sample(200_000, 0)
     truth = draws[..., :1].var(0) + draws[..., 1:].exp().mean(0)
     near(prediction.with_noise().variance, truth, 0.05)
@@ -298,12 +299,12 @@ def test_gradient_of_mean_and_covariance_in_x(structure: str, joint: bool) -> No
     weight = real(3, 3, 3, 3, seed=4) if joint else real(3, 3, 3, seed=4)
 
     def value(at: Tensor) -> Tensor:
-        p = la.predict(at, joint=joint)
+        p = la.predictive(at, joint=joint)
         spread = p.joint_covariance if joint else p.covariance
         return (weight * spread).sum() + (p.mean * weight.flatten(1)[:, :3]).sum()
 
     assert torch.autograd.gradcheck(value, (x,), eps=1e-6, atol=1e-6, rtol=1e-5)
-    near(la.predict(x, joint=joint).covariance.detach(), la.predict(x.detach()).covariance, 1e-10)
+    near(la.predictive(x, joint=joint).covariance.detach(), la.predictive(x.detach()).covariance, 1e-10)
 
 
 @pytest.mark.parametrize("name", ["resnet-batchnorm", "vit-mha", "lstm", "two-inputs"])
@@ -318,10 +319,10 @@ def test_gradient_in_x_of_other_networks(name: str) -> None:
 
     def variance(step: float) -> Tensor:
         moved = [t + step * d for t, d in zip(tensors, directions, strict=True)]
-        return la.predict(moved[0] if single else tuple(moved)).variance.sum()
+        return la.predictive(moved[0] if single else tuple(moved)).variance.sum()
 
     leaves = [t.clone().requires_grad_() for t in tensors]
-    la.predict(leaves[0] if single else tuple(leaves)).variance.sum().backward()
+    la.predictive(leaves[0] if single else tuple(leaves)).variance.sum().backward()
     slope = sum(float((leaf.grad * d).sum()) for leaf, d in zip(leaves, directions, strict=True))
     assert slope == pytest.approx(float(variance(1e-6) - variance(-1e-6)) / 2e-6, rel=1e-4, abs=1e-7)
 
@@ -329,17 +330,17 @@ def test_gradient_in_x_of_other_networks(name: str) -> None:
 def test_sampled_outputs_are_differentiable_in_x() -> None:
     la, *_ = fitted("kfac", prior_precision=3.0)
     x = real(2, 3, seed=8).requires_grad_()
-    value = lambda at: la.predict(at, "mc", samples=3, generator=0).variance.sum()  # noqa: E731
+    value = lambda at: la.predictive(at, "mc", samples=3, generator=0).variance.sum()  # noqa: E731
     assert torch.autograd.gradcheck(value, (x,), eps=1e-6, atol=1e-6, rtol=1e-5)
     with torch.no_grad():
-        assert not la.predict(x).variance.requires_grad
-    assert not la.predict(x.detach(), "mc", samples=2).outputs.requires_grad
+        assert not la.predictive(x).variance.requires_grad
+    assert not la.predictive(x.detach(), "mc", samples=2).outputs.requires_grad
 
 
 def test_probabilities_are_differentiable_in_x() -> None:
     la, *_ = fitted("kfac", prior_precision=0.4)
     x = real(2, 3, seed=8).requires_grad_()
-    value = lambda at: la.predict(at).probs[:, 0].sum()  # noqa: E731
+    value = lambda at: la.predictive(at).probs[:, 0].sum()  # noqa: E731
     assert torch.autograd.gradcheck(value, (x,), eps=1e-6, atol=1e-6, rtol=1e-5)
 
 
@@ -348,15 +349,15 @@ def test_probabilities_are_differentiable_in_x() -> None:
 
 def test_evaluate_takes_predictions() -> None:
     la, x, y = fitted("kfac")
-    report = linnet.evaluate(la.predict, (x, y))
-    p = la.predict(x).probs
+    report = linnet.evaluate(la.predictive, (x, y))
+    p = la.predictive(x).probs
     assert report.nll == pytest.approx(float(-p[torch.arange(12), y].log().mean()), rel=1e-5)
-    sampled = linnet.evaluate(lambda z: la.predict(z, "mc", samples=5, generator=0).sampled_probs, (x, y))
+    sampled = linnet.evaluate(lambda z: la.predictive(z, "mc", samples=5, generator=0).sampled_probs, (x, y))
     assert 0 <= sampled.accuracy <= 1
     model, x, t = numbers()
     regression = Laplace(model, L.Gaussian(variance=0.5), "kfac").fit((x, t))
-    report = linnet.evaluate(regression.predict, (x, t))
-    expected = -float(regression.predict(x).log_density(t).mean()) / 2
+    report = linnet.evaluate(regression.predictive, (x, t))
+    expected = -float(regression.predictive(x).log_density(t).mean()) / 2
     assert report.nll == pytest.approx(expected, rel=1e-4) or report.nll == pytest.approx(
         2 * expected, rel=1e-4
     )
@@ -366,7 +367,7 @@ def test_targets_of_one_output_may_be_flat() -> None:
     """Targets (N,) of one output are those of (N, 1): they are not broadcast against all examples."""
     model, x, y = numbers(outputs=1)
     la = Laplace(model, L.Gaussian(variance=0.5), "kfac").fit((x, y[:, 0]))
-    prediction = la.predict(x)
+    prediction = la.predictive(x)
     expected = torch.distributions.Normal(prediction.mean, (prediction.variance + 0.5).sqrt()).log_prob(y)
     near(prediction.log_density(y[:, 0]), expected[:, 0], 1e-10)
     for method in ("validation", "grid", "loo"):
@@ -399,13 +400,13 @@ def test_uncertainty_grows_away_from_the_data() -> None:
         optimizer.step()
     for structure in ("kfac", "diagonal", "full"):
         la = Laplace(model, L.Gaussian(variance=0.01), structure).fit((x, x**3)).tune("evidence", noise=False)
-        far = la.predict(torch.tensor([[4.0]]).double()).variance
-        assert float(far) > 5 * float(la.predict(x).variance.mean())
+        far = la.predictive(torch.tensor([[4.0]]).double()).variance
+        assert float(far) > 5 * float(la.predictive(x).variance.mean())
 
 
 def test_repr_says_what_it_is() -> None:
     la, x, _ = fitted("kfac")
-    prediction: Any = la.predict(x)
+    prediction: Any = la.predictive(x)
     assert isinstance(prediction, GaussianPredictive)
     assert repr(prediction) == "GaussianPredictive(12 examples x 3 outputs)"
-    assert repr(la.predict(x, "mc", samples=2)) == "SampledPredictive(2 samples, 12 examples x 3 outputs)"
+    assert repr(la.predictive(x, "mc", samples=2)) == "SampledPredictive(2 samples, 12 examples x 3 outputs)"

@@ -12,11 +12,11 @@ import linnet
 from linnet.curvatures.curvature import Curvature
 from linnet.errors import InputError
 from linnet.laplace.laplace import Laplace
-from linnet.laplace.links import Link
 from linnet.laplace.outputs import Draws
 from linnet.laplace.posterior import Hyper
-from linnet.laplace.predict import Meaning
 from linnet.laplace.scores import Scorer, left_out
+from linnet.predictive.labels import Labels
+from linnet.predictive.links import Link
 from tests.fitting.problems import near, real
 from tests.laplace.laplace_problems import CATEGORICAL, LinearModel, classes, numbers
 
@@ -46,7 +46,7 @@ def posterior(structure: str = "kfac", kind: str = "classes", **options: Any) ->
 
 def density(la: Laplace, data: Any) -> float:
     """The summed predictive density."""
-    return float(la.predict(data[0]).log_density(data[1]).sum())
+    return float(la.predictive(data[0]).log_density(data[1]).sum())
 
 
 @pytest.mark.parametrize("kind", ["classes", "numbers"])
@@ -92,7 +92,7 @@ def test_grid_with_sampled_weights() -> None:
     values = [0.5, 5.0, 500.0]
     la.tune("grid", held, prior_precision=values, predict="mc", samples=50, seed=3)
     assert la.tuned is not None
-    again = la.predict(held[0], "mc", samples=50, generator=3).log_density(held[1])
+    again = la.predictive(held[0], "mc", samples=50, generator=3).log_density(held[1])
     assert la.tuned.value == pytest.approx(float(again.sum()), rel=1e-9)
     assert any(la.prior_precision == pytest.approx(v) for v in values)
 
@@ -143,9 +143,9 @@ def test_gradient_of_predictive_likelihoods_by_finite_differences(
         "kfac" if damping != "exact" else structure, kind, prior_precision=form, damping=damping
     )
     state = la._fitted
-    meaning = Meaning(la.likelihood, state.meaning.shape, Link(link))
+    labels = Labels(la.likelihood, state.labels.shape, Link(link))
     left, noise = criterion == "loo", criterion == "validation" and kind == "numbers"
-    scorer = Scorer(state.posterior, state.groups, la.likelihood, data if left else held, meaning, left)
+    scorer = Scorer(state.posterior, state.groups, la.likelihood, data if left else held, labels, left)
     value, slope = scorer.gradient(state.hyper, True, noise)
     assert value == pytest.approx(float(scorer.values([state.hyper])[0]), rel=1e-10)
     g, at = state.groups.count, state.hyper
@@ -188,7 +188,7 @@ def test_validation_finds_the_noise() -> None:
 def test_leave_one_out_of_a_linear_model_is_refitting(structure: str) -> None:
     problem = LinearModel()
     la = problem.laplace(structure)
-    prediction = la.predict(problem.x)
+    prediction = la.predictive(problem.x)
     mean, spread = left_out(la.likelihood, prediction.mean, prediction.covariance, problem.y, (1,))
     for i in range(len(problem.x)):
         expected_mean, expected_variance = problem.left_out(i)

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from linnet.errors import InputError
-from linnet.fitting.predictive import Predictive
 from linnet.metrics.calibration import equal_mass, equal_width
 from linnet.metrics.evaluate import batches_of, evaluate
 from linnet.metrics.reports import Report
+from linnet.predictive.gaussian import GaussianPredictive
+from linnet.predictive.noise import Noise
 from tests.fitting.problems import near, peak_bytes, real, refused
 
 metrics = pytest.importorskip("sklearn.metrics")
@@ -299,7 +300,7 @@ def test_any_data_and_any_answer() -> None:
 
 def test_a_predictive_distribution() -> None:
     mean, covariance = real(5, 3), torch.eye(3, dtype=torch.float64).expand(5, 3, 3)
-    prediction = Predictive(mean, covariance, noise=1.0, temperature=1.0)
+    prediction = GaussianPredictive(mean, covariance, Noise(1.0, temperature=1.0))
     found = evaluate(lambda x: prediction, (torch.zeros(5, 1), labels(5, 3)))
     assert found.to_dict() == report(prediction.probs, labels(5, 3)).to_dict()
 

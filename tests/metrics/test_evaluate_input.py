@@ -16,11 +16,12 @@ from torch.distributions import Normal
 from torch.utils.data import DataLoader, TensorDataset
 
 from linnet.errors import DataError, InputError
-from linnet.fitting.predictive import Predictive
 from linnet.metrics.answers import class_probabilities
 from linnet.metrics.evaluate import evaluate
 from linnet.metrics.judged import join, judge
 from linnet.metrics.reports import RegressionReport, Report
+from linnet.predictive.gaussian import GaussianPredictive
+from linnet.predictive.noise import Noise
 from tests.fitting.problems import near, real, refused
 
 X, Y = real(4, 3), torch.tensor([0, 1, 2, 1])
@@ -187,7 +188,7 @@ def test_coverage_is_the_level_for_the_truth(generator: torch.Generator) -> None
 
 def test_noise_is_added_once() -> None:
     """Predictive distributions of the network's outputs get the noise of the targets."""
-    prediction = Predictive(torch.zeros(4, 1), torch.ones(4, 1, 1), noise=3.0)
+    prediction = GaussianPredictive(torch.zeros(4, 1), torch.ones(4, 1, 1), Noise(3.0))
     data = (X, torch.ones(4))
     added, included = (evaluate(lambda x: prediction, data, noise=noise) for noise in ("add", "included"))
     assert isinstance(added, RegressionReport)

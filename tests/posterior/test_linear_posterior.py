@@ -65,7 +65,7 @@ def test_map_is_that_of_dense_newton(kind: str, base: bool) -> None:
     )
     delta, f, _ = dense_newton(model, x, y, likelihood, base, 0.4)
     near(found.mean, delta, 1e-8)
-    near(found.predict(x).mean, f, 1e-8)
+    near(found.predictive(x).mean, f, 1e-8)
     assert float((found.mean - delta).norm()) <= found.optimum.distance + 1e-9  # type: ignore[union-attr]
 
 
@@ -98,8 +98,8 @@ def test_map_of_separable_data_in_float32_needs_the_line_search() -> None:
     y = torch.arange(2).repeat_interleave(40)
     lin = linnet.linearize(network(3, 16, 2).float())
     found = linear_posterior(lin, (x, y), L.Categorical(), base=False, prior_precision=1e-3)
-    assert bool((found.predict(x).probs.argmax(1) == y).all())
-    assert found.predict(x).variance.abs().max() == 0
+    assert bool((found.predictive(x).probs.argmax(1) == y).all())
+    assert found.predictive(x).variance.abs().max() == 0
 
 
 def test_several_positions_and_blocks() -> None:
@@ -114,7 +114,7 @@ def test_several_positions_and_blocks() -> None:
     f = (f0.flatten(1) + j @ delta).reshape(150, 3, 4)
     (slope,) = torch.autograd.grad(likelihood.nll(f, y).sum() + 0.5 * delta @ delta, delta)
     assert float(slope.norm()) < 1e-7
-    assert found.predict(x[:7]).probs.shape == (7, 3, 4)
+    assert found.predictive(x[:7]).probs.shape == (7, 3, 4)
 
 
 def test_nonconvergence_is_an_error_with_advice() -> None:
@@ -141,7 +141,7 @@ def test_laplace_draws_are_the_root_of_the_dense_inverse(kind: str, base: bool) 
     expected = delta + z @ vectors @ torch.diag(values.rsqrt()) @ vectors.T
     near(found.sample(6, 3), expected, 2e-2)
     outputs = torch.einsum("ncp,sp->snc", jacobian_oracle(model, x), found.sample(6, 3))
-    near(found.predict(x).outputs, outputs + (output_oracle(model, x) if base else 0), 1e-8)  # type: ignore[union-attr]
+    near(found.predictive(x).outputs, outputs + (output_oracle(model, x) if base else 0), 1e-8)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", ["categorical", "bernoulli"])
@@ -158,7 +158,7 @@ def test_laplace_is_that_of_the_house_at_the_optimum(kind: str) -> None:
     z = torch.randn(5, len(found.mean), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     values, vectors = torch.linalg.eigh(house.covariance.dense())
     near(found.sample(5, 1) - found.mean, z @ vectors @ torch.diag(values.sqrt()) @ vectors.T, 1e-8)
-    here, there = found.predict(x), house.predict(x)
+    here, there = found.predictive(x), house.predictive(x)
     assert float(((here.variance / there.variance).log()).mean().abs()) < 0.3  # 30 draws, 26 % each
 
 
@@ -198,8 +198,8 @@ def test_svi_of_a_gaussian_model_reaches_the_mean_field_optimum() -> None:
     assert abs(estimate.mean - optimum) < 0.02 * abs(optimum) + 4 * estimate.stderr
     assert estimate.mean <= float(evidence) + 4 * estimate.stderr
     covariance = torch.einsum("ncp,p,ndp->ncd", j, found.deviation**2, j)
-    near(found.predict(x).covariance, covariance, 1e-10)
-    near(found.predict(x).mean, output_oracle(model, x) + j @ found.mean, 1e-10)
+    near(found.predictive(x).covariance, covariance, 1e-10)
+    near(found.predictive(x).mean, output_oracle(model, x) + j @ found.mean, 1e-10)
     near(found.sample(4000, 0).std(0), found.deviation, 0.06)
 
 
@@ -230,7 +230,7 @@ def test_svi_begins_as_the_paper_does() -> None:
     model, x, y, likelihood = problem("categorical")
     found = linear_posterior(linnet.linearize(model), (x, y), likelihood, "svi", epochs=1, rate=1e-9)
     near(found.deviation, torch.full((31,), math.log1p(math.exp(-5))).double(), 1e-6)
-    near(found.predict(x).mean, output_oracle(model, x), 1e-6)
+    near(found.predictive(x).mean, output_oracle(model, x), 1e-6)
 
 
 def test_svi_is_reproducible() -> None:
@@ -251,9 +251,9 @@ def test_svi_is_reproducible() -> None:
 def test_predictions_go_into_evaluate(method: str) -> None:
     model, x, y, likelihood = problem("categorical")
     found = linear_posterior(linnet.linearize(model), (x, y), likelihood, method, epochs=2, samples=4)
-    report = linnet.evaluate(found.predict, (x, y))
+    report = linnet.evaluate(found.predictive, (x, y))
     assert 0 <= report.accuracy <= 1
-    prediction = found.predict(x)
+    prediction = found.predictive(x)
     assert prediction.sample(3, 0).shape == (3, 14, 3)
     assert prediction.log_density(y).shape == (14,)
     assert set(found.delta) == set(dict(model.named_parameters()))
@@ -285,10 +285,10 @@ def test_errors() -> None:
     with pytest.raises(InputError, match="map"):
         found.sample(3)
     with pytest.raises(DataError, match="finite"):
-        found.predict(x * math.nan)
+        found.predictive(x * math.nan)
     for method in ("map", "svi", "laplace"):
         with pytest.raises(DataError, match="x is empty"):
-            linear_posterior(lin, (x, y), likelihood, method, epochs=1).predict(x[:0])
+            linear_posterior(lin, (x, y), likelihood, method, epochs=1).predictive(x[:0])
     with pytest.warns(UserWarning, match="leave the last softmax out"):
         linear_posterior(linnet.linearize(nn.Sequential(model, nn.Softmax(1))), (x, y), likelihood)
     with pytest.raises(NumericalError, match="rate"):

@@ -81,9 +81,9 @@ def test_posterior_of_a_last_layer(viewing: bool, monkeypatch: pytest.MonkeyPatc
     plain = linnet.Laplace(model, Categorical(), params="last-layer")
     with monkeypatch.context() as patch:
         patch.setattr(module, "_helps", lambda *_: False)
-        before = plain.fit((x, y)).predict(x)
+        before = plain.fit((x, y)).predictive(x)
     seen = traced(monkeypatch)
     la = linnet.Laplace(model, Categorical(), params="last-layer").fit((x, y))
     assert_near(la.curvature.dense().double(), plain.curvature.dense().double(), 1e-5)
-    assert_near(la.predict(x).variance.double(), before.variance.double(), 1e-4)
+    assert_near(la.predictive(x).variance.double(), before.variance.double(), 1e-4)
     assert any(seen)

@@ -40,15 +40,15 @@ class Centered(nn.Module):
 def of_laplace(net: nn.Module, x: Tensor) -> Tensor:
     """Numbers of a posterior over weights."""
     la = Laplace(net, L.Categorical()).fit((x, Y)).tune("validation", (x, Y))
-    found = la.predict(x, joint=True).joint_covariance.flatten()
-    return torch.cat([found, la.predict(x, "mc", samples=2, generator=0).mean.flatten()])
+    found = la.predictive(x, joint=True).joint_covariance.flatten()
+    return torch.cat([found, la.predictive(x, "mc", samples=2, generator=0).mean.flatten()])
 
 
 def of_gradients(net: nn.Module, x: Tensor) -> Tensor:
     """Derivatives of predictions in x."""
     la, gp = Laplace(net, L.Categorical()).fit((x, Y)), TangentGP(net, L.Gaussian()).fit(x, T)
     point = x.clone().requires_grad_()
-    predictions = la.predict(point), gp.predict(point)
+    predictions = la.predictive(point), gp.predictive(point)
     total = sum(p.mean.sum() + p.covariance.sum() for p in predictions)
     return torch.autograd.grad(total, point)[0]
 
@@ -78,12 +78,14 @@ USES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "kernel": lambda net, x: linnet.linearize(net).kernel(x),
     "curvature": lambda net, x: linnet.curvature(net, x, L.Categorical()).dense(),
     "laplace": of_laplace,
-    "function": lambda net, x: TangentGP(net, L.Gaussian(), space="function").fit(x, T).predict(x).covariance,
-    "cg": lambda net, x: TangentGP(net, L.Gaussian(), solver="cg").fit(x, T).predict(x).covariance,
-    "linear": lambda net, x: (
-        linnet.linear_posterior(linnet.linearize(net), (x, Y), L.Categorical()).predict(x).mean
+    "function": lambda net, x: (
+        TangentGP(net, L.Gaussian(), space="function").fit(x, T).predictive(x).covariance
     ),
-    "last layer": lambda net, x: baselines.last_layer(net, (x, T)).predict(x).mean,
+    "cg": lambda net, x: TangentGP(net, L.Gaussian(), solver="cg").fit(x, T).predictive(x).covariance,
+    "linear": lambda net, x: (
+        linnet.linear_posterior(linnet.linearize(net), (x, Y), L.Categorical()).predictive(x).mean
+    ),
+    "last layer": lambda net, x: baselines.last_layer(net, (x, T)).predictive(x).mean,
     "factorized": lambda net, x: baselines.factorized_gaussian(
         net, (x, Y), L.Categorical(), epochs=2, samples=2
     )(x),

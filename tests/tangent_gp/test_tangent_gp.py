@@ -27,7 +27,7 @@ def test_is_bayesian_linear_regression(way: dict[str, Any], noise: Any) -> None:
     likelihood = Gaussian(variance=torch.tensor(noise, dtype=torch.float64))
     gp = TangentGP(oracle.model, likelihood, prior_precision=0.7, **way).fit(oracle.x, oracle.y)
     mean, covariance = oracle.moments()
-    prediction, joint = gp.predict(oracle.x_test), gp.predict(oracle.x_test, joint=True)
+    prediction, joint = gp.predictive(oracle.x_test), gp.predictive(oracle.x_test, joint=True)
     close(prediction.mean, mean)
     close(joint.joint_covariance, covariance)
     own = covariance.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
@@ -47,7 +47,7 @@ def test_covers_more_weights_than_equations_and_fewer() -> None:
         mean, covariance = oracle.moments()
         for way in WAYS.values():
             gp = TangentGP(oracle.model, Gaussian(variance=0.2), prior_precision=0.7, **way)
-            prediction = gp.fit(oracle.x, oracle.y).predict(oracle.x_test, joint=True)
+            prediction = gp.fit(oracle.x, oracle.y).predictive(oracle.x_test, joint=True)
             close(prediction.mean, mean)
             close(prediction.joint_covariance, covariance)
 
@@ -57,9 +57,9 @@ def test_is_the_linear_fit_at_ridge_variance_times_precision(way: dict[str, Any]
     oracle = dense()
     fit = linnet.fit(linnet.linearize(oracle.model), (oracle.x, oracle.y), ridge=0.2 * 0.7)
     gp = TangentGP(oracle.model, Gaussian(variance=0.2), prior_precision=0.7, **way).fit(oracle.x, oracle.y)
-    close(gp.predict(oracle.x_test).mean, fit.predict(oracle.x_test))
+    close(gp.predictive(oracle.x_test).mean, fit.predict(oracle.x_test))
     posterior = fit.predictive(oracle.x_test).covariance / fit.noise * 0.2
-    close(gp.predict(oracle.x_test).covariance, posterior)
+    close(gp.predictive(oracle.x_test).covariance, posterior)
     for name, value in fit.delta.items():
         close(gp.delta[name], value)
 
@@ -72,7 +72,7 @@ def test_missing_targets_take_no_part(way: dict[str, Any]) -> None:
     oracle = Dense(oracle.model, oracle.x, y, oracle.x_test, oracle.noise, 0.7)
     gp = TangentGP(oracle.model, Gaussian(0.2, masked=True), prior_precision=0.7, **way).fit(oracle.x, y)
     mean, covariance = oracle.moments()
-    prediction = gp.predict(oracle.x_test, joint=True)
+    prediction = gp.predictive(oracle.x_test, joint=True)
     close(prediction.mean, mean)
     close(prediction.joint_covariance, covariance)
     assert gp.log_evidence().mean == pytest.approx(oracle.log_evidence(), rel=1e-7)
@@ -114,7 +114,7 @@ def test_heteroscedastic_noise_is_what_the_network_predicts(way: dict[str, Any],
     )
     mean, covariance = oracle.moments()
     gp = TangentGP(model, likelihood, prior_precision=0.7, **way).fit(x, y)
-    prediction = gp.predict(x_test, joint=True)
+    prediction = gp.predictive(x_test, joint=True)
     close(prediction.mean, mean)
     close(prediction.joint_covariance, covariance)
     close(prediction.noise, likelihood.variance(model(x_test)).detach())
@@ -129,7 +129,7 @@ def test_gradients_in_x_are_those_of_the_moments(way: dict[str, Any]) -> None:
         x = oracle.x_test[:2].clone().requires_grad_()
 
         def value(at: Tensor, joint: bool = joint) -> Tensor:
-            prediction = gp.predict(at, joint=joint)
+            prediction = gp.predictive(at, joint=joint)
             second = prediction.joint_covariance if joint else prediction.covariance
             weights = torch.arange(second.numel(), dtype=second.dtype).view_as(second).cos()
             return (second * weights).sum() + prediction.mean.sin().sum()
@@ -151,8 +151,8 @@ def test_finite_differences_give_the_same_process() -> None:
         oracle.model, Gaussian(variance=0.2), prior_precision=0.7, derivative="finite-difference"
     ).fit(oracle.x, oracle.y)
     assert gp.plan.space == "parameter"
-    close(gp.predict(oracle.x_test).mean, mean, 1e-4)
-    close(gp.predict(oracle.x_test, joint=True).joint_covariance, covariance, 1e-4)
+    close(gp.predictive(oracle.x_test).mean, mean, 1e-4)
+    close(gp.predictive(oracle.x_test, joint=True).joint_covariance, covariance, 1e-4)
     assert gp.log_evidence().mean == pytest.approx(oracle.log_evidence(), rel=1e-4)
 
 
@@ -164,7 +164,7 @@ def test_a_short_variance_cache_never_understates(space: str) -> None:
     slack = []
     for rank in (8, 16, 32):
         gp = TangentGP(oracle.model, Gaussian(variance=0.2), space, 0.7, solver="cg", rank=rank)
-        prediction = gp.fit(oracle.x, oracle.y).predict(oracle.x_test, joint=True)
+        prediction = gp.fit(oracle.x, oracle.y).predictive(oracle.x_test, joint=True)
         excess = prediction.joint_covariance.flatten(2).flatten(0, 1) - exact
         assert float(torch.linalg.eigvalsh(excess).min()) > -1e-10
         slack.append(float(excess.trace()))
@@ -177,10 +177,10 @@ def test_joint_samples_have_the_joint_moments() -> None:
     oracle = dense()
     gp = TangentGP(oracle.model, Gaussian(variance=0.2), prior_precision=0.7).fit(oracle.x, oracle.y)
     mean, covariance = oracle.moments()
-    draws = gp.predict(oracle.x_test, joint=True).sample(20000, 0)
+    draws = gp.predictive(oracle.x_test, joint=True).sample(20000, 0)
     close(draws.mean(0), mean, 0.05)
     close(torch.cov(draws.flatten(1).T), covariance.flatten(2).flatten(0, 1), 0.05)
-    alone = gp.predict(oracle.x_test).sample(20000, 0)
+    alone = gp.predictive(oracle.x_test).sample(20000, 0)
     between = torch.cov(alone.flatten(1).T)[:2, 2:4]
     assert float(between.abs().max()) < 0.03 * float(covariance.abs().max())
 
@@ -188,12 +188,12 @@ def test_joint_samples_have_the_joint_moments() -> None:
 def test_log_density_is_that_of_the_noisy_marginal() -> None:
     oracle = dense()
     gp = TangentGP(oracle.model, Gaussian(variance=0.2), prior_precision=0.7).fit(oracle.x, oracle.y)
-    y, prediction = real(4, 2, seed=9), gp.predict(oracle.x_test)
+    y, prediction = real(4, 2, seed=9), gp.predictive(oracle.x_test)
     noisy = prediction.with_noise()
     expected = torch.distributions.MultivariateNormal(noisy.mean, noisy.covariance).log_prob(y)
     close(prediction.log_density(y), expected)
     model, x = network(3, 4, 1), real(5, 3)
-    one = TangentGP(model, Gaussian(variance=0.2)).fit(x, x[:, 0]).predict(x)
+    one = TangentGP(model, Gaussian(variance=0.2)).fit(x, x[:, 0]).predictive(x)
     close(one.log_density(x[:, 0]), one.log_density(x[:, :1]))
 
 
@@ -201,10 +201,10 @@ def test_duplicated_data_are_data_of_half_the_noise() -> None:
     oracle = dense()
     x, y = torch.cat([oracle.x, oracle.x]), torch.cat([oracle.y, oracle.y])
     for way in WAYS.values():
-        twice = TangentGP(oracle.model, Gaussian(variance=0.2), **way).fit(x, y).predict(oracle.x_test)
+        twice = TangentGP(oracle.model, Gaussian(variance=0.2), **way).fit(x, y).predictive(oracle.x_test)
         half = TangentGP(oracle.model, Gaussian(variance=0.1), **way).fit(oracle.x, oracle.y)
-        close(twice.mean, half.predict(oracle.x_test).mean)
-        close(twice.covariance, half.predict(oracle.x_test).covariance, 1e-7)
+        close(twice.mean, half.predictive(oracle.x_test).mean)
+        close(twice.covariance, half.predictive(oracle.x_test).covariance, 1e-7)
 
 
 def test_outputs_at_positions_and_inputs_by_name() -> None:
@@ -225,7 +225,7 @@ def test_outputs_at_positions_and_inputs_by_name() -> None:
     results = []
     for way in WAYS.values():
         gp = TangentGP(model, Gaussian(variance=0.2, axis=-1), **way).fit(x, y)
-        results.append(gp.predict(x))
+        results.append(gp.predictive(x))
         close(results[-1].mean, results[0].mean)
         close(results[-1].covariance, results[0].covariance)
     assert results[0].mean.shape == (5, 8)
@@ -246,7 +246,7 @@ def test_convolutions_in_float32_and_a_part_of_the_parameters() -> None:
     found = {}
     for name, way in WAYS.items():
         way = {**way, "tolerance": 1e-5} if "tolerance" in way else way
-        prediction = TangentGP(model, Gaussian(variance=0.1), **way).fit(x, y).predict(x[:4])
+        prediction = TangentGP(model, Gaussian(variance=0.1), **way).fit(x, y).predictive(x[:4])
         found[name] = prediction.mean, prediction.covariance
         assert prediction.mean.dtype == prediction.covariance.dtype == torch.float32
     for mean, covariance in found.values():
@@ -254,7 +254,7 @@ def test_convolutions_in_float32_and_a_part_of_the_parameters() -> None:
         close(covariance, found["function"][1], 1e-3)
     few = TangentGP(model, Gaussian(variance=0.1), params="last-layer").fit(x, y)
     assert few.plan.parameters == 26
-    assert float(few.predict(x).variance.sum()) < float(
+    assert float(few.predictive(x).variance.sum()) < float(
         TangentGP(model, Gaussian(variance=0.1), params="last-layer", prior_precision=0.1).fit(x, y)
-        .predict(x).variance.sum()
+        .predictive(x).variance.sum()
     )  # fmt: skip

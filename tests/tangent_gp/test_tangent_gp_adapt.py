@@ -25,7 +25,7 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-8) -> None:
 
 
 def same(a: TangentGP, b: TangentGP, x: Tensor, tolerance: float = 1e-8) -> None:
-    one, two = a.predict(x, joint=True), b.predict(x, joint=True)
+    one, two = a.predictive(x, joint=True), b.predictive(x, joint=True)
     close(one.mean, two.mean, tolerance)
     close(one.joint_covariance, two.joint_covariance, tolerance)
 
@@ -35,11 +35,11 @@ def test_adapting_is_fitting_the_tasks_data(way: dict[str, Any]) -> None:
     oracle = dense()
     options = {"prior_precision": 0.7, **way}
     gp = TangentGP(oracle.model, Gaussian(variance=0.2), **options).fit(oracle.x, oracle.y)
-    before = gp.predict(oracle.x_test).mean
+    before = gp.predictive(oracle.x_test).mean
     x, y = real(7, 3, seed=21), real(7, 2, seed=22)
     other = gp.adapt(x, y)
     same(other, TangentGP(oracle.model, Gaussian(variance=0.2), **options).fit(x, y), oracle.x_test)
-    assert torch.equal(gp.predict(oracle.x_test).mean, before)
+    assert torch.equal(gp.predictive(oracle.x_test).mean, before)
     assert gp.summary()["examples"] == 9
     assert other.summary()["examples"] == 7
 
@@ -68,9 +68,9 @@ def test_the_same_inputs_with_other_targets_form_nothing_anew(
     monkeypatch.setattr(dense_module, "gram", None)
     monkeypatch.setattr(dense_module, "jacobian", None)
     other = gp.adapt(oracle.x, y)
-    mean = other.predict(oracle.x_test).mean
+    mean = other.predictive(oracle.x_test).mean
     monkeypatch.undo()
-    close(mean, fresh.predict(oracle.x_test).mean)
+    close(mean, fresh.predictive(oracle.x_test).mean)
     same(other, fresh, oracle.x_test)
     if way["space"] == "function":
         work = other.summary()["work"]
@@ -119,10 +119,10 @@ def test_one_product_a_step_and_one_pass_a_product(monkeypatch: pytest.MonkeyPat
     # one product a step, and one for the residual at the end
     assert operator.passes == gp.summary()["work"]["steps"] + 1  # type: ignore[attr-defined]
     passes = operator.passes  # type: ignore[attr-defined]
-    first = gp.predict(oracle.x_test).variance
+    first = gp.predictive(oracle.x_test).variance
     assert operator.passes == passes + gp.summary()["work"]["products of the variance cache"]  # type: ignore[attr-defined]
     passes = operator.passes  # type: ignore[attr-defined]
-    assert torch.equal(gp.predict(oracle.x_test).variance, first)
+    assert torch.equal(gp.predictive(oracle.x_test).variance, first)
     assert operator.passes == passes  # type: ignore[attr-defined]
 
 
@@ -146,15 +146,15 @@ def test_a_saved_process_comes_back(way: dict[str, Any], heteroscedastic: bool, 
     x, y, x_test = real(9, 3, seed=1), real(9, 2 if heteroscedastic else 4, seed=2), real(4, 3, seed=3)
     likelihood = HeteroscedasticGaussian() if heteroscedastic else Gaussian(variance=0.2)
     gp = TangentGP(model, likelihood, noise_scale=0.5, **way).fit(x, y)
-    expected, evidence = gp.predict(x_test, joint=True).joint_covariance, gp.log_evidence()
+    expected, evidence = gp.predictive(x_test, joint=True).joint_covariance, gp.log_evidence()
     gp.save(tmp_path)
     back = load_gp(tmp_path, model)
-    assert torch.equal(back.predict(x_test).mean, gp.predict(x_test).mean)
-    close(back.predict(x_test, joint=True).joint_covariance, expected, 1e-11)
+    assert torch.equal(back.predictive(x_test).mean, gp.predictive(x_test).mean)
+    close(back.predictive(x_test, joint=True).joint_covariance, expected, 1e-11)
     assert back.log_evidence().mean == pytest.approx(evidence.mean, rel=1e-10)
     assert back.summary()["plan"] == gp.summary()["plan"]
     same(back.adapt(x[:4], y[:4]), gp.adapt(x[:4], y[:4]), x_test)
-    close(back.update(x[:2], y[:2]).predict(x_test).mean, gp.update(x[:2], y[:2]).predict(x_test).mean)
+    close(back.update(x[:2], y[:2]).predictive(x_test).mean, gp.update(x[:2], y[:2]).predictive(x_test).mean)
     with torch.no_grad():
         next(model.parameters()).add_(1e-3)
     with pytest.raises(FileFormatError, match="weights differ"):
@@ -167,7 +167,7 @@ def test_files_of_another_network_or_output_are_refused(tmp_path: Path) -> None:
     gp.save(tmp_path)
     with pytest.raises(InputError, match="output is missing"):
         load_gp(tmp_path, model)
-    close(load_gp(tmp_path, model, lambda f: 2 * f).predict(x).mean, gp.predict(x).mean)
+    close(load_gp(tmp_path, model, lambda f: 2 * f).predictive(x).mean, gp.predictive(x).mean)
     with pytest.raises(FileFormatError, match="outputs differ"):
         load_gp(tmp_path, model, lambda f: 3 * f)
     path = next(tmp_path.glob("*.safetensors"))
@@ -189,7 +189,7 @@ def test_a_task_is_adapted_to_in_closed_form() -> None:
     gp = TangentGP(net, Gaussian(variance=1e-3)).fit(x, (1.5 * x).sin())
     task = (0.7 * (1.5 * x + 1).sin()).detach()
     some = torch.arange(0, 60, 6)
-    found = gp.adapt(x[some], task[some]).predict(x)
+    found = gp.adapt(x[some], task[some]).predictive(x)
     before = float(((net(x) - task) ** 2).mean().detach())
     assert float(((found.mean - task) ** 2).mean()) < 0.05 * before
     assert float((found.variance[some]).mean()) < float(found.variance.mean())

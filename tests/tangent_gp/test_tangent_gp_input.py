@@ -67,7 +67,7 @@ def test_bad_models_and_likelihoods_are_named() -> None:
 def test_bad_data_are_named() -> None:
     gp, x, y = TangentGP(network(3, 5, 2), NOISE), real(4, 3), real(4, 2, seed=1)
     with pytest.raises(InputError, match="has not been fitted"):
-        gp.predict(x)
+        gp.predictive(x)
     with pytest.raises(InputError, match="no plan yet"):
         _ = gp.plan
     with pytest.raises(DataError, match="empty"):
@@ -86,17 +86,17 @@ def test_bad_data_are_named() -> None:
         TangentGP(network(3, 5, 2), Gaussian(masked=True)).fit(x, y * torch.nan)
     gp.fit(x, y)
     with pytest.raises(DataError, match="empty"):
-        gp.predict(x[:0])
+        gp.predictive(x[:0])
     with pytest.raises(DataError, match="index 2"):
-        gp.predict(nan)
+        gp.predictive(nan)
     with pytest.raises(ModelError, match="cannot run"):
-        gp.predict(real(4, 5))
+        gp.predictive(real(4, 5))
     with pytest.raises(InputError, match="joint=True"):
-        _ = gp.predict(x).joint_covariance
+        _ = gp.predictive(x).joint_covariance
     with pytest.raises(InputError, match="y has shape"):
-        gp.predict(x).log_density(y[:, :1])
+        gp.predictive(x).log_density(y[:, :1])
     with pytest.raises(InputError, match="n=0"):
-        gp.predict(x).sample(0)
+        gp.predictive(x).sample(0)
 
 
 def test_a_predicted_variance_of_zero_is_refused() -> None:
@@ -141,7 +141,7 @@ def test_the_rank_of_the_variance_cache_counts_in_the_plan() -> None:
     with pytest.raises(MemoryBudgetError, match="variance cache"):
         TangentGP(model, NOISE, **plain).fit(x, y)  # type: ignore[arg-type]
     few = TangentGP(model, NOISE, **plain, rank=20).fit(x, y)  # type: ignore[arg-type]
-    assert bool((few.predict(x[:2]).variance > 0).all())
+    assert bool((few.predictive(x[:2]).variance > 0).all())
 
 
 def test_what_does_not_fit_is_solved_by_products_or_refused() -> None:
@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_solved_by_products_or_refused() -> None:
     tight = TangentGP(model, NOISE, memory=700_000).fit(x, y)
     assert tight.plan.solver == "cg"
     assert "does not fit" in tight.plan.reason
-    assert torch.allclose(tight.predict(x[:5]).mean, exact.predict(x[:5]).mean, rtol=1e-3, atol=1e-4)
+    assert torch.allclose(tight.predictive(x[:5]).mean, exact.predictive(x[:5]).mean, rtol=1e-3, atol=1e-4)
     with pytest.raises(MemoryBudgetError, match='solver="cg"'):
         TangentGP(model, NOISE, space="function", solver="cholesky", memory=700_000).fit(x, y)
 
@@ -160,7 +160,7 @@ def test_every_option_of_the_iteration_counts() -> None:
 
     def made(**options: Any) -> dict[str, Any]:
         gp = TangentGP(oracle.model, NOISE, "parameter", 0.01, solver="cg", **options).fit(oracle.x, oracle.y)
-        gp.predict(oracle.x_test).covariance  # noqa: B018
+        gp.predictive(oracle.x_test).covariance  # noqa: B018
         return gp.summary()
 
     plain = made()
@@ -174,14 +174,14 @@ def test_every_option_of_the_iteration_counts() -> None:
 
 def test_data_come_in_every_kind() -> None:
     oracle = dense(n=6)
-    pair = TangentGP(oracle.model, NOISE).fit((oracle.x, oracle.y)).predict(oracle.x_test).mean
+    pair = TangentGP(oracle.model, NOISE).fit((oracle.x, oracle.y)).predictive(oracle.x_test).mean
     data = torch.utils.data.TensorDataset(oracle.x, oracle.y)
     loader = torch.utils.data.DataLoader(data, batch_size=4)
     for kind in (data, loader):
-        assert torch.equal(TangentGP(oracle.model, NOISE).fit(kind).predict(oracle.x_test).mean, pair)
+        assert torch.equal(TangentGP(oracle.model, NOISE).fit(kind).predictive(oracle.x_test).mean, pair)
     one = dense(n=6, outputs=1)
-    flat = TangentGP(one.model, NOISE).fit(one.x, one.y[:, 0]).predict(one.x_test).mean
-    assert torch.equal(flat, TangentGP(one.model, NOISE).fit(one.x, one.y).predict(one.x_test).mean)
+    flat = TangentGP(one.model, NOISE).fit(one.x, one.y[:, 0]).predictive(one.x_test).mean
+    assert torch.equal(flat, TangentGP(one.model, NOISE).fit(one.x, one.y).predictive(one.x_test).mean)
 
 
 def test_the_model_is_left_alone_and_taken_anew_by_fit() -> None:
@@ -189,17 +189,17 @@ def test_the_model_is_left_alone_and_taken_anew_by_fit() -> None:
     model = oracle.model.train()
     state = {name: t.clone() for name, t in model.state_dict().items()}
     gp = TangentGP(model, NOISE).fit(oracle.x, oracle.y)
-    first = gp.predict(oracle.x_test).mean
+    first = gp.predictive(oracle.x_test).mean
     assert model.training
     assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.5)
-    assert torch.equal(gp.predict(oracle.x_test).mean, first)
-    assert not torch.equal(gp.fit(oracle.x, oracle.y).predict(oracle.x_test).mean, first)
+    assert torch.equal(gp.predictive(oracle.x_test).mean, first)
+    assert not torch.equal(gp.fit(oracle.x, oracle.y).predictive(oracle.x_test).mean, first)
     lin = linnet.linearize(model)
-    assert torch.equal(TangentGP(lin, NOISE).fit(oracle.x, oracle.y).predict(oracle.x_test).mean,
-                       gp.predict(oracle.x_test).mean)  # fmt: skip
+    assert torch.equal(TangentGP(lin, NOISE).fit(oracle.x, oracle.y).predictive(oracle.x_test).mean,
+                       gp.predictive(oracle.x_test).mean)  # fmt: skip
 
 
 def test_outputs_are_picked_by_the_adapter() -> None:
@@ -214,7 +214,7 @@ def test_outputs_are_picked_by_the_adapter() -> None:
     x, y = real(6, 3), real(6, 2, seed=1)
     gp = TangentGP(Wrapped(), HeteroscedasticGaussian(), output="moments").fit(x, y)
     plain = TangentGP(network(3, 5, 4), HeteroscedasticGaussian()).fit(x, y)
-    assert torch.allclose(gp.predict(x).covariance, plain.predict(x).covariance)
+    assert torch.allclose(gp.predictive(x).covariance, plain.predictive(x).covariance)
 
 
 def test_densities_of_targets_that_are_not_finite() -> None:
@@ -222,7 +222,7 @@ def test_densities_of_targets_that_are_not_finite() -> None:
     x, y = torch.randn(8, 2), torch.randn(8, 1)
     gp = linnet.TangentGP(net, linnet.likelihoods.Gaussian()).fit((x, y))
     with pytest.raises(DataError, match="y"):
-        gp.predict(x[:2]).log_density(y[:2] * torch.nan)
+        gp.predictive(x[:2]).log_density(y[:2] * torch.nan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -230,9 +230,9 @@ def test_processes_of_half_precision_are_sampled(dtype: torch.dtype) -> None:
     model, x, t = numbers()
     process = TangentGP(model.to(dtype), Gaussian(variance=0.5)).fit(x.to(dtype), t.to(dtype))
     for joint in (False, True):
-        drawn = process.predict(x.to(dtype), joint=joint).sample(4000, 0)
+        drawn = process.predictive(x.to(dtype), joint=joint).sample(4000, 0)
         assert drawn.dtype == dtype
-        spread = process.predict(x.to(dtype)).variance.double()
+        spread = process.predictive(x.to(dtype)).variance.double()
         near(drawn.double().var(0), spread, 0.15)
 
 
@@ -240,14 +240,14 @@ def test_processes_of_half_precision_are_sampled(dtype: torch.dtype) -> None:
 def test_tuning_where_there_is_nothing_to_tell(space: str) -> None:
     model, x, _ = numbers()
     process = TangentGP(model, Gaussian(variance=0.5), space=space).fit(x, model(x).detach())
-    before = process.predict(x).variance
+    before = process.predictive(x).variance
     for noise in (True, "per-output"):
         with pytest.raises(InputError, match="fits every target exactly"):
             process.tune(noise=noise)
     with pytest.raises(InputError, match="prior=None"):
         process.tune(prior=None, noise="per-output")  # type: ignore[arg-type]
     assert process.prior_precision == process.noise_scale == 1.0
-    assert torch.equal(process.predict(x).variance, before)
+    assert torch.equal(process.predictive(x).variance, before)
 
 
 @pytest.mark.parametrize("space", ["function", "parameter"])
@@ -264,12 +264,12 @@ def test_a_kernel_of_zero_is_named(space: str) -> None:
 def test_a_fit_that_fails_changes_nothing() -> None:
     model, x, t = numbers()
     process = TangentGP(model, HeteroscedasticGaussian()).fit(x, t[:, :1])
-    before = process.predict(x)
+    before = process.predictive(x)
     with torch.no_grad():
         model[0].weight.add_(1.0)
     with pytest.raises(DataError):
         process.fit(x, t[:5])
-    after = process.predict(x)
+    after = process.predictive(x)
     assert torch.equal(after.mean, before.mean)
     assert torch.equal(after.noise, before.noise)
 
@@ -279,7 +279,7 @@ def test_targets_that_are_no_tensor() -> None:
     process = TangentGP(model, Gaussian(variance=0.5)).fit(x, t)
     for targets in (None, t.numpy(), "all"):
         with pytest.raises(InputError, match=r"y(=None|='all'| is a numpy| is array)"):
-            process.predict(x).log_density(targets)
+            process.predictive(x).log_density(targets)
 
 
 def test_data_with_a_graph_are_taken_without_it() -> None:
@@ -287,6 +287,6 @@ def test_data_with_a_graph_are_taken_without_it() -> None:
     plain = TangentGP(model, Gaussian(variance=0.5)).fit(x, t).tune()
     leaf = torch.ones((), dtype=torch.float64, requires_grad=True)
     process = TangentGP(model, Gaussian(variance=0.5)).fit(leaf * x, leaf * t).tune()
-    again = copy.deepcopy(process.update(leaf * x, leaf * t)).predict(x)
+    again = copy.deepcopy(process.update(leaf * x, leaf * t)).predictive(x)
     assert not again.mean.requires_grad
-    assert torch.equal(again.mean, plain.update(x, t).predict(x).mean)
+    assert torch.equal(again.mean, plain.update(x, t).predictive(x).mean)

@@ -48,8 +48,8 @@ def test_tuning_finds_the_top_of_the_dense_density(way: dict[str, Any], prior: b
         if noise:
             assert density(oracle, precision, factor * scale) < top
     fresh = TangentGP(oracle.model, Gaussian(variance=0.2 * scale), prior_precision=precision, **way)
-    expected = fresh.fit(oracle.x, oracle.y).predict(oracle.x_test).with_noise()
-    found = gp.predict(oracle.x_test).with_noise()
+    expected = fresh.fit(oracle.x, oracle.y).predictive(oracle.x_test).with_noise()
+    found = gp.predictive(oracle.x_test).with_noise()
     assert torch.allclose(found.mean, expected.mean, rtol=1e-8)
     assert torch.allclose(found.covariance, expected.covariance, rtol=1e-8)
     assert float(gp.likelihood.noise) == pytest.approx(0.2 * scale)  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ def test_tuning_scales_the_networks_own_noise() -> None:
     gp.tune()
     assert gp.log_evidence().mean > before
     own = HeteroscedasticGaussian().variance(model(x)).detach()
-    assert torch.allclose(gp.predict(x).noise, gp.noise_scale * own)
+    assert torch.allclose(gp.predictive(x).noise, gp.noise_scale * own)
 
 
 def test_each_output_can_have_its_own_noise() -> None:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.fitting.predictive import golden_section, probabilities
 from linnet.params import refuse, tensor
+from linnet.predictive.temperature import golden_section, probabilities
 
 STEPS = 60  # of expectation maximization for η at each temperature
 EVEN = 0.5  # probability of being wrong from which a label is doubted

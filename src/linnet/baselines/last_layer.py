@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from linnet.errors import InputError
 from linnet.fitting.arguments import check_positive
 from linnet.fitting.last_layer import features
-from linnet.fitting.predictive import Predictive
 from linnet.fitting.targets import make_targets
 from linnet.linalg.factorize import eigh
+from linnet.predictive.gaussian import GaussianPredictive
+from linnet.predictive.model import PredictiveModel
+from linnet.predictive.noise import Noise
 from linnet.tangent.batch import Inputs, check_examples, gather_data, map_tensors
 from linnet.tangent.functional import Functional
 from linnet.tangent.modes import in_exact_mode
@@ -27,7 +29,7 @@ POINTS = 65  # of each grid over ln ρ
 REFINEMENTS = 6
 
 
-class LastLayerRegression:
+class LastLayerRegression(PredictiveModel):
     """Bayesian linear regression on a network's features; :func:`last_layer` makes it.
 
     Args:
@@ -59,7 +61,7 @@ class LastLayerRegression:
         self.noise, self.ridge, self.log_evidence = noise, ridge, log_evidence
 
     @in_exact_mode
-    def predict(self, x: Inputs) -> Predictive:
+    def predictive(self, x: Inputs) -> GaussianPredictive:
         """The distribution of the outputs.
 
         Args:
@@ -77,11 +79,22 @@ class LastLayerRegression:
         # φᵀ Cov[w] φ, the same for every output
         variance = ((phi @ self.covariance) * phi).sum(1).clamp_min(0)
         mean = phi @ self.weights
-        return Predictive(mean, torch.diag_embed(variance[:, None].expand(mean.shape)), self.noise)
+        spread = torch.diag_embed(variance[:, None].expand(mean.shape))
+        return GaussianPredictive(mean, spread, Noise(self.noise))
 
-    def __call__(self, x: Inputs) -> Predictive:
+    def summary(self) -> dict[str, Any]:
+        """Sizes, noise, ridge and evidence, as plain numbers.
+
+        Returns:
+            A dict that ``json`` can write.
+        """
+        features_, outputs = len(self.weights) - 1, self.weights.shape[1]
+        sizes = {"features": features_, "outputs": outputs}
+        return {**sizes, "noise": self.noise, "ridge": self.ridge, "log evidence": self.log_evidence}
+
+    def __call__(self, x: Inputs) -> GaussianPredictive:
         """The distribution of the outputs."""
-        return self.predict(x)
+        return self.predictive(x)
 
 
 @in_exact_mode
@@ -108,7 +121,7 @@ def last_layer(model: nn.Module, data: Any, ridge: float | str = "evidence") -> 
     Example:
         >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
         >>> x = torch.linspace(-1, 1, 20)[:, None]
-        >>> last_layer(net, (x, x.square())).predict(x).variance.shape
+        >>> last_layer(net, (x, x.square())).predictive(x).variance.shape
         torch.Size([20, 1])
     """
     frozen = Functional(model, "all").model

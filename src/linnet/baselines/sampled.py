@@ -2,7 +2,7 @@
 
 A baseline is called with the inputs of a batch, as ``linnet.evaluate``, ``linnet.ood`` and ``linnet.fgsm``
 call anything: for classes it returns the probabilities of S networks, (S, N, C); for other likelihoods an
-object with ``.mean`` and ``.variance``. ``.predict(x)`` returns that object always.
+object with ``.mean`` and ``.variance``. ``.predictive(x)`` returns that object always.
 
     mc_dropout            networks with dropout left on (Gal and Ghahramani 2016)
     deep_ensemble         networks trained from several initializations (Lakshminarayanan et al. 2017)
@@ -12,7 +12,7 @@ object with ``.mean`` and ``.variance``. ``.predict(x)`` returns that object alw
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,19 +22,21 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError
 from linnet.fitting.arguments import check_count, check_positive
-from linnet.laplace.links import Link
 from linnet.laplace.outputs import requires_gradient
-from linnet.laplace.predict import Meaning, SampledPredictive
 from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing, training_nll
 from linnet.params import call, refuse
 from linnet.params import seed as checked_seed
+from linnet.predictive.labels import Labels
+from linnet.predictive.links import Link
+from linnet.predictive.model import PredictiveModel
+from linnet.predictive.sampled import SampledPredictive
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, batch_size, check_examples, gather_data, map_tensors, take
 from linnet.tangent.functional import Functional, OutputAdapter
 
 
-class Baseline(ABC):
+class Baseline(PredictiveModel):
     """Networks whose predictions are averaged.
 
     Args:
@@ -80,7 +82,7 @@ class Baseline(ABC):
             self._check_runs(x)  # may say better what is wrong
             raise
 
-    def predict(self, x: Inputs) -> SampledPredictive:
+    def predictive(self, x: Inputs) -> SampledPredictive:
         """The distribution of the outputs, and of labels.
 
         Args:
@@ -96,7 +98,7 @@ class Baseline(ABC):
         check_examples(x)
         with torch.set_grad_enabled(requires_gradient(x)):
             f = self._outputs(map_tensors(lambda t: t.to(self.device), x))
-        return SampledPredictive(f.flatten(2), Meaning(self.likelihood, tuple(f.shape[2:]), Link()))
+        return SampledPredictive(f.flatten(2), Labels(self.likelihood, tuple(f.shape[2:]), Link()))
 
     def _check_runs(self, x: Inputs) -> None:
         """Raise if a network cannot run on x, or gives outputs of another shape than the first."""
@@ -110,9 +112,17 @@ class Baseline(ABC):
                 remedy="train all of them on the same task",
             )
 
+    def summary(self) -> dict[str, Any]:
+        """The likelihood and the networks, as plain numbers and text.
+
+        Returns:
+            A dict that ``json`` can write.
+        """
+        return {"likelihood": self.likelihood.describe(), "networks": len(self.members)}
+
     def __call__(self, x: Inputs) -> Tensor | SampledPredictive:
         """Class probabilities (S, N, C), two columns for a yes or no; or the prediction, for numbers."""
-        prediction = self.predict(x)
+        prediction = self.predictive(x)
         if not isinstance(self.likelihood, Categorical | Bernoulli):
             return prediction
         with torch.set_grad_enabled(requires_gradient(x)):

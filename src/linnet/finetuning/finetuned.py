@@ -18,6 +18,8 @@ from linnet.fitting.descent import outputs_of
 from linnet.fitting.head import with_head
 from linnet.fitting.linear_fit import LinearFit
 from linnet.params import integer
+from linnet.predictive.distribution import Predictive
+from linnet.predictive.model import PredictiveModel
 from linnet.tangent.batch import Inputs, check_examples, map_tensors, split
 from linnet.tangent.functional import OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized, linearize
@@ -48,7 +50,7 @@ class Settings:
 
 
 @dataclass(frozen=True, eq=False)
-class Finetuned:
+class Finetuned(PredictiveModel):
     """A fine-tuned network. ``linnet.finetune`` makes it.
 
     Args:
@@ -122,6 +124,21 @@ class Finetuned:
     def _adapter(self) -> OutputAdapter:
         """A linearized network has the adapter inside."""
         return None if isinstance(self.module, Linearized) else self.output
+
+    def predictive(self, x: Inputs) -> Predictive:
+        """Not known: training leaves one network.
+
+        Args:
+            x: N examples.
+
+        Raises:
+            InputError: Always.
+        """
+        raise InputError(
+            "predictive(x) of a Finetuned",
+            expected="a model with a distribution over its outputs",
+            remedy="linnet.Laplace(tuned.module, likelihood).fit(data).predictive(x), or linnet.fit",
+        )
 
     def summary(self) -> dict[str, Any]:
         """What was done, as plain numbers and text.

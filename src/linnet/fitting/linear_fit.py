@@ -26,7 +26,6 @@ from linnet.fitting.constraints import Constraints, conditioned_gram, conditione
 from linnet.fitting.dual import Dual, RidgePath
 from linnet.fitting.equations import wanted
 from linnet.fitting.fit_files import write_fit
-from linnet.fitting.predictive import Predictive, fit_moderation, fit_temperature
 from linnet.fitting.record import Record as Record
 from linnet.fitting.remarks import after_change
 from linnet.fitting.systems import (
@@ -39,6 +38,10 @@ from linnet.fitting.systems import (
 )
 from linnet.fitting.targets import Targets, check_arrangement, make_targets, position_targets
 from linnet.memory import parse_bytes
+from linnet.predictive.gaussian import GaussianPredictive
+from linnet.predictive.model import PredictiveModel
+from linnet.predictive.noise import Noise
+from linnet.predictive.temperature import fit_moderation, fit_temperature
 from linnet.tangent.batch import (
     Inputs,
     batch_size,
@@ -54,7 +57,7 @@ from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
 
-class LinearFit:
+class LinearFit(PredictiveModel):
     """A solved linear fit. ``linnet.fit`` makes it.
 
     Args:
@@ -187,7 +190,7 @@ class LinearFit:
         return torch.cat([part.reshape(part.shape[0], -1) for part in parts])
 
     @in_exact_mode
-    def predictive(self, x: Inputs) -> Predictive:
+    def predictive(self, x: Inputs) -> GaussianPredictive:
         """The posterior of the outputs: mean f₀ + Jδ and covariance σ² J (JᵀJ + ρI)⁻¹ Jᵀ.
 
         Args:
@@ -207,7 +210,7 @@ class LinearFit:
         mean = self.predict(x)
         covariance = self.noise * (covariance + covariance.mT) / 2
         spread, scale = covariance.to(mean.dtype), self.variance_scale
-        return Predictive(mean, spread, self.noise, self.temperature, scale)
+        return GaussianPredictive(mean, spread, Noise(self.noise, self.temperature, scale))
 
     def _dual_covariance(self, dual: Dual, x: Inputs) -> Tensor:
         """[K(x,x) − K(x,X) M K(X,x)]/ρ, example by example, (T, C, C)."""

@@ -25,7 +25,6 @@ from linnet.fitting.arguments import positions, ridge_grid
 from linnet.fitting.asked import BATCH, base_outputs, checked_inputs, count_in_words
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.linear_fit import Record
-from linnet.fitting.predictive import Predictive
 from linnet.fitting.remarks import after_change
 from linnet.fitting.softmax_dual import SoftmaxDual
 from linnet.fitting.softmax_loss import ClassLoss, class_targets
@@ -43,6 +42,9 @@ from linnet.fitting.softmax_path import (
 from linnet.fitting.systems import pulled_back
 from linnet.fitting.targets import Targets
 from linnet.memory import parse_bytes
+from linnet.predictive.gaussian import GaussianPredictive
+from linnet.predictive.model import PredictiveModel
+from linnet.predictive.noise import Noise
 from linnet.tangent.batch import (
     Inputs,
     batch_size,
@@ -61,7 +63,7 @@ from linnet.tangent.modes import in_exact_mode
 CHECKED = 3  # examples that are refitted where a ridge is chosen by leave-one-out
 
 
-class SoftmaxFit:
+class SoftmaxFit(PredictiveModel):
     """A solved cross-entropy fit. ``linnet.fit(..., loss="cross-entropy")`` makes it.
 
     Args:
@@ -184,7 +186,7 @@ class SoftmaxFit:
         return torch.cat([part.reshape(part.shape[0], -1) for part in parts])
 
     @in_exact_mode
-    def predictive(self, x: Inputs) -> Predictive:
+    def predictive(self, x: Inputs) -> GaussianPredictive:
         """Laplace's posterior of the outputs: mean f₀ + Jδ and covariance J (JᵀΛJ + ρI)⁻¹ Jᵀ.
 
         Λ is never inverted, so that examples fitted with certainty, whose Λ is zero, are as good as others.
@@ -207,7 +209,8 @@ class SoftmaxFit:
             own = own_kernels(self.module.function, x, self.memory)
             covariance = (own.to(explained) - explained) / dual.ridge
         mean = self.predict(x)
-        return Predictive(mean, ((covariance + covariance.mT) / 2).to(mean.dtype), 0.0, 1.0)
+        spread = ((covariance + covariance.mT) / 2).to(mean.dtype)
+        return GaussianPredictive(mean, spread, Noise(0.0, 1.0))
 
     def _kernel_to_train(self, x: Inputs) -> Iterator[Tensor]:
         """K(x, X), (T, C, N, C), in as many parts as the memory budget asks for; one part is kept."""

@@ -98,7 +98,7 @@ class _TangentModel:
 
     def _moments(self, x: Tensor, noisy: bool) -> tuple[Tensor, Tensor]:
         """Mean (q, C) and joint covariance (q, C, q, C) of one set."""
-        prediction = self.gp.predict(x, joint=True)
+        prediction = self.gp.predictive(x, joint=True)
         prediction = prediction.with_noise() if noisy else prediction
         return prediction.mean, prediction.joint_covariance
 

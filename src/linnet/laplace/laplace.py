@@ -16,8 +16,7 @@ from linnet.fitting.arguments import check_count, check_positive
 from linnet.laplace.evidence import Tuned
 from linnet.laplace.files import write_posterior
 from linnet.laplace.linearized import linearized
-from linnet.laplace.links import Link
-from linnet.laplace.outputs import sampled_outputs
+from linnet.laplace.outputs import plain_outputs, requires_gradient, sampled_outputs
 from linnet.laplace.posterior import (
     Hyper,
     Posterior,
@@ -28,7 +27,6 @@ from linnet.laplace.posterior import (
     require_origin,
     with_noise,
 )
-from linnet.laplace.predict import GaussianPredictive, Meaning, SampledPredictive
 from linnet.laplace.prior import Groups, check_mean, check_prior, make_mean, prior_values
 from linnet.laplace.scores import Scorer
 from linnet.laplace.state import State, expanded
@@ -40,6 +38,11 @@ from linnet.linalg.random import Seed, make_generator
 from linnet.memory import parse_bytes
 from linnet.params import choice, flag, instance
 from linnet.params import seed as checked_seed
+from linnet.predictive.gaussian import GaussianPredictive
+from linnet.predictive.labels import Labels
+from linnet.predictive.links import Link
+from linnet.predictive.model import PredictiveModel
+from linnet.predictive.sampled import SampledPredictive
 from linnet.tangent.batch import Inputs, check_examples
 from linnet.tangent.modes import in_exact_mode
 
@@ -51,7 +54,7 @@ SEARCHES = ("gradient", "fixed-point", "grid")
 PRIORS = ("isotropic", "layer", "parameter")
 
 
-class Laplace:
+class Laplace(PredictiveModel):
     """A Gaussian posterior over a trained network's weights: N(θ*, (s G + Δ)⁻¹).
 
     G is any curvature of :func:`linnet.curvature`, summed over the data; Δ the precision of the prior; s the
@@ -83,7 +86,7 @@ class Laplace:
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
         >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
         >>> la = Laplace(net, linnet.likelihoods.Categorical(), prior_precision=1.0).fit((x, y))
-        >>> la.tune("evidence").predict(x).probs.shape
+        >>> la.tune("evidence").predictive(x).probs.shape
         torch.Size([30, 3])
     """
 
@@ -178,12 +181,12 @@ class Laplace:
         if before is None:
             groups, at = self._hyper(found)
         else:
-            _require_shape(shape, before.meaning.shape)
+            _require_shape(shape, before.labels.shape)
             found, fitted = union(before.posterior.curvature, found), before.posterior.fitted + fitted
             groups, at = before.groups, before.hyper
         mean = make_mean(self._prior_mean, found.function.space, found.function.device)
         posterior = Posterior(found, fitted, mean, self._damping)
-        return self.resume(State(posterior, groups, at, Meaning(self._base, shape, Link())))
+        return self.resume(State(posterior, groups, at, Labels(self._base, shape, Link())))
 
     def _hyper(self, curvature: Curvature) -> tuple[Groups, Hyper]:
         """The hyper-parameters that the constructor was given."""
@@ -276,7 +279,7 @@ class Laplace:
     # Predictions
 
     @in_exact_mode
-    def predict(
+    def predictive(
         self,
         x: Inputs,
         method: str = "glm",
@@ -322,13 +325,50 @@ class Laplace:
             check_count("samples", samples)
         if method == "mc":
             outputs = sampled_outputs(self.covariance, x, 100 if samples is None else samples, generator)
-            return SampledPredictive(outputs, self._meaning(Link()))
-        meaning = self._meaning(Link(link, 1000 if samples is None else samples, generator))
-        return linearized(self.covariance, x, meaning, joint, memory)
+            return SampledPredictive(outputs, self._labels(Link()))
+        labels = self._labels(Link(link, 1000 if samples is None else samples, generator))
+        return linearized(self.covariance, x, labels, joint, memory)
 
-    def _meaning(self, link: Link) -> Meaning:
-        """What outputs mean, with the tuned noise."""
-        return Meaning(self.likelihood, self._fitted.meaning.shape, link)
+    @in_exact_mode
+    def predict(self, x: Inputs) -> Tensor:
+        """The outputs of the network at the posterior mode, which are the mean under linearization.
+
+        Args:
+            x: N examples.
+
+        Returns:
+            f(x), (N, C), outputs flattened; differentiable in x where x requires gradients.
+
+        Raises:
+            DataError: If x is empty or not finite.
+            InputError: If fit has not been called.
+        """
+        check_examples(x)
+        if requires_gradient(x):
+            return self.predictive(x).mean
+        return plain_outputs(self.covariance.function, x)
+
+    def summary(self) -> dict[str, Any]:
+        """The posterior's likelihood, curvature, prior and data, as plain numbers and text.
+
+        Returns:
+            A dict that ``json`` can write.
+        """
+        known: dict[str, Any] = {"likelihood": self._base.describe(), "structure": str(self._structure)}
+        if self._state is None:
+            return {**known, "state": "not fitted"}
+        prior = self.prior_precision
+        return {
+            **known,
+            "parameters": self.covariance.function.space.dim,
+            "examples": self.examples,
+            "prior precision": prior if isinstance(prior, float) else f"{len(prior)} numbers",
+            "data scale": float(self.data_scale),
+        }
+
+    def _labels(self, link: Link) -> Labels:
+        """How targets are distributed, with the tuned noise."""
+        return Labels(self.likelihood, self._fitted.labels.shape, link)
 
     # Hyper-parameters
 
@@ -464,10 +504,10 @@ class Laplace:
             "scale": None if follow else data_scale,
             "noise": relative_noise(self._base, noise_variance),
         }
-        meaning = Meaning(self._base, state.meaning.shape, Link(link))
-        scorer = Scorer(state.posterior, groups, self._base, data, meaning, method == "loo", memory)
+        labels = Labels(self._base, state.labels.shape, Link(link))
+        scorer = Scorer(state.posterior, groups, self._base, data, labels, method == "loo", memory)
         self.tuned = tuned(method, scorer, at, plan, grids)
-        return self.resume(State(state.posterior, groups, self.tuned.hyper, state.meaning))
+        return self.resume(State(state.posterior, groups, self.tuned.hyper, state.labels))
 
     # Files
 
@@ -494,7 +534,7 @@ class Laplace:
         """
         state = self._fitted
         write_posterior(
-            directory, state.posterior, state.groups, state.hyper, self._base, tuple(state.meaning.shape)
+            directory, state.posterior, state.groups, state.hyper, self._base, tuple(state.labels.shape)
         )
         return Path(directory)
 

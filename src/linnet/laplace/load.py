@@ -17,11 +17,11 @@ from linnet.laplace.files import (
     restored_likelihood,
 )
 from linnet.laplace.laplace import Laplace
-from linnet.laplace.links import Link
-from linnet.laplace.predict import Meaning
 from linnet.laplace.state import State
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.lowrank import LowRank
+from linnet.predictive.labels import Labels
+from linnet.predictive.links import Link
 from linnet.tangent.functional import OutputAdapter
 from linnet.tangent.modes import in_exact_mode
 
@@ -52,7 +52,7 @@ def load_laplace(
         >>> net, x, folder = torch.nn.Linear(2, 1), torch.randn(5, 2), tempfile.mkdtemp()
         >>> la = Laplace(net, linnet.likelihoods.Gaussian()).fit((x, x[:, :1]))
         >>> again = load_laplace(la.save(folder), net)
-        >>> torch.equal(again.predict(x).variance, la.predict(x).variance)
+        >>> torch.equal(again.predictive(x).variance, la.predictive(x).variance)
         True
     """
     tensors, metadata = read_posterior(directory)
@@ -73,8 +73,8 @@ def load_laplace(
         metadata["damping"],
         **options,
     )
-    meaning = Meaning(family, tuple(metadata["shape"]), Link())
-    return la.resume(State(posterior, posterior.groups(metadata["form"]), hyper, meaning))
+    labels = Labels(family, tuple(metadata["shape"]), Link())
+    return la.resume(State(posterior, posterior.groups(metadata["form"]), hyper, labels))
 
 
 def _settings(found: Curvature) -> tuple[Any, dict[str, Any]]:

@@ -23,13 +23,14 @@ from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.stream import Batches
 from linnet.curvatures.variance import batch_covariance
 from linnet.errors import InputError
-from linnet.laplace.links import log_density
 from linnet.laplace.outputs import Draws, captured_blocks, outputs_under
 from linnet.laplace.posterior import Hyper, Posterior, with_noise
-from linnet.laplace.predict import Meaning, SampledPredictive
 from linnet.laplace.prior import Groups
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
+from linnet.predictive.labels import Labels
+from linnet.predictive.links import log_density
+from linnet.predictive.sampled import SampledPredictive
 from linnet.tangent.captured import Captured
 
 LEVERAGE = 0.999
@@ -45,7 +46,7 @@ class Scorer:
         groups: Groups of the prior.
         likelihood: The likelihood that the curvature was computed with.
         data: Held-out data; for leave-one-out those of the fit.
-        meaning: What outputs mean.
+        labels: How targets are distributed, given the outputs.
         left_out: Whether each example is taken out of the posterior first.
         memory: Budget.
     """
@@ -54,7 +55,7 @@ class Scorer:
     groups: Groups
     likelihood: Likelihood
     data: Any
-    meaning: Meaning
+    labels: Labels
     left_out: bool = False
     memory: str | int | None = None
 
@@ -92,12 +93,12 @@ class Scorer:
         total = torch.zeros(len(points), dtype=torch.float64)
         for i, at in enumerate(points):
             covariance = self.posterior.covariance(self.groups, at)
-            meaning = replace(self.meaning, likelihood=with_noise(self.likelihood, float(at.noise)))
+            labels = replace(self.labels, likelihood=with_noise(self.likelihood, float(at.noise)))
             draws = Draws(covariance, samples, seed, self.memory)
             for batch in self._batches():
                 outputs = outputs_under(covariance.function, draws, samples, batch.x)
                 total[i] += float(
-                    SampledPredictive(outputs, meaning).log_density(_labels(batch.y)).double().sum()
+                    SampledPredictive(outputs, labels).log_density(_labels(batch.y)).double().sum()
                 )
         return total
 
@@ -160,7 +161,7 @@ class Scorer:
                 expected="a Gaussian likelihood and held-out data",
                 remedy="pass noise=False",
             )
-        return likelihood.variance(captured.outputs.reshape(-1, *self.meaning.shape)).flatten(1)
+        return likelihood.variance(captured.outputs.reshape(-1, *self.labels.shape)).flatten(1)
 
     def _batches(self) -> Batches:
         """The data."""
@@ -180,8 +181,8 @@ class Scorer:
         likelihood, mean = with_noise(self.likelihood, float(at.noise)), captured.outputs.to(spread)
         if self.left_out:
             fisher = self.posterior.curvature.made.matrix == "fisher"
-            mean, spread = left_out(likelihood, mean, spread, y, self.meaning.shape, at.scale, fisher=fisher)
-        return log_density(likelihood, mean, spread, y, self.meaning.shape, self.meaning.link)
+            mean, spread = left_out(likelihood, mean, spread, y, self.labels.shape, at.scale, fisher=fisher)
+        return log_density(likelihood, mean, spread, y, self.labels.shape, self.labels.link)
 
 
 def left_out(

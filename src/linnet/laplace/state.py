@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from linnet.laplace.posterior import Hyper, Posterior
-from linnet.laplace.predict import Meaning
 from linnet.laplace.prior import Groups
+from linnet.predictive.labels import Labels
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,13 +19,13 @@ class State:
         posterior: The posterior for any hyper-parameters.
         groups: Groups of the prior.
         hyper: The hyper-parameters.
-        meaning: What outputs mean, with the likelihood that the curvature was computed with.
+        labels: How targets are distributed, with the likelihood that the curvature was computed with.
     """
 
     posterior: Posterior
     groups: Groups
     hyper: Hyper
-    meaning: Meaning
+    labels: Labels
 
 
 def expanded(state: State, form: str) -> tuple[Groups, Hyper]:

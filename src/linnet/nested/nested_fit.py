@@ -20,7 +20,6 @@ from linnet.errors import DataError, InputError
 from linnet.fitting.arguments import positions, ridge_grid
 from linnet.fitting.asked import count_in_words
 from linnet.fitting.dual import Dual, RidgePath
-from linnet.fitting.predictive import Predictive, fit_moderation, fit_temperature
 from linnet.fitting.record import Record
 from linnet.fitting.targets import Targets, make_targets
 from linnet.nested.features import Features
@@ -30,6 +29,10 @@ from linnet.nested.rows import Rows
 from linnet.nested.rungs import Rung
 from linnet.nested.search import choose
 from linnet.params import number
+from linnet.predictive.gaussian import GaussianPredictive
+from linnet.predictive.model import PredictiveModel
+from linnet.predictive.noise import Noise
+from linnet.predictive.temperature import fit_moderation, fit_temperature
 from linnet.tangent.batch import (
     Inputs,
     batch_size,
@@ -42,7 +45,7 @@ from linnet.tangent.batch import (
 from linnet.tangent.hashing import hash_examples
 
 
-class NestedFit:
+class NestedFit(PredictiveModel):
     """A linear probe and the linearized layers below it, fitted together. ``linnet.adapt`` makes it.
 
     Args:
@@ -226,7 +229,7 @@ class NestedFit:
         return self._mean(self._to_train(self._checked(x)))
 
     @torch.no_grad()
-    def predictive(self, x: Inputs) -> Predictive:
+    def predictive(self, x: Inputs) -> GaussianPredictive:
         """The posterior of the outputs: mean f and variance σ²/ρ [K(x,x) − K(x,X) M K(X,x)], M = (K + ρI)⁻¹.
 
         Args:
@@ -251,7 +254,8 @@ class NestedFit:
         mean = self._mean(cross)
         eye = torch.eye(self.system.c, dtype=mean.dtype, device=mean.device)
         spread = variance.to(mean.dtype)[:, None, None] * eye
-        return Predictive(mean, spread, self.noise, self.temperature, self.variance_scale)
+        targets = Noise(self.noise, self.temperature, self.variance_scale)
+        return GaussianPredictive(mean, spread, targets)
 
     def _checked(self, x: Inputs) -> Inputs:
         """Examples on the network's device, or an error."""

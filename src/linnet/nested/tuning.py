@@ -26,12 +26,12 @@ from linnet.fitting.descent import Descent
 from linnet.fitting.dual import Dual, Spectrum
 from linnet.fitting.folds import deal
 from linnet.fitting.head import example_hashes, with_head
-from linnet.fitting.predictive import fit_moderation, fit_temperature
 from linnet.nested.features import Features
 from linnet.nested.nested_fit import NestedFit
 from linnet.nested.prior import Prior
 from linnet.nested.rungs import Rung, ladder, verdict
 from linnet.nested.search import ERRORS, Mixture, counted, scale_of
+from linnet.predictive.temperature import fit_moderation, fit_temperature
 from linnet.progress import track
 from linnet.tangent.batch import take
 

@@ -21,9 +21,7 @@ from linnet.curvatures.parts import Part
 from linnet.curvatures.variance import batch_covariance
 from linnet.errors import InputError
 from linnet.fitting.arguments import check_count, check_positive
-from linnet.laplace.links import Link
 from linnet.laplace.outputs import captured_blocks
-from linnet.laplace.predict import GaussianPredictive, Meaning, SampledPredictive
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing
 from linnet.linalg.random import Seed, make_generator, normal
 from linnet.linalg.structured import Diagonal
@@ -31,6 +29,11 @@ from linnet.params import choice, flag
 from linnet.posterior.draws import inverse_root
 from linnet.posterior.model import LinearModel, Optimum, maximize
 from linnet.posterior.svi import MeanField, Schedule, bound, mean_field
+from linnet.predictive.gaussian import GaussianPredictive
+from linnet.predictive.labels import Labels
+from linnet.predictive.links import Link
+from linnet.predictive.model import PredictiveModel
+from linnet.predictive.sampled import SampledPredictive
 from linnet.solvers.solution import Estimate
 from linnet.tangent.batch import Inputs, batch_size, check_examples, gather_data
 from linnet.tangent.linearized import Linearized
@@ -56,7 +59,7 @@ class Found:
     draws: Tensor | None = None
 
 
-class LinearPosterior:
+class LinearPosterior(PredictiveModel):
     """The posterior of a linear model; :func:`linear_posterior` makes it.
 
     Args:
@@ -78,7 +81,7 @@ class LinearPosterior:
         >>> net, data = torch.nn.Linear(2, 3), (torch.randn(12, 2), torch.arange(12) % 3)
         >>> likelihood = linnet.likelihoods.Categorical()
         >>> posterior = linear_posterior(linnet.linearize(net), data, likelihood, method="map")
-        >>> posterior.predict(data[0][:2]).mean.shape
+        >>> posterior.predictive(data[0][:2]).mean.shape
         torch.Size([2, 3])
     """
 
@@ -161,7 +164,7 @@ class LinearPosterior:
         return _laplace_draws(self._model, self.optimum, self.prior_precision, n, generator).T
 
     @in_exact_mode
-    def predict(
+    def predictive(
         self,
         x: Inputs,
         *,
@@ -188,20 +191,53 @@ class LinearPosterior:
             DataError: If x is empty or not finite.
         """
         check_examples(x)
-        meaning = Meaning(self._model.likelihood, self._model.shape, Link(link, samples, generator))
+        labels = Labels(self._model.likelihood, self._model.shape, Link(link, samples, generator))
         if self._found.draws is not None:
-            return SampledPredictive(self._model.outputs(x, self._found.draws), meaning)
+            return SampledPredictive(self._model.outputs(x, self._found.draws), labels)
         mean = self._model.outputs(x, self.mean)
         if self._found.factors is None:
             zero = torch.zeros_like(mean)
-            return GaussianPredictive(mean, zero, lambda: torch.diag_embed(zero), meaning)
+            return GaussianPredictive(mean, lambda: torch.diag_embed(zero), labels, variance=zero)
         # Cov[f] = J diag(s²) Jᵀ
         function, c = self._model.function, mean.shape[1]
         spread = Diagonal(self._found.factors.deviation.square(), space=function.space)
         parts = (Part(everything(function), spread, "diagonal"),)
         blocks = captured_blocks(function, parts, x, memory, kept=batch_size(x) * c * c)
         covariance = torch.cat([batch_covariance(parts, captured) for captured in blocks])
-        return GaussianPredictive(mean, covariance.diagonal(dim1=1, dim2=2), covariance, meaning)
+        return GaussianPredictive(mean, covariance, labels)
+
+    @in_exact_mode
+    def predict(self, x: Inputs) -> Tensor:
+        """The mean of the outputs.
+
+        Args:
+            x: N examples.
+
+        Returns:
+            E[f(x)], (N, C); of "laplace" the average over its draws.
+
+        Raises:
+            DataError: If x is empty or not finite.
+        """
+        if self._found.draws is not None:
+            return self.predictive(x).mean
+        check_examples(x)
+        return self._model.outputs(x, self.mean)
+
+    def summary(self) -> dict[str, Any]:
+        """The method, the model and the prior, as plain numbers and text.
+
+        Returns:
+            A dict that ``json`` can write.
+        """
+        known: dict[str, Any] = {
+            "method": self.method,
+            "outputs": "f₀ + J δ" if self._model.base else "J δ",
+            "likelihood": self._model.likelihood.describe(),
+            "parameters": len(self.mean),
+            "prior precision": self.prior_precision,
+        }
+        return known if not self.bounds else {**known, "bound": self.bounds[-1]}
 
 
 @in_exact_mode
@@ -243,7 +279,7 @@ def linear_posterior(
         generator: Generator or seed of "svi" and "laplace".
 
     Returns:
-        The posterior, with ``.predict(x)``.
+        The posterior, with ``.predict(x)`` and ``.predictive(x)``.
 
     Raises:
         DataError: If the data are empty, not finite, or labels are out of range.
@@ -261,7 +297,7 @@ def linear_posterior(
         >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
         >>> likelihood = linnet.likelihoods.Categorical()
         >>> posterior = linear_posterior(linnet.linearize(net), (x, y), likelihood, "laplace", samples=5)
-        >>> prediction = posterior.predict(x)
+        >>> prediction = posterior.predictive(x)
         >>> prediction.probs.shape, prediction.sampled_probs.shape
         (torch.Size([30, 3]), torch.Size([5, 30, 3]))
         >>> posterior.optimum.gradient_norm < 1e-2

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from linnet.errors import NumericalError
-from linnet.fitting.predictive import golden_section
 from linnet.linalg.factorize import eigh
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, make_generator, signs
+from linnet.predictive.temperature import golden_section
 from linnet.solvers.lanczos import tridiagonalize
 from linnet.solvers.solution import Estimate
 

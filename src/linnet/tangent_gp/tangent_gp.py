@@ -22,6 +22,9 @@ from linnet.fitting.arguments import check_positive
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.params import flag
+from linnet.predictive.gaussian import GaussianPredictive
+from linnet.predictive.model import PredictiveModel
+from linnet.predictive.noise import Noise
 from linnet.solvers.solution import Estimate
 from linnet.tangent.batch import (
     Inputs,
@@ -43,7 +46,6 @@ from linnet.tangent_gp.files import options_of, write_gp
 from linnet.tangent_gp.gradients import differentiable_moments
 from linnet.tangent_gp.options import Options
 from linnet.tangent_gp.plan import GPPlan, choose
-from linnet.tangent_gp.predictive import TangentPredictive
 from linnet.tangent_gp.solve import describe, solve
 from linnet.tangent_gp.task import BATCH, Observed, Task
 from linnet.tangent_gp.tune import (
@@ -57,7 +59,7 @@ from linnet.tangent_gp.tune import (
 )
 
 
-class TangentGP:
+class TangentGP(PredictiveModel):
     """A Gaussian process with a trained network's tangent kernel, and the network as its mean.
 
     Args:
@@ -93,7 +95,7 @@ class TangentGP:
         >>> x = torch.linspace(-2, 2, 20)[:, None]
         >>> gp = TangentGP(net, linnet.likelihoods.Gaussian(variance=0.01)).fit(x, x.sin())
         >>> other = gp.adapt(x[:5], x[:5].cos())  # another task: the network and its derivatives stay
-        >>> other.predict(x).mean.shape, other.predict(x).covariance.shape
+        >>> other.predictive(x).mean.shape, other.predictive(x).covariance.shape
         (torch.Size([20, 1]), torch.Size([20, 1, 1]))
     """
 
@@ -240,7 +242,7 @@ class TangentGP:
     # -- predictions -----------------------------------------------------------------------------
 
     @in_exact_mode
-    def predict(self, x: Inputs, joint: bool = False) -> TangentPredictive:
+    def predictive(self, x: Inputs, joint: bool = False) -> GaussianPredictive:
         """The posterior of the outputs, and of new targets.
 
         Where x requires gradients, mean, covariance and noise are differentiable in x, once.
@@ -264,7 +266,7 @@ class TangentGP:
             mean, covariance = differentiable_moments(system, x, joint)
             f = self._observed.base(self._observed.base.theta, x)
             noise = self.noise_scale * self._likelihood.variance(f).flatten(1)
-            return TangentPredictive(mean, covariance / self.prior_precision, noise, joint)
+            return GaussianPredictive(mean, covariance / self.prior_precision, Noise(noise), joint=joint)
         mean = self._mean(system, x)
         noise = self.noise_scale * self._observed.moments(x)[1]
         precision, dtype = self.prior_precision, mean.dtype
@@ -279,7 +281,7 @@ class TangentGP:
             square.diagonal(dim1=-2, dim2=-1).clamp_(min=0)
             return square.reshape(found.shape).to(dtype)
 
-        return TangentPredictive(mean, covariance_of, noise, joint)
+        return GaussianPredictive(mean, covariance_of, Noise(noise), joint=joint)
 
     @torch.no_grad()
     def _mean(self, system: System, x: Inputs) -> Tensor:

@@ -39,7 +39,6 @@ from linnet.fitting.comparisons import fine_tune, held_out_probe
 from linnet.fitting.head import with_head
 from linnet.fitting.last_layer import RECORD, Appended, ending_linear, features, last_linear
 from linnet.fitting.metric import MetricNetwork
-from linnet.fitting.predictive import fit_temperature, probabilities
 from linnet.fitting.record import Record
 from linnet.fitting.remarks import single_remarks
 from linnet.fitting.targets import make_targets
@@ -47,6 +46,7 @@ from linnet.nested.adapt import HEADS
 from linnet.nested.features import Features
 from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.tuning import HEAD_SCALE, tuned
+from linnet.predictive.temperature import fit_temperature, probabilities
 from linnet.progress import waiting
 from linnet.tangent.batch import split
 from linnet.tangent.functional import Functional

@@ -18,10 +18,10 @@ from linnet.app.runs.kinds import Fit, kernel_and_residual
 from linnet.errors import NumericalError
 from linnet.fitting.dual import Spectrum
 from linnet.fitting.linear_fit import LinearFit
-from linnet.fitting.predictive import probabilities
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.memory import parse_bytes
 from linnet.nested.nested_fit import NestedFit
+from linnet.predictive.temperature import probabilities
 from linnet.progress import track, waiting
 from linnet.tangent.batch import batch_size, split
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from linnet.fitting.dual import Dual
 from linnet.fitting.linear_fit import LinearFit
-from linnet.fitting.predictive import fit_temperature, probabilities
 from linnet.fitting.softmax_dual import SoftmaxDual
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.nested.nested_fit import NestedFit
+from linnet.predictive.temperature import fit_temperature, probabilities
 
 Fit: TypeAlias = LinearFit | SoftmaxFit | NestedFit
 

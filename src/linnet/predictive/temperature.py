@@ -1,100 +1,14 @@
-"""Predictive distributions: small objects with a mean, a covariance, samples and probabilities."""
+"""Class probabilities of outputs that are uncertain, and the temperature that held-out outputs ask for."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError
-from linnet.linalg.random import Seed, normal, require_room
-from linnet.params import integer
-
 SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)  # of the variance, in probabilities
 NATS = 1.0  # that another scale than one must gain
-
-
-@dataclass(frozen=True)
-class Predictive:
-    """A Gaussian over the outputs f(x) of each example, given the data.
-
-    Args:
-        mean: E[f], (N, C), network's own output included.
-        covariance: Cov[f], (N, C, C).
-        noise: σ², variance of a target about f.
-        temperature: T of the softmax that turns outputs into probabilities, ``None`` for regression.
-        variance_scale: s, what the variance is multiplied with before it moderates probabilities.
-
-    Example:
-        >>> prediction = Predictive(torch.zeros(1, 2), torch.eye(2)[None], noise=0.5)
-        >>> prediction.with_noise().variance
-        tensor([[1.5000, 1.5000]])
-    """
-
-    mean: Tensor
-    covariance: Tensor
-    noise: float
-    temperature: float | None = None
-    variance_scale: float = 1.0
-
-    @property
-    def variance(self) -> Tensor:
-        """Var[f], (N, C)."""
-        return self.covariance.diagonal(dim1=1, dim2=2)
-
-    def with_noise(self) -> Predictive:
-        """The distribution of a new target: the noise σ² added.
-
-        Returns:
-            A predictive distribution with covariance Cov[f] + σ² I; it has no noise left to add again.
-        """
-        eye = torch.eye(self.mean.shape[1], dtype=self.covariance.dtype, device=self.covariance.device)
-        return replace(self, covariance=self.covariance + self.noise * eye, noise=0.0)
-
-    def sample(self, n: int, generator: Seed = None) -> Tensor:
-        """Draw outputs, independently for each example.
-
-        Args:
-            n: Number of draws.
-            generator: Generator or seed.
-
-        Returns:
-            (n, N, C).
-
-        Raises:
-            InputError: If n is not positive.
-            MemoryBudgetError: If the draws would take more than half of the memory that is free.
-        """
-        integer("n", n, remedy="pass n=1 or more")
-        require_room(
-            (n, *self.mean.shape), 2 * self.mean.dtype.itemsize, self.mean.device, "draws of outputs"
-        )
-        # V √λ: also for a covariance of lower rank, with rounding errors below zero removed
-        values, vectors = torch.linalg.eigh(self.covariance)
-        root = vectors * values.clamp_min(0).sqrt()[:, None]
-        z = normal((n, *self.mean.shape), generator, self.mean.dtype, self.mean.device)
-        return self.mean + torch.einsum("nij,snj->sni", root.to(self.mean.dtype), z)
-
-    @property
-    def probs(self) -> Tensor:
-        """Class probabilities (N, C): the softmax with uncertain outputs shrunk toward each other.
-
-        softmax(μ / (T √(1 + π/8 · s v / T²))) for mean μ and v the mean variance of the example's
-        outputs (MacKay 1992), so that the most probable class is that of the largest mean. T and s are
-        fitted to leave-one-out predictions.
-
-        Raises:
-            InputError: For regression.
-        """
-        if self.temperature is None:
-            raise InputError(
-                "probs of a regression were asked for",
-                expected="a fit with integer classes",
-                remedy="use .mean and .variance",
-            )
-        return probabilities(self.mean, self.variance_scale * self.variance, self.temperature)
 
 
 def probabilities(mean: Tensor, variance: Tensor | None, temperature: float) -> Tensor:

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.fitting.arguments import check_count
 from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.random import Seed, make_generator, normal
-from linnet.params import choice
+from linnet.params import choice, integer
 
 LINKS = ("probit", "pairwise", "bridge", "mc")
 SEED = 0  # of the draws behind a density, the same for all hyper-parameters that are compared
@@ -54,7 +53,7 @@ class Link:
     def __post_init__(self) -> None:
         choice("link", self.kind, LINKS)
         make_generator(self.generator)
-        check_count("samples", self.samples)
+        integer("samples", self.samples)
 
     @property
     def diagonal(self) -> bool:

@@ -1,0 +1,1 @@
+"""Predictive distributions: a mean, covariances, class probabilities, samples and densities of outputs."""

@@ -1,0 +1,100 @@
+"""The interface of every predictive distribution."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from linnet.linalg.random import Seed
+
+
+class Predictive(ABC):
+    """The distribution of the outputs f(x) of N examples, given the data.
+
+    Every ``predictive`` of linnet returns one: a :class:`linnet.GaussianPredictive` where the network is
+    linearized, a :class:`linnet.SampledPredictive` where weights are sampled.
+
+    Example:
+        >>> import torch
+        >>> import linnet
+        >>> net, x = torch.nn.Linear(2, 1), torch.randn(6, 2)
+        >>> prediction = linnet.fit(linnet.linearize(net), (x, x[:, :1]), ridge=1.0).predictive(x)
+        >>> isinstance(prediction, Predictive), prediction.log_density(x[:, :1]).shape
+        (True, torch.Size([6]))
+    """
+
+    @property
+    @abstractmethod
+    def mean(self) -> Tensor:
+        """E[f], (N, C), the network's own output included."""
+
+    @property
+    @abstractmethod
+    def variance(self) -> Tensor:
+        """Var[f], (N, C)."""
+
+    @property
+    @abstractmethod
+    def covariance(self) -> Tensor:
+        """Cov[f] of each example, (N, C, C)."""
+
+    @property
+    @abstractmethod
+    def joint_covariance(self) -> Tensor:
+        """Cov[f] between all examples, (N, C, N, C).
+
+        Raises:
+            InputError: If it was not asked for.
+        """
+
+    @property
+    @abstractmethod
+    def probs(self) -> Tensor:
+        """Class probabilities, (N, C) for one label an example.
+
+        Raises:
+            InputError: If outputs are no classes.
+        """
+
+    @abstractmethod
+    def with_noise(self) -> Predictive:
+        """The distribution of a new target: its noise added.
+
+        Returns:
+            A distribution with no noise left to add again.
+
+        Raises:
+            InputError: If targets are labels of classes.
+        """
+
+    @abstractmethod
+    def sample(self, n: int, generator: Seed = None) -> Tensor:
+        """Draw outputs.
+
+        Args:
+            n: Number of draws.
+            generator: Generator or seed.
+
+        Returns:
+            (n, N, C).
+
+        Raises:
+            InputError: If n is not positive.
+            MemoryBudgetError: If the draws would take more than half of the memory that is free.
+        """
+
+    @abstractmethod
+    def log_density(self, y: Tensor) -> Tensor:
+        """The log density of new targets, in nats, each example by its marginal.
+
+        Args:
+            y: N targets: labels, or values (N, C), or (N,) for one output.
+
+        Returns:
+            (N,).
+        """
+
+    def __repr__(self) -> str:
+        """What it is, and of how many examples."""
+        return f"{type(self).__name__}({self.mean.shape[0]} examples x {self.mean.shape[1]} outputs)"

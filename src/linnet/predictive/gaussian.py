@@ -1,0 +1,212 @@
+"""Gaussian predictive distributions, and what they need to know about targets."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+from linnet.linalg.random import Seed, normal, require_room
+from linnet.params import integer
+from linnet.predictive.distribution import Predictive
+from linnet.predictive.links import symmetric_root
+from linnet.tangent.modes import in_exact_mode
+
+
+class TargetModel(ABC):
+    """How targets are distributed, given the outputs."""
+
+    @abstractmethod
+    def probs(self, outputs: GaussianPredictive) -> Tensor:
+        """Class probabilities, the outputs averaged over."""
+
+    @abstractmethod
+    def noise(self, outputs: GaussianPredictive) -> Tensor:
+        """The variance of a target about its outputs, (N, C)."""
+
+    @abstractmethod
+    def with_noise(self, outputs: GaussianPredictive) -> GaussianPredictive:
+        """The moments of a new target."""
+
+    @abstractmethod
+    def log_density(self, outputs: GaussianPredictive, y: Tensor) -> Tensor:
+        """The log density of targets, (N,), the outputs averaged over."""
+
+
+class GaussianPredictive(Predictive):
+    """Outputs f(x) ~ N(mean, covariance), those of a linearized network.
+
+    A covariance that is given as a function is computed when it is first asked for, so that means alone are
+    cheap.
+
+    Args:
+        mean: E[f], (N, C), outputs flattened.
+        covariance: Cov[f], (N, C, C), or between examples (N, C, N, C); or a function that computes it.
+        targets: How targets are distributed, given the outputs.
+        variance: Var[f], (N, C), where it is known without the covariance.
+        joint: Whether the covariance is that between examples.
+        probs: Class probabilities, where they have been computed already.
+
+    Attributes:
+        joint: Whether covariances between examples are known.
+
+    Example:
+        >>> from linnet.predictive.noise import Noise
+        >>> prediction = GaussianPredictive(torch.zeros(1, 2), torch.eye(2)[None], Noise(0.5))
+        >>> prediction.with_noise().variance
+        tensor([[1.5000, 1.5000]])
+    """
+
+    def __init__(
+        self,
+        mean: Tensor,
+        covariance: Tensor | Callable[[], Tensor],
+        targets: TargetModel,
+        *,
+        variance: Tensor | None = None,
+        joint: bool = False,
+        probs: Tensor | None = None,
+    ) -> None:
+        self._mean, self._second, self._variance, self._probs = mean, covariance, variance, probs
+        self.targets, self.joint = targets, joint
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything, with the covariance computed."""
+        return {**self.__dict__, "_second": self.full}
+
+    @property
+    def mean(self) -> Tensor:
+        """E[f], (N, C), the network's own output included."""
+        return self._mean
+
+    @cached_property
+    @in_exact_mode
+    def full(self) -> Tensor:
+        """The covariance as it is known: (N, C, N, C) where it is joint, else (N, C, C)."""
+        return self._second if isinstance(self._second, Tensor) else self._second()
+
+    @property
+    def covariance(self) -> Tensor:
+        """Cov[f] of each example, (N, C, C)."""
+        return self.full.diagonal(dim1=0, dim2=2).permute(2, 0, 1) if self.joint else self.full
+
+    @property
+    def joint_covariance(self) -> Tensor:
+        """Cov[f] between all examples, (N, C, N, C).
+
+        Raises:
+            InputError: If it was not asked for.
+        """
+        if not self.joint:
+            raise InputError(
+                "joint_covariance of a prediction without it",
+                expected="predictive(x, joint=True)",
+                remedy="predict again with joint=True, where this model has it",
+            )
+        return self.full
+
+    def plus(self, noise: Tensor, targets: TargetModel) -> GaussianPredictive:
+        """The distribution with independent noise added to every output.
+
+        Args:
+            noise: Its variance, (N, C).
+            targets: How targets are distributed, given outputs with noise.
+
+        Returns:
+            The distribution; its covariance is computed when it is asked for.
+        """
+
+        def covariance() -> Tensor:
+            added, full = noise.to(self.full), self.full
+            if self.joint:
+                return full + torch.diag_embed(added.flatten()).reshape(full.shape)
+            return full + added.diag_embed()
+
+        variance = None if self._variance is None else self._variance + noise.to(self._variance)
+        return GaussianPredictive(self.mean, covariance, targets, variance=variance, joint=self.joint)
+
+    @property
+    def variance(self) -> Tensor:
+        """Var[f], (N, C)."""
+        return self.covariance.diagonal(dim1=1, dim2=2) if self._variance is None else self._variance
+
+    @property
+    def noise(self) -> Tensor:
+        """The variance of a target about its outputs, (N, C).
+
+        Raises:
+            InputError: If targets are labels of classes.
+        """
+        return self.targets.noise(self)
+
+    @cached_property
+    @in_exact_mode
+    def probs(self) -> Tensor:
+        """Class probabilities in the network's own layout, (N, C) for one label an example.
+
+        Raises:
+            InputError: If outputs are no classes.
+        """
+        return self.targets.probs(self) if self._probs is None else self._probs
+
+    @in_exact_mode
+    def with_noise(self) -> GaussianPredictive:
+        """The distribution of a new target: its noise added.
+
+        For Gaussian noise σ² is added to the covariance. For other likelihoods of numbers these are the mean
+        and the variance of a target, as the likelihood's ``predictive`` gives them.
+
+        Returns:
+            Its moments, with no noise left to add again.
+
+        Raises:
+            InputError: If targets are labels of classes.
+        """
+        return self.targets.with_noise(self)
+
+    @in_exact_mode
+    def sample(self, n: int, generator: Seed = None) -> Tensor:
+        """Draw outputs; jointly where the joint covariance is known, else independently for each example.
+
+        Args:
+            n: Number of draws.
+            generator: Generator or seed.
+
+        Returns:
+            (n, N, C).
+
+        Raises:
+            InputError: If n is not positive.
+            MemoryBudgetError: If the draws would take more than half of the memory that is free.
+        """
+        integer("n", n, remedy="pass n=1 or more")
+        shape = (n, *self.mean.shape)
+        require_room(shape, 2 * self.mean.dtype.itemsize, self.mean.device, "draws of outputs")
+        z = normal(shape, generator, self.mean.dtype, self.mean.device)
+        if self.joint:
+            size = self.mean.numel()
+            root = symmetric_root(self.full.reshape(size, size)).to(z)
+            return self.mean + (z.flatten(1) @ root.T).view_as(z)
+        return self.mean + torch.einsum("nij,snj->sni", symmetric_root(self.covariance).to(z), z)
+
+    @in_exact_mode
+    def log_density(self, y: Tensor) -> Tensor:
+        """The log density of new targets, their noise included: each example by its marginal.
+
+        Args:
+            y: N targets: labels, or values (N, C), or (N,) for one output.
+
+        Returns:
+            (N,), in nats. For Gaussian noise of a fit or a Gaussian process, an example's outputs are taken
+            together with the covariance between them; for a likelihood, position by position.
+
+        Raises:
+            DataError: If y is not finite.
+            InputError: If y is no tensor, or has another shape.
+        """
+        return self.targets.log_density(self, y)

@@ -1,0 +1,96 @@
+"""Targets that are outputs with Gaussian noise, whose outputs may score classes by a tempered softmax."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+from linnet.likelihoods.distribution import require_tensor
+from linnet.linalg.factorize import cholesky
+from linnet.predictive.gaussian import GaussianPredictive, TargetModel
+from linnet.predictive.temperature import probabilities
+from linnet.tangent.batch import check_finite
+
+
+@dataclass(frozen=True)
+class Noise(TargetModel):
+    """Gaussian noise about the outputs.
+
+    Args:
+        variance: σ², of a target about f; a number, or (N, C).
+        temperature: T of the softmax that turns outputs into class probabilities, ``None`` for regression.
+        variance_scale: s, what the variance of outputs is multiplied with before it moderates probabilities.
+    """
+
+    variance: float | Tensor
+    temperature: float | None = None
+    variance_scale: float = 1.0
+
+    def probs(self, outputs: GaussianPredictive) -> Tensor:
+        """Class probabilities (N, C): the softmax with uncertain outputs shrunk toward each other.
+
+        softmax(μ / (T √(1 + π/8 · s v / T²))) for mean μ and v the mean variance of the example's
+        outputs (MacKay 1992), so that the most probable class is that of the largest mean. T and s are
+        fitted to leave-one-out predictions.
+
+        Args:
+            outputs: The distribution of the outputs.
+
+        Returns:
+            The probabilities.
+
+        Raises:
+            InputError: For regression.
+        """
+        if self.temperature is None:
+            raise InputError(
+                "probs of a regression were asked for",
+                expected="a fit with integer classes",
+                remedy="use .mean and .variance",
+            )
+        return probabilities(outputs.mean, self.variance_scale * outputs.variance, self.temperature)
+
+    def noise(self, outputs: GaussianPredictive) -> Tensor:
+        """σ², (N, C)."""
+        mean = outputs.mean
+        return torch.as_tensor(self.variance, dtype=mean.dtype, device=mean.device).expand(mean.shape)
+
+    def with_noise(self, outputs: GaussianPredictive) -> GaussianPredictive:
+        """Cov[f] + σ² I, jointly where the covariance is joint."""
+        return outputs.plus(self.noise(outputs), Noise(0.0, self.temperature, self.variance_scale))
+
+    def log_density(self, outputs: GaussianPredictive, y: Tensor) -> Tensor:
+        """Log p(y) of labels of classes, or log N(y; mean, Cov[f] + σ² I) of values."""
+        require_tensor(y)
+        mean = outputs.mean
+        if self.temperature is not None and not y.is_floating_point():
+            return self._of_labels(outputs, y)
+        check_finite(y, "y")
+        y = y.to(mean.device, torch.promote_types(y.dtype, mean.dtype))
+        if y.ndim == 1 and mean.shape[1] == 1:
+            y = y[:, None]
+        if y.shape != mean.shape:
+            raise InputError(
+                f"y has shape {tuple(y.shape)}", expected=f"{tuple(mean.shape)}, one target for each output"
+            )
+        noisy = outputs.covariance.double() + self.noise(outputs).double().diag_embed()
+        factor = cholesky(noisy, "predictive covariance")
+        z = torch.linalg.solve_triangular(factor, (y - mean).double()[..., None], upper=False)[..., 0]
+        logdet = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
+        density: Tensor = -0.5 * ((z**2).sum(1) + logdet + y.shape[1] * math.log(2 * math.pi))
+        return density
+
+    def _of_labels(self, outputs: GaussianPredictive, y: Tensor) -> Tensor:
+        """The log probability of each label, (N,)."""
+        p = outputs.probs
+        if y.shape != p.shape[:1] or not len(y) or not 0 <= int(y.min()) <= int(y.max()) < p.shape[1]:
+            raise InputError(
+                f"y of shape {tuple(y.shape)}"
+                + (f" with labels {int(y.min())} to {int(y.max())}" if y.numel() else ""),
+                expected=f"({len(p)},) labels from 0 to {p.shape[1] - 1}",
+            )
+        return p.gather(1, y.long().to(p.device)[:, None])[:, 0].clamp_min(torch.finfo(p.dtype).tiny).log()
