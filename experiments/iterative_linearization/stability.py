@@ -94,7 +94,7 @@ def run(name: str, seed: int, data: Split, args: argparse.Namespace) -> dict[str
     kind, period, rate, batch, order = RUNS[name]
     batch = min(batch, len(data.y))
     model = lenet(args.channels, 16, seed).eval()
-    schedule: Any = int(period) if kind == "every" else optim.LinearityGap(period, every=2)
+    schedule: Any = int(period) if kind == "every" else optim.OutputGap(period, every=2)
     training = optim.IterativeLinearization(
         model, lambda parameters: torch.optim.SGD(parameters, lr=rate), schedule
     )

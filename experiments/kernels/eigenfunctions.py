@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.figures import COLORS, figure, save
+from experiments.kernels.advantage import linear_advantage
 from experiments.kernels.networks import build, cats_and_dogs, cifar10, sgd
 from experiments.sources import CIFAR, images, pixels
 from experiments.study import Study, parser
@@ -59,7 +60,7 @@ def compare(
     """The network and its linearization on one binary task."""
     steps = epochs * -(-len(train[0]) // batch)
     make, schedule = sgd(steps)
-    found = spectrum.linear_advantage(
+    found = linear_advantage(
         network, train, make if optimizer == "SGD" else adam, validation=held, make_schedule=schedule,
         epochs=epochs, batch_size=batch, every=max(1, steps // (4 * epochs)), progress=False,
     )  # fmt: skip

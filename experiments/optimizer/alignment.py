@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from experiments.figures import COLORS, figure, save
+from experiments.optimizer.alignment_study import alignment
 from experiments.optimizer.problems import DATA, WIDTHS, autoencoder, problem
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown
@@ -64,7 +65,7 @@ def measure(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
         chosen = torch.randperm(len(x), generator=generator)[:batch].to(x.device)
         report = optimizer.step(x[chosen], x[chosen])
         if step in at:  # the dampings are those that training has come to
-            cosines = optim.alignment(
+            cosines = alignment(
                 model,
                 (x[chosen], x[chosen]),
                 data.likelihood,

@@ -210,7 +210,6 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "release": lambda s: linnet.audit.release(
         s.fit(ridge=20.0), 1.0, 1e-3, clip=(2.0, 1.0), generator=_generator()
     ),
-    "optim.alignment": lambda s: linnet.optim.alignment(s.model, s.data, Categorical(), ("kfac",)),
     "spectrum.gram": lambda s: linnet.spectrum.gram(s.model, s.x),
     "eigenfunctions": lambda s: linnet.spectrum.eigenfunctions(s.model, s.x, 2),
     "spectrum.alignment": lambda s: linnet.spectrum.alignment(s.model, s.values),

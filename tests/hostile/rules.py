@@ -9,7 +9,7 @@ PLACES = {"text", "missing file"}
 KEEPING = (
     "optim.GaussNewton.accumulate",
     "optim.GrowingBatches",
-    "optim.LinearityGap",
+    "optim.OutputGap",
     "optim.KernelDrift",
     "spectrum.EigenfunctionTargets",
     "spectrum.Recorder",
@@ -211,6 +211,12 @@ OF_CALL: dict[str, str] = {
 # Callables that refuse even valid arguments: this kind of object cannot do what is asked.
 ALWAYS_REFUSED = frozenset({
     "SoftmaxFit.constrain",
+    "Finetuned.predictive",
+    "LinearPosterior.save",
+    "baselines.DeepEnsemble.save",
+    "baselines.FactorizedGaussian.save",
+    "baselines.LastLayerRegression.save",
+    "baselines.MCDropout.save",
     "continual.NonOnlineLaplace (saved).consolidate",
     "continual.NonOnlineLaplace.remember",
 })  # fmt: skip

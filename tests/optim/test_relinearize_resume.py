@@ -12,7 +12,7 @@ from torch import nn
 
 import linnet
 from linnet.errors import DataError, InputError, ModelError, NumericalError, WeightsError
-from linnet.optim import Converged, IterativeLinearization, KernelDrift, LinearityGap
+from linnet.optim import Converged, IterativeLinearization, KernelDrift, OutputGap
 from tests.fitting.problems import real, refused
 from tests.optim.relinearize_cases import (
     OPTIMIZERS,
@@ -29,7 +29,7 @@ PERIODS: dict[str, Any] = {
     "1": lambda: 1,
     "3": lambda: 3,
     "never": lambda: None,
-    "gap": lambda: LinearityGap(0.05, every=2),
+    "gap": lambda: OutputGap(0.05, every=2),
     "drift": lambda: KernelDrift(0.002, torch.ones(3, 1, 6, 6), every=2),
     "converged": lambda: Converged(gradient=0.9, most=4),
 }
@@ -182,9 +182,9 @@ def test_a_network_that_changes_type_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: LinearityGap(0.0), "threshold=0.0"),
-        (lambda: LinearityGap(0.1, every=0), "every=0"),
-        (lambda: LinearityGap(0.1, most=-1), "most=-1"),
+        (lambda: OutputGap(0.0), "threshold=0.0"),
+        (lambda: OutputGap(0.1, every=0), "every=0"),
+        (lambda: OutputGap(0.1, most=-1), "most=-1"),
         (lambda: KernelDrift(1.5, torch.ones(2, 4)), "threshold=1.5"),
         (lambda: KernelDrift(0.1, torch.ones(2, 4), outputs="diagonal"), "diagonal"),  # type: ignore[arg-type]
         (lambda: Converged(gradient=-1.0), "gradient=-1.0"),
@@ -197,7 +197,7 @@ def test_schedules_with_impossible_numbers(make: Any, words: str) -> None:
     refused(InputError, make, words)
 
 
-@pytest.mark.parametrize("make", [LinearityGap, KernelDrift])
+@pytest.mark.parametrize("make", [OutputGap, KernelDrift])
 def test_schedules_on_examples_that_are_not_finite(make: Any) -> None:
     x = torch.ones(3, 4)
     x[1, 2] = float("nan")

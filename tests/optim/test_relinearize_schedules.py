@@ -11,7 +11,7 @@ from torch import nn
 
 import linnet
 from linnet.errors import ModelError
-from linnet.optim import Converged, IterativeLinearization, KernelDrift, LinearityGap
+from linnet.optim import Converged, IterativeLinearization, KernelDrift, OutputGap
 from linnet.optim.relinearize_report import LinearizationReport
 from linnet.testing.oracles import jacobian_oracle, output_oracle
 from tests.fitting.problems import near, real, refused
@@ -39,7 +39,7 @@ def test_a_gap_on_inputs_that_the_network_cannot_take() -> None:
 
 def test_a_network_linear_in_its_weights_has_no_gap() -> None:
     net = nn.Linear(4, 3).double()
-    schedule = LinearityGap(1e-6, every=1)
+    schedule = OutputGap(1e-6, every=1)
     training = IterativeLinearization(net, OPTIMIZERS["adam"], schedule)
     run(training, batches(5, (4,), torch.float64))
     assert training.report.relinearizations == 0
@@ -49,7 +49,7 @@ def test_a_network_linear_in_its_weights_has_no_gap() -> None:
 
 def test_the_gap_schedule_updates_exactly_when_the_gap_is_over_its_threshold() -> None:
     threshold = 0.05
-    training = IterativeLinearization(mlp(), OPTIMIZERS["adam"], LinearityGap(threshold, every=2))
+    training = IterativeLinearization(mlp(), OPTIMIZERS["adam"], OutputGap(threshold, every=2))
     run(training, batches(40, (4,), torch.float64))
     report = training.report
     assert 1 <= report.relinearizations < 20
@@ -59,7 +59,7 @@ def test_the_gap_schedule_updates_exactly_when_the_gap_is_over_its_threshold() -
 def test_tighter_thresholds_update_more_often() -> None:
     counts = []
     for threshold in (0.3, 0.1, 0.03, 0.01):
-        training = IterativeLinearization(mlp(), OPTIMIZERS["adam"], LinearityGap(threshold, every=1))
+        training = IterativeLinearization(mlp(), OPTIMIZERS["adam"], OutputGap(threshold, every=1))
         run(training, batches(40, (4,), torch.float64))
         counts.append(training.report.relinearizations)
     assert counts == sorted(counts)
@@ -71,8 +71,8 @@ def test_measuring_does_not_change_the_path_unless_features_are_updated() -> Non
     x = data[0][0]
     for schedule in (
         None,
-        LinearityGap(1e9, every=1),
-        LinearityGap(1e9, x, every=3),
+        OutputGap(1e9, every=1),
+        OutputGap(1e9, x, every=3),
         KernelDrift(0.999, x, 2),
     ):
         net = mlp()
@@ -85,7 +85,7 @@ def test_measuring_does_not_change_the_path_unless_features_are_updated() -> Non
 def test_a_fixed_batch_or_the_batch_of_the_step() -> None:
     data, gaps = batches(4, (4,), torch.float64), []
     for x in (None, data[-1][0]):
-        training = IterativeLinearization(mlp(), OPTIMIZERS["adam"], LinearityGap(1e9, x, every=1))
+        training = IterativeLinearization(mlp(), OPTIMIZERS["adam"], OutputGap(1e9, x, every=1))
         run(training, data)
         gaps.append([value for _, value in training.report.gaps])
     assert gaps[0][-1] == gaps[1][-1]
@@ -117,7 +117,7 @@ def test_the_drift_schedule_updates_when_the_kernel_has_moved() -> None:
 @pytest.mark.parametrize(
     "schedule",
     [
-        lambda x: LinearityGap(1e9, x, every=100, most=4),
+        lambda x: OutputGap(1e9, x, every=100, most=4),
         lambda x: KernelDrift(0.9, x, every=100, most=4),
         lambda x: Converged(gradient=1e-30, most=4),
     ],

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from linnet.optim.alignment_study import Alignment, alignment
 from linnet.optim.feature_schedules import (
     Converged,
+    Decision,
     KernelDrift,
-    LinearityGap,
     Moment,
+    OutputGap,
     Schedule,
-    Verdict,
 )
 from linnet.optim.gauss_newton import GaussNewton
 from linnet.optim.gauss_newton_batch import GrowingBatches
@@ -23,14 +22,12 @@ __all__ = [
     "Settings",
     "StepReport",
     "GrowingBatches",
-    "alignment",
-    "Alignment",
     "IterativeLinearization",
     "LinearizationReport",
-    "LinearityGap",
+    "OutputGap",
     "KernelDrift",
     "Converged",
     "Schedule",
     "Moment",
-    "Verdict",
+    "Decision",
 ]

@@ -57,7 +57,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """What a schedule says of a step.
 
     Args:
@@ -66,7 +66,7 @@ class Verdict:
         value: Its value.
 
     Example:
-        >>> Verdict(due=True, kind="gap", value=0.3).due
+        >>> Decision(due=True, kind="gap", value=0.3).due
         True
     """
 
@@ -84,13 +84,13 @@ class Schedule(abc.ABC):
     Example:
         >>> class EveryTen(Schedule):
         ...     def judge(self, moment):
-        ...         return Verdict(moment.age >= 10)
+        ...         return Decision(moment.age >= 10)
     """
 
     needs_batch: bool = False
 
     @abc.abstractmethod
-    def judge(self, moment: Moment) -> Verdict:
+    def judge(self, moment: Moment) -> Decision:
         """Look at a step.
 
         Args:
@@ -129,12 +129,12 @@ class Every(Schedule):
     def __repr__(self) -> str:
         return f"Every({self.steps})"
 
-    def judge(self, moment: Moment) -> Verdict:
+    def judge(self, moment: Moment) -> Decision:
         """Due when K steps are taken."""
-        return Verdict(self.steps is not None and moment.age >= self.steps)
+        return Decision(self.steps is not None and moment.age >= self.steps)
 
 
-class LinearityGap(Schedule):
+class OutputGap(Schedule):
     """Linearize again when the linear model no longer describes the network.
 
     The measure is ‖f(θ₀ + δ) − f_lin‖ / ‖f_lin − f₀‖: what the linear model misses, as a share of what it
@@ -151,8 +151,8 @@ class LinearityGap(Schedule):
         InputError: If a number is not positive.
 
     Example:
-        >>> LinearityGap(0.2, every=5)
-        LinearityGap(0.2, every=5)
+        >>> OutputGap(0.2, every=5)
+        OutputGap(0.2, every=5)
     """
 
     def __init__(
@@ -166,17 +166,17 @@ class LinearityGap(Schedule):
         self.needs_batch = x is None
 
     def __repr__(self) -> str:
-        return f"LinearityGap({self.threshold:g}, every={self.every})"
+        return f"OutputGap({self.threshold:g}, every={self.every})"
 
-    def judge(self, moment: Moment) -> Verdict:
+    def judge(self, moment: Moment) -> Decision:
         """Due when the gap is over the threshold, or ``most`` steps are taken."""
         require_moment(moment)
         late = self.most is not None and moment.age >= self.most
         x = moment.x if self.x is None else self.x
         if moment.age % self.every or x is None:
-            return Verdict(late)
+            return Decision(late)
         gap = moment.lin.gap(x)
-        return Verdict(late or not gap <= self.threshold, "gap", gap)
+        return Decision(late or not gap <= self.threshold, "gap", gap)
 
 
 class KernelDrift(Schedule):
@@ -228,17 +228,17 @@ class KernelDrift(Schedule):
     def __repr__(self) -> str:
         return f"KernelDrift({self.threshold:g}, every={self.every})"
 
-    def judge(self, moment: Moment) -> Verdict:
+    def judge(self, moment: Moment) -> Decision:
         """Due when the distance is over the threshold, or ``most`` steps are taken."""
         require_moment(moment)
         late = self.most is not None and moment.age >= self.most
         if moment.age % self.every:
-            return Verdict(late)
+            return Decision(late)
         if self._start is None:
             self._start = moment.lin.kernel(self.x, outputs=self.outputs)
         here = linearize(moment.model, moment.lin.parameter_names, moment.output)
         drift = kernel_distance(self._start, here.kernel(self.x, outputs=self.outputs))
-        return Verdict(late or not drift <= self.threshold, "drift", drift)
+        return Decision(late or not drift <= self.threshold, "drift", drift)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Forget the kernel at the last θ₀; it is computed again when it is needed."""
@@ -287,18 +287,18 @@ class Converged(Schedule):
     def __repr__(self) -> str:
         return f"Converged(gradient={self.gradient}, loss={self.loss}, most={self.most})"
 
-    def judge(self, moment: Moment) -> Verdict:
+    def judge(self, moment: Moment) -> Decision:
         """Due when a criterion is met, or ``most`` steps are taken."""
         require_moment(moment)
         done = self.most is not None and moment.age >= self.most
         done = done or (self.loss is not None and moment.loss <= self.loss)
         if self.gradient is None:
-            return Verdict(done)
+            return Decision(done)
         norm = moment.gradient()
         if self._first is None:
             self._first = norm
         done = done or norm <= self.gradient * self._first
-        return Verdict(done, "gradient", norm) if done else Verdict(done)
+        return Decision(done, "gradient", norm) if done else Decision(done)
 
     def state_dict(self) -> dict[str, Any]:
         """The gradient's norm at the first step of the present linearization."""
@@ -336,7 +336,7 @@ def schedule_of(period: int | float | Schedule | None) -> Schedule:
         refuse(
             "period",
             period,
-            "a whole number of steps K ≥ 1, None for never, or a schedule such as LinearityGap(0.2)",
+            "a whole number of steps K ≥ 1, None for never, or a schedule such as OutputGap(0.2)",
             "pass period=1 for plain training, period=None for linearized training",
         )
     return Every(int(period))

@@ -25,10 +25,10 @@ from linnet.fitting.arguments import check_positive
 from linnet.fitting.fit import fit
 from linnet.fitting.linear_fit import LinearFit
 from linnet.optim.feature_schedules import (
+    Decision,
     Every,
     Moment,
     Schedule,
-    Verdict,
     gradient_norm,
     schedule_of,
 )
@@ -71,7 +71,7 @@ class IterativeLinearization:
             ``lambda p: torch.optim.SGD(p, lr=0.1)``; it must train all of them and no others. ``None`` if
             only ``solve`` is used. The optimizer is at hand as ``optimizer``, for schedulers and hooks
             (``register_step_pre_hook`` sees the gradients of the step: clip or reduce them there).
-        period: K ≥ 1; ``None`` or infinity for never; or a schedule: ``LinearityGap``, ``KernelDrift`` or
+        period: K ≥ 1; ``None`` or infinity for never; or a schedule: ``OutputGap``, ``KernelDrift`` or
             ``Converged``.
         params: Which parameters are trained, as in ``linnet.linearize``.
         output: How to turn the network's result into a tensor, as in ``linnet.linearize``. At K = 1 the
@@ -206,9 +206,9 @@ class IterativeLinearization:
 
     def _finish_step(self, loss: float) -> None:
         """Ask the schedule, and update the features if it says so."""
-        verdict = Verdict(False)
+        verdict = Decision(False)
         if isinstance(self.schedule, Every):
-            verdict = Verdict(self.schedule.steps is not None and self._age >= self.schedule.steps)
+            verdict = Decision(self.schedule.steps is not None and self._age >= self.schedule.steps)
         else:
             moment = Moment(
                 self.linearization,

@@ -110,26 +110,6 @@ class GaussianPredictive(Predictive):
             )
         return self.full
 
-    def plus(self, noise: Tensor, targets: TargetModel) -> GaussianPredictive:
-        """The distribution with independent noise added to every output.
-
-        Args:
-            noise: Its variance, (N, C).
-            targets: How targets are distributed, given outputs with noise.
-
-        Returns:
-            The distribution; its covariance is computed when it is asked for.
-        """
-
-        def covariance() -> Tensor:
-            added, full = noise.to(self.full), self.full
-            if self.joint:
-                return full + torch.diag_embed(added.flatten()).reshape(full.shape)
-            return full + added.diag_embed()
-
-        variance = None if self._variance is None else self._variance + noise.to(self._variance)
-        return GaussianPredictive(self.mean, covariance, targets, variance=variance, joint=self.joint)
-
     @property
     def variance(self) -> Tensor:
         """Var[f], (N, C)."""
@@ -210,3 +190,27 @@ class GaussianPredictive(Predictive):
             InputError: If y is no tensor, or has another shape.
         """
         return self.targets.log_density(self, y)
+
+
+def add_noise(outputs: GaussianPredictive, noise: Tensor, targets: TargetModel) -> GaussianPredictive:
+    """The distribution with independent noise added to every output.
+
+    Args:
+        outputs: The distribution of the outputs.
+        noise: Variance of the noise, (N, C).
+        targets: How targets are distributed, given outputs with noise.
+
+    Returns:
+        The distribution; its covariance is computed when it is asked for.
+    """
+
+    def covariance() -> Tensor:
+        full = outputs.full
+        added = noise.to(full)
+        if outputs.joint:
+            return full + torch.diag_embed(added.flatten()).reshape(full.shape)
+        return full + added.diag_embed()
+
+    known = outputs._variance
+    variance = None if known is None else known + noise.to(known)
+    return GaussianPredictive(outputs.mean, covariance, targets, variance=variance, joint=outputs.joint)

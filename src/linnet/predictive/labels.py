@@ -12,7 +12,7 @@ from linnet.likelihoods.custom import Custom
 from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.predictive.gaussian import GaussianPredictive, TargetModel
+from linnet.predictive.gaussian import GaussianPredictive, TargetModel, add_noise
 from linnet.predictive.links import Link, class_probabilities, log_density, marginals, positions
 from linnet.predictive.noise import Noise
 
@@ -44,7 +44,7 @@ class Labels(TargetModel):
         """Gaussian noise added to the covariance; mean and variance of a target for other numbers."""
         likelihood, n = self.numbers(), len(outputs.mean)
         if isinstance(likelihood, Gaussian):
-            return outputs.plus(self.noise(outputs), Noise(0.0))
+            return add_noise(outputs, self.noise(outputs), Noise(0.0))
         own, covariance = marginals(outputs.mean, outputs.covariance, positions(likelihood, self.shape))
         found = likelihood.predictive(own, covariance)
         assert not isinstance(found, Tensor), "numbers have moments"

@@ -11,7 +11,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.likelihoods.distribution import require_tensor
 from linnet.linalg.factorize import cholesky
-from linnet.predictive.gaussian import GaussianPredictive, TargetModel
+from linnet.predictive.gaussian import GaussianPredictive, TargetModel, add_noise
 from linnet.predictive.temperature import probabilities
 from linnet.tangent.batch import check_finite
 
@@ -61,7 +61,7 @@ class Noise(TargetModel):
 
     def with_noise(self, outputs: GaussianPredictive) -> GaussianPredictive:
         """Cov[f] + σ² I, jointly where the covariance is joint."""
-        return outputs.plus(self.noise(outputs), Noise(0.0, self.temperature, self.variance_scale))
+        return add_noise(outputs, self.noise(outputs), Noise(0.0, self.temperature, self.variance_scale))
 
     def log_density(self, outputs: GaussianPredictive, y: Tensor) -> Tensor:
         """Log p(y) of labels of classes, or log N(y; mean, Cov[f] + σ² I) of values."""

@@ -11,7 +11,6 @@ generalization?", NeurIPS 2021.
 
 from __future__ import annotations
 
-from linnet.spectrum.advantage import Advantage, TrainingRun, linear_advantage
 from linnet.spectrum.alignment import alignment, kernel_norm_bound
 from linnet.spectrum.anisotropy import AnisotropyDirections, anisotropy_directions, separable_data
 from linnet.spectrum.eigenfunctions import (
@@ -57,9 +56,6 @@ __all__ = [
     "anisotropy_directions",
     "AnisotropyDirections",
     "separable_data",
-    "linear_advantage",
-    "Advantage",
-    "TrainingRun",
     "task_linearity",
     "TaskLinearity",
     "LabelEnergy",

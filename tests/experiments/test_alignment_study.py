@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from experiments.optimizer.alignment_study import Alignment, alignment
 from linnet.errors import InputError
 from linnet.likelihoods import Categorical
-from linnet.optim.alignment_study import Alignment, alignment
 from tests.optim.gauss_newton_cases import classes, dense_gauss_newton, gradient_of, mlp
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import linnet
+from experiments.kernels.advantage import linear_advantage
 from linnet.errors import DataError, InputError, NumericalError
 from tests.fitting.problems import near, network, real, refused
 
@@ -32,7 +33,7 @@ def run(model: nn.Module | None = None, data: Any = None, **options: Any) -> Any
     options = {"epochs": 5, "batch_size": 16, **options}
     make = options.pop("make_optimizer", sgd)
     model = network(outputs=1, hidden=8) if model is None else model
-    return linnet.spectrum.linear_advantage(model, (X, label(X)) if data is None else data, make, **options)
+    return linear_advantage(model, (X, label(X)) if data is None else data, make, **options)
 
 
 def by_hand(module: nn.Module, steps: int, loss: Any, y: Tensor) -> nn.Module:
