@@ -187,6 +187,7 @@ OPTIONS: dict[str, Callable[[], Arguments]] = {
     "TangentGP": lambda: {
         "solver": "cg", "variance": "lanczos", "derivative": "exact", "preconditioner": None, "rank": 0,
         "tolerance": 1e-6, "max_steps": 100, "seed": 0, "params": None, "output": None, "memory": None,
+        "mean": "network",
     },
     "optim.GaussNewton": lambda: dict(linnet.optim.Settings()._asdict()),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.likelihoods import Gaussian, HeteroscedasticGaussian
+from linnet.tangent_gp.load import load_gp
 from linnet.tangent_gp.tangent_gp import TangentGP
 from tests.fitting.problems import network, real
 from tests.tangent_gp.tangent_gp_cases import DENSE, WAYS, Dense, dense
@@ -39,6 +41,26 @@ def test_is_bayesian_linear_regression(way: dict[str, Any], noise: Any) -> None:
     assert gp.log_evidence().stderr == 0
     assert gp.summary()["certificate"] < 1e-11
     assert json.loads(json.dumps(gp.summary()))["plan"]["space"] == gp.plan.space
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_without_the_networks_output_it_is_regression_on_the_targets_alone(
+    way: dict[str, Any], tmp_path: Path
+) -> None:
+    oracle = dense()
+    with torch.no_grad():
+        f0, f0_test = oracle.model(oracle.x), oracle.model(oracle.x_test)
+    options = {"prior_precision": 0.7, **way}
+    gp = TangentGP(oracle.model, Gaussian(variance=0.2), mean="zero", **options).fit(oracle.x, oracle.y)
+    other = TangentGP(oracle.model, Gaussian(variance=0.2), **options).fit(oracle.x, oracle.y + f0)
+    close(gp.predict(oracle.x_test), other.predict(oracle.x_test) - f0_test)
+    close(gp.predictive(oracle.x_test).covariance, other.predictive(oracle.x_test).covariance)
+    assert gp.log_evidence().mean == pytest.approx(other.log_evidence().mean, rel=1e-9)
+    point = oracle.x_test.clone().requires_grad_()
+    close(gp.predictive(point).mean.detach(), gp.predict(oracle.x_test))
+    gp.save(tmp_path)
+    close(load_gp(tmp_path, oracle.model).predict(oracle.x_test), gp.predict(oracle.x_test))
+    close(gp.adapt(oracle.x, 2 * oracle.y).predict(oracle.x_test), 2 * gp.predict(oracle.x_test))
 
 
 def test_covers_more_weights_than_equations_and_fewer() -> None:

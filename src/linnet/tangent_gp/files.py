@@ -140,4 +140,4 @@ def options_of(options: Options) -> dict[str, Any]:
     """
     plain = type(options.iteration)()
     found = {k: v for k, v in asdict(options.iteration).items() if v != getattr(plain, k)}
-    return {**found, "solver": options.solver, "memory": options.memory}
+    return {**found, "solver": options.solver, "memory": options.memory, "mean": options.mean}

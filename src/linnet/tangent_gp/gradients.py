@@ -18,7 +18,9 @@ from linnet.tangent.modes import differentiable_kernels
 from linnet.tangent_gp.dense import System
 
 
-def differentiable_moments(system: System, x: Inputs, joint: bool) -> tuple[Tensor, Tensor]:
+def differentiable_moments(
+    system: System, x: Inputs, joint: bool, centered: bool = True
+) -> tuple[Tensor, Tensor]:
     """The posterior mean and λ times the covariance, differentiable once in x.
 
     Costs one backward pass with its graph for each example and output.
@@ -27,6 +29,7 @@ def differentiable_moments(system: System, x: Inputs, joint: bool) -> tuple[Tens
         system: The solved equations.
         x: T examples, of tensors that require gradients.
         joint: Whether covariances between examples are wanted.
+        centered: Whether the mean before the data is the network's output, not zero.
 
     Returns:
         (T, C), and (T, C, C) or (T, C, T, C).
@@ -34,7 +37,7 @@ def differentiable_moments(system: System, x: Inputs, joint: bool) -> tuple[Tens
     function = system.function
     outputs, rows = _rows(function, x)
     n, c = outputs.shape
-    mean = outputs + (rows @ system.delta).view(n, c)
+    mean = (rows @ system.delta).view(n, c) + (outputs if centered else 0.0)
     held = system.spread(rows.detach().T.contiguous())  # W, (P, T·C)
     if joint:
         product = rows @ held

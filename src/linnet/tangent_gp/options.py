@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from linnet.errors import InputError
@@ -15,14 +15,16 @@ from linnet.tangent_gp.operators import PRECONDITIONERS
 
 SPACES = ("auto", "function", "parameter")
 SOLVERS = ("auto", "cholesky", "cg")
+MEANS = ("network", "zero")
 WORDS = {
     "solver": SOLVERS,
     "variance": ("lanczos", "exact"),
     "derivative": ("exact", "finite-difference"),
+    "mean": MEANS,
     "preconditioner": tuple(dict.fromkeys(PRECONDITIONERS["function"] + PRECONDITIONERS["parameter"])),
 }
 ITERATION = ("variance", "derivative", "preconditioner", "rank", "tolerance", "max_steps", "seed")
-NAMES = ("solver", *ITERATION, "params", "output", "memory")
+NAMES = ("solver", *ITERATION, "mean", "params", "output", "memory")
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Options:
         params: Which parameters vary.
         output: How to turn the network's result into a tensor.
         memory: Budget.
+        mean: That of the process before the data.
     """
 
     space: str
@@ -44,6 +47,7 @@ class Options:
     params: Any = None
     output: Any = None
     memory: str | int | None = None
+    mean: str = "network"
 
     @classmethod
     def of(cls, space: str, given: dict[str, Any], linearized: bool) -> Options:
@@ -96,6 +100,7 @@ class Options:
             given.get("params"),
             given.get("output"),
             given.get("memory"),
+            given.get("mean") or "network",
         )
         return options._consistent(given)
 
@@ -126,4 +131,4 @@ class Options:
             space = "parameter" if differences else spaces[0]
         if wanted:
             solver = "cg"
-        return Options(space, solver, self.iteration, self.params, self.output, self.memory)
+        return replace(self, space=space, solver=solver)

@@ -73,6 +73,8 @@ class TangentGP(PredictiveModel):
         **options: ``solver`` ("auto", "cholesky", "cg"); of conjugate gradients ``preconditioner`` ("auto",
             "none", "nystrom", "pivoted-cholesky", "ekfac", "kfac", "diagonal"), ``tolerance``,
             ``max_steps``, ``rank`` (of preconditioner and variance cache), ``variance`` ("lanczos", "exact"),
+            ``mean`` before the data ("network": f₀; "zero", for a task that the network's outputs say
+            nothing about),
             ``derivative`` ("exact", "finite-difference": gradients of a KL divergence alone), ``seed``;
             ``params`` and ``output`` as of :func:`linnet.linearize`; ``memory`` such as "4GB".
 
@@ -87,7 +89,7 @@ class TangentGP(PredictiveModel):
     Source:
         Maddox, Tang, Moreno, Wilson, Damianou, "Fast adaptation with linearized neural networks", 2021,
         eq. 2 and 3, appendices B and D. With variance σ², the mean is that of ``linnet.fit`` at the ridge
-        σ² λ. The paper's mean leaves f₀ out where its text says so; here it is always included.
+        σ² λ; ``mean="zero"`` is their mean without f₀.
 
     Example:
         >>> import linnet
@@ -119,7 +121,7 @@ class TangentGP(PredictiveModel):
         self.prior_precision, self.noise_scale = float(prior_precision), float(noise_scale)
         self._options = Options.of(space, options, isinstance(model, Linearized))
         self._model = model
-        self._observed = Observed(self._functional(), likelihood)
+        self._observed = Observed(self._functional(), likelihood, self._options.mean)
         self._likelihood = likelihood
         self._system: System | None = None
         self._plan: GPPlan | None = None
@@ -154,7 +156,7 @@ class TangentGP(PredictiveModel):
                 semi-definite.
         """
         twin = copy.copy(self)  # this object stays as it is where the data cannot be used
-        twin._observed = Observed(self._functional(), self._likelihood)
+        twin._observed = Observed(self._functional(), self._likelihood, self._options.mean)
         vars(self).update(vars(twin._condition(twin._gathered(x, y), None)))
         return self
 
@@ -263,7 +265,7 @@ class TangentGP(PredictiveModel):
         flag("joint", joint)
         system, x = self._fitted, self._checked(x)
         if any(t.requires_grad for t in tensors_in(x)) and torch.is_grad_enabled():
-            mean, covariance = differentiable_moments(system, x, joint)
+            mean, covariance = differentiable_moments(system, x, joint, self._observed.centered)
             f = self._observed.base(self._observed.base.theta, x)
             noise = self.noise_scale * self._likelihood.variance(f).flatten(1)
             return GaussianPredictive(mean, covariance / self.prior_precision, Noise(noise), joint=joint)
@@ -285,10 +287,12 @@ class TangentGP(PredictiveModel):
 
     @torch.no_grad()
     def _mean(self, system: System, x: Inputs) -> Tensor:
-        """f₀(x) + J(x) E[δ]."""
-        direction = system.function.space.to_params(system.delta)
-        parts = [sum(jvp(system.function, part, direction)) for part in split(x, BATCH)]
-        return torch.cat([part.flatten(1) for part in parts if isinstance(part, Tensor)])
+        """f₀(x) + J(x) E[δ], or J(x) E[δ] alone where the mean before the data is zero."""
+        direction, found = system.function.space.to_params(system.delta), []
+        for part in split(x, BATCH):
+            outputs, change = jvp(system.function, part, direction)
+            found.append((outputs + change if self._observed.centered else change).flatten(1))
+        return torch.cat(found)
 
     def _checked(self, x: Inputs) -> Inputs:
         """X on the network's device, or an error."""
@@ -304,7 +308,7 @@ class TangentGP(PredictiveModel):
     def log_evidence(
         self, prior_precision: float | None = None, noise_scale: float | None = None
     ) -> Estimate:
-        """The log marginal likelihood of the data, log N(t; f₀, J Jᵀ/λ + s diag σ²).
+        """The log marginal likelihood of the data, log N(t; m, J Jᵀ/λ + s diag σ²).
 
         In closed form from one eigendecomposition where equations are solved by Cholesky; by stochastic
         Lanczos quadrature otherwise, whose products serve all hyper-parameters.

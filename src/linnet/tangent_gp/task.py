@@ -2,9 +2,10 @@
 
 With targets t_i = f(x_i) + ε_i, ε_i ~ N(0, s σ_i²), known σ_i² and a common scale s, everything is written in
 
-    w_i = 1/σ_i,   r̃ = w ∘ (t − f₀(X)),   J̃ = diag(w) J,   K̃ = J̃ J̃ᵀ
+    w_i = 1/σ_i,   r̃ = w ∘ (t − m(X)),   J̃ = diag(w) J,   K̃ = J̃ J̃ᵀ
 
-in which the noise is s I. A target that is missing has w = 0, and takes no part in anything.
+in which the noise is s I, and m the mean before the data: f₀, the network's own output, or zero. A target
+that is missing has w = 0, and takes no part in anything.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Observed:
     Args:
         base: The network with all its outputs.
         likelihood: One of the two.
+        mean: "network" or "zero": that of the process before the data.
 
     Attributes:
         function: The network with the outputs that have targets.
@@ -99,7 +101,7 @@ class Observed:
         (torch.Size([5, 1]), True)
     """
 
-    def __init__(self, base: Functional, likelihood: Likelihood) -> None:
+    def __init__(self, base: Functional, likelihood: Likelihood, mean: str = "network") -> None:
         if not isinstance(likelihood, Gaussian | HeteroscedasticGaussian):
             raise InputError(
                 f"likelihood is {likelihood!r}",
@@ -107,7 +109,7 @@ class Observed:
                 remedy="for classes and counts use linnet.Laplace(model, likelihood); for classes as "
                 "regression on one-hot targets use linnet.fit",
             )
-        self.base, self.likelihood = base, likelihood
+        self.base, self.likelihood, self.centered = base, likelihood, mean == "network"
         self.function = base
         if isinstance(likelihood, HeteroscedasticGaussian):
             output, known = base.output, likelihood
@@ -194,7 +196,7 @@ class Observed:
                 remedy="bound the network's variance output from below, as in 1e-5 + softplus",
             )
         weights = torch.where(there, variance.rsqrt(), 0.0)
-        residual = torch.where(there, weights * (y - mean), 0.0)
+        residual = torch.where(there, weights * (y - mean if self.centered else y), 0.0)
         return Task(x, y, weights, residual, float(variance[there].log().sum()))
 
 
