@@ -45,7 +45,10 @@ def ladder(
     seconds: float,
     rows: Tensor | None = None,
 ) -> tuple[Rung, ...]:
-    """Models in order, the trained network last; it is taken where its error is lower beyond its error.
+    """Models in order, the trained network last.
+
+    It is taken where its error is lower by more than a standard error and more classes are right, the rule
+    by which the lower layers take part in the fit before.
 
     Args:
         before: Name and held-out outputs (N, C) of each model before.
@@ -75,7 +78,9 @@ def ladder(
             rung = _compared(rung, (errors, right), last)
         rungs.append(rung)
         last = errors, right
-    place = len(rungs) - 1 if rungs[-1].gain > ERRORS * rungs[-1].gain_error else len(rungs) - 2
+    last_one = rungs[-1]
+    more = last_one.points is None or last_one.points > 0
+    place = len(rungs) - 1 if more and last_one.gain > ERRORS * last_one.gain_error else len(rungs) - 2
     rungs[place] = replace(rungs[place], taken=True)
     return tuple(rungs)
 
@@ -116,4 +121,7 @@ def verdict(rungs: Sequence[Rung]) -> str:
         return f"Use the {base.name}: training the lower layers gives {more}."
     would = "training the lower layers would"
     how = f"{would} add {points} ({less})" if points else f"{would} give {less}"
-    return f"Use the {base.name}: {how}, which is within the error."
+    short = "which is within the error"
+    if last.gain > ERRORS * last.gain_error:
+        short = "but no more right classes"
+    return f"Use the {base.name}: {how}, {short}."
