@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("audit", "laplace", "nested", "spectrum"),
     ("optim", "posterior", "tangent_gp"),
     ("baselines", "continual", "finetuning"),
-    ("surgery",),
+    ("saved", "surgery"),
     ("testing",),
     ("integrations",),
     ("machine",),

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from linnet.predictive.distribution import Predictive as Predictive
     from linnet.predictive.gaussian import GaussianPredictive as GaussianPredictive
     from linnet.predictive.sampled import SampledPredictive as SampledPredictive
+    from linnet.saved import load as load
     from linnet.tangent.linearized import Linearized as Linearized
     from linnet.tangent.linearized import linearize as linearize
     from linnet.tangent.preflight import Preflight as Preflight
@@ -74,6 +75,7 @@ _HOME = {
     "fit": "linnet.fitting.fit",
     "LinearFit": "linnet.fitting.linear_fit",
     "SoftmaxFit": "linnet.fitting.softmax_fit",
+    "load": "linnet.saved",
     "load_fit": "linnet.fitting.load_fit",
     "Predictive": "linnet.predictive.distribution",
     "GaussianPredictive": "linnet.predictive.gaussian",

@@ -80,7 +80,26 @@ def test_models_are_saved_or_say_that_they_cannot_be(name: str, tmp_path: Path) 
             model.save(tmp_path)
         assert not list(tmp_path.iterdir())
     else:
-        assert model.save(tmp_path / "saved").exists()
+        file = model.save(tmp_path / "saved")
+        for place in (file, tmp_path / "saved"):
+            again = linnet.load(place, network())
+            assert type(again) is type(model)
+            assert torch.allclose(again.predict(X), model.predict(X), atol=1e-10)
+
+
+def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    net = network()
+    for place, said in ((tmp_path, "none of the files"), (tmp_path / "gone", "no such folder")):
+        with pytest.raises(InputError, match=said):
+            linnet.load(place, net)
+    fit = MODELS["fit"]()
+    fit.save(tmp_path)
+    with pytest.raises(InputError, match="likelihood= with linear-fit"):
+        linnet.load(tmp_path, net, likelihood=Gaussian())
+    linnet.curvature(net, (X, CLASSES), Categorical()).save(tmp_path)
+    with pytest.raises(InputError, match=r"holds curvature.safetensors, linear-fit.safetensors"):
+        linnet.load(tmp_path, net)
+    assert isinstance(linnet.load(tmp_path / "curvature.safetensors", net), linnet.Curvature)
 
 
 def test_markup_in_a_summary_is_escaped() -> None:

@@ -61,6 +61,7 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "with_head": lambda: {"classes": 2, "data": small.classes()},
     "with_metric": lambda: {"curvature": small.curvature("kfac")},
     "fit": dict,
+    "load": lambda: {"directory": small.saved("fit")},
     "load_fit": lambda: {"directory": small.saved("fit")},
     "curvature": lambda: {"structure": "diagonal"},
     "RunningCurvature": dict,

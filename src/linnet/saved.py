@@ -1,0 +1,99 @@
+"""``linnet.load``: whatever a ``save`` of linnet wrote, by what the folder holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from linnet import params as check
+from linnet.curvatures.curvature import Curvature
+from linnet.curvatures.saved import load_curvature
+from linnet.errors import InputError
+from linnet.files import as_path
+from linnet.finetuning.finetuned import load_finetuned
+from linnet.fitting.load_fit import load_fit
+from linnet.laplace.load import load_laplace
+from linnet.likelihoods.likelihood import Likelihood
+from linnet.nested.adapt import load_adapted
+from linnet.predictive.model import PredictiveModel
+from linnet.tangent.functional import OutputAdapter
+from linnet.tangent_gp.load import load_gp
+
+# By the name of the file, less its ending. Each knows how to check what it reads.
+READERS: dict[str, Any] = {
+    "linear-fit": load_fit,
+    "nested-fit": load_adapted,
+    "laplace": load_laplace,
+    "tangent-gp": load_gp,
+    "finetuned": load_finetuned,
+    "curvature": load_curvature,
+}
+OPTIONS = {  # what a reader takes besides the folder and the network
+    "linear-fit": ("output",),
+    "nested-fit": (),
+    "laplace": ("likelihood", "output"),
+    "tangent-gp": ("output",),
+    "finetuned": ("output",),
+    "curvature": ("output",),
+}
+
+
+def load(
+    directory: str | Path,
+    model: nn.Module,
+    *,
+    likelihood: Likelihood | None = None,
+    output: OutputAdapter = None,
+) -> PredictiveModel | Curvature:
+    """Read what a ``save`` of linnet wrote, whatever it is.
+
+    Args:
+        directory: The folder, or the file in it.
+        model: The network that it was made of, with the same weights.
+        likelihood: A Laplace posterior's, if it is one of your own.
+        output: The output adapter, if it was made with a callable one.
+
+    Returns:
+        The fit, posterior, process, fine-tuned network or curvature, able to do all that it could before.
+
+    Raises:
+        FileFormatError: If the file is truncated, altered, foreign, or of another network.
+        InputError: If there is no such folder, it holds nothing that linnet wrote or several such things, or
+            an argument does not go with what it holds.
+
+    Example:
+        >>> import linnet, tempfile, torch
+        >>> net, x = nn.Linear(2, 1), torch.ones(3, 2).cumsum(0)
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = linnet.fit(linnet.linearize(net), (x, x[:, :1]), ridge=1.0).save(folder)
+        >>> type(load(folder, net)).__name__
+        'LinearFit'
+    """
+    check.instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
+    place = as_path(directory)
+    there = [place] if place.suffix else sorted(place.glob("*.safetensors"))
+    found = [file for file in there if file.stem in READERS and file.is_file()]
+    if {file.stem for file in found} == {"laplace", "curvature"}:  # a posterior keeps its curvature beside it
+        found = [file for file in found if file.stem == "laplace"]
+    if len(found) != 1:
+        names = ", ".join(f"{name}.safetensors" for name in READERS)
+        several = f"{directory} holds {', '.join(file.name for file in found)}"
+        nothing = f"{directory} holds none of the files that linnet writes"
+        missing = "" if place.exists() else ": there is no such folder"
+        raise InputError(
+            several if found else nothing + missing,
+            expected=f"one of {names}",
+            remedy="name the file itself" if found else "pass what save(...) returned",
+        )
+    kind = found[0].stem
+    given = {"likelihood": likelihood, "output": output}
+    options = {name: value for name, value in given.items() if value is not None}
+    wrong = [name for name in options if name not in OPTIONS[kind]]
+    if wrong:
+        raise InputError(
+            f"{wrong[0]}= with {found[0].name}", expected=f"no {wrong[0]}", remedy=f"leave {wrong[0]}= out"
+        )
+    made: PredictiveModel | Curvature = READERS[kind](found[0].parent, model, **options)
+    return made
