@@ -227,6 +227,13 @@ def test_rungs_are_compared_sample_by_sample(fits: tuple[NestedFit, NestedFit]) 
     worse = ladder([("linear probe", truth + 3 * noise)], truth + 4 * noise, targets, 7.0)
     assert worse[0].taken
     assert "% more error on held-out folds" in verdict(worse)
+    # less error, as all outputs are nearer, but the order of a fifth of them is wrong
+    near = truth + 0.1 * noise
+    near[::5] = near[::5].mean(1, keepdim=True) + 0.1 * (near[::5].mean(1, keepdim=True) - truth[::5])
+    fewer = ladder([("linear probe", truth * 0.1)], near, targets, 7.0)
+    assert fewer[1].gain > fewer[1].gain_error
+    assert fewer[0].taken
+    assert verdict(fewer).endswith("but fewer right classes.")
 
 
 def test_one_fold_is_enough_where_training_does_harm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,7 @@ def ladder(
 ) -> tuple[Rung, ...]:
     """Models in order, the trained network last.
 
-    It is taken where its error is lower by more than a standard error and more classes are right, the rule
-    by which the lower layers take part in the fit before.
+    It is taken where its error is lower by more than a standard error and no fewer classes are right.
 
     Args:
         before: Name and held-out outputs (N, C) of each model before.
@@ -78,9 +77,9 @@ def ladder(
             rung = _compared(rung, (errors, right), last)
         rungs.append(rung)
         last = errors, right
-    last_one = rungs[-1]
-    more = last_one.points is None or last_one.points > 0
-    place = len(rungs) - 1 if more and last_one.gain > ERRORS * last_one.gain_error else len(rungs) - 2
+    top = rungs[-1]
+    helps = top.gain > ERRORS * top.gain_error and (top.points is None or top.points >= 0)
+    place = len(rungs) - 1 if helps else len(rungs) - 2
     rungs[place] = replace(rungs[place], taken=True)
     return tuple(rungs)
 
@@ -123,5 +122,5 @@ def verdict(rungs: Sequence[Rung]) -> str:
     how = f"{would} add {points} ({less})" if points else f"{would} give {less}"
     short = "which is within the error"
     if last.gain > ERRORS * last.gain_error:
-        short = "but no more right classes"
+        short = "but fewer right classes"
     return f"Use the {base.name}: {how}, {short}."
