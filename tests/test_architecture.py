@@ -33,6 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("baselines", "continual", "finetuning"),
     ("surgery",),
     ("testing",),
+    ("examples",),
     ("integrations",),
     ("machine",),
     # The application, which stands on the library.

@@ -33,7 +33,6 @@ _REQUIRED = (
 _TORCHVISION = "install the torchvision made for your torch, in one call with that torch"
 # Import name -> what linnet does with it, how to get it.
 _OPTIONAL = {
-    "sklearn": ("the data of linnet demo", "pip install 'linnet[sklearn]'"),
     "transformers": ("--model hf:NAME", "pip install 'linnet[text]'"),
     "torchvision": ("--model torchvision:NAME", _TORCHVISION),
     "timm": ("--model timm:NAME", f"{_TORCHVISION}, then pip install timm"),
@@ -41,7 +40,6 @@ _OPTIONAL = {
     "gpytorch": ("Gaussian process libraries", "pip install 'linnet[gp]'"),
     "botorch": ("Bayesian optimization", "pip install 'linnet[gp]'"),
 }
-_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 _SIZE = 1024  # rows of the square matrices in the speed test
 
 
@@ -154,7 +152,7 @@ def _sgemm_rate(device: torch.device, seconds: float) -> float:
 def _optional(name: str) -> dict[str, Any]:
     """Whether an optional package can be imported, else why not and what to do."""
     use, remedy = _OPTIONAL[name]
-    version = _version(_DISTRIBUTIONS.get(name, name))
+    version = _version(name)
     if importlib.util.find_spec(name) is None:
         return {"works": False, "version": None, "use": use, "reason": "not installed", "remedy": remedy}
     try:
