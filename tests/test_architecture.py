@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up. Parts of one floor do not import each other; files inside one part may, without cycles.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("params",),
+    ("distribution", "params"),
     ("distributed", "memory", "progress"),
     ("disk", "limits"),
     ("files",),

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linnet import __version__
+from linnet.distribution import require_application, require_own_package
 from linnet.errors import InputError, LinnetError
 
 if TYPE_CHECKING:
@@ -104,6 +105,9 @@ def _run(words: list[str]) -> int:
     name, options = words[0], words[1:]
     if name not in COMMANDS:
         raise _unknown_command(name)
+    require_own_package()
+    # doctor says itself which packages are missing
+    require_application(*(["jsonargparse"] if name == "doctor" else []))
     command = Command.load(name)
     if {"-h", "--help"} & set(options):
         print(command.help())
