@@ -34,7 +34,7 @@ def test_no_optional_package_is_imported(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(load_digits()[0]) == 1797
 
 
-def test_source_and_licence_stand_beside_the_data() -> None:
+def test_source_and_license_stand_beside_the_data() -> None:
     folder = resources.files("linnet.examples")
     notice = folder.joinpath("NOTICE.md").read_text(encoding="utf-8")
     assert "Alpaydin" in notice

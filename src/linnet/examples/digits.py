@@ -1,4 +1,4 @@
-"""Handwritten digits of 8 × 8 pixels; source and licence of the data are in NOTICE.md beside this file."""
+"""Handwritten digits of 8 × 8 pixels; source and license of the data are in NOTICE.md beside this file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def load_digits() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
     Source:
         E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository,
-        1998, https://doi.org/10.24432/C50P49, licence CC BY 4.0.
+        1998, https://doi.org/10.24432/C50P49, license CC BY 4.0.
 
     Example:
         >>> images, labels = load_digits()
