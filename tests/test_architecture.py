@@ -41,7 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("app.report",),
     ("app.runs",),
     ("app.commands",),
-    ("app.settings_file",),
+    ("app.completion", "app.help", "app.settings_file"),
     ("app.cli",),
     ("__main__",),
     ("__init__", "app"),
