@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import linnet
 
 project = "linnet"
@@ -22,3 +25,16 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_custom_sections = ["Source"]
+
+
+def _mark_shapes(*event: Any) -> None:
+    """Escape the star of a shape such as (N, *input shape), which reStructuredText takes for emphasis."""
+    lines = event[-1]
+    for index, line in enumerate(lines):
+        if not line.lstrip().startswith((">>>", "...")):
+            lines[index] = re.sub(r"(?:(?<=\()|(?<=, ))\*(?=\w)", r"\\*", line)
+
+
+def setup(app: Any) -> None:
+    """Sphinx calls this."""
+    app.connect("autodoc-process-docstring", _mark_shapes)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up. Parts of one floor do not import each other; files inside one part may, without cycles.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("params",),
+    ("distribution", "params"),
     ("distributed", "memory", "progress"),
     ("disk", "limits"),
     ("files",),
@@ -34,6 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("baselines", "continual", "finetuning"),
     ("saved", "surgery"),
     ("testing",),
+    ("examples",),
     ("integrations",),
     ("machine",),
     # The application, which stands on the library.
@@ -41,7 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("app.report",),
     ("app.runs",),
     ("app.commands",),
-    ("app.settings_file",),
+    ("app.completion", "app.help", "app.settings_file"),
     ("app.cli",),
     ("__main__",),
     ("__init__", "app"),

@@ -150,3 +150,21 @@ def test_missing_documentation_is_found() -> None:
         """
 
     assert undocumented(f) == ["parameter b is not explained", "no example"]
+
+
+def test_every_page_can_be_reached() -> None:
+    """By a table of contents, as `make docs` demands."""
+    listed = {"index"}
+    for page in PAGES:
+        for block in re.findall(r"```{toctree}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            names = [line for line in block.splitlines() if line and not line.startswith(":")]
+            listed |= {(page.parent / name).relative_to(ROOT / "docs").as_posix() for name in names}
+    pages = {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in PAGES}
+    assert listed == {page for page in pages if not page.startswith("_build")}
+
+
+def test_the_reference_describes_everything_once() -> None:
+    """A second description is a warning of Sphinx, which `make docs` takes for an error."""
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    names = re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)
+    assert not {name for name in names if names.count(name) > 1}

@@ -119,7 +119,9 @@ class TestTensors:
             load_tensors(foreign, "fit")
 
     def test_missing_file_names_its_neighbors(self, saved: Path) -> None:
-        with pytest.raises(InputError, match=r"there is no file .*fir\.safetensors.*beside it are: fit"):
+        with pytest.raises(
+            InputError, match=r"there is no file .*fir\.safetensors.*did you mean .*fit\.safetensors\?"
+        ):
             load_tensors(saved.with_name("fir.safetensors"), "fit")
         with pytest.raises(InputError, match="is a folder"):
             load_tensors(saved.parent, "fit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import stat
 from pathlib import Path
@@ -10,6 +11,7 @@ from linnet import params
 from linnet.errors import InputError, MemoryBudgetError
 from linnet.memory import available_bytes, format_bytes
 
+_NAMES = 8  # of files beside a missing one that an error names
 _SMALL = 1 << 20  # bytes that are always there; how much is free is not asked for less
 
 
@@ -29,11 +31,7 @@ def require_file(path: str | os.PathLike[str]) -> Path:
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
-        neighbors = sorted(p.name for p in path.parent.glob("*"))[:8] if path.parent.is_dir() else []
-        beside = f"beside it are: {', '.join(neighbors)}" if neighbors else "its folder is empty or missing"
-        raise InputError(
-            f"there is no file {path}", "an existing file", f"check the path; {beside}"
-        ) from error
+        raise InputError(f"there is no file {path}", "an existing file", suggestion(path)) from error
     except OSError as error:
         raise InputError(
             f"{path} cannot be read: {error.strerror}", "an existing file", "check the path"
@@ -47,6 +45,33 @@ def require_file(path: str | os.PathLike[str]) -> Path:
             remedy="write its content to a file, and name that",
         )
     return path
+
+
+def suggestion(path: Path) -> str:
+    """What to do about a path where nothing is.
+
+    Args:
+        path: The path.
+
+    Returns:
+        The nearest name in its folder, else some that are there. Hidden files are left out.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> (folder / "photos").mkdir()
+        >>> suggestion(folder / "photo").replace(str(folder), "folder")
+        'did you mean folder/photos?'
+    """
+    try:
+        names = sorted(entry.name for entry in path.parent.iterdir() if not entry.name.startswith("."))
+    except OSError:
+        names = []
+    close = difflib.get_close_matches(path.name, names, 1)
+    if close:
+        return f"did you mean {path.parent / close[0]}?"
+    beside = f"beside it are: {', '.join(names[:_NAMES])}" if names else "its folder is empty or missing"
+    return f"check the path; {beside}"
 
 
 def special_file(mode: int) -> str:

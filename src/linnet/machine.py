@@ -14,34 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from linnet.distribution import APPLICATION, LIBRARY, install_command, namesake
 from linnet.errors import InputError, ModelError
 from linnet.memory import available_bytes
 from linnet.tangent.forward_mode import probe_jvp
 from linnet.tangent.modes import differentiable_kernels, has_recurrence
 
-_REQUIRED = (
-    "torch",
-    "numpy",
-    "scipy",
-    "safetensors",
-    "tqdm",
-    "jsonargparse",
-    "jinja2",
-    "pillow",
-    "matplotlib",
-)
+_REQUIRED = (*LIBRARY, *APPLICATION.values())
 _TORCHVISION = "install the torchvision made for your torch, in one call with that torch"
 # Import name -> what linnet does with it, how to get it.
 _OPTIONAL = {
-    "sklearn": ("the data of linnet demo", "pip install 'linnet[sklearn]'"),
-    "transformers": ("--model hf:NAME", "pip install 'linnet[text]'"),
+    "transformers": ("--model hf:NAME", install_command("text")),
     "torchvision": ("--model torchvision:NAME", _TORCHVISION),
     "timm": ("--model timm:NAME", f"{_TORCHVISION}, then pip install timm"),
-    "linear_operator": ("Gaussian process libraries", "pip install 'linnet[gp]'"),
-    "gpytorch": ("Gaussian process libraries", "pip install 'linnet[gp]'"),
-    "botorch": ("Bayesian optimization", "pip install 'linnet[gp]'"),
+    "linear_operator": ("Gaussian process libraries", install_command("gp")),
+    "gpytorch": ("Gaussian process libraries", install_command("gp")),
+    "botorch": ("Bayesian optimization", install_command("gp")),
 }
-_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 _SIZE = 1024  # rows of the square matrices in the speed test
 
 
@@ -54,7 +43,8 @@ def survey(seconds: float = 0.5) -> dict[str, Any]:
     Returns:
         Plain values by name: ``packages`` (version, or None where missing), ``threads``, ``devices`` (name,
         free memory in bytes, speed in GFLOP/s), ``optional`` packages, ``derivatives`` (how J v is formed, by
-        kind of layer) and ``ok``, whether all that linnet needs is there.
+        kind of layer), ``namesake`` (what to do about another project's ``linnet``, or None) and ``ok``,
+        whether all that linnet needs is there.
 
     Raises:
         InputError: ``seconds`` is not positive.
@@ -66,9 +56,11 @@ def survey(seconds: float = 0.5) -> dict[str, Any]:
     if not seconds > 0:
         raise InputError(f"seconds is {seconds}", expected="a positive number", remedy="leave it out")
     packages = {name: _version(name) for name in _REQUIRED}
-    derivatives = _derivatives()
+    derivatives, repair = _derivatives(), namesake()
+    works = None not in packages.values() and all(path for path, _ in derivatives.values())
     return {
-        "ok": None not in packages.values() and all(path for path, _ in derivatives.values()),
+        "ok": works and repair is None,
+        "namesake": repair,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": packages,
@@ -154,7 +146,7 @@ def _sgemm_rate(device: torch.device, seconds: float) -> float:
 def _optional(name: str) -> dict[str, Any]:
     """Whether an optional package can be imported, else why not and what to do."""
     use, remedy = _OPTIONAL[name]
-    version = _version(_DISTRIBUTIONS.get(name, name))
+    version = _version(name)
     if importlib.util.find_spec(name) is None:
         return {"works": False, "version": None, "use": use, "reason": "not installed", "remedy": remedy}
     try:

@@ -1,11 +1,12 @@
 """Progress of long steps: silent when quick, a bar with the time left when not.
 
-Set the environment variable ``LINNET_PROGRESS=0`` to silence every bar.
+Set the environment variable ``LINNET_PROGRESS`` to 0 to silence every bar, to 2 to show it from the start.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 import time
@@ -19,6 +20,8 @@ T = TypeVar("T")
 
 _DELAY = 2.0  # seconds of silence before anything is shown
 _LINE_INTERVAL = 10.0  # seconds between two plain lines
+_LINE = 79  # characters of a plain line: one less than terminals have had, since some wrap a full one
+_BAR = 40  # columns that a bar, its share done and the time left take beside what is being done
 
 
 class _Meter(Protocol):
@@ -59,7 +62,7 @@ def track(
     meter: _Meter | None = None
     try:
         for done, item in enumerate(iterable):
-            if meter is None and time.monotonic() - start >= _DELAY:
+            if meter is None and time.monotonic() - start >= _delay():
                 meter = _make_meter(description, _length(iterable, total), start)
             if meter is not None:
                 meter.advance(done)
@@ -97,11 +100,11 @@ def waiting(description: str, seconds: float | None = None, enabled: bool | None
     done, start = threading.Event(), time.monotonic()
 
     def speak() -> None:
-        pause = _DELAY
+        pause = _delay()
         while not done.wait(pause):
             elapsed, pause = time.monotonic() - start, _LINE_INTERVAL
             left = "" if seconds is None else f", about {format_seconds(max(seconds - elapsed, 1))} left"
-            sys.stderr.write(f"{description}: {format_seconds(elapsed)} so far{left}\n")
+            sys.stderr.write(_fitted(description, f": {format_seconds(elapsed)} so far{left}") + "\n")
             sys.stderr.flush()
 
     thread = threading.Thread(target=speak, daemon=True)
@@ -116,6 +119,17 @@ def waiting(description: str, seconds: float | None = None, enabled: bool | None
 def _is_enabled(enabled: bool | None) -> bool:
     """The argument if given, else the environment's word, else True."""
     return os.environ.get("LINNET_PROGRESS", "1") != "0" if enabled is None else flag("progress", enabled)
+
+
+def _delay() -> float:
+    """Seconds of silence before anything is shown."""
+    return 0.0 if os.environ.get("LINNET_PROGRESS") == "2" else _DELAY
+
+
+def _fitted(description: str, rest: str, width: int = _LINE) -> str:
+    """A description, cut where needed, and what follows it."""
+    room = max(width - len(rest), 10)
+    return (description if len(description) <= room else f"{description[: room - 3].rstrip()}...") + rest
 
 
 def _length(iterable: Iterable[T], total: int | None) -> int | None:
@@ -140,7 +154,14 @@ class _Bar:
     def __init__(self, description: str, total: int | None, start: float) -> None:
         from tqdm import tqdm
 
-        self._bar = tqdm(desc=description, total=total, file=sys.stderr, dynamic_ncols=True)
+        # the rate, which tqdm shows too, tells less than the time left; the bar gets its room
+        form = (
+            None
+            if total is None
+            else "{desc}: {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}, {remaining} left"
+        )
+        desc = _fitted(description, "", shutil.get_terminal_size().columns - _BAR)
+        self._bar = tqdm(desc=desc, total=total, file=sys.stderr, dynamic_ncols=True, bar_format=form)
         self._bar.start_t -= time.monotonic() - start
 
     def advance(self, done: int) -> None:
@@ -169,9 +190,9 @@ class _Lines:
 
     def _text(self, done: int, elapsed: float) -> str:
         if self._total is None:
-            return f"{self._description}: {done} done, {format_seconds(elapsed)} so far"
+            return _fitted(self._description, f": {done} done, {format_seconds(elapsed)} so far")
         left = elapsed * (self._total - done) / max(done, 1)
-        return f"{self._description}: {done} of {self._total}, {format_seconds(left)} left"
+        return _fitted(self._description, f": {done} of {self._total}, {format_seconds(left)} left")
 
 
 def format_seconds(seconds: float) -> str:

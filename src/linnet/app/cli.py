@@ -13,18 +13,24 @@ import difflib
 import importlib
 import inspect
 import io
+import itertools
 import json
 import os
 import re
 import sys
 import textwrap
+import time
 from argparse import ArgumentError
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from linnet import __version__
+from linnet.app.completion import completion
+from linnet.app.help import choices, kind, page
+from linnet.distribution import require_application, require_own_package
 from linnet.errors import InputError, LinnetError
 
 if TYPE_CHECKING:
@@ -38,9 +44,12 @@ _FUNCTIONS = {"adapt": "task_adaptation", "spectrum": "task_spectrum"}
 
 _FLAGS = {
     "--json": "Print the result as JSON, and nothing else, on standard output.",
+    "--quiet": "Print errors alone, and the result where --json is given. Also -q.",
+    "--verbose": "Show the settings in effect, progress at once and the time taken. Also -v.",
     "--traceback": "Show where in the program an error came from.",
     "--trust": "Run the code that a run folder or settings file of somebody else names; see SECURITY.md.",
 }
+_SHORT = {"-q": "--quiet", "-v": "--verbose"}
 _REPLAY = "run.yaml"
 _SHOWN = 200  # characters of a value in an error
 _ARGUMENTS = "memory|solver|params|ridge|channels|size|mean|std|head|seed|target|shots|tests|device"
@@ -101,20 +110,57 @@ def _run(words: list[str]) -> int:
     if words[0] == "--version":
         print(f"linnet {__version__}")
         return 0
-    name, options = words[0], words[1:]
+    if words[0] == "--completion":
+        require_application("jsonargparse")
+        print(completion(" ".join(words[1:]), {name: Command.load(name).completions() for name in COMMANDS}))
+        return 0
+    words = [_SHORT.get(word, word) for word in words]
+    before = list(itertools.takewhile(_FLAGS.__contains__, words))  # a flag may stand before the command too
+    name, options = "".join(words[len(before) : len(before) + 1]), [*words[len(before) + 1 :], *before]
+    if not name or name in ("-h", "--help", "--version"):
+        return _run([name or "--help"])
     if name not in COMMANDS:
         raise _unknown_command(name)
+    require_own_package()
+    # doctor says itself which packages are missing
+    require_application(*(["jsonargparse"] if name == "doctor" else []))
     command = Command.load(name)
     if {"-h", "--help"} & set(options):
         print(command.help())
         return 0
     flags = {flag for flag in command.flags if flag in options}
+    if {"--quiet", "--verbose"} <= flags:
+        raise InputError("--quiet and --verbose contradict each other", remedy="give one of them")
     settings = command.parse([word for word in options if word not in flags])
-    return _execute(command, settings, as_json="--json" in flags, trust="--trust" in flags)
+    with _report_of(settings, flags):
+        return _execute(command, settings, flags)
 
 
-def _execute(command: Command, settings: Settings, as_json: bool, trust: bool) -> int:
+@contextlib.contextmanager
+def _report_of(settings: Settings, flags: AbstractSet[str]) -> Iterator[None]:
+    """How much is said on standard error beside the result: nothing, progress, or all there is to say."""
+    amount = "0" if "--quiet" in flags else "2" if "--verbose" in flags else os.environ.get("LINNET_PROGRESS")
+    before, start = os.environ.get("LINNET_PROGRESS"), time.monotonic()
+    if amount is not None:
+        os.environ["LINNET_PROGRESS"] = amount
+    if "--verbose" in flags:
+        print(textwrap.indent(settings.yaml.rstrip(), "  "), file=sys.stderr)
+    try:
+        yield
+    finally:
+        if amount is not None and before is None:
+            del os.environ["LINNET_PROGRESS"]
+        elif before is not None:
+            os.environ["LINNET_PROGRESS"] = before
+        if "--verbose" in flags:
+            from linnet.progress import format_seconds
+
+            print(f"{format_seconds(time.monotonic() - start)} in all", file=sys.stderr)
+
+
+def _execute(command: Command, settings: Settings, flags: AbstractSet[str]) -> int:
     """Call the command; afterwards leave the settings beside what it wrote, even when it was interrupted."""
+    as_json, trust = "--json" in flags, "--trust" in flags
     values = dict(settings.values)
     folder = values.get("out")
     if values.get("model") is not None:
@@ -125,7 +171,8 @@ def _execute(command: Command, settings: Settings, as_json: bool, trust: bool) -
         values["trust"] = trust
     with _claimed(command, settings):
         try:
-            with contextlib.redirect_stdout(io.StringIO()) if as_json else contextlib.nullcontext():
+            silent = as_json or "--quiet" in flags
+            with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
                 result = command.function(**values)
         except KeyboardInterrupt:
             if command.name == "adapt":
@@ -199,6 +246,8 @@ def _overview() -> str:
             "options:",
             "  --help      Show this page, or that of a command: linnet COMMAND --help",
             "  --version   Show the version",
+            "  -q, -v      Say less, or more; before or after any command, as --json",
+            "  --completion SHELL   Print what completes commands and options in bash, zsh or fish",
             "",
             "Start with `linnet demo`; `linnet doctor` says what works on this machine.",
         ]
@@ -291,6 +340,11 @@ class Command:
         return inspect.signature(self.function).parameters
 
     @property
+    def types(self) -> Mapping[str, Any]:
+        """The types of the parameters, by name."""
+        return get_type_hints(self.function)
+
+    @property
     def flags(self) -> dict[str, str]:
         """The flags that commands share and this one takes, with their help."""
         names = {"model", "run"} & set(self.parameters)
@@ -305,8 +359,25 @@ class Command:
         parser = self._parser()
         for flag, text in self.flags.items():
             parser.add_argument(flag, action="store_true", help=text)
-        text = parser.format_help().replace("``", "")
-        return re.sub(r"--(?!print_config)[a-z_]+", lambda match: match[0].replace("_", "-"), text).rstrip()
+        return page(parser, self.types)
+
+    def completions(self) -> dict[str, tuple[str, ...]]:
+        """The options with the words that may follow.
+
+        Returns:
+            By option: its choices, or nothing where the value is a path or free, or there is none.
+
+        Example:
+            >>> Command.load("adapt").completions()["--solver"]
+            ('auto', 'dual', 'cg')
+        """
+        kinds = self.types
+        options = {
+            _option(name): ("true", "false") if kinds[name] is bool else choices(kinds[name])
+            for name in self.parameters
+            if name != "trust"
+        }
+        return {**options, **dict.fromkeys(["--config", "--help", *self.flags], ())}
 
     def parse(self, words: Sequence[str]) -> Settings:
         """Read the options.
@@ -385,7 +456,7 @@ class Command:
     def _explain(self, message: str) -> InputError:
         """A parser's message as what, expected and remedy."""
         parameters = self.parameters
-        page = f"linnet {self.name} --help shows every option"
+        shown = f"linnet {self.name} --help shows every option"
         if match := re.match(r"unrecognized arguments: (\S+)|Option '(\S+)' is not accepted", message):
             word = (match[1] or f"--{match[2]}").partition("=")[0]
             options = [_option(name) for name in parameters]
@@ -393,22 +464,26 @@ class Command:
             return InputError(
                 f"there is no option {word}" if word.startswith("-") else f"unexpected word {word!r}",
                 expected=f"the options of linnet {self.name}",
-                remedy=f"did you mean {close[0]}?" if close else page,
+                remedy=f"did you mean {close[0]}?" if close else shown,
             )
         if match := re.match(r"the following arguments are required: (.*)", message):
             missing = [_option(name) for name in match[1].split(", ")]
             text = " and ".join(missing)
-            return InputError(f"{text} must be given", expected=f"linnet {self.name} {text} ...", remedy=page)
+            return InputError(
+                f"{text} must be given", expected=f"linnet {self.name} {text} ...", remedy=shown
+            )
         if match := re.match(r"argument (\S+): expected one argument", message):
             word = _option(match[1].lstrip("-"))
-            return InputError(f"{word} has no value", expected=f"a value after {word}", remedy=page)
+            return InputError(f"{word} has no value", expected=f"a value after {word}", remedy=shown)
         key = re.match(r'Parser key "(\w+)"', message)
         given = re.search(r"(?:Given|Got) value: (.*)", message)
         if key and given and key[1] in parameters:
+            option, annotation = _option(key[1]), self.types[key[1]]
+            close = difflib.get_close_matches(given[1], choices(annotation), n=1)
             return InputError(
-                f"{_option(key[1])} is {given[1][:_SHOWN]!r}",
-                expected=_kind(parameters[key[1]].annotation),
-                remedy=page,
+                f"{option} is {given[1][:_SHOWN]!r}",
+                expected=kind(annotation),
+                remedy=f"did you mean {option} {close[0]}?" if close else shown,
             )
         if "--config" in message or "Problems parsing config" in message or 'key "config"' in message:
             absent = "o such file" in message or "not exist" in message
@@ -420,7 +495,7 @@ class Command:
                 remedy=f"linnet {self.name} ... --print_config shows what such a file holds",
             )
         return InputError(
-            textwrap.shorten(message, 300), expected=f"the options of linnet {self.name}", remedy=page
+            textwrap.shorten(message, 300), expected=f"the options of linnet {self.name}", remedy=shown
         )
 
 
@@ -437,20 +512,6 @@ def _check_configs(words: Sequence[str]) -> None:
 def _option(name: str) -> str:
     """A parameter's name as an option."""
     return "--" + name.replace("_", "-")
-
-
-def _kind(annotation: object) -> str:
-    """A type annotation in words."""
-    text = re.sub(r"Literal\[(.*?)\]", lambda match: match[1].replace(", ", " | "), str(annotation))
-    parts = [part.strip() for part in text.split("|") if part.strip() != "None"]
-    words = {
-        "int": "a whole number",
-        "float": "a number",
-        "str": "text",
-        "bool": "true or false",
-        "Path": "a path",
-    }
-    return " or ".join(words.get(part, part) for part in parts)
 
 
 def _as_list(words: Sequence[str], kind: str) -> str:

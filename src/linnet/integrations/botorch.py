@@ -1,4 +1,4 @@
-"""A tangent Gaussian process as a BoTorch model; needs ``pip install linnet[gp]``."""
+"""A tangent Gaussian process as a BoTorch model; needs ``pip install 'linnet-torch[gp]'``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from linnet.distribution import install_command
 from linnet.errors import DependencyError, InputError
 from linnet.tangent_gp.tangent_gp import TangentGP
 
@@ -23,7 +24,7 @@ def _model_class() -> Any:
         from botorch.models.model import Model
     except ImportError as error:
         raise DependencyError(
-            "TangentModel needs botorch, which is not installed", remedy="pip install 'linnet[gp]'"
+            "TangentModel needs botorch, which is not installed", remedy=install_command("gp")
         ) from error
 
     return type(

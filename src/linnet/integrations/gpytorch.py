@@ -1,4 +1,4 @@
-"""The tangent kernel as a GPyTorch kernel; needs ``pip install linnet[gp]``."""
+"""The tangent kernel as a GPyTorch kernel; needs ``pip install 'linnet-torch[gp]'``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from linnet.distribution import install_command
 from linnet.errors import DependencyError, InputError
 from linnet.tangent.batch import check_finite
 from linnet.tangent.functional import Functional, OutputAdapter
@@ -26,7 +27,7 @@ def _kernel_class() -> Any:
         from gpytorch.kernels import Kernel
     except ImportError as error:
         raise DependencyError(
-            "TangentKernel needs gpytorch, which is not installed", remedy="pip install 'linnet[gp]'"
+            "TangentKernel needs gpytorch, which is not installed", remedy=install_command("gp")
         ) from error
 
     return type(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from linnet.distribution import install_command
 from linnet.errors import DependencyError, LinnetError, ModelError
 
 _PREPROCESSOR = "preprocessor_config.json"
@@ -69,7 +70,7 @@ def code_arguments(arguments: object, inside: str = "") -> tuple[str, ...]:
 
 def _from_huggingface(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
     """A classifier of images or of text, in float32."""
-    with _optional("transformers", f"hf:{name}", "pip install 'linnet[text]'"):
+    with _optional("transformers", f"hf:{name}", install_command("text")):
         transformers = importlib.import_module("transformers")
         # said outright: transformers asks at the terminal whether to run a model's own code otherwise
         arguments = {"dtype": torch.float32, "trust_remote_code": False, **arguments}

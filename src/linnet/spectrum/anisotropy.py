@@ -77,7 +77,7 @@ class AnisotropyDirections:
         return 0.5 + self.directions / (2 * self.directions.abs().amax(axes, keepdim=True))
 
     def fourier_magnitudes(self) -> Tensor:
-        """|FFT| of each direction over its last two axes, frequency zero in the middle.
+        """Magnitudes of the Fourier transform over the last two axes, frequency zero in the middle.
 
         Returns:
             Magnitudes of the shape of the directions.

@@ -100,7 +100,9 @@ def differentiable_kernels(recurrent: bool) -> Iterator[None]:
 def _without_fused_recurrence() -> Iterator[None]:
     """The mkldnn and cuDNN recurrent kernels switched off."""
     mkldnn = torch.backends.mkldnn
-    settings = {"deterministic": mkldnn.deterministic, "allow_tf32": mkldnn.allow_tf32}
+    # flags() resets what it is not told; torch 2.6 does not know allow_tf32 yet
+    names = [name for name in ("deterministic", "allow_tf32") if hasattr(mkldnn, name)]
+    settings = {name: getattr(mkldnn, name) for name in names}
     with mkldnn.flags(enabled=False, **settings), torch.backends.cudnn.flags(enabled=False):
         yield
 

@@ -576,7 +576,7 @@ def test_damaged_pictures_are_refused_or_named(folder: Path, capsys: pytest.Capt
     assert task is not None
     assert len(task.test) == 9
     assert adapt(folder, "--damaged", "mend", data="photos", out="other") == 2
-    assert "damaged='mend'" in capsys.readouterr().err
+    assert "--damaged is 'mend'" in capsys.readouterr().err
 
 
 def test_check_says_what_adapt_would_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

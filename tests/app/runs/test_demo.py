@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import pytest
 
 from linnet.app import cli
-from linnet.errors import DependencyError
-from linnet.integrations.digits import bundled_digits
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +47,3 @@ def test_the_demo_is_a_run(demo: tuple[dict[str, Any], Path], capsys: pytest.Cap
     _, out = demo
     assert cli.main(["predict", "--run", str(out), "--data", str(out / "digits.npz")]) == 0
     assert "448 samples predicted" in capsys.readouterr().out
-
-
-def test_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *rest: Any) -> Any:
-        if name.startswith("sklearn"):
-            raise ImportError("No module named 'sklearn'")
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(DependencyError, match="scikit-learn") as caught:
-        bundled_digits()
-    assert caught.value.remedy == "pip install 'linnet[sklearn]'"

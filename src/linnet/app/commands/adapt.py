@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 def task_adaptation(
@@ -15,23 +15,23 @@ def task_adaptation(
     model_args: dict[str, Any] | None = None,
     shots: int | None = None,
     tests: int | None = None,
-    ridge: float | str = "auto",
-    solver: str = "auto",
-    loss: str = "squared",
-    metric: str = "auto",
-    method: str = "auto",
-    weight: float | str = "auto",
+    ridge: float | Literal["auto", "loo", "gcv", "evidence"] = "auto",
+    solver: Literal["auto", "dual", "cg"] = "auto",
+    loss: Literal["auto", "squared", "cross-entropy"] = "squared",
+    metric: Literal["auto", "none", "kfac"] = "auto",
+    method: Literal["auto", "nested", "linear"] = "auto",
+    weight: float | Literal["auto"] = "auto",
     tune: bool = False,
     params: str | None = None,
-    head: str = "auto",
+    head: Literal["auto", "probe", "random", "zero", "keep"] = "auto",
     cross_fit: int = 0,
     mean: str = "auto",
     std: str | None = None,
     size: int | None = None,
     channels: int | None = None,
     target: str | None = None,
-    damaged: str = "error",
-    compare: str = "probe",
+    damaged: Literal["error", "skip"] = "error",
+    compare: Literal["probe", "finetune"] = "probe",
     finetune_steps: int = 150,
     memory: str | None = None,
     device: str = "cpu",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 def check(
@@ -19,7 +19,7 @@ def check(
     size: int | None = None,
     channels: int | None = None,
     target: str | None = None,
-    damaged: str = "error",
+    damaged: Literal["error", "skip"] = "error",
     batch: int = 8,
     memory: str | None = None,
     device: str = "cpu",

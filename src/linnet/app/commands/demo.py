@@ -1,4 +1,4 @@
-"""`linnet demo`: the main job in half a minute, on digits that come with scikit-learn."""
+"""`linnet demo`: the main job in half a minute, on digits that come with linnet."""
 
 from __future__ import annotations
 

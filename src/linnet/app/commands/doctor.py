@@ -33,6 +33,8 @@ def _print(result: dict[str, Any]) -> None:
         "packages:    "
         + ", ".join(f"{name} {version or 'MISSING'}" for name, version in result["packages"].items())
     )
+    if result["namesake"]:
+        print(f"another project's linnet is installed beside this one: {result['namesake']}")
     for device in result["devices"]:
         threads = f", {result['threads']} threads" if device["device"] == "cpu" else ""
         print(

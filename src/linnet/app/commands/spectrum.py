@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 def task_spectrum(
@@ -16,16 +16,16 @@ def task_spectrum(
     model_args: dict[str, Any] | None = None,
     shots: int | None = None,
     tests: int | None = None,
-    ridge: float | str = "auto",
-    solver: str = "auto",
+    ridge: float | Literal["auto", "loo", "gcv", "evidence"] = "auto",
+    solver: Literal["auto", "dual", "cg"] = "auto",
     params: str | None = None,
-    head: str = "auto",
+    head: Literal["auto", "probe", "random", "zero", "keep"] = "auto",
     mean: str = "auto",
     std: str | None = None,
     size: int | None = None,
     channels: int | None = None,
     target: str | None = None,
-    damaged: str = "error",
+    damaged: Literal["error", "skip"] = "error",
     top: int | None = None,
     samples: int | None = None,
     memory: str | None = None,

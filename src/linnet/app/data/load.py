@@ -12,6 +12,7 @@ from linnet.app.data.table import read_table
 from linnet.app.data.task import TaskData
 from linnet.app.data.transforms import ImageTransform, require_default
 from linnet.errors import InputError
+from linnet.limits import suggestion
 
 KINDS = "a folder of images, an .npz archive or a .csv table"
 
@@ -54,5 +55,6 @@ def load_data(
     if path.suffix.lower() == ".csv":
         require_default(transform, f"{path} is a table")
         return read_table(path, target, seed, test_fraction)
-    what = "has an unknown kind" if os.path.exists(path) else "does not exist"
-    raise InputError(f"data {path} {what}", expected=KINDS, remedy="check the path and its ending")
+    if os.path.exists(path):
+        raise InputError(f"data {path} has an unknown kind", expected=KINDS, remedy="check its ending")
+    raise InputError(f"data {path} does not exist", expected=KINDS, remedy=suggestion(path))

@@ -5,6 +5,7 @@ A transform is a few numbers: it can be saved beside a fit (``dataclasses.asdict
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -184,9 +185,11 @@ def image_transform(
         means, stds = PRESETS[mean]
         return ImageTransform(means, stds, size, channels)
     if std is None:
+        close = difflib.get_close_matches(mean, PRESETS, n=1) if isinstance(mean, str) else []
         raise InputError(
             f"mean is {mean!r} without a std",
             expected=f"one of {', '.join(PRESETS)}, or numbers for mean and std",
+            remedy=f"did you mean {close[0]}?" if close else None,
         )
     means, stds = _numbers("mean", mean), _numbers("std", std)
     longest = max(len(means), len(stds))

@@ -23,9 +23,9 @@ from linnet.app.runs.folder import keep_fit, save_run
 from linnet.app.runs.pages import doubts, write
 from linnet.app.runs.settings import Network, Settings, Source
 from linnet.app.runs.summary import keep_adaptation
+from linnet.examples import load_digits
 from linnet.files import save_tensors, write_atomic
 from linnet.fitting.comparisons import nearest_class_mean
-from linnet.integrations.digits import bundled_digits
 from linnet.progress import track
 
 Array = np.ndarray[Any, Any]
@@ -77,7 +77,7 @@ def prepare(out: Path, seed: int) -> tuple[Files, dict[str, float]]:
     Returns:
         The files, and the network's accuracy on held-out digits 0 to 4 with its training time in seconds.
     """
-    images, labels = bundled_digits()
+    images, labels = load_digits()
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(labels))
     images, labels = images[order], labels[order]

@@ -209,8 +209,11 @@ def check_device(name: str) -> None:
     try:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:
+        # torch answers an unknown name with all those that it has ever known
+        unknown = "Expected one of" in str(error)
+        reason = "torch knows no such device" if unknown else str(error).splitlines()[0][:120]
         raise InputError(
-            f"device is {name!r}, which does not work here ({str(error).splitlines()[0][:120]})",
+            f"device is {name!r}, which does not work here ({reason})",
             expected="cpu, or a device that linnet doctor lists",
             remedy="try --device cpu",
         ) from error

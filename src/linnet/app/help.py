@@ -1,0 +1,117 @@
+"""What the command line says about its options: their choices, their kinds in words, and the page of help."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+
+if TYPE_CHECKING:
+    from argparse import Action
+
+    import jsonargparse
+
+# Type -> how usage shows a value, and how an error describes it. Others are shown by the option's own name.
+_KINDS: dict[object, tuple[str, str]] = {
+    int: ("N", "a whole number"),
+    float: ("NUMBER", "a number"),
+    str: ("", "text"),
+    bool: ("{true,false}", "true or false"),
+    Path: ("PATH", "a path"),
+    dict: ("JSON", "a JSON object"),
+}
+
+
+def _members(annotation: object) -> list[object]:
+    """The types that a union consists of, without None; the type itself where it is none."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [part for part in get_args(annotation) if part is not type(None)]
+    return [annotation]
+
+
+def choices(annotation: object) -> tuple[str, ...]:
+    """The words that an option accepts.
+
+    Args:
+        annotation: The type of the parameter.
+
+    Returns:
+        The words, in order; empty where any text will do.
+
+    Example:
+        >>> choices(float | Literal["auto", "loo"])
+        ('auto', 'loo')
+    """
+    parts = _members(annotation)
+    return tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
+
+
+def kind(annotation: object) -> str:
+    """A type in words.
+
+    Args:
+        annotation: The type of the parameter.
+
+    Returns:
+        What is accepted, such as ``"a whole number"``.
+
+    Example:
+        >>> kind(float | Literal["auto", "loo"])
+        'a number, auto or loo'
+    """
+    words = list(choices(annotation))
+    others = [part for part in _members(annotation) if get_origin(part) is not Literal]
+    words = [_KINDS.get(get_origin(part) or part, ("", str(part)))[1] for part in others] + words
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def value_name(annotation: object) -> str | None:
+    """What stands for the value in usage and help.
+
+    Args:
+        annotation: The type of the parameter.
+
+    Returns:
+        The choices in braces, or a word such as PATH; None for the name of the option itself.
+
+    Example:
+        >>> value_name(float | Literal["auto", "loo"]), value_name(int | None), value_name(str)
+        ('{auto,loo,NUMBER}', 'N', None)
+    """
+    words = list(choices(annotation))
+    others = [part for part in _members(annotation) if get_origin(part) is not Literal]
+    names = [_KINDS.get(get_origin(part) or part, ("", ""))[0] for part in others]
+    if words:
+        return f"{{{','.join([*words, *filter(None, names)])}}}"
+    return names[0] or None
+
+
+def page(parser: jsonargparse.ArgumentParser, hints: Mapping[str, Any]) -> str:
+    """The help of a command.
+
+    Args:
+        parser: The parser of its options.
+        hints: The types of its parameters, by name.
+
+    Returns:
+        Usage and options, with dashes in names, the choices of each option and its default.
+    """
+    import jsonargparse
+
+    class Formatter(jsonargparse.DefaultHelpFormatter):
+        """Leaves out the types, which the names of the values tell, and defaults that are none."""
+
+        def _get_help_string(self, action: Action) -> str:
+            text = re.sub(r"type: %\(type\)s(, )?", "", super()._get_help_string(action) or "")
+            if action.default is None or action.nargs == 0:
+                text = re.sub(r"(, )?default: %\(default\)s", "", text)
+            return text.replace(" ()", "").replace(", )", ")")
+
+    parser.formatter_class = Formatter
+    for action in parser._actions:
+        if action.dest in hints:
+            action.metavar = value_name(hints[action.dest]) or action.metavar
+    text = parser.format_help().replace("``", "")
+    return re.sub(r"--(?!print_config)[a-z_]+", lambda match: match[0].replace("_", "-"), text).rstrip()

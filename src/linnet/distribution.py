@@ -1,0 +1,101 @@
+"""The distribution that provides this package: its name on the registry, its extras and what it requires.
+
+The distribution is called linnet-torch. On the registry the name linnet belongs to an unrelated project,
+which would install a package of the same import name over this one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib import metadata
+
+from linnet.errors import DependencyError
+
+NAME = "linnet-torch"
+LIBRARY = ("torch", "numpy", "scipy", "safetensors", "tqdm")
+# Import name -> distribution, for what linnet.app alone needs. They are installed with the library, which
+# works without them.
+APPLICATION = {
+    "jsonargparse": "jsonargparse",
+    "jinja2": "jinja2",
+    "PIL": "pillow",
+    "matplotlib": "matplotlib",
+}
+_NAMESAKE = "linnet"  # the unrelated project
+
+
+def install_command(extra: str = "") -> str:
+    """The command that installs linnet.
+
+    Args:
+        extra: The extra to install with it, such as ``"text"``.
+
+    Returns:
+        A line for a shell.
+
+    Example:
+        >>> install_command("text")
+        "pip install 'linnet-torch[text]'"
+    """
+    return f"pip install '{NAME}[{extra}]'" if extra else f"pip install {NAME}"
+
+
+def require_application(*names: str) -> None:
+    """Check that the packages of the command line are there; none is imported.
+
+    Args:
+        names: Import names; by default all in ``APPLICATION``.
+
+    Raises:
+        DependencyError: Some are not installed.
+
+    Example:
+        >>> require_application("jsonargparse")
+    """
+    missing = [APPLICATION[name] for name in names or APPLICATION if importlib.util.find_spec(name) is None]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise DependencyError(
+            f"the command line needs {' and '.join(missing)}, which {verb} not installed",
+            remedy=install_command("app"),
+        )
+
+
+def require_own_package() -> None:
+    """Check that ``linnet`` is this package, and not a namesake that was installed over it.
+
+    Raises:
+        DependencyError: The package's own file was replaced.
+
+    Example:
+        >>> require_own_package()
+    """
+    if "linearize" not in getattr(sys.modules["linnet"], "__all__", ()):
+        raise DependencyError(
+            "the package 'linnet' is another project's, installed over this one", remedy=_repair()
+        )
+
+
+def namesake() -> str | None:
+    """What to do about an unrelated distribution called linnet, which writes into the same folder.
+
+    Returns:
+        The commands that put it right, or None where there is no such distribution.
+
+    Example:
+        >>> namesake() is None
+        True
+    """
+    try:
+        found = metadata.distribution(_NAMESAKE)
+    except metadata.PackageNotFoundError:
+        return None
+    # A checkout that was installed with pip install --editable under that name has no files in the folder.
+    replaces = any(file.parts[0] == "linnet" for file in found.files or ())
+    return _repair() if replaces else None
+
+
+def _repair() -> str:
+    """How to remove the namesake and put back what it replaced."""
+    return f"pip uninstall --yes {_NAMESAKE}, then pip install --force-reinstall --no-deps {NAME}"

@@ -1,0 +1,195 @@
+"""What all commands take (-q, -v, --json), choices in help and errors, completion, narrow terminals."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from linnet import progress
+from linnet.app import cli
+from linnet.app.cli import COMMANDS, Command
+from linnet.app.completion import completion
+from linnet.app.data import load_data
+from linnet.app.runs import settings as accepted
+from linnet.errors import InputError
+from linnet.limits import require_file
+
+DOCTOR = ["doctor", "--seconds", "0.01"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_takes_the_flags(name: str) -> None:
+    assert {"--json", "--quiet", "--verbose", "--traceback"} <= Command.load(name).flags.keys()
+
+
+@pytest.mark.parametrize("words", [["-q", *DOCTOR], [*DOCTOR, "-q"], [*DOCTOR, "--quiet"]])
+def test_quiet(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_quiet_still_tells_errors_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "-q", "--seconds", "-1"]) == 2
+    assert "seconds is -1.0" in capsys.readouterr().err
+    assert cli.main(["--json", "-q", *DOCTOR]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+
+
+def test_verbose_tells_settings_and_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LINNET_PROGRESS", raising=False)
+    assert cli.main([*DOCTOR, "-v"]) == 0
+    output = capsys.readouterr()
+    assert output.err.startswith("  seconds: 0.01\n")
+    assert output.err.endswith(" in all\n")
+    assert "everything that linnet needs works here" in output.out
+    assert "LINNET_PROGRESS" not in os.environ
+
+
+def test_quiet_and_verbose_contradict_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "-q", "-v"]) == 2
+    assert "contradict" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["-v"], ["--json", "--help"], ["-q", "--version"]])
+def test_flags_alone_answer_as_without_them(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 0
+    assert "linnet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("head", accepted.HEADS), ("solver", accepted.SOLVERS), ("metric", accepted.METRICS),
+        ("loss", accepted.LOSSES), ("compare", accepted.COMPARED), ("method", accepted.METHODS),
+        ("ridge", tuple(accepted.CRITERIA)), ("damaged", ("error", "skip")),
+    ],
+)  # fmt: skip
+def test_help_lists_the_choices_that_are_accepted(option: str, words: tuple[str, ...]) -> None:
+    page = Command.load("adapt").help()
+    shown = {word for word in words if f"--{option} {{" in page}
+    line = page[page.rindex(f"  --{option} {{") :].partition("}")[0]
+    assert shown == set(line.partition("{")[2].split(",")) - {"NUMBER"}
+    for name in ("spectrum", "check"):
+        there = get_type_hints(Command.load(name).function).get(option)
+        assert there in (None, get_type_hints(Command.load("adapt").function)[option])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_speaks_no_python(name: str) -> None:
+    page = Command.load(name).help()
+    for word in ("class '", "Optional[", "Union[", "Literal[", "null", "None", "()"):
+        assert word not in page
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        (["--solver", "duel"], "did you mean --solver dual?"),
+        (["--head", "prob"], "did you mean --head probe?"),
+        (["--ridge", "lo"], "did you mean --ridge loo?"),
+        (["--ridge", "xyzzy"], "linnet adapt --help shows every option"),
+    ],
+)
+def test_a_misspelled_choice(given: list[str], remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["adapt", "--model", "a.py:b", "--data", "c.npz", "--out", "d", *given]) == 2
+    what, expected, last = capsys.readouterr().err.splitlines()
+    assert f"{given[0]} is {given[1]!r}" in what
+    assert "auto" in expected
+    assert last == f"to fix it: {remedy}"
+
+
+def complete(*words: str) -> list[str]:
+    """What bash offers after these words."""
+    known = {name: Command.load(name).completions() for name in COMMANDS}
+    ask = (
+        f"{completion('bash', known)}\nCOMP_WORDS=({' '.join(map(repr, words))})\n"
+        f'COMP_CWORD={len(words) - 1}\n_linnet\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
+    )
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True, timeout=30)
+    return done.stdout.split()
+
+
+def test_bash_completes_commands_options_and_choices() -> None:
+    assert complete("linnet", "ex") == ["explain"]
+    assert complete("linnet", "adapt", "--sol") == ["--solver"]
+    assert complete("linnet", "adapt", "--solver", "") == ["auto", "dual", "cg"]
+    assert complete("linnet", "spectrum", "--head", "p") == ["probe"]
+    assert complete("linnet", "adapt", "--data", "ph") == []  # left to the shell: a path
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_scripts_of_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert script.startswith("# To use it: ")
+    assert "auto dual cg" in script
+    if shutil.which(shell):
+        done = subprocess.run([shell, "-n"], input=script, capture_output=True, text=True, timeout=30)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_completion_for_another_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--completion", "fsh"]) == 2
+    assert "did you mean --completion fish?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "remedy"),
+    [
+        ("photo", "did you mean {0}/photos?"),
+        ("tsak.npz", "did you mean {0}/task.npz?"),
+        ("giv", "check the path; beside it are: photos, task.npz"),
+    ],
+)
+def test_a_misspelled_path(typed: str, remedy: str, tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "task.npz").touch()
+    with pytest.raises(InputError) as caught:
+        load_data(tmp_path / typed)
+    assert caught.value.remedy == remedy.format(tmp_path)
+    with pytest.raises(InputError) as caught:
+        require_file(tmp_path / typed)
+    assert caught.value.remedy == remedy.format(tmp_path)
+
+
+class Narrow(io.StringIO):
+    """A terminal of 80 columns."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("description", ["fit", "plain fine-tuning, 5 runs of 150 steps", "x" * 120])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_fits_a_terminal_of_80_columns(
+    description: str, is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Narrow() if is_terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("LINNET_PROGRESS", "2")
+    monkeypatch.setenv("COLUMNS", "80")
+    list(progress.track(range(3), description))
+    list(progress.track(iter("ab"), description))
+    lines = screen.getvalue().replace("\r", "\n").splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    if is_terminal:
+        bars = [line.split("|")[1] for line in lines if line.count("|") == 2]
+        assert bars
+        assert min(map(len, bars)) >= 10
+    assert any("x" * 9 in line or description in line for line in lines)
+
+
+def test_the_choices_of_a_type() -> None:
+    hints = get_type_hints(Command.load("adapt").function)
+    assert get_args(hints["solver"]) == ("auto", "dual", "cg")
