@@ -242,9 +242,7 @@ def other_imports(source: Source, allowed: Iterable[str]) -> list[str]:
     """Imports of anything but the named packages and the standard library."""
     fine = set(allowed) | sys.stdlib_module_names
     return [
-        f"{source.name}:{i.line} imports {i.name}"
-        for i in source.imports
-        if i.name.split(".")[0] not in fine
+        f"{source.name}:{i.line} imports {i.name}" for i in source.imports if i.name.split(".")[0] not in fine
     ]
 
 
