@@ -11,6 +11,7 @@ import builtins
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -20,15 +21,24 @@ When = Literal["eager", "lazy", "typing"]
 
 @dataclass(frozen=True)
 class Source:
-    """One file: its dotted name, its text, whether it is a package's __init__."""
+    """One file: its dotted name, its text, whether it is a package's __init__; parsed and walked once."""
 
     name: str
     text: str
     is_package: bool = False
 
-    @property
+    @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        """Every import of the file: eager, lazy, under TYPE_CHECKING, or through import_module("...")."""
+        return list(_imports(self, self.tree.body, "eager"))
 
 
 @dataclass(frozen=True)
@@ -70,11 +80,6 @@ def make_tree(**texts: str) -> Tree:
 
 
 # Imports
-
-
-def imports(source: Source) -> Iterator[Import]:
-    """Every import of a file: eager, lazy, under TYPE_CHECKING, or through import_module("...")."""
-    yield from _imports(source, source.tree.body, "eager")
 
 
 def _imports(source: Source, nodes: Iterable[ast.AST], when: When) -> Iterator[Import]:
@@ -135,7 +140,7 @@ def graph(tree: Tree, when: Collection[When] = ("eager", "lazy", "typing")) -> d
     """Module -> modules of the tree that it imports, lazy imports included unless told."""
     edges: dict[str, set[str]] = {}
     for source in tree.values():
-        found = (resolve(i.name, tree) for i in imports(source) if i.when in when)
+        found = (resolve(i.name, tree) for i in source.imports if i.when in when)
         edges[source.name] = {target for target in found if target is not None and target != source.name}
     return edges
 
@@ -193,7 +198,7 @@ def eager_heavies(tree: Tree, heavy: Iterable[str]) -> list[str]:
     return [
         f"{source.name}:{i.line} imports {i.name} eagerly"
         for source in tree.values()
-        for i in imports(source)
+        for i in source.imports
         if i.when == "eager" and i.name.split(".")[0] in wanted
     ]
 
@@ -204,7 +209,7 @@ def optional_outside(tree: Tree, optional: Iterable[str], home: str) -> list[str
     return [
         f"{source.name}:{i.line} imports {i.name}, which only {home} may"
         for source in tree.values()
-        for i in imports(source)
+        for i in source.imports
         if i.name.split(".")[0] in wanted and floor_of(source.name) != home
     ]
 
@@ -227,7 +232,7 @@ def not_free_of(tree: Tree, light: Iterable[str], heavy: Iterable[str]) -> list[
                 queue += eager[module]
         for module in sorted(reached):
             counted = at_start if module == start else ("eager",)
-            for i in imports(tree[module]):
+            for i in tree[module].imports:
                 if i.when in counted and i.name.split(".")[0] in wanted:
                     breaches.append(f"{start} reaches {i.name} through {module}:{i.line}")
     return breaches
@@ -237,9 +242,7 @@ def other_imports(source: Source, allowed: Iterable[str]) -> list[str]:
     """Imports of anything but the named packages and the standard library."""
     fine = set(allowed) | sys.stdlib_module_names
     return [
-        f"{source.name}:{i.line} imports {i.name}"
-        for i in imports(source)
-        if i.name.split(".")[0] not in fine
+        f"{source.name}:{i.line} imports {i.name}" for i in source.imports if i.name.split(".")[0] not in fine
     ]
 
 
@@ -259,7 +262,7 @@ def long_files(tree: Tree, limit: int) -> list[str]:
 
 def _functions(tree: Tree) -> Iterator[tuple[str, Function]]:
     for source in tree.values():
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, Function):
                 yield f"{source.name}:{node.lineno} {node.name}", node
 
@@ -277,7 +280,7 @@ def long_functions(tree: Tree, limit: int) -> list[str]:
 
 def _classes(tree: Tree) -> Iterator[tuple[Source, ast.ClassDef]]:
     for source in tree.values():
-        yield from ((source, node) for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef))
+        yield from ((source, node) for node in source.nodes if isinstance(node, ast.ClassDef))
 
 
 def wide_constructors(tree: Tree, limit: int, allowed: Iterable[str] = ()) -> list[str]:
@@ -332,7 +335,7 @@ class Hierarchy:
         if f"{source.name}.{base}" in self.nodes:
             return f"{source.name}.{base}"
         first, _, rest = base.partition(".")
-        imported = [i.name for i in imports(source) if i.name.split(".")[-1] == first]
+        imported = [i.name for i in source.imports if i.name.split(".")[-1] == first]
         full = [name + ("." + rest if rest else "") for name in imported if name.startswith("linnet.")]
         # A re-export (`from linnet.linalg import Dense`) names the package; the class is in one of its files.
         candidates = [
@@ -404,15 +407,16 @@ def unseeded_draws(source: Source) -> list[str]:
     for owner, node in _calls(source.tree, owner=None):
         name, keywords = _dotted(node.func), {k.arg for k in node.keywords}
         module, _, function = name.rpartition(".")
+        if module not in RANDOM_MODULES:
+            continue
         seeded = "generator" in keywords or (owner is not None and "manual_seed(" in ast.unparse(owner))
-        if function in DRAWS and module in RANDOM_MODULES and not seeded:
+        if function in DRAWS and not seeded:
             if owner is None:
                 breaches.append(f"{source.name}:{node.lineno} {name} draws while tests are collected")
             elif _is_shared_fixture(owner):
                 breaches.append(f"{source.name}:{node.lineno} {name} draws in a fixture shared by tests")
         unseeded = not node.args and not keywords - {"device"}
-        later = "manual_seed(" in ast.unparse(owner or source.tree)
-        if function in SEEDABLE and module in RANDOM_MODULES and unseeded and not later:
+        if function in SEEDABLE and unseeded and "manual_seed(" not in ast.unparse(owner or source.tree):
             breaches.append(f"{source.name}:{node.lineno} {name} has no seed")
     return breaches
 

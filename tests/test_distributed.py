@@ -322,6 +322,7 @@ def test_two_processes_have_the_numbers_of_one_and_fail_alike(
     assert alike == first.keys() - LOCAL
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_three_processes_have_the_numbers_of_one_and_notice_a_death(
     tmp_path: Path, expected: dict[str, Tensor]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from linnet.files import load_tensors
+from tests.grids import grid
 from tests.killing import start
 
 KINDS = ("adapt", "finetune", "stream")
@@ -58,7 +59,7 @@ def check(kind: str, folder: Path, moments: int) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="kills with SIGKILL")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", grid(KINDS, ("stream",)))
 def test_killed_and_resumed(kind: str, tmp_path: Path) -> None:
     check(kind, tmp_path, 2)
 

@@ -112,8 +112,9 @@ def kill(kind: str, moments: int, folder: Path) -> None:
     raise AssertionError(f"killed {killed} times")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes to kill on this system")
-@pytest.mark.parametrize("moments", [3, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("moments", [3, 20])
 @pytest.mark.parametrize("kind", ["curvature", "gram"])
 def test_killed_at_random_moments(kind: str, moments: int, tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])

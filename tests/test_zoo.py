@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from linnet.testing import oracles
 from tests import zoo
-from tests.zoo import BY_NAME, ZOO, assert_near, case
-
-every_animal = pytest.mark.parametrize("name", [animal.name for animal in ZOO])
+from tests.zoo import BY_NAME, ZOO, assert_near, case, every_animal
 
 
 def flat_parameters(model: nn.Module) -> list[nn.Parameter]:

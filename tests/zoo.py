@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import linnet
 from linnet.testing.oracles import jacobian_oracle, output_oracle
 from tests import zoo_modules, zoo_sequences
+from tests.grids import grid
 
 #: torch.func.jvp fails on the network as it is built.
 NO_FORWARD_AD = "no forward-mode differentiation"
@@ -223,6 +225,28 @@ ZOO: tuple[Animal, ...] = (
     Animal("structured-output", zoo_modules.Structured, _real(6), 4),
     Animal("dict-output", zoo_modules.Named, _real(6), 3, _scores),
 )  # fmt: skip
+
+#: One animal a mechanism, and every trait: what each run takes of a grid over the zoo.
+OFTEN = (
+    "mlp-tanh",
+    "lenet",
+    "resnet-batchnorm",
+    "mobilenet",
+    "encoder-batch-second",
+    "causal-sdpa",
+    "gpt2-eager",
+    "lstm",
+    "tied-linears",
+    "sliced-weight",
+    "plain-arithmetic",
+    "weight-norm",
+    "lora",
+    "dropout-train",
+    "gated",
+    "structured-output",
+)
+
+every_animal = pytest.mark.parametrize("name", grid([animal.name for animal in ZOO], OFTEN))
 
 BY_NAME: dict[str, Animal] = {animal.name: animal for animal in ZOO}
 

@@ -300,6 +300,7 @@ def test_an_interrupted_run_keeps_its_settings(
     assert (wall / "run.yaml").exists()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_ctrl_c_ends_with_one_line(tmp_path: Path) -> None:
     process = subprocess.Popen(

@@ -204,7 +204,13 @@ class Shared(nn.Module):
         return self.layer(x) + 0 * self.again.bias
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 1), Shared], ids=["by outputs", "by weights"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: nn.Linear(3, 1), id="by outputs"),
+        pytest.param(Shared, id="by weights", marks=pytest.mark.long),
+    ],
+)
 def test_factorized_gaussian_of_a_linear_model_is_the_mean_field_optimum(make: Any) -> None:
     x, y = real(40, 3), real(40, 1, seed=1)
     found = factorized_gaussian(

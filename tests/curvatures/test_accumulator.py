@@ -383,6 +383,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
         torch.save(found, folder / f"rank{rank}.pt")
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_two_processes_average_like_one(tmp_path: Path) -> None:
     run_ranks(__file__, tmp_path)

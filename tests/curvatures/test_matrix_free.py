@@ -33,7 +33,7 @@ from tests.curvatures.matrix_free_cases import (
     own_shape,
     targets_of,
 )
-from tests.zoo import BY_NAME, ZOO, assert_near, case, joined, rows
+from tests.zoo import BY_NAME, assert_near, case, every_animal, joined, rows
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def by_tangents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_rows_pay", lambda f, x, c, k: products.jvp_path(f, x)[0] == "rows")
 
 
-@pytest.mark.parametrize("name", [animal.name for animal in ZOO])
+@every_animal
 def test_gauss_newton_is_right_for_every_network(name: str) -> None:
     v = case(name).direction(1, columns=3)
     for family in families(name):
@@ -54,7 +54,7 @@ def test_gauss_newton_is_right_for_every_network(name: str) -> None:
         assert operator.passes == 1
 
 
-@pytest.mark.parametrize("name", [animal.name for animal in ZOO])
+@every_animal
 @pytest.mark.usefixtures("by_tangents")
 def test_gauss_newton_by_tangents_is_right_for_every_network(name: str) -> None:
     v = case(name).direction(1, columns=2)
@@ -65,7 +65,7 @@ def test_gauss_newton_by_tangents_is_right_for_every_network(name: str) -> None:
 
 
 @pytest.mark.parametrize("contract", [True, False])
-@pytest.mark.parametrize("name", [animal.name for animal in ZOO])
+@every_animal
 def test_contracted_equals_formed(name: str, contract: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_contracting_pays", lambda *_: contract)
     monkeypatch.setattr(products, "_part_size", lambda *_: 3)

@@ -52,6 +52,7 @@ def test_a_process_alone() -> None:
     assert bool((ones == 1).all())
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_two_ranks_multiply_like_one(tmp_path: Path) -> None:
     run_ranks(__file__, tmp_path)

@@ -25,6 +25,8 @@ from experiments.continual.streams import classes, fitted, flat_parts, permuted
 from experiments.continual.training import METHODS, Training, run_stream
 from experiments.sources import Images
 
+pytestmark = pytest.mark.long
+
 SHAPES = {"eurosat_1000_500": (40, 40, 3), "cifar10_10k_5k": (32, 32, 3), "notmnist_test10k": (28, 28)}
 
 

@@ -23,6 +23,8 @@ from experiments.fast_adaptation import (
 from experiments.fast_adaptation.networks import PreResNet, face_network
 from linnet.errors import DataError
 
+pytestmark = pytest.mark.long
+
 
 def result(out: Path) -> list[dict[str, object]]:
     """The cells that a study has published."""

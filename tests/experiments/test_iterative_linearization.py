@@ -24,6 +24,8 @@ from experiments.iterative_linearization.networks import lenet, resnet18
 from experiments.iterative_linearization.training import Plan, Split, train
 from experiments.sources import Images
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def pictures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ from experiments.kernels import (
 from experiments.lqf.tasks import Pair
 from experiments.sources import Images
 
+pytestmark = pytest.mark.long
+
 GRAY = ("mnist", "fashion_mnist")
 
 

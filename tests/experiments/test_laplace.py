@@ -21,6 +21,8 @@ from experiments.laplace import (
 )
 from linnet.testing.hmc import network_posterior
 
+pytestmark = pytest.mark.long
+
 SMALL = [
     "--width", "16", "--train", "300", "--validation", "50", "--test", "60", "--letters", "60",
     "--epochs", "2", "--ffg-epochs", "1", "--samples", "3",

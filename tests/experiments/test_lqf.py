@@ -25,6 +25,8 @@ from experiments.lqf import (
 )
 from experiments.sources import HALF, Images
 
+pytestmark = pytest.mark.long
+
 PAIR = tasks.Pair("small", "stripes", 8, 5)
 
 

@@ -16,6 +16,8 @@ from experiments.optimizer.curves import curves
 from experiments.optimizer.training import grid, loss_at
 from experiments.sources import Images
 
+pytestmark = pytest.mark.long
+
 WIDTHS = ["--widths", "6", "4", "3"]
 
 

@@ -19,6 +19,7 @@ from linnet.linalg import Dense
 from linnet.tangent import jacobian
 from linnet.testing.oracles import ridge_oracle
 from tests.fitting.problems import flat, near, network, peak_bytes, problem, real, refused
+from tests.grids import grid
 
 
 def test_ridge_changes_the_solution() -> None:
@@ -346,7 +347,7 @@ def test_data_of_every_kind(float64: torch.dtype) -> None:
         near(flat(linnet.fit(p.lin, data).delta), expected, 1e-12)
 
 
-@pytest.mark.parametrize("preconditioner", ["auto", "none", "ekfac"])
+@pytest.mark.parametrize("preconditioner", grid(("auto", "none", "ekfac"), ("auto",)))
 def test_stochastic_gradients_end_at_the_same_weights(preconditioner: str) -> None:
     """More examples than a first batch: batches grow until the residual certifies the optimum."""
     p = problem(n=60)

@@ -366,6 +366,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long
 def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__]

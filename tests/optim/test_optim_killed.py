@@ -78,6 +78,7 @@ def start(folder: Path, pause: float) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, __file__, str(folder), str(pause)], env=environment)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no signal 9 on this system")
 def test_killed_runs_end_with_the_same_bits(tmp_path: Path) -> None:
     folder = tmp_path / "killed"

@@ -15,7 +15,7 @@ import linnet
 from linnet.errors import DataError, InputError, MemoryBudgetError, ModelError
 from linnet.testing.oracles import kernel_oracle
 from tests.fitting.problems import near, network, problem, real, refused
-from tests.zoo import ZOO, case, linearize
+from tests.zoo import case, every_animal, linearize
 
 ONE = problem(n=9, outputs=1, classes=False)
 MANY = problem(n=9, outputs=3, classes=False)
@@ -67,7 +67,7 @@ def test_with_one_output_the_kernels_agree(outputs: Kind) -> None:
     near(linnet.spectrum.alignment(ONE.model, (ONE.x, f), outputs), by_kernel(ONE.j, f, "trace"))
 
 
-@pytest.mark.parametrize("name", [animal.name for animal in ZOO])
+@every_animal
 def test_any_network(name: str) -> None:
     known = case(name)
     c = known.j1.shape[1]

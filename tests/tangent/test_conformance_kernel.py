@@ -9,9 +9,8 @@ import torch
 
 import linnet
 from linnet.testing.oracles import kernel_oracle
-from tests.zoo import ZOO, assert_near, case, joined, linearize, linearized, rows, set_delta
+from tests.zoo import assert_near, case, every_animal, joined, linearize, linearized, rows, set_delta
 
-every_animal = pytest.mark.parametrize("name", [animal.name for animal in ZOO])
 Outputs = Literal["full", "trace", "diagonal", "sum"]
 OUTPUTS: tuple[Outputs, ...] = ("full", "trace", "diagonal", "sum")
 

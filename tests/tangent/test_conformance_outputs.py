@@ -6,9 +6,18 @@ import pytest
 import torch
 
 import linnet
-from tests.zoo import BY_NAME, ZOO, assert_near, case, flat, linearize, linearized, named, rows, set_delta
-
-every_animal = pytest.mark.parametrize("name", [animal.name for animal in ZOO])
+from tests.zoo import (
+    BY_NAME,
+    assert_near,
+    case,
+    every_animal,
+    flat,
+    linearize,
+    linearized,
+    named,
+    rows,
+    set_delta,
+)
 
 
 @every_animal

@@ -11,9 +11,7 @@ from torch import nn
 
 import linnet
 from linnet.testing.oracles import jacobian_oracle, kernel_oracle
-from tests.zoo import BY_NAME, ZOO, Case, assert_near, case, flat
-
-every_animal = pytest.mark.parametrize("name", [animal.name for animal in ZOO])
+from tests.zoo import BY_NAME, Case, assert_near, case, every_animal, flat
 
 
 def check(expected: Case, params: Any, names: list[str], model: nn.Module | None = None) -> None:

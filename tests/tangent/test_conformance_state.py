@@ -6,15 +6,12 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import linnet
 from linnet.testing.oracles import jacobian_oracle, output_oracle
-from tests.zoo import ZOO, Case, assert_near, case, flat, linearize, set_delta
-
-every_animal = pytest.mark.parametrize("name", [animal.name for animal in ZOO])
+from tests.zoo import Case, assert_near, case, every_animal, flat, linearize, set_delta
 
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",

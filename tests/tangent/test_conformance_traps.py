@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.testing.oracles import jacobian_oracle, kernel_oracle, output_oracle
+from tests.grids import grid
 from tests.zoo import assert_near, case, flat, linearize, rows, set_delta
 
 
@@ -446,7 +447,11 @@ def test_complex_parameters_are_not_dropped_in_silence() -> None:
 
 @pytest.mark.parametrize("outputs", ["full", "trace", "diagonal", "sum"])
 @pytest.mark.parametrize(
-    "name", ["lenet", "mobilenet", "vit-mha", "bert-eager", "tied-embedding", "plain-arithmetic"]
+    "name",
+    grid(
+        ("lenet", "mobilenet", "vit-mha", "bert-eager", "tied-embedding", "plain-arithmetic"),
+        ("lenet", "plain-arithmetic"),
+    ),
 )
 def test_every_memory_budget_gives_the_same_kernel_or_a_clear_refusal(name: str, outputs: Any) -> None:
     expected = case(name)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.testing.oracles import ridge_oracle
+from tests.grids import grid
 from tests.ranks import one_of_ranks, run_ranks
 from tests.zoo import assert_near, case, flat, linearize, named, rows, set_delta
 
@@ -157,7 +158,10 @@ def test_two_ranks_train_like_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("mlp-tanh", "inductor"), ("resnet-batchnorm", "aot_eager"), ("causal-sdpa", "aot_eager")],
+    grid(
+        [("mlp-tanh", "inductor"), ("resnet-batchnorm", "aot_eager"), ("causal-sdpa", "aot_eager")],
+        ("causal-sdpa",),
+    ),
 )
 def test_compiled_equals_eager(name: str, backend: str) -> None:
     expected = case(name)

@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from linnet.app import cli
+from linnet.app.models import load_model
 from linnet.app.runs.adaptation import choose_head
 from linnet.app.runs.folder import load_run, load_test
 from linnet.errors import FileFormatError
 from linnet.files import load_tensors
 from tests.app.runs.small_tasks import write_folder, write_nets, write_pictures, write_table
+from tests.grids import grid
 
 RUN_FILES = {
     "model.safetensors", "nested-fit.safetensors", "samples.safetensors", "run.json",
@@ -32,15 +34,8 @@ def adapt(
     folder: Path, *words: str, model: str = "conv", data: str = "pictures.npz", out: str = "run"
 ) -> int:
     """Run the command in a folder."""
-    given = [
-        "--model",
-        f"{folder / 'nets.py'}:{model}",
-        "--data",
-        str(folder / data),
-        "--out",
-        str(folder / out),
-    ]
-    return cli.main(["adapt", *given, *words])
+    given = ["--model", f"{folder / 'nets.py'}:{model}", "--data", str(folder / data)]
+    return cli.main(["adapt", *given, "--out", str(folder / out), *words])
 
 
 def result(run: Path) -> dict:  # type: ignore[type-arg]
@@ -108,7 +103,7 @@ def test_options_change_the_outcome(folder: Path, capsys: pytest.CaptureFixture[
     }
 
 
-@pytest.mark.parametrize("criterion", ["gcv", "evidence"])
+@pytest.mark.parametrize("criterion", grid(("gcv", "evidence"), ("evidence",)))
 def test_other_criteria(folder: Path, criterion: str) -> None:
     assert adapt(folder, "--ridge", criterion) == 0
     found = result(folder / "run")
@@ -152,9 +147,9 @@ def test_a_probe_head_starts_at_zero(folder: Path) -> None:
     assert cli.main(["predict", "--run", str(folder / "run"), "--data", str(folder / "pictures.npz")]) == 0
 
 
-@pytest.mark.parametrize("more", [[], ["--head", "probe", "--params", "3"], ["--loss", "cross-entropy"]])
-def test_a_ridge_in_the_metric_of_the_curvature(folder: Path, more: list[str]) -> None:
-    assert adapt(folder, "--metric", "kfac", *more) == 0
+@pytest.mark.parametrize("more", grid(("", "--head probe --params 3", "--loss cross-entropy"), ("",)))
+def test_a_ridge_in_the_metric_of_the_curvature(folder: Path, more: str) -> None:
+    assert adapt(folder, "--metric", "kfac", *more.split()) == 0
     found, run = result(folder / "run"), load_run(folder / "run")
     assert ("by evidence" in found["fit"]["reasons"]["ridge"]) == run.origin.centered
     assert any("metric" in choice["what"] for choice in found["report"]["choices"])
@@ -183,36 +178,50 @@ def test_nothing_is_decomposed_when_a_run_is_opened(folder: Path, monkeypatch: p
     assert run.fit.predict(run.fit.x).isfinite().all()
 
 
-def test_the_metric_is_chosen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken(*words: str, model: str = "conv") -> tuple[bool, str]:
-        given = ("--overwrite", "--method", "linear")
-        assert adapt(folder, *given, *words, model=model) == 0
-        metric = load_run(folder / "run").origin.metric
-        return metric is not None, result(folder / "run")["fit"]["reasons"]["metric"]
+def metric_taken(folder: Path, *words: str) -> tuple[bool, str]:
+    """Whether a run holds weights by the metric, and the reason that it tells."""
+    assert adapt(folder, "--overwrite", "--method", "linear", *words) == 0
+    metric = load_run(folder / "run").origin.metric
+    return metric is not None, result(folder / "run")["fit"]["reasons"]["metric"]
 
+
+def test_the_metric_is_chosen(folder: Path) -> None:
+    taken = partial(metric_taken, folder)
     why = "weights that move the outputs far are held more; ahead on every pair of a study"
     assert taken() == (True, why)
     assert "leave-one-out" in result(folder / "run")["fit"]["reasons"]["ridge"]  # behind a random head
+    assert taken("--ridge", "2.5") == (False, "the ridge that is given is that of all weights alike")
+
+
+@pytest.mark.long
+def test_the_metric_beside_other_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = partial(metric_taken, folder)
     probe = ("--head", "probe")
     assert taken(*probe)[0]
     assert "by evidence" in result(folder / "run")["fit"]["reasons"]["ridge"]
     assert taken(*probe, "--ridge", "loo")[0]
     assert taken(*probe, "--metric", "none") == (False, "asked for")
     assert taken(*probe, "--cross-fit", "2")[1].startswith("every fold")
-    assert taken("--ridge", "2.5") == (False, "the ridge that is given is that of all weights alike")
     assert taken("--solver", "cg")[1] == "conjugate gradients are preconditioned instead"
     monkeypatch.setattr("linnet.app.runs.metrics.SMALL", 0.0)
     assert taken(*probe)[1] == "its eigenvectors would take longer than the kernel"
 
 
-def test_the_method_is_chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ([], ["--weight", "0.4"], ["--ridge", "0.1", "--method", "nested"]):
-        assert adapt(folder, "--overwrite", *words) == 0
-        assert load_run(folder / "run").origin.heads is not None
-    assert result(folder / "run")["fit"]["ridge"] == 0.1
-    for words in (["--head", "random"], ["--ridge", "gcv"], ["--params", "^3"], ["--method", "linear"]):
-        assert adapt(folder, "--overwrite", *words) == 0
-        assert load_run(folder / "run").origin.heads is None
+NESTED = [["--weight", "0.4"], ["--ridge", "0.1", "--method", "nested"]]
+LINEAR = [["--head", "random"], ["--ridge", "gcv"], ["--params", "^3"], ["--method", "linear"]]
+
+
+@pytest.mark.parametrize("words", grid(NESTED + LINEAR, [["--method", "linear"]]))
+def test_the_method_is_chosen(folder: Path, words: list[str]) -> None:
+    assert adapt(folder, *words) == 0
+    assert (load_run(folder / "run").origin.heads is not None) == (words in NESTED)
+    if "0.1" in words:
+        assert result(folder / "run")["fit"]["ridge"] == 0.1
+
+
+def test_nested_beside_other_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert adapt(folder) == 0
+    assert load_run(folder / "run").origin.heads is not None
     for words in (["--head", "random"], ["--cross-fit", "3"], ["--solver", "cg"], ["--ridge", "gcv"]):
         assert adapt(folder, "--method", "nested", "--overwrite", *words) == 2
         assert f"{words[0][2:].replace('-', '_')} is given with method nested" in capsys.readouterr().err
@@ -416,7 +425,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.skipif(os.name != "posix", reason="kills with SIGKILL")
 @pytest.mark.parametrize(
-    ("width", "memory", "metric"), [(300, "1500kB", "none"), (300, "1500kB", "auto"), (40, "640kB", "kfac")]
+    ("width", "memory", "metric"),
+    grid(
+        [(300, "1500kB", "auto"), (300, "1500kB", "none"), (40, "640kB", "kfac")], [(300, "1500kB", "auto")]
+    ),
 )
 def test_a_killed_run_resumes_to_the_same_result(
     width: int, memory: str, metric: str, folder: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
@@ -534,8 +546,6 @@ def test_bad_networks(folder: Path, model: str, what: str, capsys: pytest.Captur
 
 
 def test_bad_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from linnet.app.models import load_model
-
     state = load_model(f"{folder / 'nets.py'}:conv").state_dict()
     torch.save({**state, "extra": torch.zeros(1)}, folder / "w.pt")
     refused(folder, ["--weights", str(folder / "w.pt")], "extra", capsys)
@@ -580,8 +590,7 @@ def test_damaged_pictures_are_refused_or_named(folder: Path, capsys: pytest.Capt
 
 
 def test_check_says_what_adapt_would_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root = spoiled(folder)
-    words = ["check", "--model", f"{folder / 'nets.py'}:conv", "--data", str(root)]
+    words = ["check", "--model", f"{folder / 'nets.py'}:conv", "--data", str(spoiled(folder))]
     words += ["--size", "8", "--channels", "1"]
     assert cli.main(words) == 2  # every header is read, not those of the first samples alone
     assert "train/across/0.png" in capsys.readouterr().err

@@ -132,6 +132,7 @@ def test_what_makes_no_sense(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert "gcv" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_auto_of_what_leave_one_out_cannot_judge(folder: Path) -> None:
     assert cli.main(words(folder, "price", "--loss", "auto", data="prices.csv", net="mlp")) == 0
     assert result(folder / "price")["fit"]["reasons"]["loss"] == "a regression"
@@ -139,6 +140,7 @@ def test_auto_of_what_leave_one_out_cannot_judge(folder: Path) -> None:
     assert "a class has one sample" in result(folder / "one")["fit"]["reasons"]["loss"]
 
 
+@pytest.mark.long
 def test_the_command_itself(folder: Path) -> None:
     command = [
         sys.executable,

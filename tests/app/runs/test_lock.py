@@ -106,6 +106,7 @@ def test_the_second_process_is_told_and_the_first_finishes(
     assert cli.main(["adapt", *words(folder, "--seed", "1")]) == 0
 
 
+@pytest.mark.long
 def test_a_killed_process_leaves_no_lock(folder: Path, first: subprocess.Popen[str]) -> None:
     os.kill(first.pid, signal.SIGKILL)
     first.wait(timeout=60)
@@ -115,6 +116,7 @@ def test_a_killed_process_leaves_no_lock(folder: Path, first: subprocess.Popen[s
     assert not (folder / "run" / LOCK).exists()
 
 
+@pytest.mark.long
 def test_two_at_once_do_not_both_succeed_with_different_settings(folder: Path) -> None:
     command = [sys.executable, "-m", "linnet", "adapt"]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}

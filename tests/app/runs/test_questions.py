@@ -15,6 +15,7 @@ import torch
 from linnet.app import cli
 from linnet.app.runs.folder import load_run, load_test
 from tests.app.runs.small_tasks import pictures, write_folder, write_table
+from tests.grids import grid
 
 NAMES = ["across", "along", "slanted"]
 
@@ -302,14 +303,17 @@ def test_damaged_runs(
 
 @pytest.mark.parametrize(
     ("head", "what"),
-    [
-        (["random", "--metric", "none"], "outputs differ"),
-        (["probe", "--metric", "none"], "does not compute what it did"),
-        (["probe", "--metric", "kfac"], "is ReLU, and was Tanh"),
-    ],
+    grid(
+        [
+            (("random", "--metric", "none"), "outputs differ"),
+            (("probe", "--metric", "none"), "does not compute what it did"),
+            (("probe", "--metric", "kfac"), "is ReLU, and was Tanh"),
+        ],
+        [("random", "--metric", "none")],
+    ),
 )
 def test_a_changed_factory_is_noticed(
-    workshop: Path, tmp_path: Path, head: list[str], what: str, capsys: pytest.CaptureFixture[str]
+    workshop: Path, tmp_path: Path, head: tuple[str, ...], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(workshop / "nets.py", tmp_path / "nets.py")
     words = [
