@@ -254,30 +254,6 @@ def forbidden_names(tree: Tree, forbidden: Iterable[str]) -> list[str]:
     return [name for name in tree if set(name.split(".")) & set(forbidden)]
 
 
-def long_files(tree: Tree, limit: int) -> list[str]:
-    """Files of more lines than the limit."""
-    lengths = {source.name: len(source.text.splitlines()) for source in tree.values()}
-    return [f"{name}: {length} lines" for name, length in lengths.items() if length > limit]
-
-
-def _functions(tree: Tree) -> Iterator[tuple[str, Function]]:
-    for source in tree.values():
-        for node in source.nodes:
-            if isinstance(node, Function):
-                yield f"{source.name}:{node.lineno} {node.name}", node
-
-
-def long_functions(tree: Tree, limit: int) -> list[str]:
-    """Functions whose body, less the docstring, has more lines than the limit."""
-    breaches = []
-    for where, node in _functions(tree):
-        body = node.body[ast.get_docstring(node) is not None :]
-        length = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
-        if length > limit:
-            breaches.append(f"{where}: {length} lines")
-    return breaches
-
-
 def _classes(tree: Tree) -> Iterator[tuple[Source, ast.ClassDef]]:
     for source in tree.values():
         yield from ((source, node) for node in source.nodes if isinstance(node, ast.ClassDef))

@@ -68,8 +68,6 @@ MAY_BE_WIDE: dict[str, str] = {
     "linnet.app.runs.settings.Solving": "the options of the command line that belong together",
 }
 
-LINES_A_FILE = 600
-LINES_A_FUNCTION = 60
 PARAMETERS_A_CONSTRUCTOR = 7
 METHODS_A_CLASS = 15
 
@@ -127,14 +125,6 @@ def test_oracles_import_torch_only(package: Tree) -> None:
 
 def test_no_file_is_named_for_nothing(everything: Tree) -> None:
     assert not check.forbidden_names(everything, FORBIDDEN_NAMES)
-
-
-def test_files_are_short(everything: Tree) -> None:
-    assert not check.long_files(everything, LINES_A_FILE)
-
-
-def test_functions_are_short(everything: Tree) -> None:
-    assert not check.long_functions(everything, LINES_A_FUNCTION)
 
 
 def test_constructors_are_narrow(package: Tree) -> None:
@@ -252,15 +242,6 @@ def test_finds_names_for_nothing() -> None:
     assert check.forbidden_names(make_tree(a__utils="", utils__a="", basement=""), ["utils"]) == [
         "linnet.a.utils", "linnet.utils", "linnet.utils.a",
     ]  # fmt: skip
-
-
-def test_finds_long_files_and_functions() -> None:
-    body = '    """Of any length.\n\n    Here.\n    """\n' + "    x = 1\n" * 5
-    tree = make_tree(a="def f():\n" + body)
-    assert check.long_files(tree, 9) == ["linnet.a: 10 lines"]
-    assert not check.long_files(tree, 10)
-    assert check.long_functions(tree, 4) == ["linnet.a:1 f: 5 lines"]
-    assert not check.long_functions(tree, 5)
 
 
 def test_finds_wide_constructors() -> None:

@@ -348,7 +348,7 @@ def test_temperature_is_fitted_to_left_out_predictions(solver: str) -> None:
 
     best = loss(fit.temperature)
     assert all(best <= loss(f * fit.temperature) + 1e-10 for f in (0.3, 0.8, 0.98, 1.02, 1.25, 3.0))
-    assert fit.predictive(p.x_test).temperature == fit.temperature
+    assert fit.predictive(p.x_test).targets.temperature == fit.temperature
 
 
 def test_probabilities_are_calibrated_better_than_raw_outputs() -> None:

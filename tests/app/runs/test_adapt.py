@@ -17,6 +17,7 @@ import torch
 
 from linnet.app import cli
 from linnet.app.models import load_model
+from linnet.app.runs import planning
 from linnet.app.runs.adaptation import choose_head
 from linnet.app.runs.folder import load_run, load_test
 from linnet.errors import FileFormatError
@@ -317,7 +318,7 @@ def test_what_cannot_be_tuned(
 
 def test_a_metric_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert adapt(folder, "--metric", "fisher") == 2
-    assert "one of auto, none, kfac" in capsys.readouterr().err
+    assert "auto, none or kfac" in capsys.readouterr().err
     assert adapt(folder, "--metric", "kfac", "--cross-fit", "3") == 2
     assert "a metric of its own" in capsys.readouterr().err
 
@@ -599,3 +600,28 @@ def test_check_says_what_adapt_would_do(folder: Path, capsys: pytest.CaptureFixt
     assert "data: 18 training and 18 test samples of 3 classes" in told
     assert "planned as linnet adapt takes it: 4 random heads for its head of 3 outputs" in told
     assert "linnet adapt: about" in told
+
+
+@pytest.mark.parametrize(("data", "words", "shown"), [
+    ("pictures.npz", (), "quick: 2 shots, 4 test samples"),
+    ("pictures.npz", ("--shots", "3"), "quick: 3 shots, 4 test samples"),
+    ("prices.csv", (), "quick: 16 shots, 4 test samples"),
+])  # fmt: skip
+def test_a_quick_first_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: str,
+    words: tuple[str, ...], shown: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(planning, "QUICK", 1e-9)  # no time at all: as few samples as there may be
+    monkeypatch.setattr(planning, "LEAST", 4)
+    model = "conv" if data == "pictures.npz" else "mlp"
+    assert adapt(folder, "--quick", *words, model=model, data=data) == 0
+    told = capsys.readouterr().out
+    assert shown in told
+    assert result(folder / "run")["test"] == 4
+    if data == "pictures.npz":
+        assert " ± " in next(line for line in told.splitlines() if "linear fit " in line)
+
+
+def test_quick_takes_all_samples_where_they_are_few(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert adapt(folder, "--quick") == 0
+    assert "quick: all training samples, all test samples" in capsys.readouterr().out

@@ -246,8 +246,8 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
     summary = after.fit.summary()
     result = {
         "command": command, "train_before": before.fit.n, "train": after.fit.n,
-        "scores": [asdict(row) for row in rows], "certificate": summary["certificate"],
-        "difference": change.difference, "verified": change.verified,
+        "test": 0 if task is None else len(task.test), "scores": [asdict(row) for row in rows],
+        "certificate": summary["certificate"], "difference": change.difference, "verified": change.verified,
         "removed": _named(before, change.removed), "added": _named(after, change.added),
         "seconds": change.seconds, "refit_seconds": change.refit_seconds, "fit": summary,
         "findings": list(findings), "out": str(out),

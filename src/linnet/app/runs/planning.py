@@ -1,22 +1,32 @@
-"""What `linnet adapt` would do by default, and how long it would take."""
+"""The plan of `linnet adapt`: its network, how long it takes, and how few samples a first answer needs."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from linnet.app.data import TaskData
+from linnet.app.data import TaskData, load_data
+from linnet.app.models import load_model
 from linnet.app.runs.adaptation import ended, nests
+from linnet.app.runs.normalization import normalized
 from linnet.app.runs.settings import Network, Settings, Solving, Source
 from linnet.errors import ModelError
 from linnet.fitting.head import with_head
 from linnet.nested.adapt import HEADS
 from linnet.nested.features import Features
 from linnet.tangent.functional import Functional
+from linnet.tangent.linearized import linearize
+
+QUICK = 15.0  # seconds of passes through the network for --quick, about the time that torch takes to start
+TESTED = 2  # passes of a test sample for one of a training sample: the kernel with them, and its own variance
+FEW = 8  # samples that are timed
+LEAST = 32  # test samples, whose accuracy has a standard error of at most 9 points
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +60,8 @@ class Planned:
         """
         if self.nested is None:
             return None
-        start = time.perf_counter()
-        self.nested.body(x)
-        each = (time.perf_counter() - start) / len(x)
-        return each * len(task.train), 2 * each * len(task.test)  # their kernel, and their own variances
+        each = _seconds_each(self.nested.body, x)
+        return each * len(task.train), TESTED * each * len(task.test)
 
 
 def planned(model: nn.Module, task: TaskData, x: Tensor, params: str | None) -> Planned:
@@ -85,3 +93,70 @@ def planned(model: nn.Module, task: TaskData, x: Tensor, params: str | None) -> 
         note = f"its {own} outputs are not the {outputs} classes of the data, and {error.what}"
         return Planned(model, names, note)
     return Planned(new, names, f"planned with a new head of {outputs} outputs for the old one of {own}")
+
+
+def quickened(settings: Settings) -> Settings:
+    """The settings with so few samples that a first answer takes seconds.
+
+    The time is shared between training and test samples, by the time of a few. Samples that were asked for
+    by number are kept.
+
+    Args:
+        settings: What is asked for.
+
+    Returns:
+        The settings with a number of shots and of test samples, unless all of them are few enough.
+
+    Raises:
+        LinnetError: Whatever is wrong with the network or the data.
+    """
+    source, network, solving = settings.source, settings.network, settings.solving
+    task = load_data(
+        source.path, source.transform, seed=source.seed, target=source.target, damaged=source.damaged
+    )
+    kinds = 1 if task.classes is None else len(task.classes)
+    if task.classes is None:
+        few = task.subset("train", range(min(FEW, len(task.train))))
+    else:
+        few = task.shots(1).subset("train", range(min(FEW, kinds)))
+    model = load_model(network.spec, network.weights, network.arguments).to(solving.device)
+    few = normalized(few, model, source.normalizes)
+    x = few.tensors("train")[0].to(solving.device)
+    names = solving.params if solving.params is None or isinstance(solving.params, str) else None
+    plan = planned(model, task, x, names)
+    work = plan.nested.body if plan.nested else linearize(plan.model, params=plan.params).kernel
+    each = _seconds_each(work, x)
+    smallest = len(task.train) if task.classes is None else int(np.bincount(task.train.y).min())
+    least = 16 if task.classes is None else 2  # leave-one-out compares nothing with fewer
+    shots = min(max(least, int(QUICK / 2 / each / kinds)), smallest)
+    tests = max(LEAST, int(QUICK / 2 / each / TESTED))
+    if source.shots is None and shots * kinds < len(task.train):
+        source = replace(source, shots=shots)
+    if source.tests is None and tests < len(task.test):
+        source = replace(source, tests=tests)
+    return replace(settings, source=source)
+
+
+def few_samples(source: Source) -> str:
+    """How many samples are taken, for people.
+
+    Args:
+        source: The data.
+
+    Returns:
+        A phrase.
+
+    Example:
+        >>> few_samples(Source(Path("leaves"), shots=3))
+        '3 shots, all test samples'
+    """
+    many = "all training samples" if source.shots is None else f"{source.shots} shots"
+    return f"{many}, {'all' if source.tests is None else source.tests} test samples"
+
+
+def _seconds_each(work: Callable[[Tensor], object], x: Tensor) -> float:
+    """Seconds for each sample, without what the first call alone takes."""
+    work(x[:1])
+    start = time.perf_counter()
+    work(x)
+    return (time.perf_counter() - start) / len(x)

@@ -61,7 +61,7 @@ def print_adaptation(result: dict[str, Any]) -> list[str]:
     lines = [
         f"{result['title']}: {result['train']} training and {result['test']} test samples, {task}; "
         f"{fit['parameters']:,} weights",
-        *score_table([Comparison(**row) for row in result["scores"]]),
+        *score_table([Comparison(**row) for row in result["scores"]], result["test"]),
         *([fit["reasons"]["verdict"]] if "verdict" in fit["reasons"] else []),
         *rung_table(fit.get("rungs", [])),
         *([NEXT] if fit.get("trained") is False and not fit["rungs"] else []),
@@ -112,11 +112,12 @@ def _loss(fit: dict[str, Any]) -> str:
     return str(fit.get("loss", "squared"))
 
 
-def score_table(rows: list[Comparison]) -> list[str]:
+def score_table(rows: list[Comparison], tested: int | None = None) -> list[str]:
     r"""Scores as aligned text.
 
     Args:
         rows: One a method.
+        tested: Number of test samples, for the standard error of each accuracy.
 
     Returns:
         Lines, the heading first.
@@ -125,9 +126,17 @@ def score_table(rows: list[Comparison]) -> list[str]:
         >>> print("\n".join(score_table([Comparison("linear fit", accuracy=0.9, nll=0.3)])))
                         accuracy  log loss
           linear fit      90.0 %     0.300
+        >>> print(score_table([Comparison("linear fit", accuracy=0.9)], 100)[1])
+          linear fit  90.0 ± 3.0 %
     """
+
+    def share(value: float | None) -> str:
+        if value is None or not tested:
+            return percent(value)
+        return f"{100 * value:.1f} ± {100 * (value * (1 - value) / tested) ** 0.5:.1f} %"
+
     columns = [
-        ("accuracy", "accuracy", percent),
+        ("accuracy", "accuracy", share),
         ("nll", "log loss", number),
         ("ece", "calibration error", percent),
         ("rmse", "RMSE", number),
@@ -192,7 +201,7 @@ def print_prediction(result: dict[str, Any], rows: list[dict[str, Any]]) -> list
             "  " + ", ".join(f"{name} {count}" for name, count in result["predicted"].items() if count)
         )
     if result["scores"]:
-        lines += score_table([Comparison(**row) for row in result["scores"]])
+        lines += score_table([Comparison(**row) for row in result["scores"]], result["samples"])
     lines += [f"note: {text}" for text in result["findings"]]
     return [*lines, *written(Path(result["out"]))]
 
@@ -214,7 +223,7 @@ def print_change(result: dict[str, Any]) -> list[str]:
         *lines_of(result[key]),
     ]
     if result["scores"]:
-        lines += score_table([Comparison(**row) for row in reversed(result["scores"])])
+        lines += score_table([Comparison(**row) for row in reversed(result["scores"])], result.get("test"))
     what = "norm of the gradient" if _loss(result["fit"]) == "cross-entropy" else "residual of the equations"
     lines.append(f"certificate: relative {what} {result['certificate']:.1e}")
     if result["difference"] is not None:
