@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import NumericalError
+from linnet.fitting.newton import STEPS, Direction, NewtonMethod
 from linnet.fitting.softmax_loss import ClassLoss
 from linnet.linalg.factorize import cholesky, require_finite
 
@@ -32,30 +33,7 @@ ARRIVED = 1e-16  # dᵀHd relative to the objective: the step d leaves the squar
 STALLED = (
     1e-6  # gradient up to which an answer at the limit of its precision is taken; the certificate says it
 )
-STEPS = 100  # of Newton's method
-SHRINK = 0.5  # of the step, when the objective does not fall enough
-ENOUGH = 1e-4  # share of the slope by which it must fall (Armijo)
-HALVINGS = 60
 COLUMNS = 1024  # columns of the kernel solved for at once
-
-
-def sufficient(value: float, before: float, slope: float, rounding: float) -> bool:
-    """Whether a step lowers the objective enough, up to its rounding.
-
-    Args:
-        value: The objective after the step.
-        before: The objective before.
-        slope: Its derivative along the whole step, negative.
-        rounding: What the two values may be off.
-
-    Returns:
-        Whether Armijo's condition holds.
-
-    Example:
-        >>> sufficient(1.0, 2.0, slope=-1.5, rounding=0.0), sufficient(3.0, 2.0, slope=-1.5, rounding=0.0)
-        (True, False)
-    """
-    return math.isfinite(value) and value <= before + ENOUGH * slope + rounding
 
 
 def one_newton_step(own: Tensor, rest: Tensor, roots: Tensor, gradient: Tensor) -> Tensor:
@@ -75,7 +53,7 @@ def one_newton_step(own: Tensor, rest: Tensor, roots: Tensor, gradient: Tensor) 
     return gradient + (roots @ solved)[:, :, 0]
 
 
-class SoftmaxDual:
+class SoftmaxDual(NewtonMethod):
     """K, f₀, y and ρ with the optimal β, and what follows from the Hessian there.
 
     Args:
@@ -108,7 +86,6 @@ class SoftmaxDual:
         self._curvature: tuple[Tensor, Tensor] | None = None
         self._own: Tensor | None = None
         self._unexplained: Tensor | None = None
-        self._decrement = math.inf
         require_finite(kernel, "kernel")
         require_finite(self.base, "outputs f₀")
         self._scale = self._norm(self._product(loss.gradient(self.base)), loss.gradient(self.base))
@@ -117,7 +94,14 @@ class SoftmaxDual:
             self.beta = torch.zeros_like(self.base)
         self.outputs = self.base + self._product(self.beta)
         self.steps, self.objective = 0, [self._value(self.beta)]
-        self._solve()
+        reached, stalled = self.descend(TOLERANCE, ARRIVED)
+        if stalled and reached > STALLED:
+            raise NumericalError(
+                f"Newton's method for the cross-entropy stopped after {self.steps} steps with a gradient "
+                f"of {reached:.1e} of the one at the start",
+                expected=f"at most {STALLED:g}",
+                remedy=f"raise max_steps=, take a ridge above {self.ridge:g}, or the network in float64",
+            )
 
     # -- Newton's method -------------------------------------------------------------------------
 
@@ -146,50 +130,36 @@ class SoftmaxDual:
         r = self.gradient + self.ridge * self.beta
         return self._norm(self._product(r), r) / self._scale if self._scale else 0.0
 
-    def _solve(self) -> None:
-        """Newton steps until the gradient has vanished, or a step has that is too short to leave any."""
-        while self._scale > 0 and self.certificate() > TOLERANCE:
-            stepped = self.steps < min(self.max_steps, STEPS) and self._step()
-            if stepped and self._decrement > ARRIVED * abs(self.objective[-1]):
-                continue
-            reached = self.certificate()
-            if stepped or reached <= STALLED:
-                return
-            raise NumericalError(
-                f"Newton's method for the cross-entropy stopped after {self.steps} steps with a gradient "
-                f"of {reached:.1e} of the one at the start",
-                expected=f"at most {STALLED:g}",
-                remedy=f"raise max_steps=, take a ridge above {self.ridge:g}, or the network in float64",
-            )
+    def total_loss(self, outputs: Tensor) -> float:
+        """Σ ℓ_i at outputs."""
+        return float(self.loss.losses(outputs).sum())
 
-    def _step(self) -> bool:
-        """One Newton step with a line search; False if the objective falls no more."""
+    def spent(self) -> bool:
+        """Whether no further step may be taken."""
+        return self.steps >= min(self.max_steps, STEPS)
+
+    def reached(self) -> float:
+        """The certificate."""
+        return self.certificate()
+
+    def direction(self, reached: float) -> Direction:
+        """Newton's direction by a Cholesky factor; its squares are those in the norm of the kernel."""
         r = self.gradient + self.ridge * self.beta
         d = self._direction(r)
         product, change = self.outputs - self.base, self._product(d)
-        slope = float((r * change).sum())
-        if not slope < 0:
-            return False
-        self._decrement = -slope
-        # ½ρ (β + td)ᵀK(β + td) = ½ρ (βᵀKβ + 2t dᵀKβ + t² dᵀKd)
-        terms = [float((a * b).sum()) for a, b in ((self.beta, product), (d, product), (d, change))]
-        before = float(self.loss.losses(self.outputs).sum()) + 0.5 * self.ridge * terms[0]
-        size = abs(before) + self.ridge * float((self.beta * product).abs().sum())
-        rounding, t = 16 * torch.finfo(d.dtype).eps * size, 1.0
-        for _ in range(HALVINGS):
-            outputs = self.outputs + t * change
-            square = terms[0] + 2 * t * terms[1] + t * t * terms[2]
-            value = float(self.loss.losses(outputs).sum()) + 0.5 * self.ridge * square
-            if sufficient(value, before, t * slope, rounding):
-                break
-            t *= SHRINK
-        else:
-            return False
-        self.beta = self.beta + t * d
-        self.outputs = self.base + self._product(self.beta)  # anew, so that no rounding piles up
-        self.steps += 1
+        own, mixed, square = (
+            float((u * v).sum()) for u, v in ((self.beta, product), (d, product), (d, change))
+        )
+        size = self.total_loss(self.outputs) + 0.5 * self.ridge * own
+        size = abs(size) + self.ridge * float((self.beta * product).abs().sum())
+        rounding = 16 * torch.finfo(d.dtype).eps * size
+        return Direction(d, change, float((r * change).sum()), (own, mixed, square), rounding)
+
+    def move(self, t: float, direction: Direction, value: float) -> None:
+        """Go t of the direction; the outputs are made anew, so that no rounding piles up."""
+        self.beta = self.beta + t * direction.step
+        self.outputs = self.base + self._product(self.beta)
         self.objective.append(value)
-        return True
 
     def _direction(self, r: Tensor) -> Tensor:
         """Newton's direction d = −(r − L B⁻¹ Lᵀ K r)/ρ."""

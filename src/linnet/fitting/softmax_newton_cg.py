@@ -20,6 +20,7 @@ from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.stream import Batches
 from linnet.errors import NumericalError
 from linnet.fitting.fit_preconditioner import FEW, RANK, TRIAL, Cast
+from linnet.fitting.newton import FORCING, STEPS, Direction, NewtonMethod
 from linnet.fitting.primal import (
     STAGNATED,
     CGSettings,
@@ -28,15 +29,7 @@ from linnet.fitting.primal import (
     require_digits,
     solve_columns,
 )
-from linnet.fitting.softmax_dual import (
-    HALVINGS,
-    SHRINK,
-    STALLED,
-    STEPS,
-    SoftmaxDual,
-    one_newton_step,
-    sufficient,
-)
+from linnet.fitting.softmax_dual import STALLED, SoftmaxDual, one_newton_step
 from linnet.fitting.softmax_loss import ClassLoss
 from linnet.linalg.operator import LinearOperator
 from linnet.progress import track
@@ -45,8 +38,6 @@ from linnet.tangent.batch import Inputs, batch_size, concatenate, split, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram
 from linnet.tangent.jacobian import JacobianOperator, jvp_columns, vjp_columns
-
-FORCING = 0.1  # the first systems are solved to a tenth, later ones to the root of the gradient left
 
 
 class SoftmaxHessian(LinearOperator):
@@ -79,7 +70,7 @@ class SoftmaxHessian(LinearOperator):
         return self
 
 
-class SoftmaxPrimal:
+class SoftmaxPrimal(NewtonMethod):
     """The optimal δ found by Newton's method with conjugate gradients, and solves with its Hessian.
 
     Args:
@@ -124,7 +115,9 @@ class SoftmaxPrimal:
             self.delta = start[0].clone()
         self.outputs = self._evaluate()
         self.steps = self.products = 0
-        self.objective = [self._value(self.outputs, self.delta)]
+        penalty = 0.5 * self.ridge * float(self.delta.double().square().sum())
+        self.objective = [self.total_loss(self.outputs) + penalty]
+        self._pulled = self.delta
         self._relative = self._solve()
         self.beta = -self.gradient / self.ridge
 
@@ -142,11 +135,9 @@ class SoftmaxPrimal:
         """Outputs f = f₀ + Jδ."""
         return self.base + self._push(self.delta) if bool(self.delta.any()) else self.base.clone()
 
-    def _value(self, outputs: Tensor, delta: Tensor) -> float:
-        """Σ ℓ_i + ½ ρ‖δ‖²."""
-        return float(self.loss.losses(outputs).sum()) + 0.5 * self.ridge * float(
-            delta.double().square().sum()
-        )
+    def total_loss(self, outputs: Tensor) -> float:
+        """Σ ℓ_i at outputs."""
+        return float(self.loss.losses(outputs).sum())
 
     @property
     def gradient(self) -> Tensor:
@@ -162,49 +153,45 @@ class SoftmaxPrimal:
         """‖∇‖ at the solution over ‖∇‖ at δ = 0."""
         return self._relative
 
+    def spent(self) -> bool:
+        """Whether no further step may be taken."""
+        return self.steps >= STEPS or self.products >= self.settings.max_steps
+
+    def reached(self) -> float:
+        """The norm of the gradient, which is kept for the direction, over that at δ = 0."""
+        self._pulled = self._pull(self.gradient) + self.ridge * self.delta
+        return float(self._pulled.double().norm()) / self._scale
+
+    def direction(self, reached: float) -> Direction:
+        """Newton's direction by conjugate gradients."""
+        d = self._direction(self._pulled, reached)
+        wide, along = self.delta.double(), d.double()
+        squares = float(wide.square().sum()), float(wide @ along), float(along.square().sum())
+        slope = float(self._pulled.double() @ along)
+        rounding = 16 * torch.finfo(self.function.dtype).eps * abs(self.objective[-1])
+        return Direction(d, self._push(d), slope, squares, rounding)
+
+    def move(self, t: float, direction: Direction, value: float) -> None:
+        """Go t of the direction."""
+        self.delta = self.delta + t * direction.step
+        self.outputs = self.outputs + t * direction.change
+        self.objective.append(value)
+
     def _solve(self) -> float:
         """Newton steps until the gradient is below the tolerance; its relative norm."""
         if self._scale == 0:
             return 0.0
-        precise = self.function.dtype == torch.float64
-        enough = STALLED if precise else STAGNATED
-        while True:
-            gradient = self._pull(self.gradient) + self.ridge * self.delta
-            reached = float(gradient.double().norm()) / self._scale
-            if reached <= self.settings.tolerance:
-                return reached
-            limit = self.steps >= STEPS or self.products >= self.settings.max_steps
-            if limit or not self._step(gradient, reached):
-                if reached <= enough:
-                    return reached
-                raise NumericalError(
-                    f"Newton's method for the cross-entropy stopped after {self.steps} steps and "
-                    f"{self.products} of conjugate gradients with a gradient of {reached:.1e} of the one at "
-                    "the start",
-                    expected=f"at most {self.settings.tolerance:g}",
-                    remedy=f'take solver="dual", a ridge larger than {self.ridge:g}, or raise max_steps=',
-                )
-
-    def _step(self, gradient: Tensor, reached: float) -> bool:
-        """One Newton step with a line search; False if the objective falls no more."""
-        d = self._direction(gradient, reached)
-        slope = float((gradient.double() * d.double()).sum())
-        if not slope < 0:
-            return False
-        change, before, t = self._push(d), self.objective[-1], 1.0
-        rounding = 16 * torch.finfo(self.function.dtype).eps * abs(before)
-        for _ in range(HALVINGS):
-            value = self._value(self.outputs + t * change, self.delta + t * d)
-            if sufficient(value, before, t * slope, rounding):
-                break
-            t *= SHRINK
-        else:
-            return False
-        self.delta = self.delta + t * d
-        self.outputs = self.outputs + t * change
-        self.steps += 1
-        self.objective.append(value)
-        return True
+        reached, stalled = self.descend(self.settings.tolerance)
+        enough = STALLED if self.function.dtype == torch.float64 else STAGNATED
+        if stalled and reached > enough:
+            raise NumericalError(
+                f"Newton's method for the cross-entropy stopped after {self.steps} steps and "
+                f"{self.products} of conjugate gradients with a gradient of {reached:.1e} of the one at "
+                "the start",
+                expected=f"at most {self.settings.tolerance:g}",
+                remedy=f'take solver="dual", a ridge larger than {self.ridge:g}, or raise max_steps=',
+            )
+        return reached
 
     def _direction(self, gradient: Tensor, reached: float) -> Tensor:
         """The Newton direction, as precise as the gradient deserves; the preconditioner is made at need."""

@@ -80,8 +80,8 @@ class Features:
             )
         self.heads, self.seed, self.width = heads, seed, old.in_features
         self.layer, self.trained = name, trained
-        self.model = with_random_heads(model, heads, seed)
-        self.function = Functional(self.model, body)
+        self.function = Functional(with_random_heads(model, heads, seed), body)
+        self.model = self.function.model
 
     @property
     def space(self) -> ParameterSpace:

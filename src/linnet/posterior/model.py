@@ -16,6 +16,7 @@ from linnet.curvatures.ggn import SummedOperator
 from linnet.curvatures.products import weighted
 from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import NumericalError
+from linnet.fitting.newton import FORCING, Direction, NewtonMethod
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.likelihoods.probabilities import warn_of_probabilities
 from linnet.memory import parse_bytes
@@ -28,8 +29,6 @@ BLOCK = 128  # examples at once
 SHARE = 0.25  # of the memory budget that J may take: kept, a product costs what it takes to read it
 MOST = 4 << 30  # bytes that it may take
 CG_STEPS = 500  # of one Newton step, at most
-HALVINGS = 50
-ARMIJO = 1e-4
 
 
 class LinearModel:
@@ -180,12 +179,69 @@ class Optimum:
     steps: int
 
 
-def maximize(model: LinearModel, precision: float, tolerance: float, max_steps: int) -> Optimum:
-    """Minimize Φ by Newton's method, each system solved by conjugate gradients.
+class MostProbable(NewtonMethod):
+    """The minimum of Φ, each of Newton's systems solved by conjugate gradients.
 
-    Every system is solved to the relative residual min(0.1, √(‖∇Φ‖/‖∇Φ(0)‖)), which makes the convergence
-    superlinear (Nocedal and Wright 2006, theorem 7.2); outputs are linear in δ, so that a line search
-    costs one product J d and no further passes of the network.
+    Args:
+        model: The linear model and its data.
+        precision: λ.
+        max_steps: Largest number of Newton steps.
+    """
+
+    def __init__(self, model: LinearModel, precision: float, max_steps: int) -> None:
+        function = model.function
+        self.model, self.ridge, self.max_steps = model, precision, max_steps
+        self.delta = torch.zeros(function.space.dim, dtype=function.dtype, device=function.device)
+        self.outputs, self.steps = model.f0, 0
+        self.objective = [self.total_loss(self.outputs)]
+        self._gradient = model.gradient(self.outputs)
+        self.norm = self.first = float(self._gradient.double().norm())
+
+    def total_loss(self, outputs: Tensor) -> float:
+        """The negative log-likelihood of the data."""
+        return float(self.model.nll(outputs))
+
+    def spent(self) -> bool:
+        """Whether no further step may be taken."""
+        return self.steps >= self.max_steps
+
+    def reached(self) -> float:
+        """‖∇Φ‖ over that at δ = 0."""
+        if self.steps:
+            self._gradient = self.model.gradient(self.outputs) + self.ridge * self.delta
+            self.norm = float(self._gradient.double().norm())
+        return self.norm / self.first if self.first else 0.0
+
+    def direction(self, reached: float) -> Direction:
+        """Newton's direction; systems are solved so far that it converges superlinearly.
+
+        Args:
+            reached: ‖∇Φ‖ over that at δ = 0.
+
+        Returns:
+            The direction.
+
+        Source:
+            Nocedal and Wright 2006, theorem 7.2: to the relative residual √(‖∇Φ‖/‖∇Φ(0)‖).
+        """
+        hessian = self.model.curvature(self.outputs).damped(self.ridge)
+        forcing = min(FORCING, reached**0.5)
+        d = cg(hessian, -self._gradient, tolerance=forcing, max_steps=CG_STEPS).value
+        assert isinstance(d, Tensor), "in the kind of the gradient"
+        wide, along = self.delta.double(), d.double()
+        squares = float(wide.square().sum()), float(wide @ along), float(along.square().sum())
+        slope, rounding = float(self._gradient.double() @ along), 1e-13 * abs(self.objective[-1])
+        return Direction(d, self.model.tangent(d), slope, squares, rounding)
+
+    def move(self, t: float, direction: Direction, value: float) -> None:
+        """Go t of the direction."""
+        self.delta = self.delta + t * direction.step
+        self.outputs = self.outputs + t * direction.change
+        self.objective.append(value)
+
+
+def maximize(model: LinearModel, precision: float, tolerance: float, max_steps: int) -> Optimum:
+    """The most probable δ.
 
     Args:
         model: The linear model and its data.
@@ -199,45 +255,14 @@ def maximize(model: LinearModel, precision: float, tolerance: float, max_steps: 
     Raises:
         NumericalError: If the tolerance is not reached.
     """
-    f, first = model.f0, 0.0
-    delta = torch.zeros(model.function.space.dim, dtype=model.function.dtype, device=model.function.device)
-    for step in range(max_steps + 1):
-        gradient = model.gradient(f) + precision * delta
-        norm = float(gradient.double().norm())
-        first = norm if step == 0 else first
-        if norm <= tolerance * first:
-            return Optimum(delta, f, norm, first, norm / precision, step)
-        hessian = model.curvature(f).damped(precision)
-        forcing = min(0.1, (norm / first) ** 0.5)
-        direction = cg(hessian, -gradient, tolerance=forcing, max_steps=CG_STEPS).value
-        assert isinstance(direction, Tensor), "in the kind of the gradient"
-        moved = model.tangent(direction)
-        t = _step_length(model, precision, delta, f, gradient, direction, moved)
-        if t == 0.0:
-            break
-        delta, f = delta + t * direction, f + t * moved
-    raise NumericalError(
-        f"Newton's method ended after {step} steps with the gradient norm {norm:.3g}, "
-        f"{norm / first:.2g} times that of the start",
-        expected=f"{tolerance:.2g} times that of the start",
-        remedy="raise tolerance= or max_steps=, use float64, or raise prior_precision=",
-    )
-
-
-def _step_length(
-    model: LinearModel, precision: float, delta: Tensor, f: Tensor, gradient: Tensor, d: Tensor, moved: Tensor
-) -> float:
-    """The first of 1, ½, ¼, ... that lowers Φ enough (Armijo); 0 if none does."""
-    wide, along = delta.double(), d.double()
-    slope = float(gradient.double() @ along)
-
-    def value(t: float) -> float:
-        return float(model.nll(f + t * moved) + 0.5 * precision * (wide + t * along).square().sum())
-
-    before, t = value(0.0), 1.0
-    slack = 1e-13 * abs(before)  # what rounding hides
-    for _ in range(HALVINGS):
-        if value(t) <= before + ARMIJO * t * slope + slack:
-            return t
-        t /= 2
-    return 0.0
+    point = MostProbable(model, precision, max_steps)
+    reached, stalled = point.descend(tolerance)
+    if stalled:
+        raise NumericalError(
+            f"Newton's method ended after {point.steps} steps with the gradient norm {point.norm:.3g}, "
+            f"{reached:.2g} times that of the start",
+            expected=f"{tolerance:.2g} times that of the start",
+            remedy="raise tolerance= or max_steps=, use float64, or raise prior_precision=",
+        )
+    distance = point.norm / precision
+    return Optimum(point.delta, point.outputs, point.norm, point.first, distance, point.steps)

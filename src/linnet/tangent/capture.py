@@ -23,7 +23,7 @@ from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.plan import Key, Plan, amend, expected_plan, keyed, plan_for
 from linnet.tangent.proof import MOST, disagreeing, random_cotangent
 from linnet.tangent.rules import Use
-from linnet.tangent.trace import Trace, trace
+from linnet.tangent.trace import Trace, trace, weighed_trace
 
 Cotangents = Tensor | Outputs | Callable[[Tensor], Tensor]
 LARGE = 4  # a proof on fewer examples is repeated when the first larger batch comes
@@ -281,7 +281,8 @@ def hollow_capture(function: Functional, x: Inputs, cotangents: int) -> Captured
         outputs = inside.flat(inside.theta, x)
         rows = outputs.new_empty(len(outputs), cotangents, function.space.dim, device="meta")
         return Captured(len(outputs), outputs, [], function.theta, {"epsilon": rows}, cotangents)
-    found = planned(function, x, trace(function, x))
+    first = not function.cache.get("plans")  # weighed, a pass of a few examples can be their probe itself
+    found = planned(function, x, (weighed_trace if first else trace)(function, x))
 
     def hollow(shape: Sequence[int], like: Tensor) -> Tensor:
         return like.new_empty((cotangents, *shape), device="meta")

@@ -331,9 +331,21 @@ def _blocks(
     product = min(product, max(n, m))
     identity = columns * features.outputs.shape[1] * dtype.itemsize  # the cotangents of a block
     working = block * transient + identity
-    tile = tile_bytes(features, task.outputs, min(product, n), min(product, m), dtype.itemsize)
+    side = min(product, n), min(product, m)
+    tile = tile_bytes(features, task.outputs, *side, dtype.itemsize)
     streams = 0 if task.x2 is None and n * held + working + tile <= left else block * held
     hold = min(n, max(1, (left - working - tile - streams) // max(held, 1)))
+    if hold < min(n, product):  # a block of few examples has small tiles, and room for more of them
+        widest = min(product, m)
+
+        def small_tile(rows: int) -> int:
+            columns = min(widest, max(rows, block))
+            return tile_bytes(features, task.outputs, rows, columns, dtype.itemsize)
+
+        room = left - working - streams
+        while hold < min(n, product) and (hold + 1) * held + small_tile(hold + 1) <= room:
+            hold += 1
+        tile = small_tile(hold)
     items = (
         ("kernel", result),
         ("features kept", hold * held + streams),

@@ -26,7 +26,7 @@ from linnet.tangent.rules import Use, example_axes
 from linnet.tangent.trace import Trace, weighed_trace
 
 PROBES = 3  # examples traced at once to prove a plan
-AT_ONCE = 32 << 20  # bytes of gradients of a parameter on all probes above which it is proved by itself
+AT_ONCE = 256 << 20  # bytes of gradients of parameters on all probes that are compared at once
 HIDDEN = "it is read where no operation is seen"
 TRIES = 8  # groups of probes looked at before a vanishing gradient is left unproven
 
@@ -169,11 +169,8 @@ def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -
         if group is groups[0]:
             _compare_passes(found, probe, run)
         gradients = _gradients_alone(found, probe)
-        if group is groups[0]:
-            seen = {name: g for name, g in gradients.leaves.items() if g is not None}
-            require_own_gradients(function, few, seen, _weights(probe))
         _find_layouts(found, probe, gradients)
-        _prove(found, function, probe, gradients)
+        _prove(found, function, probe, gradients, few if group is groups[0] else None)
         if all(key in found.layouts for key, _ in found.open_uses(probe)):
             break
     open_uses = found.open_uses(probe)
@@ -209,19 +206,43 @@ def _compare_passes(found: _Findings, probe: Trace, run: Trace) -> None:
         found.exact.setdefault(name, "no rule for " + ", ".join(sorted(operations)))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Alone:
     """Gradients of n cotangents, each of one example alone.
 
     Args:
         uses: At the result of every use, by its place, (n, *shape).
-        leaves: In every parameter that is not large, (n, *shape); ``None`` if it moves no output.
+        leaves: In the parameters that are compared at present, (n, *shape); ``None`` if one moves no output.
         cotangents: The cotangents, (n, n, C).
     """
 
     uses: dict[Any, Tensor | None]
     leaves: dict[str, Tensor | None]
     cotangents: Tensor
+
+    def groups(self, probe: Trace) -> Iterator[list[str]]:
+        """The names of parameters whose gradients are held at once, one group after the other."""
+        if len(self.leaves) == len(probe.leaves):
+            yield list(probe.leaves)
+            return
+        group: list[str] = []
+        size = 0
+        for name, leaf in probe.leaves.items():
+            own = probe.n * leaf.nbytes
+            if group and size + own > AT_ONCE:
+                yield self._differentiated(probe, group, size)
+                group, size = [], 0
+            group.append(name)
+            size += own
+        yield self._differentiated(probe, group, size)
+
+    def _differentiated(self, probe: Trace, group: list[str], size: int) -> list[str]:
+        """The same names, once their gradients are held; a single large parameter is left to ``of``."""
+        self.leaves = {}
+        if size <= AT_ONCE:
+            wanted = [probe.leaves[name] for name in group]
+            self.leaves = dict(zip(group, batched_grad(probe.outputs, wanted, self.cotangents), strict=True))
+        return group
 
     def of(self, probe: Trace, name: str) -> Iterator[tuple[slice, Tensor | None]]:
         """Gradients in one parameter, of all examples at once or, where that is large, one by one."""
@@ -234,14 +255,15 @@ class _Alone:
 
 
 def _gradients_alone(found: _Findings, probe: Trace) -> _Alone:
-    """Autograd's own gradients on the probes, at the open uses and in the parameters, in one call."""
+    """Autograd's own gradients on the probes at the open uses, and in the parameters if they are small."""
     edges = {use.place: use.result.edge for _, use in found.open_uses(probe)}
     n = probe.n
     weights = _weights(probe)
     alone = torch.diag_embed(weights.T).permute(1, 2, 0)  # (n, n, C): row i holds example i's cotangent only
     if not probe.outputs.requires_grad:
         return _Alone(dict.fromkeys(edges), dict.fromkeys(probe.leaves), alone)
-    leaves = {name: leaf for name, leaf in probe.leaves.items() if n * leaf.nbytes <= AT_ONCE}
+    small = n * sum(leaf.nbytes for leaf in probe.leaves.values()) <= AT_ONCE
+    leaves = probe.leaves if small else {}
     wanted = [*edges.values(), *leaves.values()]
     every = batched_grad(probe.outputs, wanted, alone) if wanted else []
     return _Alone(
@@ -276,8 +298,10 @@ def _find_layouts(found: _Findings, probe: Trace, gradients: _Alone) -> None:
                 use.layout = found.layouts[key] = layout
 
 
-def _prove(found: _Findings, function: Functional, probe: Trace, gradients: _Alone) -> None:
-    """Compare the rules' gradients with autograd's on the probes."""
+def _prove(
+    found: _Findings, function: Functional, probe: Trace, gradients: _Alone, few: Inputs | None
+) -> None:
+    """Compare the rules' gradients with autograd's on the probes, and those with single examples' of few."""
     uses = [use for key, use in found.open_uses(probe) if key in found.layouts]
     waiting = [use for key, use in found.open_uses(probe) if key not in found.layouts]
     # a use without any gradient here adds nothing; of one with some, it is not known where the examples are
@@ -288,7 +312,13 @@ def _prove(found: _Findings, function: Functional, probe: Trace, gradients: _Alo
         # of all examples at once: gradients are linear in the cotangents
         use.g = probe.outputs.new_zeros(1, *use.shape) if g is None else g.sum(0, keepdim=True)
     ruled = Captured(probe.n, probe.outputs, uses, probe.leaves, {}, 1)
-    compared = {name: _compared(ruled, probe, gradients, name, name in undecided) for name in function.names}
+    compared = {}
+    for group in gradients.groups(probe):
+        if few is not None:
+            moving = {name: g for name, g in gradients.leaves.items() if g is not None}
+            require_own_gradients(function, few, moving, _weights(probe))
+        for name in group:
+            compared[name] = _compared(ruled, probe, gradients, name, name in undecided)
     largest = max((largest for largest, _ in filter(None, compared.values())), default=0.0)
     unused = []
     for name, seen in compared.items():
