@@ -38,7 +38,7 @@ from torch import Tensor, nn
 import linnet
 from linnet import audit
 from linnet.app.models import load_model
-from linnet.fitting.dual import Dual
+from linnet.fitting.dual import DualSystem
 
 CLAIM, EXACT, NEAR = 10.0, 0.9999, 0.98
 ALPHA = 15.0
@@ -95,7 +95,7 @@ class Kept:
     def fit(self) -> Any:
         """The fit, with its factor."""
         made = linnet.load_fit(self.folder / "fit", self.model())
-        assert isinstance(made.system, Dual)
+        assert isinstance(made.system, DualSystem)
         assert made.system.factor is not None
         return made
 
@@ -202,7 +202,7 @@ def agreement(kept: Kept) -> None:
 
 def brute_force(made: Any, x: Tensor, examples: list[int]) -> Tensor:
     """F − f₋ᵢ by solving again without each example, (k, T, C)."""
-    dual: Dual = made.system
+    dual: DualSystem = made.system
     size = dual.n * dual.c
     cross = linnet.spectrum.gram(made.module, x, made.x).reshape(-1, size).double()
     found = []
@@ -211,7 +211,7 @@ def brute_force(made: Any, x: Tensor, examples: list[int]) -> Tensor:
         keep[i] = False
         rows = keep.repeat_interleave(dual.c)
         beta = torch.zeros(size, dtype=torch.float64)
-        beta[rows] = Dual(dual.kernel[rows][:, rows], dual.residual[keep], dual.ridge).beta.reshape(-1)
+        beta[rows] = DualSystem(dual.kernel[rows][:, rows], dual.residual[keep], dual.ridge).beta.reshape(-1)
         found.append((cross @ (dual.beta.reshape(-1) - beta)).view(len(x), dual.c))
     return torch.stack(found)
 

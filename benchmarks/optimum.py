@@ -54,6 +54,7 @@ from linnet.finetuning.prepared import (
 )
 from linnet.finetuning.recipes import recipe_for
 from linnet.finetuning.trainer import Trainer
+from linnet.fitting import CG
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.tangent.linearized import Linearized
 
@@ -151,7 +152,7 @@ def plans(setting: Setting) -> None:
     for tolerance in setting.options.tolerances:
         seconds, fit = timed(
             lambda t=tolerance: linnet.fit(
-                Linearized(function), setting.data, ridge=setting.ridge, solver="cg", tolerance=t
+                Linearized(function), setting.data, ridge=setting.ridge, solver=CG(tolerance=t)
             )
         )
         reached = setting.objective(fit.predict(setting.problem.x), fit.delta) / optimum

@@ -80,7 +80,7 @@ def test_a_kernel_is_reserved_before_it_is_written(tmp_path: Path, short_files: 
     x = torch.randn(100, 3)
     calls = (
         lambda: linnet.spectrum.gram(lin, x, file=file),
-        lambda: linnet.fit(lin, (x, torch.arange(100) % 2), ridge=1.0, solver="dual", file=file),
+        lambda: linnet.fit(lin, (x, torch.arange(100) % 2), ridge=1.0, solver=linnet.fitting.Dual(file)),
     )
     for call in calls:
         refused(DiskSpaceError, call, "kernel.npy.partial", "File too large", "it takes 160 kB")

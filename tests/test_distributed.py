@@ -32,6 +32,7 @@ from linnet.continual.laplace import OnlineLaplace
 from linnet.curvatures.checkpoint import Checkpoint
 from linnet.distributed import Share, all_same, all_sum, gathered, least, look_around, sum_numbers, together
 from linnet.errors import InputError, LinnetError
+from linnet.fitting import CG
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.optim.gauss_newton import GaussNewton
 from linnet.tangent.sharded import sharded
@@ -114,7 +115,7 @@ def alone() -> dict[str, Tensor]:
     lin = linnet.linearize(net())
     targets = torch.eye(3, dtype=torch.float64)[Y[:12]]
     fit = linnet.fit(lin, (X[:12], targets), ridge=0.5, loss="squared")
-    iterated = linnet.fit(lin, (X[:12], targets), ridge=0.5, solver="cg", preconditioner="kfac")
+    iterated = linnet.fit(lin, (X[:12], targets), ridge=0.5, solver=CG(preconditioner="kfac"))
     gp = linnet.TangentGP(net(), Gaussian(variance=0.5)).fit(X[:12], targets)
     online = OnlineLaplace(network := net(), Categorical())
     online.consolidate((X, Y))

@@ -23,6 +23,7 @@ from experiments.tables import chosen, markdown, with_error
 from linnet.app.runs.evaluation import predict
 from linnet.app.runs.folder import temperatures_of
 from linnet.app.runs.kinds import loo_log_loss
+from linnet.fitting import Dual
 from linnet.fitting.centered import with_centered_head
 from linnet.likelihoods import Gaussian
 
@@ -69,9 +70,9 @@ def compared(
     lin = linnet.linearize(with_ridge(network, train, *way))
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder) / "kernel.npy")  # the kernel is formed once and read again by every fit
-        chosen_by = {c: linnet.fit(lin, train, ridge=c, file=file) for c in CRITERIA}
+        chosen_by = {c: linnet.fit(lin, train, ridge=c, solver=Dual(file)) for c in CRITERIA}
         scale = _scale(lin, train, file)
-        fits = [linnet.fit(lin, train, ridge=scale * 10**decade, file=file) for decade in DECADES]
+        fits = [linnet.fit(lin, train, ridge=scale * 10**decade, solver=Dual(file)) for decade in DECADES]
     along = [accuracy(fit.predict(xt), yt) for fit in fits]
     return {
         **{c: accuracy(fit.predict(xt), yt) for c, fit in chosen_by.items()},

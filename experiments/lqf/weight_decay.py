@@ -20,6 +20,7 @@ from experiments.figures import COLORS, figure, save
 from experiments.lqf.tasks import Pair, accuracy, linear_model, load
 from experiments.study import Study, parser
 from experiments.tables import markdown, mean_and_error, with_error
+from linnet.fitting import Dual
 
 PAIR = Pair("resnet20", "flowers_64", 32, 20)
 FULL_PAIR = Pair("resnet56", "flowers_64", 64, 100)
@@ -42,12 +43,12 @@ def path(pair: Pair, seed: int, data_dir: str | None) -> dict[str, Any]:
     lin = linear_model(model, train)
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder) / "kernel.npy")  # the kernel is formed once and read again by every fit
-        chosen = {c: linnet.fit(lin, train, ridge=c, file=file) for c in CRITERIA}
+        chosen = {c: linnet.fit(lin, train, ridge=c, solver=Dual(file)) for c in CRITERIA}
         # K's mean diagonal, from its definition: ‖J‖² / (N C)
         rows = len(train[1]) * (int(train[1].max()) + 1)
         scale = float(linnet.spectrum.gram(lin, train[0], file=file).reshape(rows, rows).diagonal().mean())
         ridges = [scale * 10**decade for decade in DECADES]
-        fits = [linnet.fit(lin, train, ridge=ridge, file=file) for ridge in ridges]
+        fits = [linnet.fit(lin, train, ridge=ridge, solver=Dual(file)) for ridge in ridges]
     along = chosen["loo"].path(torch.tensor(ridges, dtype=torch.float64))
     taken = {c: {"ridge": f.ridge, "accuracy": accuracy(f.predict(xt), yt)} for c, f in chosen.items()}
     return {

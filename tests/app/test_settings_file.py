@@ -57,12 +57,12 @@ def test_what_is_no_settings(content: bytes, tmp_path: Path, capsys: pytest.Capt
 def test_repeated_values_are_welcome(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("seconds: 0.5\n")
-    check_settings(file)
+    check_settings("adapt", file)
     assert Command.load("doctor").parse(["--config", str(file)]).values == {"seconds": 0.5}
     file.write_text(laughs(4, 5) + "\nb: &b 1\nc: *b\nd: {<<: {e: 1}}\n")
-    check_settings(file)
+    check_settings("adapt", file)
     with pytest.raises(InputError, match="is a folder"):
-        check_settings(tmp_path)
+        check_settings("adapt", tmp_path)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")
@@ -78,3 +78,12 @@ def test_values_on_the_command_line(value: str, capsys: pytest.CaptureFixture[st
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 3
     assert len(error) < 1500
+
+
+def test_settings_of_another_command_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("# linnet 0.1.0. To run this again:\n#   linnet demo --config run.yaml\nseed: 0\n")
+    assert cli.main(["adapt", "--config", str(file)]) == 2
+    told = capsys.readouterr().err
+    assert "holds the settings of linnet demo" in told
+    assert f"run linnet demo --config {file}" in told

@@ -11,6 +11,7 @@ from torch import Tensor
 import linnet
 from linnet import audit
 from linnet.errors import DataError, InputError, MemoryBudgetError
+from linnet.fitting import CG
 from linnet.testing.conformance import CountingOperator
 from tests.fitting.problems import ALPHA, Problem, near, problem, refused, rho_for
 
@@ -159,7 +160,7 @@ def test_float32_networks(p: Problem) -> None:
     single = problem(n=8, tests=5)
     model = single.model.float()
     rho = rho_for(p)
-    fit = linnet.fit(linnet.linearize(model), (p.x.float(), p.y), ridge=rho, solver="cg", tolerance=1e-6)
+    fit = linnet.fit(linnet.linearize(model), (p.x.float(), p.y), ridge=rho, solver=CG(tolerance=1e-6))
     _, expected = retrained(p, rho)
     near(audit.influence(fit, p.x_test.float()).outputs, expected, 1e-3)
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import linnet
 from linnet import audit
 from linnet.errors import InputError
 from tests.fitting.problems import ALPHA, Problem, near, problem, refused, rho_for
@@ -84,24 +83,6 @@ def test_the_chosen_ridge_is_the_minimum(solver: str) -> None:
     assert tuned.summary()["criterion"] == "validation"
     assert "validation loss" in tuned.summary()["reasons"]["ridge"]
     near(tuned.predict(p.x_test), noisy.fit(ridge=tuned.ridge).predict(p.x_test), 1e-6)
-
-
-@pytest.mark.parametrize("solver", ["dual", "cg"])
-def test_a_fit_from_nothing_ends_where_tuning_any_fit_does(p: Problem, solver: str) -> None:
-    options = {"solver": solver, "tolerance": 1e-10}
-    data, validation = (p.x, p.y), (p.x_test, LABELS)
-    made = linnet.fit(p.lin, data, ridge="validation", validation=validation, **options)
-    tuned = audit.tune_ridge(p.fit(ridge=rho_for(p), solver="dual"), (p.x_test, LABELS))
-    if "edge" not in tuned.summary()["reasons"]["ridge"]:
-        assert made.ridge == pytest.approx(tuned.ridge, rel=1e-2)
-    assert made.solver == solver
-    refused(InputError, lambda: linnet.fit(p.lin, data, ridge="validation"), "validation")
-    refused(InputError, lambda: linnet.fit(p.lin, data, validation=validation), "ridge=1.0")
-    refused(
-        InputError,
-        lambda: linnet.fit(p.lin, data, "cross-entropy", ridge="validation", validation=validation),
-        "cross-entropy",
-    )
 
 
 def test_a_minimum_outside_the_grid_is_said() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import LinnetError
+from linnet.fitting import CG, SGD, Dual, Nystrom
 from linnet.testing.oracles import jacobian_oracle, output_oracle
 
 ALPHA = 15.0
@@ -64,7 +65,29 @@ class Problem:
         """A fit; conjugate gradients run far enough to be compared exactly."""
         if options.get("solver") == "cg":
             options = {"tolerance": 1e-13, **options}
-        return linnet.fit(self.lin, (self.x, self.y), **options)
+        return linnet.fit(self.lin, (self.x, self.y), **fit_options(**options))
+
+
+def fit_options(**options: Any) -> dict[str, Any]:
+    """Arguments of ``linnet.fit`` with the settings of its solver side by side with the others."""
+    settings = {key: options.pop(key) for key in SETTINGS if key in options}
+    if settings or "solver" in options:
+        options["solver"] = solver_of(options.get("solver", "auto"), **settings)
+    return options
+
+
+SETTINGS = ("file", "tolerance", "max_steps", "rank", "preconditioner")
+
+
+def solver_of(name: str, rank: int = 0, **settings: Any) -> Any:
+    """A solver by its name, with those of the settings that it has."""
+    if rank:
+        settings["preconditioner"] = Nystrom(rank)
+    if name == "dual":
+        return Dual(**{key: value for key, value in settings.items() if key in ("file", "max_steps")})
+    if name in ("cg", "sgd"):
+        return (CG if name == "cg" else SGD)(**settings)
+    return name  # a solver that is chosen has settings of its own
 
 
 def problem(

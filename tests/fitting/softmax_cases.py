@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.testing.oracles import jacobian_oracle, output_oracle
-from tests.fitting.problems import network, real
+from tests.fitting.problems import fit_options, network, real
 
 
 def probabilities_of(f: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Case:
         """A cross-entropy fit; conjugate gradients run far enough to be compared exactly."""
         if options.get("solver") == "cg":
             options = {"tolerance": 1e-13, **options}
-        return linnet.fit(self.lin, (self.x, self.labels), loss="cross-entropy", **options)
+        return linnet.fit(self.lin, (self.x, self.labels), loss="cross-entropy", **fit_options(**options))
 
     def optimum(self, rho: float, kept: Any = slice(None)) -> Tensor:
         """Dense δ on some of the examples."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
+from linnet.fitting import CG
 
 MODES: dict[str, Callable[[], Any]] = {
     "inference": torch.inference_mode,
@@ -68,7 +69,7 @@ def test_questions_to_a_fit_without_a_kernel_do_not_depend_on_them(mode: str, lo
         asked.append(lambda fit: torch.tensor(fit.temperature))
 
     def solved() -> Any:
-        return linnet.fit(linnet.linearize(network()), (X, Y), loss, solver="cg", preconditioner="none")
+        return linnet.fit(linnet.linearize(network()), (X, Y), loss, solver=CG(preconditioner="none"))
 
     expected = [question(solved()) for question in asked]
     fits = [solved() for _ in asked]
@@ -81,7 +82,12 @@ def test_questions_to_a_fit_without_a_kernel_do_not_depend_on_them(mode: str, lo
 @pytest.mark.parametrize("loss", ["squared", "cross-entropy"])
 def test_a_fit_made_in_inference_mode_is_like_any_other(solver: str, loss: str) -> None:
     def solved() -> Any:
-        return linnet.fit(linnet.linearize(network()), (X, Y), loss, solver=solver, preconditioner="ekfac")
+        return linnet.fit(
+            linnet.linearize(network()),
+            (X, Y),
+            loss,
+            solver=CG(preconditioner="ekfac") if solver == "cg" else solver,
+        )
 
     expected = solved()
     with torch.inference_mode():

@@ -14,7 +14,7 @@ from linnet.errors import InputError
 from linnet.fitting.centered import with_centered_head
 from linnet.fitting.folds import deal
 from linnet.fitting.head import RECORD, example_hashes
-from tests.fitting.problems import near, real, refused
+from tests.fitting.problems import fit_options, near, real, refused
 from tests.grids import grid
 
 X, Y = real(18, 4, seed=1), torch.arange(18) % 3
@@ -28,14 +28,14 @@ def body(inputs: int = 4, width: int = 6) -> nn.Module:
 
 def crossed(folds: int = 3, **options: Any) -> nn.Module:
     """A network with a cross-fitted head."""
-    return linnet.with_head(body(), 3, data=(X, Y), ridge=0.3, cross_fit=folds, **options)
+    return linnet.with_head(body(), 3, data=(X, Y), ridge=0.3, cross_fit=folds, **fit_options(**options))
 
 
 def procedure(rest: Tensor, held: Tensor, centered: bool = False, **options: Any) -> Tensor:
     """Head, linearization and fit on some examples; outputs for others."""
     model = linnet.with_head(body(), 3, data=(X[rest], Y[rest]), ridge=0.3)
     model = with_centered_head(model) if centered else model
-    return linnet.fit(linnet.linearize(model), (X[rest], Y[rest]), **options).predict(X[held])
+    return linnet.fit(linnet.linearize(model), (X[rest], Y[rest]), **fit_options(**options)).predict(X[held])
 
 
 @pytest.mark.parametrize("centered", [False, True])
@@ -46,17 +46,17 @@ def test_leave_one_out_is_that_of_the_whole_procedure(loss: str, solver: str, ce
     fold = deal(example_hashes(X, Y), Y, 3)
     lin = linnet.linearize(with_centered_head(model) if centered else model)
     options: dict[str, Any] = {"loss": loss, "ridge": 0.5, "solver": solver, "tolerance": 1e-12}
-    fit = linnet.fit(lin, (X, Y), **options)
+    fit = linnet.fit(lin, (X, Y), **fit_options(**options))
     for k in range(3):
         held, rest = fold == k, fold != k
         assert held.sum() == 6
-        near(fit.loo()[held], procedure(rest, held, centered, **options), 1e-7)
+        near(fit.loo()[held], procedure(rest, held, centered, **fit_options(**options)), 1e-7)
     assert "cross-fitted" in fit.summary()["warnings"][0]
     assert "optimistic" not in "".join(fit.summary()["warnings"])
     # the fit itself is the usual one
     plain = linnet.with_head(body(), 3, data=(X, Y), ridge=0.3)
     plain_lin = linnet.linearize(with_centered_head(plain) if centered else plain)
-    near(fit.predict(X), linnet.fit(plain_lin, (X, Y), **options).predict(X), 1e-9)
+    near(fit.predict(X), linnet.fit(plain_lin, (X, Y), **fit_options(**options)).predict(X), 1e-9)
 
 
 @pytest.mark.parametrize("loss", ["squared", "cross-entropy"])

@@ -21,7 +21,7 @@ from linnet.testing.oracles import (
     posterior_oracle,
     ridge_oracle,
 )
-from tests.fitting.problems import Problem, flat, near, network, problem, real, rho_for
+from tests.fitting.problems import Problem, flat, near, network, problem, real, rho_for, solver_of
 
 SOLVERS = ["dual", "cg"]
 every_solver = pytest.mark.parametrize("solver", SOLVERS)
@@ -90,7 +90,7 @@ def test_a_moved_linearization_is_fitted_from_its_base(solver: str) -> None:
     with torch.no_grad():
         for v in lin.delta.values():
             v.add_(3.0)
-    near(flat(linnet.fit(lin, (p.x, p.y), ridge=0.3, solver=solver, tolerance=1e-13).delta),
+    near(flat(linnet.fit(lin, (p.x, p.y), ridge=0.3, solver=solver_of(solver, tolerance=1e-13)).delta),
          ridge_oracle(p.j, p.t, p.f0, 0.3))  # fmt: skip
     assert all((v == 3.0).all() for v in lin.delta.values())
 
@@ -119,7 +119,7 @@ def test_what_a_fit_says_about_itself() -> None:
 @every_solver
 def test_certificate_is_the_residual_of_the_solution(solver: str) -> None:
     p = problem()
-    fit = p.fit(ridge=0.3, solver=solver, tolerance=1e-4)
+    fit = p.fit(ridge=0.3, solver=solver_of(solver, tolerance=1e-4))
     j, r = p.j.flatten(0, 1), p.residual
     right = j.T @ r
     residual = (right - j.T @ (j @ flat(fit.delta)) - 0.3 * flat(fit.delta)).norm() / right.norm()
@@ -191,7 +191,7 @@ def test_forgetting_one_of_two_copies_is_a_weighted_fit() -> None:
 def test_permuted_data_permute_the_audits(solver: str) -> None:
     p, order = problem(), torch.tensor([4, 2, 6, 0, 1, 5, 3])
     fit = p.fit(ridge=0.3, solver=solver)
-    other = linnet.fit(p.lin, (p.x[order], p.y[order]), ridge=0.3, solver=solver, tolerance=1e-13)
+    other = linnet.fit(p.lin, (p.x[order], p.y[order]), ridge=0.3, solver=solver_of(solver, tolerance=1e-13))
     near(flat(other.delta), flat(fit.delta))
     near(other.loo(), fit.loo()[order])
     near(other.influence(p.x_test), fit.influence(p.x_test)[order])
@@ -216,7 +216,7 @@ def test_a_linear_network_is_ridge_regression_whatever_its_weights(solver: str) 
     """f is linear in its weights, so θ₀ + δ minimizes ‖T − XW‖² + ρ‖W − W₀‖²."""
     model = nn.Sequential(nn.Linear(4, 2)).double()
     x, t, rho = real(9, 4, seed=1), real(9, 2, seed=2), 0.8
-    fit = linnet.fit(linnet.linearize(model), (x, t), ridge=rho, solver=solver, tolerance=1e-13)
+    fit = linnet.fit(linnet.linearize(model), (x, t), ridge=rho, solver=solver_of(solver, tolerance=1e-13))
     design = torch.cat([x, torch.ones(9, 1, dtype=torch.float64)], 1)
     start = torch.cat([model[0].weight, model[0].bias[:, None]], 1).detach().T  # type: ignore[arg-type, union-attr]
     step = torch.linalg.solve(
@@ -242,7 +242,7 @@ def test_parameter_subsets_fit_their_columns_alone(solver: str) -> None:
     p = problem()
     names = ["2.weight", "2.bias"]
     lin = linnet.linearize(p.model, params="last-layer")
-    fit = linnet.fit(lin, (p.x, p.y), ridge=0.3, solver=solver, tolerance=1e-13)
+    fit = linnet.fit(lin, (p.x, p.y), ridge=0.3, solver=solver_of(solver, tolerance=1e-13))
     j = jacobian_oracle(p.model, p.x, names)
     near(flat(fit.delta), ridge_oracle(j, p.t, p.f0, 0.3))
     near(fit.loo(), leave_one_out_oracle(j, p.t, p.f0, 0.3), 1e-9)
@@ -272,7 +272,7 @@ def test_inputs_of_any_structure(solver: str, form: str) -> None:
     )
     j, f0 = jacobian_oracle(model, x), output_oracle(model, x)
     t = 15.0 * nn.functional.one_hot(y, 2).double()
-    fit = linnet.fit(linnet.linearize(model), (x, y), ridge=0.3, solver=solver, tolerance=1e-13)
+    fit = linnet.fit(linnet.linearize(model), (x, y), ridge=0.3, solver=solver_of(solver, tolerance=1e-13))
     near(flat(fit.delta), ridge_oracle(j, t, f0, 0.3))
     near(fit.loo(), leave_one_out_oracle(j, t, f0, 0.3), 1e-9)
     near(fit.influence(x), influence_oracle(j, t, f0, 0.3, j), 1e-9)
@@ -328,7 +328,7 @@ def test_temperature_is_fitted_to_left_out_predictions(solver: str) -> None:
     n, rho = 12, 2.0
     p = problem(n=n)
     y = (p.x[:, 0] > 0).long() + torch.randint(0, 2, (n,))
-    fit = linnet.fit(p.lin, (p.x, y), ridge=rho, solver=solver, tolerance=1e-12)
+    fit = linnet.fit(p.lin, (p.x, y), ridge=rho, solver=solver_of(solver, tolerance=1e-12))
     t = 15.0 * nn.functional.one_hot(y, 3).double()
     loo = leave_one_out_oracle(p.j, t, p.f0, rho)
     variance = torch.empty(n, 3, dtype=torch.float64)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import linnet
 from linnet import audit
 from linnet.errors import InputError, NumericalError
-from linnet.fitting.dual import Dual
+from linnet.fitting.dual import DualSystem
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.primal import Primal
 from linnet.fitting.softmax_fit import SoftmaxFit
@@ -197,7 +197,7 @@ def test_iterations_without_a_kernel_are_refused_where_digits_cancel(monkeypatch
 def test_the_estimate_of_the_rounding_is_that_of_the_kernel() -> None:
     case = Case(3, repeated=False)
     fit = case.fit(1.0)
-    assert isinstance(fit.system, Dual)
+    assert isinstance(fit.system, DualSystem)
     j = case.j.reshape(3 * N, -1)
     right = j @ j.T
     root = right.diagonal().sqrt()

@@ -10,8 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet.errors import DataError, InputError, ModelError
+from linnet.fitting import OneHot
 from linnet.testing.oracles import jacobian_oracle, leave_one_out_oracle, output_oracle, ridge_oracle
-from tests.fitting.problems import flat, near, problem, real, refused
+from tests.fitting.problems import flat, near, problem, real, refused, solver_of
 
 RHO = 0.3
 every_solver = pytest.mark.parametrize("solver", ["dual", "cg"])
@@ -84,7 +85,7 @@ def test_forgetting_and_learning_again(solver: str) -> None:
 @every_solver
 def test_learning_in_two_halves_is_learning_at_once(solver: str) -> None:
     p = problem(n=8)
-    halves = linnet.fit(p.lin, (p.x[:4], p.y[:4]), ridge=RHO, solver=solver, tolerance=1e-13)
+    halves = linnet.fit(p.lin, (p.x[:4], p.y[:4]), ridge=RHO, solver=solver_of(solver, tolerance=1e-13))
     both = halves.update((p.x[4:], p.y[4:]))
     whole = p.fit(ridge=RHO, solver=solver)
     near(flat(both.delta), flat(whole.delta))
@@ -138,7 +139,7 @@ def test_new_data_may_be_of_one_class_and_of_any_kind_of_container() -> None:
 
 def test_new_labels_keep_the_scale_of_the_old() -> None:
     p = problem()
-    fit = linnet.fit(p.lin, (p.x[:5], p.y[:5]), ridge=RHO, scale=4.0).update((p.x[5:], p.y[5:]))
+    fit = linnet.fit(p.lin, (p.x[:5], p.y[:5]), ridge=RHO, targets=OneHot(4.0)).update((p.x[5:], p.y[5:]))
     near(fit.targets, p.t * 4.0 / 15.0)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import FileFormatError, InputError
 from linnet.files import save_tensors
+from linnet.fitting import CG, Dual, Nystrom, OneHot
 from tests.fitting.problems import flat, near, network, problem, real, refused
 from tests.zoo import BY_NAME
 
@@ -70,7 +71,7 @@ def test_a_loaded_fit_can_do_all_that_it_could_before(solver: str, tmp_path: Pat
 
 def test_what_was_chosen_and_why_is_kept(tmp_path: Path) -> None:
     head = linnet.with_head(network(), 2, data=(P.x, P.y.clamp(max=1)))
-    fit = linnet.fit(linnet.linearize(head), (P.x, P.y.clamp(max=1)), ridge="loo", scale=4.0)
+    fit = linnet.fit(linnet.linearize(head), (P.x, P.y.clamp(max=1)), ridge="loo", targets=OneHot(4.0))
     fit.save(tmp_path)
     loaded = linnet.load_fit(tmp_path, head)
     before, after = (json.dumps({**f.summary(), "certificate": None}) for f in (fit, loaded))
@@ -80,7 +81,7 @@ def test_what_was_chosen_and_why_is_kept(tmp_path: Path) -> None:
 
 
 def test_settings_of_the_iteration_are_kept(tmp_path: Path) -> None:
-    fit, path = saved(tmp_path, solver="cg", tolerance=1e-9, max_steps=77, rank=3)
+    fit, path = saved(tmp_path, solver=CG(1e-9, 77, Nystrom(3)))
     assert linnet.load_fit(path, P.model).system.settings == fit.system.settings
     assert fit.system.settings.max_steps == 77
 
@@ -253,7 +254,7 @@ def test_what_is_no_path(wrong: Any) -> None:
     refused(InputError, lambda: linnet.load_gp(wrong, P.model), what)
     refused(InputError, lambda: gp.fit(P.x, P.t).save(wrong), what)
     if wrong is not None:
-        refused(InputError, lambda: P.fit(ridge=0.3, file=wrong), what.replace("directory", "file"))
+        refused(InputError, lambda: Dual(wrong), what.replace("directory", "file"))
 
 
 @pytest.mark.parametrize("wrong", [None, "net.pt", {}])

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import linnet
 from linnet.errors import DataError, InputError, ModelError
+from linnet.fitting import Dual, OneHot
 from tests.fitting.problems import network, problem, real, refused
 
 P = problem()
@@ -43,7 +44,7 @@ def test_a_ridge_may_be_any_kind_of_number() -> None:
 
 @pytest.mark.parametrize("scale", [0, -1.0, math.nan, math.inf, None, "15"])
 def test_scales(scale: Any) -> None:
-    refused(InputError, lambda: P.fit(scale=scale), f"scale={scale!r}", "positive number")
+    refused(InputError, lambda: OneHot(scale), f"scale={scale!r}", "positive number")
 
 
 @pytest.mark.parametrize("solver", ["lbfgs", "", None, "Dual", "SGD"])
@@ -77,12 +78,12 @@ def test_what_is_no_linearization(lin: Any) -> None:
 
 @pytest.mark.parametrize("file", ["kernel.pt", "kernel"])
 def test_files_of_another_kind(file: str) -> None:
-    refused(InputError, lambda: P.fit(file=file, solver="dual"), "file", file, ".npy")
+    refused(InputError, lambda: P.fit(solver=Dual(file)), "file", file, ".npy")
 
 
 def test_a_file_in_no_folder(tmp_path: Any) -> None:
     file = str(tmp_path / "none" / "kernel.npy")
-    refused(InputError, lambda: P.fit(file=file, solver="dual"), "file", file, "create")
+    refused(InputError, lambda: P.fit(solver=Dual(file)), "file", file, "create")
 
 
 # --- data -------------------------------------------------------------------------------------------
@@ -257,8 +258,8 @@ def test_outputs_that_are_not_finite() -> None:
 def test_a_bad_call_leaves_no_file(tmp_path: Any) -> None:
     file = tmp_path / "kernel.npy"
     bad = with_value(P.x, (0, 0), math.nan)
-    refused(DataError, lambda: linnet.fit(P.lin, (bad, P.y), file=file, solver="dual"), "x")
-    refused(DataError, lambda: linnet.fit(P.lin, (P.x, torch.ones(7).long()), file=file, solver="dual"), "y")
+    refused(DataError, lambda: linnet.fit(P.lin, (bad, P.y), solver=Dual(file)), "x")
+    refused(DataError, lambda: linnet.fit(P.lin, (P.x, torch.ones(7).long()), solver=Dual(file)), "y")
     assert list(tmp_path.iterdir()) == []
 
 

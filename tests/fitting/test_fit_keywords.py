@@ -13,12 +13,13 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import linnet
 from linnet.errors import InputError, MemoryBudgetError, NumericalError
+from linnet.fitting import CG, OneHot
 from linnet.fitting import fit as fit_function
 from linnet.fitting.primal import CGSettings, Primal
 from linnet.linalg import Dense
 from linnet.tangent import jacobian
 from linnet.testing.oracles import ridge_oracle
-from tests.fitting.problems import flat, near, network, peak_bytes, problem, real, refused
+from tests.fitting.problems import flat, near, network, peak_bytes, problem, real, refused, solver_of
 from tests.grids import grid
 
 
@@ -33,7 +34,7 @@ def test_scale_is_that_of_one_hot_targets() -> None:
     p = problem()
     for alpha in (1.0, 0.1):
         t = p.t * (alpha / 15.0)
-        fit = p.fit(scale=alpha)
+        fit = p.fit(targets=OneHot(alpha))
         near(fit.targets, t, 1e-15)
         near(flat(fit.delta), ridge_oracle(p.j, t, p.f0, 1.0))
 
@@ -58,7 +59,7 @@ def test_targets_of_another_shape(targets: Any) -> None:
 
 def test_solver_is_the_one_asked_for() -> None:
     p = problem()
-    for solver, system in (("dual", "Dual"), ("cg", "Primal")):
+    for solver, system in (("dual", "DualSystem"), ("cg", "Primal")):
         fit = p.fit(solver=solver)
         assert fit.solver == solver
         assert type(fit.system).__name__ == system
@@ -79,16 +80,16 @@ def test_auto_takes_the_exact_solver_for_a_small_problem_and_says_why() -> None:
 
 def test_auto_iterates_where_the_kernel_does_not_fit() -> None:
     p = problem(n=40)
-    fit = p.fit(memory=40_000, tolerance=1e-9)
+    fit = p.fit(memory=40_000)
     assert fit.solver == "cg"
     assert "40.0 kB" in fit.summary()["reasons"]["solver"]
-    near(flat(fit.delta), ridge_oracle(p.j, p.t, p.f0, 1.0), 1e-6)
+    near(flat(fit.delta), ridge_oracle(p.j, p.t, p.f0, 1.0), 1e-3)
 
 
 def test_auto_iterates_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem()
     monkeypatch.setattr(fit_function_module(), "_operations", lambda *_: (1e9, 1e6))
-    fit = p.fit(solver="auto", tolerance=1e-8)
+    fit = p.fit(solver="auto")
     assert fit.solver == "cg"
     assert "1.0e+09" in fit.summary()["reasons"]["solver"]
     assert "faster" in fit.summary()["reasons"]["solver"]
@@ -180,11 +181,11 @@ def ill_conditioned() -> Any:
 def test_rank_preconditions() -> None:
     lin, x, y = ill_conditioned()
     plain, nystrom = (
-        linnet.fit(lin, (x, y), solver="cg", ridge=0.01, tolerance=1e-8, rank=r) for r in (0, 25)
+        linnet.fit(lin, (x, y), solver=solver_of("cg", tolerance=1e-8, rank=r), ridge=0.01) for r in (0, 25)
     )
     assert nystrom.system.steps < plain.system.steps / 2
     near(flat(nystrom.delta), flat(plain.delta), 1e-5)
-    again = linnet.fit(lin, (x, y), solver="cg", ridge=0.01, tolerance=1e-8, rank=25)
+    again = linnet.fit(lin, (x, y), solver=solver_of("cg", tolerance=1e-8, rank=25), ridge=0.01)
     assert torch.equal(flat(again.delta), flat(nystrom.delta))
 
 
@@ -270,12 +271,12 @@ def test_passes_through_the_network_in_a_step() -> None:
     counts = []
     for tolerance in (1e-3, 1e-9):
         before = lin.model.count[0]
-        fit = linnet.fit(lin, (p.x, p.y), solver="cg", ridge=0.3, tolerance=tolerance)
+        fit = linnet.fit(lin, (p.x, p.y), solver=CG(tolerance=tolerance), ridge=0.3)
         counts.append((fit.system.steps, fit.module.model.count[0] - before))
     steps = counts[1][0] - counts[0][0]
     assert steps > 3
     # the first fit also probes which derivatives work, once for each network
-    again = linnet.fit(lin, (p.x, p.y), solver="cg", ridge=0.3, tolerance=1e-3)
+    again = linnet.fit(lin, (p.x, p.y), solver=CG(tolerance=1e-3), ridge=0.3)
     before = again.module.model.count[0]
     Primal(lin.function, p.x, p.t - p.f0, 0.3, CGSettings(tolerance=1e-9))
     long = lin.model.count[0] - before

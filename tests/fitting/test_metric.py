@@ -16,7 +16,7 @@ from linnet.errors import InputError, LinnetError, NumericalError
 from linnet.fitting.centered import with_centered_head
 from linnet.fitting.metric import MetricNetwork
 from linnet.likelihoods import Gaussian
-from tests.fitting.problems import near, problem, refused
+from tests.fitting.problems import fit_options, near, problem, refused
 from tests.zoo_modules import TiedEmbedding
 
 P = problem(n=9, tests=5)
@@ -74,7 +74,9 @@ def test_audits_are_exact_in_the_metric() -> None:
 def test_every_solver_goes_there(solver: Any) -> None:
     network, m = metric()
     options = {"tolerance": 1e-13} if solver == "cg" else {}
-    fit = linnet.fit(linnet.linearize(network), (P.x, P.y), ridge=RHO, solver=solver, **options)
+    fit = linnet.fit(
+        linnet.linearize(network), (P.x, P.y), ridge=RHO, **fit_options(solver=solver, **options)
+    )
     j = P.j.flatten(0, 1)
     delta = torch.linalg.solve(j.T @ j + RHO * m, j.T @ P.residual)
     near(fit.predict(P.x_test), P.f0_test + P.j_test @ delta, 1e-8)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from tests.fitting.problems import near, real
+from tests.fitting.problems import near, real, solver_of
 
 X, Y = real(5, 3, seed=1), real(5, 1, seed=2)
 
@@ -38,7 +38,7 @@ def test_a_fit_of_few_rows_is_the_dense_one(rows: int, solver: str) -> None:
     f0 = model(X).detach()
     expected = f0 + kernel @ torch.linalg.solve(kernel[:rows] + 0.3 * torch.eye(rows).double(), y - f0[:rows])
     for targets in (y, y[:, None]):
-        fit = linnet.fit(lin, (x, targets), ridge=0.3, solver=solver, tolerance=1e-12)
+        fit = linnet.fit(lin, (x, targets), ridge=0.3, solver=solver_of(solver, tolerance=1e-12))
         near(fit.predict(X)[:, 0], expected, 1e-8)
         near(fit.predict(X[:1]), fit.predict(X)[:1], 1e-10)
 

@@ -11,9 +11,10 @@ from torch import nn
 
 import linnet
 from linnet.errors import DataError, InputError
+from linnet.fitting import CG
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linalg.operator import LinearOperator
-from tests.fitting.problems import flat, near, network, problem, real, refused
+from tests.fitting.problems import flat, near, network, problem, real, refused, solver_of
 from tests.fitting.softmax_cases import Case, case, curvatures, hessian, log_losses, probabilities_of
 from tests.zoo import ZOO, Animal
 
@@ -66,7 +67,9 @@ def test_the_objective_falls_at_every_step(solver: str) -> None:
     with torch.no_grad():
         model[2].weight *= 40
     lin = linnet.linearize(model)
-    fit = linnet.fit(lin, (c.x, c.labels), loss="cross-entropy", ridge=1e-3, solver=solver, tolerance=1e-9)
+    fit = linnet.fit(
+        lin, (c.x, c.labels), loss="cross-entropy", ridge=1e-3, solver=solver_of(solver, tolerance=1e-9)
+    )
     values = fit.system.objective
     assert len(values) == fit.summary()["steps"] + 1 > 4
     assert all(b <= a + 1e-12 * abs(a) for a, b in itertools.pairwise(values))
@@ -75,7 +78,7 @@ def test_the_objective_falls_at_every_step(solver: str) -> None:
 
 def test_the_certificate_is_the_gradient_over_that_at_the_start() -> None:
     c = CASES["classes"]
-    fit = c.fit(ridge=0.3, solver="cg", tolerance=1e-2)
+    fit = c.fit(ridge=0.3, solver=CG(tolerance=1e-2))
     delta = flat(fit.delta)
 
     def gradient(d: torch.Tensor) -> torch.Tensor:
@@ -172,7 +175,7 @@ def test_any_network(name: str) -> None:
     labels = torch.arange(6) % max(2, base.shape[1])
     rho = 0.1 * float(lin.kernel(x, outputs="trace").diagonal().mean()) / base.shape[1]
     dual = linnet.fit(lin, (x, labels), loss="cross-entropy", ridge=rho, solver="dual")
-    primal = linnet.fit(lin, (x, labels), loss="cross-entropy", ridge=rho, solver="cg", tolerance=1e-11)
+    primal = linnet.fit(lin, (x, labels), loss="cross-entropy", ridge=rho, solver=CG(tolerance=1e-11))
     near(primal.predict(x), dual.predict(x), 1e-7)
     near(dual.system.outputs, dual.predict(x), 1e-8)
     y = labels[:, None].double() if base.shape[1] == 1 else nn.functional.one_hot(labels, base.shape[1])
@@ -272,7 +275,7 @@ def test_the_check_takes_the_examples_that_matter_most() -> None:
     change = (fit.loo() - fit.predict(c.x)).norm(dim=1)
     assert set(fit.check_loo().examples.tolist()) == set(change.argsort()[-3:].tolist())
     refused(InputError, lambda: fit.check_loo([14]), "14")
-    beyond = c.fit(ridge=fit.ridge, solver="cg", tolerance=1e-10).check_loo([0, 5])
+    beyond = c.fit(ridge=fit.ridge, solver=CG(tolerance=1e-10)).check_loo([0, 5])
     near(beyond.one_step, fit.check_loo([0, 5]).one_step, 1e-6)
     near(beyond.refitted, fit.check_loo([0, 5]).refitted, 1e-6)
 

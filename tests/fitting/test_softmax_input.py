@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from linnet.errors import DataError, FileFormatError, InputError, MemoryBudgetError, NumericalError
+from linnet.fitting import OneHot
 from linnet.fitting.softmax_dual import SoftmaxDual
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.fitting.softmax_loss import ClassLoss
@@ -129,7 +130,7 @@ def test_labels_of_one_output_that_are_none() -> None:
 
 def test_arguments_that_do_not_go_together() -> None:
     c = CASES["classes"]
-    refused(InputError, lambda: c.fit(scale=3.0), "scale=3.0", "labels are probabilities")
+    refused(InputError, lambda: c.fit(targets=OneHot(3.0)), "OneHot(3.0)", "labels are probabilities")
     refused(InputError, lambda: c.fit(targets=c.y[:, :2]), "targets", "(9, 3)")
     refused(InputError, lambda: c.fit(ridge=0.0), "ridge=0.0", "positive")
     x = c.x.clone()
@@ -216,7 +217,7 @@ def test_constraints_want_the_squared_loss() -> None:
 def test_the_criteria_of_a_ridge_are_named() -> None:
     x, y = torch.randn(12, 3), torch.randn(12, 3)
     lin = linnet.linearize(torch.nn.Linear(3, 3))
-    with pytest.raises(InputError, match='"loo", "gcv", "evidence", "validation"'):
+    with pytest.raises(InputError, match='"loo", "gcv", "evidence"'):
         linnet.fit(lin, (x, y), ridge="foo")
 
 

@@ -145,7 +145,6 @@ _NAMES = {
 OF_NAME = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 OF_CALL: dict[str, str] = {
     "audit.select(batch)": "flag",
-    "fit(preconditioner)": "word or none",
     "adapt(weight)": "share or zero",
     "NestedFit.calibrate(temperature)": "positive or none",
     "NestedFit.calibrate(point_temperature)": "positive or none",
@@ -156,7 +155,6 @@ OF_CALL: dict[str, str] = {
     "Linearized.relinearize(at)": "weights by name",
     "SoftmaxFit.forget(indices)": "removed positions",
     "NestedFit.along(ridges)": "path of ridges",
-    "fit(rank)": "count from zero",
     "TangentGP(rank)": "count from zero",
     "finetune(search)": "grid",
     "audit.influence(steps)": "count from zero",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
+from tests.fitting.problems import fit_options
 from tests.hostile.cases import (
     COUNT,
     SHORT,
@@ -121,7 +122,9 @@ def test_squared_fit(seed: int, solver: str) -> None:
         y, t = fit_targets(net)
         rho = (1e-3, 0.1, 10.0)[seed % 3] * net.scale
         options: dict[str, Any] = {"tolerance": 1e-14} if solver == "cg" else {}
-        fit = linnet.fit(linnet.linearize(net.model), (net.x, y), ridge=rho, solver=solver, **options)
+        fit = linnet.fit(
+            linnet.linearize(net.model), (net.x, y), ridge=rho, **fit_options(solver=solver, **options)
+        )
         r, size = t - net.f, float((t - net.f).abs().max())
         delta = ridge_solution(net.j, r, rho)
         near(fit.module.space.to_flat(fit.delta), delta)
@@ -190,7 +193,7 @@ def test_cross_entropy_fit(seed: int, solver: str) -> None:
         options: dict[str, Any] = {"tolerance": 1e-12} if solver == "cg" else {}
         options |= {"loss": "cross-entropy", "ridge": rho, "solver": solver}
         lin = linnet.linearize(net.model)
-        fit = linnet.fit(lin, (net.x, y), **options)
+        fit = linnet.fit(lin, (net.x, y), **fit_options(**options))
         delta = lin.space.to_flat(fit.delta)
         pull = float(softmax_gradient(net.j, net.f, y, rho, torch.zeros_like(delta)).abs().max())
         near(softmax_gradient(net.j, net.f, y, rho, delta), torch.zeros_like(delta), pull)

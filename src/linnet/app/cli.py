@@ -396,7 +396,7 @@ class Command:
             {'seconds': 0.5}
         """
         parser, given = self._parser(), self._normalize(words)
-        _check_configs(given)
+        _check_configs(self.name, given)
         files = [word for word in given if word.startswith("--config")]
         typed = tuple(word for word in given if not word.startswith("--config"))
         try:
@@ -499,14 +499,14 @@ class Command:
         )
 
 
-def _check_configs(words: Sequence[str]) -> None:
+def _check_configs(command: str, words: Sequence[str]) -> None:
     """Look through the files of settings before they are read; text in place of a file is the user's own."""
     for word in words:
         name, _, value = word.partition("=")
         if name == "--config" and os.path.lexists(value):
             from linnet.app.settings_file import check_settings
 
-            check_settings(value)
+            check_settings(command, value)
 
 
 def _option(name: str) -> str:

@@ -6,34 +6,38 @@ The events of a YAML text come one at a time, so a file is judged without being 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
 from linnet.errors import InputError
 from linnet.limits import require_file
 
+_WROTE = re.compile(r"# linnet [^\n]*\n#   linnet ([a-z]+) --config ")  # the head of a run's own settings
 _LARGEST = 1 << 18  # bytes; the settings of a run take one kilobyte
 _DEEPEST = 50  # lists and mappings in each other; the reader calls itself once for each
 _MOST_NODES = 100_000  # values once every alias stands for what it repeats
 _DIGITS = 400  # of a number; those beyond 1e308 are none
 
 
-def check_settings(file: str | os.PathLike[str]) -> None:
+def check_settings(command: str, file: str | os.PathLike[str]) -> None:
     """Refuse a file of settings that is no settings but an attack, or a mistake.
 
     What is no YAML passes: its reader says so best.
 
     Args:
+        command: The command that is to be run with them.
         file: The file.
 
     Raises:
-        InputError: It is no regular file or no text, or is too large, too deep, or grows when it is read.
+        InputError: It is no regular file or no text, or is too large, too deep, or grows when it is read, or
+            another command wrote it.
 
     Example:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "run.yaml"
         >>> _ = file.write_text("seed: 1")
-        >>> check_settings(file)
+        >>> check_settings("adapt", file)
     """
     path = require_file(file)
     if path.stat().st_size > _LARGEST:
@@ -42,6 +46,13 @@ def check_settings(file: str | os.PathLike[str]) -> None:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         _refuse(path, "is no text in UTF-8", "a file of settings in YAML")
+    wrote = _WROTE.match(text)
+    if wrote and wrote[1] != command:
+        raise InputError(
+            f"--config {path} holds the settings of linnet {wrote[1]}",
+            expected=f"settings of linnet {command}",
+            remedy=f"run linnet {wrote[1]} --config {path}",
+        )
     import yaml
 
     try:

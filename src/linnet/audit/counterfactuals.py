@@ -12,7 +12,7 @@ from linnet.audit.predictors import check_fit
 from linnet.errors import InputError
 from linnet.fitting.arguments import positions
 from linnet.fitting.constrained_primal import ConstrainedPrimal
-from linnet.fitting.dual import Dual
+from linnet.fitting.dual import DualSystem
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.primal import Primal
 from linnet.fitting.remarks import after_change
@@ -142,8 +142,8 @@ def _solved(system: System, places: Tensor, change: Tensor) -> System:
     """The same equations for other targets."""
     residual = system.residual.clone()
     residual[places] += change.to(residual)
-    if isinstance(system, Dual):
-        return Dual(system.kernel, residual, system.ridge, factor=system.factor)
+    if isinstance(system, DualSystem):
+        return DualSystem(system.kernel, residual, system.ridge, factor=system.factor)
     if isinstance(system, ConstrainedPrimal):
         free = _primal(system.free, residual)
         return ConstrainedPrimal(free, system.constraints, system.memory)

@@ -23,7 +23,7 @@ from linnet.audit.predictors import check_fit
 from linnet.errors import InputError
 from linnet.fitting.arguments import positions
 from linnet.fitting.asked import checked_inputs
-from linnet.fitting.dual import Dual
+from linnet.fitting.dual import DualSystem
 from linnet.fitting.fit_preconditioner import make_preconditioner
 from linnet.fitting.formed_rows import FormedRows
 from linnet.fitting.linear_fit import LinearFit
@@ -189,7 +189,7 @@ def _directions(fit: LinearFit, index: Tensor, memory: str | int | None) -> Tens
     system, function = fit.system, fit.module.function
     if isinstance(system, Primal) and system.dual is not None:
         system = system.dual
-    if isinstance(system, Dual):
+    if isinstance(system, DualSystem):
         # Jᵀ M_·i eᵢ
         weights = left_out_columns(system, index).to(function.dtype)
         total = torch.zeros(len(index), function.space.dim, dtype=function.dtype, device=function.device)
@@ -209,7 +209,7 @@ def _directions(fit: LinearFit, index: Tensor, memory: str | int | None) -> Tens
     return torch.cat(parts)
 
 
-def left_out_columns(dual: Dual, index: Tensor) -> Tensor:
+def left_out_columns(dual: DualSystem, index: Tensor) -> Tensor:
     """M_·i eᵢ: δ − δ₋ᵢ is Jᵀ times it.
 
     Args:
@@ -238,7 +238,7 @@ def _left_out(leverage: Tensor, residuals: Tensor) -> Tensor:
 
 def _exact(fit: LinearFit, x: Inputs, memory: str | int | None) -> Tensor:
     """By the kernel of a dual fit, in the way that takes fewer operations."""
-    if not isinstance(fit.system, Dual):
+    if not isinstance(fit.system, DualSystem):
         return fit.influence(x)  # with constraints
     n, t, c, p = fit.n, batch_size(x), fit.system.c, fit.module.space.dim
     # K(x, X): (T·C)(N·C) P;  directions: (N·C) N P, then (T·C) N P
@@ -309,7 +309,7 @@ def checked_directions(fit: LinearFit, directions: Any) -> Tensor:
 def _iterated(fit: LinearFit, x: Inputs, memory: str | int | None) -> tuple[Tensor, float]:
     """By block conjugate gradients on the test side; the leave-one-out residuals are exact."""
     system = fit.system
-    if isinstance(system, Dual):
+    if isinstance(system, DualSystem):
         primal, residuals = _primal_of(fit, system), system.loo_residuals()
     else:
         assert isinstance(system, Primal)
@@ -334,7 +334,7 @@ def _approximate(fit: LinearFit, x: Inputs, effort: Effort, memory: str | int | 
     primal = _primal_of(fit, fit.system)
     normal, lifted = NormalOperator(primal.jacobian), effort.steps > 0
     primal._preconditioner = make_preconditioner("ekfac", normal, primal.c, primal.ridge, lifted=lifted)
-    if isinstance(fit.system, Dual):
+    if isinstance(fit.system, DualSystem):
         residuals = fit.system.loo_residuals()
     else:
         residuals = _approximate_residuals(primal, effort, memory)
@@ -450,7 +450,7 @@ def _method(fit: LinearFit, method: Any, directions: Tensor | None) -> str:
             expected=", ".join(f'"{name}"' for name in METHODS),
             remedy='leave method= out for "auto"',
         )
-    dual = isinstance(fit.system, Dual)
+    dual = isinstance(fit.system, DualSystem)
     chosen: str = ("exact" if dual or fit.constraints is not None else "cg") if method == "auto" else method
     if chosen == "exact" and not dual and fit.constraints is None:
         raise InputError(

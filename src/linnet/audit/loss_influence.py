@@ -23,7 +23,7 @@ from linnet.audit.influence import (
 )
 from linnet.audit.predictors import check_fit
 from linnet.fitting.asked import checked_inputs
-from linnet.fitting.dual import Dual
+from linnet.fitting.dual import DualSystem
 from linnet.fitting.formed_rows import FormedRows
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.primal import Primal
@@ -85,9 +85,9 @@ def loss_influence(
     gradients = _gradients(function, x, fit.predict(x) - label_targets(fit, x, labels))
     if directions is not None:
         return checked_directions(fit, directions) @ gradients.T
-    if isinstance(system, Dual) and _through_changes(fit, len(gradients), memory):
+    if isinstance(system, DualSystem) and _through_changes(fit, len(gradients), memory):
         return every_change(fit, memory) @ gradients.T
-    if isinstance(system, Dual):
+    if isinstance(system, DualSystem):
         formed = FormedRows(function, fit.x, system.c, memory, keep=False)
         cross = torch.cat([gradients @ rows.T for _, rows in formed], 1)  # ∇ℓᵀ Jᵀ, (T, N·C)
         index = torch.arange(fit.n, device=function.device)

@@ -20,7 +20,7 @@ from linnet.audit.predictors import check_fit
 from linnet.errors import InputError, NumericalError
 from linnet.fitting.arguments import check_positive
 from linnet.fitting.asked import checked_inputs
-from linnet.fitting.dual import Dual
+from linnet.fitting.dual import DualSystem
 from linnet.fitting.last_layer import RECORD
 from linnet.fitting.linear_fit import LinearFit
 from linnet.tangent.batch import Inputs
@@ -229,7 +229,7 @@ _INEXACT_OBJECTIVE = (
 
 
 def _solve(
-    system: Dual, jacobian: JacobianOperator, scales: Tensor, tau: float, linear: Tensor | None
+    system: DualSystem, jacobian: JacobianOperator, scales: Tensor, tau: float, linear: Tensor | None
 ) -> tuple[Tensor, dict[str, float]]:
     """The optimum of the clipped objective plus bᵀδ, and what must stay private about it."""
     wide = scales.repeat_interleave(system.c)
@@ -286,7 +286,7 @@ def _check(epsilon: Any, delta: Any, mechanism: Any, clip: Any, neighbors: Any) 
         check_positive(name, value, "pass a positive limit")
 
 
-def _releasable(fit: LinearFit, delta: float) -> Dual:
+def _releasable(fit: LinearFit, delta: float) -> DualSystem:
     """The equations of a fit that can be released, or an error that says why it cannot."""
     check_fit(fit)
     if fit.record.criterion != "given":
@@ -314,7 +314,7 @@ def _releasable(fit: LinearFit, delta: float) -> Dual:
             expected="a fit without constraints",
             remedy="release fit before it is constrained",
         )
-    if not isinstance(fit.system, Dual):
+    if not isinstance(fit.system, DualSystem):
         raise InputError(
             f"the fit was solved by {fit.solver!r}",
             expected='solver="dual": the clipped optimum is found in the kernel',

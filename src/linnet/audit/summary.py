@@ -21,7 +21,7 @@ from torch import Tensor
 
 from linnet.audit.predictors import check_fit
 from linnet.errors import InputError
-from linnet.fitting.dual import Dual
+from linnet.fitting.dual import DualSystem
 from linnet.fitting.linear_fit import LinearFit
 from linnet.memory import Plan, parse_bytes, require
 from linnet.progress import track
@@ -110,7 +110,7 @@ def summarize(
         inside[allowed] = scores[allowed]
         indices = inside.argsort(descending=True, stable=True)[:n]
     else:
-        assert isinstance(fit.system, Dual)
+        assert isinstance(fit.system, DualSystem)
         indices, scores = _greedy(fit, fit.system, n, allowed, memory)
     left = torch.ones(fit.n, dtype=torch.bool, device=indices.device)
     left[indices] = False
@@ -121,7 +121,7 @@ def summarize(
 
 
 def _greedy(
-    fit: LinearFit, dual: Dual, n: int, allowed: Tensor, memory: str | int | None
+    fit: LinearFit, dual: DualSystem, n: int, allowed: Tensor, memory: str | int | None
 ) -> tuple[Tensor, Tensor]:
     """Forward selection, and the distance after each choice."""
     size = dual.n * dual.c
@@ -159,7 +159,7 @@ def _checked(fit: LinearFit, n: Any, method: Any, x: Inputs | None, candidates: 
     if method not in METHODS:
         expected = ", ".join(f'"{name}"' for name in METHODS)
         raise InputError(f"method={method!r}", expected=expected, remedy="leave method= out")
-    if method == "greedy" and (not isinstance(fit.system, Dual) or x is not None):
+    if method == "greedy" and (not isinstance(fit.system, DualSystem) or x is not None):
         what = f"a fit that was solved by {fit.solver!r}" if x is None else "x="
         raise InputError(
             f'method="greedy" with {what}',

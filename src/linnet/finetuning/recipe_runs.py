@@ -41,6 +41,7 @@ from linnet.finetuning.trainer import Trainer, rank
 from linnet.fitting.arguments import check_positive
 from linnet.fitting.comparisons import held_out_split
 from linnet.fitting.fit import fit
+from linnet.fitting.targets import OneHot
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.tangent.linearized import Linearized, linearize
 
@@ -453,8 +454,8 @@ def exact(
         ready.module,
         gathered(examples, view),
         plan.recipe.loss,
+        targets=OneHot(scale) if plan.recipe.loss == "squared" else None,
         ridge=chosen,
-        scale=scale,
         memory=plan.options["memory"],
     )
     decay = solved.ridge / examples.n

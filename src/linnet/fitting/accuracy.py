@@ -24,7 +24,7 @@ from torch import Tensor
 
 from linnet.errors import MemoryBudgetError, ModelError, NumericalError
 from linnet.fitting.constrained_primal import ConstrainedPrimal
-from linnet.fitting.dual import Dual
+from linnet.fitting.dual import DualSystem
 from linnet.fitting.primal import Primal
 from linnet.fitting.remarks import ROUNDED
 from linnet.fitting.rounding import PROBED, Rounding, assumed_rounding
@@ -77,7 +77,7 @@ class Accuracy:
 
 
 def squared_accuracy(
-    dual: Dual, rounding: Rounding, index: Tensor, held: Tensor | None = None, gap: Tensor | None = None
+    dual: DualSystem, rounding: Rounding, index: Tensor, held: Tensor | None = None, gap: Tensor | None = None
 ) -> Accuracy:
     """The estimate for a fit of the squared loss.
 
@@ -205,7 +205,7 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
         return None if same is None else squared_accuracy(same, rounding, index, _held(fit), gap)
     if isinstance(system, SoftmaxDual):
         found, outputs = softmax_accuracy(system, rounding, index), system.outputs
-    elif isinstance(system, Dual):
+    elif isinstance(system, DualSystem):
         found = squared_accuracy(system, rounding, index, _held(fit))
         outputs = fit.targets.to(system.beta) - system.ridge * system.beta
     else:
@@ -297,7 +297,7 @@ def sound_fit(lin: Linearized, make: Callable[[Linearized], Fit], factorized: bo
     except NumericalError:
         if double or not factorized:
             raise
-    if double and first is not None and isinstance(cast(Any, first).system, Dual | SoftmaxDual):
+    if double and first is not None and isinstance(cast(Any, first).system, DualSystem | SoftmaxDual):
         assert found is not None
         return _judged(first, found)
     try:
@@ -394,10 +394,10 @@ def answerable(fit: Any, ridges: Tensor) -> Tensor:
 def _at(fit: Any, ridge: float, rounding: Rounding) -> Accuracy | None:
     """The estimate for the kernel of a fit at another ridge; ``None`` where it cannot be factorized."""
     system = fit.system
-    dual = system if isinstance(system, Dual | SoftmaxDual) else system.dual
+    dual = system if isinstance(system, DualSystem | SoftmaxDual) else system.dual
     try:
-        if isinstance(dual, Dual):
-            moved = Dual(dual.kernel, dual.residual, ridge)
+        if isinstance(dual, DualSystem):
+            moved = DualSystem(dual.kernel, dual.residual, ridge)
             return squared_accuracy(moved, rounding, observed(fit), _held(fit))
         return softmax_accuracy(dual.at(ridge), rounding, observed(fit))
     except NumericalError:
@@ -423,7 +423,7 @@ def _refuse(fit: Any, found: Accuracy | None, cause: Exception | None = None) ->
 def _smallest(fit: Any, ridge: float) -> float | None:
     """The smallest ridge of a ladder upward whose estimate is sound."""
     dual = getattr(fit.system, "dual", fit.system)
-    if not isinstance(dual, Dual | SoftmaxDual):
+    if not isinstance(dual, DualSystem | SoftmaxDual):
         return None
     rounding = measured_rounding(fit.module.function, fit.x, largest_base(fit))
     while ridge < float(dual.kernel.diagonal().sum()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,12 +46,11 @@ def check_count(name: str, value: Any) -> None:
     integer(name, value)
 
 
-def check_ridge(ridge: Any, elsewhere: Sequence[str] = ()) -> None:
+def check_ridge(ridge: Any) -> None:
     """Raise unless a ridge is a finite positive number or the name of a criterion.
 
     Args:
         ridge: ρ, ``"loo"``, ``"gcv"`` or ``"evidence"``.
-        elsewhere: Criteria that the caller knows besides, to be named in the error.
 
     Raises:
         InputError: If it is not.
@@ -61,7 +59,7 @@ def check_ridge(ridge: Any, elsewhere: Sequence[str] = ()) -> None:
         >>> check_ridge("loo")
     """
     if isinstance(ridge, str) and ridge not in CRITERIA:
-        known = ", ".join(f'"{one}"' for one in (*CRITERIA, *elsewhere))
+        known = ", ".join(f'"{one}"' for one in CRITERIA)
         refuse("ridge", ridge, f"a positive number or one of {known}", 'pass ridge="loo" to choose it')
     if not isinstance(ridge, str):
         check_positive("ridge", ridge, 'pass ridge="loo" to choose it')

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from linnet.fitting.constraints import Constraints
-from linnet.fitting.dual import Dual
+from linnet.fitting.dual import DualSystem
 from linnet.fitting.primal import Primal
 from linnet.tangent.batch import Inputs, split
 from linnet.tangent.gram import gram
@@ -48,18 +48,18 @@ class ConstrainedPrimal:
         fitted = free.jacobian.mv(self.delta).view(self.n, self.c)
         self.beta = (self.residual.to(fitted.dtype) - fitted) / self.ridge
         self._blocks: Tensor | None = None
-        self._dual: Dual | None = None
+        self._dual: DualSystem | None = None
         self.design: Tensor | None = None  # G(X), once the kernel is formed
 
     @property
-    def dual(self) -> Dual | None:
+    def dual(self) -> DualSystem | None:
         """The same problem by the kernel given the equations, ``None`` where that does not fit the budget."""
         free = self.free.dual
         if self._dual is None and free is not None:
             self.design = self._reduce(self.x)
             level = (self.design @ self.constraints.level).view(self.n, self.c)
             kernel = free.kernel - self.design @ self.design.T
-            self._dual = Dual(kernel, free.residual - level, self.ridge)
+            self._dual = DualSystem(kernel, free.residual - level, self.ridge)
         return self._dual
 
     def _reduce(self, x: Inputs) -> Tensor:

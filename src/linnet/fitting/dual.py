@@ -74,7 +74,7 @@ def joined(paths: Sequence[RidgePath]) -> RidgePath:
     return RidgePath(**columns)  # type: ignore[arg-type]
 
 
-class Dual:
+class DualSystem:
     """K, r and ρ, with the factorizations made when they are first needed.
 
     Args:
@@ -187,7 +187,7 @@ class Dual:
             return examples
         return (examples[:, None] * self.c + torch.arange(self.c, device=examples.device)).flatten()
 
-    def removed(self, index: Tensor) -> Dual:
+    def removed(self, index: Tensor) -> DualSystem:
         """The solution without some examples: β_R − M_RS (M_SS)⁻¹ β_S.
 
         Args:
@@ -205,12 +205,12 @@ class Dual:
         b = _columns(self.beta, self.kernel)
         correction = torch.linalg.solve(columns[s], b[s])
         beta = b[r] - columns[r] @ correction
-        rest = Dual(self.kernel[r][:, r], self.residual[keep], self.ridge, beta.view(-1, self.c))
+        rest = DualSystem(self.kernel[r][:, r], self.residual[keep], self.ridge, beta.view(-1, self.c))
         if rest.certificate() > DRIFT:
-            return Dual(rest.kernel, rest.residual, rest.ridge, factor=rest.factor)
+            return DualSystem(rest.kernel, rest.residual, rest.ridge, factor=rest.factor)
         return rest
 
-    def extended(self, cross: Tensor, corner: Tensor, residual: Tensor) -> Dual:
+    def extended(self, cross: Tensor, corner: Tensor, residual: Tensor) -> DualSystem:
         """The solution with more examples, by a bordered Cholesky factor.
 
         Args:
@@ -231,7 +231,7 @@ class Dual:
         schur.diagonal().add_(self.ridge)
         l22 = cholesky(schur, "kernel of the new examples + ridge")
         factor = torch.cat([torch.cat([self.factor, torch.zeros_like(k12)], 1), torch.cat([l21, l22], 1)])
-        return Dual(
+        return DualSystem(
             kernel, torch.cat([self.residual, residual.to(self.kernel.dtype)]), self.ridge, factor=factor
         )
 

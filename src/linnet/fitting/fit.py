@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linnet.errors import InputError, ModelError
 from linnet.fitting.accuracy import sound_fit
-from linnet.fitting.arguments import check_positive, check_ridge
+from linnet.fitting.arguments import check_ridge
 from linnet.fitting.asked import base_outputs
 from linnet.fitting.cross_fit import CrossFit, find_cross_fit
-from linnet.fitting.dual import Dual, RidgePath, Spectrum
-from linnet.fitting.fit_preconditioner import TRIAL, check_preconditioner, preconditioner_bytes
+from linnet.fitting.dual import DualSystem, RidgePath, Spectrum
+from linnet.fitting.fit_preconditioner import TRIAL, preconditioner_bytes
 from linnet.fitting.linear_fit import LinearFit, Record
 from linnet.fitting.primal import CGSettings, Primal
 from linnet.fitting.remarks import head_remarks, single_remarks
@@ -24,18 +24,18 @@ from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.fitting.softmax_loss import ClassLoss, class_targets
 from linnet.fitting.softmax_path import check_criterion
 from linnet.fitting.softmax_solve import SoftmaxTask, solve_softmax
+from linnet.fitting.solver import Solver, Solving
 from linnet.fitting.stochastic import solve_stochastically
 from linnet.fitting.targets import (
     ALPHA,
+    OneHot,
     Targets,
     check_arrangement,
     make_targets,
     position_targets,
 )
-from linnet.fitting.validation_ridge import check_validation, fit_by_validation
 from linnet.likelihoods.distribution import require_axis
 from linnet.likelihoods.probabilities import warn_of_probabilities
-from linnet.linalg.operator import LinearOperator
 from linnet.memory import Plan, format_bytes, parse_bytes, require
 from linnet.progress import waiting
 from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, take
@@ -44,7 +44,6 @@ from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
 LOSSES = ("squared", "cross-entropy")
-SOLVERS = ("auto", "dual", "cg", "sgd")
 SMALLER = ["use fewer parameters with params=", "raise memory="]
 CG_STEPS = 300  # steps assumed when conjugate gradients are planned
 EIGEN_RATE = 5e10  # operations a second that the progress of an eigendecomposition assumes
@@ -56,19 +55,12 @@ def fit(
     lin: Linearized,
     data: Any,
     loss: Literal["squared"] = "squared",
-    targets: Tensor | None = None,
-    ridge: float | str = 1.0,
-    solver: str = "auto",
     *,
-    scale: float = ALPHA,
-    memory: str | int | None = None,
-    file: str | None = None,
-    tolerance: float = 1e-5,
-    max_steps: int = 2000,
-    rank: int = 0,
-    preconditioner: str | LinearOperator | None = "auto",
-    validation: Any = None,
+    targets: Tensor | OneHot | None = None,
+    ridge: float | str = 1.0,
+    solver: Solver = "auto",
     axis: int | None = None,
+    memory: str | int | None = None,
 ) -> LinearFit: ...
 
 
@@ -77,19 +69,12 @@ def fit(
     lin: Linearized,
     data: Any,
     loss: Literal["cross-entropy"],
-    targets: Tensor | None = None,
-    ridge: float | str = 1.0,
-    solver: str = "auto",
     *,
-    scale: float = ALPHA,
-    memory: str | int | None = None,
-    file: str | None = None,
-    tolerance: float = 1e-5,
-    max_steps: int = 2000,
-    rank: int = 0,
-    preconditioner: str | LinearOperator | None = "auto",
-    validation: Any = None,
+    targets: Tensor | OneHot | None = None,
+    ridge: float | str = 1.0,
+    solver: Solver = "auto",
     axis: int | None = None,
+    memory: str | int | None = None,
 ) -> SoftmaxFit: ...
 
 
@@ -98,19 +83,12 @@ def fit(
     lin: Linearized,
     data: Any,
     loss: str,
-    targets: Tensor | None = None,
-    ridge: float | str = 1.0,
-    solver: str = "auto",
     *,
-    scale: float = ALPHA,
-    memory: str | int | None = None,
-    file: str | None = None,
-    tolerance: float = 1e-5,
-    max_steps: int = 2000,
-    rank: int = 0,
-    preconditioner: str | LinearOperator | None = "auto",
-    validation: Any = None,
+    targets: Tensor | OneHot | None = None,
+    ridge: float | str = 1.0,
+    solver: Solver = "auto",
     axis: int | None = None,
+    memory: str | int | None = None,
 ) -> Any: ...
 
 
@@ -119,19 +97,12 @@ def fit(
     lin: Linearized,
     data: Any,
     loss: str = "squared",
-    targets: Tensor | None = None,
-    ridge: float | str = 1.0,
-    solver: str = "auto",
     *,
-    scale: float = ALPHA,
-    memory: str | int | None = None,
-    file: str | None = None,
-    tolerance: float = 1e-5,
-    max_steps: int = 2000,
-    rank: int = 0,
-    preconditioner: str | LinearOperator | None = "auto",
-    validation: Any = None,
+    targets: Tensor | OneHot | None = None,
+    ridge: float | str = 1.0,
+    solver: Solver = "auto",
     axis: int | None = None,
+    memory: str | int | None = None,
 ) -> LinearFit | SoftmaxFit:
     """Solve for the one optimum δ of Σᵢ ℓ(f₀(xᵢ) + Jᵢδ, yᵢ) + ½ ρ‖δ‖², with ℓ half the squared error to tᵢ.
 
@@ -142,27 +113,17 @@ def fit(
             cross-entropy, y are integer classes or probabilities (N, C); 0 and 1 for one output.
         loss: ``"squared"``, or ``"cross-entropy"`` of softmax (logistic for one output), which takes a few
             Newton steps and returns a ``SoftmaxFit``.
-        targets: Targets (N, C) to use instead of those made from y; probabilities for the cross-entropy.
-        ridge: ρ > 0, or the criterion that chooses it: ``"loo"``, ``"gcv"`` (squared loss), ``"evidence"`` or
-            ``"validation"``.
+        targets: Targets (N, C) to use instead of those made from y, probabilities for the cross-entropy; or
+            ``linnet.fitting.OneHot(scale)`` for another α than 15.
+        ridge: ρ > 0, or the criterion that chooses it: ``"loo"``, ``"gcv"`` (squared loss) or ``"evidence"``;
+            :func:`linnet.audit.tune_ridge` chooses it by validation data.
         solver: ``"dual"`` (the N·C × N·C kernel), ``"cg"`` (matrix-free in the weights), ``"sgd"`` (the
-            paper's recipe, to compare with: momentum 0.9, one effective learning rate, K-FAC unless another
-            preconditioner is named, batches that grow), or ``"auto"``, which predicts operations and memory
-            of the first two and says what it chose and why.
-        scale: α of one-hot targets, for the squared loss.
-        memory: Budget such as ``"4GB"``; by default half of what is available.
-        file: A ``.npy`` file for the kernel; an interrupted run resumes from it.
-        tolerance: Relative residual at which conjugate or stochastic gradients stop; for the cross-entropy,
-            the gradient relative to that at δ = 0 at which Newton's does (the dual goes on to rounding).
-        max_steps: Largest number of their steps; of Newton steps for the cross-entropy in the dual.
-        rank: Rank of their Nyström preconditioner; 0 for the usual one, if one is used.
-        preconditioner: ``"nystrom"``, ``"ekfac"``, ``"kfac"``, ``"diagonal"``, ``"none"`` or ``None``, or any
-            symmetric positive definite operator that approximates (JᵀJ + ρI)⁻¹. ``"auto"`` begins without
-            one and takes Nyström if the end is not near. Kept for audits, forgetting and updates; a saved
-            fit keeps its name, but no operator of your own.
-        validation: Data by which ``ridge="validation"`` chooses ρ, for the squared loss.
+            recipe of Achille et al., to compare with), or ``"auto"``, which predicts operations and memory of
+            the first two and says what it chose and why. ``linnet.fitting.Dual(file=...)``,
+            ``CG(tolerance=..., preconditioner=...)`` and ``SGD(...)`` set what they iterate by.
         axis: Which axis of outputs such as (N, T, C) or (N, C, H, W) is the classes, where y has an integer
             class at every position, (N, T) or (N, H, W). For the squared loss; every position counts.
+        memory: Budget such as ``"4GB"``; by default half of what is available.
 
     Returns:
         The solved fit.
@@ -184,34 +145,23 @@ def fit(
         >>> solved.predict(x).shape, solved.solver
         (torch.Size([12, 1]), 'dual')
     """
-    held_back = (isinstance(ridge, str) and ridge == "validation") or validation is not None
-    _check(lin, loss, 1.0 if held_back else ridge, solver, scale)
-    _check_axis(axis, loss, targets)
-    check_preconditioner(preconditioner, rank)
-    if held_back:
-        check_validation(ridge, loss)
-        return fit_by_validation(
-            fit, lin, data, validation, targets=targets, solver=solver, scale=scale, memory=memory, file=file,
-            tolerance=tolerance, max_steps=max_steps, rank=rank, preconditioner=preconditioner, axis=axis,
-        )  # fmt: skip
-    operator = preconditioner if isinstance(preconditioner, LinearOperator) else None
-    name = preconditioner if isinstance(preconditioner, str) else "none" if operator is None else "given"
-    name = "kfac" if solver == "sgd" and name == "auto" and not rank else name
-    settings = CGSettings(tolerance, max_steps, rank, preconditioner=name)
+    scale = targets.scale if isinstance(targets, OneHot) else ALPHA
+    given = None if isinstance(targets, OneHot) else targets
+    asked = Solving.of(solver)
+    _check(lin, loss, ridge, asked.name, scale)
+    _check_axis(axis, loss, given)
     x, y = gather_data(data, lin.function.device)
     if axis is not None:
         y = position_targets(y, lin.function.output_shape(x), axis, scale)
 
     def make(chosen: Linearized) -> LinearFit | SoftmaxFit:
         """The fit on a linearization in a type of its own; what was made for another type stays behind."""
-        same = chosen is lin
-        asked = settings if same else settings.finer()
-        work = Work(x, y, targets, ridge, solver, memory, file if same else None)
-        found = _fit(chosen, work, loss, scale, asked, operator if same else None)
+        fresh = asked if chosen is lin else Solving(asked.name, asked.settings.finer())
+        found = _fit(chosen, Work(x, y, given, ridge, memory, fresh), loss, scale)
         found._targets = replace(found._targets, axis=axis)
         return found
 
-    return sound_fit(lin, make, factorized=solver in ("auto", "dual"))
+    return sound_fit(lin, make, factorized=asked.name in ("auto", "dual"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,21 +172,14 @@ class Work:
     y: Tensor
     targets: Tensor | None
     ridge: float | str
-    solver: str
     memory: str | int | None
-    file: str | None
+    solving: Solving
 
 
-def _fit(
-    lin: Linearized,
-    work: Work,
-    loss: str,
-    scale: float,
-    settings: CGSettings,
-    operator: LinearOperator | None,
-) -> LinearFit | SoftmaxFit:
+def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | SoftmaxFit:
     """The fit, whatever rounding does to it."""
-    x, y, targets, ridge, memory, file = work.x, work.y, work.targets, work.ridge, work.memory, work.file
+    x, y, targets, ridge, memory = work.x, work.y, work.targets, work.ridge, work.memory
+    settings, operator, file = work.solving.settings, work.solving.operator, work.solving.file
     started, asked = time.perf_counter(), settings.preconditioner
     lin.function.check_runs(take(x, slice(0, 1)))
     module = Linearized(lin.function)
@@ -244,7 +187,7 @@ def _fit(
     check_arrangement(y, lin.function.output_shape(x))
     made = _targets(y, targets, f0, loss, scale)
     seconds = {"network": time.perf_counter() - started}
-    chosen, why = _choose_solver(lin, x, f0.shape[1], ridge, work.solver, memory, settings, loss)
+    chosen, why = _choose_solver(lin, x, f0.shape[1], ridge, work.solving.name, memory, settings, loss)
     reasons = {"solver": why}
     folds = find_cross_fit(lin, x, y, made.values, memory)
     criterion = ridge if isinstance(ridge, str) else "given"
@@ -258,12 +201,10 @@ def _fit(
         )
     started = time.perf_counter()
     residual = made.values.to(f0) - f0
-    system: Dual | Primal
+    system: DualSystem | Primal
     held: Tensor | None = None
     if chosen == "dual":
-        system, reasons["ridge"], held = _solve_dual(
-            lin, x, residual, made, ridge, memory, file, seconds, folds
-        )
+        system, reasons["ridge"], held = _solve_dual(lin, work, residual, made, seconds, folds)
     else:
         assert not isinstance(ridge, str), why
         settings = _affordable(lin, x, settings, memory)
@@ -294,22 +235,15 @@ def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: f
             expected='"squared" or "cross-entropy"',
             remedy="leave loss= out for the squared loss",
         )
-    check_ridge(ridge, ["validation"] if loss == "squared" else [])
+    check_ridge(ridge)
     if loss == "cross-entropy":
         check_criterion(ridge)
         if scale != ALPHA:
             raise InputError(
-                f"scale={scale!r} with loss={loss!r}",
+                f"targets=OneHot({scale!r}) with loss={loss!r}",
                 expected="no scale: labels are probabilities",
-                remedy="leave scale= out",
+                remedy="leave targets= out",
             )
-    check_positive("scale", scale, "leave scale= out for α = 15")
-    if solver not in SOLVERS:
-        raise InputError(
-            f"solver={solver!r}",
-            expected='"auto", "dual", "cg" or "sgd"',
-            remedy='pass solver="auto" to have it chosen',
-        )
     if solver == "sgd" and loss != "squared":
         raise InputError(
             f'solver="sgd" with loss={loss!r}',
@@ -480,23 +414,21 @@ def _explain_steps(system: Primal, asked: str) -> str:
 
 def _solve_dual(
     lin: Linearized,
-    x: Inputs,
+    work: Work,
     residual: Tensor,
     targets: Targets,
-    ridge: float | str,
-    memory: str | int | None,
-    file: str | None,
     seconds: dict[str, float],
     folds: CrossFit | None,
-) -> tuple[Dual, str, Tensor | None]:
+) -> tuple[DualSystem, str, Tensor | None]:
     """Form K, choose ρ, solve; with cross-fitted heads, the held-out outputs too."""
     start = time.perf_counter()
-    size = residual.numel()
-    kernel = gram(lin.function, x, outputs="full", memory=memory, file=file).reshape(size, size).double()
+    size, ridge = residual.numel(), work.ridge
+    kernel = gram(lin.function, work.x, outputs="full", memory=work.memory, file=work.solving.file)
+    kernel = kernel.reshape(size, size).double()
     seconds["kernel"] = time.perf_counter() - start
     if not isinstance(ridge, str):
         held = None if folds is None else folds.squared(torch.tensor([float(ridge)]))[0]
-        return Dual(kernel, residual.double(), float(ridge)), "given", held
+        return DualSystem(kernel, residual.double(), float(ridge)), "given", held
     with waiting(f"eigenvalues of {size} equations", 20 * size**3 / EIGEN_RATE):
         spectrum = Spectrum(kernel, residual.double())
     path = spectrum.path(spectrum.grid(), targets.classes is not None, targets.values)
@@ -511,7 +443,7 @@ def _solve_dual(
     else:
         rho = path.best(ridge)
         said, held = _explain(path, ridge, rho), folds.squared(torch.tensor([rho]))[0]
-    return Dual(kernel, residual.double(), rho, spectrum=spectrum), said, held
+    return DualSystem(kernel, residual.double(), rho, spectrum=spectrum), said, held
 
 
 def _explain(path: RidgePath, criterion: str, ridge: float) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linnet.files import as_path, load_tensors, save_tensors
 from linnet.fitting.constraints import Constraints, constraint_tensors, constraints_from
-from linnet.fitting.dual import Dual
+from linnet.fitting.dual import DualSystem
 from linnet.fitting.primal import Primal
 from linnet.fitting.softmax_dual import SoftmaxDual
 from linnet.fitting.softmax_newton_cg import SoftmaxPrimal
@@ -26,7 +26,7 @@ def write_fit(
     function: Functional,
     x: Inputs,
     targets: Targets,
-    system: Dual | Primal | SoftmaxDual | SoftmaxPrimal,
+    system: DualSystem | Primal | SoftmaxDual | SoftmaxPrimal,
     record: dict[str, Any],
     held_out: Tensor | None = None,
     constraints: Constraints | None = None,
@@ -53,16 +53,16 @@ def write_fit(
         tensors |= inputs | constraint_tensors(constraints)
         held = {"inputs": held_layout, "redundant": constraints.redundant}
     tensors |= {"targets": targets.values, "beta": system.beta}
-    if isinstance(system, Dual | Primal):
+    if isinstance(system, DualSystem | Primal):
         tensors["residual"] = system.residual
     else:
         tensors["base"] = system.base
     if held_out is not None:
         tensors["held_out"] = held_out
-    tensors["solution"] = system.kernel if isinstance(system, Dual | SoftmaxDual) else system.delta
-    settings = None if isinstance(system, Dual | SoftmaxDual) else asdict(system.settings)
+    tensors["solution"] = system.kernel if isinstance(system, DualSystem | SoftmaxDual) else system.delta
+    settings = None if isinstance(system, DualSystem | SoftmaxDual) else asdict(system.settings)
     metadata = {
-        "loss": "squared" if isinstance(system, Dual | Primal) else "cross-entropy",
+        "loss": "squared" if isinstance(system, DualSystem | Primal) else "cross-entropy",
         "weights": function.fingerprint(),
         "float64": function.source is not None,
         "parameters": list(function.names),

@@ -22,7 +22,6 @@ from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.linalg.operator import LinearOperator
-from linnet.params import integer
 from linnet.solvers.nystrom import nystrom_preconditioner
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.functional import Functional
@@ -34,33 +33,24 @@ TRIAL = RANK // 2  # steps without a preconditioner, before one is made that cos
 FEW = 2 * RANK  # unknowns up to which conjugate gradients end soon anyway
 
 
-def check_preconditioner(preconditioner: Any, rank: Any) -> None:
+def check_preconditioner(preconditioner: Any) -> None:
     """Raise unless this is a preconditioner.
 
     Args:
         preconditioner: A name, an operator or ``None``.
-        rank: Rank of Nyström; 0 where none is asked for.
 
     Raises:
-        InputError: If it is something else, or does not go with the rank.
+        InputError: If it is something else.
 
     Example:
-        >>> check_preconditioner("ekfac", 0)
+        >>> check_preconditioner("ekfac")
     """
-    integer("rank", rank, 0)
     known = preconditioner in NAMES if isinstance(preconditioner, str) else True
     if not known or not isinstance(preconditioner, str | LinearOperator | None):
         raise InputError(
             f"preconditioner={preconditioner!r}",
-            expected=", ".join(f'"{name}"' for name in NAMES) + ", an operator or None",
+            expected=", ".join(f'"{name}"' for name in NAMES) + ", Nystrom(rank), an operator or None",
             remedy="leave preconditioner= out to have it chosen",
-        )
-    ranked = isinstance(preconditioner, str) and preconditioner in ("auto", "nystrom")
-    if rank and not ranked:
-        raise InputError(
-            f"rank={rank!r} with preconditioner={preconditioner!r}",
-            expected='a rank for preconditioner="nystrom" alone',
-            remedy="leave one of the two out",
         )
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linnet.fitting.constraints import conditioned_gram, conditioned_own
-from linnet.fitting.dual import Dual
+from linnet.fitting.dual import DualSystem
 from linnet.fitting.linear_fit import LinearFit
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.batch import Inputs, batch_size, split
@@ -34,13 +34,13 @@ def joint_covariance(fit: LinearFit, x1: Inputs, x2: Inputs | None = None) -> Te
     function = fit.module.function
     size = 8 * n * m * c * c
     items = [("covariance", size), ("kernel", size)]
-    if isinstance(fit.system, Dual):
+    if isinstance(fit.system, DualSystem):
         items.append(("kernels to the training data", 3 * 8 * (n + m) * c * fit.n * c))
     plan = Plan(
         f"joint covariance of {n} and {m} examples", parse_bytes(fit.memory, function.device), tuple(items)
     )
     require(plan, ["use fewer examples in the pool", "name the examples that count with at="])
-    if not isinstance(fit.system, Dual):
+    if not isinstance(fit.system, DualSystem):
         blocks = []
         for part in split(other, TOGETHER):
             rows = jacobian(function, part).flatten(0, 1)
@@ -61,7 +61,7 @@ def joint_covariance(fit: LinearFit, x1: Inputs, x2: Inputs | None = None) -> Te
 
 def own_covariances(fit: LinearFit, x: Inputs) -> Tensor:
     """Cov[f(x_i)] · ρ/σ², (T, C, C), float64."""
-    if not isinstance(fit.system, Dual):
+    if not isinstance(fit.system, DualSystem):
         return fit.ridge * fit.system.posterior(x).double()
     found = []
     function = fit.module.function

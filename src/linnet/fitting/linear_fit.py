@@ -23,7 +23,7 @@ from linnet.fitting.accuracy import answerable, sound_change
 from linnet.fitting.arguments import check_positive, positions, ridge_grid
 from linnet.fitting.asked import BATCH, base_outputs, checked_inputs, count_in_words
 from linnet.fitting.constraints import Constraints, conditioned_gram, conditioned_own
-from linnet.fitting.dual import Dual, RidgePath
+from linnet.fitting.dual import DualSystem, RidgePath
 from linnet.fitting.equations import wanted
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.record import Record as Record
@@ -203,7 +203,7 @@ class LinearFit(PredictiveModel):
             DataError: If x is empty or not finite.
         """
         x = checked_inputs(self.module, x)
-        if isinstance(self.system, Dual):
+        if isinstance(self.system, DualSystem):
             covariance = self._dual_covariance(self.system, x)
         else:
             covariance = self.system.posterior(x)
@@ -212,7 +212,7 @@ class LinearFit(PredictiveModel):
         spread, scale = covariance.to(mean.dtype), self.variance_scale
         return GaussianPredictive(mean, spread, Noise(self.noise, self.temperature, scale))
 
-    def _dual_covariance(self, dual: Dual, x: Inputs) -> Tensor:
+    def _dual_covariance(self, dual: DualSystem, x: Inputs) -> Tensor:
         """[K(x,x) − K(x,X) M K(X,x)]/ρ, example by example, (T, C, C)."""
         explained = []
         for cross in self._kernel_to_train(x):
@@ -275,7 +275,7 @@ class LinearFit(PredictiveModel):
             Achille et al., CVPR 2021, eq. (7), (8) and appendix A.3, without their approximation.
         """
         x = checked_inputs(self.module, x)
-        if isinstance(self.system, Dual):
+        if isinstance(self.system, DualSystem):
             parts: Iterable[Tensor] = map(self.system.cross, self._kernel_to_train(x))
         else:
             parts = [self.system.cross(x)]
@@ -299,7 +299,7 @@ class LinearFit(PredictiveModel):
         Source:
             Achille et al., CVPR 2021, eq. (9).
         """
-        if x is None and isinstance(self.system, Dual):
+        if x is None and isinstance(self.system, DualSystem):
             dual = self.system
             # K M = I − ρM
             blocks = -dual.ridge * dual.inverse.view(dual.n, dual.c, dual.n, dual.c)
@@ -322,7 +322,7 @@ class LinearFit(PredictiveModel):
             InputError: If a ridge is not positive, or the fit was solved by conjugate gradients.
             NumericalError: If a ridge is below what rounding lets be answered.
         """
-        if not isinstance(self.system, Dual):
+        if not isinstance(self.system, DualSystem):
             raise InputError(
                 f"path needs the kernel's eigenvalues, but the fit was solved by {self.solver!r}",
                 expected='solver="dual"',
@@ -389,7 +389,7 @@ class LinearFit(PredictiveModel):
         residual = new.values.to(self.system.residual) - base_outputs(self.module, x).to(self.system.residual)
         system: System
         held = self.constraints
-        if isinstance(self.system, Dual):
+        if isinstance(self.system, DualSystem):
             if held is not None:
                 design = held.whitened(self.module.function, x, self.memory)
                 residual = residual - (design @ held.level).view(residual.shape)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from linnet.errors import FileFormatError, InputError
 from linnet.files import as_path
-from linnet.fitting.dual import Dual
+from linnet.fitting.dual import DualSystem
 from linnet.fitting.fit_files import read_constraints, read_fit
 from linnet.fitting.linear_fit import LinearFit, Record
 from linnet.fitting.primal import CGSettings, Primal
@@ -110,11 +110,11 @@ def _check_outputs(function: Functional, x: Inputs, base: Tensor, path: Path) ->
 
 def _system(
     function: Functional, x: Inputs, tensors: dict[str, Tensor], metadata: dict[str, Any]
-) -> Dual | Primal:
+) -> DualSystem | Primal:
     """The solved equations as they were saved."""
     residual, beta, solution = (tensors[key].to(function.device) for key in ("residual", "beta", "solution"))
     if metadata["settings"] is None:
-        return Dual(solution, residual, metadata["ridge"], beta=beta)
+        return DualSystem(solution, residual, metadata["ridge"], beta=beta)
     return Primal(function, x, residual, metadata["ridge"], CGSettings(**metadata["settings"]), solution)
 
 

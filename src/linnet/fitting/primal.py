@@ -16,7 +16,7 @@ from torch import Tensor
 
 from linnet.errors import NumericalError
 from linnet.fitting.arguments import check_positive
-from linnet.fitting.dual import Dual
+from linnet.fitting.dual import DualSystem
 from linnet.fitting.fit_preconditioner import FEW, TRIAL, make_preconditioner
 from linnet.fitting.formed_rows import FormedNormal, FormedRows
 from linnet.linalg.operator import LinearOperator
@@ -206,7 +206,7 @@ class Primal:
         self.settings = settings
         self.n, self.c = residual.shape
         self._blocks: Tensor | None = None
-        self._dual: Dual | None = None
+        self._dual: DualSystem | None = None
         self._formed: FormedNormal | None = None
         self.memory: str | int | None = None
         self._preconditioner = preconditioner
@@ -340,7 +340,7 @@ class Primal:
             yield rows.view(n, self.c, -1), solved.view(-1, n, self.c)
 
     @property
-    def dual(self) -> Dual | None:
+    def dual(self) -> DualSystem | None:
         """The same problem by its kernel, ``None`` where that does not fit the budget.
 
         It takes fewer operations than N·C solves and has M_ii without I − J_i (JᵀJ + ρI)⁻¹ J_iᵀ, in which
@@ -349,7 +349,7 @@ class Primal:
         size = self.n * self.c
         if self._dual is None and kernel_fits(self.function, size, self.memory):
             kernel = gram(self.function, self.x, outputs="full", memory=self.memory).reshape(size, size)
-            self._dual = Dual(kernel.double(), self.residual.double(), self.ridge)
+            self._dual = DualSystem(kernel.double(), self.residual.double(), self.ridge)
         return self._dual
 
     def inverse_blocks(self) -> Tensor:

@@ -9,7 +9,7 @@ from linnet.errors import InputError
 from linnet.fitting.arguments import check_positive
 from linnet.fitting.constrained_primal import ConstrainedPrimal
 from linnet.fitting.constraints import BATCH, Constraints, impose
-from linnet.fitting.dual import Dual, RidgePath, joined
+from linnet.fitting.dual import DualSystem, RidgePath, joined
 from linnet.fitting.equations import Wanted
 from linnet.fitting.primal import Primal
 from linnet.fitting.targets import Targets
@@ -18,7 +18,7 @@ from linnet.tangent.batch import Inputs, batch_size, split
 from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.linearized import Linearized
 
-System = Dual | Primal | ConstrainedPrimal
+System = DualSystem | Primal | ConstrainedPrimal
 CRITERIA = ("loo", "gcv", "evidence")
 
 
@@ -50,7 +50,7 @@ def constrained(
     """
     slack = 0.0 if weight is None else system.ridge / weight
     every = asked.equations if before is None else before.equations.joined(asked.equations)
-    if not isinstance(system, Dual):
+    if not isinstance(system, DualSystem):
         rows = every.jacobian(module.function, memory).double()
         made = impose(module, asked, slack, rows.T @ rows, before, memory)
         free = system.free if isinstance(system, ConstrainedPrimal) else system
@@ -69,7 +69,7 @@ def constrained(
     new = made.design[:, 0 if before is None else before.equations.count :]
     residual = system.residual.reshape(-1) - new @ made.level[made.level.shape[0] - new.shape[1] :]
     kernel = system.kernel - new @ new.T
-    return Dual(kernel, residual.view(system.n, system.c), system.ridge), made
+    return DualSystem(kernel, residual.view(system.n, system.c), system.ridge), made
 
 
 def at_ridge(
@@ -89,7 +89,7 @@ def at_ridge(
     Raises:
         InputError: If the ridge is none of these, or the fit was solved by conjugate gradients.
     """
-    if not isinstance(system, Dual):
+    if not isinstance(system, DualSystem):
         raise InputError(
             "ridge= in an update of a fit solved by conjugate gradients",
             expected='solver="dual", whose kernel has every ridge',
@@ -109,7 +109,7 @@ def at_ridge(
 
 
 def ridge_path_of(
-    system: Dual, targets: Targets, held: Constraints | None, ridges: Tensor | None = None
+    system: DualSystem, targets: Targets, held: Constraints | None, ridges: Tensor | None = None
 ) -> RidgePath:
     """Every criterion along a path of ridges, penalties on outputs at the same weight all along.
 
@@ -130,17 +130,19 @@ def ridge_path_of(
     return joined([s.path(grid[i : i + 1], classes, targets.values) for i, s in enumerate(each)])
 
 
-def _moved(system: Dual, ridge: float, held: Constraints | None) -> tuple[Dual, Constraints | None]:
+def _moved(
+    system: DualSystem, ridge: float, held: Constraints | None
+) -> tuple[DualSystem, Constraints | None]:
     """The solution and its equations at another ridge; K̃ and r̃ depend on it where there are penalties."""
     if held is None or not held.soft:
-        return Dual(system.kernel, system.residual, ridge, spectrum=system.known_spectrum), held
+        return DualSystem(system.kernel, system.residual, ridge, spectrum=system.known_spectrum), held
     there = held.at_ridge(system.ridge, ridge)
     kernel = system.kernel + held.design @ held.design.T - there.design @ there.design.T
     change = held.design @ held.level - there.design @ there.level
-    return Dual(kernel, system.residual + change.view(system.residual.shape), ridge), there
+    return DualSystem(kernel, system.residual + change.view(system.residual.shape), ridge), there
 
 
-def without_equations(system: System, constraints: Constraints | None) -> Dual | Primal:
+def without_equations(system: System, constraints: Constraints | None) -> DualSystem | Primal:
     """What a file keeps of a solution beside its equations: r instead of r̃; ``obeying`` undoes it.
 
     Args:
@@ -152,13 +154,13 @@ def without_equations(system: System, constraints: Constraints | None) -> Dual |
     """
     if isinstance(system, ConstrainedPrimal):
         return system.free
-    if constraints is None or not isinstance(system, Dual):
+    if constraints is None or not isinstance(system, DualSystem):
         return system
     raw = system.residual + (constraints.design @ constraints.level).view(system.residual.shape)
-    return Dual(system.kernel, raw, system.ridge, beta=system.beta)
+    return DualSystem(system.kernel, raw, system.ridge, beta=system.beta)
 
 
-def obeying(system: Dual | Primal, constraints: Constraints | None) -> System:
+def obeying(system: DualSystem | Primal, constraints: Constraints | None) -> System:
     """The solution under equations that ``without_equations`` took apart.
 
     Args:
@@ -173,7 +175,7 @@ def obeying(system: Dual | Primal, constraints: Constraints | None) -> System:
     if isinstance(system, Primal):
         return ConstrainedPrimal(system, constraints)
     level = (constraints.design @ constraints.level).view(system.residual.shape)
-    return Dual(system.kernel, system.residual - level, system.ridge, beta=system.beta)
+    return DualSystem(system.kernel, system.residual - level, system.ridge, beta=system.beta)
 
 
 @torch.no_grad()
@@ -187,9 +189,9 @@ def solve_delta(module: Linearized, x: Inputs, system: System, constraints: Cons
         constraints: Its equations.
     """
     function, nu = module.function, None
-    flat = pulled_back(module, x, system.beta) if isinstance(system, Dual) else system.delta
+    flat = pulled_back(module, x, system.beta) if isinstance(system, DualSystem) else system.delta
     if constraints is not None:
-        if isinstance(system, Dual):
+        if isinstance(system, DualSystem):
             nu = constraints.multipliers(system.beta)
             flat = flat + constraints.equations.pull(function, nu)
         else:

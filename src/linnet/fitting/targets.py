@@ -13,10 +13,36 @@ import torch
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
+from linnet.fitting.arguments import check_positive
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import refuse
 
 ALPHA = 15.0  # Achille et al., CVPR 2021, eq. (3)
+
+
+@dataclass(frozen=True)
+class OneHot:
+    """Targets made from classes: α for the right one, 0 for the others.
+
+    Args:
+        scale: α.
+
+    Raises:
+        InputError: If α is no positive number.
+
+    Source:
+        Achille et al. 2021, section 3.1 (α = 15).
+
+    Example:
+        >>> OneHot(1.0).scale
+        1.0
+    """
+
+    scale: float = ALPHA
+
+    def __post_init__(self) -> None:
+        """Raise on values that cannot be."""
+        check_positive("scale", self.scale, "leave scale= out for α = 15")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,14 +23,13 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.fitting.arguments import ridge_grid
 from linnet.fitting.asked import checked_inputs
-from linnet.fitting.dual import Dual
+from linnet.fitting.dual import DualSystem
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.primal import Primal
 from linnet.fitting.remarks import after_change
 from linnet.fitting.targets import check_arrangement, make_targets, position_targets
 from linnet.solvers.shifted_cg import shifted_cg
-from linnet.tangent.batch import Inputs, gather_data, take
-from linnet.tangent.gram import own_kernels
+from linnet.tangent.batch import Inputs, gather_data
 from linnet.tangent.jacobian import jvp_columns
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -205,64 +203,6 @@ def tune_ridge(fit: LinearFit, validation: Any) -> LinearFit:
 
 
 @torch.no_grad()
-def fit_by_validation(
-    solve: Callable[..., LinearFit], lin: Linearized, data: Any, validation: Any, **options: Any
-) -> LinearFit:
-    """A fit at the ridge of lowest validation loss, from nothing: ``linnet.fit(..., ridge="validation")``.
-
-    Args:
-        solve: ``linnet.fit``.
-        lin: A linearized network.
-        data: Training data.
-        validation: Validation data.
-        **options: Other arguments of the fit.
-
-    Returns:
-        The fit of :func:`tune_ridge`, that began at the mean of the kernel's diagonal.
-
-    Raises:
-        InputError: If there are no validation data.
-
-    Example:
-        >>> import linnet
-        >>> lin = linnet.linearize(torch.nn.Linear(1, 1))
-        >>> x = torch.linspace(-1, 1, 8)[:, None]
-        >>> fit_by_validation(linnet.fit, lin, (x, 2 * x), (x, 2 * x)).summary()["criterion"]
-        'validation'
-    """
-    if validation is None:
-        raise InputError(
-            'ridge="validation" without validation data',
-            expected="an (x, y) pair, a Dataset or a DataLoader",
-            remedy='pass validation=(x, y), or ridge="loo"',
-        )
-    x, _ = gather_data(data, lin.function.device)
-    kernels = own_kernels(lin.function, take(x, slice(0, SCALED)), options.get("memory"))
-    scale = float(kernels.diagonal(dim1=1, dim2=2).mean()) or 1.0
-    return tune_ridge(solve(lin, data, ridge=scale, **options), validation)
-
-
-def check_validation(ridge: Any, loss: str) -> None:
-    """Raise unless validation data are what chooses the ridge of a squared loss.
-
-    Args:
-        ridge: The ridge that was asked for.
-        loss: The loss.
-
-    Raises:
-        InputError: If it is a number or another criterion, or another loss.
-
-    Example:
-        >>> check_validation("validation", "squared")
-    """
-    if ridge != "validation" or loss != "squared":
-        raise InputError(
-            f"ridge={ridge!r} and loss={loss!r} with validation data",
-            expected='ridge="validation" and loss="squared"',
-            remedy="leave validation= out",
-        )
-
-
 def _check_squared(fit: Any) -> None:
     """Raise unless it is a fit of the squared loss."""
     if not isinstance(fit, LinearFit):
@@ -308,7 +248,7 @@ class _Curve(Protocol):
     def at(self, ridge: float) -> tuple[float, float, Tensor]:
         """Loss, dL/d log ρ and outputs at one ridge."""
 
-    def system(self, ridge: float) -> Dual | Primal:
+    def system(self, ridge: float) -> DualSystem | Primal:
         """The solved equations at one ridge."""
 
 
@@ -336,7 +276,7 @@ def _curve(fit: LinearFit, validation: Any) -> _Curve:
             expected="a fit without constraints, or with equations that hold exactly",
             remedy="ask the fit before fit.constrain, or call fit.path",
         )
-    if isinstance(fit.system, Dual):
+    if isinstance(fit.system, DualSystem):
         return _DualCurve(fit, fit.system, x, targets, labels)
     if not isinstance(fit.system, Primal):
         raise InputError(
@@ -350,7 +290,9 @@ def _curve(fit: LinearFit, validation: Any) -> _Curve:
 class _DualCurve:
     """By the eigenvalues of the kernel."""
 
-    def __init__(self, fit: LinearFit, dual: Dual, x: Inputs, targets: Tensor, labels: Tensor | None) -> None:
+    def __init__(
+        self, fit: LinearFit, dual: DualSystem, x: Inputs, targets: Tensor, labels: Tensor | None
+    ) -> None:
         self.dual, self.targets, self.labels = dual, targets, labels
         self.spectrum = dual.spectrum
         vectors = self.spectrum.vectors
@@ -384,9 +326,9 @@ class _DualCurve:
         loss = (self.targets - outputs[0]).square().sum(1).mean()
         return float(loss), float(gradient[0]), outputs[0]
 
-    def system(self, ridge: float) -> Dual:
+    def system(self, ridge: float) -> DualSystem:
         """The dual at another ridge, with the same eigendecomposition."""
-        return Dual(self.dual.kernel, self.dual.residual, ridge, spectrum=self.spectrum)
+        return DualSystem(self.dual.kernel, self.dual.residual, ridge, spectrum=self.spectrum)
 
 
 class _PrimalCurve:

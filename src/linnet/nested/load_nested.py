@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from linnet.errors import FileFormatError
 from linnet.files import as_path, load_tensors
-from linnet.fitting.dual import Dual
+from linnet.fitting.dual import DualSystem
 from linnet.fitting.fit_files import unflatten_inputs
 from linnet.fitting.last_layer import Appended
 from linnet.fitting.record import Record
@@ -59,7 +59,7 @@ def read_nested(directory: str | Path, model: nn.Module) -> NestedFit:
     targets = Targets(tensors["targets"], metadata["classes"], metadata["scale"])
     record = Record(**{**metadata["record"], "warnings": tuple(metadata["record"]["warnings"])})
     prior = Prior(features, tensors["center"], Mixture(**metadata["mixture"]))
-    system = Dual(tensors["kernel"], targets.values, metadata["ridge"], beta=tensors["beta"])
+    system = DualSystem(tensors["kernel"], targets.values, metadata["ridge"], beta=tensors["beta"])
     fit = NestedFit(prior, x, targets, system, record)
     fit._phi = tensors["phi"]
     fit.held_out = tensors.get("held_out")

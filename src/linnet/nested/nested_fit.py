@@ -19,7 +19,7 @@ from torch import Tensor
 from linnet.errors import DataError, InputError
 from linnet.fitting.arguments import positions, ridge_grid
 from linnet.fitting.asked import count_in_words
-from linnet.fitting.dual import Dual, RidgePath
+from linnet.fitting.dual import DualSystem, RidgePath
 from linnet.fitting.record import Record
 from linnet.fitting.targets import Targets, make_targets
 from linnet.nested.features import Features
@@ -73,7 +73,7 @@ class NestedFit(PredictiveModel):
         (torch.Size([20, 2]), torch.Size([20, 2]), 19)
     """
 
-    def __init__(self, prior: Prior, x: Inputs, targets: Targets, system: Dual, record: Record) -> None:
+    def __init__(self, prior: Prior, x: Inputs, targets: Targets, system: DualSystem, record: Record) -> None:
         self.prior, self.x, self._targets = prior, x, targets
         self.system, self.record = system, record
         self._phi: Tensor | None = None
@@ -455,7 +455,7 @@ class NestedFit(PredictiveModel):
             made.held_out = torch.cat([self.held_out, (cross.T @ self.system.beta).to(self.held_out)])
         return made
 
-    def _changed(self, x: Inputs, targets: Targets, system: Dual, what: str, start: float) -> NestedFit:
+    def _changed(self, x: Inputs, targets: Targets, system: DualSystem, what: str, start: float) -> NestedFit:
         """A new fit of another system with the same kernel."""
         reasons = {**self.record.reasons, "change": what}
         seconds = {**self.record.seconds, "change": time.perf_counter() - start}
@@ -481,7 +481,7 @@ class NestedFit(PredictiveModel):
         """
         phi = self.prior.phi(self.x)
         kernel = self.prior.square(self.x, phi)
-        system = Dual(kernel, self.targets, self.ridge)
+        system = DualSystem(kernel, self.targets, self.ridge)
         made = NestedFit(self.prior, self.x, self._targets, system, self.record)
         return self._kept(made)
 
@@ -583,7 +583,7 @@ def solved(
     seconds = {"kernel": time.perf_counter() - start}
     start = time.perf_counter()
     choice = choose(head, body, targets, weight, ridge)
-    system = Dual(choice.mixture(head, body), targets.values, choice.taken.ridge)
+    system = DualSystem(choice.mixture(head, body), targets.values, choice.taken.ridge)
     seconds["solve"] = time.perf_counter() - start
     record = replace(
         record,

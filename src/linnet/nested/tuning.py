@@ -23,7 +23,7 @@ from torch import Tensor
 
 from linnet.errors import DataError, NumericalError
 from linnet.fitting.descent import Descent
-from linnet.fitting.dual import Dual, Spectrum
+from linnet.fitting.dual import DualSystem, Spectrum
 from linnet.fitting.folds import deal
 from linnet.fitting.head import example_hashes, with_head
 from linnet.nested.features import Features
@@ -362,7 +362,7 @@ def _solved(fit: NestedFit, network: Features, whole: Kernels, chosen: tuple[flo
     kernel, mixture = whole.mixed(weight)
     phi = network.phi(fit.x)
     prior = Prior(network, phi.mean(0), mixture, fit.memory)
-    system = Dual(kernel, fit.targets, ridge)
+    system = DualSystem(kernel, fit.targets, ridge)
     made = NestedFit(prior, fit.x, fit.training_targets, system, fit.record)
     made._phi = phi - prior.center
     return made
@@ -377,7 +377,7 @@ def _calibrate(
     for k, kernel in enumerate(kernels):
         rest, held = tuning.parts(k)
         mixed = kernel.mixed(weight)[0]
-        system = Dual(mixed[rest][:, rest], made.targets[rest], ridge)
+        system = DualSystem(mixed[rest][:, rest], made.targets[rest], ridge)
         cross = mixed[held][:, rest]
         own[held] = (mixed.diagonal()[held] - (system.cross(cross) * cross).sum(1)).clamp_min(0).to(own)
     counting = counted(made.training_targets)

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from linnet.fitting.dual import Dual, Spectrum
+from linnet.fitting.dual import DualSystem, Spectrum
 from linnet.linalg.factorize import cholesky, eigh
 from linnet.memory import parse_bytes
 from linnet.tangent.batch import Inputs, batch_size, split, take, tensors_in
@@ -102,7 +102,7 @@ class FunctionDense(System):
     """
 
     def __init__(
-        self, function: Functional, task: Task, dual: Dual, memory: Memory, work: dict[str, int]
+        self, function: Functional, task: Task, dual: DualSystem, memory: Memory, work: dict[str, int]
     ) -> None:
         self.function, self.task, self.dual, self.memory = function, task, dual, memory
         self.ridge, self.work = dual.ridge, work
@@ -126,7 +126,7 @@ class FunctionDense(System):
         known = before if isinstance(before, FunctionDense) else None
         if known is not None and known.same_inputs(task):
             factor = known.dual.factor if ridge == known.ridge else None
-            dual = Dual(known.dual.kernel, task.residual, ridge, factor=factor)
+            dual = DualSystem(known.dual.kernel, task.residual, ridge, factor=factor)
             work = {"examples differentiated": 0, "examples known": task.n}
             return cls(function, task, dual, memory, {**work, "factorizations": int(factor is None)})
         kernel, work = _kernel(function, task.x, known, memory)
@@ -134,7 +134,7 @@ class FunctionDense(System):
         w = task.weights.reshape(-1)
         # K̃ = diag(w) K diag(w)
         scaled = kernel.reshape(size, size).double().mul_(w[:, None]).mul_(w)
-        return cls(function, task, Dual(scaled, task.residual, ridge), memory, work)
+        return cls(function, task, DualSystem(scaled, task.residual, ridge), memory, work)
 
     @cached_property
     def delta(self) -> Tensor:
@@ -186,7 +186,7 @@ class FunctionDense(System):
     def at(self, ridge: float) -> FunctionDense:
         """Another Cholesky factor of the same kernel."""
         spectrum = self.dual._spectrum
-        dual = Dual(self.dual.kernel, self.task.residual, ridge, spectrum=spectrum)
+        dual = DualSystem(self.dual.kernel, self.task.residual, ridge, spectrum=spectrum)
         return FunctionDense(self.function, self.task, dual, self.memory, dict(self.work))
 
     def extended(self, more: Task, joined: Task) -> FunctionDense:

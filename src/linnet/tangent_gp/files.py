@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from linnet.files import as_path, load_tensors, save_tensors
-from linnet.fitting.dual import Dual
+from linnet.fitting.dual import DualSystem
 from linnet.fitting.fit_files import flatten_inputs, unflatten_inputs
 from linnet.solvers.solution import Solution, Status
 from linnet.tangent.batch import Inputs
@@ -112,7 +112,7 @@ def restored_system(
     """
     ridge, work = metadata["ridge"], metadata["work"]
     if metadata["kind"] == "function":
-        dual = Dual(tensors["kernel"], task.residual, ridge, beta=tensors["beta"])
+        dual = DualSystem(tensors["kernel"], task.residual, ridge, beta=tensors["beta"])
         return FunctionDense(function, task, dual, options.memory, work)
     if metadata["kind"] == "parameter":
         matrices = tensors["normal"], tensors["right"]

@@ -6,10 +6,11 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from linnet.fitting.dual import Dual
+from linnet.fitting.dual import DualSystem
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.softmax_dual import SoftmaxDual
 from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.fitting.targets import OneHot
 from linnet.nested.nested_fit import NestedFit
 from linnet.predictive.temperature import fit_temperature, probabilities
 
@@ -92,8 +93,8 @@ def solved_anew(fit: Fit) -> Tensor | None:
         return (
             SoftmaxDual(system.kernel, system.base, system.loss, fit.ridge).outputs - system.outputs
         ).flatten()
-    if isinstance(system, Dual):
-        anew = Dual(system.kernel, system.residual, fit.ridge)
+    if isinstance(system, DualSystem):
+        anew = DualSystem(system.kernel, system.residual, fit.ridge)
         # outputs on the training samples are f₀ + Kβ
         change: Tensor = system.kernel @ (anew.beta - system.beta).reshape(len(system.kernel), -1)
         return change.flatten()
@@ -105,13 +106,13 @@ def kernel_and_residual(fit: Fit) -> tuple[Tensor, Tensor] | None:
     system = fit.system
     if isinstance(system, SoftmaxDual):
         return system.kernel, -system.loss.gradient(system.base)
-    if isinstance(system, Dual):
+    if isinstance(system, DualSystem):
         return system.kernel, system.residual
     return None
 
 
 def refit_arguments(fit: Fit) -> dict[str, object]:
-    """Arguments of ``linnet.fit`` that make a fit anew: targets, loss and scale."""
+    """Arguments of ``linnet.fit`` that make a fit anew: targets and loss."""
     if isinstance(fit, SoftmaxFit):
         return {"loss": "cross-entropy", "targets": fit.targets}
-    return {"scale": fit._targets.scale}
+    return {"targets": OneHot(fit._targets.scale)}

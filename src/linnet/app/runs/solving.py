@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from linnet.app.runs.settings import Solving
 from linnet.errors import InputError, MemoryBudgetError
 from linnet.fitting.centered import CenteredLinear
 from linnet.fitting.fit import fit as fit_linear
+from linnet.fitting.solver import CG, Dual, Nystrom, Solver
 from linnet.memory import parse_bytes
 from linnet.tangent.linearized import Linearized
 
@@ -85,10 +85,11 @@ def _solve(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file:
     reason = "asked for"
     if solving.solver != "cg":
         criterion, why = _criterion(solving, lin, data[1])
-        solver = "dual" if isinstance(criterion, str) else solving.solver
-        options: dict[str, Any] = {"solver": solver, "memory": solving.memory, "file": str(file)}
+        solver: Solver = Dual(file) if isinstance(criterion, str) or solving.solver == "dual" else "auto"
         try:
-            found: Fit = fit_linear(lin, data, solving.loss, ridge=criterion, **options)
+            found: Fit = fit_linear(
+                lin, data, solving.loss, ridge=criterion, solver=solver, memory=solving.memory
+            )
             if isinstance(criterion, str):
                 found.record.reasons["ridge"] += why
                 if solving.solver == "auto":
@@ -153,9 +154,8 @@ def _solve_large(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving)
             error.expected,
             remedy="raise memory=, or fit fewer parameters with params=",
         ) from error
-    fit: Fit = fit_linear(
-        lin, data, solving.loss, ridge=pilot.ridge, solver="cg", memory=solving.memory, rank=int(rank)
-    )
+    solver = CG(preconditioner=Nystrom(int(rank)) if rank else "auto")
+    fit: Fit = fit_linear(lin, data, solving.loss, ridge=pilot.ridge, solver=solver, memory=solving.memory)
     if isinstance(criterion, str):
         part = "all samples" if len(rows) == len(x) else f"{len(rows)} of {len(x)} of the samples"
         fit.record = replace(fit.record, criterion=criterion)

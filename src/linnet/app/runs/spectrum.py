@@ -24,6 +24,7 @@ from linnet.fitting.fit import fit as fit_linear
 from linnet.fitting.head import with_head
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.fitting.targets import OneHot
 from linnet.nested.nested_fit import NestedFit
 from linnet.spectrum.task_linearity import TaskLinearity, task_linearity
 from linnet.tangent.batch import split
@@ -154,8 +155,8 @@ def _one_linearization(run: SavedRun) -> SavedRun:
     network = with_head(fit.module.model, fit.system.c, init="random", generator=generator)
     labels = fit.labels
     data = fit.x, fit.targets if labels is None else labels
-    options: Any = {"memory": fit.memory, "scale": fit._targets.scale}
-    linear = fit_linear(linearize(with_centered_head(network)), data, ridge="loo", **options)
+    lin, targets = linearize(with_centered_head(network)), OneHot(fit._targets.scale)
+    linear = fit_linear(lin, data, targets=targets, ridge="loo", memory=fit.memory)
     note = "this is about one linearization at a random head; the run averages several beside a linear probe"
     linear.record = replace(linear.record, warnings=(*linear.record.warnings, note))
     return replace(run, fit=linear)
