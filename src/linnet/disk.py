@@ -1,4 +1,4 @@
-"""Room on the disk: reserved before a file is mapped, and told in full where there is too little.
+"""Disk space: reserved before a file is mapped, with an error that states what is missing.
 
 A mapped file that grows past the end of its disk ends the process with signal SIGBUS, which no ``except``
 sees. Reserved blocks cannot run out, so a file is reserved before anything is written through its map.

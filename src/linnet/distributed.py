@@ -1,4 +1,4 @@
-"""Work that the processes of ``torch.distributed`` do together, and what happens when one of them cannot.
+"""Collective work of ``torch.distributed`` processes, with errors raised on all of them.
 
 Whatever has sums over processes runs inside :func:`together`, and every exchange begins with three integers
 that all processes reduce: whether one has failed, and a hash of what each is about to exchange. So an error

@@ -1,4 +1,4 @@
-"""Files that are either whole or an error: atomic writes, checksums, kinds and versions.
+"""Safe files: atomic writes, checksums, kinds and versions.
 
 A file is written under a temporary name in its own directory, forced to disk and renamed over the old one,
 so a crash at any moment leaves the old file or the new one, and at worst a temporary file that nothing reads.

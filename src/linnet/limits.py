@@ -1,4 +1,4 @@
-"""What may be read: regular files, of which no more is held than there is memory."""
+"""Limits on input files: regular files only, within the available memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NumPy's ``.npz`` archives, read member by member and checked to the last byte.
+"""Reads NumPy's ``.npz`` archives member by member, checked to the last byte.
 
 ``numpy.load`` stops at the end of an array, before the archive's own checksum is compared, so an altered
 member can pass; here every member is read to its end. Before that its claimed length is held against its

@@ -1,4 +1,4 @@
-"""What likelihoods refuse, and what they say: the argument, its value, what was expected, what to do."""
+"""Errors of likelihoods: the argument, its value, what was expected, what to do."""
 
 from __future__ import annotations
 

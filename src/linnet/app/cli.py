@@ -1,4 +1,4 @@
-"""The command line: finds the command, reads its options, prints its result or what went wrong.
+"""Entry point of the command line: dispatch, option parsing, results and errors.
 
 The options of a command are the parameters of its function (see `linnet.app.commands`), read by jsonargparse,
 which adds `--config FILE` and `--print_config`. Nothing here imports torch, so help answers at once.

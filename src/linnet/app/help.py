@@ -1,4 +1,4 @@
-"""What the command line says about its options: their choices, their kinds in words, and the page of help."""
+"""Help pages of the command line: options, their types and choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far rounding puts the numbers of a fit off, asked for by the user."""
+"""Bounds on the effect of rounding errors on a fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What if this label were another? Exact, because the optimum is linear in the targets."""
+"""Counterfactual labels: predictions of a fit if training labels were different."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proof that a fit has forgotten: it solves the problem without the forgotten examples."""
+"""Verifies that a fit solves the problem without the forgotten examples."""
 
 from __future__ import annotations
 

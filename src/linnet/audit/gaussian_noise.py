@@ -1,4 +1,4 @@
-"""How much Gaussian noise hides one example: calibration of two mechanisms to (ε, δ).
+"""Noise calibration of two Gaussian mechanisms to (ε, δ).
 
 (ε, δ) differential privacy: for neighboring data D, D' and every set A of results,
 P(result(D) ∈ A) ≤ e^ε P(result(D') ∈ A) + δ.

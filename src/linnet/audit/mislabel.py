@@ -1,4 +1,4 @@
-"""Suspect labels: training examples that the fit on all the others contradicts.
+"""Label error detection by leave-one-out predictions.
 
 The leave-one-out residual eᵢ = tᵢ − f₋ᵢ(xᵢ) is the training residual plus the self-influence,
 

@@ -1,4 +1,4 @@
-"""Checks that the audits share: fits, predictors of any kind, labels."""
+"""Checks shared by the audits: fits, predictors of any kind, labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fit's weights with differential privacy: what it learned, without what any one example said."""
+"""A differentially private release of a fit's weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The curvature of one task, for the methods that remember tasks by it."""
+"""The curvature of one task, for methods with a quadratic penalty."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class OnlineLaplace(ContinualMethod):
         model: The network; training goes on with it, and wrappers are looked through. For a ``Linearized``
             the posterior of a stream of squared losses is exact under structure="full".
         likelihood: What the outputs mean, one of ``linnet.likelihoods``.
-        structure: Structure of G, as in :func:`linnet.curvature`; "kfac" and "diagonal" are the thesis'.
+        structure: Structure of G, as in :func:`linnet.curvature`; Botev (2020) has "kfac" and "diagonal".
         prior_precision: p ≥ 0 of the first prior. It applies to parameters that a task has reached.
         strength: λ ≥ 0; 0 switches the method off, the prior included.
         merge: How sums of Kronecker products are kept: "svd" (nearest product), "kl" (nearest Gaussian),

@@ -1,4 +1,4 @@
-"""The only loop over data: every statistic that was asked for, from one capture of each batch."""
+"""The loop over data: accumulates all requested statistics from one capture of each batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``linnet.curvature``: one call for every approximation of the curvature."""
+"""``linnet.curvature``: every curvature approximation by one function."""
 
 from __future__ import annotations
 

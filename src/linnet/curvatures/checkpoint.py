@@ -1,4 +1,4 @@
-"""A pass over the data that can go on after the process has died."""
+"""Checkpoints of a pass over data, so that it can be resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a request to operators: find the layers, plan, pass over the data once or twice, put together."""
+"""Builds curvature operators in one or two passes over the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters form a layer, and which form their curvature can take.
+"""Groups parameters into layers and finds the curvature structures that each layer supports.
 
 A layer is a weight with the bias that is added to its product, or the parameters of one normalization, or
 a parameter by itself. A layer whose every use is a linear map or a convolution of its weight has gradients

@@ -1,4 +1,4 @@
-"""Curvature that is made from products with the whole matrix: low rank, and dense Hessians."""
+"""Structures computed from products with the whole matrix: low rank, and dense Hessians."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer's block of a curvature matrix, and where its rows are among all parameters."""
+"""A layer's block of a curvature matrix, and its rows among all parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A curvature that is fed batch by batch while the network changes: exponential averages for training.
+"""Running averages of a curvature, updated batch by batch during training.
 
 After batches 1 ... t with weights w_s = decay^(t−s), every statistic is Σ_s w_s (statistic of batch s) and so
 is the number of examples it stands for. Nothing starts from zero or from an identity, so that there is no

@@ -1,4 +1,4 @@
-"""The settings of a training run: what is minimized, how, for how long, and where it is reported."""
+"""Settings of a training run: objective, optimizer, duration and progress reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fine-tuning gives back, and how it is kept."""
+"""The result of fine-tuning, and its files."""
 
 from __future__ import annotations
 

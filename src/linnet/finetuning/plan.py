@@ -1,4 +1,4 @@
-"""What stays the same from run to run of a recipe: the task, the network's shaping, the settings."""
+"""Settings shared by all runs of a recipe."""
 
 from __future__ import annotations
 

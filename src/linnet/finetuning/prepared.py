@@ -1,4 +1,4 @@
-"""A network made ready for a recipe: surgery, a head for the task, the linearization, its curvature."""
+"""Prepares a network for a recipe: surgery, a new head, linearization, curvature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of a recipe: one set of values, or a search among several; or the optimum in closed form."""
+"""Runs a recipe: for one set of values, as a search, or as the closed-form optimum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipes of fine-tuning by name: what each is made of, and the values that it is tried with."""
+"""The fine-tuning recipes by name: their parts and search grids."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def candidates_for(
 ) -> list[Candidate]:
     """All values to try.
 
-    ``"paper"`` is the grid of the paper's section A.2: for SGD η ∈ {0.01, 0.001}, λ ∈ {1e-4, 1e-5}; for Adam
+    ``"paper"`` is the grid of Achille et al. (2021), A.2: for SGD η ∈ {0.01, 0.001}, λ ∈ {1e-4, 1e-5}; Adam
     η ∈ {0.001, 0.0004, 0.0001}, λ ∈ {1e-5, 1e-6}; with center and with random crops of images; resized crops
     at η = 0.001, λ = 1e-5 only. ``"wide"`` is that of its study of learning rates: η ∈ {0.05, 0.01, 0.005,
     0.001, 0.0001}, b ∈ {16, 32, 64}, λ ∈ {1e-5, 1e-4, 5e-4}.

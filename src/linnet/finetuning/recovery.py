@@ -1,4 +1,4 @@
-"""A short training after surgery, that lets a network find back to what it could do."""
+"""Short training that recovers the accuracy lost by surgery."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from linnet.tangent.batch import concatenate
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import linearize
 
-RATE = 0.01  # for networks like the paper's
+RATE = 0.01  # for ResNets like those of Achille et al. 2021
 PROBED = 32  # examples that the largest eigenvalue is estimated on
 
 
@@ -49,8 +49,8 @@ def recover(
 ) -> nn.Module:
     """Train a copy of a network after its activations were replaced.
 
-    On the pretraining task, as the paper did for one epoch; or, where its labels are not at hand, towards the
-    outputs of the network as it was.
+    On the pretraining task, as Achille et al. (2021) did for one epoch; or, where its labels are not at hand,
+    towards the outputs of the network before surgery.
 
     Args:
         model: The network after surgery; it is not touched.

@@ -1,1 +1,1 @@
-"""The linear fit and everything it answers."""
+"""The linear fit and its predictions, audits and updates."""

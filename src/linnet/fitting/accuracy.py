@@ -1,4 +1,4 @@
-"""How far rounding puts a fit off: estimated from the rounding errors of the kernel's entries.
+"""Error estimates of a fit from the rounding errors of the kernel's entries.
 
 Let E be the error of K, whose entries are about s √(K_aa K_bb) for one s of the network and its type, and g
 that of f₀. To first order, with Rᵢ = (M_ii)⁻¹ M_i· (the identity at i, minus the weights that the other

@@ -1,4 +1,4 @@
-"""Checks of arguments that several methods share."""
+"""Argument checks shared by several methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out outputs of the whole procedure: head, linearization and fit without an example's fold.
+"""Cross-fitting: held-out outputs of head, linearization and fit together.
 
 A head fitted on the labels makes θ₀ depend on the label that leave-one-out leaves out: f₀(xᵢ) has learned
 it, and so have the derivatives of the layers below. Only a procedure that never saw the example is honest:

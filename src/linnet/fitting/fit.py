@@ -146,9 +146,9 @@ def fit(
         ridge: ρ > 0, or the criterion that chooses it: ``"loo"``, ``"gcv"`` (squared loss), ``"evidence"`` or
             ``"validation"``.
         solver: ``"dual"`` (the N·C × N·C kernel), ``"cg"`` (matrix-free in the weights), ``"sgd"`` (the
-            paper's recipe, to compare with: momentum 0.9, one effective learning rate, K-FAC unless another
-            preconditioner is named, batches that grow), or ``"auto"``, which predicts operations and memory
-            of the first two and says what it chose and why.
+            recipe of Achille et al. 2021, for comparison: momentum 0.9, one effective learning rate, K-FAC
+            unless another preconditioner is named, batches that grow), or ``"auto"``, which predicts operations
+            and memory of the first two and says what it chose and why.
         scale: α of one-hot targets, for the squared loss.
         memory: Budget such as ``"4GB"``; by default half of what is available.
         file: A ``.npy`` file for the kernel; an interrupted run resumes from it.

@@ -1,4 +1,4 @@
-"""The linear fit: the one optimum of a linearized network, and everything that follows from it.
+"""The linear fit of a linearized network under squared loss.
 
     δ = argmin ½ Σᵢ ‖tᵢ − f₀(xᵢ) − Jᵢδ‖² + ½ ρ‖δ‖²
 

@@ -1,4 +1,4 @@
-"""A network in the coordinates of a metric: its linear fit is then regularized by a curvature.
+"""Linear fits regularized by a curvature: the network in the coordinates of a metric.
 
 The ridge ρ‖δ‖² holds all weights alike, though a unit of one moves the outputs a thousand times as far as a
 unit of another. With the curvature of the network, A = (G/N + τ I)⁻¹ = H Hᵀ and δ = H ε,

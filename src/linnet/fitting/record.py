@@ -1,4 +1,4 @@
-"""What a fit says about itself."""
+"""Metadata of a fit: size, solver, ridge and reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reader of a fit must know of its examples: which labels the head has seen, lonely classes."""
+"""Remarks on the training data of a fit: labels that the head has seen, classes with one example."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cross-entropy fit: the one optimum of a linearized network under softmax, and what follows from it.
+"""The linear fit of a linearized network under cross-entropy.
 
     δ = argmin Σᵢ ℓ(f₀(xᵢ) + Jᵢδ, yᵢ) + ½ ρ‖δ‖²
 

@@ -1,4 +1,4 @@
-"""The path of ridges of a cross-entropy fit, and how far its one-step leave-one-out is from refitting."""
+"""Ridge paths of a cross-entropy fit, and the error of its one-step leave-one-out."""
 
 from __future__ import annotations
 

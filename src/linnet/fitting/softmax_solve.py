@@ -1,4 +1,4 @@
-"""Solving a cross-entropy fit: the kernel, the ridge, Newton's method, and what the record says of them."""
+"""Solving a cross-entropy fit: kernel, ridge, Newton's method and the record of the solution."""
 
 from __future__ import annotations
 

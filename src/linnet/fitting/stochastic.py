@@ -1,4 +1,4 @@
-"""The linear fit by stochastic gradients with momentum: the recipe of its paper, taken to the optimum.
+"""The linear fit by stochastic gradient descent with momentum, run to the optimum.
 
     v ← m v − η A [Σ_{i ∈ B} J_iᵀ(J_i δ − r_i) + |B|/N ρ δ]        δ ← δ + v
 

@@ -1,4 +1,4 @@
-"""Prior precisions and noise variance that make the data most likely under the Laplace approximation.
+"""Prior precisions and noise variance by maximum marginal likelihood.
 
 Where the gradient of the log evidence in log δ_g and log m vanishes,
 

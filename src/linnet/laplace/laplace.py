@@ -1,4 +1,4 @@
-"""``linnet.Laplace``: how sure a trained network is, from the curvature of its loss."""
+"""``linnet.Laplace``: Laplace approximations of the posterior of a trained network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions of the linearized network, as large as they are wanted."""
+"""Predictions of the linearized network in bounded memory."""
 
 from __future__ import annotations
 

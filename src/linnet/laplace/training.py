@@ -1,4 +1,4 @@
-"""Training with the prior precision and the noise tuned by the evidence along the way.
+"""Training with prior precision and noise tuned by the evidence during training.
 
 Every few epochs the posterior is fitted at the weights of the moment, and the regularizer of the loss follows
 the prior precisions that maximize its evidence, so that no validation data are needed (Immer, Bauer, Fortuin,

@@ -1,4 +1,4 @@
-"""``Laplace.tune``: which criterion, which search, over which hyper-parameters."""
+"""``Laplace.tune``: hyper-parameter search by a chosen criterion."""
 
 from __future__ import annotations
 

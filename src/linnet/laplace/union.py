@@ -1,4 +1,4 @@
-"""The curvature of two data sets together, from those of each: what ``Laplace.fit(data, add=True)`` does.
+"""The curvature of the union of two data sets, as used by ``Laplace.fit(data, add=True)``.
 
 The sums behind a matrix add up, so that the union is exact where a block is made of sums alone:
 

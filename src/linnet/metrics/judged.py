@@ -1,4 +1,4 @@
-"""What is kept of each prediction: a few numbers an example, from which every score follows."""
+"""Per-example statistics of predictions, from which all scores are computed."""
 
 from __future__ import annotations
 

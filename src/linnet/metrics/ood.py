@@ -1,4 +1,4 @@
-"""``linnet.ood``: does the uncertainty of predictions tell foreign data from familiar ones."""
+"""``linnet.ood``: out-of-distribution detection by predictive uncertainty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an uncertainty score is good for: telling two sets apart, and knowing when to abstain."""
+"""Ranking by an uncertainty score: separation of two sets, and selective prediction."""
 
 from __future__ import annotations
 

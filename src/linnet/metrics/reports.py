@@ -1,4 +1,4 @@
-"""What an evaluation hands back: scores with standard errors, and the curves behind them."""
+"""Results of an evaluation: scores with standard errors, and their curves."""
 
 from __future__ import annotations
 

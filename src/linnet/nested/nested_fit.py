@@ -1,4 +1,4 @@
-"""The fit of ``linnet.adapt``: a probe and the layers below it, and everything that follows in closed form.
+"""The result of ``linnet.adapt``: a linear probe and the linearized layers below it.
 
     f(x) = Σᵢ K(x, xᵢ) βᵢ,        β = (K + ρI)⁻¹ t
 

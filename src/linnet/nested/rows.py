@@ -1,4 +1,4 @@
-"""Rows of a kernel that were computed already, found by their samples."""
+"""Cached rows of a kernel, looked up by sample."""
 
 from __future__ import annotations
 

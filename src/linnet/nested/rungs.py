@@ -1,4 +1,4 @@
-"""The steps from a linear probe to a trained network, each with what it gains on held-out samples."""
+"""The stages from a linear probe to a trained network, each with its gain on held-out samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of the kernel is that of the lower layers, and which ridge: both by leave-one-out.
+"""Leave-one-out search for the share of the lower layers' kernel and the ridge.
 
     K = κ + (1 − w) K_head / m_head + w K_body / m_body
 

@@ -1,6 +1,6 @@
-"""When iterative linearization updates its features: after K steps, or when they no longer fit.
+"""Schedules of iterative linearization: fixed periods, and criteria that adapt the period.
 
-The paper trains with a fixed period K and leaves adaptive schedules open (Goldwaser, Ge, "Understanding
+Goldwaser and Ge train with a fixed period K and leave adaptive schedules open ("Understanding
 sparse feature updates in deep networks using iterative linearisation", section 5.2). A ``Schedule`` looks
 at each step and says whether the network is to be linearized again at the weights it has reached.
 """
@@ -249,7 +249,7 @@ class KernelDrift(Schedule):
 class Converged(Schedule):
     """Linearize again when training on the present linearization has converged.
 
-    With a convex loss each linearization is a convex problem; this is the paper's "fully optimized"
+    With a convex loss each linearization is a convex problem; this is the "fully optimized"
     variant. The gradient's norm is that of the batch of the step, so use full batches with it, or a
     ``loss`` to be reached.
 

@@ -1,4 +1,4 @@
-"""What can be said to the Gauss-Newton optimizer, and what it says after every step."""
+"""Settings and step report of GaussNewton."""
 
 from __future__ import annotations
 

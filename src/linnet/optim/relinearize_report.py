@@ -1,4 +1,4 @@
-"""How often iterative linearization updated its features, and what was measured on the way."""
+"""Report of iterative linearization: its feature updates and their measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gaussian predictive distributions, and what they need to know about targets."""
+"""Gaussian predictive distributions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From Gaussian outputs to class probabilities and densities of labels, position by position.
+"""Class probabilities and label densities from Gaussian outputs, position by position.
 
 Closed forms for classes, with f ~ N(μ, Σ) and κ(v) = 1/√(1 + π/8 v) (MacKay 1992):
 

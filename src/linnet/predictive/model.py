@@ -1,4 +1,4 @@
-"""The interface of everything that has been fitted and predicts."""
+"""The interface of all fitted models."""
 
 from __future__ import annotations
 

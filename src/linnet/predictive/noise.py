@@ -1,4 +1,4 @@
-"""Targets that are outputs with Gaussian noise, whose outputs may score classes by a tempered softmax."""
+"""Gaussian observation noise, with optional class scores by a tempered softmax."""
 
 from __future__ import annotations
 

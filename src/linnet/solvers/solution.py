@@ -1,4 +1,4 @@
-"""What an iterative method hands back: the answer, how it ended, and how good it is."""
+"""The result of an iterative method: solution, status and residuals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is this task linear for this network? What the kernel, the labels and the solved fit say about it.
+"""Linearity of a task for a network: statistics of the kernel, the labels and the fit.
 
 Everything is measured on training data alone: the spectrum of the kernel, how much of the labels its leading
 directions hold, how well they are aligned with it, what the fit predicts of each example from all the others,
@@ -29,7 +29,7 @@ from linnet.spectrum.verdict import Evidence, Verdict, judge
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.modes import in_exact_mode
 
-TOP = 50  # leading eigenvectors, as many as in the paper's table 1
+TOP = 50  # leading eigenvectors, as many as in table 1 of Ortiz-Jimenez et al. 2021
 FULL = 1500  # a kernel of at most so many rows is decomposed in full
 MOST_ROWS = 6000  # a kernel of more is taken on some of the examples, so that the answer takes seconds
 BATCH = 128  # examples predicted at once
@@ -131,7 +131,7 @@ class TaskLinearity:
 
     @property
     def concentration(self) -> float:
-        """‖Φ_K y‖₂ / ‖y‖₂ on the K leading eigenvectors, as in the paper's table 1."""
+        """‖Φ_K y‖₂ / ‖y‖₂ on the K leading eigenvectors, as in table 1 of Ortiz-Jimenez et al. (2021)."""
         return math.sqrt(float(self.energy.shares[self.energy.top - 1]))
 
     @property

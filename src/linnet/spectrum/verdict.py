@@ -1,4 +1,4 @@
-"""From numbers to words: whether linear fine-tuning is likely to do well on a task."""
+"""Verdicts: recommendation of linear or plain fine-tuning from the statistics of a task."""
 
 from __future__ import annotations
 

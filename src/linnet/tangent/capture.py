@@ -1,4 +1,4 @@
-"""The input a and the output gradient g of every use of every tracked parameter.
+"""Captures the input a and the output gradient g of every use of every tracked parameter.
 
 One forward pass and C cotangents back to the results of the uses: gradients of weights are
 never formed. ``plan`` decides what each parameter is treated by.

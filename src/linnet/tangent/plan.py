@@ -1,4 +1,4 @@
-"""How each parameter is differentiated: decided and proved on a few examples of each kind of forward pass.
+"""Plans how each parameter is differentiated, verified on a few examples.
 
 The layout of every use is found from the gradients of single examples, and the gradients that the
 rules give are compared with autograd's. What does not agree is differentiated example by example. A

@@ -1,4 +1,4 @@
-"""Before anything long is started: can this network be linearized, how, and what will it cost."""
+"""Preflight check: is a network supported, by which method and at what cost."""
 
 from __future__ import annotations
 

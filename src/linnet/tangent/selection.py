@@ -1,4 +1,4 @@
-"""Which parameters take part: ``params=`` by keyword, name, regex, module or predicate."""
+"""Parameter selection: ``params=`` by keyword, name, regex, module or predicate."""
 
 from __future__ import annotations
 

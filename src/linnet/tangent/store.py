@@ -1,4 +1,4 @@
-"""A Gram matrix on disk that survives an interruption.
+"""A resumable Gram matrix on disk.
 
 The matrix grows in ``NAME.partial`` beside a record of finished steps; when the last step is done
 it is renamed to ``NAME``. A run with the same weights, data and settings continues the record, any

@@ -1,4 +1,4 @@
-"""Surgery on activations: every ReLU of a network made a Leaky ReLU, wherever and however it is called.
+"""Replaces the ReLUs of a network by Leaky ReLUs, modules and function calls both.
 
 The gradient of a ReLU network at θ₀ is zero in every unit that is off, and in a linear model it stays so: a
 Leaky ReLU lets it through (Achille et al., CVPR 2021, section 3.3). Modules are replaced. Calls of functions

@@ -1,4 +1,4 @@
-"""The options of a tangent Gaussian process, checked."""
+"""Checked options of a tangent Gaussian process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which space a tangent Gaussian process is solved, and how: by predicted operations and memory."""
+"""Chooses the space and the solver of a tangent Gaussian process by predicted cost and memory."""
 
 from __future__ import annotations
 

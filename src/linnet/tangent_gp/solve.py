@@ -1,4 +1,4 @@
-"""Plan and solve a tangent Gaussian process, and say what was done."""
+"""Plans and solves a tangent Gaussian process, and records what was done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where runs are written, and what `update` and `predict` do with samples that are known or hard."""
+"""Output folders of runs, and samples that `update` and `predict` already know or find hard."""
 
 from __future__ import annotations
 

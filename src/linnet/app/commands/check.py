@@ -1,4 +1,4 @@
-"""`linnet check`: whether a network and its data can be handled, and how, before anything long is started."""
+"""`linnet check`: check that a network and its data are supported, without computing anything expensive."""
 
 from __future__ import annotations
 

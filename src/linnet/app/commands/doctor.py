@@ -1,4 +1,4 @@
-"""`linnet doctor`: what is installed, what works on this machine and why the rest does not."""
+"""`linnet doctor`: report installed packages, devices, and what does not work on this machine."""
 
 from __future__ import annotations
 

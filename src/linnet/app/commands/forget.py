@@ -1,4 +1,4 @@
-"""`linnet forget`: take training samples out of a fit, exactly and without training."""
+"""`linnet forget`: remove training samples from a fit, exactly and without training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`linnet predict`: what an adapted network says about new samples, and how sure it is."""
+"""`linnet predict`: predictions of an adapted network for new samples, with confidences."""
 
 from __future__ import annotations
 

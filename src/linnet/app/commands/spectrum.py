@@ -1,4 +1,4 @@
-"""`linnet spectrum`: what the tangent kernel says about a task."""
+"""`linnet spectrum`: spectrum and alignment of the tangent kernel, with a recommendation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`linnet update`: take new training samples into a fit, exactly and without training."""
+"""`linnet update`: add training samples to a fit, exactly and without training."""
 
 from __future__ import annotations
 

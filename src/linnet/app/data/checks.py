@@ -1,4 +1,4 @@
-"""What must hold of every data set, whatever file it came from."""
+"""Checks that every data set must pass, whatever file it came from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From stored numbers to what a network takes: images to normalized tensors, table columns to unit scale.
+"""Preprocessing: images to normalized tensors, table columns to unit scale.
 
 A transform is a few numbers: it can be saved beside a fit (``dataclasses.asdict``) and applied to new data.
 """

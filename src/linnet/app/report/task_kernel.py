@@ -1,4 +1,4 @@
-"""What the kernel says about a task, as a part of a report: the record, and its figure."""
+"""The report's section on the tangent kernel of a task: its record and its figure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers as words: formats for the page, and the summary at its top."""
+"""Number formats of the report, and the summary at its top."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a trained network and a few samples to a fit, its scores and a run folder."""
+"""Adapts a trained network to a few samples, scores the fit and writes a run folder."""
 
 from __future__ import annotations
 

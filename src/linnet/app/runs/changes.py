@@ -1,4 +1,4 @@
-"""Forgetting training samples and taking in new ones, without training."""
+"""Removing training samples from a run, and adding new ones, without training."""
 
 from __future__ import annotations
 

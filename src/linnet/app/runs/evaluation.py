@@ -1,4 +1,4 @@
-"""How good predictions are, and what a fit says about samples that it has not seen."""
+"""Scores of predictions, and the predictions of a fit for samples outside its training set."""
 
 from __future__ import annotations
 

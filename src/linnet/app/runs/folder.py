@@ -1,4 +1,4 @@
-"""A run folder: everything that predicting, explaining, forgetting and updating need.
+"""A run folder: the files that predict, explain, forget and update need.
 
 ``model.safetensors``       the network at θ₀, its new head included
 ``linear-fit.safetensors``  the solved fit, training inputs included; ``nested-fit.safetensors`` of ``adapt``

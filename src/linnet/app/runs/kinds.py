@@ -1,4 +1,4 @@
-"""The two kinds of fit that a run may hold, and what differs between them."""
+"""The two kinds of fit that a run can hold, and their differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One writer to a folder: a lock that the operating system releases when its process ends, in any way."""
+"""A lock for one writer per folder, released by the operating system when its process ends."""
 
 from __future__ import annotations
 

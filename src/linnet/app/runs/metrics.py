@@ -1,4 +1,4 @@
-"""The metric of the ridge of an adaptation: which one, and the network in its coordinates."""
+"""The metric of an adaptation's ridge, and the network in its coordinates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New samples for a run: with answers where there are any, in the form that the run was trained on."""
+"""New samples for a run, with or without labels, in the format of its training data."""
 
 from __future__ import annotations
 

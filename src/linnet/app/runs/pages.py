@@ -1,4 +1,4 @@
-"""Reports of runs: from what was found to the page and the result file."""
+"""Builds the report page and the result file of a run."""
 
 from __future__ import annotations
 

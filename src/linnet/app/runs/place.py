@@ -1,4 +1,4 @@
-"""Where a run is written: a folder that can be made, holds nothing else, and is left clean by a failure."""
+"""The output folder of a run: created or refused, and cleaned up after a failure."""
 
 from __future__ import annotations
 

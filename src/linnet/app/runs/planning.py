@@ -1,4 +1,4 @@
-"""What `linnet adapt` would do by default, and how long it would take."""
+"""The plan of `linnet adapt` with default settings, and its estimated time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user asks of an adaptation, in four small records."""
+"""Settings of an adaptation, in four small records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fit of an adaptation: its loss, its ridge, and what is done where the kernel is too large."""
+"""Solves an adaptation: loss, ridge, and the solver for kernels that exceed memory."""
 
 from __future__ import annotations
 

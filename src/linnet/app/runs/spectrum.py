@@ -1,4 +1,4 @@
-"""How linear a task is for a network: from a run, or from a network and data, to a page and a result."""
+"""The spectrum command: from a run, or a network and data, to a page and a result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results as plain values, and as a few lines for people."""
+"""Results as plain values, and as a few lines of text."""
 
 from __future__ import annotations
 
