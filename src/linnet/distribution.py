@@ -78,7 +78,7 @@ def require_own_package() -> None:
 
 
 def namesake() -> str | None:
-    """What to do about an unrelated distribution called linnet, which writes into the same folder.
+    """Advice about an unrelated distribution called linnet, which writes into the same folder.
 
     Returns:
         The commands that put it right, or None where there is no such distribution.

@@ -73,7 +73,7 @@ def npz_headers(path: str | os.PathLike[str]) -> dict[str, ArrayHeader]:
 
 
 def read_npz(path: str | os.PathLike[str], names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-    """Read arrays of an archive; members that are not asked for are not unpacked.
+    """Read arrays of an archive; members that are not requested are not unpacked.
 
     Args:
         path: The ``.npz`` file.

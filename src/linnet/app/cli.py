@@ -47,7 +47,7 @@ _FLAGS = {
     "--quiet": "Print errors alone, and the result where --json is given. Also -q.",
     "--verbose": "Show the settings in effect, progress at once and the time taken. Also -v.",
     "--traceback": "Show where in the program an error came from.",
-    "--trust": "Run the code that a run folder or settings file of somebody else names; see SECURITY.md.",
+    "--trust": "Run code named by a run folder or settings file from another user; see SECURITY.md.",
 }
 _SHORT = {"-q": "--quiet", "-v": "--verbose"}
 _REPLAY = "run.yaml"
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_error(
             InputError(
                 f"{place} cannot be read or written: {error.strerror or type(error).__name__}",
-                expected="files and folders that stay there, on a disk with room",
+                expected="existing files and folders, on a disk with enough space",
                 remedy="see whether the disk is full; --traceback shows where it happened",
             )
         )

@@ -68,7 +68,7 @@ def kind(annotation: object) -> str:
 
 
 def value_name(annotation: object) -> str | None:
-    """What stands for the value in usage and help.
+    """Placeholder of the value in usage and help.
 
     Args:
         annotation: The type of the parameter.

@@ -90,7 +90,7 @@ class Suspects:
 
 
 def labels_in_words(doubted: int, count: int, expected: float) -> str:
-    """How many labels look wrong.
+    """Summary of the labels that look wrong.
 
     Args:
         doubted: Their number.

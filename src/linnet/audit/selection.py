@@ -195,7 +195,7 @@ class _State:
         return float(blocks.diagonal(dim1=1, dim2=2).sum(1).mean())
 
     def scores(self) -> Tensor:
-        """What a label of each example would be worth, (T,)."""
+        """Expected value of labeling each example, (T,)."""
         score: dict[str, Callable[[], Tensor]] = {
             "uncertainty": lambda: self.own.diagonal(dim1=1, dim2=2).sum(1),
             # ½ log det(I + V_jj/ρ)

@@ -312,7 +312,7 @@ def trained(
     """A network trained to its most probable weights by Adam; a plain trainer for ensembles.
 
     Args:
-        make: Makes the network with weights drawn anew; its outputs are a tensor (N, ...).
+        make: Makes the network with weights drawn again; its outputs are a tensor (N, ...).
         data: An (x, y) pair, a Dataset or a DataLoader.
         likelihood: What the outputs mean.
         epochs: Passes over the data.

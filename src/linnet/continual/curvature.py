@@ -77,7 +77,7 @@ class TaskCurvature:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How the curvature of a task is computed.
+    """Settings of the curvature of a task.
 
     Args:
         likelihood: What the outputs mean.

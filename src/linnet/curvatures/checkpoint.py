@@ -67,7 +67,7 @@ class Checkpoint:
         raise InputError(
             f"file={str(self.path)!r} holds sums with another {', '.join(different)}",
             expected="the file of this very computation",
-            remedy="delete it to start anew, or choose another name",
+            remedy="delete it to start over, or choose another name",
         )
 
     def note(self, turn: int, batches: int, tensors: Mapping[str, Tensor]) -> None:

@@ -44,7 +44,7 @@ from linnet.tangent.trace import Trace, trace
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for, structures apart.
+    """What is requested, structures apart.
 
     Args:
         expectation: Which columns stand for the outputs' curvature.

@@ -304,7 +304,7 @@ def require_as_found(captured: Captured, layer: Layer) -> None:
     """
     if not as_found(captured, layer):
         raise ModelError(
-            f"{layer.name} is not used in every batch as it is in the first",
+            f"{layer.name} is used differently in later batches than in the first",
             expected="the same operations in every batch, for Kronecker factors",
             remedy=f'give it another structure: {{"^{layer.name}": "diagonal", ".*": "kfac"}}, or "block"',
         )

@@ -145,7 +145,7 @@ def output_inputs(run: Trace, names: Sequence[str]) -> Tensor | None:
 
 
 def remembered_inputs(function: Functional, run: Trace, names: Sequence[str]) -> Tensor | None:
-    """The same; a layer that is not the output's is not asked for again.
+    """The same; a layer that is not the output's is not requested again.
 
     Args:
         function: The network.

@@ -231,7 +231,7 @@ class Batches:
         )
 
     def most(self, first: Batch) -> int:
-        """Examples that a batch can have if nobody limits them.
+        """Default number of examples of a batch.
 
         Args:
             first: The first batch of a pass.

@@ -78,7 +78,7 @@ def resolve(structure: str, expectation: str) -> tuple[str, str]:
         raise InputError(
             f"structure={structure!r}",
             expected=", ".join(f'"{known}"' for known in STRUCTURES),
-            remedy='pass structure="kfac" if in doubt',
+            remedy='pass structure="kfac" if unsure',
         )
     return name, expectation
 

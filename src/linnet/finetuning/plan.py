@@ -97,7 +97,7 @@ class Plan:
     reporting: Reporting
 
     def settings(self, method: str, candidate: Candidate, values: dict[str, Any], new_head: bool) -> Settings:
-        """What decided a result."""
+        """Settings of a result."""
         recipe, shaping = self.recipe, self.shaping
         parts = {
             "loss": recipe.loss,

@@ -26,7 +26,7 @@ TUNED = ("learning_rate", "weight_decay", "batch_size", "augmentation")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a method consists of.
+    """The parts of a method.
 
     Args:
         linear: Whether the network is linearized.
@@ -79,7 +79,7 @@ def recipe_for(
         >>> recipe_for("lqf", None, "relu", None, "adam").preconditioner
         'none'
     """
-    choice("method", method, tuple(RECIPES), 'pass method="lqf" if in doubt')
+    choice("method", method, tuple(RECIPES), 'pass method="lqf" if unsure')
     for name, word, known in (
         ("loss", loss, ("squared", "cross-entropy")),
         ("activation", activation, ("leaky-relu", "relu")),

@@ -59,7 +59,7 @@ def recover(
         steps: Number of steps.
         batch_size: Examples a step.
         learning_rate: η at the start; a warning if the training loss goes up again. By default 0.01, with
-            a teacher at most half of 1/λ_max of the Hessian; taken anew with a third where the loss goes up.
+            a teacher at most half of 1/λ_max of the Hessian; taken again with a third where the loss goes up.
         momentum: Of SGD.
         weight_decay: λ, on the weights.
         schedule: ``"cosine"`` or ``"constant"``.
@@ -180,7 +180,7 @@ class _Run:
         return min(RATE, 0.5 / max(largest_eigenvalue(lin, self.examples.batch(some)[0]), 1e-30))
 
     def result(self, rate: float, retries: int, folder: str = "") -> nn.Module:
-        """The trained network; where the loss goes up again, anew with a third of the rate, or a warning."""
+        """The trained network; if the loss rises, restart with a third of it, or warn."""
         place = self.reporting.checkpoint
         own = replace(self.reporting, checkpoint=None if place is None else Path(place) / folder)
         try:

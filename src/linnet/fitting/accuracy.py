@@ -182,7 +182,7 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
         fit: A ``LinearFit`` or ``SoftmaxFit``.
         rounding: Errors of the network.
         index: Examples that are left out, (k,).
-        iterations: Whether a tolerance of conjugate gradients that was asked for counts as an error.
+        iterations: Whether a given tolerance of conjugate gradients counts as an error.
 
     Returns:
         The estimate; ``None`` for a fit whose kernel does not fit the memory budget.

@@ -59,7 +59,7 @@ class CrossFit:
             f"the head is cross-fitted: leave-one-out outputs are those of {self.folds.count} procedures of "
             "head, linearization and fit without the example's fold, each on the share "
             f"{1 - 1 / self.folds.count:.2f} of the examples; influence, forgetting and path() "
-            "keep the head as it is"
+            "use a fixed head"
         )
 
     def squared(self, ridges: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import NormalOperator
 
 NAMES = ("auto", "none", "nystrom", "ekfac", "kfac", "diagonal")
-RANK = 50  # of Nyström, where none is asked for
+RANK = 50  # of Nyström, where none is requested
 TRIAL = RANK // 2  # steps without a preconditioner, before one is made that costs as much as RANK steps
 FEW = 2 * RANK  # unknowns up to which conjugate gradients end soon anyway
 
@@ -39,7 +39,7 @@ def check_preconditioner(preconditioner: Any, rank: Any) -> None:
 
     Args:
         preconditioner: A name, an operator or ``None``.
-        rank: Rank of Nyström; 0 where none is asked for.
+        rank: Rank of Nyström; 0 where none is requested.
 
     Raises:
         InputError: If it is something else, or does not go with the rank.

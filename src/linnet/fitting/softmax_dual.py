@@ -186,7 +186,7 @@ class SoftmaxDual:
         else:
             return False
         self.beta = self.beta + t * d
-        self.outputs = self.base + self._product(self.beta)  # anew, so that no rounding piles up
+        self.outputs = self.base + self._product(self.beta)  # again, so that rounding does not accumulate
         self.steps += 1
         self.objective.append(value)
         return True

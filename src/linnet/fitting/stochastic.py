@@ -48,7 +48,7 @@ def solve_stochastically(
         operator: Any approximation of (JᵀJ + ρI)⁻¹; by default the one that the settings name.
 
     Returns:
-        The solution, its residual computed anew.
+        The solution, its residual computed again.
 
     Raises:
         NumericalError: If the steps do not reach the tolerance.

@@ -246,7 +246,7 @@ def check_validation(ridge: Any, loss: str) -> None:
     """Raise unless validation data are what chooses the ridge of a squared loss.
 
     Args:
-        ridge: The ridge that was asked for.
+        ridge: The ridge that was requested.
         loss: The loss.
 
     Raises:

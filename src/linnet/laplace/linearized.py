@@ -55,7 +55,7 @@ def linearized(
 
 
 def _is_kept(covariance: Curvature, x: Inputs, numbers: int) -> bool:
-    """Whether covariances are formed and kept; those of a last layer are cheap to form when asked for."""
+    """Whether covariances are formed and kept; those of a last layer are cheap to form when requested."""
     if not min(KEPT, KEPT_OF_HEAD) < numbers <= KEPT:
         return numbers <= KEPT
     check_finite(x, "x")

@@ -52,7 +52,7 @@ def train_with_evidence(
 
     Args:
         model: The network; trained in place, and left in evaluation mode.
-        data: An (x, y) pair or a ``Dataset``, shuffled anew every epoch, or a ``DataLoader`` as it is.
+        data: An (x, y) pair or a ``Dataset``, reshuffled every epoch, or a ``DataLoader`` as it is.
         likelihood: What the outputs mean.
         epochs: Passes over the data.
         make_optimizer: From parameters to an optimizer without weight decay of its own.

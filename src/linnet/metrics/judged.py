@@ -68,7 +68,7 @@ class Judged:
         return column
 
     def uncertainty(self, score: str) -> Tensor:
-        """How uncertain each prediction is, the larger the more.
+        """Uncertainty score of each prediction.
 
         Args:
             score: "entropy"; "max-probability", its negative; or "mutual-information", H[E p] − E H[p], what
@@ -87,7 +87,7 @@ class Judged:
             return -self.confidence
         if self.expected_entropy is None:
             raise InputError(
-                "score='mutual-information' was asked for, but predict returns no samples",
+                "score='mutual-information' needs samples, but predict returns none",
                 expected="samples of the probabilities (S, N, C)",
                 remedy="return one set of probabilities a draw of the weights, stacked first",
             )

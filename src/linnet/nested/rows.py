@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Rows:
-    """K(x, X) of the last samples that were asked for, by their fingerprints.
+    """K(x, X) of the last samples that were requested, by their fingerprints.
 
     Example:
         >>> import torch

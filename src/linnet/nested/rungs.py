@@ -96,7 +96,7 @@ def _compared(rung: Rung, now: tuple[Tensor, Tensor | None], last: tuple[Tensor,
 
 
 def verdict(rungs: Sequence[Rung]) -> str:
-    """What to use, in one sentence.
+    """Recommendation in one sentence.
 
     Args:
         rungs: Models in order, the trained network last.

@@ -30,12 +30,12 @@ LONGEST = 2**63  # steps; more are "never", which is written as None
 
 @dataclass(frozen=True)
 class Moment:
-    """Where training stands after a step.
+    """State of training after a step.
 
     Args:
         lin: The current linearization, its δ up to date.
         model: The network at the weights reached, θ₀ + δ.
-        x: The batch that the step's closure gave to the module last; ``None`` if nothing asked for it.
+        x: The batch that the step's closure gave to the module last; ``None`` if nothing needed it.
         age: Steps since the features were updated, the present one included.
         loss: The step's loss, before the update.
         gradient: Computes the norm of the step's gradient.
@@ -58,7 +58,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a schedule says of a step.
+    """Decision of a schedule after a step.
 
     Args:
         due: Whether to linearize again now.
@@ -105,7 +105,7 @@ class Schedule(abc.ABC):
         self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be kept for an interrupted run to go on as it would have: by default nothing."""
+        """State needed to resume a run; by default empty."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -310,7 +310,7 @@ class GaussNewton(torch.optim.Optimizer):
             self.state[p].pop("step", None)
         if self._failures + 1 >= self.settings.rejections:
             raise NumericalError(
-                f"{self.settings.rejections} steps in a row were taken back; the last loss was {value:.6g}",
+                f"{self.settings.rejections} steps in a row were rolled back; the last loss was {value:.6g}",
                 expected="steps that lead to finite losses",
                 remedy="pass larger damping=, or check the data and the network's scale",
             )

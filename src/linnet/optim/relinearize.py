@@ -346,7 +346,7 @@ class IterativeLinearization:
 
     @property
     def report(self) -> LinearizationReport:
-        """How often features were updated so far, and what was measured."""
+        """Feature updates so far, with their measurements."""
         updates: Sequence[int] = range(1, self.steps + 1) if self._is_plain else tuple(self._updates)
         return LinearizationReport(
             repr(self.schedule), self.steps, updates, tuple(self._measured), self._notes()

@@ -44,7 +44,7 @@ METHODS = ("map", "svi", "laplace")
 
 @dataclass(frozen=True)
 class Found:
-    """What an inference found.
+    """Result of an inference.
 
     Args:
         mean: E[δ], (P,).

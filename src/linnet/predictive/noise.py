@@ -48,7 +48,7 @@ class Noise(TargetModel):
         """
         if self.temperature is None:
             raise InputError(
-                "probs of a regression were asked for",
+                "a regression has no class probabilities",
                 expected="a fit with integer classes",
                 remedy="use .mean and .variance",
             )

@@ -330,7 +330,7 @@ def eigenfunctions(
     Raises:
         InputError: If k is out of range, or an argument has a value that is not listed.
         MemoryBudgetError: If the decomposition does not fit.
-        NumericalError: If Lanczos was asked for and does not converge, or ``gram`` is no kernel's: one of its
+        NumericalError: If Lanczos was requested and does not converge, or ``gram`` is no kernel's: one of its
             k leading eigenvalues is negative.
 
     Source:

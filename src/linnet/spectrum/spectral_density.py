@@ -68,7 +68,7 @@ class SpectralDensity:
         return Estimate.of((self.weights * values).sum(1))
 
     def count(self, low: float, high: float = math.inf) -> Estimate:
-        """How many eigenvalues lie in [low, high).
+        """Number of eigenvalues in [low, high).
 
         Args:
             low: From here.

@@ -42,7 +42,7 @@ class LabelEnergy:
     Args:
         values: Leading eigenvalues σ_j of the Gram matrix K (k,), decreasing; sums over parameters.
         shares: Share of the labels' squared norm on the first 1, ..., k eigenvectors (k,), increasing.
-        top: K, how many leading eigenvectors were asked for; there may be more.
+        top: K, the number of leading eigenvectors requested; there may be more.
         samples: Examples on which the kernel was taken.
         rows: Size of its matrix, samples times outputs.
         trace: Sum of all eigenvalues.
@@ -63,7 +63,7 @@ class LabelEnergy:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What the fit predicts of each training example from all the others.
+    """Leave-one-out predictions of the training examples.
 
     Args:
         explained: 1 − (squared leave-one-out error) / (that of the mean of the others); 1 is perfect, 0 is
@@ -83,7 +83,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class LinearityGap:
-    """How far the network with the fitted weights is from its linear model: E‖f − f_lin‖² / E‖f_lin − f₀‖².
+    """Distance of the network with the fitted weights from its linear model: E‖f − f_lin‖² / E‖f_lin − f₀‖².
 
     Args:
         training: The root of that ratio on training examples.
@@ -103,7 +103,7 @@ class LinearityGap:
 
 @dataclass(frozen=True)
 class TaskLinearity:
-    """How linear a task is for a network. ``task_linearity`` makes it.
+    """Result of ``task_linearity``: statistics of the kernel, the labels and the fit.
 
     Args:
         energy: The leading spectrum, and the labels' share of it.

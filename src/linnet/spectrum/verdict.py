@@ -36,7 +36,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a verdict is made from.
+    """Evidence for a verdict.
 
     Args:
         explained: Share of the labels' variance that leave-one-out predicts; None if it is not known.

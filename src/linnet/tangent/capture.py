@@ -230,7 +230,7 @@ def _planned_uses(run: Trace, plan: Plan) -> list[tuple[Key, Use]]:
 
 
 def _cotangents(outputs: Tensor, wanted: Cotangents) -> Tensor:
-    """Cotangents (K, N, C), in whichever way they were asked for."""
+    """Cotangents (K, N, C), in whichever way they were requested."""
     if isinstance(wanted, Tensor):
         return wanted
     return wanted(outputs) if callable(wanted) else output_cotangents(outputs, wanted)

@@ -16,7 +16,7 @@ CHOSEN = {
     "gcv": "It was chosen by generalized cross-validation",
     "evidence": "It was chosen by the evidence",
     "validation": "It was chosen by the loss on validation data",
-    "given": "It was given",
+    "given": "It was set by the user",
 }
 
 
@@ -36,7 +36,7 @@ def test_a_cross_fitted_head() -> None:
     for choice in (squared, softmax):
         assert "least held-out" in ridge_choice(choice)
         assert "by leave-one-out" not in ridge_choice(choice)
-    assert "curve that is drawn takes the head as it is" in ridge_choice(squared)
+    assert "curve shown is for a fixed head" in ridge_choice(squared)
     assert (loo_name(squared), loo_name(softmax)) == ("Leave-one-out error", "Held-out log loss")
     assert loo_name(RidgeChoice("evidence", "cross-entropy")) == "Leave-one-out log loss"
 

@@ -62,7 +62,7 @@ def task_spectrum(
         memory: The budget, such as 2GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.
         seed: Seed of the split and of the draws.
-        trust: Whether to run code that a run of somebody else names.
+        trust: Whether to run code that a run of another user names.
 
     Returns:
         Eigenvalues, the labels' share of the leading directions, their alignment, leave-one-out, the

@@ -24,7 +24,7 @@ PartName = Literal["train", "test"]
 
 
 class Source(Protocol):
-    """Where samples lie until they are needed."""
+    """Source of samples, read when needed."""
 
     @property
     def sample_shape(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TaskKernel:
-    """How linear a task is for a network.
+    """Linearity of a task for a network.
 
     Args:
         eigenvalues: Leading eigenvalues of the kernel's matrix (k,), decreasing.

@@ -35,9 +35,9 @@ class Predictions:
 
     Args:
         mean: Outputs (T, C).
-        std: Their standard deviation (T, C), with noise for a regression; None when it was not asked for.
+        std: Their standard deviation (T, C), with noise for a regression; None when it was not requested.
         probs: Class probabilities (T, C); None for a regression.
-        note: Why there are no standard deviations, where they were asked for.
+        note: Why there are no standard deviations, where they were requested.
     """
 
     mean: Array

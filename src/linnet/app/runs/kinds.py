@@ -27,7 +27,7 @@ def cross_fitted(fit: Fit) -> bool:
 
 
 def certificate_of(fit: Fit) -> str:
-    """What the certificate of a fit is."""
+    """Meaning of a fit's certificate."""
     return "relative gradient" if isinstance(fit, SoftmaxFit) else "relative residual"
 
 
@@ -111,7 +111,7 @@ def kernel_and_residual(fit: Fit) -> tuple[Tensor, Tensor] | None:
 
 
 def refit_arguments(fit: Fit) -> dict[str, object]:
-    """Arguments of ``linnet.fit`` that make a fit anew: targets, loss and scale."""
+    """Arguments of ``linnet.fit`` that repeat a fit: targets, loss and scale."""
     if isinstance(fit, SoftmaxFit):
         return {"loss": "cross-entropy", "targets": fit.targets}
     return {"scale": fit._targets.scale}
