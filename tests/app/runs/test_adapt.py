@@ -129,8 +129,7 @@ def test_heads(folder: Path, head: str, rows: str) -> None:
     assert found["scores"][1]["name"] == rows
     page, choice = (folder / "run" / "report.html").read_text(), found["report"]["choices"][0]
     assert "It was set by the user." in page
-    assert "How the ridge was chosen" not in page
-    assert "It was chosen by" not in page
+    assert not [said for said in ("How the ridge was chosen", "It was chosen by") if said in page]
     assert choice["chosen"] == ("kept" if head == "keep" else f"new, 3 outputs, {head}")
     assert choice["why"].startswith("set by the user")
     assert ("the labels have no part in it" in choice["why"]) == (head != "keep")
