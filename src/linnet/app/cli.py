@@ -278,7 +278,7 @@ def _unknown_command(name: str) -> InputError:
     """The error for a word that is no command."""
     if name.startswith("-"):
         return InputError(
-            f"{name} stands before the command",
+            f"unknown option {name} before the command",
             expected="linnet COMMAND [options]",
             remedy="see linnet --help",
         )

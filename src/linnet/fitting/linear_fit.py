@@ -335,7 +335,7 @@ class LinearFit(PredictiveModel):
 
     @in_exact_mode
     def forget(self, indices: Any) -> LinearFit:
-        """The fit as if some training examples had never been there, without refitting.
+        """The fit without some training examples, exactly and without refitting.
 
         Args:
             indices: Their positions in the training data, each once.

@@ -375,7 +375,7 @@ class SoftmaxFit(PredictiveModel):
 
     @in_exact_mode
     def forget(self, indices: Any) -> SoftmaxFit:
-        """The fit as if some training examples had never been there: Newton's method from the present one.
+        """The fit without some training examples, by Newton's method from the present one.
 
         Args:
             indices: Their positions in the training data, each once.

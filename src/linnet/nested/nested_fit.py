@@ -375,7 +375,7 @@ class NestedFit(PredictiveModel):
 
     @torch.no_grad()
     def forget(self, indices: Any) -> NestedFit:
-        """The fit as if some training examples had never been there, without refitting.
+        """The fit without some training examples, exactly and without refitting.
 
         The scales of the two kernels, the weight of the lower layers and the ridge stay as they are.
 

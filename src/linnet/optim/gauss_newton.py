@@ -66,7 +66,7 @@ class GaussNewton(torch.optim.Optimizer):
 
     It is a ``torch.optim.Optimizer``: ``param_groups`` (each with ``lr``, a factor on the step, and
     ``weight_decay``), schedulers of ``lr``, ``add_param_group`` and ``state_dict`` work as ever. Only
-    ``step`` takes the batch, since gradients alone do not have what is needed.
+    ``step`` takes the batch: the curvature needs inputs and targets, not just gradients.
     Weight decay is the objective's: E = mean loss + ½ λ‖θ‖². It is in gradient, step size and curvature.
 
     Mode. Loss and gradient use the network in the mode it is in: in training mode BatchNorm takes the

@@ -32,7 +32,7 @@ from linnet.tangent.store import GramFile
 from linnet.tangent.tile import kernel_tile, own_tile, tile_bytes
 
 OUTPUTS = ("full", "trace", "diagonal", "sum")
-CAPTURE = 64  # examples differentiated at once, memory permitting: with fewer, products are too small for two threads
+CAPTURE = 64  # examples differentiated at once, memory permitting; products of fewer are too small
 PRODUCT = 512  # rows (examples × outputs) on each side of one matrix product, at most
 SMALLEST_PRODUCT = 128  # and at least
 

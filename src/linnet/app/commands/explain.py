@@ -18,7 +18,7 @@ def explain(
     device: str = "cpu",
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Name the training samples that pushed a prediction up and down.
+    """Show the training samples that pushed a prediction up and down.
 
     Args:
         run: The folder that linnet adapt, forget or update wrote.

@@ -18,7 +18,7 @@ def forget(
     overwrite: bool = False,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Forget training samples: the fit as if they had never been there, without training.
+    """Forget training samples: the fit without them, exactly and without training.
 
     Args:
         run: The folder that linnet adapt, forget or update wrote; it stays as it is.

@@ -33,7 +33,7 @@ def task_spectrum(
     seed: int = 0,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Say whether a task is linear for a network: its kernel's spectrum, the labels in it, and a verdict.
+    """Test whether a linear model suits a task: the kernel's spectrum, the labels in it, and a verdict.
 
     Args:
         run: The folder of a finished run to look at; then no data are named.

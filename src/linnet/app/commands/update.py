@@ -18,7 +18,7 @@ def update(
     overwrite: bool = False,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Take new training samples into a fit, as if they had always been there, without training.
+    """Add training samples to a fit, exactly and without training.
 
     Args:
         run: The folder that linnet adapt, forget or update wrote; it stays as it is.

@@ -275,15 +275,15 @@ def ridge_choice(choice: RidgeChoice | None) -> str:
         return f"{loo}."
     if choice.crossed and softmax:
         loo = held
-    beside = f"{loo}; its score is drawn for comparison and had no part in the choice."
+    beside = f"{loo}; its score is shown for comparison and was not used for the choice."
     score = "log loss" if softmax else "error"
     if choice.criterion == "loo":
         if not choice.crossed:
-            return f"It was chosen by leave-one-out, as the one of least {score}. {loo}."
+            return f"It was chosen by leave-one-out: it has the smallest {score}. {loo}."
         drawn = "" if softmax else (
             " The leave-one-out curve shown is for a fixed head and was not used for the choice."
         )  # fmt: skip
-        return f"It was chosen as the one of least held-out {score}. {held}.{drawn}"
+        return f"It was chosen because it has the smallest held-out {score}. {held}.{drawn}"
     return f"{_CRITERIA[choice.criterion]} {beside}"
 
 

@@ -98,7 +98,7 @@ class Solving:
         memory: Budget such as ``"2GB"``.
         device: Where to compute.
         loss: ``"squared"``, ``"cross-entropy"``, or ``"auto"``: the one of lower leave-one-out log loss.
-        metric: Of the ridge: ``"none"`` holds all weights alike, ``"kfac"`` is the curvature of the network,
+        metric: Of the ridge: ``"none"`` is one for all weights, ``"kfac"`` is the curvature of the network,
             ``"auto"`` takes it for classes.
         method: ``"nested"``, the linear probe and the lower layers in one solve (``linnet.adapt``);
             ``"linear"``, one linearization at a head; ``"auto"``: nested where nothing is requested that only
