@@ -1,6 +1,6 @@
-"""The house holds: one-way floors, no cycles, small files, final classes, fast imports, seeded tests.
+"""Architecture: one-way layers, no cycles, small files, final classes, fast imports, seeded tests.
 
-To add a floor, or a part to a floor, edit FLOORS. An exception needs its reason beside it.
+To add a layer, or a part to a layer, edit FLOORS. An exception needs its reason beside it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Numbers in the tables of docs/results are those of the stored cells.
 
-A table is checked against the JSON files of the studies whose commands stand in its section. A number agrees if
-it is a value of a cell, a mean over draws with its standard error, or a mean difference of two values of a cell,
-in units or per cent. What a table takes from elsewhere is listed with its reason.
+A table is checked against the JSON files of the studies whose commands stand in its section. A number agrees
+if it is a value of a cell, a mean over draws with its standard error, or a mean difference of two values of a
+cell, in units or per cent. What a table takes from elsewhere is listed with its reason.
 """
 
 from __future__ import annotations

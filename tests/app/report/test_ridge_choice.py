@@ -34,7 +34,7 @@ def test_one_criterion_is_named(criterion: str, loss: str) -> None:
 def test_a_cross_fitted_head() -> None:
     squared, softmax = (RidgeChoice("loo", loss, crossed=True) for loss in ("squared", "cross-entropy"))
     for choice in (squared, softmax):
-        assert "least held-out" in ridge_choice(choice)
+        assert "smallest held-out" in ridge_choice(choice)
         assert "by leave-one-out" not in ridge_choice(choice)
     assert "curve shown is for a fixed head" in ridge_choice(squared)
     assert (loo_name(squared), loo_name(softmax)) == ("Leave-one-out error", "Held-out log loss")
