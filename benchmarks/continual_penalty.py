@@ -1,4 +1,4 @@
-"""What remembering costs: the penalty's gradient in a training step, its memory, and consolidation.
+"""Cost of continual learning penalties: gradient per training step, memory, and consolidation.
 
     python benchmarks/continual_penalty.py --peer-python peer/bin/python --json continual_penalty.json
 

@@ -1,4 +1,4 @@
-"""How each peer computes a curvature: one maker of jobs for every peer, run in the peers' environment.
+"""Curvature computations by each peer, run in the peers' environment.
 
 What a peer cannot do is a ``LookupError`` raised here where it has no such operation, and whatever the peer
 itself raises otherwise. Scale conventions are in the docstring of ``curvature_peers.py``.

@@ -1,4 +1,4 @@
-"""How close large Gram matrices come to the machine's own matrix-product rate. Claim: at least 60 %.
+"""Rate of large Gram matrices relative to the machine's matrix-product rate. Target: at least 60 %.
 
     python benchmarks/gram_rate.py --json gram_rate.json
 

@@ -1,4 +1,4 @@
-"""What importing costs. Claims: at most 0.1 s over ``import torch``; ``linnet --help`` at most 0.3 s.
+"""Import times. Targets: at most 0.1 s over ``import torch``; ``linnet --help`` at most 0.3 s.
 
     python benchmarks/import_time.py --json import_time.json
 

@@ -1,4 +1,4 @@
-"""What every benchmark shares: interleaved timing, the machine's own sgemm rate, tables and JSON.
+"""Shared by all benchmarks: interleaved timing, the machine's sgemm rate, tables and JSON.
 
 Timings of different contestants are taken in turns (one call of each, then again), so that a disturbance
 of the machine hits all of them alike, and ratios are ratios of medians taken within one run.

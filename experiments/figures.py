@@ -1,4 +1,4 @@
-"""One look for all figures: quiet axes, colors that the color-blind can tell apart, a file in SVG."""
+"""Common style of all figures: quiet axes, color-blind safe colors, SVG files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the data sets of the experiments and of some tests lie."""
+"""Locates the data sets of the experiments and of some tests."""
 
 from __future__ import annotations
 

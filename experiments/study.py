@@ -1,4 +1,4 @@
-"""What every study shares: arguments, cells computed once that survive a kill, the written result."""
+"""Shared by all studies: arguments, resumable cells, the written result."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The house holds: one-way floors, no cycles, small files, final classes, fast imports, seeded tests.
+"""Architecture: one-way layers, no cycles, small files, final classes, fast imports, seeded tests.
 
-To add a floor, or a part to a floor, edit FLOORS. An exception needs its reason beside it.
+To add a layer, or a part to a layer, edit FLOORS. An exception needs its reason beside it.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,20 @@ def test_the_package_was_read(package: Tree) -> None:
 
 def test_every_part_has_a_floor(package: Tree) -> None:
     assert not check.undeclared_floors(package, FLOORS)
+
+
+def test_the_page_draws_the_layers() -> None:
+    """docs/architecture.md has each layer in a row, the ground at the bottom, and names files that exist."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    drawing = page.split("```text\n")[1].split("```")[0].splitlines()
+    parts = [tuple(name for name in floor if name not in ("__init__", "app")) for floor in FLOORS]
+    known = {name for floor in parts for name in floor}
+    # the left column says what a row is for; names of packages stand from column 36 on
+    rows = [tuple(word for word in line[36:].split() if word in known) for line in drawing]
+    assert [row for row in reversed(rows) if row] == [floor for floor in parts if floor]
+    files = re.findall(r"\b[a-z_]+(?:/[a-z_]+)*/[a-z_]+\.py\b|\bmemory\.py\b", page)
+    assert len(files) > 20
+    assert not [f for f in files if not any((ROOT / d / f).exists() for d in ("", "src/linnet", "tests"))]
 
 
 def test_every_folder_is_a_package() -> None:

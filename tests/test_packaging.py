@@ -1,4 +1,4 @@
-"""What an installation brings, what importing costs, and that the two agree with what is promised."""
+"""Contents of an installation, import cost, and agreement of both with the requirements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The repository speaks of linnet alone, and leaves nothing half-done.
+"""Wording of the repository: no machine paths, no unfinished work.
 
 Spelling is checked by `make check`. The patterns are written so that they do not match themselves.
 """

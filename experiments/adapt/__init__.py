@@ -1,1 +1,1 @@
-"""Which defaults adapt has, and how they do on tasks that did not choose them."""
+"""Default settings of adapt, and results on tasks not used to choose them."""

@@ -1,4 +1,4 @@
-"""What each step beyond a linear probe gains on new tasks: the nested fit, trained lower layers, fine-tuning.
+"""Gain of each stage beyond a linear probe on new tasks: the nested fit, trained lower layers, fine-tuning.
 
 ``python -m experiments.adapt.ladder --sets development --networks resnet20 mobilenet --shots 20``
 """

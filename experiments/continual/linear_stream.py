@@ -1,4 +1,4 @@
-"""Beyond the thesis: the stream on a linearized network, where the online posterior is exact.
+"""The stream on a linearized network, where the online posterior is exact.
 
 With f(x) = f₀(x) + J(x) δ, squared loss and a full curvature matrix, Bayes' rule one task after the other
 (Botev 2020, eq. 5.21 to 5.23) is the joint posterior: nothing is lost but rounding. So whatever a structured

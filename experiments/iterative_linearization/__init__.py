@@ -1,4 +1,4 @@
-"""Training through a sequence of linearizations.
+"""Studies of iterative linearization (Goldwaser and Ge).
 
 Source: Goldwaser and Ge, "Understanding sparse feature updates in deep networks using iterative
 linearisation".

@@ -1,4 +1,4 @@
-"""Figure 5 of the paper: linearizations that are optimized to the end generalize worse.
+"""Figure 5: linearizations that are optimized to the end generalize worse.
 
 LeNet-50 on CIFAR-10. K = 1 with SGD reaches 69.4 % test accuracy; a sequence of linearizations, each trained
 with Adam (K = 200,000) until its training accuracy is perfect, 61.3 %; plain Adam over 70 %, so that it is

@@ -1,4 +1,4 @@
-"""Figure 4 of the paper: how test accuracy grows with the data, for several periods K.
+"""Figure 4: how test accuracy grows with the data, for several periods K.
 
 LeNet-50 on subsets of CIFAR-10, trained until the training loss has converged, with optimal early stopping.
 The paper shows that accuracy grows at the same rate for all finite K, and slower for K = infinity, whose

@@ -1,4 +1,4 @@
-"""The paper's networks: LeNet with wider convolutions, ResNet-18 with and without BatchNorm, an MLP."""
+"""Networks of Goldwaser and Ge: LeNet with wider convolutions, ResNet-18 with or without BatchNorm, MLP."""
 
 from __future__ import annotations
 

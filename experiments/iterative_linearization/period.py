@@ -1,4 +1,4 @@
-"""Figures 2 and 3 of the paper: iterative linearization with periods K from 1 to 10^6.
+"""Figures 2 and 3: iterative linearization with periods K from 1 to 10^6.
 
 LeNet-50 on CIFAR-10, cross-entropy. Figure 2: full batches (learning rate 1e-3) and mini-batches of 256
 (1e-4): after two or three updates of the features every K has caught up with K = 1. Figure 3: mini-batches

@@ -1,4 +1,4 @@
-"""Figure 6 of the paper: larger damping of Gauss-Newton gives a smoother fit and a lower test error.
+"""Figure 6: larger damping of Gauss-Newton gives a smoother fit and a lower test error.
 
 The quintic x^5/32 - x^3/2 + 2x - 1 from 20 equally spaced points, tested on 1,000; an MLP of 5 layers of 50
 with ReLUs; each step solves a linearization exactly with damping lambda (eq. 6). The paper shows the test

@@ -1,4 +1,4 @@
-"""Figures 7 and 8 of the paper: ResNet-18 on CIFAR-10, without BatchNorm and with frozen statistics.
+"""Figures 7 and 8: ResNet-18 on CIFAR-10, without BatchNorm and with frozen statistics.
 
 The paper compares K = 1 with K = 10^6 at rate 7e-7 without BatchNorm, and with K = 10^5 at 1e-5 with
 BatchNorm, whose statistics are frozen for the linearization: the runs go along, less stably with BatchNorm.

@@ -1,4 +1,4 @@
-"""Why iterative linearization with small mini-batches may diverge where plain training does not.
+"""Divergence of iterative linearization with small mini-batches, where plain training is stable.
 
 Gradient descent with rate η on a linear model is unstable along eigenvectors of its Gauss-Newton matrix G
 whose eigenvalues exceed 2/η. A network can hold itself there: where η λ_max(G) > 2, its steps move the

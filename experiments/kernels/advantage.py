@@ -1,4 +1,4 @@
-"""Is this task linear? A network and its linearization, trained alike on the same targets."""
+"""A network and its linearization, trained by the same procedure on the same targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three networks of the paper with one output, its two data sets, and its scheme of training.
+"""The three networks with one output, the two data sets and the training of Ortiz-Jimenez et al. (2021).
 
 Supplement A: a multilayer perceptron with two hidden layers of 100, LeNet5 and ResNet18, trained with SGD on
 the binary cross-entropy, learning rate 0.05 decaying, momentum 0.9, batches of 128. The default size has a

@@ -1,4 +1,4 @@
-"""Figures 6 and 7: the kernel turns towards the eigenfunction that the network was trained on.
+"""Figures 6 and 7: the kernel aligns with the eigenfunction that the network was trained on.
 
 Ortiz-Jimenez et al., supplement E.3: alignment α(φ_i) of the eigenfunctions of the kernel at initialization
 with the kernel before and after training on the sign of one of them, MLP (figure 6) and LeNet (figure 7).

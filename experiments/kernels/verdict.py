@@ -1,4 +1,4 @@
-"""Does the verdict of ``linnet spectrum`` know which of linear and plain fine-tuning wins?
+"""Test of `linnet spectrum`: does its verdict predict which of linear and plain fine-tuning wins?
 
 Not a figure of the paper, but what its findings promise: a task that is aligned with the kernel favors the
 linear model. Networks trained on one data set are fitted to another with a few shots a class: by the

@@ -1,4 +1,4 @@
-"""How often could anyone name the winner of the linear fit and plain fine-tuning, on fits of this size?
+"""Upper bound on predicting the winner of the linear fit and plain fine-tuning, on fits of this size.
 
 The winners of ``experiments.kernels.verdict`` are winners on a few hundred test images, and anything learned
 from 50 or 200 training images is noisy as well. With the advantage d of the linear fit in test accuracy, its

@@ -1,4 +1,4 @@
-"""Do the measures of ``linnet spectrum`` name the winner on the source-target pairs of the LQF experiments?
+"""The measures of ``linnet spectrum`` as predictors of the winner on the pairs of the LQF experiments.
 
 ``experiments.lqf.pairs`` has fine-tuned a ResNet-20 and a MobileNetV2 on new tasks: linearly by LQF's
 recipe (lqf), to the optimum of a linear model (optimum) and plainly (nlft). For each pair and each draw of

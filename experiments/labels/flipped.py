@@ -1,4 +1,4 @@
-"""Labels flipped at random, and who finds them: three rules on the same leave-one-out outputs.
+"""Detection of labels flipped at random: three rules on the same leave-one-out outputs.
 
 A random network of one hidden layer is linearized and fitted in closed form to 150 images, some labels of
 which are flipped to another class. "Disagrees" doubts every label that is not the leave-one-out prediction;

@@ -1,4 +1,4 @@
-"""Predictions that are led astray by their own gradient (Botev 2020, figures 5.3 and 5.4).
+"""Predictions under adversarial perturbations (Botev 2020, figures 5.3 and 5.4).
 
 The networks of ``out_of_distribution``, attacked by fast gradient signs: untargeted (eq. 5.15), one step of
 size η times the range of each pixel away from the class predicted; targeted (eq. 5.16), 50 steps of 0.01

@@ -1,4 +1,4 @@
-"""What closes the gap between the linear optimum and plain fine-tuning, on a far domain.
+"""The gap between the linear optimum and plain fine-tuning on a far domain, and ways to close it.
 
 From CIFAR-10 to EuroSAT the optimum of the linear model under the squared loss trails plain fine-tuning.
 One table of what might close it: Leaky ReLU, the head (random, or a probe of another scale), the cross-

@@ -1,4 +1,4 @@
-"""Which loss ``linnet adapt`` should take by itself: squared, cross-entropy, or what leave-one-out prefers.
+"""The default loss of ``linnet adapt``: squared, cross-entropy, or the better by leave-one-out.
 
 Both optima of the linear model as ``linnet adapt`` finds them (its own head, its own ridge, its own
 temperature), from the same draws of training images: test accuracy and log loss, and which of the two

@@ -1,4 +1,4 @@
-"""Which ridge the optimum of the linear model should have: one for all weights, or the curvature's.
+"""The ridge of the linear model: one for all weights, or in the metric of a curvature.
 
 LQF takes its steps in the metric of K-FAC and stops early. Here the metric is kept and the optimum is taken:
 the ridge ρ δᵀ(G/N + τI)δ of ``linnet.with_metric`` beside ρ‖δ‖², from outputs of zero with the derivatives of

@@ -1,4 +1,4 @@
-"""Training with curvature.
+"""Studies of training with curvature (Botev 2020, chapter 4).
 
 Source: Botev, "The Gauss-Newton matrix for deep learning models and its applications", 2020, chapter 4.
 ``autoencoders`` is figure 4.1, ``relu`` the longer run on the ReLU autoencoder of the K-BFGS paper's KFAC

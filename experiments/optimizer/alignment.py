@@ -1,4 +1,4 @@
-"""Figures 4.2 and 4.3 of the thesis: how well approximate updates agree with the exact Gauss-Newton update.
+"""Botev 2020, figures 4.2 and 4.3: how well approximate updates agree with the exact one.
 
 Along a run of KFRA on each autoencoder, the cosine of KFAC's and KFRA's updates with that of the exact block
 of every layer (figure 4.2), and of the whole updates, with the exact block diagonal's among them, with that

@@ -1,4 +1,4 @@
-"""How well approximate updates agree with the exact Gauss-Newton update (Botev 2020, figures 4.2 and 4.3).
+"""Alignment of approximate updates with the exact Gauss-Newton update (Botev 2020, figures 4.2 and 4.3).
 
 Compared are updates δ = (G̃ + (λ + τ)I)⁻¹ ∇E of several approximations, by the cosine with δ of the exact
 matrix, found by conjugate gradients on products J and Jᵀ: layer by layer with the exact block of each layer

@@ -1,4 +1,4 @@
-"""Figure 4.1 of the thesis: deep autoencoders trained with KFRA and KFAC against tuned first-order methods.
+"""Botev 2020, figure 4.1: deep autoencoders trained with KFRA and KFAC against tuned first-order methods.
 
 Autoencoders D-1000-500-250-30-250-500-1000-D on CURVES, MNIST (binary cross-entropy) and FACES (squared
 error), batch 1,000. KFRA, KFAC and the random projection run with the defaults of ``GaussNewton``; Adam and

@@ -1,4 +1,4 @@
-"""Figure 4.4 of the thesis: Fisher and Gauss-Newton where they differ, on a mixture of two classifiers.
+"""Botev 2020, figure 4.4: Fisher and Gauss-Newton where they differ, on a mixture of two classifiers.
 
 Even against odd digits of MNIST with p(y | h) = s(h1) Bernoulli(y; s(h2)) + s(-h1) Bernoulli(y; s(h3)), a
 likelihood outside the exponential family (eq. 4.28), and the network D-1000-500-250-30-3. KFAC estimates the

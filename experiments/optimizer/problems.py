@@ -1,4 +1,4 @@
-"""The data sets and networks of the thesis' experiments with optimizers (section 4.5)."""
+"""The data sets and networks of the experiments with optimizers (Botev 2020, section 4.5)."""
 
 from __future__ import annotations
 

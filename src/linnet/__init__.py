@@ -1,4 +1,4 @@
-"""The local linear model of any trained PyTorch network, and what it answers in closed form.
+"""Linearized PyTorch networks: kernels, closed-form fits, curvature and uncertainty.
 
 ``import linnet`` loads nothing heavy: each name below is imported when it is first used.
 """

@@ -1,4 +1,4 @@
-"""``python -m linnet``: the command line, where the command itself is not on the path."""
+"""The command line as ``python -m linnet``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Room on the disk: reserved before a file is mapped, and told in full where there is too little.
+"""Disk space: reserved before a file is mapped, with an error that states what is missing.
 
 A mapped file that grows past the end of its disk ends the process with signal SIGBUS, which no ``except``
 sees. Reserved blocks cannot run out, so a file is reserved before anything is written through its map.
@@ -26,7 +26,7 @@ _ZEROS = 1 << 20  # bytes written at once where a file is reserved by writing it
 def reserve(path: Path, size: int) -> None:
     """Take the blocks of a file, so that writing through a map of it cannot fail; bytes stay as they are.
 
-    File systems that copy on write (btrfs, ZFS) may still need room for an overwritten block.
+    File systems that copy on write (btrfs, ZFS) may still need space for an overwritten block.
 
     Args:
         path: The file; its length becomes ``size`` where it was shorter.
@@ -96,7 +96,7 @@ def refuse_write(path: Path, error: BaseException, size: int | None = None) -> N
     needed = "" if size is None else f"; it takes {format_bytes(size)}"
     raise DiskSpaceError(
         f"{path} cannot be written: {why}{needed}, and {_free(path.parent)}",
-        expected="room for the whole file" if size is None else f"room for {format_bytes(size)}",
+        expected="space for the whole file" if size is None else f"space for {format_bytes(size)}",
         remedy="free some space, or name a folder on another disk",
     ) from error
 

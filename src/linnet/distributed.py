@@ -1,10 +1,10 @@
-"""Work that the processes of ``torch.distributed`` do together, and what happens when one of them cannot.
+"""Collective work of ``torch.distributed`` processes, with errors raised on all of them.
 
 Whatever has sums over processes runs inside :func:`together`, and every exchange begins with three integers
 that all processes reduce: whether one has failed, and a hash of what each is about to exchange. So an error
 on one process becomes the same error on all of them at their next exchange, where they would otherwise wait
 for the time-out of the group, and processes that have come to different places say so. Long passes also look
-every half second whether somebody has failed (:func:`look_around`). A process that was killed cannot tell:
+every half second whether another has failed (:func:`look_around`). A process that was killed cannot tell:
 the others get torch's connection error, as a :class:`~linnet.errors.ProcessGroupError`.
 
 A process by itself exchanges nothing.
@@ -353,7 +353,7 @@ def _carried(exchange: Callable[..., _Result], *args: Any) -> _Result:
         gone = ProcessGroupError(
             f"rank {rank} of {size} has lost another process, which was killed or does not answer: {first}",
             expected="all processes alive until the result is there",
-            remedy="look for the process that ended first, and start all of them anew",
+            remedy="look for the process that ended first, and restart all of them",
         )
         _mark_told(gone)
         raise gone from error

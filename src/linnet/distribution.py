@@ -1,4 +1,4 @@
-"""The distribution that provides this package: its name on the registry, its extras and what it requires.
+"""Metadata of the installed distribution: its name, extras and requirements.
 
 The distribution is called linnet-torch. On the registry the name linnet belongs to an unrelated project,
 which would install a package of the same import name over this one.
@@ -78,7 +78,7 @@ def require_own_package() -> None:
 
 
 def namesake() -> str | None:
-    """What to do about an unrelated distribution called linnet, which writes into the same folder.
+    """Advice about an unrelated distribution called linnet, which writes into the same folder.
 
     Returns:
         The commands that put it right, or None where there is no such distribution.

@@ -1,4 +1,4 @@
-"""Every error of linnet: what was wrong, what was expected, what to do.
+"""The exceptions of linnet: each states the problem, what was expected and the remedy.
 
 Each class also derives from the built-in exception that a caller would expect (``ValueError``,
 ``MemoryError``, ``ImportError``, ...), so code that knows nothing of linnet can catch them.

@@ -1,4 +1,4 @@
-"""Files that are either whole or an error: atomic writes, checksums, kinds and versions.
+"""Safe files: atomic writes, checksums, kinds and versions.
 
 A file is written under a temporary name in its own directory, forced to disk and renamed over the old one,
 so a crash at any moment leaves the old file or the new one, and at worst a temporary file that nothing reads.
@@ -79,7 +79,7 @@ def write_atomic(
 
     Raises:
         InputError: ``path`` is a folder, or cannot be written.
-        DiskSpaceError: The disk has no room for it; an old file of this name stays as it was.
+        DiskSpaceError: The disk has no space for it; an old file of this name stays as it was.
 
     Example:
         >>> import tempfile
@@ -175,14 +175,14 @@ def save_tensors(
         name: The file's name without its suffix.
         tensors: Tensors of any shapes and devices; they may share memory.
         metadata: Anything JSON can hold; tuples come back as lists.
-        kind: What the file holds, asked for again by :func:`load_tensors`; ``name`` by default.
+        kind: What the file holds, checked by :func:`load_tensors`; ``name`` by default.
 
     Returns:
         The file's path, ``directory/name.safetensors``.
 
     Raises:
         InputError: The metadata hold something that JSON cannot, or the folder cannot be written.
-        DiskSpaceError: The disk has no room for it.
+        DiskSpaceError: The disk has no space for it.
 
     Example:
         >>> import tempfile
@@ -315,7 +315,7 @@ def write_json(path: str | os.PathLike[str], value: object, kind: str | None = N
 
     Raises:
         InputError: The value holds something that JSON cannot, or the folder cannot be written.
-        DiskSpaceError: The disk has no room for it.
+        DiskSpaceError: The disk has no space for it.
 
     Example:
         >>> import tempfile

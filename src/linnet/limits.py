@@ -1,4 +1,4 @@
-"""What may be read: regular files, of which no more is held than there is memory."""
+"""Limits on input files: regular files only, within the available memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from linnet.errors import InputError, MemoryBudgetError
 from linnet.memory import available_bytes, format_bytes
 
 _NAMES = 8  # of files beside a missing one that an error names
-_SMALL = 1 << 20  # bytes that are always there; how much is free is not asked for less
+_SMALL = 1 << 20  # bytes that are always available; free memory is not queried for less
 
 
 def require_file(path: str | os.PathLike[str]) -> Path:
@@ -48,7 +48,7 @@ def require_file(path: str | os.PathLike[str]) -> Path:
 
 
 def suggestion(path: Path) -> str:
-    """What to do about a path where nothing is.
+    """Remedy for a path that does not exist.
 
     Args:
         path: The path.

@@ -1,4 +1,4 @@
-"""What this machine has: packages, devices and their speed, and how derivatives are formed here."""
+"""Machine information: packages, devices and their speed, differentiation modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory: how much there is, how much an operation will take, and what to do when it is too much.
+"""Memory: available memory, estimates for operations, and errors when they exceed it.
 
 Every operation of linnet that can be large first writes down a :class:`Plan`, the bytes of each
 tensor it will hold at once, and compares it with a budget before it allocates anything.

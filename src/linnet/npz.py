@@ -1,4 +1,4 @@
-"""NumPy's ``.npz`` archives, read member by member and checked to the last byte.
+"""Reads NumPy's ``.npz`` archives member by member, checked to the last byte.
 
 ``numpy.load`` stops at the end of an array, before the archive's own checksum is compared, so an altered
 member can pass; here every member is read to its end. Before that its claimed length is held against its
@@ -73,7 +73,7 @@ def npz_headers(path: str | os.PathLike[str]) -> dict[str, ArrayHeader]:
 
 
 def read_npz(path: str | os.PathLike[str], names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-    """Read arrays of an archive; members that are not asked for are not unpacked.
+    """Read arrays of an archive; members that are not requested are not unpacked.
 
     Args:
         path: The ``.npz`` file.

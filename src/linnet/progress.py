@@ -1,4 +1,4 @@
-"""Progress of long steps: silent when quick, a bar with the time left when not.
+"""Progress bars of long steps, silent for short ones.
 
 Set the environment variable ``LINNET_PROGRESS`` to 0 to silence every bar, to 2 to show it from the start.
 """

@@ -1,4 +1,4 @@
-"""``linnet.load``: whatever a ``save`` of linnet wrote, by what the folder holds."""
+"""``linnet.load``: loads any object that linnet saved."""
 
 from __future__ import annotations
 

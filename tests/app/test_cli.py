@@ -86,7 +86,7 @@ def test_errors_are_three_short_lines_without_traceback() -> None:
         (["doctor", "--seconds", "-1"], "seconds is -1.0", "leave it out"),
         (["doctor", "now"], "unexpected word 'now'", "linnet doctor --help"),
         (["doctor", "--config", "absent.yaml"], "absent.yaml", "--print_config"),
-        (["--seconds", "1"], "--seconds stands before the command", "linnet --help"),
+        (["--seconds", "1"], "unknown option --seconds before the command", "linnet --help"),
         (["check"], "--model", "linnet check --help"),
         (["xyzzy"], "there is no command 'xyzzy'", "linnet --help"),
     ],

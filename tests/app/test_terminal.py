@@ -1,4 +1,4 @@
-"""What all commands take (-q, -v, --json), choices in help and errors, completion, narrow terminals."""
+"""Options of all commands (-q, -v, --json), choices in help and errors, completion, narrow terminals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What curvatures must be, computed from definitions: dense Jacobians, watched layers, explicit loops."""
+"""Reference curvatures from definitions: dense Jacobians, watched layers, explicit loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a curvature costs besides its data, counted."""
+"""Counted costs of a curvature: passes, products and memory."""
 
 from __future__ import annotations
 

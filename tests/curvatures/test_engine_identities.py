@@ -1,4 +1,4 @@
-"""What must not change a curvature, and what must change it in a known way."""
+"""Invariances of curvatures, and transformations that change them in a known way."""
 
 from __future__ import annotations
 

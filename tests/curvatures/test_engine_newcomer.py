@@ -1,4 +1,4 @@
-"""What a newcomer stumbled over: modes of torch, half precision, many outputs of few examples, slips."""
+"""Frequent mistakes with curvatures: modes of torch, half precision, many outputs of few examples, slips."""
 
 from __future__ import annotations
 

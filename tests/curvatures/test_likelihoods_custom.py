@@ -171,7 +171,7 @@ def lacking(**settings: Any) -> Custom:
 @pytest.mark.parametrize(
     ("likelihood", "method", "arguments", "message"),
     [
-        (lacking(), "fisher", (), r"exact Fisher information was asked of Custom\(nll=.*pass support="),
+        (lacking(), "fisher", (), r"Custom\(nll=.*cannot compute .*Fisher.*pass support="),
         (lacking(), "fisher_root", (), "exact Fisher information.*pass support="),
         (lacking(), "sample", (2,), "a sample of labels.*pass sample= or support="),
         (lacking(), "sample_gradients", (2,), "a sample of labels.*pass sample= or support="),

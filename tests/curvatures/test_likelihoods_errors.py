@@ -1,4 +1,4 @@
-"""What likelihoods refuse, and what they say: the argument, its value, what was expected, what to do."""
+"""Errors of likelihoods: the argument, its value, what was expected, what to do."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_shapes_that_do_not_go_together() -> None:
     for covariance in (torch.zeros(4, 2), torch.zeros(4, 3, 2)):
         with pytest.raises(
             InputError,
-            match=r"mean is a float32 tensor of shape \(4, 3\) and covariance .*example of its own",
+            match=r"mean is a float32 tensor of shape \(4, 3\) and covariance .*separate example",
         ):
             likelihood.predictive(F32, covariance)
 

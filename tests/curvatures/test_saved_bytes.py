@@ -1,4 +1,4 @@
-"""How much is captured at once does not depend on where the examples are stored."""
+"""The captured batch size does not depend on where the examples are stored."""
 
 from __future__ import annotations
 

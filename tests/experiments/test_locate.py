@@ -1,4 +1,4 @@
-"""Where the data sets are looked for."""
+"""Search paths of the data sets."""
 
 from pathlib import Path
 

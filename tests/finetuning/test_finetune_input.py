@@ -1,4 +1,4 @@
-"""What fine-tuning takes from the network and the data before the first step."""
+"""Checks of the network and the data before fine-tuning starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the caller has switched on or off around a call: inference mode, no gradients, autocast."""
+"""Fits under the caller's modes: inference mode, no gradients, autocast."""
 
 from __future__ import annotations
 

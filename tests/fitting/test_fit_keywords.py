@@ -63,7 +63,7 @@ def test_solver_is_the_one_asked_for() -> None:
         fit = p.fit(solver=solver)
         assert fit.solver == solver
         assert type(fit.system).__name__ == system
-        assert fit.summary()["reasons"]["solver"] == "asked for"
+        assert fit.summary()["reasons"]["solver"] == "set by the user"
 
 
 # --- auto -----------------------------------------------------------------------------------------

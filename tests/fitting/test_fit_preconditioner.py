@@ -151,7 +151,7 @@ def test_few_unknowns_need_none() -> None:
 
 def test_reasons_are_for_conjugate_gradients() -> None:
     assert "preconditioner" not in P.fit(solver="dual").summary()["reasons"]
-    assert fitted("kfac").summary()["reasons"]["preconditioner"].startswith("kfac: asked for, ")
+    assert fitted("kfac").summary()["reasons"]["preconditioner"].startswith("kfac: set by the user, ")
     given = fitted(Diagonal(torch.ones(P.j.shape[2], dtype=torch.float64)))
     assert given.summary()["reasons"]["preconditioner"].startswith("given: an operator, ")
 

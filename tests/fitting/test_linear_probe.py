@@ -1,4 +1,4 @@
-"""What a linear fit is compared with, and the head whose outputs start at zero."""
+"""Baselines of a linear fit, and the head whose outputs start at zero."""
 
 from __future__ import annotations
 

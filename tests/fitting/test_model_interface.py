@@ -1,4 +1,4 @@
-"""What every fitted model answers: ``predict``, ``predictive``, ``summary``, ``save`` and how it is shown."""
+"""The interface of all fitted models: ``predict``, ``predictive``, ``summary``, ``save``, ``repr``."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_no_draws(n: int) -> None:
 
 
 def test_regression_has_no_probabilities() -> None:
-    with pytest.raises(InputError, match=r"probs.*\.mean and \.variance"):
+    with pytest.raises(InputError, match=r"probabilities.*\.mean and \.variance"):
         _ = gaussian(temperature=None).probs
 
 

@@ -1,4 +1,4 @@
-"""What a fit says of its examples is true of the examples that it has, also after a change."""
+"""Remarks of a fit are true of its examples, also after a change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What outputs are fitted to."""
+"""Targets of fits."""
 
 from __future__ import annotations
 

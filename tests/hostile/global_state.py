@@ -1,4 +1,4 @@
-"""What a call into linnet must leave as it was: everything that other code in the process can see."""
+"""Snapshots of the process-wide state that a call into linnet must leave unchanged."""
 
 from __future__ import annotations
 

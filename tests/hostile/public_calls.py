@@ -1,4 +1,4 @@
-"""One call of every public function and method, for tests of what a call leaves behind."""
+"""One call of every public function and method, for tests of side effects."""
 
 from __future__ import annotations
 

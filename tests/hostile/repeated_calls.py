@@ -1,4 +1,4 @@
-"""What hundreds of repeated calls leave in memory, counted in a process of its own.
+"""Memory growth over hundreds of repeated calls, counted in a separate process.
 
 Run as ``python -m tests.hostile.repeated_calls NAME CALLS``; prints one line of JSON.
 """

@@ -1,4 +1,4 @@
-"""Which of the wrong values a kind of parameter may take after all, and which kind a parameter is of."""
+"""Kinds of public parameters, and the unusual values that each kind accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must not change, or changes in a known way, when the same question is asked differently."""
+"""Invariances of results, and transformations that change them in a known way."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_a_flat_vector_of_the_wrong_shape_is_named(shape: tuple[int, ...]) -> No
         ({"bias": None}, r"lacks 'bias' and has unknown nothing"),
         ({"extra": torch.zeros(1)}, r"lacks nothing and has unknown 'extra'"),
         ({"bias": torch.zeros(3)}, r"'bias' has shape \(3,\)"),
-        ({"bias": torch.zeros(2, 4)}, r"'bias' has shape \(2, 4\).*alike"),
+        ({"bias": torch.zeros(2, 4)}, r"'bias' has shape \(2, 4\).*equal K"),
         ({"weight": torch.zeros(2, 3, 1, 1)}, r"'weight' has shape \(2, 3, 1, 1\)"),
         ({"weight": torch.zeros(6)}, r"'weight' has shape \(6,\)"),
     ],

@@ -1,4 +1,4 @@
-"""What linnet.evaluate does with wrong answers and wrong data, and with real targets."""
+"""Invalid predictions and data in linnet.evaluate, and real targets."""
 
 from __future__ import annotations
 

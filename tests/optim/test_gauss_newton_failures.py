@@ -1,4 +1,4 @@
-"""What goes wrong with the Gauss-Newton optimizer: accidents on the way, and what it cannot take."""
+"""Failures of the Gauss-Newton optimizer: interrupted steps, and unsupported input."""
 
 from __future__ import annotations
 

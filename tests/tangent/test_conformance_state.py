@@ -1,4 +1,4 @@
-"""What a linearization keeps, what it never touches, and how it trains, for every network of the zoo."""
+"""State, buffers and training of linearizations, for every network of the zoo."""
 
 from __future__ import annotations
 

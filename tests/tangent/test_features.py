@@ -1,4 +1,4 @@
-"""What is kept to form kernels: gradients or their factors, whichever is cheaper, with the same result."""
+"""Kernel features: gradients or factors, whichever is cheaper, with the same result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tangent Gaussian process chooses, refuses and says."""
+"""Choices, checks and messages of the tangent Gaussian process."""
 
 from __future__ import annotations
 

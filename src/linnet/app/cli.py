@@ -1,4 +1,4 @@
-"""The command line: finds the command, reads its options, prints its result or what went wrong.
+"""Entry point of the command line: dispatch, option parsing, results and errors.
 
 The options of a command are the parameters of its function (see `linnet.app.commands`), read by jsonargparse,
 which adds `--config FILE` and `--print_config`. Nothing here imports torch, so help answers at once.
@@ -47,7 +47,7 @@ _FLAGS = {
     "--quiet": "Print errors alone, and the result where --json is given. Also -q.",
     "--verbose": "Show the settings in effect, progress at once and the time taken. Also -v.",
     "--traceback": "Show where in the program an error came from.",
-    "--trust": "Run the code that a run folder or settings file of somebody else names; see SECURITY.md.",
+    "--trust": "Run code named by a run folder or settings file from another user; see SECURITY.md.",
 }
 _SHORT = {"-q": "--quiet", "-v": "--verbose"}
 _REPLAY = "run.yaml"
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_error(
             InputError(
                 f"{place} cannot be read or written: {error.strerror or type(error).__name__}",
-                expected="files and folders that stay there, on a disk with room",
+                expected="existing files and folders, on a disk with enough space",
                 remedy="see whether the disk is full; --traceback shows where it happened",
             )
         )
@@ -278,7 +278,7 @@ def _unknown_command(name: str) -> InputError:
     """The error for a word that is no command."""
     if name.startswith("-"):
         return InputError(
-            f"{name} stands before the command",
+            f"unknown option {name} before the command",
             expected="linnet COMMAND [options]",
             remedy="see linnet --help",
         )

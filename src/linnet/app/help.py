@@ -1,4 +1,4 @@
-"""What the command line says about its options: their choices, their kinds in words, and the page of help."""
+"""Help pages of the command line: options, their types and choices."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def kind(annotation: object) -> str:
 
 
 def value_name(annotation: object) -> str | None:
-    """What stands for the value in usage and help.
+    """Placeholder of the value in usage and help.
 
     Args:
         annotation: The type of the parameter.

@@ -216,7 +216,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise InputError(
             f"weights {path} have the unknown suffix {suffix!r}",
             expected=f".safetensors, .npz, {', '.join(_TORCH_SUFFIXES)}",
-            remedy="rename the file for what it holds, or save the weights anew",
+            remedy="rename the file for what it holds, or save the weights again",
         )
     if not weights:
         raise FileFormatError(
@@ -247,7 +247,7 @@ def _read_torch(path: Path) -> object:
             if damaged:
                 raise zipfile.BadZipFile(f"bad checksum of {damaged}")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch says of old formats helps nobody who only reads
+            warnings.simplefilter("ignore")  # torch's warnings about old formats do not matter to a reader
             return torch.load(path, map_location="cpu", weights_only=True)
     except LinnetError:
         raise

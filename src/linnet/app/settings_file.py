@@ -1,4 +1,4 @@
-"""Files of settings, looked through before they are read: a few lines of YAML can stand for gigabytes.
+"""Safe reading of YAML settings files: size and aliases are checked first.
 
 The events of a YAML text come one at a time, so a file is judged without being built.
 """

@@ -1,4 +1,4 @@
-"""Questions to a fit, as ``linnet.audit``: what to label next, what an update breaks, what may be published.
+"""Audits of a fit, as ``linnet.audit``: influence, label errors, selection, compatibility, privacy.
 
 Every answer is linear algebra on the solved fit; none of them trains anything.
 """

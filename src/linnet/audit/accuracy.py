@@ -1,4 +1,4 @@
-"""How far rounding puts the numbers of a fit off, asked for by the user."""
+"""Bounds on the effect of rounding errors on a fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = 2048  # of the inverse of the kernel that are looked at
 @in_exact_mode
 @torch.no_grad()
 def accuracy(fit: LinearFit | SoftmaxFit) -> Accuracy:
-    """How far rounding may put predictions, leave-one-out and influence of a fit off.
+    """Bounds on the rounding errors of a fit's predictions, leave-one-out and influence.
 
     The rounding errors of the kernel are measured on four examples, which are computed in float64 as well,
     and propagated to first order. For a fit by conjugate gradients the distance to the solution by the kernel

@@ -1,4 +1,4 @@
-"""The linear fit with clipped gradients: no example pulls harder than a constant.
+"""The linear fit with clipped per-example gradients.
 
     F(δ) = Σᵢ h(sᵢ (rᵢ − Jᵢδ)) + ½ ρ‖δ‖²,   sᵢ = min(1, κ/‖Jᵢ‖),   h(e) = ½‖e‖² up to ‖e‖ = τ, then τ‖e‖ − ½τ²
 

@@ -1,4 +1,4 @@
-"""Backward compatibility: which answers a new fit takes back, and fits that take none back."""
+"""Backward compatibility: negative flips between two fits, and fits constrained to have none."""
 
 from __future__ import annotations
 

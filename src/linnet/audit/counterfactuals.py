@@ -1,4 +1,4 @@
-"""What if this label were another? Exact, because the optimum is linear in the targets."""
+"""Counterfactual labels: predictions of a fit if training labels were different."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def counterfactual(fit: LinearFit, index: Any, target: Any, x: Inputs | None = N
     """
     check_fit(fit)
     device = fit.module.function.device
-    places = positions(index, fit.n + 1).to(device)  # all of them may be asked for
+    places = positions(index, fit.n + 1).to(device)  # all of them may be requested
     if places.numel() and int(places.max()) >= fit.n:
         positions(index, fit.n)
     if not places.numel():

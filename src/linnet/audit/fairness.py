@@ -1,4 +1,4 @@
-"""Mean outputs of groups, and how far they are apart."""
+"""Mean outputs of groups, and the differences between them."""
 
 from __future__ import annotations
 

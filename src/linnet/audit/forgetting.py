@@ -1,4 +1,4 @@
-"""Proof that a fit has forgotten: it solves the problem without the forgotten examples."""
+"""Verifies that a fit solves the problem without the forgotten examples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from linnet.tangent.modes import in_exact_mode
 
 @dataclass(frozen=True)
 class ForgettingCertificate:
-    """How far a fit can be from one that never saw the forgotten examples.
+    """Bounds on the distance to a fit that never saw the forgotten examples.
 
     The objective is ρ-strongly convex, so the distance is at most the norm of its gradient over ρ: a bound
     that needs no retraining and no trust in how the fit was made.

@@ -1,4 +1,4 @@
-"""How much Gaussian noise hides one example: calibration of two mechanisms to (ε, δ).
+"""Noise calibration of two Gaussian mechanisms to (ε, δ).
 
 (ε, δ) differential privacy: for neighboring data D, D' and every set A of results,
 P(result(D) ∈ A) ≤ e^ε P(result(D') ∈ A) + δ.
@@ -103,7 +103,7 @@ def objective_noise(gradient: float, directions: int, epsilon: float, delta: flo
 
 
 def determinant_cost(jacobian: float, ridge: float, outputs: int) -> float:
-    """What the change of variables of objective perturbation costs: C log(1 + κ²/ρ).
+    """Privacy cost of the change of variables in objective perturbation: C log(1 + κ²/ρ).
 
     An example adds to the Hessian at most C eigenvalues of at most κ², so the determinants of neighbors
     differ by a factor of at most (1 + κ²/ρ)^C.

@@ -44,7 +44,7 @@ TOGETHER = 64  # columns of the inverse contracted at once
 
 @dataclass(frozen=True)
 class Influence:
-    """What each training example did to each prediction.
+    """Influence of each training example on each prediction.
 
     Args:
         outputs: f(x) − f₋ᵢ(x), prediction with example i less prediction without it, (N, T, C).
@@ -257,7 +257,7 @@ def changes_fit(fit: LinearFit, memory: str | int | None) -> bool:
         memory: The budget.
 
     Returns:
-        Whether they do, with room for products.
+        Whether they do, with space for products.
     """
     function = fit.module.function
     size = fit.n * function.space.dim * function.dtype.itemsize
@@ -411,7 +411,7 @@ def _losses(fit: LinearFit, x: Inputs, labels: Any, outputs: Tensor) -> Tensor:
 
 
 def label_targets(fit: LinearFit, x: Inputs, labels: Any) -> Tensor:
-    """What the labels of test examples stand for in a fit.
+    """Targets of a fit for the labels of test examples.
 
     Args:
         fit: The fit.

@@ -1,4 +1,4 @@
-"""Which labels look wrong, and how many would if all of them were right.
+"""Probable label errors, with the number expected if all labels were right.
 
 The leave-one-out error rate says how often examples are hard, not how often labels are wrong. Let qᵢ be the
 softmax of the leave-one-out outputs of example i at temperature T, and let a label be wrong with probability

@@ -1,4 +1,4 @@
-"""Suspect labels: training examples that the fit on all the others contradicts.
+"""Label error detection by leave-one-out predictions.
 
 The leave-one-out residual eᵢ = tᵢ − f₋ᵢ(xᵢ) is the training residual plus the self-influence,
 
@@ -90,7 +90,7 @@ class Suspects:
 
 
 def labels_in_words(doubted: int, count: int, expected: float) -> str:
-    """How many labels look wrong.
+    """Summary of the labels that look wrong.
 
     Args:
         doubted: Their number.

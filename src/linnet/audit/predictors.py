@@ -1,4 +1,4 @@
-"""Checks that the audits share: fits, predictors of any kind, labels."""
+"""Checks shared by the audits: fits, predictors of any kind, labels."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_fit(fit: Any, name: str = "fit") -> LinearFit:
 
 @torch.no_grad()
 def outputs_of(predictor: Any, x: Inputs, name: str) -> Tensor:
-    """What a predictor says of some inputs, as (N, C).
+    """Outputs of a predictor for some inputs, (N, C).
 
     Args:
         predictor: A fit, a network, any callable, or its outputs (N, C).

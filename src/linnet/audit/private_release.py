@@ -1,4 +1,4 @@
-"""A fit's weights with differential privacy: what it learned, without what any one example said."""
+"""A differentially private release of a fit's weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NOT_PROTECTED = (
 
 @dataclass(frozen=True)
 class PrivacyCertificate:
-    """What a release guarantees, and the numbers that the guarantee rests on.
+    """Privacy guarantee of a release, with the constants behind it.
 
     Args:
         mechanism: ``"output"`` or ``"objective"``.
@@ -78,7 +78,7 @@ class PrivacyCertificate:
 
     @property
     def protected(self) -> str:
-        """What the guarantee covers."""
+        """Scope of the guarantee."""
         return PROTECTED
 
     def __str__(self) -> str:
@@ -183,7 +183,7 @@ def release(
         raise InputError(
             f"generator is {type(generator).__name__}",
             expected="a torch.Generator, or None",
-            remedy="pass torch.Generator().manual_seed(seed), with a seed that nobody can guess",
+            remedy="pass torch.Generator().manual_seed(seed), with a secret seed",
         )
     system = _releasable(fit, delta)
     function, c = fit.module.function, system.c
@@ -298,7 +298,7 @@ def _releasable(fit: LinearFit, delta: float) -> DualSystem:
     head = getattr(fit.module.model, RECORD, {})
     if head.get("init") == "probe" or any("head was" in line for line in fit.record.warnings):
         raise InputError(
-            "the head of the network was fitted on data, and a release would publish it as it is",
+            "the head of the network was fitted on data, and a release would publish that head",
             expected="a network that does not depend on the data, its head included",
             remedy='make the head with linnet.with_head(model, classes, init="random")',
         )

@@ -1,4 +1,4 @@
-"""Active learning: the examples whose labels would tell most, chosen one after the other in closed form.
+"""Active learning: greedy selection of the examples that reduce the predictive variance most.
 
 In units where a new label has noise ρ (that is, covariances times ρ/σ²), with V the posterior covariance
 and S_j = V_jj + ρI, a label of example j takes V_aj S_j⁻¹ V_ja off the covariance of every a, whatever the
@@ -195,7 +195,7 @@ class _State:
         return float(blocks.diagonal(dim1=1, dim2=2).sum(1).mean())
 
     def scores(self) -> Tensor:
-        """What a label of each example would be worth, (T,)."""
+        """Expected value of labeling each example, (T,)."""
         score: dict[str, Callable[[], Tensor]] = {
             "uncertainty": lambda: self.own.diagonal(dim1=1, dim2=2).sum(1),
             # ½ log det(I + V_jj/ρ)

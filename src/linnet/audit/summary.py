@@ -1,4 +1,4 @@
-"""Summaries of a data set: the few training examples that carry the fit.
+"""Data set summaries: the most informative training examples of a fit.
 
 The most informative examples are those whose removal changes predictions most (F-SI). Examples that say the
 same are then chosen together; the greedy coreset avoids that, by adding, one after the other, the example

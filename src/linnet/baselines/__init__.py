@@ -1,4 +1,4 @@
-"""Other ways to uncertainty, for comparison: dropout, ensembles, factorized Gaussians, a Bayesian head."""
+"""Baselines for uncertainty: dropout, deep ensembles, factorized Gaussians, a Bayesian last layer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A factorized Gaussian over all weights of a network, trained by a variational bound.
 
-The thesis' FFG (Botev 2020, section 5.2.2, after Kingma and Welling 2014 and Blundell et al. 2015): the bound
+FFG of Botev (2020, section 5.2.2, after Kingma and Welling 2014 and Blundell et al. 2015): the bound
 
     Σᵢ E_q[log p(yᵢ | xᵢ, θ)] − KL(N(μ, s²) ‖ N(0, λ⁻¹ I)),
 

@@ -1,4 +1,4 @@
-"""Baselines for comparison: other ways to know what a network does not know, behind one convention.
+"""Baselines that predict by sampled or several networks, behind one interface.
 
 A baseline is called with the inputs of a batch, as ``linnet.evaluate``, ``linnet.ood`` and ``linnet.fgsm``
 call anything: for classes it returns the probabilities of S networks, (S, N, C); for other likelihoods an
@@ -312,13 +312,13 @@ def trained(
     """A network trained to its most probable weights by Adam; a plain trainer for ensembles.
 
     Args:
-        make: Makes the network with weights drawn anew; its outputs are a tensor (N, ...).
+        make: Makes the network with weights drawn again; its outputs are a tensor (N, ...).
         data: An (x, y) pair, a Dataset or a DataLoader.
         likelihood: What the outputs mean.
         epochs: Passes over the data.
         rate: Step size.
         batch_size: Examples of a step.
-        prior_precision: λ of the prior N(0, λ⁻¹ I) of the weights; the thesis has 10⁻².
+        prior_precision: λ of the prior N(0, λ⁻¹ I) of the weights; Botev (2020) has 10⁻².
         seed: Of the initial weights, the order of the examples and dropout.
 
     Returns:

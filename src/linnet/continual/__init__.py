@@ -1,4 +1,4 @@
-"""Learning the next task without losing the last, as ``linnet.continual``.
+"""Continual learning without catastrophic forgetting, as ``linnet.continual``.
 
 Four methods with one interface for a training loop of one's own: ``penalty()`` to add to any loss, or
 ``add_grad_()`` after ``backward``; ``after_step()`` after the optimizer's step; ``consolidate(data)`` when a

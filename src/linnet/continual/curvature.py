@@ -1,4 +1,4 @@
-"""The curvature of one task, for the methods that remember tasks by it."""
+"""The curvature of one task, for methods with a quadratic penalty."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TaskCurvature:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How the curvature of a task is computed.
+    """Settings of the curvature of a task.
 
     Args:
         likelihood: What the outputs mean.

@@ -1,4 +1,4 @@
-"""How probable a new task is under the posterior of those before: what a strength can be chosen by."""
+"""Log evidence of a new task under the posterior of the previous tasks, to choose the strength."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of curvature in the coordinates of a layer that has grown.
+"""Curvature blocks of a layer that has grown, in its new coordinates.
 
 What was measured before a head grew says nothing about its new rows: their curvature is zero.
 """

@@ -38,7 +38,7 @@ class SynapticIntelligence(ContinualMethod):
 
     where Δ is how far the weight has come during the task. Ω is cumulative over tasks; that it cannot be
     negative is the authors' program's rule. There is no factor ½: ``penalty()`` is ½ δᵀ Λ δ with Λ = 2 c Ω,
-    and the thesis' λ (Botev 2020, eq. 5.27 and 5.28, a term a task) is 2 c.
+    and λ of Botev (2020, eq. 5.27 and 5.28, a term a task) is 2 c.
 
     ω is measured in the loss that is trained. Its penalty is on that loss's scale already, mean or sum, and
     ``examples`` makes no difference to it. Call :meth:`after_step` after the optimizer's step and before

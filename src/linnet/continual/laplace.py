@@ -52,7 +52,7 @@ class OnlineLaplace(ContinualMethod):
         model: The network; training goes on with it, and wrappers are looked through. For a ``Linearized``
             the posterior of a stream of squared losses is exact under structure="full".
         likelihood: What the outputs mean, one of ``linnet.likelihoods``.
-        structure: Structure of G, as in :func:`linnet.curvature`; "kfac" and "diagonal" are the thesis'.
+        structure: Structure of G, as in :func:`linnet.curvature`; Botev (2020) has "kfac" and "diagonal".
         prior_precision: p ≥ 0 of the first prior. It applies to parameters that a task has reached.
         strength: λ ≥ 0; 0 switches the method off, the prior included.
         merge: How sums of Kronecker products are kept: "svd" (nearest product), "kl" (nearest Gaussian),
@@ -183,7 +183,7 @@ class OnlineLaplace(ContinualMethod):
         return Curvature(self._main.precision.parts(), function, made)
 
     def preconditioner(self, examples: int, damping: float = 1.0) -> KroneckerPreconditioner:
-        """What makes the penalty no steeper than the loss, to put before the optimizer of the next task.
+        """Preconditioner by the posterior precision, for the optimizer of the next task.
 
         The penalty grows with every task until no learning rate suits both it and the new task's loss.
         Gradients g become
@@ -198,7 +198,7 @@ class OnlineLaplace(ContinualMethod):
             damping: τ > 0, about the curvature of the loss in the directions that it is to be learned in.
 
         Returns:
-            The preconditioner; ``preconditioner(N).attach(optimizer)`` for one task, made anew for the next.
+            The preconditioner; ``preconditioner(N).attach(optimizer)`` for one task, made again for the next.
 
         Raises:
             ModelError: If no task has been consolidated, or sums of products are kept as lists.
@@ -221,7 +221,7 @@ class OnlineLaplace(ContinualMethod):
     def log_evidence(
         self, data: Any, *, output: OutputAdapter = None, prepare: Prepare | None = None
     ) -> float:
-        """How probable a task is given those before; call it between training and :meth:`consolidate`.
+        """Log evidence of a task given the previous ones; call it between training and :meth:`consolidate`.
 
         Added up over a stream it is the evidence of the whole, by which strengths, prior precisions and
         structures can be compared without a validation set. It is exact for a ``Linearized`` with squared
@@ -301,7 +301,7 @@ class PastTask:
 
 
 class NonOnlineLaplace(ContinualMethod):
-    """Laplace with the curvature of every task measured anew where the last one ended, one term a task.
+    """Laplace with the curvature of every task measured again where the last one ended, one term a task.
 
         Λ_t = p I + λ Σ_i G_i(μ_t),   i = 1 ... t             (Botev 2020, eq. 5.24)
 

@@ -1,4 +1,4 @@
-"""One interface for every method against forgetting, in a training loop of one's own.
+"""The interface of the methods, for use in any training loop.
 
 for task in tasks:
     for x, y in loader(task):

@@ -1,4 +1,4 @@
-"""How well a stream of tasks is learned and kept: the accuracy matrix and what follows from it."""
+"""Accuracy matrix, average accuracy and forgetting of a stream of tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameters of a network in training, as the methods of continual learning see them.
+"""The parameters of a network in training, as the methods of continual learning use them.
 
 A penalty acts on the tensors that the optimizer moves. Wrappers (``torch.compile``, data parallelism) are
 looked through, so that names are those of the network itself, and a ``Linearized`` counts with θ = θ₀ + δ,

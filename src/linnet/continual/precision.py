@@ -1,4 +1,4 @@
-"""Λ: the summed curvature of the tasks so far, as blocks of layers, and what it does to a displacement."""
+"""Λ: the summed curvature of the tasks so far, in blocks of layers, and its products."""
 
 from __future__ import annotations
 

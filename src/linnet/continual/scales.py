@@ -1,4 +1,4 @@
-"""What a strength means elsewhere."""
+"""Conversion of regularization strengths between libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The only loop over data: every statistic that was asked for, from one capture of each batch."""
+"""The loop over data: accumulates all requested statistics from one capture of each batch."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def plan_chunks(
     target, most_bytes = (max(1, min(size, budget // 4)) for size in (TARGET, MOST))
     plan = expected_plan(function, batch.x)
     one = plan.bytes.gradients
-    # what autograd keeps, and what a backward pass holds besides the gradients that are asked for
+    # what autograd keeps, and what a backward pass holds besides the gradients that are requested
     inputs, column = plan.bytes.saved + 3 * one, one + row_bytes
     held = inputs + column + fields * plan.bytes.fields
     alone = min(LARGEST, most, _examples(target, most_bytes, held))

@@ -1,4 +1,4 @@
-"""``linnet.curvature``: one call for every approximation of the curvature."""
+"""``linnet.curvature``: every curvature approximation by one function."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def curvature(
 def watched(
     watch: Watch, model: nn.Module, data: Any, likelihood: Likelihood, structure: Any, **options: Any
 ) -> Any:
-    """A curvature whose pass over the data shows the outputs to somebody else.
+    """Compute a curvature and call ``watch(outputs, labels)`` for each batch.
 
     Args:
         watch: Is shown outputs (N, ...) and checked labels (``None`` where the data have none) of every batch
@@ -183,7 +183,7 @@ def _computed(
         raise InputError(
             f"structure={structure!r}",
             expected="a structure, a mapping of them or a list of them",
-            remedy='pass structure="kfac" if in doubt',
+            remedy='pass structure="kfac" if unsure',
         )
     names = _names(wanted)
     kinds, expectation = _resolve(wanted, expectation)

@@ -1,4 +1,4 @@
-"""One forward pass of a feed-forward chain, and everything that follows from it without another.
+"""Forward pass of a feed-forward chain, with slopes, gradients and directional derivatives from it.
 
 For h_l = W_l a_{l−1} + b_l and a_l = φ_l(h_l) with elementwise φ_l, the pass keeps a_l and φ'_l(h_l). Then
 

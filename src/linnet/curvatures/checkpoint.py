@@ -1,4 +1,4 @@
-"""A pass over the data that can go on after the process has died."""
+"""Checkpoints of a pass over data, so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Checkpoint:
         raise InputError(
             f"file={str(self.path)!r} holds sums with another {', '.join(different)}",
             expected="the file of this very computation",
-            remedy="delete it to start anew, or choose another name",
+            remedy="delete it to start over, or choose another name",
         )
 
     def note(self, turn: int, batches: int, tensors: Mapping[str, Tensor]) -> None:

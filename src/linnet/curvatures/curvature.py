@@ -29,10 +29,10 @@ LEFT_OVER = 0.1  # share of the right-hand side up to which a solution is one
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a curvature comes from.
+    """Provenance of a curvature.
 
     Args:
-        structure: What was asked for.
+        structure: What was requested.
         matrix: "gauss-newton", "fisher" or "hessian".
         expectation: How Λ was taken.
         sharing: "expand" or "reduce".

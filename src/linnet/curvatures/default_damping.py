@@ -1,4 +1,4 @@
-"""How much a curvature is damped where nobody says."""
+"""Default damping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a request to operators: find the layers, plan, pass over the data once or twice, put together."""
+"""Builds curvature operators in one or two passes over the data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from linnet.tangent.trace import Trace, trace
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for, structures apart.
+    """What is requested, structures apart.
 
     Args:
         expectation: Which columns stand for the outputs' curvature.

@@ -4,7 +4,7 @@ Every matrix of the engine is Σ_n Σ_k (J_nᵀ u_nk)(J_nᵀ u_nk)ᵀ for such c
 
     exact               columns of Λ^½, one for each output: KFLR, the exact diagonal, the exact blocks
     mc                  gradients of the negative log-likelihood at labels drawn from the model: KFAC
-    random-projection   Λ^½ v for random v: the thesis' section 4.3.4
+    random-projection   Λ^½ v for random v: Botev 2020, section 4.3.4
     empirical           the gradient at the observed label: the empirical Fisher
 """
 

@@ -108,7 +108,7 @@ class FiniteDifferenceFisher(SummedOperator):
         data: The data; targets only say which positions count.
         likelihood: What the outputs mean; its KL is used.
         step: How far ε moves the outputs, for their size; by default √u / 3 for the roundoff u of the
-            parameters' type. ε follows from it, ‖θ‖ and v, anew for each vector and batch.
+            parameters' type. ε follows from it, ‖θ‖ and v, for each vector and batch.
         on_pass: Called after every pass over the data.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The Gauss-Newton matrix as an operator, and what every sum over a data set has in common."""
+"""The Gauss-Newton matrix as an operator, and the base class of sums over a data set."""
 
 from __future__ import annotations
 

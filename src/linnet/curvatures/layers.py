@@ -1,4 +1,4 @@
-"""Which parameters form a layer, and which form their curvature can take.
+"""Groups parameters into layers and finds the curvature structures that each layer supports.
 
 A layer is a weight with the bias that is added to its product, or the parameters of one normalization, or
 a parameter by itself. A layer whose every use is a linear map or a convolution of its weight has gradients
@@ -304,7 +304,7 @@ def require_as_found(captured: Captured, layer: Layer) -> None:
     """
     if not as_found(captured, layer):
         raise ModelError(
-            f"{layer.name} is not used in every batch as it is in the first",
+            f"{layer.name} is used differently in later batches than in the first",
             expected="the same operations in every batch, for Kronecker factors",
             remedy=f'give it another structure: {{"^{layer.name}": "diagonal", ".*": "kfac"}}, or "block"',
         )

@@ -1,4 +1,4 @@
-"""Iterative solvers on a matrix whose products are shared: one process iterates, the others multiply with it.
+"""Iterative solvers in distributed runs: one process iterates, all share the products.
 
 How often a solver multiplies depends on its residuals, and those on the last bits of small decompositions,
 which another number of threads, or another machine, rounds differently. If all processes iterated, one could

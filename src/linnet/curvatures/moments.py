@@ -1,4 +1,4 @@
-"""Second moments of a use's inputs and output gradients: Σ a aᵀ, Σ a and Σ g gᵀ.
+"""Second moments of a layer's inputs and output gradients: Σ a aᵀ, Σ a and Σ g gᵀ.
 
 Index letters as in the rules: n example, k column, s position, r group, d and c features.
 """

@@ -1,4 +1,4 @@
-"""Curvature that is made from products with the whole matrix: low rank, and dense Hessians."""
+"""Structures computed from products with the whole matrix: low rank, and dense Hessians."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def whole(
     Args:
         product: Products with the matrix.
         batches: The data.
-        request: What was asked for.
+        request: What was requested.
         structure: "low-rank"; for a Hessian "full" or "block".
         rank: Eigenpairs of "low-rank".
         method: "lanczos" or "randomized".
@@ -91,7 +91,7 @@ def whole(
         The curvature.
 
     Raises:
-        InputError: If a Hessian is asked for with another structure.
+        InputError: If a Hessian is requested with another structure.
         MemoryBudgetError: If the matrix does not fit.
         ModelError: If the network is of half precision.
     """

@@ -1,4 +1,4 @@
-"""The curvature of a linear layer whose result is the network's output: no columns, no derivatives.
+"""The curvature of a final linear layer, from its inputs alone.
 
 For f = W a + b the gradient of uᵀf at the layer is u itself, so that Λ stands where Σ_k u_k u_kᵀ stood. With
 â = [a; 1], over examples and positions,
@@ -145,7 +145,7 @@ def output_inputs(run: Trace, names: Sequence[str]) -> Tensor | None:
 
 
 def remembered_inputs(function: Functional, run: Trace, names: Sequence[str]) -> Tensor | None:
-    """The same; a layer that is not the output's is not asked for again.
+    """The same; a layer that is not the output's is not requested again.
 
     Args:
         function: The network.

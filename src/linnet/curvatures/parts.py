@@ -1,4 +1,4 @@
-"""A layer's block of a curvature matrix, and where its rows are among all parameters."""
+"""A layer's block of a curvature matrix, and its rows among all parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Part:
         layer: The layer.
         operator: Its block.
         structure: What the block is: "kfac", "ekfac", "kfra", "block", "diagonal", "full" or "low-rank".
-        note: Why it is not what was asked for, or what is approximated beyond that; empty otherwise.
+        note: Why it is not what was requested, or what is approximated beyond that; empty otherwise.
         terms: Number of inputs that the factor of the inputs is the mean of, where there is such a factor.
     """
 

@@ -1,4 +1,4 @@
-"""Jᵀ Λ J v of one batch, for K vectors at once, by whichever way costs less.
+"""Products Jᵀ Λ J v of one batch for K vectors, by the cheapest order of operations.
 
 With F the cost of a forward pass, S the number of columns that Λ is made of (C for Λ itself, the number of
 samples for a sampled one) and K the number of vectors:

@@ -1,4 +1,4 @@
-"""A curvature that is fed batch by batch while the network changes: exponential averages for training.
+"""Running averages of a curvature, updated batch by batch during training.
 
 After batches 1 ... t with weights w_s = decay^(t−s), every statistic is Σ_s w_s (statistic of batch s) and so
 is the number of examples it stands for. Nothing starts from zero or from an identity, so that there is no
@@ -102,7 +102,7 @@ class RunningCurvature:
         check_likelihood(likelihood)
         if not isinstance(structure, str | Mapping) or not structure:
             refuse("structure", structure, "a structure, or a mapping of them", 'pass structure="kfac"')
-        choice("expectation", expectation, (*EXPECTATIONS, *EXPECTATION_ALIASES), 'pass "mc" if in doubt')
+        choice("expectation", expectation, (*EXPECTATIONS, *EXPECTATION_ALIASES), 'pass "mc" if unsure')
         if isinstance(structure, str):
             structure, expectation = resolve(structure, expectation)
         _check(structure, expectation, sharing, decay)
@@ -394,7 +394,7 @@ def _check(structure: Structure, expectation: str, sharing: str, decay: Any) -> 
         raise InputError(
             f"expectation={expectation!r}",
             expected='"exact", "mc", "random-projection" or "empirical"',
-            remedy='pass expectation="mc" if in doubt',
+            remedy='pass expectation="mc" if unsure',
         )
     choice("sharing", sharing, ("expand", "reduce"))
     number("decay", decay, above=0, most=1, remedy="pass decay=1.0 for plain sums")

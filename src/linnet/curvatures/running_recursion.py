@@ -1,4 +1,4 @@
-"""KFRA that is fed batch by batch while the network changes: the recursion on exponential averages.
+"""Running averages of KFRA, updated batch by batch during training.
 
 The statistics of :class:`~linnet.curvatures.kfra.RecursionSums` (Σ â âᵀ, Σ φ' φ'ᵀ, Σ Λ at the end, and the
 number of examples) are faded and added to; the recursion (Botev 2020, eq. 4.7) then runs with the weights

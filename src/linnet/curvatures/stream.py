@@ -1,4 +1,4 @@
-"""Passes over data: batches of a bounded size, the same data at every pass.
+"""Passes over data: batches of bounded size, the same data at every pass.
 
 Everything that sums over examples reads its data here. A pass may shuffle, since sums do not mind, but
 must hold the same examples: random augmentation and dropped last batches are found by comparing the
@@ -231,7 +231,7 @@ class Batches:
         )
 
     def most(self, first: Batch) -> int:
-        """Examples that a batch can have if nobody limits them.
+        """Default number of examples of a batch.
 
         Args:
             first: The first batch of a pass.

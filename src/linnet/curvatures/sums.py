@@ -1,4 +1,4 @@
-"""What all structures have in common: sums over examples of something quadratic in the gradients.
+"""The base of all structures: sums over examples of terms quadratic in the gradients.
 
 Every structure keeps a few tensors that add up over batches and over processes, and turns them into an
 operator at the end. Because they add up, one capture of a batch serves all structures, an interrupted pass

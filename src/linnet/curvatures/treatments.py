@@ -1,4 +1,4 @@
-"""How each layer is represented under each structure, and what to say about it.
+"""The representation of each layer under each structure, and its description.
 
 A Kronecker structure fits layers whose gradients have factors. The others join in with blocks of their own:
 exact if small, from the moments of their per-example gradients if they are matrices, else their diagonal.
@@ -47,14 +47,14 @@ Structure = str | Mapping[str, str]
 
 
 def resolve(structure: str, expectation: str) -> tuple[str, str]:
-    """The structure and expectation behind the papers' names.
+    """The structure and expectation behind a published name such as KFLR.
 
     Args:
         structure: A structure, or a method's name such as ``"kflr"``.
         expectation: An expectation, or a method's name.
 
     Returns:
-        Both in the engine's own words.
+        Structure and expectation as the engine names them.
 
     Raises:
         InputError: If the structure is unknown, or its name says another expectation.
@@ -78,7 +78,7 @@ def resolve(structure: str, expectation: str) -> tuple[str, str]:
         raise InputError(
             f"structure={structure!r}",
             expected=", ".join(f'"{known}"' for known in STRUCTURES),
-            remedy='pass structure="kfac" if in doubt',
+            remedy='pass structure="kfac" if unsure',
         )
     return name, expectation
 

@@ -1,4 +1,4 @@
-"""J M Jᵀ without Jacobians: how a covariance of the weights spreads to the outputs.
+"""J M Jᵀ without Jacobians: output covariances from a covariance of the weights.
 
 It is summed layer by layer from the inputs a and output gradients g of every use. Without weight sharing
 nothing but small products is needed:

@@ -1,4 +1,4 @@
-"""Small data sets that come with linnet, for its demo, its examples and first steps."""
+"""Small data sets for the demo, the examples and tutorials."""
 
 from __future__ import annotations
 

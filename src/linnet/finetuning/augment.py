@@ -22,7 +22,7 @@ MARGIN = 8 / 7  # images are resized to 256 pixels and cropped to 224
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What is done to images while training, and to those that are predicted.
+    """Transforms of images for training and for prediction.
 
     Args:
         kind: ``"none"``; ``"center"``: resize by 8/7 and keep the middle; ``"random-crop"``: resize
@@ -64,7 +64,7 @@ class Augmentation:
 
     @property
     def evaluation(self) -> Augmentation:
-        """What is done to images that are predicted."""
+        """The transform for prediction."""
         return self if self.kind == "none" else replace(self, kind="center")
 
     def __call__(self, x: Inputs, generator: torch.Generator | None = None) -> Inputs:

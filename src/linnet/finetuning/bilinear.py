@@ -36,9 +36,10 @@ class SquareRootPooling(nn.Module):
     none of full rank (fewer positions than channels). Only the upper triangle is kept, off-diagonal entries
     times √2: inner products of vectors are those of matrices.
 
-    The derivative D of √Σ in a direction E solves √Σ D + D √Σ = E. (Eq. 14 of the paper, D = ½ √Σ⁻¹ E, is
-    the special case of E that commute with Σ.) ``"eigen"`` solves this equation in the eigenbasis and is
-    exact, with repeated eigenvalues too; ``"newton-schulz"`` differentiates its own iterations.
+    The derivative D of √Σ in a direction E solves √Σ D + D √Σ = E. (Eq. 14 of Achille et al. 2021,
+    D = ½ √Σ⁻¹ E, is the special case of E that commute with Σ.) ``"eigen"`` solves this equation in the
+    eigenbasis and is exact, with repeated eigenvalues too; ``"newton-schulz"`` differentiates its
+    own iterations.
 
     Args:
         root: ``"newton-schulz"``, products of matrices only, or ``"eigen"``.

@@ -1,4 +1,4 @@
-"""The settings of a training run: what is minimized, how, for how long, and where it is reported."""
+"""Settings of a training run: objective, optimizer, duration and progress reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Log = Callable[[dict[str, float], int], object]
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimized: the mean over examples of a loss, plus ½ λ‖δ‖².
+    """The objective: the mean over examples of a loss, plus ½ λ‖δ‖².
 
     ``"squared"`` is ½ ‖t − f‖² summed over outputs, with α-scaled one-hot t for classes. Its Hessian is
     JᵀJ/N + λI, so the optimum is that of ``linnet.fit`` at ridge ρ = N λ.
@@ -57,7 +57,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Optimization:
-    """How it is minimized.
+    """Settings of the optimizer.
 
     Args:
         optimizer: ``"sgd"`` or ``"adam"``.
@@ -104,7 +104,7 @@ def _require_number(name: str, value: Any, low: float, high: float) -> None:
 
 @dataclass(frozen=True)
 class Course:
-    """How long a run is, and what is done on the way.
+    """Length, validation and checkpoints of a run.
 
     Args:
         steps: Number of steps.
@@ -135,7 +135,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Reporting:
-    """Where a run reports and keeps itself.
+    """Log, checkpoint and progress bar of a run.
 
     Args:
         log: Called with a dict of numbers and the step; ``SummaryWriter.add_scalar`` in a loop, for one.

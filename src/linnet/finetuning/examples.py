@@ -1,4 +1,4 @@
-"""Training data that are read by position, so that a run can be repeated and resumed."""
+"""Training data indexed by position, so that runs can be repeated and resumed."""
 
 from __future__ import annotations
 

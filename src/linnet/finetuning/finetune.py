@@ -283,7 +283,7 @@ def _check_used(solver: str, recipe: Recipe, steps_only: Mapping[str, Any], slop
 def _check_solver(
     solver: str, ridge: float | str | None, recipe: Recipe, candidates: list[Candidate], training_mode: bool
 ) -> None:
-    """Raise where the closed form is asked for and there is none."""
+    """Raise where the closed form is requested and there is none."""
     if solver not in ("sgd", "exact"):
         raise InputError(f"solver={solver!r}", expected='"sgd" or "exact"', remedy='leave it out for "sgd"')
     if training_mode and recipe.linear:

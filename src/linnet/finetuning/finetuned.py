@@ -1,4 +1,4 @@
-"""What fine-tuning gives back, and how it is kept."""
+"""The result of fine-tuning, and its files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KIND = "finetuned"
 
 @dataclass(frozen=True)
 class Settings:
-    """What decided a result, as plain values.
+    """Settings of a result, as plain values.
 
     Args:
         method: The method.
@@ -141,7 +141,7 @@ class Finetuned(PredictiveModel):
         )
 
     def summary(self) -> dict[str, Any]:
-        """What was done, as plain numbers and text.
+        """Settings, search and scores as plain numbers and text.
 
         Returns:
             A dict that ``json`` can write.

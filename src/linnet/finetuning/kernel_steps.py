@@ -1,4 +1,4 @@
-"""Training steps of a linear model in the coordinates of its kernel: the same iterates without the network.
+"""Training steps of a linear model in kernel coordinates: the same iterates without the network.
 
 Steps of SGD on f₀ + Jδ, preconditioned by a constant A = H Hᵀ, never leave the span of A Jᵀ. With the kernel
 J A Jᵀ = U S Uᵀ of the training examples and δ = A Jᵀ U S^(−½) z,

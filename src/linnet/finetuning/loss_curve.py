@@ -1,4 +1,4 @@
-"""The training loss from epoch to epoch, and whether it went up again: a sign of steps that are too large."""
+"""The training loss by epoch, and detection of learning rates that are too large."""
 
 from __future__ import annotations
 

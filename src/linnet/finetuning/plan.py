@@ -1,4 +1,4 @@
-"""What stays the same from run to run of a recipe: the task, the network's shaping, the settings."""
+"""Settings shared by all runs of a recipe."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Plan:
     reporting: Reporting
 
     def settings(self, method: str, candidate: Candidate, values: dict[str, Any], new_head: bool) -> Settings:
-        """What decided a result."""
+        """Settings of a result."""
         recipe, shaping = self.recipe, self.shaping
         parts = {
             "loss": recipe.loss,

@@ -1,4 +1,4 @@
-"""A network made ready for a recipe: surgery, a head for the task, the linearization, its curvature."""
+"""Prepares a network for a recipe: surgery, a new head, linearization, curvature."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EXACT_COLUMNS = 32  # outputs up to which a curvature takes all columns
 
 @dataclass(frozen=True)
 class Shaping:
-    """How the network is made ready.
+    """Settings of surgery, head and preconditioner.
 
     Args:
         slope: Slope of Leaky ReLU.
@@ -190,7 +190,7 @@ def _with_head(
     if head == "keep" and (current != outputs or recipe.bilinear):
         raise ModelError(
             f'head="keep", but the network has {current} outputs'
-            + (" and bilinear pooling needs a head of its own" if recipe.bilinear else ""),
+            + (" and bilinear pooling needs its own head" if recipe.bilinear else ""),
             expected=f"{outputs} outputs, as the data have",
             remedy='leave head= out for a linear probe, or pass head="random"',
         )

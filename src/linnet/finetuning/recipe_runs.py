@@ -1,4 +1,4 @@
-"""Runs of a recipe: one set of values, or a search among several; or the optimum in closed form."""
+"""Runs a recipe: for one set of values, as a search, or as the closed-form optimum."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class _Run:
         tried: list[dict[str, Any]] | None = None,
         retries: int = 0,
     ) -> Finetuned:
-        """Train with one set of values; where the loss goes up again, anew with a third of the rate."""
+        """Train with one set of values; if the loss rises, restart with a third of the rate."""
         plan, ready = self.plan, self.ready(candidate)
         if candidate.augmentation not in self._small:
             self._small[candidate.augmentation] = head_problem(ready, self.examples, candidate.augmentation)
@@ -195,7 +195,7 @@ class _Run:
             rate = trainer.optimization.learning_rate
             smaller = replace(candidate, learning_rate=rate / 3)
             again = self.result(smaller, f"{folder}-slower".removeprefix("-"), tried, retries - 1)
-            note = f"trained anew with a third of learning_rate={rate:g}, with which the loss went up again"
+            note = f"restarted with learning_rate={rate:g} / 3, because the loss went up again"
             return replace(again, notes=(*again.notes, note))
         scores = trainer.score(trainer.validation) if trainer.validation is not None else {}
         module = trainer.module

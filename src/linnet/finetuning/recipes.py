@@ -1,4 +1,4 @@
-"""The recipes of fine-tuning by name: what each is made of, and the values that it is tried with."""
+"""The fine-tuning recipes by name: their parts and search grids."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TUNED = ("learning_rate", "weight_decay", "batch_size", "augmentation")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a method consists of.
+    """The parts of a method.
 
     Args:
         linear: Whether the network is linearized.
@@ -79,7 +79,7 @@ def recipe_for(
         >>> recipe_for("lqf", None, "relu", None, "adam").preconditioner
         'none'
     """
-    choice("method", method, tuple(RECIPES), 'pass method="lqf" if in doubt')
+    choice("method", method, tuple(RECIPES), 'pass method="lqf" if unsure')
     for name, word, known in (
         ("loss", loss, ("squared", "cross-entropy")),
         ("activation", activation, ("leaky-relu", "relu")),
@@ -147,7 +147,7 @@ def candidates_for(
 ) -> list[Candidate]:
     """All values to try.
 
-    ``"paper"`` is the grid of the paper's section A.2: for SGD η ∈ {0.01, 0.001}, λ ∈ {1e-4, 1e-5}; for Adam
+    ``"paper"`` is the grid of Achille et al. (2021), A.2: for SGD η ∈ {0.01, 0.001}, λ ∈ {1e-4, 1e-5}; Adam
     η ∈ {0.001, 0.0004, 0.0001}, λ ∈ {1e-5, 1e-6}; with center and with random crops of images; resized crops
     at η = 0.001, λ = 1e-5 only. ``"wide"`` is that of its study of learning rates: η ∈ {0.05, 0.01, 0.005,
     0.001, 0.0001}, b ∈ {16, 32, 64}, λ ∈ {1e-5, 1e-4, 5e-4}.

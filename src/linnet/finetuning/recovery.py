@@ -1,4 +1,4 @@
-"""A short training after surgery, that lets a network find back to what it could do."""
+"""Short training that recovers the accuracy lost by surgery."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from linnet.tangent.batch import concatenate
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import linearize
 
-RATE = 0.01  # for networks like the paper's
+RATE = 0.01  # for ResNets like those of Achille et al. 2021
 PROBED = 32  # examples that the largest eigenvalue is estimated on
 
 
@@ -49,8 +49,8 @@ def recover(
 ) -> nn.Module:
     """Train a copy of a network after its activations were replaced.
 
-    On the pretraining task, as the paper did for one epoch; or, where its labels are not at hand, towards the
-    outputs of the network as it was.
+    On the pretraining task, as Achille et al. (2021) did for one epoch; or, where its labels are not at hand,
+    towards the outputs of the network before surgery.
 
     Args:
         model: The network after surgery; it is not touched.
@@ -59,7 +59,7 @@ def recover(
         steps: Number of steps.
         batch_size: Examples a step.
         learning_rate: η at the start; a warning if the training loss goes up again. By default 0.01, with
-            a teacher at most half of 1/λ_max of the Hessian; taken anew with a third where the loss goes up.
+            a teacher at most half of 1/λ_max of the Hessian; taken again with a third where the loss goes up.
         momentum: Of SGD.
         weight_decay: λ, on the weights.
         schedule: ``"cosine"`` or ``"constant"``.
@@ -180,7 +180,7 @@ class _Run:
         return min(RATE, 0.5 / max(largest_eigenvalue(lin, self.examples.batch(some)[0]), 1e-30))
 
     def result(self, rate: float, retries: int, folder: str = "") -> nn.Module:
-        """The trained network; where the loss goes up again, anew with a third of the rate, or a warning."""
+        """The trained network; if the loss rises, restart with a third of it, or warn."""
         place = self.reporting.checkpoint
         own = replace(self.reporting, checkpoint=None if place is None else Path(place) / folder)
         try:

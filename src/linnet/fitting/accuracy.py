@@ -1,4 +1,4 @@
-"""How far rounding puts a fit off: estimated from the rounding errors of the kernel's entries.
+"""Error estimates of a fit from the rounding errors of the kernel's entries.
 
 Let E be the error of K, whose entries are about s √(K_aa K_bb) for one s of the network and its type, and g
 that of f₀. To first order, with Rᵢ = (M_ii)⁻¹ M_i· (the identity at i, minus the weights that the other
@@ -182,7 +182,7 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
         fit: A ``LinearFit`` or ``SoftmaxFit``.
         rounding: Errors of the network.
         index: Examples that are left out, (k,).
-        iterations: Whether a tolerance of conjugate gradients that was asked for counts as an error.
+        iterations: Whether a given tolerance of conjugate gradients counts as an error.
 
     Returns:
         The estimate; ``None`` for a fit whose kernel does not fit the memory budget.

@@ -1,4 +1,4 @@
-"""Checks of arguments that several methods share."""
+"""Argument checks shared by several methods."""
 
 from __future__ import annotations
 
@@ -135,6 +135,6 @@ def positions(indices: Any, n: int, leave: int = 1) -> Tensor:
         raise InputError(
             f"indices names all {n} examples",
             expected="at least one example left to fit",
-            remedy="use the network as it was, without a fit",
+            remedy="use the original network, without a fit",
         )
     return index

@@ -1,4 +1,4 @@
-"""What all fits do with the examples that they are asked about."""
+"""Input checks and batched evaluation shared by all fits."""
 
 from __future__ import annotations
 

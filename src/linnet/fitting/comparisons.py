@@ -1,4 +1,4 @@
-"""What a linear fit is compared with: plain fine-tuning, nearest class means, a probe's held-out outputs."""
+"""Baselines of a linear fit: plain fine-tuning, nearest class means, a probe's held-out outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out outputs of the whole procedure: head, linearization and fit without an example's fold.
+"""Cross-fitting: held-out outputs of head, linearization and fit together.
 
 A head fitted on the labels makes θ₀ depend on the label that leave-one-out leaves out: f₀(xᵢ) has learned
 it, and so have the derivatives of the layers below. Only a procedure that never saw the example is honest:
@@ -59,7 +59,7 @@ class CrossFit:
             f"the head is cross-fitted: leave-one-out outputs are those of {self.folds.count} procedures of "
             "head, linearization and fit without the example's fold, each on the share "
             f"{1 - 1 / self.folds.count:.2f} of the examples; influence, forgetting and path() "
-            "keep the head as it is"
+            "use a fixed head"
         )
 
     def squared(self, ridges: Tensor) -> Tensor:

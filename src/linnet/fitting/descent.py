@@ -1,4 +1,4 @@
-"""Plain training of every weight by minibatches, as it is done without a linearization."""
+"""Plain fine-tuning of all weights by minibatch gradient descent."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from linnet.linalg.factorize import cholesky, eigh
 
-DRIFT = 1e-12  # relative residual above which a solution without some examples is solved for anew
+DRIFT = 1e-12  # relative residual above which a solution without some examples is solved for again
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Linear equations on outputs: which combinations of the outputs of some inputs must have which values.
+"""Linear equations on outputs: linear combinations of outputs with prescribed values.
 
 With S the weights of the combinations, f₀ and J those of the inputs, the equation S f(x) = v is
 Aδ = b with A = S J and b = v − S f₀.

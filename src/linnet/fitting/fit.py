@@ -166,7 +166,7 @@ def fit(
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What is to be fitted and how: N examples, their labels, and arguments of ``fit``."""
+    """The problem of a fit: N examples, their labels, and arguments of ``fit``."""
 
     x: Inputs
     y: Tensor
@@ -319,7 +319,7 @@ def _choose_solver(
                 _dual_memory(lin, x, c, ridge, memory, loss),
                 ['solve matrix-free with solver="cg"', "raise memory="],
             )
-        return solver, "asked for"
+        return solver, "set by the user"
     dual_memory = _dual_memory(lin, x, c, ridge, memory, loss)
     if isinstance(ridge, str):
         require(dual_memory, ['give the ridge as a number, so that solver="cg" can be used', "raise memory="])
@@ -382,7 +382,7 @@ def _forward_operations(lin: Linearized, x: Inputs) -> float:
 
 
 def _primal_memory(lin: Linearized, x: Inputs, budget: int, settings: CGSettings) -> Plan:
-    """Bytes of a primal fit; a preconditioner that is not asked for is left out if it does not fit."""
+    """Bytes of a primal fit; a preconditioner that is not requested is left out if it does not fit."""
     vector = lin.space.dim * lin.function.dtype.itemsize
     items = [("vectors of conjugate gradients", 8 * vector)]
     if settings.preconditioner not in ("auto", "none", "given"):
@@ -406,7 +406,7 @@ def _explain_steps(system: Primal, asked: str) -> str:
     name = system.settings.preconditioner
     steps = f"{system.steps} steps"
     if asked != "auto" or system.settings.rank:
-        return f"{name}: {'asked for' if asked != 'given' else 'an operator'}, {steps}"
+        return f"{name}: {'set by the user' if asked != 'given' else 'an operator'}, {steps}"
     if name == "nystrom":
         return f"nystrom: not at the end after {TRIAL} steps without one, {steps} in all"
     return f"none: {steps} without one"

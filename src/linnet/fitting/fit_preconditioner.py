@@ -28,7 +28,7 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import NormalOperator
 
 NAMES = ("auto", "none", "nystrom", "ekfac", "kfac", "diagonal")
-RANK = 50  # of Nyström, where none is asked for
+RANK = 50  # of Nyström, where none is requested
 TRIAL = RANK // 2  # steps without a preconditioner, before one is made that costs as much as RANK steps
 FEW = 2 * RANK  # unknowns up to which conjugate gradients end soon anyway
 

@@ -1,4 +1,4 @@
-"""The last linear layer of a network: found, replaced, and the features that go into it."""
+"""The last linear layer of a network: finding it, replacing it, and computing its inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The linear fit: the one optimum of a linearized network, and everything that follows from it.
+"""The linear fit of a linearized network under squared loss.
 
     δ = argmin ½ Σᵢ ‖tᵢ − f₀(xᵢ) − Jᵢδ‖² + ½ ρ‖δ‖²
 
@@ -260,7 +260,7 @@ class LinearFit(PredictiveModel):
 
     @in_exact_mode
     def influence(self, x: Inputs) -> Tensor:
-        """What each training example did to each prediction: prediction with it minus without it.
+        """Influence of each training example on each prediction: prediction with it minus without it.
 
         Args:
             x: T examples.
@@ -285,7 +285,7 @@ class LinearFit(PredictiveModel):
 
     @in_exact_mode
     def informativeness(self, x: Inputs | None = None) -> Tensor:
-        """How much predictions would change without each training example: its functional information.
+        """Functional information of each training example: the change of predictions without it.
 
         Args:
             x: The examples whose predictions count; by default the training examples.
@@ -335,7 +335,7 @@ class LinearFit(PredictiveModel):
 
     @in_exact_mode
     def forget(self, indices: Any) -> LinearFit:
-        """The fit as if some training examples had never been there, without refitting.
+        """The fit without some training examples, exactly and without refitting.
 
         Args:
             indices: Their positions in the training data, each once.
@@ -364,7 +364,7 @@ class LinearFit(PredictiveModel):
 
         Args:
             data: New examples: an (x, y) pair, a Dataset or a DataLoader.
-            ridge: ρ, or "loo", "gcv", "evidence": chosen anew on all examples (dual); kept by default.
+            ridge: ρ, or "loo", "gcv", "evidence": chosen again on all examples (dual); kept by default.
 
         Returns:
             A new fit on all examples, old ones first.
@@ -468,7 +468,7 @@ class LinearFit(PredictiveModel):
     # -- keeping ---------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """What was fitted, what was chosen and why, as plain numbers and text.
+        """Size, solver, ridge and the reasons for choices, as plain numbers and text.
 
         Returns:
             A dict that ``json`` can write.

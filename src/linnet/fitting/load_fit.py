@@ -1,4 +1,4 @@
-"""``linnet.load_fit``: a saved fit, able to do all that it could before."""
+"""``linnet.load_fit``: loads a saved fit."""
 
 from __future__ import annotations
 

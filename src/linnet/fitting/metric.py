@@ -1,6 +1,6 @@
-"""A network in the coordinates of a metric: its linear fit is then regularized by a curvature.
+"""Linear fits regularized by a curvature: the network in the coordinates of a metric.
 
-The ridge ρ‖δ‖² holds all weights alike, though a unit of one moves the outputs a thousand times as far as a
+The ridge ρ‖δ‖² treats all weights alike, though a unit of one moves the outputs a thousand times as far as a
 unit of another. With the curvature of the network, A = (G/N + τ I)⁻¹ = H Hᵀ and δ = H ε,
 
     f(θ₀ + H ε),        ρ ‖ε‖² = ρ δᵀ (G/N + τ I) δ,        kernel  J A Jᵀ,

@@ -34,7 +34,7 @@ from linnet.tangent.jacobian import JacobianOperator, NormalOperator
 
 @dataclass(frozen=True)
 class CGSettings:
-    """How conjugate gradients are run.
+    """Settings of conjugate gradients.
 
     Args:
         tolerance: Relative residual to reach.
@@ -247,7 +247,7 @@ class Primal:
 
     @property
     def preconditioner(self) -> LinearOperator | None:
-        """The approximation of (JᵀJ + ρI)⁻¹ that conjugate gradients use, made when first asked for."""
+        """The approximation of (JᵀJ + ρI)⁻¹ that conjugate gradients use, made when first requested."""
         name = self.settings.preconditioner
         if self._preconditioner is None and name not in ("none", "auto", "given"):
             self._preconditioner = make_preconditioner(

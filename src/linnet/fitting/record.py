@@ -1,4 +1,4 @@
-"""What a fit says about itself."""
+"""Metadata of a fit: size, solver, ridge and reasons."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Record:
-    """What was chosen for a fit, why, and what it took.
+    """Choices of a fit, their reasons and costs.
 
     Args:
         solver: ``"dual"``, ``"cg"`` or ``"sgd"``.

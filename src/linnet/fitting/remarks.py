@@ -1,4 +1,4 @@
-"""What a reader of a fit must know of its examples: which labels the head has seen, lonely classes."""
+"""Remarks on the training data of a fit: labels that the head has seen, classes with one example."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EMPTY = "class(es) have no example"
 ROUNDED = "rounding leaves errors in the outputs"
 LEFT = (
     "the held-out outputs of cross-fitted heads are those of the fit before it was changed: leave-one-out of "
-    "this one keeps the head as it is; fit again on its data for honest figures"
+    "this fit uses a fixed head; fit again on its data for unbiased figures"
 )
 SEEN = f"{HEAD} examples of this fit, so leave-one-out and the quantities chosen by it are optimistic"
 

@@ -1,4 +1,4 @@
-"""The cross-entropy fit: the one optimum of a linearized network under softmax, and what follows from it.
+"""The linear fit of a linearized network under cross-entropy.
 
     δ = argmin Σᵢ ℓ(f₀(xᵢ) + Jᵢδ, yᵢ) + ½ ρ‖δ‖²
 
@@ -269,7 +269,7 @@ class SoftmaxFit(PredictiveModel):
 
     @in_exact_mode
     def influence(self, x: Inputs) -> Tensor:
-        """What each training example did to each prediction: with it minus without it, by one Newton step.
+        """Influence of each training example on each prediction, with minus without, by one Newton step.
 
         Args:
             x: T examples.
@@ -305,7 +305,7 @@ class SoftmaxFit(PredictiveModel):
 
     @in_exact_mode
     def informativeness(self, x: Inputs | None = None) -> Tensor:
-        """How much predictions would change without each training example, by one Newton step.
+        """Change of predictions without each training example, by one Newton step.
 
         Args:
             x: The examples whose predictions count; by default the training examples.
@@ -375,7 +375,7 @@ class SoftmaxFit(PredictiveModel):
 
     @in_exact_mode
     def forget(self, indices: Any) -> SoftmaxFit:
-        """The fit as if some training examples had never been there: Newton's method from the present one.
+        """The fit without some training examples, by Newton's method from the present one.
 
         Args:
             indices: Their positions in the training data, each once.
@@ -415,7 +415,7 @@ class SoftmaxFit(PredictiveModel):
         if ridge is not None:
             raise InputError(
                 f"ridge={ridge!r} in update() of a fit with loss='cross-entropy'",
-                expected="no ridge: it stays as it is",
+                expected="no ridge; it is kept",
                 remedy="leave ridge= out, or fit all examples again with linnet.fit",
             )
         start = time.perf_counter()
@@ -450,7 +450,7 @@ class SoftmaxFit(PredictiveModel):
     # -- keeping ---------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """What was fitted, what was chosen and why, as plain numbers and text.
+        """Size, solver, ridge and the reasons for choices, as plain numbers and text.
 
         Returns:
             A dict that ``json`` can write; ``"certificate"`` is ‖∇‖ relative to ‖∇‖ at δ = 0.

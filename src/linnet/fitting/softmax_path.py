@@ -1,4 +1,4 @@
-"""The path of ridges of a cross-entropy fit, and how far its one-step leave-one-out is from refitting."""
+"""Ridge paths of a cross-entropy fit, and the error of its one-step leave-one-out."""
 
 from __future__ import annotations
 
@@ -221,12 +221,12 @@ def left_out_refitted(system: SoftmaxDual, examples: Tensor) -> Tensor:
 
 
 def compare_left_out(system: SoftmaxDual | SoftmaxPrimal, examples: Tensor, refitted: Tensor) -> LeftOut:
-    """Leave some examples out by one Newton step, beside solving anew.
+    """Leave some examples out by one Newton step, compared with refitting.
 
     Args:
         system: The solution.
         examples: Their positions, (k,).
-        refitted: Their outputs by solving anew, (k, C).
+        refitted: Their outputs by refitting, (k, C).
 
     Returns:
         Both, side by side.

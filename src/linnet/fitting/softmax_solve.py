@@ -1,4 +1,4 @@
-"""Solving a cross-entropy fit: the kernel, the ridge, Newton's method, and what the record says of them."""
+"""Solving a cross-entropy fit: kernel, ridge, Newton's method and the record of the solution."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from linnet.tangent.linearized import Linearized
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxTask:
-    """What is to be solved.
+    """The problem to be solved.
 
     Args:
         module: The linearized network, which the fit takes over.
@@ -62,7 +62,7 @@ def solve_softmax(
     """Solve for the cross-entropy optimum.
 
     Args:
-        task: What is to be solved.
+        task: The problem to be solved.
         record: What was chosen; the ridge and the times are added to it.
         settings: How conjugate gradients iterate; its steps bound those of Newton's method in the dual.
         operator: A preconditioner of one's own.

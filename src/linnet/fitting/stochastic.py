@@ -1,4 +1,4 @@
-"""The linear fit by stochastic gradients with momentum: the recipe of its paper, taken to the optimum.
+"""The linear fit by stochastic gradient descent with momentum, run to the optimum.
 
     v ← m v − η A [Σ_{i ∈ B} J_iᵀ(J_i δ − r_i) + |B|/N ρ δ]        δ ← δ + v
 
@@ -48,7 +48,7 @@ def solve_stochastically(
         operator: Any approximation of (JᵀJ + ρI)⁻¹; by default the one that the settings name.
 
     Returns:
-        The solution, its residual computed anew.
+        The solution, its residual computed again.
 
     Raises:
         NumericalError: If the steps do not reach the tolerance.

@@ -1,4 +1,4 @@
-"""What the outputs are fitted to: α-scaled one-hot vectors for classes, values as they are for regression.
+"""Regression targets: α-scaled one-hot vectors for classes, values as they are for regression.
 
 A fit of the cross-entropy has probabilities as targets: one-hot vectors with α = 1, or soft labels.
 """

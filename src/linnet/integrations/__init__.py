@@ -1,1 +1,1 @@
-"""Thin adapters to optional packages, which are imported here alone and only when they are asked for."""
+"""Adapters to optional packages, imported only when used."""

@@ -1,7 +1,7 @@
-"""The methods of ``linnet.continual`` inside other people's training loops: Avalanche and Lightning.
+"""The methods of ``linnet.continual`` as Avalanche plugins and Lightning callbacks.
 
 Each adapter only calls the method's own four functions at the right moments; the classes are made when they
-are asked for, because their bases are in packages that are not required.
+are requested, because their bases are in packages that are not required.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Networks by name from transformers, timm and torchvision, each used if it can be imported.
+"""Networks by name from transformers, timm and torchvision, as installed.
 
 None is required: torchvision in particular must match the user's torch exactly, and one that does not breaks
 other packages when they import it. What does not work is said, with its cause.

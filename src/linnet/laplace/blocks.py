@@ -1,4 +1,4 @@
-"""Blocks of a Laplace posterior, decomposed once: other hyper-parameters then cost a pass over eigenvalues.
+"""Eigendecomposed blocks of a Laplace posterior, reused for all hyper-parameters.
 
 The precision of a block is H = s/m G + Δ: G its curvature, s the scale of the data, m the noise variance
 relative to that which G was computed with, Δ the prior precision. Where Δ = δ I an eigendecomposition of G

@@ -1,4 +1,4 @@
-"""Prior precisions and noise variance that make the data most likely under the Laplace approximation.
+"""Prior precisions and noise variance by maximum marginal likelihood.
 
 Where the gradient of the log evidence in log δ_g and log m vanishes,
 
@@ -27,7 +27,7 @@ LOWEST, HIGHEST = math.log(1e-10), math.log(1e14)  # of every hyper-parameter: s
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning found.
+    """Result of tuning.
 
     Args:
         hyper: The hyper-parameters.
@@ -95,7 +95,7 @@ def _check_noise(posterior: Posterior) -> None:
     if not posterior.fitted.targets:
         raise InputError(
             "noise=True without a Gaussian likelihood",
-            expected="a likelihood with a noise variance of its own",
+            expected="a likelihood with a noise variance",
             remedy="leave noise= out",
         )
     if posterior.fitted.squares <= 0:

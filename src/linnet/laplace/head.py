@@ -1,4 +1,4 @@
-"""Outputs of a posterior over the last linear layer: no derivatives, so that many classes cost little.
+"""Outputs of a posterior over the last linear layer, from features alone.
 
 For f = W φ(x) + b the gradient of output k in [W b] is e_k φ̂ᵀ. With M = (Q_L ⊗ Q_R) diag(λ) (Q_L ⊗ Q_R)ᵀ
 

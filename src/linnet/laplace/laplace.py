@@ -1,4 +1,4 @@
-"""``linnet.Laplace``: how sure a trained network is, from the curvature of its loss."""
+"""``linnet.Laplace``: Laplace approximations of the posterior of a trained network."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ class Laplace(PredictiveModel):
         Returns:
             ``.mean`` and ``.variance`` (N, C), ``.covariance`` (N, C, C), ``.with_noise()``, ``.sample(n)``,
             ``.probs``, ``.log_density(y)``; ``.joint_covariance``; of "mc" also ``.sampled_probs``. Where the
-            covariance would be large, it is computed when it is asked for.
+            covariance would be large, it is computed when it is requested.
 
         Raises:
             DataError: If x is empty or not finite.

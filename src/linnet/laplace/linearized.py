@@ -1,4 +1,4 @@
-"""Predictions of the linearized network, as large as they are wanted."""
+"""Predictions of the linearized network in bounded memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def linearized(
 
 
 def _is_kept(covariance: Curvature, x: Inputs, numbers: int) -> bool:
-    """Whether covariances are formed and kept; those of a last layer are cheap to form when asked for."""
+    """Whether covariances are formed and kept; those of a last layer are cheap to form when requested."""
     if not min(KEPT, KEPT_OF_HEAD) < numbers <= KEPT:
         return numbers <= KEPT
     check_finite(x, "x")

@@ -1,4 +1,4 @@
-"""``linnet.load_laplace``: a saved posterior, able to do all that it could before."""
+"""``linnet.load_laplace``: loads a saved posterior."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a Gaussian over the weights spreads to the outputs: moments, joint moments, gradients, samples.
+"""Output distributions from a Gaussian over the weights: moments, joint moments, gradients, samples.
 
 With outputs f(x) + J(x)(θ − θ*) and weights N(θ*, M), outputs are N(f(x), J M Jᵀ). Blocks of examples keep
 what is held small, and no Jacobian is formed. The derivative of the covariance in x is that of ⟨W, J M Jᵀ⟩

@@ -38,7 +38,7 @@ from linnet.tangent.linearized import Linearized
 
 @dataclass(frozen=True)
 class DataFit:
-    """How well the network fits the data, summed.
+    """Sums of the network's loss on the data.
 
     Args:
         nll: −log p(D | θ*), or None where the data have no targets.
@@ -215,7 +215,7 @@ def measure(likelihood: Likelihood, f: Tensor, y: Tensor | None) -> DataFit:
 
 
 class Watcher:
-    """How well the network fits data, from the outputs of a pass that somebody else makes.
+    """How well the network fits data, from the outputs of another pass.
 
     Args:
         likelihood: What the outputs mean.
@@ -265,7 +265,7 @@ class Watcher:
 def measure_all(
     function: Functional, likelihood: Likelihood, data: Any, block: int | None, share: Share
 ) -> Watcher:
-    """How well the network fits data, by a pass of its own.
+    """Sums of the network's loss on data, by a separate pass.
 
     Args:
         function: The network.

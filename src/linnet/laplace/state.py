@@ -1,4 +1,4 @@
-"""What a fit leaves behind: the posterior, its hyper-parameters, and what outputs mean."""
+"""The state of a fitted Laplace approximation: posterior, hyper-parameters, type of output."""
 
 from __future__ import annotations
 

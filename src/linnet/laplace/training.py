@@ -1,4 +1,4 @@
-"""Training with the prior precision and the noise tuned by the evidence along the way.
+"""Training with prior precision and noise tuned by the evidence during training.
 
 Every few epochs the posterior is fitted at the weights of the moment, and the regularizer of the loss follows
 the prior precisions that maximize its evidence, so that no validation data are needed (Immer, Bauer, Fortuin,
@@ -52,7 +52,7 @@ def train_with_evidence(
 
     Args:
         model: The network; trained in place, and left in evaluation mode.
-        data: An (x, y) pair or a ``Dataset``, shuffled anew every epoch, or a ``DataLoader`` as it is.
+        data: An (x, y) pair or a ``Dataset``, reshuffled every epoch, or a ``DataLoader`` as it is.
         likelihood: What the outputs mean.
         epochs: Passes over the data.
         make_optimizer: From parameters to an optimizer without weight decay of its own.

@@ -1,4 +1,4 @@
-"""``Laplace.tune``: which criterion, which search, over which hyper-parameters."""
+"""``Laplace.tune``: hyper-parameter search by a chosen criterion."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRIORS = 10.0 ** torch.linspace(-4, 4, 21, dtype=torch.float64)  # the grid, whe
 
 @dataclass(frozen=True)
 class Search:
-    """How to search.
+    """Settings of a search.
 
     Args:
         kind: "gradient", "fixed-point" or "grid".
@@ -49,7 +49,7 @@ def tuned(method: str, scorer: Scorer, at: Hyper, search: Search, grids: dict[st
         method: "evidence", "validation", "grid" or "loo".
         scorer: The posterior, with the data of the criterion.
         at: Where to start.
-        search: How to search.
+        search: Settings of a search.
         grids: "prior", "scale" and "noise": values to try, or None.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The curvature of two data sets together, from those of each: what ``Laplace.fit(data, add=True)`` does.
+"""The curvature of the union of two data sets, as used by ``Laplace.fit(data, add=True)``.
 
 The sums behind a matrix add up, so that the union is exact where a block is made of sums alone:
 
@@ -52,7 +52,7 @@ def union(first: Curvature, second: Curvature) -> Curvature:
         raise InputError(
             "add=True, but the network's weights have changed since the first fit",
             expected="curvatures at the same weights, which alone add up",
-            remedy="fit all data anew, without add=True",
+            remedy="fit all data again, without add=True",
         )
     counts = first.made.examples, second.made.examples
     parts = tuple(_both(one, other, counts) for one, other in zip(first.parts, second.parts, strict=True))

@@ -1,4 +1,4 @@
-"""Likelihoods: how labels depend on outputs, and the curvature that follows."""
+"""Likelihoods: distributions of labels given outputs, and their curvature."""
 
 from __future__ import annotations
 

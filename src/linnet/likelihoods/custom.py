@@ -171,7 +171,7 @@ class Custom(Likelihood):
     def _lacks(self, what: str, remedy: str) -> InputError:
         """The error for something that the arguments do not define."""
         return InputError(
-            f"{what} was asked of {self!r}, which does not define it",
+            f"{self!r} cannot compute {what}",
             expected="a likelihood that does",
             remedy=f"pass {remedy}",
         )

@@ -1,4 +1,4 @@
-"""Matrices of positions that ought to be positive semi-definite, and what to do when they are not."""
+"""Curvature matrices at each output: checks and repair of positive semi-definiteness."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def flatten_positions(y: Tensor) -> Tensor:
 
 
 class Distribution(ABC):
-    """How labels are distributed given the outputs f of a network.
+    """Distribution of labels given the outputs f of a network.
 
     Attributes:
         axis: The axis of f that holds the C classes or components. One-dimensional outputs (N,) count
@@ -240,7 +240,7 @@ class Distribution(ABC):
             raise InputError(
                 f"mean is {shown(mean)} and covariance {shown(covariance)}",
                 expected="(N, C) with (N, C, C) or (N, C), of one type",
-                remedy="make each position of outputs with several an example of its own",
+                remedy="make each position a separate example",
             )
         variance = covariance.diagonal(dim1=-2, dim2=-1) if covariance.ndim == 3 else covariance
         return self._predictive(mean, variance, covariance)

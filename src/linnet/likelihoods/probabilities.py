@@ -1,4 +1,4 @@
-"""A network that returns probabilities where logits are wanted: noticed by its outputs."""
+"""Detection of networks that return probabilities instead of logits."""
 
 from __future__ import annotations
 

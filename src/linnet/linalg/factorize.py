@@ -1,4 +1,4 @@
-"""Factorizations that try harder before they give up, and then say what was wrong.
+"""Robust factorizations: retries with jitter, then an error that states the cause.
 
 The ladder: the matrix's own precision, then float64, then (Cholesky only) a little added to the
 diagonal, then a :class:`~linnet.errors.NumericalError` with the name of the matrix and its smallest

@@ -1,4 +1,4 @@
-"""Whether numbers are finite, in one pass over them where they are."""
+"""Checks that tensors are finite, in one pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block diagonals of equally large Kronecker products, all blocks treated at once.
+"""Block diagonals of equally large Kronecker products, computed in batches.
 
 The weight of a grouped convolution, (R · n, m) with R groups, has a Kronecker product for each group and
 nothing between the groups. A depthwise convolution has as many groups as channels, with n = 1: a loop

@@ -115,7 +115,7 @@ class LowRank(StructuredOperator):
         return LowRank(self.basis, 1 / values, 1 / rest, scale, self.space, f"inverse of {self.name}")
 
     def damped(self, tau: float) -> LowRank:
-        """λ + τ and c + τ; with D, the sum is decomposed anew."""
+        """λ + τ and c + τ; with D, the sum is decomposed again."""
         tau = require_damping(tau)
         if self.scale is None:
             return LowRank(self.basis, self.values + tau, self.rest + tau, None, self.space, self.name)

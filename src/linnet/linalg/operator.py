@@ -1,4 +1,4 @@
-"""Linear operators: matrices known by what they do to a vector.
+"""Linear operators: matrices defined by their products with vectors.
 
 An operator A (m x n) is used as ``A @ v``, where v is (n,), (n, K) or, when the operator knows its
 parameter space, Params. Sums, multiples, products and transposes of operators are operators.

@@ -1,4 +1,4 @@
-"""Random numbers that depend on their generator alone, not on the device that uses them."""
+"""Random numbers that depend on the generator alone, not on the device."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class ParameterSpace:
             if len(columns) > 1 or params[name].shape != shape + columns:
                 raise InputError(
                     f"parameter {name!r} has shape {tuple(params[name].shape)}",
-                    expected=f"{tuple(shape)}, or {(*shape, 'K')} for K vectors, alike for all parameters",
+                    expected=f"{tuple(shape)}, or {(*shape, 'K')} for K vectors, with equal K",
                     remedy="give every parameter its own shape",
                 )
 

@@ -1,4 +1,4 @@
-"""Structured matrices as tensors by name and a description that JSON can hold, and back with the same bits.
+"""Serialization of structured matrices as named tensors and JSON metadata.
 
 The description names kinds and says nothing about sizes, which the tensors have::
 

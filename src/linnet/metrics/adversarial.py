@@ -1,4 +1,4 @@
-"""``linnet.fgsm``: what predictions do as their own gradient leads the inputs astray."""
+"""``linnet.fgsm``: predictions under adversarial perturbations by the fast gradient sign method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a predict callable answers: class probabilities, samples of them, or means and variances.
+"""Results of a predict callable: class probabilities, samples of them, or means and variances.
 
 Everything is looked at once, where it comes in, so that a network that returns logits is told to use
 softmax instead of being scored as nonsense.

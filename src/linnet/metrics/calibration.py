@@ -1,4 +1,4 @@
-"""Does a confidence of 0.8 mean eight in ten? Bins of confidence, and the gaps between claim and truth."""
+"""Calibration: reliability bins and calibration errors."""
 
 from __future__ import annotations
 

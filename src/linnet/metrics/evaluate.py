@@ -1,4 +1,4 @@
-"""``linnet.evaluate``: how good predictions are, for anything that can be called."""
+"""``linnet.evaluate``: scores of the predictions of any callable."""
 
 from __future__ import annotations
 

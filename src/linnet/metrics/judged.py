@@ -1,4 +1,4 @@
-"""What is kept of each prediction: a few numbers an example, from which every score follows."""
+"""Per-example statistics of predictions, from which all scores are computed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Judged:
         return column
 
     def uncertainty(self, score: str) -> Tensor:
-        """How uncertain each prediction is, the larger the more.
+        """Uncertainty score of each prediction.
 
         Args:
             score: "entropy"; "max-probability", its negative; or "mutual-information", H[E p] − E H[p], what
@@ -87,7 +87,7 @@ class Judged:
             return -self.confidence
         if self.expected_entropy is None:
             raise InputError(
-                "score='mutual-information' was asked for, but predict returns no samples",
+                "score='mutual-information' needs samples, but predict returns none",
                 expected="samples of the probabilities (S, N, C)",
                 remedy="return one set of probabilities a draw of the weights, stacked first",
             )

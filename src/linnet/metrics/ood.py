@@ -1,4 +1,4 @@
-"""``linnet.ood``: does the uncertainty of predictions tell foreign data from familiar ones."""
+"""``linnet.ood``: out-of-distribution detection by predictive uncertainty."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Separation:
-    """How predictions on data from inside a distribution differ from those on data from outside.
+    """Separation of in-distribution and out-of-distribution data by predictive uncertainty.
 
     Args:
         score: The score that ``auroc`` and the others speak of.
@@ -78,7 +78,7 @@ class Separation:
         return float(self.outside.entropy.mean())
 
     def detection(self, score: str | None = None) -> Detection:
-        """How well a score tells outside from inside.
+        """Detection metrics of a score.
 
         Args:
             score: "entropy", "max-probability" or "mutual-information"; by default the chosen one.

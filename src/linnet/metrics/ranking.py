@@ -1,4 +1,4 @@
-"""What an uncertainty score is good for: telling two sets apart, and knowing when to abstain."""
+"""Ranking by an uncertainty score: separation of two sets, and selective prediction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_POINTS = 1 << 20  # thresholds of a curve: more than any figure or table sh
 
 @dataclass(frozen=True, eq=False)
 class Detection:
-    """How well a score tells what is outside from what is inside.
+    """Detection metrics: how well a score separates two sets.
 
     The score should be larger outside. Outside is the positive class: a true positive is an outside
     example that is found, a false positive an inside example that is flagged.

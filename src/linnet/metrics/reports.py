@@ -1,4 +1,4 @@
-"""What an evaluation hands back: scores with standard errors, and the curves behind them."""
+"""Results of an evaluation: scores with standard errors, and their curves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NEED_LABELS = ("accuracy", "nll", "brier", "ece", "adaptive_ece", "entropy_corr
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Report:
-    """How good class probabilities are, and whether they know when they are wrong.
+    """Scores of class probabilities: accuracy, calibration and uncertainty.
 
     Everything follows from a few numbers kept of each example. Logarithms are natural; entropies and
     log losses are in nats.
@@ -171,7 +171,7 @@ class Report:
         return inverse_cumulative(self._entropies(of), grid)
 
     def misclassification(self, score: str = "entropy") -> Detection:
-        """How well uncertainty tells wrong predictions ("outside") from correct ones.
+        """Detection of wrong predictions ("outside") by uncertainty.
 
         Args:
             score: "entropy", "max-probability" or "mutual-information".
@@ -271,7 +271,7 @@ class Report:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RegressionReport:
-    """How good Gaussian predictions of real targets are. Each of the N·D target values counts alike.
+    """Scores of Gaussian predictions of real targets. Each of the N·D target values counts alike.
 
     Args:
         mean: Predicted means, (N, D), in the units of the targets.

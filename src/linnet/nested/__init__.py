@@ -1,1 +1,1 @@
-"""A linear probe and the linearized layers below it as one linear model whose features saw no label."""
+"""A linear probe and the linearized layers below it as one linear model with label-free features."""

@@ -1,4 +1,4 @@
-"""``linnet.adapt``: fit a trained network to a new task, never behind its own linear probe by choice."""
+"""``linnet.adapt``: fits a trained network to a new task."""
 
 from __future__ import annotations
 

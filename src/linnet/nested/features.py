@@ -1,4 +1,4 @@
-"""The features of a network and the tangent kernel of everything below them, neither of which saw a label.
+"""The features of a network and the tangent kernel of the layers below them.
 
 With φ(x) the D inputs of the last linear layer and r_h random heads, h = 1 .. H,
 

@@ -1,4 +1,4 @@
-"""Reading a nested fit from its file."""
+"""Loads a nested fit from its file."""
 
 from __future__ import annotations
 

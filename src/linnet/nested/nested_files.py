@@ -1,4 +1,4 @@
-"""A nested fit as a file: its solution, its training samples and, where they were trained, its weights."""
+"""Files of a nested fit: solution, training samples and, if they were trained, weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fit of ``linnet.adapt``: a probe and the layers below it, and everything that follows in closed form.
+"""The result of ``linnet.adapt``: a linear probe and the linearized layers below it.
 
     f(x) = Σᵢ K(x, xᵢ) βᵢ,        β = (K + ρI)⁻¹ t
 
@@ -132,7 +132,7 @@ class NestedFit(PredictiveModel):
 
     @property
     def training_targets(self) -> Targets:
-        """What is fitted, with its scale."""
+        """Targets of the fit, with their scale."""
         return self._targets
 
     @property
@@ -295,7 +295,7 @@ class NestedFit(PredictiveModel):
 
     @torch.no_grad()
     def influence(self, x: Inputs) -> Tensor:
-        """What each training example did to each prediction: prediction with it minus without it.
+        """Influence of each training example on each prediction: prediction with it minus without it.
 
         Args:
             x: T examples.
@@ -311,7 +311,7 @@ class NestedFit(PredictiveModel):
 
     @torch.no_grad()
     def informativeness(self, x: Inputs | None = None) -> Tensor:
-        """How much predictions would change without each training example.
+        """Change of predictions without each training example.
 
         Args:
             x: The examples whose predictions count; by default the training examples.
@@ -375,7 +375,7 @@ class NestedFit(PredictiveModel):
 
     @torch.no_grad()
     def forget(self, indices: Any) -> NestedFit:
-        """The fit as if some training examples had never been there, without refitting.
+        """The fit without some training examples, exactly and without refitting.
 
         The scales of the two kernels, the weight of the lower layers and the ridge stay as they are.
 
@@ -406,7 +406,7 @@ class NestedFit(PredictiveModel):
 
         Args:
             data: New examples: an (x, y) pair, a Dataset or a DataLoader.
-            ridge: ``"loo"`` to choose the weight of the lower layers and the ridge anew on all examples.
+            ridge: ``"loo"`` to choose the weight of the lower layers and the ridge again on all examples.
 
         Returns:
             A new fit on all examples, old ones first.
@@ -426,7 +426,7 @@ class NestedFit(PredictiveModel):
             raise InputError(
                 "ridge='loo' on a fit whose lower layers were trained",
                 expected="weights that have seen no label: leave-one-out would not be honest",
-                remedy="leave ridge= out, or adapt anew on all examples",
+                remedy="leave ridge= out, or call adapt again on all examples",
             )
         x, y = gather_data(data, self.prior.features.function.device)
         self._checked(x)
@@ -443,7 +443,7 @@ class NestedFit(PredictiveModel):
         what = f"added {count_in_words(batch_size(x))}"
         if ridge == "loo":
             made = solved(self.prior.features, joined, targets, self.prior.memory, self.record)
-            reasons = {**made.record.reasons, "change": f"{what}; weight and ridge chosen anew"}
+            reasons = {**made.record.reasons, "change": f"{what}; weight and ridge chosen again"}
             made.record = replace(made.record, reasons=reasons)
             return made
         phi = self.prior.phi(x)
@@ -488,7 +488,7 @@ class NestedFit(PredictiveModel):
     # -- keeping ---------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """What was fitted, what was chosen and why, as plain numbers and text.
+        """Size, weights, ridge and the reasons for choices, as plain numbers and text.
 
         Returns:
             A dict that ``json`` can write.

@@ -1,4 +1,4 @@
-"""Rows of a kernel that were computed already, found by their samples."""
+"""Cached rows of a kernel, looked up by sample."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Rows:
-    """K(x, X) of the last samples that were asked for, by their fingerprints.
+    """K(x, X) of the last samples that were requested, by their fingerprints.
 
     Example:
         >>> import torch

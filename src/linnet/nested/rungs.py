@@ -1,4 +1,4 @@
-"""The steps from a linear probe to a trained network, each with what it gains on held-out samples."""
+"""The stages from a linear probe to a trained network, each with its gain on held-out samples."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _compared(rung: Rung, now: tuple[Tensor, Tensor | None], last: tuple[Tensor,
 
 
 def verdict(rungs: Sequence[Rung]) -> str:
-    """What to use, in one sentence.
+    """Recommendation in one sentence.
 
     Args:
         rungs: Models in order, the trained network last.

@@ -1,4 +1,4 @@
-"""How much of the kernel is that of the lower layers, and which ridge: both by leave-one-out.
+"""Leave-one-out search for the share of the lower layers' kernel and the ridge.
 
     K = κ + (1 − w) K_head / m_head + w K_body / m_body
 
@@ -36,7 +36,7 @@ ERRORS = 1.0  # standard errors by which the lower layers must reduce the probe'
 
 @dataclass(frozen=True)
 class Mixture:
-    """How the kernels are added.
+    """Weights and scales of the added kernels.
 
     Args:
         weight: w of the body, 0 to 1.
@@ -83,7 +83,7 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What leave-one-out chose.
+    """Choice by leave-one-out.
 
     Args:
         taken: The candidate that is used.
@@ -147,7 +147,7 @@ class Choice:
         return found if weight_given else {**found, "verdict": self.verdict()}
 
     def verdict(self) -> str:
-        """What to use, in one sentence."""
+        """Recommendation in one sentence."""
         gain, error = self.gain
         if len(self.probe.errors) < 2:
             return "Use the linear probe: one sample a class cannot tell whether the lower layers help."
@@ -174,7 +174,7 @@ class Choice:
         return "which is within the error" if not gain > ERRORS * error else "but no more right classes"
 
     def warnings(self) -> tuple[str, ...]:
-        """What a reader must know."""
+        """Warnings about the choice."""
         if self.taken.edge == "smallest":
             return ("leave-one-out prefers no regularization at all: the training data look free of noise",)
         if self.taken.edge == "largest":

@@ -1,4 +1,4 @@
-"""Train the lower layers as well, where held-out samples say that it helps, and solve again there.
+"""Training of the lower layers if it helps on held-out samples, followed by a new fit.
 
 One linearization reaches only so far. The step beyond it is plain training of every weight from the linear
 probe. It is judged on folds: for each, a network trained without it, the nested fit at its weights without

@@ -1,4 +1,4 @@
-"""Training through linearizations and with curvature, as ``linnet.optim``."""
+"""Training by repeated linearization and with curvature, as ``linnet.optim``."""
 
 from __future__ import annotations
 

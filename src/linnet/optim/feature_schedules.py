@@ -1,6 +1,6 @@
-"""When iterative linearization updates its features: after K steps, or when they no longer fit.
+"""Schedules of iterative linearization: fixed periods, and criteria that adapt the period.
 
-The paper trains with a fixed period K and leaves adaptive schedules open (Goldwaser, Ge, "Understanding
+Goldwaser and Ge train with a fixed period K and leave adaptive schedules open ("Understanding
 sparse feature updates in deep networks using iterative linearisation", section 5.2). A ``Schedule`` looks
 at each step and says whether the network is to be linearized again at the weights it has reached.
 """
@@ -30,12 +30,12 @@ LONGEST = 2**63  # steps; more are "never", which is written as None
 
 @dataclass(frozen=True)
 class Moment:
-    """Where training stands after a step.
+    """State of training after a step.
 
     Args:
         lin: The current linearization, its δ up to date.
         model: The network at the weights reached, θ₀ + δ.
-        x: The batch that the step's closure gave to the module last; ``None`` if nothing asked for it.
+        x: The batch that the step's closure gave to the module last; ``None`` if nothing needed it.
         age: Steps since the features were updated, the present one included.
         loss: The step's loss, before the update.
         gradient: Computes the norm of the step's gradient.
@@ -58,7 +58,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a schedule says of a step.
+    """Decision of a schedule after a step.
 
     Args:
         due: Whether to linearize again now.
@@ -105,7 +105,7 @@ class Schedule(abc.ABC):
         self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be kept for an interrupted run to go on as it would have: by default nothing."""
+        """State needed to resume a run; by default empty."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -249,7 +249,7 @@ class KernelDrift(Schedule):
 class Converged(Schedule):
     """Linearize again when training on the present linearization has converged.
 
-    With a convex loss each linearization is a convex problem; this is the paper's "fully optimized"
+    With a convex loss each linearization is a convex problem; this is the "fully optimized"
     variant. The gradient's norm is that of the batch of the step, so use full batches with it, or a
     ``loss`` to be reached.
 

@@ -1,4 +1,4 @@
-"""The thesis' Gauss-Newton optimizer: curvature approximated layer by layer, step sizes from the exact one.
+"""The Gauss-Newton optimizer of Botev (2020): curvature by layers, step sizes from the exact matrix.
 
     d = −(G̃ + (λ + ζ)I)⁻¹ ∇E,    α = −dᵀ∇E / dᵀ(G + (λ + τ)I)d,    θ ← θ + α d        (eq. 4.16 to 4.23)
 
@@ -61,12 +61,12 @@ class GaussNewton(torch.optim.Optimizer):
     Each step takes the gradient of the mean loss, adds the batch to an exponential average of the curvature
     G̃, and goes along d = −(G̃ + (λ + ζ)I)⁻¹∇E as far as the exact Gauss-Newton matrix of the batch says
     (one product J d). Every 5 steps ρ = ΔE / Δq is measured, and τ falls by ω if ρ > ¾ and rises by 1/ω if
-    ρ < ¾ (the thesis' print has ρ where τ is meant); every 20 steps ζ moves to whichever of ωζ, ζ, ζ/ω gives
+    ρ < ¾ (Botev 2020 prints ρ where τ is meant); every 20 steps ζ moves to whichever of ωζ, ζ, ζ/ω gives
     the lowest q.
 
     It is a ``torch.optim.Optimizer``: ``param_groups`` (each with ``lr``, a factor on the step, and
     ``weight_decay``), schedulers of ``lr``, ``add_param_group`` and ``state_dict`` work as ever. Only
-    ``step`` takes the batch, since gradients alone do not have what is needed.
+    ``step`` takes the batch: the curvature needs inputs and targets, not just gradients.
     Weight decay is the objective's: E = mean loss + ½ λ‖θ‖². It is in gradient, step size and curvature.
 
     Mode. Loss and gradient use the network in the mode it is in: in training mode BatchNorm takes the
@@ -310,7 +310,7 @@ class GaussNewton(torch.optim.Optimizer):
             self.state[p].pop("step", None)
         if self._failures + 1 >= self.settings.rejections:
             raise NumericalError(
-                f"{self.settings.rejections} steps in a row were taken back; the last loss was {value:.6g}",
+                f"{self.settings.rejections} steps in a row were rolled back; the last loss was {value:.6g}",
                 expected="steps that lead to finite losses",
                 remedy="pass larger damping=, or check the data and the network's scale",
             )

@@ -1,4 +1,4 @@
-"""The averaged curvature that the Gauss-Newton optimizer feeds batch by batch, by the name of a structure."""
+"""The running curvature average of the Gauss-Newton optimizer, by structure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches that grow when the noise of a step's promised reduction exceeds the reduction.
+"""Batch sizes that grow when a step's predicted reduction is within its noise.
 
 Over the examples of a batch the quadratic model's reduction r_n = −(∇ℓ_nᵀδ + ½ δᵀG_nδ) has a mean r and a
 standard deviation s. At N examples its standard error is s/√N, so that N* = (s/r)² examples are needed for an

@@ -1,4 +1,4 @@
-"""What the Gauss-Newton optimizer asks of groups, states, closures and losses."""
+"""Checks of the Gauss-Newton optimizer's groups, states, closures and losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The direction −(G̃ + (λ + ζ)I)⁻¹ ∇E, layer by layer, the layers shared out over processes."""
+"""The direction −(G̃ + (λ + ζ)I)⁻¹ ∇E, layer by layer and distributed over processes."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Network:
             if found is not p:
                 raise InputError(
                     f"parameter {name!r} of the network is not the one that is trained",
-                    expected="the network as it was when the optimizer was made",
+                    expected="the network unchanged since the optimizer was created",
                     remedy="make a new optimizer where layers were replaced, or load weights into them",
                 )
 

@@ -1,4 +1,4 @@
-"""Searches for the dampings τ and ζ: the greedy one on the way, and the one at the first step."""
+"""Searches for the dampings τ and ζ: greedy during training, on a grid at the first step."""
 
 from __future__ import annotations
 

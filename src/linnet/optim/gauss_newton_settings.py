@@ -1,4 +1,4 @@
-"""What can be said to the Gauss-Newton optimizer, and what it says after every step."""
+"""Settings and step report of GaussNewton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from linnet.tangent.selection import Selector, check_selector
 
 
 class Damping(NamedTuple):
-    """How the two dampings of the Gauss-Newton optimizer start and move (Botev 2020, section 4.4.1).
+    """Initial values and schedules of the two dampings of GaussNewton (Botev 2020, section 4.4.1).
 
     τ belongs to the quadratic model, ζ to the approximate curvature that is inverted. Both are in units of
     the curvature of the mean loss.
@@ -77,7 +77,7 @@ class Settings(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """What one step of the Gauss-Newton optimizer did.
+    """Report of one step of GaussNewton.
 
     Args:
         step: Number of the step, from 1.
@@ -95,7 +95,7 @@ class StepReport(NamedTuple):
         direction_norm: ‖(G̃ + (λ + ζ)I)⁻¹ ∇E‖.
         step_norm: ‖δ‖.
         rejected: Whether the step before, or this one, was taken back.
-        noise: Standard error of the model's reduction over the examples; ``None`` unless asked for.
+        noise: Standard error of the model's reduction over the examples; ``None`` unless requested.
         suggested_batch: Size at which that error equals the reduction, from N to 2 N; ``None`` unless asked
             for.
 

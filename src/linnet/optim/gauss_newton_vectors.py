@@ -1,4 +1,4 @@
-"""Small operations on vectors as long as the network has parameters, each in as few passes as can be."""
+"""Fused operations on parameter-sized vectors."""
 
 from __future__ import annotations
 

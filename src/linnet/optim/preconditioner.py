@@ -1,4 +1,4 @@
-"""A curvature before any torch optimizer: gradients multiplied by (G + τI)⁻¹ in place."""
+"""A curvature preconditioner for any torch optimizer: multiplies gradients by (G + τI)⁻¹ in place."""
 
 from __future__ import annotations
 

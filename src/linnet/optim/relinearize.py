@@ -57,7 +57,7 @@ class IterativeLinearization:
     Mode. At K = 1 the module is the network itself, used as it is: in training mode BatchNorm takes the
     statistics of the batch and dropout is on, and every bit is that of a plain loop. A linearization is
     deterministic: BatchNorm uses its running statistics and dropout is off, whatever the network's mode, as
-    in the paper (appendix C). To compare K = 1 with larger K on equal terms, call ``model.eval()``. To
+    by Goldwaser and Ge (appendix C). To compare K = 1 with larger K on equal terms, call ``model.eval()``. To
     refresh running statistics, pass data through the network in training mode and call ``relinearize``:
     each linearization takes over buffers and untracked parameters of the network.
 
@@ -258,7 +258,7 @@ class IterativeLinearization:
 
         Args:
             data: An (x, y) pair, a Dataset or a DataLoader, as for ``linnet.fit``.
-            ridge: The damping ρ (λ in the paper) of ½ Σᵢ ‖tᵢ − f(xᵢ)‖² + ½ ρ‖δ‖²; a criterion that chooses
+            ridge: The damping ρ (λ in the source) of ½ Σᵢ ‖tᵢ − f(xᵢ)‖² + ½ ρ‖δ‖²; a criterion that chooses
                 it (``"loo"``, ``"gcv"``, ``"evidence"``); or 0 for the solution of smallest ‖δ‖.
             rate: η, the share of the solution that is taken.
             **options: Passed on to ``linnet.fit`` (to ``linnet.gradient_flow`` if ρ = 0).
@@ -346,7 +346,7 @@ class IterativeLinearization:
 
     @property
     def report(self) -> LinearizationReport:
-        """How often features were updated so far, and what was measured."""
+        """Feature updates so far, with their measurements."""
         updates: Sequence[int] = range(1, self.steps + 1) if self._is_plain else tuple(self._updates)
         return LinearizationReport(
             repr(self.schedule), self.steps, updates, tuple(self._measured), self._notes()

@@ -1,4 +1,4 @@
-"""What iterative linearization asks of an optimizer and of a loss."""
+"""Checks of the optimizer and the loss in iterative linearization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often iterative linearization updated its features, and what was measured on the way."""
+"""Report of iterative linearization: its feature updates and their measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LinearizationReport:
-    """How often features were updated.
+    """Feature updates and their measurements.
 
     Args:
         schedule: The schedule in words.
@@ -33,7 +33,7 @@ class LinearizationReport:
 
     @property
     def relinearizations(self) -> int:
-        """How many times the features were updated."""
+        """Number of feature updates."""
         return len(self.updates)
 
     @property

@@ -62,7 +62,7 @@ class LinearModel:
 
     @cached_property
     def rows(self) -> Tensor | None:
-        """J on the data, (N, C, P), where there is room for it; None elsewhere."""
+        """J on the data, (N, C, P), where there is space for it; None elsewhere."""
         function = self.function
         size = self.f0.numel() * function.space.dim * function.dtype.itemsize
         room = min(MOST, int(SHARE * parse_bytes(None, function.device)))

@@ -44,7 +44,7 @@ METHODS = ("map", "svi", "laplace")
 
 @dataclass(frozen=True)
 class Found:
-    """What an inference found.
+    """Result of an inference.
 
     Args:
         mean: E[δ], (P,).
@@ -113,7 +113,7 @@ class LinearPosterior(PredictiveModel):
         """The factorized Gaussian, or an error."""
         if self._found.factors is None:
             raise InputError(
-                f"a factorized Gaussian was asked of method={self.method!r}",
+                f"method={self.method!r} has no factorized Gaussian",
                 expected='method="svi"',
                 remedy="see .optimum",
             )

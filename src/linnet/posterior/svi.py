@@ -31,7 +31,7 @@ START = -5.0  # of v, supplement A
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a bound is climbed: Adam, with the step size annealed to zero along a cosine.
+    """Settings of the maximization of the bound: Adam, with the step size annealed to zero along a cosine.
 
     Args:
         epochs: Passes over the data.

@@ -45,7 +45,7 @@ class Predictive(ABC):
         """Cov[f] between all examples, (N, C, N, C).
 
         Raises:
-            InputError: If it was not asked for.
+            InputError: If it was not requested of ``predictive``.
         """
 
     @property

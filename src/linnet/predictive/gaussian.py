@@ -1,4 +1,4 @@
-"""Gaussian predictive distributions, and what they need to know about targets."""
+"""Gaussian predictive distributions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from linnet.tangent.modes import in_exact_mode
 
 
 class TargetModel(ABC):
-    """How targets are distributed, given the outputs."""
+    """Distribution of targets given the outputs."""
 
     @abstractmethod
     def probs(self, outputs: GaussianPredictive) -> Tensor:
@@ -41,13 +41,13 @@ class TargetModel(ABC):
 class GaussianPredictive(Predictive):
     """Outputs f(x) ~ N(mean, covariance), those of a linearized network.
 
-    A covariance that is given as a function is computed when it is first asked for, so that means alone are
+    A covariance that is given as a function is computed when it is first requested, so that means alone are
     cheap.
 
     Args:
         mean: E[f], (N, C), outputs flattened.
         covariance: Cov[f], (N, C, C), or between examples (N, C, N, C); or a function that computes it.
-        targets: How targets are distributed, given the outputs.
+        targets: Distribution of targets given the outputs.
         variance: Var[f], (N, C), where it is known without the covariance.
         joint: Whether the covariance is that between examples.
         probs: Class probabilities, where they have been computed already.
@@ -100,7 +100,7 @@ class GaussianPredictive(Predictive):
         """Cov[f] between all examples, (N, C, N, C).
 
         Raises:
-            InputError: If it was not asked for.
+            InputError: If it was not requested.
         """
         if not self.joint:
             raise InputError(
@@ -201,7 +201,7 @@ def add_noise(outputs: GaussianPredictive, noise: Tensor, targets: TargetModel) 
         targets: How targets are distributed, given outputs with noise.
 
     Returns:
-        The distribution; its covariance is computed when it is asked for.
+        The distribution; its covariance is computed when it is requested.
     """
 
     def covariance() -> Tensor:

@@ -1,4 +1,4 @@
-"""Targets of a likelihood: labels of classes, numbers with noise, counts and others."""
+"""Targets of a likelihood: class labels, real values with noise, counts and others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From Gaussian outputs to class probabilities and densities of labels, position by position.
+"""Class probabilities and label densities from Gaussian outputs, position by position.
 
 Closed forms for classes, with f ~ N(μ, Σ) and κ(v) = 1/√(1 + π/8 v) (MacKay 1992):
 
@@ -35,7 +35,7 @@ SEED = 0  # of the draws behind a density, the same for all hyper-parameters tha
 
 @dataclass(frozen=True)
 class Link:
-    """How class probabilities are made.
+    """Approximations of class probabilities.
 
     Args:
         kind: "probit", "pairwise", "bridge" or "mc".
@@ -216,7 +216,7 @@ def log_density(
         spread: (N, K, K), or variances (N, K).
         y: Labels, as the likelihood wants them.
         shape: Shape of the outputs of one example.
-        link: How class probabilities are made.
+        link: Approximations of class probabilities.
 
     Returns:
         (N,), differentiable in mean and spread.

@@ -1,4 +1,4 @@
-"""The interface of everything that has been fitted and predicts."""
+"""The interface of all fitted models."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PredictiveModel(ABC):
 
     @abstractmethod
     def summary(self) -> dict[str, Any]:
-        """What was fitted, as plain numbers and text.
+        """Summary of the fit, as plain numbers and text.
 
         Returns:
             A dict that ``json`` can write.

@@ -1,4 +1,4 @@
-"""Targets that are outputs with Gaussian noise, whose outputs may score classes by a tempered softmax."""
+"""Gaussian observation noise, with optional class scores by a tempered softmax."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Noise(TargetModel):
         """
         if self.temperature is None:
             raise InputError(
-                "probs of a regression were asked for",
+                "a regression has no class probabilities",
                 expected="a fit with integer classes",
                 remedy="use .mean and .variance",
             )

@@ -1,4 +1,4 @@
-"""Class probabilities of outputs that are uncertain, and the temperature that held-out outputs ask for."""
+"""Class probabilities of uncertain outputs, and temperature scaling on held-out outputs."""
 
 from __future__ import annotations
 

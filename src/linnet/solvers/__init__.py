@@ -1,4 +1,4 @@
-"""Textbook algorithms on any linear operator; each returns its answer together with how good it is."""
+"""Iterative algorithms for any linear operator; each returns its error estimates with the result."""
 
 from linnet.solvers.block_cg import block_cg as block_cg
 from linnet.solvers.cg import cg as cg

@@ -18,7 +18,7 @@ from linnet.linalg.space import Vector
 from linnet.solvers.cg import checked_steps, relative_residual
 from linnet.solvers.solution import Solution, Status
 
-RESTARTS = 3  # times that the residual is computed anew where its recursion has drifted
+RESTARTS = 3  # times that the residual is computed again where its recursion has drifted
 
 
 def block_cg(

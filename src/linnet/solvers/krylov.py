@@ -1,4 +1,4 @@
-"""A block Krylov space of a symmetric operator, and the operator's part in it.
+"""A block Krylov space of a symmetric operator, and the operator's projection onto it.
 
 With Q an orthonormal basis of span{X, A X, ..., Aᵐ⁻¹ X} for a block X of b random columns (block Lanczos with
 full reorthogonalization: Golub and Van Loan 2013, section 10.3.6), H = Qᵀ A Q is known when Q is, and so is

@@ -148,7 +148,7 @@ def eigenpairs(
     n = operator.shape[0]
     if operator.shape[1] != n or not 1 <= k <= n:
         raise InputError(f"k is {k!r} for {operator!r}", expected=f"1 to {n}, and a square operator")
-    filled = -(-n // k)  # with this many blocks there is no room for another one
+    filled = -(-n // k)  # with this many blocks there is no space for another one
     limit = min(checked_limits(tolerance, max_steps, filled), filled)
     block = torch.linalg.qr(normal((n, k), generator, operator.dtype, operator.device)).Q
     basis, products = [block], [operator.mm(block)]

@@ -1,7 +1,7 @@
 """LSMR: least squares min ‖b − A x‖² + ρ ‖x‖² with one product by A and one by Aᵀ a step.
 
 Fong and Saunders 2011 (SIAM J. Sci. Comput. 33, 2950). Equivalent to MINRES on the normal equations
-(AᵀA + ρ I) x = Aᵀ b, without squaring the condition number. Differs from the paper in that all columns of
+(AᵀA + ρ I) x = Aᵀ b, without squaring the condition number. Differs from theirs in that all columns of
 b advance together, and in the stopping rule: the true gradient at the end, its estimate on the way.
 """
 
@@ -67,9 +67,9 @@ def lsmr(
 
 
 class _Process:
-    """The Golub-Kahan bidiagonalization and the rotations that solve it; names as in the paper.
+    """The Golub-Kahan bidiagonalization and the rotations that solve it; names as in Fong and Saunders.
 
-    Vectors are (m, K) or (n, K), numbers (K,). A bar or a hat of the paper is ``_bar`` or ``_hat`` here.
+    Vectors are (m, K) or (n, K), numbers (K,). A bar or a hat there is ``_bar`` or ``_hat`` here.
     """
 
     def __init__(self, operator: LinearOperator, b: Tensor, damping: float) -> None:

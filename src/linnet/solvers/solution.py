@@ -1,4 +1,4 @@
-"""What an iterative method hands back: the answer, how it ended, and how good it is."""
+"""The result of an iterative method: solution, status and residuals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ V = TypeVar("V")
 
 
 class Status(Enum):
-    """How an iteration ended; the value says what that means and what to try.
+    """Status of an iteration; the value states what it means and what to try.
 
     Example:
         >>> Status.CONVERGED.value
@@ -42,7 +42,7 @@ class Solution(Generic[V]):
         value: The answer; the last iterate when the method did not converge.
         status: How it ended.
         steps: Number of iterations.
-        residual: Relative residual of the answer itself, computed anew; the largest over all right-hand
+        residual: Relative residual of the answer itself, computed again; the largest over all right-hand
             sides.
 
     Example:

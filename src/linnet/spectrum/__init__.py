@@ -1,8 +1,8 @@
-"""What the tangent kernel says about a network and a task, as ``linnet.spectrum``.
+"""Spectrum and alignment of the tangent kernel of a network and a task, as ``linnet.spectrum``.
 
 Three scales occur, and every docstring says which one it means. Gram matrices K = JJᵀ sum over
 parameters and carry no factor of N; ridges and operators follow them. Functions and Mercer's eigenvalues
-take means over the N examples, as the paper does: λ_j = σ_j(K) / N, φ_j = √N u_j, α(f) = fᵀK f / N²,
+take means over the N examples, as in the source: λ_j = σ_j(K) / N, φ_j = √N u_j, α(f) = fᵀK f / N²,
 ‖f‖₂² = fᵀf / N. In the kernel norm ‖f‖²_Θ = fᵀK⁺f and in every ratio the factors cancel.
 
 Source: Ortiz-Jimenez, Moosavi-Dezfooli, Frossard, "What can linearized neural networks actually say about

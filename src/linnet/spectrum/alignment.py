@@ -1,6 +1,6 @@
-"""How well a target is aligned with the tangent kernel, from one pass over the data and without a kernel.
+"""Alignment of a target with the tangent kernel, in one pass and without forming the kernel.
 
-Expectations are means over the N examples, as in the paper, so with the Gram matrix K (sums over parameters)
+Expectations are means over the N examples, so with the Gram matrix K (sums over parameters)
 
     α(f) = E E f(x) Θ(x, x') f(x') = fᵀK f / N² = ‖E f(x) ∇f₀(x)‖²        (lemma 1)
     ‖f‖₂² = fᵀf / N        ‖f‖²_Θ = fᵀK⁺f ≥ ‖f‖₂⁴ / α(f)                  (lemma 1, eq. 5)
@@ -57,7 +57,7 @@ def alignment(
             one target, (N, T) (scalar-valued functions) or (N, C, T) is T of them. Integer y are
             classes: two of them become −1 and 1; c of C becomes e_c − 1/C.
         outputs: Which kernel of a network with C outputs: ``"full"`` for vector-valued targets,
-            ``"trace"`` or ``"sum"`` for scalar ones. The paper's networks have one output, for which
+            ``"trace"`` or ``"sum"`` for scalar ones. Ortiz-Jimenez et al. have one output, for which
             all three agree.
         memory: Budget such as ``"4GB"``; by default half of what is available.
         progress: Show progress; by default only when it takes over two seconds.

@@ -1,4 +1,4 @@
-"""Neural anisotropy directions: the directions of input space that a network's kernel favors.
+"""Neural anisotropy directions of a network.
 
 They are the right singular vectors of the mixed derivative ∇²_{x,θ} f, n × d for n parameters and d
 input numbers: for standard normal inputs the alignment of the linear predictor u·x with the kernel is
@@ -108,7 +108,7 @@ def anisotropy_directions(
 ) -> AnisotropyDirections:
     """Neural anisotropy directions (NADs): leading singular vectors of the mixed derivative ∇²_{x,θ} f₀.
 
-    At a point, where the paper takes the origin, or averaged over data. Block Lanczos on MᵀM, then a
+    At a point (the origin in Ortiz-Jimenez et al. 2020), or averaged over data. Block Lanczos on MᵀM, then a
     singular value decomposition of M on the directions found, so singular values keep their full
     precision.
 
@@ -185,8 +185,8 @@ def separable_data(
     Args:
         u: The direction, of the shape of an input; it is normalized here.
         n: Number of samples.
-        epsilon: ε, half the distance of the classes; the paper's is 1.
-        sigma: σ, the variance of the noise in all other directions; the paper's is 1.
+        epsilon: ε, half the distance of the classes; 1 in Ortiz-Jimenez et al.
+        sigma: σ, the variance of the noise in all other directions; 1 in Ortiz-Jimenez et al.
         labels: ``"signs"`` for float −1 and 1, ``"classes"`` for integers 0 and 1.
         seed: Generator or seed.
 
@@ -210,7 +210,7 @@ def separable_data(
         refuse("u", u, expected, "pass u.float()")
     if float(u.norm()) == 0:
         raise InputError("u is zero", "a direction", "pass one of AnisotropyDirections.directions")
-    integer("n", n, remedy="pass n=10_000 for the paper's size")
+    integer("n", n, remedy="pass n=10_000 for the published size")
     check_positive("epsilon", epsilon, "leave epsilon= out")
     sigma = number("sigma", sigma, least=0)
     choice("labels", labels, ("signs", "classes"), "leave labels= out for signs")

@@ -1,4 +1,4 @@
-"""Eigenfunctions of the tangent kernel, and how much of a target lies on the leading ones.
+"""Eigenfunctions of the tangent kernel, and the concentration of a target on the leading ones.
 
 Mercer's decomposition under the empirical distribution of N examples is
 
@@ -57,7 +57,7 @@ class Eigenfunctions:
     Args:
         function: The network.
         x: The N examples.
-        values: λ_j (k,), decreasing: eigenvalues of K/N, as in the paper; times N they are those of K.
+        values: λ_j (k,), decreasing: eigenvalues of K/N; times N they are those of K.
         vectors: u_j, orthonormal: (N, k), or (N, C, k) for vector-valued functions.
         outputs: Which kernel.
         method: How they were found.
@@ -330,7 +330,7 @@ def eigenfunctions(
     Raises:
         InputError: If k is out of range, or an argument has a value that is not listed.
         MemoryBudgetError: If the decomposition does not fit.
-        NumericalError: If Lanczos was asked for and does not converge, or ``gram`` is no kernel's: one of its
+        NumericalError: If Lanczos was requested and does not converge, or ``gram`` is no kernel's: one of its
             k leading eigenvalues is negative.
 
     Source:
@@ -391,7 +391,7 @@ def energy_concentration(
         data: Inputs and targets, as for ``alignment``.
         k: Number of eigenvectors.
         outputs: Which kernel, as for ``alignment``.
-        squared: The share of the squared norm instead; the paper's table 1 has the ratio of norms.
+        squared: The share of the squared norm instead; Ortiz-Jimenez et al. have the ratio of norms.
         method: As for ``eigenfunctions``.
         gram: The Gram matrix, where it is known already.
         memory: Budget such as ``"4GB"``; by default half of what is available.

@@ -1,4 +1,4 @@
-"""How far apart two tangent kernels are: those of two checkpoints, or of a network and a task.
+"""Distances between tangent kernels of two checkpoints, or of a network and a task.
 
 Both measures do not change when a kernel is scaled or the examples are permuted alike in both.
 """

@@ -1,4 +1,4 @@
-"""Eigenpairs of a kernel on a data set: which method, within which memory."""
+"""Eigenpairs of a kernel on a data set, with a method that fits the memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel of a data set as a matrix that is stored, lies in a file, or is never formed.
+"""The kernel of a data set as a matrix in memory, in a file, or as an operator.
 
 Everything spectral starts from one of three things: a network and inputs, a Gram matrix that was
 computed before, or any symmetric operator. Here each becomes a matrix or a ``LinearOperator``.

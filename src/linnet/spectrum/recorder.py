@@ -1,4 +1,4 @@
-"""The kernel's evolution over training: a recorder that any training loop can call."""
+"""Records the evolution of the kernel over training, from any training loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from linnet.tangent.modes import in_exact_mode
 
 @dataclass(frozen=True)
 class KernelNote:
-    """The kernel at one moment of training; scales as in the paper, means over the examples.
+    """The kernel at one moment of training; scales are means over the examples.
 
     Args:
         step: When.

@@ -1,4 +1,4 @@
-"""Densities and single numbers of a spectrum: of a kernel, or of any symmetric operator.
+"""Spectral densities and summary statistics of a kernel or any symmetric operator.
 
 Eigenvalues are those of the operator itself: for a Gram matrix K = JJᵀ sums over parameters, not
 divided by N, so that a ridge here is the ridge of ``linnet.fit``.
@@ -68,7 +68,7 @@ class SpectralDensity:
         return Estimate.of((self.weights * values).sum(1))
 
     def count(self, low: float, high: float = math.inf) -> Estimate:
-        """How many eigenvalues lie in [low, high).
+        """Number of eigenvalues in [low, high).
 
         Args:
             low: From here.

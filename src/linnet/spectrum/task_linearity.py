@@ -1,4 +1,4 @@
-"""Is this task linear for this network? What the kernel, the labels and the solved fit say about it.
+"""Linearity of a task for a network: statistics of the kernel, the labels and the fit.
 
 Everything is measured on training data alone: the spectrum of the kernel, how much of the labels its leading
 directions hold, how well they are aligned with it, what the fit predicts of each example from all the others,
@@ -29,7 +29,7 @@ from linnet.spectrum.verdict import Evidence, Verdict, judge
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.modes import in_exact_mode
 
-TOP = 50  # leading eigenvectors, as many as in the paper's table 1
+TOP = 50  # leading eigenvectors, as many as in table 1 of Ortiz-Jimenez et al. 2021
 FULL = 1500  # a kernel of at most so many rows is decomposed in full
 MOST_ROWS = 6000  # a kernel of more is taken on some of the examples, so that the answer takes seconds
 BATCH = 128  # examples predicted at once
@@ -42,7 +42,7 @@ class LabelEnergy:
     Args:
         values: Leading eigenvalues σ_j of the Gram matrix K (k,), decreasing; sums over parameters.
         shares: Share of the labels' squared norm on the first 1, ..., k eigenvectors (k,), increasing.
-        top: K, how many leading eigenvectors were asked for; there may be more.
+        top: K, the number of leading eigenvectors requested; there may be more.
         samples: Examples on which the kernel was taken.
         rows: Size of its matrix, samples times outputs.
         trace: Sum of all eigenvalues.
@@ -63,7 +63,7 @@ class LabelEnergy:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What the fit predicts of each training example from all the others.
+    """Leave-one-out predictions of the training examples.
 
     Args:
         explained: 1 − (squared leave-one-out error) / (that of the mean of the others); 1 is perfect, 0 is
@@ -83,7 +83,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class LinearityGap:
-    """How far the network with the fitted weights is from its linear model: E‖f − f_lin‖² / E‖f_lin − f₀‖².
+    """Distance of the network with the fitted weights from its linear model: E‖f − f_lin‖² / E‖f_lin − f₀‖².
 
     Args:
         training: The root of that ratio on training examples.
@@ -103,7 +103,7 @@ class LinearityGap:
 
 @dataclass(frozen=True)
 class TaskLinearity:
-    """How linear a task is for a network. ``task_linearity`` makes it.
+    """Result of ``task_linearity``: statistics of the kernel, the labels and the fit.
 
     Args:
         energy: The leading spectrum, and the labels' share of it.
@@ -131,7 +131,7 @@ class TaskLinearity:
 
     @property
     def concentration(self) -> float:
-        """‖Φ_K y‖₂ / ‖y‖₂ on the K leading eigenvectors, as in the paper's table 1."""
+        """‖Φ_K y‖₂ / ‖y‖₂ on the K leading eigenvectors, as in table 1 of Ortiz-Jimenez et al. (2021)."""
         return math.sqrt(float(self.energy.shares[self.energy.top - 1]))
 
     @property

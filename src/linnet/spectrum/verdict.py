@@ -1,4 +1,4 @@
-"""From numbers to words: whether linear fine-tuning is likely to do well on a task."""
+"""Verdicts: recommendation of linear or plain fine-tuning from the statistics of a task."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a verdict is made from.
+    """Evidence for a verdict.
 
     Args:
         explained: Share of the labels' variance that leave-one-out predicts; None if it is not known.

@@ -1,1 +1,1 @@
-"""One network, to first order."""
+"""Linearization of networks: tangent products, Jacobians and kernels."""

@@ -253,7 +253,7 @@ def check_examples(x: Inputs, name: str = "x") -> None:
     """Raise ``DataError`` if there is no example, or one is not finite.
 
     Args:
-        x: Inputs that a prediction is asked for; tensors in them may require gradients.
+        x: Inputs to predict; tensors in them may require gradients.
         name: What the argument is called.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Between gradients and factors once more, where what is cheapest does not fit the memory.
+"""Representation of captured batches (gradients or factors) within a memory budget.
 
 Features that do not fit are captured again for every block that stays in memory. For each parameter
 either its gradients or its factors are smaller; each change to the smaller form saves memory for some

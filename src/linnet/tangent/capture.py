@@ -1,4 +1,4 @@
-"""The input a and the output gradient g of every use of every tracked parameter.
+"""Captures the input a and the output gradient g of every use of every tracked parameter.
 
 One forward pass and C cotangents back to the results of the uses: gradients of weights are
 never formed. ``plan`` decides what each parameter is treated by.
@@ -230,7 +230,7 @@ def _planned_uses(run: Trace, plan: Plan) -> list[tuple[Key, Use]]:
 
 
 def _cotangents(outputs: Tensor, wanted: Cotangents) -> Tensor:
-    """Cotangents (K, N, C), in whichever way they were asked for."""
+    """Cotangents (K, N, C), in whichever way they were requested."""
     if isinstance(wanted, Tensor):
         return wanted
     return wanted(outputs) if callable(wanted) else output_cotangents(outputs, wanted)

@@ -1,4 +1,4 @@
-"""What is kept of a captured batch to form kernels: per-example gradients, or their factors.
+"""Kernel features of a captured batch: per-example gradients, or their factors.
 
 For weight sharing over S positions the kernel of a layer between N and M examples costs
 

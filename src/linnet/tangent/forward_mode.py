@@ -1,4 +1,4 @@
-"""Directional derivatives that work: forward mode where torch has it, double backward where not.
+"""Directional derivatives by forward mode, or by double backward where torch lacks it.
 
 ``modes.differentiable_kernels`` switches the known kernels without a forward-mode formula to paths
 that have one; what still fails is differentiated twice in reverse mode, and what cannot be

@@ -32,14 +32,14 @@ from linnet.tangent.store import GramFile
 from linnet.tangent.tile import kernel_tile, own_tile, tile_bytes
 
 OUTPUTS = ("full", "trace", "diagonal", "sum")
-CAPTURE = 64  # examples differentiated at once, memory permitting
+CAPTURE = 64  # examples differentiated at once, memory permitting; products of fewer are too small
 PRODUCT = 512  # rows (examples × outputs) on each side of one matrix product, at most
 SMALLEST_PRODUCT = 128  # and at least
 
 
 @dataclass(frozen=True)
 class GramPlan:
-    """How a Gram matrix will be computed.
+    """Plan of the computation of a Gram matrix.
 
     Args:
         memory: Predicted bytes, item by item.
@@ -73,7 +73,7 @@ class GramPlan:
 
 @dataclass(frozen=True)
 class GramTask:
-    """What is asked for.
+    """What is requested.
 
     Args:
         function: The network.
@@ -267,7 +267,7 @@ def plan_gram(task: GramTask, memory: str | int | None = None, to_disk: bool = F
     """Choose a treatment and block sizes, and predict the bytes.
 
     Args:
-        task: What is asked for.
+        task: What is requested.
         memory: The budget.
         to_disk: Whether the result lives in a file.
 

@@ -1,4 +1,4 @@
-"""Whether an example's outputs and gradients are its own, or depend on the other examples of its batch.
+"""Checks that examples of a batch do not influence each other's outputs and gradients.
 
 Only then has every example a gradient of its own. A causal dependence (a recurrent layer that takes the batch
 for the sequence, a running sum) leaves the first example alone, and a dependence on the place in the batch

@@ -1,4 +1,4 @@
-"""Where the examples are inside a tensor of activations.
+"""The position of the example dimension in tensors of activations.
 
 Networks move and merge the example axis: sequence-first layers have it second, a flattened
 (N·S, d) has it outermost of a merged axis, attention projections (S·N, d) innermost. A layout

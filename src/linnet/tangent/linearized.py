@@ -58,7 +58,7 @@ class Linearized(nn.Module):
 
     @property
     def function(self) -> Functional:
-        """The network as a function of the tracked parameters; who asks for it may keep it."""
+        """Internal: the network as a function of the tracked parameters."""
         self._owned = False
         return self._function
 
@@ -164,7 +164,7 @@ class Linearized(nn.Module):
             like: ``"params"`` for a dict by name, ``"flat"`` for (P,) or (P, K).
 
         Returns:
-            A vector in parameter space, of the kind asked for.
+            A vector in parameter space, of the kind requested.
 
         Raises:
             InputError: If u does not have the shape of the outputs, is complex or not finite, ``like`` is
@@ -245,7 +245,7 @@ class Linearized(nn.Module):
         """θ₀ ← θ₀ + δ and δ ← 0, in place.
 
         Fits and curvatures that were made from this linearization keep theirs: the frozen network is
-        copied first if anybody has asked for ``function`` or ``model``. Otherwise its weights are
+        copied first if ``function`` or ``model`` has been accessed. Otherwise its weights are
         replaced, which takes no copy of the network and keeps what is known of its derivatives.
 
         Args:

@@ -1,4 +1,4 @@
-"""The network that something saved was made on: found again, or refused."""
+"""Checks that a saved object belongs to the network it is loaded with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of torch in which derivatives are right, whatever the caller has switched on.
+"""Context managers that set torch's global modes for correct derivatives.
 
 Inference mode, autocast, kernels without forward-mode formulas and checkpointing each make some
 derivative fail or, worse, come out wrong without a word. Here each is put aside and put back.

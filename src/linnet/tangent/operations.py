@@ -1,4 +1,4 @@
-"""What each torch function does with a tracked parameter, in the vocabulary of ``rules``.
+"""Maps torch functions to the gradient rules in ``rules``.
 
 ``describe`` turns a call into uses ``(kind, operand, a, options)`` or answers ``None`` when the
 call is not understood; the parameter is then differentiated example by example instead.

@@ -1,9 +1,9 @@
-"""How each parameter is differentiated: decided and proved on a few examples of each kind of forward pass.
+"""Plans how each parameter is differentiated, verified on a few examples.
 
 The layout of every use is found from the gradients of single examples, and the gradients that the
 rules give are compared with autograd's. What does not agree is differentiated example by example. A
 use whose gradient vanished on all probes (a dead unit, a zero head) proves nothing: it stays
-*unproven*, and the plan is made anew when its gradient is first seen.
+*unproven*, and the plan is made again when its gradient is first seen.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Plan:
-    """How every tracked parameter is differentiated.
+    """Differentiation method of every tracked parameter.
 
     Args:
         layouts: Layout of each use that is taken.
@@ -93,7 +93,7 @@ def plan_for(function: Functional, run: Trace, x: Inputs, renew: bool = False) -
         function: The network.
         run: A traced pass.
         x: Its batch.
-        renew: Whether to make it anew, searching the whole batch for gradients that do not vanish.
+        renew: Whether to plan again, searching the whole batch for gradients that do not vanish.
 
     Returns:
         The plan.
@@ -176,7 +176,7 @@ def _make_plan(function: Functional, run: Trace, x: Inputs, tries: int | None) -
     open_uses = found.open_uses(probe)
     unproven = frozenset(key for key, _ in open_uses if key not in found.layouts)
     if tries is None:  # some gradient does not vanish in this batch, yet no example shows where it is
-        reason = "its gradient could not be told apart by example"
+        reason = "its gradient could not be separated by example"
         found.exact.update({name: reason for sources, _ in unproven for name in sources})
         unproven = frozenset()
     size = _bytes([use for _, use in open_uses], probe.saved_bytes or 0)

@@ -1,4 +1,4 @@
-"""Before anything long is started: can this network be linearized, how, and what will it cost."""
+"""Preflight check: is a network supported, by which method and at what cost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Coverage:
-    """How one parameter is treated.
+    """Treatment of one parameter.
 
     Args:
         name: Its name.
@@ -53,7 +53,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was found; print it.
+    """Result of the preflight check; print it.
 
     Args:
         model: Name of the network's class.
@@ -221,7 +221,7 @@ def _batch_dependence(function: Functional, batch: Inputs) -> list[str]:
     try:
         found = dependence(function, batch)
         if found is not None:
-            return [f"{found}, so no example has a gradient of its own"]
+            return [f"{found}, so per-example gradients do not exist"]
         inside = moved_network(function) or function
         proved_plan(inside, batch, trace(inside, batch))
     except ModelError as error:

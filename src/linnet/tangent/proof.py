@@ -1,4 +1,4 @@
-"""The rules proved on the user's own batch: what they assemble against one ordinary vector-Jacobian product.
+"""Verification of the gradient rules on the user's batch against a vector-Jacobian product.
 
 A plan is made on three examples and finds gradients where operations read parameters. A network that
 differentiates itself in its forward pass (forces from an energy, the residual of a differential equation)

@@ -1,4 +1,4 @@
-"""Rectifying calls of functions and methods, caught while a network runs and made leaky.
+"""Intercepts rectifier calls of functions and methods to make them leaky.
 
 A module is given a subclass of its own class, made for it, whose methods run under a mode that replaces
 ``F.relu`` and its kin. Names, copies and pickles stay what they were.

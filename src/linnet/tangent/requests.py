@@ -1,4 +1,4 @@
-"""What a linearization says of inputs and vectors that it cannot use.
+"""Input and vector checks of a linearization.
 
 Types and shapes are looked at before a pass. Whether numbers are finite is read from the result, which tells
 it at the cost of one sum: a network may turn an infinite input (a mask) into finite outputs.

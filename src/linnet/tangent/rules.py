@@ -1,4 +1,4 @@
-"""One rule per kind of use: what a parameter's gradient is, example by example.
+"""Gradient rules: the per-example gradient of a parameter for each kind of use.
 
 A *use* is one operation of the forward pass that reads a parameter. With a the input of the
 use and g the gradient of the outputs at its result, the gradient of example n is

@@ -1,4 +1,4 @@
-"""Which parameters take part: ``params=`` by keyword, name, regex, module or predicate."""
+"""Parameter selection: ``params=`` by keyword, name, regex, module or predicate."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _last_layer(model: nn.Module, named: dict[str, nn.Parameter]) -> set[str]:
         first = next(n for n, p in named.items() if p is every[last])
         raise InputError(
             f"params='last-layer', but {last!r}, the last matrix, is the same parameter as {first!r}",
-            expected="a last layer with parameters of its own",
+            expected="a last layer with its own parameters",
             remedy=f"name the parameters, for example params=[{first!r}], or untie them",
         )
     owner = matrices[-1].rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Loaders that give every process of ``torch.distributed`` a part of the data, and how much that part is.
+"""Loaders that are sharded over ``torch.distributed`` processes.
 
 torch's ``DistributedSampler`` fills the parts up with examples that another process has too, so that all
 have equally many. Which those are is known: of N examples in some order, rank r of R has those at r, r + R,

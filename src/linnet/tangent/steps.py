@@ -1,4 +1,4 @@
-"""The order in which the tiles of a Gram matrix are formed, block after block of the rows that stay."""
+"""The order in which the tiles of a Gram matrix are computed."""
 
 from __future__ import annotations
 

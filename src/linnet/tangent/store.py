@@ -1,8 +1,8 @@
-"""A Gram matrix on disk that survives an interruption.
+"""A resumable Gram matrix on disk.
 
 The matrix grows in ``NAME.partial`` beside a record of finished steps; when the last step is done
 it is renamed to ``NAME``. A run with the same weights, data and settings continues the record, any
-other starts anew.
+other starts again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GramFile:
 
     Raises:
         InputError: If the name does not end in ``.npy``, or the folder does not exist or cannot be written.
-        DiskSpaceError: If the disk has no room for the matrix.
+        DiskSpaceError: If the disk has no space for the matrix.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class GramFile:
         self.written = time.monotonic()
 
     def finish(self) -> Tensor:
-        """Rename the matrix to its final name and map it anew.
+        """Rename the matrix to its final name and map it again.
 
         Returns:
             The matrix, backed by the file.

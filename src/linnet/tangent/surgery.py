@@ -1,4 +1,4 @@
-"""Surgery on activations: every ReLU of a network made a Leaky ReLU, wherever and however it is called.
+"""Replaces the ReLUs of a network by Leaky ReLUs, modules and function calls both.
 
 The gradient of a ReLU network at θ₀ is zero in every unit that is off, and in a linear model it stays so: a
 Leaky ReLU lets it through (Achille et al., CVPR 2021, section 3.3). Modules are replaced. Calls of functions
@@ -50,7 +50,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class SurgeryReport:
-    """What surgery replaced, and what it left.
+    """Report of replaced and kept activations.
 
     Args:
         slope: Slope of the new activations below zero.
@@ -158,7 +158,7 @@ def leaky_relu(
 
 
 def report(model: nn.Module) -> SurgeryReport:
-    """What surgery did to a network.
+    """Report of the surgery on a network.
 
     Args:
         model: A network from :func:`leaky_relu`, or a copy of one.
@@ -198,7 +198,7 @@ def _check(model: nn.Module, slope: float, keep: Collection[str], clamps: bool) 
         raise InputError(
             "model had surgery before",
             expected="a network with its own activations",
-            remedy="pass the network as it was before linnet.surgery.leaky_relu",
+            remedy="pass the network from before linnet.surgery.leaky_relu",
         )
     if not isinstance(keep, Collection) or isinstance(keep, Tensor):
         raise InputError(
@@ -230,7 +230,7 @@ def _require_reachable(model: nn.Module, kept: set[int]) -> None:
             raise ModelError(
                 f"module {name or '(network)'!r} ({type(module).__name__}) {why}",
                 expected="activations that are modules or calls of torch's functions",
-                remedy=f"keep it as it is: leaky_relu(model, keep=[{name!r}])",
+                remedy=f"leave it unchanged: leaky_relu(model, keep=[{name!r}])",
             )
 
 

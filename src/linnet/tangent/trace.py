@@ -1,4 +1,4 @@
-"""One forward pass that notes every use of a tracked parameter.
+"""Traces every use of a tracked parameter in one forward pass.
 
 Uses are caught where torch functions are called, not where modules are defined: custom modules,
 tied weights and plain arithmetic are seen like ``nn.Linear``. Three marks travel with tensors:

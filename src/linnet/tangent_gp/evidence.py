@@ -1,4 +1,4 @@
-"""The marginal likelihood of a tangent Gaussian process along its hyper-parameters.
+"""The marginal likelihood of a tangent Gaussian process as a function of its hyper-parameters.
 
 With prior precision λ, noise scale s and ρ = λ s, the targets' residuals have the density
 

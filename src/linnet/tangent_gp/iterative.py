@@ -173,7 +173,7 @@ class Iterative(System):
         return self.solution.residual
 
     def at(self, ridge: float) -> Iterative:
-        """The same operator, cache and spectrum at another ρ; a preconditioner of Nyström's is made anew."""
+        """The same operator, cache and spectrum at another ρ; a preconditioner of Nyström's is made again."""
         shared = Shared(self.operator, None, "", self.shared.panel, self.shared.measure)
         if self.shared.name in ("ekfac", "kfac", "diagonal"):
             shared.preconditioner, shared.name = self.shared.preconditioner, self.shared.name
@@ -197,7 +197,7 @@ class Iterative(System):
         return Solution(after.value, after.status, found.steps + after.steps, after.residual)
 
     def _affordable(self) -> str:
-        """The preconditioner to take where none is asked for."""
+        """The preconditioner to take where none is requested."""
         if self.space == "stored":
             return "pivoted-cholesky"
         rank = self.settings.rank or RANK
@@ -232,7 +232,7 @@ class Iterative(System):
         return self.shared.panel
 
     def _made_panel(self) -> Panel:
-        """As many directions as asked for, as fit, or as there is something to find."""
+        """As many directions as requested, as fit, or as there is something to find."""
         m, p = self.kernel.jacobian.shape
         primal = self.space == "parameter"
         room = int(SHARE * parse_bytes(self.memory, self.function.device))

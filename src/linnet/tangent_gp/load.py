@@ -1,4 +1,4 @@
-"""``linnet.load_gp``: a saved tangent Gaussian process, able to do all that it could before."""
+"""``linnet.load_gp``: loads a saved tangent Gaussian process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of a tangent Gaussian process, checked."""
+"""Checked options of a tangent Gaussian process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = ("solver", *ITERATION, "mean", "params", "output", "memory")
 
 @dataclass(frozen=True)
 class Options:
-    """How a process is solved.
+    """Options of the solution of a process.
 
     Args:
         space: Where.

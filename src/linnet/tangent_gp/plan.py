@@ -1,4 +1,4 @@
-"""In which space a tangent Gaussian process is solved, and how: by predicted operations and memory."""
+"""Chooses the space and the solver of a tangent Gaussian process by predicted cost and memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Way:
 
 @dataclass(frozen=True)
 class GPPlan:
-    """What was chosen, among what, and why.
+    """The chosen plan, its alternatives and the reason.
 
     Args:
         chosen: The way taken.
@@ -137,7 +137,7 @@ def _reason(chosen: Way, wanted: list[Way], fitting: list[Way]) -> str:
     """Why this way."""
     cheaper = [way for way in wanted if way not in fitting and way.operations < chosen.operations]
     if len(wanted) == 1:
-        return "asked for"
+        return "set by the user"
     if cheaper:
         best = min(cheaper, key=lambda way: way.operations)
         budget = format_bytes(best.memory.budget)

@@ -1,4 +1,4 @@
-"""Plan and solve a tangent Gaussian process, and say what was done."""
+"""Plans and solves a tangent Gaussian process, and records what was done."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def solve(
         function: The network.
         task: The data.
         ridge: ρ.
-        options: What was asked for.
+        options: What was requested.
         before: The system of another task on the same network, whose caches are taken.
 
     Returns:
@@ -50,7 +50,7 @@ def describe(plan: GPPlan, system: System, options: Options) -> dict[str, Any]:
     Args:
         plan: What was chosen.
         system: The solved equations.
-        options: What was asked for.
+        options: What was requested.
 
     Returns:
         A dict that ``json`` can write.

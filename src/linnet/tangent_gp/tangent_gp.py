@@ -256,7 +256,7 @@ class TangentGP(PredictiveModel):
         Returns:
             ``.mean`` and ``.variance`` (T, C), ``.covariance`` (T, C, C), ``.with_noise()``,
             ``.sample(n)``, ``.log_density(y)``, ``.joint_covariance``. The covariance is computed when it is
-            first asked for.
+            first requested.
 
         Raises:
             DataError: If x is empty or not finite.
@@ -408,7 +408,7 @@ class TangentGP(PredictiveModel):
 
     @in_exact_mode
     def summary(self) -> dict[str, Any]:
-        """What was solved, how and why, and the operations that it took, as plain numbers and text.
+        """Size, plan, reasons and operations of the solution, as plain numbers and text.
 
         Returns:
             A dict that ``json`` can write.

@@ -1,4 +1,4 @@
-"""The data of one task as a Gaussian process sees them: residuals in units of their noise.
+"""The data of one task: residuals in units of their noise.
 
 With targets t_i = f(x_i) + ε_i, ε_i ~ N(0, s σ_i²), known σ_i² and a common scale s, everything is written in
 

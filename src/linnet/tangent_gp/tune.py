@@ -44,7 +44,7 @@ def least_scale(system: System, share: float) -> float:
 
 
 def warn_at_floor(found: bool, system: System) -> None:
-    """Say that the evidence asked for less noise than the floor.
+    """Warn that the evidence is highest below the noise floor.
 
     Args:
         found: Whether it did.

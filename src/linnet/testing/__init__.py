@@ -1,1 +1,1 @@
-"""What a test of a new operator, solver or curvature needs: dense oracles and conformance suites."""
+"""Test tools for operators, solvers and curvatures: dense oracles and conformance suites."""

@@ -1,4 +1,4 @@
-"""Conformance suites: give an operator or a solver and what it should equal, and everything is checked.
+"""Conformance suites for operators and solvers.
 
 Each check raises AssertionError with the question that was answered wrongly.
 """

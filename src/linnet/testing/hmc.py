@@ -1,4 +1,4 @@
-"""Hamiltonian Monte Carlo for tiny networks, as an oracle: slow, in float64, and it says how well it mixed.
+"""Hamiltonian Monte Carlo for tiny networks in float64, as a reference with convergence diagnostics.
 
 Neal, "MCMC using Hamiltonian dynamics", 2011, section 5.3: momenta r ~ N(0, I), L leapfrog steps of size ε,
 and acceptance with probability min(1, exp(H − H')). The step size is set in the warm-up by dual averaging

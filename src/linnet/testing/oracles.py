@@ -1,4 +1,4 @@
-"""Dense reference values in float64, computed the slow and obvious way.
+"""Dense reference values in float64 by the most direct algorithm.
 
 Every function here follows a definition and nothing else: one example at a time, one call of
 ``torch.autograd.grad`` for each output, explicit matrices, refits instead of update formulas. The

@@ -1,4 +1,4 @@
-"""What a Run accepts, refuses and gives back as JSON."""
+"""Checks and JSON form of Run."""
 
 import json
 from typing import Any

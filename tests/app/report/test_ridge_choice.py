@@ -16,7 +16,7 @@ CHOSEN = {
     "gcv": "It was chosen by generalized cross-validation",
     "evidence": "It was chosen by the evidence",
     "validation": "It was chosen by the loss on validation data",
-    "given": "It was given",
+    "given": "It was set by the user",
 }
 
 
@@ -26,7 +26,7 @@ def test_one_criterion_is_named(criterion: str, loss: str) -> None:
     text = ridge_choice(RidgeChoice(criterion, loss))
     assert text.startswith(CHOSEN[criterion])
     assert text.count("chosen by") == int(criterion != "given")
-    assert ("had no part in the choice" in text) == (criterion != "loo")
+    assert ("was not used for the choice" in text) == (criterion != "loo")
     assert ("Newton step" in text) == (loss == "cross-entropy")
     assert "without training again" not in text or loss == "squared"
 
@@ -34,9 +34,9 @@ def test_one_criterion_is_named(criterion: str, loss: str) -> None:
 def test_a_cross_fitted_head() -> None:
     squared, softmax = (RidgeChoice("loo", loss, crossed=True) for loss in ("squared", "cross-entropy"))
     for choice in (squared, softmax):
-        assert "least held-out" in ridge_choice(choice)
+        assert "smallest held-out" in ridge_choice(choice)
         assert "by leave-one-out" not in ridge_choice(choice)
-    assert "curve that is drawn takes the head as it is" in ridge_choice(squared)
+    assert "curve shown is for a fixed head" in ridge_choice(squared)
     assert (loo_name(squared), loo_name(softmax)) == ("Leave-one-out error", "Held-out log loss")
     assert loo_name(RidgeChoice("evidence", "cross-entropy")) == "Leave-one-out log loss"
 

@@ -162,7 +162,7 @@ def test_a_cross_fitted_head(folder: Path, loss: str) -> None:
     assert any("cross-fitted" in text for text in fit["warnings"])
     assert load_run(folder / out).fit.held_out is not None
     page, report = (folder / out / "report.html").read_text(), result(folder / out)["report"]
-    assert "It was chosen as the one of least held-out" in page
+    assert "It was chosen because it has the smallest held-out" in page
     assert "It was chosen by" not in page
     assert ("Held-out log loss" in page) == (loss == "cross-entropy")
     assert "cross-fitted" in report["choices"][0]["chosen"]

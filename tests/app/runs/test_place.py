@@ -1,4 +1,4 @@
-"""Where runs are written, and what `update` and `predict` do with samples that are known or hard."""
+"""Output folders of runs, and samples that `update` and `predict` already know or find hard."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_folders_that_cannot_be_used(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(folder, ["--out", "/proc/linnet"], "cannot be written", capsys)
-    refused(folder, ["--out", ""], "no folder of its own", capsys)
+    refused(folder, ["--out", ""], "the current folder", capsys)
     refused(folder, ["--shots", "99"], "shots is 99", capsys, out="a/b/c")  # nothing stays, parents included
     (folder / "mine").mkdir()
     (folder / "mine" / "thesis.tex").write_text("all of it")
@@ -58,7 +58,7 @@ def test_one_sample_a_class_takes_the_evidence(folder: Path) -> None:
     assert adapt(folder, "--shots", "1") == 0
     assert result(folder / "run")["fit"]["reasons"]["ridge"] == "highest evidence"
     assert adapt(folder, "--shots", "1", "--method", "linear", "--overwrite") == 0
-    assert "class with one sample" in result(folder / "run")["fit"]["reasons"]["ridge"]
+    assert "class with a single sample" in result(folder / "run")["fit"]["reasons"]["ridge"]
     assert result(folder / "run")["fit"]["criterion"] == "evidence"
     page = (folder / "run" / "report.html").read_text()
     assert "It was chosen by the evidence" in page

@@ -1,4 +1,4 @@
-"""`linnet check`: whether a network and its data can be handled, and how, before anything long is started."""
+"""`linnet check`: check that a network and its data are supported, without computing anything expensive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check(
     device: str = "cpu",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Say how a network will be linearized on its data, and what it will cost.
+    """Check that a network and its data are supported, and estimate what a fit will cost.
 
     For data with classes that is the network as ``linnet adapt`` takes it: with a new head of an output for
     each class, where it has another number of outputs and ends in a linear layer.

@@ -35,10 +35,10 @@ def demo(*, out: Path = Path("runs/demo"), seed: int = 0, overwrite: bool = Fals
     adapted = adapt_digits(files, out, seed)
     for line in print_adaptation(adapted):
         print(line)
-    print(f"\n3. The same with {FLIPPED} labels flipped. Leave-one-out says which labels to doubt.\n")
+    print(f"\n3. The same with {FLIPPED} labels flipped. Leave-one-out finds labels that look wrong.\n")
     recall, forgotten = forget_flipped(files, out, seed)
     print(f"flipped:       {', '.join(recall.wrong)}")
-    print(f"most doubtful: {', '.join(recall.inspected)}   ({recall.found} of {FLIPPED} found)\n")
+    print(f"most suspicious: {', '.join(recall.inspected)}   ({recall.found} of {FLIPPED} found)\n")
     for line in print_change(forgotten):
         print(line)
     return {

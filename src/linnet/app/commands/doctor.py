@@ -1,4 +1,4 @@
-"""`linnet doctor`: what is installed, what works on this machine and why the rest does not."""
+"""`linnet doctor`: report installed packages, devices, and what does not work on this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from linnet import __version__
 
 
 def doctor(*, seconds: float = 0.5) -> dict[str, Any]:
-    """Say what works on this machine, and why the rest does not.
+    """Report what is installed, what works on this machine, and why the rest does not.
 
     Args:
         seconds: Time spent on measuring the speed of matrix products, on each device.

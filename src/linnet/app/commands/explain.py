@@ -18,7 +18,7 @@ def explain(
     device: str = "cpu",
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Name the training samples that pushed a prediction up and down.
+    """Show the training samples that pushed a prediction up and down.
 
     Args:
         run: The folder that linnet adapt, forget or update wrote.
@@ -30,7 +30,7 @@ def explain(
         model: The network's factory, where the run's own is not here or not to be run.
         memory: The budget, such as 2GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.
-        trust: Whether to run code that a run of somebody else names.
+        trust: Whether to run code that a run of another user names.
 
     Returns:
         For each sample the training samples with their influence: the predicted output with the sample minus

@@ -1,4 +1,4 @@
-"""`linnet forget`: take training samples out of a fit, exactly and without training."""
+"""`linnet forget`: remove training samples from a fit, exactly and without training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def forget(
     overwrite: bool = False,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Forget training samples: the fit as if they had never been there, without training.
+    """Forget training samples: the fit without them, exactly and without training.
 
     Args:
         run: The folder that linnet adapt, forget or update wrote; it stays as it is.
@@ -26,11 +26,11 @@ def forget(
             and result.json have them. Names that hold a comma are given as a JSON list.
         out: The folder for the new run.
         overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
-        verify: Also fit anew without the samples, kernel included, and compare.
+        verify: Also fit from scratch without the samples, kernel included, and compare.
         model: The network's factory, where the run's own is not here or not to be run.
         memory: The budget, such as 2GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.
-        trust: Whether to run code that a run of somebody else names.
+        trust: Whether to run code that a run of another user names.
 
     Returns:
         Scores before and after, the certificate (the relative residual of the new fit's own equations), and

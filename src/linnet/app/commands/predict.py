@@ -1,4 +1,4 @@
-"""`linnet predict`: what an adapted network says about new samples, and how sure it is."""
+"""`linnet predict`: predictions of an adapted network for new samples, with confidences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def predict(
         model: The network's factory, where the run's own is not here or not to be run.
         memory: The budget, such as 2GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.
-        trust: Whether to run code that a run of somebody else names.
+        trust: Whether to run code that a run of another user names.
 
     Returns:
         How many samples were predicted as what, their scores where answers are known, and the files written.

@@ -1,4 +1,4 @@
-"""`linnet spectrum`: what the tangent kernel says about a task."""
+"""`linnet spectrum`: spectrum and alignment of the tangent kernel, with a recommendation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def task_spectrum(
     seed: int = 0,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Say whether a task is linear for a network: its kernel's spectrum, the labels in it, and a verdict.
+    """Test whether a linear model suits a task: the kernel's spectrum, the labels in it, and a verdict.
 
     Args:
         run: The folder of a finished run to look at; then no data are named.
@@ -62,7 +62,7 @@ def task_spectrum(
         memory: The budget, such as 2GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.
         seed: Seed of the split and of the draws.
-        trust: Whether to run code that a run of somebody else names.
+        trust: Whether to run code that a run of another user names.
 
     Returns:
         Eigenvalues, the labels' share of the leading directions, their alignment, leave-one-out, the

@@ -1,4 +1,4 @@
-"""`linnet update`: take new training samples into a fit, exactly and without training."""
+"""`linnet update`: add training samples to a fit, exactly and without training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def update(
     overwrite: bool = False,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Take new training samples into a fit, as if they had always been there, without training.
+    """Add training samples to a fit, exactly and without training.
 
     Args:
         run: The folder that linnet adapt, forget or update wrote; it stays as it is.
@@ -26,11 +26,11 @@ def update(
             with x and y (or x_train and y_train), or a ``.csv`` table.
         out: The folder for the new run.
         overwrite: Whether to replace a finished run of other settings there, or to write beside other files.
-        verify: Also fit anew on all samples, kernel included, and compare.
+        verify: Also fit from scratch on all samples, kernel included, and compare.
         model: The network's factory, where the run's own is not here or not to be run.
         memory: The budget, such as 2GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.
-        trust: Whether to run code that a run of somebody else names.
+        trust: Whether to run code that a run of another user names.
 
     Returns:
         Scores before and after, and the certificate (the relative residual of the new fit's own equations).

@@ -153,7 +153,7 @@ def _check_samples(member: Member, train: Member) -> None:
         )
     if shape != train.sample_shape or member.is_images != train.is_images:
         raise DataError(
-            where, f"samples of shape {train.sample_shape}, as in {train.name}", "make both alike"
+            where, f"samples of shape {train.sample_shape}, as in {train.name}", "give both the same form"
         )
 
 

@@ -1,4 +1,4 @@
-"""What must hold of every data set, whatever file it came from."""
+"""Checks that every data set must pass, whatever file it came from."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def as_labels(
     Args:
         name: What they are called.
         y: Labels, (N,) or (N, 1).
-        classes: How many classes there are; None when nobody has said.
+        classes: How many classes there are; None if unknown.
         ids: The samples' names.
 
     Returns:

@@ -20,7 +20,7 @@ EMPTY = ""  # the category of empty cells
 
 @dataclass(frozen=True)
 class Column:
-    """How a column becomes numbers.
+    """Encoding of a column.
 
     Args:
         name: Its name.
@@ -68,7 +68,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """What a table's columns are.
+    """Columns of a table.
 
     Args:
         features: Columns that become features.
@@ -115,7 +115,7 @@ class Table:
 
 
 def fitted(name: str, values: Array, texts: Sequence[str] | None) -> tuple[Column, Array] | str:
-    """How a column becomes numbers, from the training lines.
+    """Encoding of a column, from the training lines.
 
     Args:
         name: Its name.
@@ -141,7 +141,7 @@ def fitted(name: str, values: Array, texts: Sequence[str] | None) -> tuple[Colum
 
 
 def remarks(table: Table, left_out: Sequence[str], train: Mapping[str, Array]) -> list[str]:
-    """What a reader must know of the columns.
+    """Remarks on the columns.
 
     Args:
         table: The columns.

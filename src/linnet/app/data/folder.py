@@ -74,7 +74,7 @@ def read_folder(
         test_fraction: Share of each class held out.
         damaged: ``"error"`` refuses files that cannot be decoded; ``"skip"`` decodes every file once, leaves
             the bad ones out and says so in the findings.
-        links: ``"inside"`` refuses links that lead out of the folder, which one from somebody else may hold;
+        links: ``"inside"`` refuses links that lead out of the folder, which one from another user may hold;
             ``"follow"`` takes what they lead to.
 
     Returns:
@@ -356,7 +356,7 @@ def _opened(path: Path) -> Iterator[Any]:
     from PIL import Image
 
     status = path.stat().st_mode
-    if not stat.S_ISREG(status):  # opening a pipe would wait for somebody to write to it
+    if not stat.S_ISREG(status):  # opening a pipe would wait for a writer
         raise DataError(f"it is {special_file(status)}")
     with Image.open(path, formats=_FORMATS) as image:
         if image.mode.startswith(_DEEP_MODES):

@@ -1,4 +1,4 @@
-"""One door to the readers: a folder, an archive or a table."""
+"""Reads a data set from a folder, an archive or a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which samples: train and test splits, and a few shots of each class, by seed."""
+"""Seeded train and test splits, and a few samples of each class."""
 
 from __future__ import annotations
 

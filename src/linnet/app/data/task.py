@@ -1,4 +1,4 @@
-"""A task: samples to train on and to test on, their answers and their stable names."""
+"""A task: training and test samples, their labels and their stable ids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PartName = Literal["train", "test"]
 
 
 class Source(Protocol):
-    """Where samples lie until they are needed."""
+    """Source of samples, read when needed."""
 
     @property
     def sample_shape(self) -> tuple[int, ...]:

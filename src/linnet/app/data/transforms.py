@@ -1,4 +1,4 @@
-"""From stored numbers to what a network takes: images to normalized tensors, table columns to unit scale.
+"""Preprocessing: images to normalized tensors, table columns to unit scale.
 
 A transform is a few numbers: it can be saved beside a fit (``dataclasses.asdict``) and applied to new data.
 """
@@ -33,7 +33,7 @@ _CHUNK = 512  # images converted at a time
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """Bytes to normalized images: (pixel / 255 − mean) / std, resized and with the channels asked for.
+    """Bytes to normalized images: (pixel / 255 − mean) / std, resized and with the channels requested.
 
     Args:
         mean: Mean of each channel, for pixels in [0, 1]; one number serves all channels.
@@ -105,7 +105,7 @@ class ImageTransform:
         return result
 
     def _resize(self, pixels: Tensor) -> Tensor:
-        """The shorter side scaled to the size asked for, and the middle kept."""
+        """The shorter side scaled to the size requested, and the middle kept."""
         height, width = pixels.shape[2:]
         if self.size is None or (height, width) == (self.size, self.size):
             return pixels
@@ -213,11 +213,11 @@ def require_default(transform: ImageTransform | None, why: str) -> None:
     """Refuse a transform of images for data that are none.
 
     Args:
-        transform: What the user asked for, if anything.
+        transform: What the user requested, if anything.
         why: What the data are instead.
 
     Raises:
-        InputError: A size, channels, mean or std were asked for.
+        InputError: A size, channels, mean or std were requested.
     """
     if transform not in (None, ImageTransform()):
         raise InputError(

@@ -331,7 +331,7 @@ def informativeness_bars(values: Array, labels: Array | None = None, classes: Se
 
 
 def confusion_matrix(labels: Array, predicted: Array, classes: Sequence[str]) -> str:
-    """Which class is taken for which.
+    """Confusion matrix.
 
     Args:
         labels: True class indices, (N,).

@@ -59,7 +59,7 @@ class Reliability:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """How good the fit is.
+    """Scores of the fit.
 
     Args:
         comparison: One row per method; the first row is the linear fit itself.
@@ -102,7 +102,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Coverage:
-    """How one parameter of the network was handled.
+    """Treatment of one parameter of the network.
 
     Args:
         name: Name of the parameter.
@@ -119,7 +119,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class PreflightText:
-    """What the check before the fit found.
+    """Result of the preflight check.
 
     Args:
         text: The printed report of the preflight.
@@ -165,7 +165,7 @@ class RidgePath:
 
 @dataclass(frozen=True)
 class RidgeChoice:
-    """How the ridge was chosen.
+    """Choice of the ridge.
 
     Args:
         criterion: ``"given"``, ``"loo"``, ``"gcv"``, ``"evidence"``, ``"validation"`` or
@@ -205,7 +205,7 @@ class Spectrum:
 
 @dataclass(frozen=True, eq=False)
 class FitRecord:
-    """How the fit was made.
+    """Record of the fit.
 
     Args:
         path: Scores over the ridge.
@@ -214,7 +214,7 @@ class FitRecord:
         preflight: The check of the network.
         timings: Time of every step.
         task: How linear the task is.
-        ridge: How the ridge was chosen.
+        ridge: Choice of the ridge.
     """
 
     path: RidgePath | None = None
@@ -288,7 +288,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Forgetting:
-    """What forgetting some training samples changed.
+    """Changes after forgetting training samples.
 
     Args:
         removed: Positions of the forgotten samples in the training set.

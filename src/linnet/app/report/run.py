@@ -1,4 +1,4 @@
-"""The whole of a report: :class:`Run`.
+""":class:`Run`, the record of a whole report.
 
 A :class:`Run` is filled by whoever did the work (the command line, a notebook) and handed to
 :func:`linnet.app.report.write_report`. Only the title is required: every part that is missing is left

@@ -1,4 +1,4 @@
-"""What the kernel says about a task, as a part of a report: the record, and its figure."""
+"""The report's section on the tangent kernel of a task: its record and its figure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TaskKernel:
-    """How linear a task is for a network.
+    """Linearity of a task for a network.
 
     Args:
         eigenvalues: Leading eigenvalues of the kernel's matrix (k,), decreasing.

@@ -1,4 +1,4 @@
-"""From a :class:`Run` to the pieces that the page template lays out."""
+"""Converts a :class:`Run` to the values that the page template displays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers as words: formats for the page, and the summary at its top."""
+"""Number formats of the report, and the summary at its top."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _result(run: Run) -> str:
         return (
             "" if row.rmse is None else f"The root mean squared error on the test set is {number(row.rmse)}."
         )
-    sentence = f"The {row.name} names the right class for {percent(row.accuracy)}"
+    sentence = f"The {row.name} predicts the right class for {percent(row.accuracy)}"
     if not tested:
         return sentence + " of the test samples."
     low, high = wilson_interval(row.accuracy * tested, tested)
@@ -179,14 +179,15 @@ def _trust(run: Run) -> str:
     if test is not None and test.uncertainty is not None and correct is not None and len(correct) >= 20:
         worst, rest, _ = split_by_uncertainty(test.uncertainty, ~correct)
         parts.append(
-            f"of the tenth it is least sure of, {percent(worst, 0)} are wrong, of the rest {percent(rest)}"
+            f"the error rate is {percent(worst, 0)} among the 10{_SPACE}% least certain predictions "
+            f"and {percent(rest)} among the others"
         )
     text = "; ".join(parts)
     return text[:1].upper() + text[1:] + "." if text else ""
 
 
 def _freedom(run: Run) -> str:
-    """How much the data decides."""
+    """Effective number of parameters."""
     spectrum, path = run.fit.spectrum, run.fit.path
     ridge = path.chosen if path is not None else spectrum.ridge if spectrum is not None else None
     if ridge is None:
@@ -196,7 +197,7 @@ def _freedom(run: Run) -> str:
         return f"The ridge is {number(ridge, trim=True)}."
     count = len(spectrum.eigenvalues)
     known = number(ridge, trim=True)
-    return f"With a ridge of {known} the data decides about {number(effective)} of {count} directions."
+    return f"Effective parameters: {number(effective)} of {count} (ridge {known})."
 
 
 def _labels(run: Run) -> str:
@@ -274,22 +275,22 @@ def ridge_choice(choice: RidgeChoice | None) -> str:
         return f"{loo}."
     if choice.crossed and softmax:
         loo = held
-    beside = f"{loo}; its score is drawn for comparison and had no part in the choice."
+    beside = f"{loo}; its score is shown for comparison and was not used for the choice."
     score = "log loss" if softmax else "error"
     if choice.criterion == "loo":
         if not choice.crossed:
-            return f"It was chosen by leave-one-out, as the one of least {score}. {loo}."
+            return f"It was chosen by leave-one-out: it has the smallest {score}. {loo}."
         drawn = "" if softmax else (
-            " The leave-one-out curve that is drawn takes the head as it is, and had no part in the choice."
+            " The leave-one-out curve shown is for a fixed head and was not used for the choice."
         )  # fmt: skip
-        return f"It was chosen as the one of least held-out {score}. {held}.{drawn}"
+        return f"It was chosen because it has the smallest held-out {score}. {held}.{drawn}"
     return f"{_CRITERIA[choice.criterion]} {beside}"
 
 
 _CRITERIA = {
-    "given": "It was given: no score had a part in it.",
+    "given": "It was set by the user.",
     "gcv": "It was chosen by generalized cross-validation, from the residuals and the degrees of freedom.",
-    "evidence": "It was chosen by the evidence, the probability that the model gives to the training labels.",
+    "evidence": "It was chosen by the evidence (marginal likelihood) of the training labels.",
     "validation": "It was chosen by the loss on validation data.",
     "folds": "It was chosen by the error on folds, each predicted by a network trained without it.",
 }

@@ -1,4 +1,4 @@
-"""From a trained network and a few samples to a fit, its scores and a run folder."""
+"""Adapts a trained network to a few samples, scores the fit and writes a run folder."""
 
 from __future__ import annotations
 
@@ -57,13 +57,14 @@ from linnet.tangent.selection import select_parameters
 ALL = "leave it out to take all"
 PROBED = (
     "The derivatives of the lower layers are taken at a linear probe that was fitted on the same labels: "
-    "leave-one-out, influence and forgetting are exact for the fit, and leave that probe as it is."
+    "leave-one-out, influence and forgetting are exact for the fit, but do not undo a sample's effect on "
+    "that probe."
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Adaptation:
-    """What an adaptation found.
+    """Result of an adaptation.
 
     Args:
         run: What is kept.
@@ -91,7 +92,7 @@ def adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | None
     before it is evaluated.
 
     Args:
-        settings: What is asked for.
+        settings: What is requested.
         out: The run folder.
         keep: Writes the fit, such as ``linnet.app.runs.folder.keep_fit``; by default it is not written.
 
@@ -187,7 +188,7 @@ def _why_head(network: Network, init: str, centered: bool) -> str:
         "probe": "as many samples as features, or more",
         "random": "fewer samples than features, because a probe would overfit",
     }
-    why = "asked for" if network.head != "auto" else chosen[init]
+    why = "set by the user" if network.head != "auto" else chosen[init]
     if network.cross_fit:
         why = "fitted in folds, so that leave-one-out leaves out its part too"
     if centered:
@@ -217,10 +218,10 @@ def ended(model: nn.Module, task: TaskData, x: Tensor) -> nn.Module:
 
 
 def nests(settings: Settings, task: TaskData, model: nn.Module, x: Tensor) -> bool:
-    """Whether the nested fit is made: where it is asked for, or nothing that only one linearization has.
+    """Whether the nested fit is made: where it is requested, or nothing that only one linearization has.
 
     Args:
-        settings: What is asked for.
+        settings: What is requested.
         task: The data.
         model: The network.
         x: Training inputs.
@@ -229,7 +230,7 @@ def nests(settings: Settings, task: TaskData, model: nn.Module, x: Tensor) -> bo
         True for ``linnet.adapt``.
 
     Raises:
-        InputError: It is asked for together with something that it does not have.
+        InputError: It is requested together with something that it does not have.
     """
     network, solving = settings.network, settings.solving
     if solving.method == "linear":
@@ -253,7 +254,7 @@ def nests(settings: Settings, task: TaskData, model: nn.Module, x: Tensor) -> bo
         if asked:
             raise InputError(
                 f"{asked[0]} is given with method nested",
-                expected="a probe of its own, one metric, the squared loss, the kernel and leave-one-out",
+                expected="its own probe, one metric, the squared loss, the kernel and leave-one-out",
                 remedy=f"leave {asked[0]} out, or pass --method linear",
             )
         return True
@@ -345,7 +346,7 @@ def _loaded(source: Source) -> TaskData:
 
 
 def _read(source: Source) -> TaskData:
-    """The task with the samples asked for."""
+    """The task with the samples requested."""
     task = _loaded(source)
     if source.shots is not None:
         if task.classes is None:
@@ -395,7 +396,7 @@ def _headed(
 
 
 def choose_head(model: nn.Module, x: Tensor, samples: int) -> str:
-    """The head to start from, where nobody has said.
+    """The default head.
 
     A linear probe with fewer samples than features fits any labels. The derivatives that pass through it then
     hold the labels, and leave-one-out would be optimistic: a random head knows nothing of them.

@@ -1,4 +1,4 @@
-"""Forgetting training samples and taking in new ones, without training."""
+"""Removing training samples from a run, and adding new ones, without training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Change:
         before: The run before.
         after: The run after.
         seconds: Time that the change took.
-        compared: Largest difference of outputs from a fit solved anew, and the time of that fit.
+        compared: Largest difference of outputs from a fit solved again, and the time of that fit.
         removed: Positions of forgotten samples, in the run before.
         verified: Whether the network was run again for that fit, kernel included.
         notes: What was left out, and why.
@@ -58,7 +58,7 @@ class Change:
 
     @property
     def difference(self) -> float | None:
-        """Largest difference of outputs from a fit solved anew; None when that was not tried."""
+        """Largest difference of outputs from a fit solved again; None when that was not tried."""
         return self.compared[0]
 
     @property
@@ -73,7 +73,7 @@ def forget(run: SavedRun, ids: Sequence[str], verify: bool = False) -> Change:
     Args:
         run: The run.
         ids: Their ids.
-        verify: Fit the network anew without them, kernel included, and compare.
+        verify: Fit the network from scratch without them, kernel included, and compare.
 
     Returns:
         The run before and after, with the difference from a solution from scratch.
@@ -107,7 +107,7 @@ def update(run: SavedRun, new: NewSamples, answers: Array, name: str, verify: bo
         new: The samples.
         answers: Their labels (N,), or targets (N, T) in their own units.
         name: Name of their source, put before their ids.
-        verify: Fit the network anew on all, kernel included, and compare.
+        verify: Fit the network from scratch on all, kernel included, and compare.
 
     Returns:
         The run before and after. Samples that the run has already are left out; test samples that are now

@@ -1,4 +1,4 @@
-"""The demo: digits that a network has never seen, wrong labels found, and forgotten."""
+"""The demo: adapt to digits, find wrong labels, and forget them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How good predictions are, and what a fit says about samples that it has not seen."""
+"""Scores of predictions, and the predictions of a fit for samples outside its training set."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Predictions:
 
     Args:
         mean: Outputs (T, C).
-        std: Their standard deviation (T, C), with noise for a regression; None when it was not asked for.
+        std: Their standard deviation (T, C), with noise for a regression; None when it was not requested.
         probs: Class probabilities (T, C); None for a regression.
-        note: Why there are no standard deviations, where they were asked for.
+        note: Why there are no standard deviations, where they were requested.
     """
 
     mean: Array

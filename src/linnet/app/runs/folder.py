@@ -1,4 +1,4 @@
-"""A run folder: everything that predicting, explaining, forgetting and updating need.
+"""A run folder: the files that predict, explain, forget and update need.
 
 ``model.safetensors``       the network at θ₀, its new head included
 ``linear-fit.safetensors``  the solved fit, training inputs included; ``nested-fit.safetensors`` of ``adapt``
@@ -53,7 +53,7 @@ _SAVED = {*_TENSORS, CURVATURE, NESTED}
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a run's network came from.
+    """Origin of a run's network.
 
     Args:
         spec: The network's name; a file's path is absolute.
@@ -80,7 +80,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class TestSource:
-    """Where a run's test samples are read from.
+    """Source of a run's test samples.
 
     Args:
         path: The data's absolute path.
@@ -148,7 +148,7 @@ class TrainingSamples:
 
 @dataclass(frozen=True, eq=False)
 class SavedRun:
-    """What a run folder holds.
+    """Contents of a run folder.
 
     Args:
         origin: Where the network came from.
@@ -325,7 +325,7 @@ def load_run(
         device: Where to compute.
         memory: Budget of what is computed from it.
         model: The network's factory, named by the user; the one that the run names when None.
-        trust: Whether to run what the run names, though it is of somebody else; it is then remembered.
+        trust: Whether to run what the run names, though it is of another user; it is then remembered.
 
     Returns:
         The run.

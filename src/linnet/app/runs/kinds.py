@@ -1,4 +1,4 @@
-"""The two kinds of fit that a run may hold, and what differs between them."""
+"""The two kinds of fit that a run can hold, and their differences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cross_fitted(fit: Fit) -> bool:
 
 
 def certificate_of(fit: Fit) -> str:
-    """What the certificate of a fit is."""
+    """Meaning of a fit's certificate."""
     return "relative gradient" if isinstance(fit, SoftmaxFit) else "relative residual"
 
 

@@ -1,4 +1,4 @@
-"""One writer to a folder: a lock that the operating system releases when its process ends, in any way."""
+"""A lock for one writer per folder, released by the operating system when its process ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from linnet.errors import InputError
 
 LOCK = ".linnet.lock"
 BYTE = 1 << 30  # the byte that Windows locks; it need not exist, and the process id before it stays readable
-TRIES = 100  # a folder that a failing process removes is made anew; more in a row is no coincidence
+TRIES = 100  # a folder that a failing process removes is made again; more in a row is no coincidence
 PAUSE = 0.05  # seconds between two tries
 GLANCE = 0.5  # seconds of trying at least: a reader holds the lock for an instant to see whether it is free
 MOMENT = 10.0  # seconds that writing a report may take another process
@@ -106,7 +106,7 @@ def check_free(folder: Path) -> None:
 
 
 def _enter(key: Path, folder: Path) -> bool:
-    """Take the lock, or once more where this thread has it; False where somebody else has."""
+    """Take the lock, or once more where this thread has it; False where another has."""
     with _table:
         held = _held.get(key)
         if held is not None:

@@ -1,4 +1,4 @@
-"""The metric of the ridge of an adaptation: which one, and the network in its coordinates."""
+"""The metric of an adaptation's ridge, and the network in its coordinates."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from linnet.fitting.metric import with_metric
 from linnet.likelihoods import Gaussian
 from linnet.tangent.linearized import Linearized, linearize
 
-SMALL = 1e12  # operations that nobody waits for
+SMALL = 1e12  # operations; below this cost, timing does not matter
 
 
 def choose_metric(settings: Settings, lin: Linearized, classes: bool, equations: int) -> tuple[str, str]:
-    """The metric of the ridge, where nobody has said.
+    """The default metric of the ridge.
 
     The curvature's was ahead of one ridge for all weights on every pair of a study of images. The training
     samples cannot tell behind a probe: their labels are in the derivatives.
 
     Args:
-        settings: What is asked for.
+        settings: What is requested.
         lin: The network where the fit starts.
         classes: Whether the answers are classes.
         equations: N·C.
@@ -32,20 +32,20 @@ def choose_metric(settings: Settings, lin: Linearized, classes: bool, equations:
     """
     solving = settings.solving
     if solving.metric != "auto":
-        return solving.metric, "asked for"
+        return solving.metric, "set by the user"
     if not classes:
         return "none", "a regression, of which there is no study"
     if settings.network.cross_fit:
-        return "none", "every fold of a cross-fitted probe would have one of its own"
+        return "none", "each fold of a cross-fitted probe would need its own"
     if not isinstance(solving.ridge, str):
-        return "none", "the ridge that is given is that of all weights alike"
+        return "none", "a ridge was given, which is one for all weights"
     if solving.solver == "cg":
         return "none", "conjugate gradients are preconditioned instead"
     sides = [side for t in lin.theta0.values() if t.ndim > 1 for side in (t.shape[0], t[0].numel())]
     # eigenvectors of all factors, 10 d³, against the products of the kernel, (N·C)² P
     if 10 * sum(side**3 for side in sides) > max(equations**2 * lin.space.dim, SMALL):
         return "none", "its eigenvectors would take longer than the kernel"
-    return "kfac", "weights that move the outputs far are held more; ahead on every pair of a study"
+    return "kfac", "directions of high curvature are regularized more; ahead on every pair of a study"
 
 
 def in_metric(
@@ -54,18 +54,18 @@ def in_metric(
     """The network where the fit starts, in the coordinates of the probe's curvature.
 
     Args:
-        settings: What is asked for.
+        settings: What is requested.
         probe: The network with the head whose derivatives are taken.
         lin: The network where the fit starts.
         x: Training inputs.
         chosen: The metric, and why.
 
     Returns:
-        The network with one parameter, the metric, and why; the network as it is where nobody has asked for a
+        The network with one parameter, the metric, and why; the unchanged network where nobody requested a
         metric that does not fit into memory.
 
     Raises:
-        MemoryBudgetError: If it was asked for and does not fit.
+        MemoryBudgetError: If it was requested and does not fit.
     """
     structure, why = chosen
     shape = len(x), lin.function.output_shape(x).numel()

@@ -1,4 +1,4 @@
-"""Samples by their ids: from what people write to the sample that is meant, and back to lines for them."""
+"""Sample ids: parsing what users type, and formatting samples for display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New samples for a run: with answers where there are any, in the form that the run was trained on."""
+"""New samples for a run, with or without labels, in the format of its training data."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def read_new(path: Path, run: SavedRun, prefer: str) -> NewSamples:
         if not images:
             raise InputError(
                 f"data {path} is a folder",
-                expected="samples like those of the run, which are no images",
+                expected="samples of a table, like those of the run",
                 remedy=ALIKE,
             )
         return _checked(_from_folder(path, run), run)
@@ -143,7 +143,7 @@ def _from_table(path: Path, run: SavedRun) -> NewSamples:
     if table is None:
         raise InputError(
             f"data {path} is a table",
-            expected="samples like those of the run, which are no table's",
+            expected="image samples, like those of the run",
             remedy=ALIKE,
         )
     x, answers, cells, findings = read_like(path, table)
@@ -169,7 +169,7 @@ def _labels(path: Path, target: str, cells: Cells, classes: tuple[str, ...]) -> 
         raise DataError(
             f"{target} of {path} names classes that the run has not: {some(unknown)}",
             expected=f"one of {some(list(classes))}",
-            remedy="correct these lines, or adapt anew with the new classes",
+            remedy="correct these lines, or run adapt again with the new classes",
         )
     return np.array([place[name] for name in names], dtype=np.int64)
 

@@ -1,4 +1,4 @@
-"""Whether images come to a network as it was trained: by its own configuration, or by its batch norms.
+"""Input normalization: from the network's configuration, checked against its batch norm statistics.
 
 The first batch norm that an image meets remembers mean μ and variance σ² of each channel from the training.
 With m and v those of the images at hand, the distance of a normalization is the median over the channels of

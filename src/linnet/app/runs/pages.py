@@ -1,4 +1,4 @@
-"""Reports of runs: from what was found to the page and the result file."""
+"""Builds the report page and the result file of a run."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
         metric = "one for all weights" if run.origin.metric is None else "K-FAC"
         made.insert(2, Choice("metric of the ridge", metric, reasons["metric"]))
     if "loss" in reasons or isinstance(fit, SoftmaxFit):
-        made.insert(1, Choice("loss", loss_of(fit), reasons.get("loss", "asked for")))
+        made.insert(1, Choice("loss", loss_of(fit), reasons.get("loss", "set by the user")))
     if isinstance(fit, SoftmaxFit):
         made.append(Choice("optimum", f"{fit.system.steps} Newton steps", reasons.get("newton", "")))
         if "leave-one-out" in reasons:

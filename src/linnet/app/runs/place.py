@@ -1,4 +1,4 @@
-"""Where a run is written: a folder that can be made, holds nothing else, and is left clean by a failure."""
+"""The output folder of a run: created or refused, and cleaned up after a failure."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def check_out(out: Path, source: Path | None = None) -> None:
     """
     if out == Path():
         raise InputError(
-            "out names no folder of its own",
-            expected="a folder, new or old",
+            "out is the current folder",
+            expected="a run folder, new or existing",
             remedy="name one, such as --out runs/first",
         )
     for place in (out, *out.absolute().parents):
@@ -42,14 +42,14 @@ def check_out(out: Path, source: Path | None = None) -> None:
             if not place.is_dir():
                 raise InputError(
                     f"out is {out}, but {place} is a file",
-                    expected="a folder, new or old",
+                    expected="a run folder, new or existing",
                     remedy="name another folder",
                 )
             break
     if source is not None and out.resolve() == source.resolve():
         raise InputError(
             f"out and run are the same folder, {out}",
-            expected="another folder, so that the old run stays as it is",
+            expected="another folder, to keep the old run",
             remedy="name another folder with --out",
         )
 
@@ -64,7 +64,7 @@ def check_unused(out: Path, command: str, settings: str, overwrite: bool) -> Non
         overwrite: Whether a run of other settings may be replaced.
 
     Raises:
-        InputError: A finished run of other settings, or files of somebody else, lie there.
+        InputError: A finished run of other settings, or files of another user, lie there.
     """
     if not out.is_dir() or overwrite or out == Path():
         return
@@ -150,7 +150,7 @@ def claimed(
 
     Raises:
         InputError: It cannot be written, another process is writing there, or a run of other settings or
-            files of somebody else lie there.
+            files of another user lie there.
     """
     check_out(out, source)
     with made_folder(out):
@@ -252,7 +252,7 @@ def check_still(out: Path) -> None:
     if now is not None and key in _records and now != _records[key]:
         raise InputError(
             f"out is {out}, where another process has finished a run meanwhile",
-            expected="a folder that nobody else writes to",
+            expected="a folder to which no other process writes",
             remedy="name another folder, or pass --overwrite",
         )
 

@@ -1,4 +1,4 @@
-"""Questions to a run: what it predicts for new samples, and which training samples are behind it."""
+"""Queries to a run: predictions for new samples, and the training samples behind a prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user asks of an adaptation, in four small records."""
+"""Settings of an adaptation, in four small records."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Solving:
-    """How to fit.
+    """Settings of the fit.
 
     Args:
         ridge: ρ, or ``"auto"`` (leave-one-out), ``"loo"``, ``"gcv"`` or ``"evidence"``.
@@ -98,10 +98,10 @@ class Solving:
         memory: Budget such as ``"2GB"``.
         device: Where to compute.
         loss: ``"squared"``, ``"cross-entropy"``, or ``"auto"``: the one of lower leave-one-out log loss.
-        metric: Of the ridge: ``"none"`` holds all weights alike, ``"kfac"`` is the curvature of the network,
+        metric: Of the ridge: ``"none"`` is one for all weights, ``"kfac"`` is the curvature of the network,
             ``"auto"`` takes it for classes.
         method: ``"nested"``, the linear probe and the lower layers in one solve (``linnet.adapt``);
-            ``"linear"``, one linearization at a head; ``"auto"``: nested where nothing is asked for that only
+            ``"linear"``, one linearization at a head; ``"auto"``: nested where nothing is requested that only
             the other has.
         weight: Share of the lower layers in the nested kernel, 0 to 1, or ``"auto"``.
         tune: Whether to train the lower layers of a nested fit where held-out folds say that it helps.
@@ -168,7 +168,7 @@ class Settings:
     Args:
         network: What to start from.
         source: What to learn from.
-        solving: How to fit.
+        solving: Settings of the fit.
         compare: ``"probe"``, or ``"finetune"`` to compare with plain fine-tuning as well.
         finetune_steps: Steps of each run of it.
         title: Title of the report; made from the data's name when empty.
@@ -188,7 +188,7 @@ class Settings:
         if self.network.cross_fit and self.solving.metric == "kfac":
             raise InputError(
                 f"metric is {self.solving.metric!r} with cross_fit {self.network.cross_fit}",
-                expected="one of the two: every fold would have a metric of its own",
+                expected="one of the two, since each fold would need its own metric",
                 remedy="leave --metric or --cross-fit out",
             )
         check.choice("compare", self.compare, COMPARED, LEAVE)

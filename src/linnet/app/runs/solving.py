@@ -1,4 +1,4 @@
-"""The fit of an adaptation: its loss, its ridge, and what is done where the kernel is too large."""
+"""Solves an adaptation: loss, ridge, and the solver for kernels that exceed memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Solved = tuple[Fit, Fit | None]
 
 
 def solve(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file: Path) -> Solved:
-    """Fit with the loss that is asked for, or the one that leave-one-out prefers.
+    """Fit with the loss that is requested, or the one that leave-one-out prefers.
 
     Args:
         lin: The network.
@@ -37,7 +37,7 @@ def solve(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file: 
         The fit, and the pilot fit that chose for it where the kernel is too large.
 
     Raises:
-        InputError: The cross-entropy of a regression is asked for.
+        InputError: The cross-entropy of a regression is requested.
     """
     y = data[1]
     if y.is_floating_point() and solving.loss == "cross-entropy":
@@ -82,7 +82,7 @@ def _better(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file
 
 def _solve(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file: Path) -> Solved:
     """The fit of one loss."""
-    reason = "asked for"
+    reason = "set by the user"
     if solving.solver != "cg":
         criterion, why = _criterion(solving, lin, data[1])
         solver: Solver = Dual(file) if isinstance(criterion, str) or solving.solver == "dual" else "auto"
@@ -122,7 +122,7 @@ def _criterion(solving: Solving, lin: Linearized, y: Tensor) -> tuple[float | st
     """The ridge or its criterion, and why it is not what auto usually is."""
     if solving.ridge == "auto" and (singles := _singles(y)):
         return "evidence", (
-            "; by evidence and not by leave-one-out, which says nothing of a class with one sample, "
+            "; by evidence, since leave-one-out cannot score a class with a single sample, "
             f"and {singles} class(es) have one"
         )
     probed = any(isinstance(layer, CenteredLinear) for layer in lin.model.modules())

@@ -1,4 +1,4 @@
-"""How linear a task is for a network: from a run, or from a network and data, to a page and a result."""
+"""The spectrum command: from a run, or a network and data, to a page and a result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BATCH = 128  # samples predicted at once
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What is looked at.
+    """Network and data under examination.
 
     Args:
         run: The fit, with its network and training samples.
@@ -52,7 +52,7 @@ class Subject:
 
 @dataclass(frozen=True, eq=False)
 class Examined:
-    """What was found.
+    """Result of the examination.
 
     Args:
         subject: What was looked at.
@@ -120,7 +120,7 @@ def from_run(
         device: Where to compute.
         memory: The budget.
         model: The network's factory, named by the user; the one that the run names when None.
-        trust: Whether to run what the run names, though it is of somebody else.
+        trust: Whether to run what the run names, though it is of another user.
 
     Returns:
         The run with its test samples.
@@ -136,7 +136,7 @@ def from_settings(settings: Settings, out: Path) -> Subject:
     """Fit a network to its data, as ``linnet adapt`` does, without plain fine-tuning.
 
     Args:
-        settings: What is asked for.
+        settings: What is requested.
         out: Where the kernel grows until it is done.
 
     Returns:
@@ -172,7 +172,7 @@ def examine(subject: Subject, top: int | None, samples: int | None, memory: str 
         memory: The budget.
 
     Returns:
-        What was found.
+        Result of the examination.
 
     Raises:
         InputError: ``top`` or ``samples`` is out of range.
@@ -230,10 +230,10 @@ def _scores(run: SavedRun, x: Any, test: Part) -> tuple[Comparison, ...]:
 
 
 def result_of(found: Examined, title: str, out: Path) -> dict[str, Any]:
-    """What was found, as plain values.
+    """Result as plain values.
 
     Args:
-        found: What was found.
+        found: Result of the examination.
         title: Title of the page.
         out: Where the page goes.
 
@@ -253,7 +253,7 @@ def page_of(found: Examined, title: str) -> Run:
     """The report.
 
     Args:
-        found: What was found.
+        found: Result of the examination.
         title: Its title.
 
     Returns:
@@ -280,7 +280,7 @@ def table_of(found: Examined) -> list[tuple[str, str]]:
     """The numbers behind the verdict.
 
     Args:
-        found: What was found.
+        found: Result of the examination.
 
     Returns:
         Names and values.
@@ -324,10 +324,10 @@ def _warnings(found: Examined) -> tuple[str, ...]:
 
 
 def print_spectrum(found: Examined, title: str, out: Path) -> list[str]:
-    """What was found, for people.
+    """Result as lines of text.
 
     Args:
-        found: What was found.
+        found: Result of the examination.
         title: Title of the page.
         out: Where it was written.
 

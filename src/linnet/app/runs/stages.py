@@ -1,4 +1,4 @@
-"""Time of each step."""
+"""Timing of the steps of a run."""
 
 from __future__ import annotations
 

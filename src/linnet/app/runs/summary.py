@@ -1,4 +1,4 @@
-"""Results as plain values, and as a few lines for people."""
+"""Results as plain values, and as a few lines of text."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _cell(form: Any, value: float | None) -> str:
 
 
 def written(out: Path) -> list[str]:
-    """Where the report and the result are.
+    """Paths of the report and the result.
 
     Args:
         out: The folder.
@@ -227,7 +227,7 @@ def print_change(result: dict[str, Any]) -> list[str]:
     what = "norm of the gradient" if _loss(result["fit"]) == "cross-entropy" else "residual of the equations"
     lines.append(f"certificate: relative {what} {result['certificate']:.1e}")
     if result["difference"] is not None:
-        how = "the whole fit made anew" if result["verified"] else "the equations solved from scratch"
+        how = "a fit from scratch" if result["verified"] else "the equations solved from scratch"
         lines.append(
             f"largest difference of outputs from {how}: {result['difference']:.1e} "
             f"({_cell(duration, result['refit_seconds'])})"

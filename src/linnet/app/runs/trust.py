@@ -1,4 +1,4 @@
-"""Whose code runs: what a run folder or a settings file names runs only where its user named or trusted it.
+"""Trust: code named by a run folder or a settings file runs only if the user named or trusted it.
 
 A run folder names the Python file that builds its network, and a settings file may. Whoever wrote them could
 name any code, so digests of the runs that this user made or trusted, and of factories that were named, are
