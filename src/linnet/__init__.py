@@ -25,12 +25,16 @@ if TYPE_CHECKING:
     from linnet.finetuning.finetune import finetune as finetune
     from linnet.finetuning.finetuned import Finetuned as Finetuned
     from linnet.finetuning.finetuned import load_finetuned as load_finetuned
+    from linnet.finetuning.recipes import ClosedForm as ClosedForm
+    from linnet.finetuning.recipes import Recipe as Recipe
+    from linnet.finetuning.run import Run as Run
     from linnet.fitting.fit import fit as fit
     from linnet.fitting.head import with_head as with_head
     from linnet.fitting.linear_fit import LinearFit as LinearFit
     from linnet.fitting.load_fit import load_fit as load_fit
     from linnet.fitting.metric import with_metric as with_metric
     from linnet.fitting.softmax_fit import SoftmaxFit as SoftmaxFit
+    from linnet.fitting.training import Training as Training
     from linnet.laplace.laplace import Laplace as Laplace
     from linnet.laplace.load import load_laplace as load_laplace
     from linnet.laplace.training import train_with_evidence as train_with_evidence
@@ -101,6 +105,10 @@ _HOME = {
     "finetune": "linnet.finetuning.finetune",
     "Finetuned": "linnet.finetuning.finetuned",
     "load_finetuned": "linnet.finetuning.finetuned",
+    "Recipe": "linnet.finetuning.recipes",
+    "ClosedForm": "linnet.finetuning.recipes",
+    "Training": "linnet.fitting.training",
+    "Run": "linnet.finetuning.run",
     "Augmentation": "linnet.finetuning.augment",
     "KroneckerPreconditioner": "linnet.optim.preconditioner",
     "gradient_flow": "linnet.optim.gradient_flow",

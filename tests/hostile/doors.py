@@ -78,9 +78,17 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "ood": lambda: {"inside": small.x(), "outside": 3 * small.x()},
     "fgsm": lambda: {"predict": small.differentiable, "step": 0.1},
     "finetune": lambda: {
-        "model": small.relu_net(), "steps": 2, "learning_rate": 0.01, "batch_size": 5, "progress": False,
+        "model": small.relu_net(),
+        "training": linnet.Training(steps=2, learning_rate=0.01, batch_size=5),
     },
     "load_finetuned": lambda: {"directory": small.saved("finetuned"), "model": small.relu_net()},
+    "Recipe": lambda: {"name": "lqf", "damping": 0.1},
+    "ClosedForm": lambda: {"ridge": 0.1},
+    "Training": lambda: {
+        "learning_rate": 0.1, "weight_decay": 0.1, "batch_size": 5, "steps": 2, "momentum": 0.5,
+        "schedule": "cosine", "clip": 1.0,
+    },
+    "Run": lambda: {"checkpoint": "runs", "save_every": 2, "evaluate_every": 2, "progress": False},
     "Augmentation": lambda: {"kind": "random-crop", "size": 2},
     "KroneckerPreconditioner": lambda: {
         "curvature": small.curvature("kfac"), "module": small.net(), "damping": 0.1,
@@ -157,14 +165,14 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "surgery.leaky_relu": lambda: {"model": small.relu_net()},
     "surgery.report": lambda: {"model": linnet.surgery.leaky_relu(small.relu_net())},
     "surgery.recover": lambda: {
-        "model": linnet.surgery.leaky_relu(small.relu_net()), "teacher": small.relu_net(), "steps": 2,
-        "batch_size": 5,
-        "progress": False,
+        "model": linnet.surgery.leaky_relu(small.relu_net()), "teacher": small.relu_net(),
+        "training": linnet.Training(steps=2, batch_size=5),
     },
     "surgery.CappedLeakyReLU": lambda: {"slope": 0.2, "cap": 6.0},
     "surgery.with_bilinear_head": lambda: {
         "model": small.pooled_net(), "classes": 2, "data": small.pictures(),
     },
+    "surgery.Bilinear": lambda: {"channels": 2, "layer": "0"},
     "surgery.SquareRootPooling": dict,
 }  # fmt: skip
 

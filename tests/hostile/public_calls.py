@@ -194,7 +194,9 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "ood": lambda s: linnet.ood(lambda x: s.fit().predictive(x).probs, s.x, s.x + 1),
     "fgsm": lambda s: linnet.fgsm(lambda x: s.lin()(x).softmax(1), s.data, 0.1),
     **{
-        f"finetune {method}": lambda s, method=method: linnet.finetune(s.model, s.data, method, steps=2)
+        f"finetune {method}": lambda s, method=method: linnet.finetune(
+            s.model, s.data, method, training=linnet.Training(steps=2)
+        )
         for method in ("lqf", "lqf-fc", "gaf", "fc", "nlft")
     },
     "audit influence": lambda s: linnet.audit.influence(s.fit(), s.x),

@@ -186,7 +186,9 @@ def attack() -> Any:
 
 @cache
 def finetuned() -> Any:
-    return linnet.finetune(relu_net(), classes(), steps=2, learning_rate=0.01, batch_size=5, progress=False)
+    return linnet.finetune(
+        relu_net(), classes(), training=linnet.Training(steps=2, learning_rate=0.01, batch_size=5)
+    )
 
 
 def preconditioner(module: nn.Module) -> Any:
