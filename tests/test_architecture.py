@@ -71,14 +71,11 @@ MAY_BE_WIDE: dict[str, str] = {
 MAY_TAKE_MORE: dict[str, str] = {
     "linnet.curvatures.build.curvature": "to be grouped",
     "linnet.fitting.fit.fit": "to be grouped",
-    "linnet.baselines.factorized.factorized_gaussian": "to be grouped",
-    "linnet.fitting.comparisons.fine_tune": "to be grouped",
     "linnet.fitting.head.with_head": "to be grouped",
     "linnet.laplace.laplace.Laplace.tune": "to be grouped",
     "linnet.laplace.training.train_with_evidence": "to be grouped",
     "linnet.metrics.adversarial.fgsm": "to be grouped",
     "linnet.nested.adapt.adapt": "to be grouped",
-    "linnet.posterior.posterior.linear_posterior": "to be grouped",
     "linnet.spectrum.eigenfunctions.eigenfunctions": "to be grouped",
     "linnet.spectrum.eigenfunctions.energy_concentration": "to be grouped",
 }

@@ -52,7 +52,9 @@ if TYPE_CHECKING:
     from linnet.optim.gradient_flow import gradient_flow as gradient_flow
     from linnet.optim.preconditioner import KroneckerPreconditioner as KroneckerPreconditioner
     from linnet.posterior.posterior import LinearPosterior as LinearPosterior
+    from linnet.posterior.posterior import Newton as Newton
     from linnet.posterior.posterior import linear_posterior as linear_posterior
+    from linnet.posterior.svi import SVI as SVI
     from linnet.predictive.distribution import Predictive as Predictive
     from linnet.predictive.gaussian import GaussianPredictive as GaussianPredictive
     from linnet.predictive.sampled import SampledPredictive as SampledPredictive
@@ -95,6 +97,8 @@ _HOME = {
     "load_gp": "linnet.tangent_gp.load",
     "linear_posterior": "linnet.posterior.posterior",
     "LinearPosterior": "linnet.posterior.posterior",
+    "Newton": "linnet.posterior.posterior",
+    "SVI": "linnet.posterior.svi",
     "evaluate": "linnet.metrics.evaluate",
     "Report": "linnet.metrics.reports",
     "RegressionReport": "linnet.metrics.reports",

@@ -103,7 +103,7 @@ _NAMES = {
     "recipe reduction root schedule score search sharing solver source space structure structures "
     "to variant keep preconditioner loss names mode like",
     "made": "curvature fit forgotten lin likelihood moment param_group report seen description "
-    "augmentation memory device dtype candidates gram directions pooling training run",
+    "augmentation memory device dtype candidates gram directions pooling training run inference",
     "selector": "params",
     "flag": "adaptive add base canonical clamps discrete flip inplace joint masked momentum per_output tune "
     "progress "
@@ -199,6 +199,7 @@ OF_CALL: dict[str, str] = {
     "Recipe(optimizer)": "word",
     "ClosedForm(weight_decay)": "positive",
     "Training(momentum)": "share or zero",
+    "Newton(samples)": "count from zero",
     "surgery.Bilinear(layer)": "name",
     "spectrum.effective_dimension(source)": "model",
     "spectrum.condition_number(source)": "model",

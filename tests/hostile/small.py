@@ -144,7 +144,9 @@ def gp(space: str = "function") -> Any:
 
 @cache
 def posterior() -> Any:
-    return linnet.linear_posterior(lin(), classes(), likelihood(), "svi", epochs=1)
+    return linnet.linear_posterior(
+        lin(), classes(), likelihood(), linnet.SVI(training=linnet.Training(epochs=1))
+    )
 
 
 @cache
@@ -287,7 +289,9 @@ def dropout() -> Any:
 
 @cache
 def factorized() -> Any:
-    return linnet.baselines.factorized_gaussian(net(), classes(), likelihood(), epochs=1, samples=3)
+    return linnet.baselines.factorized_gaussian(
+        net(), classes(), likelihood(), linnet.SVI(training=linnet.Training(epochs=1)), samples=3
+    )
 
 
 @cache
