@@ -217,11 +217,11 @@ def fitted(
     )  # fmt: skip
     la.fit((drawn, y.repeat(arguments.draws)))
     held_out = TensorDataset(binarized(data.validation[0], 6000), data.validation[1])
-    la.tune(
-        "grid", DataLoader(held_out, len(held_out)), prior_precision=PRIORS,
-        data_scale=[scale / arguments.draws for scale in SCALES], predict=arguments.predict, samples=10,
-        seed=seed,
+    grid = linnet.Grid(
+        prior_precision=PRIORS, data_scale=[scale / arguments.draws for scale in SCALES],
+        predict=arguments.predict, samples=10, seed=seed,
     )  # fmt: skip
+    la.tune("grid", DataLoader(held_out, len(held_out)), search=grid)
     la.save(place)
     return la
 

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from linnet.fitting.training import Training as Training
     from linnet.laplace.laplace import Laplace as Laplace
     from linnet.laplace.load import load_laplace as load_laplace
+    from linnet.laplace.training import EvidenceSchedule as EvidenceSchedule
     from linnet.laplace.training import train_with_evidence as train_with_evidence
+    from linnet.laplace.tune import Grid as Grid
     from linnet.metrics.adversarial import Attack as Attack
     from linnet.metrics.adversarial import fgsm as fgsm
     from linnet.metrics.evaluate import evaluate as evaluate
@@ -92,6 +94,8 @@ _HOME = {
     "load_curvature": "linnet.curvatures.saved",
     "Laplace": "linnet.laplace.laplace",
     "load_laplace": "linnet.laplace.load",
+    "EvidenceSchedule": "linnet.laplace.training",
+    "Grid": "linnet.laplace.tune",
     "train_with_evidence": "linnet.laplace.training",
     "TangentGP": "linnet.tangent_gp.tangent_gp",
     "load_gp": "linnet.tangent_gp.load",

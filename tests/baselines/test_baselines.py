@@ -180,7 +180,7 @@ def test_a_training_that_diverges_says_so() -> None:
     with pytest.raises(NumericalError, match="the training diverged"):
         linnet.train_with_evidence(make(), data, L.Gaussian(), 5, steep)
     with pytest.raises(NumericalError, match="the training diverged"):
-        linnet.train_with_evidence(make(), data, L.Gaussian(), 5, steep, batch=5)
+        linnet.train_with_evidence(make(), data, L.Gaussian(), 5, steep, batch_size=5)
 
 
 # --- factorized Gaussian --------------------------------------------------------------------------
