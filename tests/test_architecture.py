@@ -72,10 +72,6 @@ MAY_TAKE_MORE: dict[str, str] = {
     "linnet.curvatures.build.curvature": "to be grouped",
     "linnet.fitting.fit.fit": "to be grouped",
     "linnet.fitting.head.with_head": "to be grouped",
-    "linnet.metrics.adversarial.fgsm": "to be grouped",
-    "linnet.nested.adapt.adapt": "to be grouped",
-    "linnet.spectrum.eigenfunctions.eigenfunctions": "to be grouped",
-    "linnet.spectrum.eigenfunctions.energy_concentration": "to be grouped",
 }
 
 LINES_A_FILE = 600

@@ -184,7 +184,6 @@ OF_CALL: dict[str, str] = {
     "fgsm(step)": "not negative",
     "spectrum.Recorder(keep)": "place or flag",
     "surgery.leaky_relu(keep)": "optional mapping",
-    "fgsm(keep)": "flag",
     "optim.Converged(loss)": "real",
     "optim.GaussNewton(noise)": "flag",
     "optim.Settings(noise)": "flag",

@@ -104,7 +104,7 @@ def softmax() -> Any:
 
 
 def adapted() -> Any:
-    return linnet.adapt(net(), classes(), weight=0.5, ridge=0.1, heads=2)
+    return linnet.adapt(net(), classes(), weight=0.5, ridge=0.1)
 
 
 @cache
