@@ -52,7 +52,7 @@ from linnet.finetuning.prepared import (
     largest_eigenvalue,
     prepare,
 )
-from linnet.finetuning.recipes import recipe_for
+from linnet.finetuning.recipes import Recipe
 from linnet.finetuning.trainer import Trainer
 from linnet.fitting import CG
 from linnet.optim.preconditioner import KroneckerPreconditioner
@@ -65,7 +65,7 @@ PAPER = 1e-4  # λ
 BATCH = 28
 PARTS = ("plans", "count", "recipe")
 VIEW = Augmentation()
-RECIPE = recipe_for("lqf", None, None, None, None)
+RECIPE = Recipe("lqf", head="keep")
 
 
 class Setting:
@@ -110,7 +110,7 @@ class Setting:
 
     def prepared(self) -> Prepared:
         """The network ready, as the recipe has it."""
-        shaping = Shaping(0.2, ALPHA, "keep", None, None, {}, 0)
+        shaping = Shaping(None, None, 0)
         examples = Examples(self.data, torch.device("cpu"))
         return prepare(self.problem.model, RECIPE, shaping, examples, VIEW, CLASSES)
 

@@ -278,6 +278,27 @@ def wide_constructors(tree: Tree, limit: int, allowed: Iterable[str] = ()) -> li
     return breaches
 
 
+def wide_callables(tree: Tree, limit: int, outside: Iterable[str], allowed: Iterable[str] = ()) -> list[str]:
+    """Public functions and methods of more parameters than the limit, in modules that are not left out."""
+    breaches, fine, left_out = [], set(allowed), tuple(outside)
+    for source in tree.values():
+        if source.name.startswith(left_out):
+            continue
+        classes = [node for node in source.tree.body if isinstance(node, ast.ClassDef)]
+        for owner in (source.tree, *classes):
+            within = f"{source.name}.{owner.name}" if isinstance(owner, ast.ClassDef) else source.name
+            for node in owner.body:
+                if not isinstance(node, Function) or node.name.startswith("_"):
+                    continue
+                if any(_dotted(decorator).endswith("overload") for decorator in node.decorator_list):
+                    continue
+                arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+                count = sum(argument.arg not in ("self", "cls") for argument in arguments)
+                if count > limit and f"{within}.{node.name}" not in fine:
+                    breaches.append(f"{within}.{node.name}: {count} parameters")
+    return breaches
+
+
 def big_classes(tree: Tree, limit: int) -> list[str]:
     """Classes of more public methods than the limit; properties are attributes, overloads count once."""
     breaches = []

@@ -47,7 +47,10 @@ def finetune(run: Path) -> None:
     torch.manual_seed(0)
     x, y = small_task(0)
     linnet.finetune(
-        small_network(), (x, y), steps=6, batch_size=8, learning_rate=0.05, checkpoint=run, save_every=1
+        small_network(),
+        (x, y),
+        training=linnet.Training(steps=6, batch_size=8, learning_rate=0.05),
+        run=linnet.Run(checkpoint=run, save_every=1),
     ).save(run / "result")
 
 

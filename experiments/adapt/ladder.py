@@ -88,7 +88,7 @@ def cell(
     start = time.perf_counter()
     classes = fit.system.c
     headed = linnet.with_head(model, classes, init="probe", data=data, scale=HEAD_SCALE)
-    plain = fine_tune(headed, data, steps, BATCH, seed=seed, optimizer="adam", progress=False, folds=folds)
+    plain = fine_tune(headed, data, steps, BATCH, seed=seed, optimizer="adam", folds=folds)
     found |= judged("fine-tuning", plain.predict(xt).double().softmax(1), yt, start)
     start = time.perf_counter()
     found |= judged("logistic", regressed(model, data, xt, seed), yt, start)

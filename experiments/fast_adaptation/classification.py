@@ -64,9 +64,13 @@ def inferred(
     given: Any, seed: int,
 ) -> dict[str, float]:  # fmt: skip
     """One posterior of the linear model."""
+    how: dict[str, linnet.Newton | linnet.SVI] = {
+        "map": linnet.Newton(tolerance=1e-2),
+        "laplace": linnet.Newton(tolerance=1e-2, samples=given.samples),
+        "svi": linnet.SVI(training=linnet.Training(epochs=given.svi_epochs)),
+    }
     posterior = linnet.linear_posterior(
-        linnet.linearize(model), data, Categorical(), method, base=base, prior_precision=given.precision,
-        tolerance=1e-2, epochs=given.svi_epochs, samples=given.samples if method == "laplace" else None,
+        linnet.linearize(model), data, Categorical(), how[method], base=base, prior_precision=given.precision,
         generator=seed,
     )  # fmt: skip
     facts = {} if posterior.optimum is None else {"newton_steps": posterior.optimum.steps}

@@ -98,8 +98,8 @@ def cell(network: nn.Module, data: tuple[Tensor, ...], seed: int, steps: int, ba
     classes = int(y.max()) + 1
     model = linnet.with_head(network, classes, init="random", generator=torch.Generator().manual_seed(seed))
     fit = linnet.fit(linnet.linearize(model), (x, y), ridge="loo")
-    known = spectrum.task_linearity(fit, progress=False)
-    tuned = fine_tune(model, (x, y), steps, batch, seed=seed, progress=False)
+    known = spectrum.task_linearity(fit)
+    tuned = fine_tune(model, (x, y), steps, batch, seed=seed)
     right = {
         "linear": fit.predict(x_test).argmax(1) == y_test,
         "plain": tuned.predict(x_test).argmax(1) == y_test,

@@ -49,7 +49,7 @@ def held_out(model: nn.Module, x: Tensor, y: Tensor, steps: int, seed: int) -> d
         rest = torch.ones(len(y), dtype=torch.bool)
         rest[held] = False
         linear[held] = fit.forget(held).predict(x[held]).float()
-        tuned = fine_tune(model, (x[rest], y[rest]), steps, 32, RATES, seed=seed, progress=False)
+        tuned = fine_tune(model, (x[rest], y[rest]), steps, 32, RATES, seed=seed)
         plain[held] = tuned.predict(x[held])
     found: dict[str, float] = {}
     for name, f in (("linear", linear), ("plain", plain)):

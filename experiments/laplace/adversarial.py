@@ -49,7 +49,7 @@ def in_float64(predict: Predict) -> Predict:
 
 def untargeted(predict: Predict, data: tuple[Tensor, Tensor], span: Tensor) -> dict[str, Any]:
     """Accuracy, share kept, and entropy against η, which is in units of each pixel's range."""
-    attack = linnet.fgsm(predict, data, STEPS, scale=span, batch_size=500, keep=False)
+    attack = linnet.fgsm(predict, data, STEPS, scale=span, batch_size=500)
     curves = {name: getattr(attack, name).tolist() for name in ("accuracy", "kept", "entropy")}
     return {"steps": list(STEPS), "unmoved": attack.unmoved, **curves}
 
@@ -57,7 +57,7 @@ def untargeted(predict: Predict, data: tuple[Tensor, Tensor], span: Tensor) -> d
 def targeted(predict: Predict, data: tuple[Tensor, Tensor], span: Tensor, iterations: int) -> dict[str, Any]:
     """The same against the number of steps, and the share that is predicted as 0."""
     attack = linnet.fgsm(
-        predict, data, SIZE, target=TARGET, iterations=iterations, scale=span, batch_size=500, keep=False
+        predict, data, SIZE, target=TARGET, iterations=iterations, scale=span, batch_size=500
     )
     curves = {name: getattr(attack, name).tolist() for name in ("accuracy", "kept", "entropy", "reached")}
     over = (attack.reached >= 0.5).nonzero()

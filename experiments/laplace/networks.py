@@ -186,7 +186,8 @@ def factorized(
     if not file.exists():
         found = linnet.baselines.factorized_gaussian(
             model, (binarized(data.train[0], 7000 + seed), data.train[1]), Categorical(),
-            prior_precision=PRECISION, epochs=arguments.ffg_epochs, batch_size=500, samples=2, seed=seed,
+            linnet.SVI(training=linnet.Training(epochs=arguments.ffg_epochs, batch_size=500)),
+            prior_precision=PRECISION, samples=2, seed=seed,
         )  # fmt: skip
         torch.save({"mean": found.mean, "deviation": found.deviation}, file)
     known = torch.load(file, weights_only=True, map_location=arguments.device)
@@ -216,11 +217,11 @@ def fitted(
     )  # fmt: skip
     la.fit((drawn, y.repeat(arguments.draws)))
     held_out = TensorDataset(binarized(data.validation[0], 6000), data.validation[1])
-    la.tune(
-        "grid", DataLoader(held_out, len(held_out)), prior_precision=PRIORS,
-        data_scale=[scale / arguments.draws for scale in SCALES], predict=arguments.predict, samples=10,
-        seed=seed,
+    grid = linnet.Grid(
+        prior_precision=PRIORS, data_scale=[scale / arguments.draws for scale in SCALES],
+        predict=arguments.predict, samples=10, seed=seed,
     )  # fmt: skip
+    la.tune("grid", DataLoader(held_out, len(held_out)), search=grid)
     la.save(place)
     return la
 

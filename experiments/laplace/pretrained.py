@@ -53,7 +53,8 @@ def judged(predict: Any, data: tuple[Tensor, Tensor], batch: int) -> dict[str, A
 def tuned(la: linnet.Laplace, data: tuple[Tensor, Tensor], how: str, samples: int) -> linnet.Laplace:
     """N and λ by the likelihood of held-out images."""
     held_out = DataLoader(TensorDataset(*data), len(data[0]))
-    la.tune("grid", held_out, prior_precision=PRIORS, data_scale=SCALES, predict=how, samples=samples, seed=0)
+    grid = linnet.Grid(prior_precision=PRIORS, data_scale=SCALES, predict=how, samples=samples)
+    la.tune("grid", held_out, search=grid)
     return la
 
 

@@ -164,10 +164,8 @@ def laplace(
     la = linnet.Laplace(model, task.likelihood, structure, precision, damping=damping, **options)
     la.fit(task.scaled(task.train))
     if regularized:
-        la.tune(
-            "grid", task.scaled(task.validation), prior_precision=PRIORS, data_scale=SCALES,
-            predict=how, samples=sizes.tuning, noise=False,
-        )  # fmt: skip
+        grid = linnet.Grid(prior_precision=PRIORS, data_scale=SCALES, predict=how, samples=sizes.tuning)
+        la.tune("grid", task.scaled(task.validation), search=grid, noise=False)
     points = torch.cat([task.scaled(task.test)[0], GRID / task.x_scale])
     if how == "mc":
         outputs = la.predictive(points, "mc", samples=sizes.samples, generator=1).outputs

@@ -83,7 +83,8 @@ def main(arguments: list[str] | None = None) -> None:
                     la = fitted(structure, model, data, given, folder, seed)  # noqa: B023
                     one = [part[:1] for part in validation]
                     scale = times / given.draws
-                    la.tune("grid", one, prior_precision=[prior], data_scale=[scale], predict="mc", samples=1)
+                    grid = linnet.Grid(prior_precision=prior, data_scale=scale, predict="mc", samples=1)
+                    la.tune("grid", one, search=grid)
                     return judged(Sampled(model, la.sample(given.samples, seed)), validation, letters)  # noqa: B023
 
                 cells.append(study.cell({"method": name, "times": times, "prior": prior, **shared}, sampled))

@@ -11,10 +11,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import linnet
 from experiments.figures import COLORS, figure, save
 from experiments.lqf.pairs import STEPS, runs
-from experiments.lqf.tasks import PAIRS, Pair, load, options, tuned
+from experiments.lqf.tasks import PAIRS, Pair, finetune, load, options, tuned
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 
@@ -29,7 +28,7 @@ MULTIPLES = (0.5, 1.0, 2.0, 4.0)  # of 1/(2 λ_max), for SGD without a precondit
 def stable_rate(pair: Pair, data_dir: str | None) -> float:
     """Half of 1/λ_max of the squared loss without a preconditioner, on the training images of seed 0."""
     model, train, _ = load(pair, 0, data_dir)
-    one = linnet.finetune(model, train, "lqf", preconditioner="none", steps=1)
+    one = finetune(model, train, "lqf", preconditioner="none", steps=1)
     return float(one.settings.values["learning_rate"])
 
 

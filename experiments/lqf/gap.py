@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import linnet
-from experiments.lqf.tasks import RATES, Data, Pair, accuracy, linear_model, load
+from experiments.lqf.tasks import RATES, Data, Pair, accuracy, finetune, linear_model, load
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, markdown, with_error
 
@@ -62,12 +62,12 @@ def probe(setting: Setting) -> dict[str, Any]:
 
 
 def trained(setting: Setting, method: str, seed: int, rate: float | None, **given: Any) -> dict[str, Any]:
-    """A run of ``linnet.finetune``, its learning rate chosen unless given."""
+    """A run of fine-tuning, its learning rate chosen unless given."""
     model, train, (xt, yt) = setting
     choice: dict[str, Any] = {"learning_rate": rate}
     if rate is None:
         choice = {"search": {"learning_rate": list(RATES[method])}}
-    run = linnet.finetune(model, train, method, seed=seed, **given, **choice)
+    run = finetune(model, train, method, seed=seed, **given, **choice)
     return {"accuracy": accuracy(run.predict(xt), yt), "value": run.settings.values["learning_rate"]}
 
 

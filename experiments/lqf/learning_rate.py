@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-import linnet
 from experiments.figures import COLORS, figure, save
-from experiments.lqf.tasks import PAIRS, Pair, load, options
+from experiments.lqf.tasks import PAIRS, Pair, finetune, load, options
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown
 
@@ -50,7 +49,7 @@ def scores(pair: Pair, method: str, seed: int, data_dir: str | None, shots: int,
     rates, batches = GRID[method]
     settings = {k: v for k, v in options(method, STEPS[method]).items() if k != "batch_size"}
     search = {"learning_rate": list(rates), "batch_size": list(batches)}
-    run = linnet.finetune(
+    run = finetune(
         model, (x[first], y[first]), method, (x[~first], y[~first]), search=search, seed=seed,
         evaluate_every=STEPS[method], **settings,
     )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 
 import linnet
 from experiments.figures import COLORS, figure, save
-from experiments.lqf.tasks import Data, Pair, accuracy, linear_model, load, options
+from experiments.lqf.tasks import Data, Pair, accuracy, finetune, linear_model, load, options
 from experiments.study import Cell, Study, parser
 from experiments.tables import markdown, mean_and_error, with_error
 
@@ -80,9 +80,9 @@ def stream(
         made: list[Any] = [fit, anew, alike, whole]
         if steps is not None:
             plain = {**options("nlft", steps), "learning_rate": RATE, "seed": seed}
-            again = linnet.finetune(model, seen, "nlft", **plain)
+            again = finetune(model, seen, "nlft", **plain)
             keep = "probe" if count == 1 else "keep"
-            onward = linnet.finetune(network, seen, "nlft", head=keep, **plain)
+            onward = finetune(network, seen, "nlft", head=keep, **plain)
             network = onward.module
             made += [onward, again]
         for name, one in zip(found, made, strict=True):

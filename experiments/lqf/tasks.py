@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -130,6 +130,46 @@ def options(method: str, steps: int, batch: int = 16) -> dict[str, Any]:
     return {**shared, "clip": 1.0, "schedule": "cosine"} if method == "nlft" else shared
 
 
+def finetune(
+    model: nn.Module,
+    train: Data,
+    method: str,
+    validation: Data | None = None,
+    *,
+    search: dict[str, Any] | None = None,
+    seed: int = 0,
+    **settings: Any,
+) -> linnet.Finetuned:
+    """``linnet.finetune`` with the settings of its recipe, training and run by name, as grids list them.
+
+    Args:
+        model: The pretrained network.
+        train: Training data.
+        method: The recipe's name.
+        validation: Data to score on.
+        search: Values to try.
+        seed: Seed of the run.
+        settings: Settings by name.
+
+    Returns:
+        The result.
+    """
+    kinds = (linnet.Recipe, linnet.Training, linnet.Run)
+    known = [{field.name for field in fields(kind)} for kind in kinds]
+    recipe, training, run = ({k: v for k, v in settings.items() if k in names} for names in known)
+    assert settings.keys() == {*recipe, *training, *run}
+    return linnet.finetune(
+        model,
+        train,
+        linnet.Recipe(method, **recipe),
+        validation=validation,
+        search=search,
+        training=linnet.Training(**training),
+        seed=seed,
+        run=linnet.Run(**run),
+    )
+
+
 def tuned(
     pair: Pair,
     method: str,
@@ -148,7 +188,7 @@ def tuned(
         method: One of ``METHODS``.
         seed: Seed of the draw and of the run.
         rate: Learning rate; ``None`` to choose it.
-        settings: Keyword arguments of ``linnet.finetune``.
+        settings: Keyword arguments of :func:`finetune`.
         data_dir: Folder of the data.
         per_class: Training images a class, if not those of the pair.
         rates: Learning rates to try, if not those of ``RATES``.
@@ -160,7 +200,7 @@ def tuned(
     choice: dict[str, Any] = {"learning_rate": rate}
     if rate is None:
         choice = {"search": {"learning_rate": list(rates or RATES[method])}}
-    run = linnet.finetune(model, train, method, seed=seed, **settings, **choice)
+    run = finetune(model, train, method, seed=seed, **settings, **choice)
     held = {f"{c['learning_rate']:g}": c["scores"].get("accuracy") for c in run.candidates if c.get("scores")}
     losses = {f"{c['learning_rate']:g}": c["scores"].get("loss") for c in run.candidates if c.get("scores")}
     return {

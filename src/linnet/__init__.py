@@ -25,15 +25,21 @@ if TYPE_CHECKING:
     from linnet.finetuning.finetune import finetune as finetune
     from linnet.finetuning.finetuned import Finetuned as Finetuned
     from linnet.finetuning.finetuned import load_finetuned as load_finetuned
+    from linnet.finetuning.recipes import ClosedForm as ClosedForm
+    from linnet.finetuning.recipes import Recipe as Recipe
+    from linnet.finetuning.run import Run as Run
     from linnet.fitting.fit import fit as fit
     from linnet.fitting.head import with_head as with_head
     from linnet.fitting.linear_fit import LinearFit as LinearFit
     from linnet.fitting.load_fit import load_fit as load_fit
     from linnet.fitting.metric import with_metric as with_metric
     from linnet.fitting.softmax_fit import SoftmaxFit as SoftmaxFit
+    from linnet.fitting.training import Training as Training
     from linnet.laplace.laplace import Laplace as Laplace
     from linnet.laplace.load import load_laplace as load_laplace
+    from linnet.laplace.training import EvidenceSchedule as EvidenceSchedule
     from linnet.laplace.training import train_with_evidence as train_with_evidence
+    from linnet.laplace.tune import Grid as Grid
     from linnet.metrics.adversarial import Attack as Attack
     from linnet.metrics.adversarial import fgsm as fgsm
     from linnet.metrics.evaluate import evaluate as evaluate
@@ -48,7 +54,9 @@ if TYPE_CHECKING:
     from linnet.optim.gradient_flow import gradient_flow as gradient_flow
     from linnet.optim.preconditioner import KroneckerPreconditioner as KroneckerPreconditioner
     from linnet.posterior.posterior import LinearPosterior as LinearPosterior
+    from linnet.posterior.posterior import Newton as Newton
     from linnet.posterior.posterior import linear_posterior as linear_posterior
+    from linnet.posterior.svi import SVI as SVI
     from linnet.predictive.distribution import Predictive as Predictive
     from linnet.predictive.gaussian import GaussianPredictive as GaussianPredictive
     from linnet.predictive.sampled import SampledPredictive as SampledPredictive
@@ -86,11 +94,15 @@ _HOME = {
     "load_curvature": "linnet.curvatures.saved",
     "Laplace": "linnet.laplace.laplace",
     "load_laplace": "linnet.laplace.load",
+    "EvidenceSchedule": "linnet.laplace.training",
+    "Grid": "linnet.laplace.tune",
     "train_with_evidence": "linnet.laplace.training",
     "TangentGP": "linnet.tangent_gp.tangent_gp",
     "load_gp": "linnet.tangent_gp.load",
     "linear_posterior": "linnet.posterior.posterior",
     "LinearPosterior": "linnet.posterior.posterior",
+    "Newton": "linnet.posterior.posterior",
+    "SVI": "linnet.posterior.svi",
     "evaluate": "linnet.metrics.evaluate",
     "Report": "linnet.metrics.reports",
     "RegressionReport": "linnet.metrics.reports",
@@ -101,6 +113,10 @@ _HOME = {
     "finetune": "linnet.finetuning.finetune",
     "Finetuned": "linnet.finetuning.finetuned",
     "load_finetuned": "linnet.finetuning.finetuned",
+    "Recipe": "linnet.finetuning.recipes",
+    "ClosedForm": "linnet.finetuning.recipes",
+    "Training": "linnet.fitting.training",
+    "Run": "linnet.finetuning.run",
     "Augmentation": "linnet.finetuning.augment",
     "KroneckerPreconditioner": "linnet.optim.preconditioner",
     "gradient_flow": "linnet.optim.gradient_flow",

@@ -9,7 +9,7 @@ Source: Achille, Golatkar, Ravichandran, Polito, Soatto, CVPR 2021, sections 3.3
 
 from __future__ import annotations
 
-from linnet.finetuning.bilinear import SquareRootPooling, with_bilinear_head
+from linnet.finetuning.bilinear import Bilinear, SquareRootPooling, with_bilinear_head
 from linnet.finetuning.recovery import recover
 from linnet.tangent.rectifiers import CappedLeakyReLU
 from linnet.tangent.surgery import Activation, SurgeryReport, leaky_relu, report
@@ -22,5 +22,6 @@ __all__ = [
     "Activation",
     "CappedLeakyReLU",
     "with_bilinear_head",
+    "Bilinear",
     "SquareRootPooling",
 ]

@@ -125,7 +125,8 @@ def test_ensemble_of_trained_networks_is_right_and_disagrees_far_away() -> None:
         return nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3)).double()
 
     def train(seed: int) -> nn.Module:
-        return trained(make, (x, y), L.Categorical(), epochs=60, rate=0.02, batch_size=20, seed=seed)
+        how = linnet.Training(epochs=60, learning_rate=0.02, batch_size=20)
+        return trained(make, (x, y), L.Categorical(), how, seed=seed)
 
     state = torch.get_rng_state()
     baseline = deep_ensemble(train, L.Categorical(), members=4)
@@ -149,8 +150,8 @@ def test_trainer_finds_the_most_probable_weights() -> None:
     """Linear regression: (XᵀX/σ² + λ I)⁻¹ Xᵀy/σ²."""
     x, y = real(30, 2), real(30, 1, seed=1)
     model = trained(
-        lambda: nn.Linear(2, 1, bias=False).double(), (x, y), L.Gaussian(0.5), epochs=800, rate=0.02,
-        batch_size=30, prior_precision=3.0,
+        lambda: nn.Linear(2, 1, bias=False).double(), (x, y), L.Gaussian(0.5),
+        linnet.Training(epochs=800, learning_rate=0.02, batch_size=30), prior_precision=3.0,
     )  # fmt: skip
     exact = torch.linalg.solve(x.T @ x / 0.5 + 3.0 * torch.eye(2).double(), x.T @ y / 0.5)
     near(model.weight.detach().T, exact, 1e-3)  # type: ignore[union-attr,operator]
@@ -162,7 +163,7 @@ def test_ensemble_errors() -> None:
     with pytest.raises(InputError, match="train returned"):
         deep_ensemble(lambda seed: None, L.Categorical())  # type: ignore[arg-type,return-value]
     with pytest.raises(InputError, match="rate"):
-        trained(network, blobs(), L.Categorical(), rate=0.0)
+        trained(network, blobs(), L.Categorical(), linnet.Training(learning_rate=0.0))
 
 
 def test_a_training_that_diverges_says_so() -> None:
@@ -175,11 +176,11 @@ def test_a_training_that_diverges_says_so() -> None:
         return torch.optim.SGD(weights, lr=1e30)
 
     with pytest.raises(NumericalError, match="the training diverged"):
-        trained(make, data, L.Gaussian(), epochs=20, rate=1e30)
+        trained(make, data, L.Gaussian(), linnet.Training(epochs=20, learning_rate=1e30))
     with pytest.raises(NumericalError, match="the training diverged"):
         linnet.train_with_evidence(make(), data, L.Gaussian(), 5, steep)
     with pytest.raises(NumericalError, match="the training diverged"):
-        linnet.train_with_evidence(make(), data, L.Gaussian(), 5, steep, batch=5)
+        linnet.train_with_evidence(make(), data, L.Gaussian(), 5, steep, batch_size=5)
 
 
 # --- factorized Gaussian --------------------------------------------------------------------------
@@ -214,8 +215,9 @@ class Shared(nn.Module):
 def test_factorized_gaussian_of_a_linear_model_is_the_mean_field_optimum(make: Any) -> None:
     x, y = real(40, 3), real(40, 1, seed=1)
     found = factorized_gaussian(
-        make().double(), (x, y), L.Gaussian(0.5), prior_precision=2.0, epochs=1000, rate=0.03, draws=4,
-        deviation=0.1,
+        make().double(), (x, y), L.Gaussian(0.5),
+        linnet.SVI(training=linnet.Training(epochs=1000, learning_rate=0.03), draws=4, deviation=0.1),
+        prior_precision=2.0,
     )  # fmt: skip
     mean, deviation = linear_optimum(x, y, 0.5, 2.0)
     near(found.mean[:4], mean, 2e-2)
@@ -241,7 +243,8 @@ def test_factorized_gaussian_classifies_and_is_unsure_far_away() -> None:
     x, y = blobs()
     model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3)).double()
     before = {name: p.clone() for name, p in model.named_parameters()}
-    found = factorized_gaussian(model, (x, y), L.Categorical(), epochs=150, rate=0.02, samples=30)
+    how = linnet.SVI(training=linnet.Training(epochs=150, learning_rate=0.02))
+    found = factorized_gaussian(model, (x, y), L.Categorical(), how, samples=30)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     report = linnet.evaluate(found, (x, y))
     assert report.accuracy > 0.9
@@ -253,14 +256,23 @@ def test_factorized_gaussian_classifies_and_is_unsure_far_away() -> None:
 def test_factorized_gaussian_of_convolutions_runs_and_errors_are_named() -> None:
     model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(9, 3)).double()
     x, y = real(8, 2, 4), torch.arange(8) % 3
-    assert factorized_gaussian(model, (x, y), L.Categorical(), epochs=2, samples=4)(x).shape == (4, 8, 3)  # type: ignore[union-attr]
-    for wrong in ({"prior_precision": -1.0}, {"epochs": 0}, {"deviation": 0.0}, {"samples": 0}, {"draws": 0}):
+    short = linnet.SVI(training=linnet.Training(epochs=2))
+    assert factorized_gaussian(model, (x, y), L.Categorical(), short, samples=4)(x).shape == (4, 8, 3)  # type: ignore[union-attr]
+    for wrong in ({"prior_precision": -1.0}, {"samples": 0}, {"inference": "svi"}):
         with pytest.raises(InputError, match=next(iter(wrong))):
             factorized_gaussian(model, (x, y), L.Categorical(), **wrong)  # type: ignore[arg-type]
+    for given in ({"draws": 0}, {"deviation": 0.0}, {"training": linnet.Training(momentum=0.5)}):
+        with pytest.raises(InputError, match="momentum" if "training" in given else next(iter(given))):
+            linnet.SVI(**given)  # type: ignore[arg-type]
     with pytest.raises((DataError, InputError)):
         factorized_gaussian(model, (x, y + 5), L.Categorical())
     with pytest.raises(NumericalError, match="rate"):
-        factorized_gaussian(model, (x, y), L.Categorical(), epochs=3, rate=1e300)
+        factorized_gaussian(
+            model,
+            (x, y),
+            L.Categorical(),
+            linnet.SVI(training=linnet.Training(epochs=3, learning_rate=1e300)),
+        )
 
 
 # --- last-layer regression ------------------------------------------------------------------------
@@ -329,7 +341,9 @@ def test_dropout_names_inputs_that_it_cannot_take() -> None:
 def test_inputs_that_no_network_takes_are_named() -> None:
     x, y = real(8, 3), torch.arange(8) % 3
     likelihood = L.Categorical()
-    ffg = factorized_gaussian(network(), (x, y), likelihood, epochs=1, samples=2)
+    ffg = factorized_gaussian(
+        network(), (x, y), likelihood, linnet.SVI(training=linnet.Training(epochs=1)), samples=2
+    )
     ensemble = deep_ensemble(lambda seed: network(seed=seed), likelihood, members=2)
     for baseline in (ffg, ensemble):
         for wrong in (x[:, :2], x.float()):
@@ -356,15 +370,19 @@ def test_missing_targets_take_no_part() -> None:
     t[8:] = math.nan
     likelihood, kept = L.Gaussian(variance=0.5, masked=True), (x[:8], t[:8])
     lin = linnet.linearize(network(3, 4, 2))
-    some, all_ = (linnet.linear_posterior(lin, data, likelihood, tolerance=1e-9) for data in (kept, (x, t)))
+    some, all_ = (
+        linnet.linear_posterior(lin, data, likelihood, linnet.Newton(tolerance=1e-9))
+        for data in (kept, (x, t))
+    )
     near(all_.mean, some.mean, 1e-8)
     made = [
-        trained(lambda: network(3, 4, 2), data, likelihood, epochs=1, prior_precision=1e-9)
+        trained(lambda: network(3, 4, 2), data, likelihood, linnet.Training(epochs=1), prior_precision=1e-9)
         for data in (kept, (x, t))
     ]
     near(*(member[0].weight for member in made), 1e-6)  # type: ignore[index, arg-type]
     t[:8, 1] = math.nan
-    bounds = [factorized_gaussian(network(3, 4, 2), (x, t), likelihood, epochs=2, samples=2).bounds]
+    short = linnet.SVI(training=linnet.Training(epochs=2))
+    bounds = [factorized_gaussian(network(3, 4, 2), (x, t), likelihood, short, samples=2).bounds]
     assert all(math.isfinite(bound) for bound in bounds[0])
     with pytest.raises(DataError, match="y holds NaN"):
         linnet.linear_posterior(lin, (x, t), L.Gaussian())

@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import linnet
 from linnet.errors import DataError, FileFormatError, InputError, ModelError, NumericalError, WeightsError
-from linnet.finetuning.finetune import finetune
 from linnet.finetuning.finetuned import load_finetuned
 from linnet.finetuning.recipes import RECIPES
-from linnet.surgery import leaky_relu, recover
+from linnet.surgery import leaky_relu
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.surgery import report
+from tests.finetuning.by_name import finetune, recover
 from tests.fitting.problems import near, refused
 from tests.grids import grid
 
@@ -89,7 +89,7 @@ def test_every_recipe_learns_in_one_call(method: str) -> None:
     assert model.training
     assert isinstance(tuned.module, Linearized) == (method != "nlft")
     assert tuned.notes
-    assert tuned.summary()["method"] == method
+    assert tuned.summary()["recipe"] == method
     leaky = "lqf" in method
     network = tuned.module.model if isinstance(tuned.module, Linearized) else tuned.module
     if leaky:
@@ -101,7 +101,7 @@ def test_every_recipe_learns_in_one_call(method: str) -> None:
 def test_lqf_reaches_the_closed_form() -> None:
     x, y = images(dtype=torch.float64)
     model, decay = net().double(), 3000.0
-    exact = finetune(model, (x, y), solver="exact", weight_decay=decay)
+    exact = finetune(model, (x, y), training=linnet.ClosedForm(weight_decay=decay))
     assert exact.fit is not None
     near(torch.tensor([exact.fit.ridge]), torch.tensor([60 * decay]))
     moved = (exact.predict(x) - exact.module.base(x)).abs().max()
@@ -119,7 +119,9 @@ def test_lqf_reaches_the_closed_form() -> None:
         gap = (run.predict(x) - exact.predict(x)).abs().max() / moved
         assert gap < 1e-3, f"{part}: {gap}"
         assert any("closed form" in note for note in run.notes)
-    chosen = finetune(model, (x, y), solver="exact", ridge="loo", validation=images(30, 2, torch.float64))
+    chosen = finetune(
+        model, (x, y), training=linnet.ClosedForm(ridge="loo"), validation=images(30, 2, torch.float64)
+    )
     lin = linnet.linearize(chosen.module.model)
     near(chosen.predict(x), linnet.fit(lin, (x, y), ridge=chosen.fit.ridge).predict(x), 1e-7)
     assert chosen.validation["accuracy"] > 0.5
@@ -180,7 +182,7 @@ def test_training_the_last_layer_on_kept_features_changes_nothing() -> None:
         ({"preconditioner": "diagonal"}, "preconditioner"),
         ({"activation": "relu"}, "activation"),
         ({"optimizer": "adam"}, "optimizer"),
-        ({"slope": 0.5}, "slope"),
+        ({"activation": nn.LeakyReLU(0.5)}, "slope"),
         ({"scale": 5.0}, "scale"),
         ({"head": "random"}, "head"),
     ],
@@ -188,7 +190,8 @@ def test_training_the_last_layer_on_kept_features_changes_nothing() -> None:
 def test_each_part_of_lqf_can_be_changed(change: dict[str, Any], what: str) -> None:
     plain = finetune(net(), images(), **SHORT)
     changed = finetune(net(), images(), **SHORT, **change)
-    assert changed.settings.parts[what] == change[what] != plain.settings.parts[what]
+    asked = 0.5 if what == "slope" else change[what]
+    assert changed.settings.parts[what] == asked != plain.settings.parts[what]
     assert not torch.equal(changed.predict(images()[0]), plain.predict(images()[0]))
     if what == "optimizer":
         assert changed.settings.parts["preconditioner"] == "none"
@@ -259,7 +262,7 @@ def test_resumed_runs_have_the_same_bits(method: str, optimizer: str, tmp_path: 
 
 SCRIPT = """
 import sys, time
-from linnet.finetuning.finetune import finetune
+from tests.finetuning.by_name import finetune
 from tests.finetuning.test_finetune import images, net
 def log(values, step):
     print(step, flush=True)
@@ -273,7 +276,8 @@ tuned.save(sys.argv[1])
 
 def test_a_killed_process_resumes_to_the_same_bits(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    places = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
     def start(speed: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", SCRIPT, str(tmp_path), speed]
@@ -336,7 +340,7 @@ def test_grids_share_what_does_not_change(monkeypatch: pytest.MonkeyPatch) -> No
 def test_results_are_kept(tmp_path: Path) -> None:
     x = images()[0]
     for method in ("lqf", "lqf-fc", "nlft", "b-lqf"):
-        options = {"bilinear": {"channels": 4}} if method == "b-lqf" else {}
+        options = {"pooling": linnet.surgery.Bilinear(channels=4)} if method == "b-lqf" else {}
         tuned = finetune(net(), images(), method, augmentation="center", **SHORT, **options)
         tuned.save(tmp_path / method)
         loaded = load_finetuned(tmp_path / method, net())
@@ -370,7 +374,7 @@ def test_networks_that_return_objects() -> None:
     y = images()[1].clone()
     y[0] = 4
     for method in ("gaf", "nlft"):
-        tuned = finetune(Named(), (images()[0], y), method, output="scores", head="keep", classes=5, **SHORT)
+        tuned = finetune(Named(), (images()[0], y), method, output="scores", head="keep", **SHORT)
         assert tuned.predict(images()[0]).shape == (60, 5)
     assert any("no training example" in note for note in tuned.notes)
 
@@ -424,6 +428,24 @@ def test_a_fitted_head_is_kept_and_frozen_networks_are_trained() -> None:
     )
 
 
+def test_a_head_with_outputs_for_more_classes_is_kept() -> None:
+    wide = linnet.with_head(net(), 6, data=images())
+    tuned = finetune(wide, images(), **SHORT)
+    assert tuned.predict(images()[0]).shape == (60, 6)
+    assert "the network's own head was kept" in tuned.notes
+    assert any("3 of 6 classes" in note for note in tuned.notes)
+
+
+def test_a_linearization_says_what_varies_and_epochs_how_long() -> None:
+    whole = finetune(net(), images(), **SHORT)
+    assert same(whole, finetune(linnet.linearize(net()), images(), **SHORT))
+    plain = finetune(linnet.linearize(net()), images(), "nlft", **SHORT)
+    assert same(plain, finetune(net(), images(), "nlft", **SHORT))
+    assert same(
+        whole, finetune(net(), images(), epochs=3, batch_size=16, log_every=1)
+    )  # 3 · 60/16, rounded up
+
+
 def test_single_examples_and_empty_classes() -> None:
     one = finetune(net(), images(), "nlft", steps=3, batch_size=1)
     assert one.settings.values["batch_size"] == 1
@@ -436,21 +458,18 @@ def test_single_examples_and_empty_classes() -> None:
     refused(DataError, lambda: finetune(net(), (x, 0 * y)), "one class only")
     refused(DataError, lambda: finetune(net(), (x, y - 1)), "negative labels")
     refused(DataError, lambda: finetune(net(), (x[:0], y[:0])), "empty")
-    refused(InputError, lambda: finetune(net(), (x, y), classes=2), "classes=2")
+    refused(ModelError, lambda: finetune(net(), (x, y + 4), head="keep", **SHORT), "5 outputs", "7 outputs")
 
 
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"method": "sgd"}, "method="),
+        ({"recipe": "sgd"}, "recipe="),
         ({"loss": "hinge"}, "loss="),
-        ({"solver": "newton"}, "solver="),
-        ({"ridge": 1.0}, "weight_decay="),
-        ({"solver": "exact", "augmentation": "random-crop"}, "random augmentation"),
-        ({"solver": "exact", "method": "nlft"}, "not linear"),
-        ({"solver": "exact", "weight_decay": 0.0}, "many optima"),
-        ({"solver": "exact", "search": "paper"}, "search"),
-        ({"solver": "exact", "ridge": -1.0}, "ridge="),
+        ({"training": "newton"}, "training="),
+        ({"training": "closed-form", "augmentation": "random-crop"}, "random augmentation"),
+        ({"training": "closed-form", "recipe": "nlft"}, "not linear"),
+        ({"training": "closed-form", "search": "paper"}, "search"),
         ({"training_mode": True}, "training_mode"),
         ({"head": "new"}, "head="),
         ({"augmentation": "mixup"}, "mixup"),
@@ -465,14 +484,15 @@ def test_single_examples_and_empty_classes() -> None:
         ({"save_every": -1}, "save_every=-1"),
         ({"keep": "best"}, "validation="),
         ({"momentum": 1.0}, "momentum="),
-        ({"classes": "3"}, "classes="),
         ({"search": {"learning_rate": 0.1}}, "search"),
         ({"log": 3}, "log=3"),
         ({"seed": 1.5}, "seed=1.5"),
         ({"checkpoint": 5}, "checkpoint=5"),
-        ({"bilinear": 3}, "bilinear=3"),
-        ({"bilinear": {"root": "eigen"}}, "without bilinear pooling"),
-        ({"method": "b-lqf", "bilinear": {"rank": 3}}, "root, iterations, channels, layer"),
+        ({"pooling": 3}, "pooling=3"),
+        ({"recipe": "nlft", "pooling": linnet.surgery.Bilinear()}, "bilinear pooling"),
+        ({"recipe": "b-lqf", "head": "keep"}, "bilinear pooling"),
+        ({"recipe": "nlft", "preconditioner": "kfac"}, "linear model"),
+        ({"steps": 3, "epochs": 3}, "epochs=3"),
     ],
 )
 def test_arguments_that_are_refused(options: dict[str, Any], word: str) -> None:
@@ -482,8 +502,11 @@ def test_arguments_that_are_refused(options: dict[str, Any], word: str) -> None:
 def test_networks_that_are_refused() -> None:
     refused(ModelError, lambda: finetune(nn.Tanh(), images()), "Tanh", "no parameter")
     refused(InputError, lambda: finetune(None, images()), "model is NoneType")
-    refused(InputError, lambda: finetune(linnet.linearize(net()), images(), **SHORT), "Linearized")
-    refused(ModelError, lambda: finetune(net(), images(), head="keep", **SHORT), "5 outputs")
+    refused(InputError, lambda: linnet.finetune(net(), images(), training=linnet.Run()), "training")
+    refused(InputError, lambda: linnet.finetune(net(), images(), run=linnet.Training()), "run")
+    refused(InputError, lambda: linnet.ClosedForm(weight_decay=0.0), "many optima")
+    refused(InputError, lambda: linnet.ClosedForm(ridge=-1.0), "ridge=")
+    refused(InputError, lambda: linnet.ClosedForm(ridge=1.0, weight_decay=1.0), "weight_decay=")
     refused(ModelError, lambda: finetune(net(), (images()[0].flatten(1), images()[1]), **SHORT), "cannot run")
     refused(
         NumericalError,

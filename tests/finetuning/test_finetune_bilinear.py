@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import InputError, ModelError
 from linnet.finetuning.bilinear import (
+    Bilinear,
     BilinearNetwork,
     SquareRootPooling,
     eigen_root,
@@ -109,7 +110,7 @@ def test_any_spelling_of_the_pooling_is_found_and_linearized_exactly(spelling: s
     model = Net(spelling).double()
     x, y = torch.randn(9, 1, 7, 7, dtype=torch.float64), torch.arange(9) % 3
     before = model(x)
-    network = with_bilinear_head(model, 3, (x, y), root=kind)
+    network = with_bilinear_head(model, 3, (x, y), Bilinear(root=kind))
     assert isinstance(network, BilinearNetwork)
     assert torch.equal(model(x), before)
     z = torch.tanh(model.conv(x))
@@ -132,7 +133,7 @@ def test_any_spelling_of_the_pooling_is_found_and_linearized_exactly(spelling: s
 
 def test_fewer_channels_are_the_principal_ones() -> None:
     model, x, y = Net("mean").double(), torch.randn(9, 1, 7, 7, dtype=torch.float64), torch.arange(9) % 3
-    network = with_bilinear_head(model, 3, (x, y), channels=2)
+    network = with_bilinear_head(model, 3, (x, y), Bilinear(channels=2))
     assert network.head.in_features == 3
     weight = network.reduce.weight[:, :, 0, 0]
     near(weight @ weight.T, torch.eye(2, dtype=torch.float64), 1e-9)
@@ -145,7 +146,7 @@ def test_fewer_channels_are_the_principal_ones() -> None:
 
 def test_the_map_can_be_named() -> None:
     model, x, y = Net("mean"), torch.randn(6, 1, 7, 7), torch.arange(6) % 2
-    network = with_bilinear_head(model, 2, (x, y), layer="conv")
+    network = with_bilinear_head(model, 2, (x, y), Bilinear(layer="conv"))
     assert torch.equal(network.maps(x), model.conv(x))
 
 
@@ -156,7 +157,9 @@ def test_bad_input() -> None:
     refused(InputError, lambda: SquareRootPooling(eps=0.0), "eps=")
     refused(InputError, lambda: SquareRootPooling()(torch.ones(2, 3, 1, 1)), "(2, 3, 1, 1)")
     refused(InputError, lambda: with_bilinear_head("net", 2, (x, y)), "model is str")
-    refused(InputError, lambda: with_bilinear_head(Net("mean"), 2, (x, y), channels=9), "channels=9")
-    refused(InputError, lambda: with_bilinear_head(Net("mean"), 2, (x, y), layer="conv9"), "layer=")
+    refused(
+        InputError, lambda: with_bilinear_head(Net("mean"), 2, (x, y), Bilinear(channels=9)), "channels=9"
+    )
+    refused(InputError, lambda: with_bilinear_head(Net("mean"), 2, (x, y), Bilinear(layer="conv9")), "layer=")
     flat = nn.Sequential(nn.Flatten(), nn.Linear(49, 4), nn.ReLU(), nn.Linear(4, 3))
     refused(ModelError, lambda: with_bilinear_head(flat, 2, (x, y)), "layer=")

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import linnet.finetuning.recipe_runs as runs
 from linnet.errors import DataError, InputError, ModelError, NumericalError
-from linnet.finetuning.finetune import finetune
 from linnet.finetuning.finetuned import load_finetuned
 from linnet.finetuning.loss_curve import LossCurve
-from linnet.finetuning.recovery import recover
 from linnet.fitting.comparisons import held_out_split
 from linnet.tangent.surgery import leaky_relu
+from tests.finetuning import by_name
+from tests.finetuning.by_name import finetune, recover
 from tests.fitting.problems import refused
 
 QUIET: dict[str, Any] = {"steps": 200, "batch_size": 100, "head": "zero", "momentum": 0.0}
@@ -86,7 +86,7 @@ def test_a_rate_beyond_the_threshold_is_told(tmp_path: Path) -> None:
     assert not calm.summary()["values"]["diverged"]
     with pytest.warns(UserWarning, match="learning_rate=") as told:
         wild = finetune(net(), (x, y), "lqf", learning_rate=1.1 * rate, **PLAIN)
-    assert told[0].filename == __file__  # the line is the user's
+    assert told[0].filename == by_name.__file__  # the line is the caller's
     assert wild.diverged
     assert wild.settings.values["learning_rate"] == 1.1 * rate  # the user's word is kept
     wild.save(tmp_path)
@@ -158,7 +158,7 @@ def test_recovery_with_large_steps_is_told() -> None:
     recover(start, (x, y), teacher=model, learning_rate=0.9 * rate, **options)
     with pytest.warns(UserWarning, match="went up again") as told:
         recover(start, (x, y), teacher=model, learning_rate=1.2 * rate, **options)
-    assert told[0].filename == __file__  # the line is the user's
+    assert told[0].filename == by_name.__file__  # the line is the caller's
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -189,8 +189,9 @@ def test_recovery_refuses_what_cannot_be_learned_from() -> None:
     wrong: Any
     for wrong in ("net", 3, [model]):
         refused(InputError, lambda wrong=wrong: recover(model, (x, y), wrong), "teacher is")
-    for wrong in ("a", -1.0, math.nan, True, None):
+    for wrong in ("a", -1.0, math.nan, True):
         refused(InputError, lambda wrong=wrong: recover(model, (x, y), weight_decay=wrong), "weight_decay=")
+    refused(InputError, lambda: recover(model, (x, y), keep="best"), "keep=", "recover")
     refused(DataError, lambda: recover(model, (x, y + 5)), "out of range, first 5")
     refused(DataError, lambda: recover(model, (x, y - 100)), "first -100")
     refused(ModelError, lambda: recover(nn.ReLU(), (x, y)), "no parameter")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import DataError, InputError, WeightsError
-from linnet.finetuning.finetune import finetune
 from linnet.finetuning.finetuned import load_finetuned
+from tests.finetuning.by_name import finetune
 from tests.finetuning.test_finetune import SHORT, images, net
 from tests.fitting.problems import refused
 
@@ -47,20 +47,10 @@ def test_weights_of_a_network_with_other_layers_are_refused(method: str, tmp_pat
     refused(WeightsError, lambda: load_finetuned(tmp_path, other), "norm was BatchNorm2d and is Scale")
 
 
-@pytest.mark.parametrize(
-    "given", [{"steps": 9}, {"damping": 0.1}, {"learning_rate": 0.1}, {"momentum": 0.5}, {"clip": 1.0}]
-)
-def test_the_closed_form_refuses_what_is_of_steps(given: dict[str, Any]) -> None:
-    name = next(iter(given))
-    refused(InputError, lambda: finetune(net(), images(), solver="exact", **given), f"{name}=", "exact")
-
-
 def test_values_that_a_recipe_does_not_use_are_refused() -> None:
     refused(InputError, lambda: finetune(net(), images(), "gaf", damping=0.1, **SHORT), "damping=0.1")
-    refused(InputError, lambda: finetune(net(), images(), "nlft", slope=0.1, **SHORT), "slope=0.1")
     unpaired = {**SHORT, "preconditioner": "none", "activation": "relu"}
     refused(InputError, lambda: finetune(net(), images(), damping=0.1, **unpaired), "damping=0.1")
-    refused(InputError, lambda: finetune(net(), images(), slope=0.1, **unpaired), "slope=0.1")
 
 
 def test_what_is_no_network_has_no_weights_to_load(tmp_path: Path) -> None:

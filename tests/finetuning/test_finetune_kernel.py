@@ -11,11 +11,12 @@ import torch
 import linnet.finetuning.recipe_runs as runs
 from linnet.errors import InputError
 from linnet.finetuning.augment import Augmentation
+from linnet.finetuning.bilinear import Bilinear
 from linnet.finetuning.examples import Examples
-from linnet.finetuning.finetune import finetune
 from linnet.finetuning.kernel_steps import kernel_problem, pays
 from linnet.finetuning.prepared import largest_eigenvalue
 from linnet.tangent.linearized import linearize
+from tests.finetuning.by_name import finetune
 from tests.finetuning.test_finetune import images, net, same
 from tests.fitting.problems import near, refused
 
@@ -45,7 +46,7 @@ def either_way(monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, 
         ("lqf", {"preconditioner": "block", "weight_decay": 0.0, "params": "^conv2", "learning_rate": 0.1}),
         ("gaf", {"weight_decay": 0.1, "clip": 0.5}),
         ("gaf", {"augmentation": "center", "keep": "best", "momentum": 0.0}),
-        ("b-lqf", {"weight_decay": 0.0, "preconditioner": "diagonal", "bilinear": {"channels": 4}}),
+        ("b-lqf", {"weight_decay": 0.0, "preconditioner": "diagonal", "pooling": Bilinear(channels=4)}),
     ],
 )
 def test_the_iterates_are_the_same(

@@ -12,7 +12,7 @@ from linnet.errors import InputError, NumericalError
 from linnet.finetuning.augment import Augmentation
 from linnet.finetuning.course import Course, Objective, Optimization
 from linnet.finetuning.examples import Examples
-from linnet.finetuning.recipes import Candidate, candidates_for, effective_rate, recipe_for
+from linnet.finetuning.recipes import Candidate, Recipe, candidates_for, effective_rate
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from tests.fitting.problems import near, network, real, refused
 
@@ -222,11 +222,11 @@ def test_objective_has_the_optimum_of_the_fit() -> None:
 
 
 def test_recipes_and_grids() -> None:
-    assert recipe_for("lqf", None, None, None, "adam").preconditioner == "none"
-    assert recipe_for("lqf", None, None, "ekfac", "adam").preconditioner == "ekfac"
-    assert not recipe_for("lqf", None, "relu", None, None).leaky
-    assert recipe_for("nlft", "squared", None, None, None).loss == "squared"
-    lqf = recipe_for("lqf", None, None, None, None)
+    assert Recipe("lqf", optimizer="adam").preconditioner == "none"
+    assert Recipe("lqf", preconditioner="ekfac", optimizer="adam").preconditioner == "ekfac"
+    assert not Recipe("lqf", activation="relu").leaky
+    assert Recipe("nlft", loss="squared").loss == "squared"
+    lqf = Recipe("lqf")
     first = Candidate(None, 1e-5, 28, Augmentation())
     assert candidates_for(None, lqf, first) == [first]
     assert len(candidates_for("paper", lqf, first)) == 4
@@ -234,7 +234,7 @@ def test_recipes_and_grids() -> None:
     found = candidates_for("paper", lqf, images)
     assert len(found) == 9
     assert [c.augmentation.kind for c in found].count("resized-crop") == 1
-    adam = candidates_for("paper", recipe_for("gaf", None, None, None, "adam"), first)
+    adam = candidates_for("paper", Recipe("gaf", optimizer="adam"), first)
     assert {(c.learning_rate, c.weight_decay) for c in adam} == {
         (r, w) for r in (1e-3, 4e-4, 1e-4) for w in (1e-5, 1e-6)
     }
@@ -247,9 +247,9 @@ def test_recipes_and_grids() -> None:
     refused(InputError, lambda: candidates_for("all", lqf, first), "search=")
     refused(InputError, lambda: candidates_for({"seed": [1]}, lqf, first), "seed")
     refused(InputError, lambda: candidates_for({"learning_rate": []}, lqf, first), "learning_rate")
-    refused(InputError, lambda: recipe_for("lora", None, None, None, None), "method=")
-    refused(InputError, lambda: recipe_for("nlft", None, None, "kfac", None), "linear model")
-    refused(InputError, lambda: recipe_for("lqf", "hinge", None, None, None), "loss=")
+    refused(InputError, lambda: Recipe("lora"), "recipe=")
+    refused(InputError, lambda: Recipe("nlft", preconditioner="kfac"), "linear model")
+    refused(InputError, lambda: Recipe("lqf", loss="hinge"), "loss=")
 
 
 def test_settings_refuse() -> None:
@@ -272,5 +272,7 @@ def test_surgery_says_where_no_normalization_holds_the_maps(depth: int, normaliz
     net = nn.Sequential(*layers, nn.Linear(4, 2))
     x, y = torch.randn(12, 4), torch.arange(12) % 2
     for activation in ("leaky-relu", "relu"):
-        run = linnet.finetune(net, (x, y), "lqf", activation=activation, steps=1, progress=False)
+        run = linnet.finetune(
+            net, (x, y), linnet.Recipe(activation=activation), training=linnet.Training(steps=1)
+        )
         assert any("no normalization" in note for note in run.notes) == (told and activation == "leaky-relu")

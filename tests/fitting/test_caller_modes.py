@@ -30,7 +30,7 @@ def network() -> nn.Module:
 @pytest.mark.parametrize("method", ["lqf", "gaf", "nlft", "fc", "lqf-fc"])
 def test_fine_tuning_does_not_depend_on_them(mode: str, method: str) -> None:
     def tuned() -> Any:
-        return linnet.finetune(network(), (X, Y), method, steps=3)
+        return linnet.finetune(network(), (X, Y), method, training=linnet.Training(steps=3))
 
     expected = tuned().predict(X)
     with MODES[mode]():

@@ -103,8 +103,9 @@ def test_kernels_and_predictions_take_a_labeled_batch(net: nn.Module) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_steps_take_them(net: nn.Module, kind: str) -> None:
     data = KINDS[kind]()
-    tuned = linnet.finetune(net, data, steps=3, batch_size=4, learning_rate=1e-2)
-    pair = linnet.finetune(net, (X, Y), steps=3, batch_size=4, learning_rate=1e-2)
+    short = linnet.Training(steps=3, batch_size=4, learning_rate=1e-2)
+    tuned = linnet.finetune(net, data, training=short)
+    pair = linnet.finetune(net, (X, Y), training=short)
     assert torch.equal(tuned.predict(X), pair.predict(X))
 
 

@@ -36,23 +36,23 @@ def test_fine_tuning_learns_and_leaves_the_network_alone() -> None:
     state = tuned.model.state_dict()
     assert torch.equal(state["1.running_mean"], before["1.running_mean"])
     assert not torch.equal(state["1.weight"], before["1.weight"])
-    assert tuned.rate in tuned.held_out
-    assert tuned.held_out[tuned.rate] == max(tuned.held_out.values())
+    assert tuned.learning_rate in tuned.held_out
+    assert tuned.held_out[tuned.learning_rate] == max(tuned.held_out.values())
 
 
 def test_fine_tuning_repeats_and_follows_its_arguments() -> None:
     data, x = blobs(), blobs(9)[0]
-    first = fine_tune(network(), data, steps=8, rates=(0.1,)).predict(x)
-    assert torch.equal(first, fine_tune(network(), data, steps=8, rates=(0.1,)).predict(x))
-    changes = [{"seed": 1}, {"steps": 9}, {"batch": 8}, {"rates": (0.01,)}]
+    first = fine_tune(network(), data, steps=8, learning_rates=(0.1,)).predict(x)
+    assert torch.equal(first, fine_tune(network(), data, steps=8, learning_rates=(0.1,)).predict(x))
+    changes = [{"seed": 1}, {"steps": 9}, {"batch_size": 8}, {"learning_rates": (0.01,)}]
     for change in changes:
-        other = fine_tune(network(), data, **{"steps": 8, "rates": (0.1,), **change}).predict(x)  # type: ignore[arg-type]
+        other = fine_tune(network(), data, **{"steps": 8, "learning_rates": (0.1,), **change}).predict(x)  # type: ignore[arg-type]
         assert not torch.equal(first, other)
 
 
 def test_fine_tuning_survives_a_rate_that_diverges() -> None:
-    tuned = fine_tune(network(), blobs(), steps=30, rates=(1e38, 0.03))
-    assert tuned.rate == 0.03
+    tuned = fine_tune(network(), blobs(), steps=30, learning_rates=(1e38, 0.03))
+    assert tuned.learning_rate == 0.03
 
 
 def test_fine_tuning_of_values() -> None:
@@ -64,7 +64,7 @@ def test_fine_tuning_of_values() -> None:
     assert ((tuned.predict(x) - 2 * x[:, :1]) ** 2).mean() < 0.5
 
 
-@pytest.mark.parametrize("change", [{"steps": 0}, {"rates": ()}])
+@pytest.mark.parametrize("change", [{"steps": 0}, {"learning_rates": ()}])
 def test_fine_tuning_refuses(change: dict[str, object]) -> None:
     with pytest.raises(InputError, match="steps"):
         fine_tune(network(), blobs(), **change)  # type: ignore[arg-type]

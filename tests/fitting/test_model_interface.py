@@ -36,7 +36,10 @@ MODELS: dict[str, Callable[[], PredictiveModel]] = {
         linnet.linearize(network()), (X, CLASSES), Categorical()
     ),
     "factorized": lambda: linnet.linear_posterior(
-        linnet.linearize(network()), (X, CLASSES), Categorical(), "svi", epochs=2
+        linnet.linearize(network()),
+        (X, CLASSES),
+        Categorical(),
+        linnet.SVI(training=linnet.Training(epochs=2)),
     ),
     "dropout": lambda: linnet.baselines.mc_dropout(network(), Categorical(), samples=5),
     "last layer": lambda: linnet.baselines.last_layer(network(), (X, VALUES)),

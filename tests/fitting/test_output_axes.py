@@ -52,9 +52,8 @@ def test_targets_are_taken_in_the_order_of_the_outputs_or_not_at_all() -> None:
 @pytest.mark.parametrize("method", ["lqf", "gaf", "nlft"])
 def test_fine_tuning_takes_them_too(method: str) -> None:
     def tuned(y: Tensor) -> linnet.Finetuned:
-        return linnet.finetune(
-            grid(), (X, y), method, loss="squared", head="keep", activation="relu", steps=9
-        )
+        recipe = linnet.Recipe(method, loss="squared", head="keep", activation="relu")
+        return linnet.finetune(grid(), (X, y), recipe, training=linnet.Training(steps=9))
 
     outputs = tuned(Y).predict(X)
     near(outputs.flatten(1), tuned(Y.flatten(1)).predict(X).flatten(1))

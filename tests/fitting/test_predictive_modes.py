@@ -140,8 +140,11 @@ def test_training_has_gradients_of_its_own(state: str) -> None:
     net, x, y, _ = problem()
 
     def everything(own: nn.Module) -> Numbers:
-        member = baselines.trained(lambda: nn.Linear(3, 3), (x, y), L.Categorical(), epochs=2)
-        ffg = baselines.factorized_gaussian(net, (x, y), L.Categorical(), epochs=2, samples=2)
+        short = linnet.Training(epochs=2)
+        member = baselines.trained(lambda: nn.Linear(3, 3), (x, y), L.Categorical(), short)
+        ffg = baselines.factorized_gaussian(
+            net, (x, y), L.Categorical(), linnet.SVI(training=short), samples=2
+        )
         train_with_evidence(own, (x, y), L.Categorical(), 2, lambda p: torch.optim.Adam(p, 0.01))
         attack = fgsm(lambda z: member(z).softmax(1), (x, y), step=0.1)
         assert attack.inputs is not None

@@ -29,6 +29,7 @@ KINDS: dict[str, set[str]] = {
     "share or zero": {"half", "zero"},
     "tensors by name": REAL | {"zero", "minus one", "empty dict"},
     "made": set(),
+    "name": {"text", "empty text", "text with NUL", "long text"},
     "flag": {"true", "false"},
     "flag or none": {"true", "false", "None"},
     "word or none": {"None"},
@@ -99,10 +100,10 @@ _NAMES = {
     "word": "accumulate activation criterion derivative expectation head init inversion inversions kind "
     "layer "
     "link matrix mechanism merge method name neighbors of outputs parametrization pin predict prior psd "
-    "reduction root schedule score search sharing solver source space structure structures to variant keep "
-    "preconditioner loss names mode like",
+    "recipe reduction root schedule score search sharing solver source space structure structures "
+    "to variant keep preconditioner loss names mode like",
     "made": "curvature fit forgotten lin likelihood moment param_group report seen description "
-    "augmentation memory device dtype candidates gram directions",
+    "augmentation memory device dtype candidates gram directions pooling training run inference",
     "selector": "params",
     "flag": "adaptive add base canonical clamps discrete flip inplace joint masked momentum per_output tune "
     "progress "
@@ -132,7 +133,7 @@ _NAMES = {
     "place": "checkpoint directory file",
     "step or schedule": "period",
     "model": "model module teacher lin_or_model first second",
-    "optional mapping": "bilinear options",
+    "optional mapping": "options",
     "function": "closure function log make make_schedule moments nll sample train",
     "function or none": "make_optimizer prepare",
     "adapter": "output",
@@ -181,7 +182,6 @@ OF_CALL: dict[str, str] = {
     "fgsm(step)": "not negative",
     "spectrum.Recorder(keep)": "place or flag",
     "surgery.leaky_relu(keep)": "optional mapping",
-    "fgsm(keep)": "flag",
     "optim.Converged(loss)": "real",
     "optim.GaussNewton(noise)": "flag",
     "optim.Settings(noise)": "flag",
@@ -192,8 +192,18 @@ OF_CALL: dict[str, str] = {
     "TangentGP.tune(prior)": "flag",
     "TangentGP (parameter).tune(prior)": "flag",
     "audit.group_means(fit)": "model",
-    "finetune(momentum)": "share or zero",
-    "surgery.recover(momentum)": "share or zero",
+    "Recipe(scale)": "positive",
+    "Grid(prior_precision)": "precisions",
+    "Grid(data_scale)": "precisions",
+    "Grid(noise_variance)": "precisions",
+    "train_with_evidence(schedule)": "made",
+    "Laplace.tune(data_scale)": "flag",
+    "Laplace (Gaussian).tune(data_scale)": "flag",
+    "Recipe(optimizer)": "word",
+    "ClosedForm(weight_decay)": "positive",
+    "Training(momentum)": "share or zero",
+    "Newton(samples)": "count from zero",
+    "surgery.Bilinear(layer)": "name",
     "spectrum.effective_dimension(source)": "model",
     "spectrum.condition_number(source)": "model",
     "spectrum.spectral_density(source)": "model",
@@ -226,8 +236,6 @@ DIFFERS: dict[str, str] = {
     "spectrum.condition_number(source)": "the kernel of another network may be singular: infinity is right",
     "spectrum.condition_number(x)": "likewise the kernel of an example that is given twice",
     "load_fit(output)": "an output= that fails raises its own error",
-    "finetune(log)": "a log= that fails raises its own error, such as to stop a run",
-    "surgery.recover(log)": "a log= that fails raises its own error, such as to stop a run",
 }
 
 

@@ -104,7 +104,7 @@ def softmax() -> Any:
 
 
 def adapted() -> Any:
-    return linnet.adapt(net(), classes(), weight=0.5, ridge=0.1, heads=2)
+    return linnet.adapt(net(), classes(), weight=0.5, ridge=0.1)
 
 
 @cache
@@ -144,7 +144,9 @@ def gp(space: str = "function") -> Any:
 
 @cache
 def posterior() -> Any:
-    return linnet.linear_posterior(lin(), classes(), likelihood(), "svi", epochs=1)
+    return linnet.linear_posterior(
+        lin(), classes(), likelihood(), linnet.SVI(training=linnet.Training(epochs=1))
+    )
 
 
 @cache
@@ -186,7 +188,9 @@ def attack() -> Any:
 
 @cache
 def finetuned() -> Any:
-    return linnet.finetune(relu_net(), classes(), steps=2, learning_rate=0.01, batch_size=5, progress=False)
+    return linnet.finetune(
+        relu_net(), classes(), training=linnet.Training(steps=2, learning_rate=0.01, batch_size=5)
+    )
 
 
 def preconditioner(module: nn.Module) -> Any:
@@ -285,7 +289,9 @@ def dropout() -> Any:
 
 @cache
 def factorized() -> Any:
-    return linnet.baselines.factorized_gaussian(net(), classes(), likelihood(), epochs=1, samples=3)
+    return linnet.baselines.factorized_gaussian(
+        net(), classes(), likelihood(), linnet.SVI(training=linnet.Training(epochs=1)), samples=3
+    )
 
 
 @cache

@@ -181,7 +181,7 @@ def test_iterative_solutions(seed: int) -> None:
             move(at, theta - weights(at))
             f, j = outputs(at, net.x).flatten(1), jacobian(at, net.x)
             theta = theta + 0.5 * ridge_solution(j, net.targets.flatten(1) - f, rho)
-            training.solve((net.x, net.targets), ridge=rho, rate=0.5)
+            training.solve((net.x, net.targets), ridge=rho, learning_rate=0.5)
             near(weights(model), theta)
 
 

@@ -280,7 +280,7 @@ def test_every_likelihood(likelihood: Any, y: Tensor, structure: str) -> None:
             with pytest.raises(InputError, match="probs"):
                 prediction.probs  # noqa: B018
             assert torch.equal(noisy.with_noise().variance, noisy.variance)  # there is none left to add
-    la.tune("loo", (x, y), prior_precision=[0.1, 1.0, 10.0])
+    la.tune("loo", (x, y), search=linnet.Grid(prior_precision=[0.1, 1.0, 10.0]))
     assert la.prior_precision in (pytest.approx(0.1), pytest.approx(1.0), pytest.approx(10.0))
 
 

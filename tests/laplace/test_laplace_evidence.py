@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import InputError
 from linnet.laplace.laplace import Laplace
-from linnet.laplace.training import train_with_evidence
+from linnet.laplace.training import EvidenceSchedule, train_with_evidence
 from tests.fitting.problems import near, real
 from tests.laplace.laplace_problems import (
     CATEGORICAL,
@@ -181,8 +181,8 @@ def test_evidence_of_a_linear_model_recovers_noise_and_prior() -> None:
         ({"prior": "neuron"}, "prior"),
         ({"steps": 0}, "steps"),
         ({"data_scale": True}, "scale"),
-        ({"prior_precision": [1.0, 2.0]}, "grid"),
-        ({"noise_variance": [1.0, 2.0]}, "noise_variance"),
+        ({"search": linnet.Grid(prior_precision=[1.0, 2.0])}, "grid"),
+        ({"search": linnet.Grid(noise_variance=[1.0, 2.0])}, "noise_variance"),
         ({"method": "cross-validation"}, "method"),
         ({"method": "validation"}, "without data"),
         ({"data": (torch.zeros(1, 3), torch.zeros(1))}, "with data"),
@@ -232,7 +232,8 @@ def test_training_follows_the_evidence() -> None:
         net = nn.Sequential(nn.Linear(1, 10), nn.Tanh(), nn.Linear(10, 1)).double()
         return train_with_evidence(
             net, (x, y), L.Gaussian(variance=0.1), 150, lambda p: torch.optim.Adam(p, 0.02),
-            every=15, burn_in=burn_in, batch=40, structure="kfac", prior_precision=30.0,
+            schedule=EvidenceSchedule(every=15, burn_in=burn_in), batch_size=40, structure="kfac",
+            prior_precision=30.0,
         )  # fmt: skip
 
     online, afterwards = run(0), run(150)
@@ -249,7 +250,7 @@ def test_training_takes_loaders_and_says_what_is_wrong() -> None:
     net = nn.Linear(3, 3).double()
     before = net.weight.detach().clone()
     make = lambda p: torch.optim.SGD(p, 0.1)  # noqa: E731
-    la = train_with_evidence(net, loader, CATEGORICAL, 2, make, prior="isotropic")
+    la = train_with_evidence(net, loader, CATEGORICAL, 2, make, schedule=EvidenceSchedule(prior="isotropic"))
     assert not torch.equal(net.weight, before)
     assert torch.equal(la.curvature.function.theta["weight"], net.weight)
     assert not net.training
@@ -265,7 +266,8 @@ def test_training_reaches_the_mode_of_scaled_data() -> None:
     likelihood = L.Gaussian(variance=0.5)
     train_with_evidence(
         net, (x, y), likelihood, 400, lambda p: torch.optim.SGD(p, 0.1),
-        burn_in=400, structure="full", data_scale=3.0, prior_precision=20.0, steps=1,
+        schedule=EvidenceSchedule(burn_in=400, steps=1), structure="full", data_scale=3.0,
+        prior_precision=20.0,
     )  # fmt: skip
     precision = 3 * x.T @ x / 0.5 + 20 * torch.eye(3, dtype=torch.float64)
     near(net.weight.T, torch.linalg.solve(precision, 3 * x.T @ y / 0.5), 1e-8)

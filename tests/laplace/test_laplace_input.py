@@ -66,8 +66,6 @@ def test_tune_names_what_would_have_no_effect() -> None:
     la, x, y = fitted("kfac")
     with pytest.raises(InputError, match="data_scale=True in a grid"):
         la.tune("grid", (x, y), data_scale=True)
-    with pytest.raises(InputError, match="samples=0"):
-        la.tune("grid", (x, y), predict="mc", samples=0)
     model, x, t = numbers()
     regression = Laplace(model, L.Gaussian(variance=0.5), "full").fit((x, t))
     for method in ("grid", "loo"):

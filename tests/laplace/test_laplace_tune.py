@@ -60,7 +60,7 @@ def test_grid_finds_the_best_of_all_values(kind: str, structure: str) -> None:
         )
         for v in values
     ]
-    la.tune("grid", held, prior_precision=values)
+    la.tune("grid", held, search=linnet.Grid(prior_precision=values))
     assert la.prior_precision == pytest.approx(values[scores.index(max(scores))])
     assert la.tuned is not None
     assert la.tuned.value == pytest.approx(max(scores), rel=1e-8)
@@ -70,7 +70,11 @@ def test_grid_finds_the_best_of_all_values(kind: str, structure: str) -> None:
 def test_grid_over_scale_and_noise() -> None:
     la, _, held = posterior("kfac", "numbers", damping="matrix-normal")
     la.tune(
-        "grid", held, prior_precision=[0.1, 1, 10], data_scale=[1, 5, 25], noise_variance=[0.05, 0.2, 0.5]
+        "grid",
+        held,
+        search=linnet.Grid(
+            prior_precision=[0.1, 1, 10], data_scale=[1, 5, 25], noise_variance=[0.05, 0.2, 0.5]
+        ),
     )
     assert la.tuned is not None
     assert la.tuned.steps == 27
@@ -82,7 +86,7 @@ def test_grid_over_scale_and_noise() -> None:
 
 def test_grid_of_several_precisions_keeps_their_ratios() -> None:
     la, _, held = posterior(prior_precision={"0": 1.0, "2": 4.0})
-    la.tune("grid", held, prior_precision=[8.0])
+    la.tune("grid", held, search=linnet.Grid(prior_precision=[8.0]))
     assert la.prior_precision == pytest.approx({"0": 4.0, "2": 16.0})
 
 
@@ -90,7 +94,7 @@ def test_grid_with_sampled_weights() -> None:
     """The same seed for every value: the winner is that of predictions made one by one."""
     la, _, held = posterior("kfac")
     values = [0.5, 5.0, 500.0]
-    la.tune("grid", held, prior_precision=values, predict="mc", samples=50, seed=3)
+    la.tune("grid", held, search=linnet.Grid(prior_precision=values, predict="mc", samples=50, seed=3))
     assert la.tuned is not None
     again = la.predictive(held[0], "mc", samples=50, generator=3).log_density(held[1])
     assert la.tuned.value == pytest.approx(float(again.sum()), rel=1e-9)
@@ -108,12 +112,12 @@ def test_one_set_of_networks_serves_all_batches(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Curvature, "sample", counted)
     values = [0.5, 5.0]
-    la.tune("grid", held, prior_precision=values, predict="mc", samples=20, seed=3)
+    la.tune("grid", held, search=linnet.Grid(prior_precision=values, predict="mc", samples=20, seed=3))
     assert la.tuned is not None
     whole, in_one = la.tuned.value, sum(drawn)
     drawn.clear()
     batches = DataLoader(TensorDataset(*held), 5)
-    la.tune("grid", batches, prior_precision=values, predict="mc", samples=20, seed=3)
+    la.tune("grid", batches, search=linnet.Grid(prior_precision=values, predict="mc", samples=20, seed=3))
     assert sum(drawn) == in_one == len(values) * 20  # four batches: no further draws
     assert la.tuned.value == pytest.approx(whole, rel=1e-9)
 
@@ -217,7 +221,7 @@ def test_leave_one_out_of_classes_is_near_refitting() -> None:
 
     everything = torch.arange(15)
     la = Laplace(optimum(everything), CATEGORICAL, "full", 1.0).fit((x, y))
-    value = la.tune("loo", (x, y), prior_precision=[1.0]).tuned
+    value = la.tune("loo", (x, y), search=linnet.Grid(prior_precision=[1.0])).tuned
     exact = 0.0
     for i in range(15):
         keep = everything[everything != i]
@@ -248,22 +252,28 @@ def test_leave_one_out_by_gradient_beats_the_grid() -> None:
 @pytest.mark.parametrize(
     ("method", "options", "match"),
     [
-        ("grid", {"prior_precision": [1.0, -1.0]}, "prior_precision"),
-        ("grid", {"prior_precision": []}, "prior_precision"),
         ("grid", {"search": "gradient"}, "grid"),
-        ("grid", {"predict": "exact"}, "predict"),
         ("grid", {"link": "logit"}, "link"),
-        ("validation", {"predict": "mc"}, "gradient"),
-        ("validation", {"prior_precision": [1.0]}, "gradient"),
+        ("grid", {"data_scale": [1.0]}, "linnet.Grid"),
         ("validation", {"search": "fixed-point"}, "search"),
         ("validation", {"noise": True}, "noise"),
-        ("loo", {"predict": "mc"}, "predict"),
+        ("loo", {"search": linnet.Grid(predict="mc")}, "predict"),
     ],
 )
 def test_tune_refuses(method: str, options: Any, match: str) -> None:
     la, _, held = posterior()
     with pytest.raises(InputError, match=match):
         la.tune(method, held, **options)
+    for wrong in (
+        {"predict": "exact"},
+        {"samples": 0},
+        {"data_scale": True},
+        {"seed": -1},
+        {"prior_precision": [1.0, -1.0]},
+        {"prior_precision": []},
+    ):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            linnet.Grid(**wrong)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="no targets"):
         la.tune("grid", held[0])
 
@@ -281,14 +291,16 @@ def test_gradient_in_very_many_precisions_is_refused() -> None:
 
 def test_a_grid_says_where_it_was_too_short() -> None:
     la, _, held = posterior("kfac", "numbers")
-    wide = la.tune("grid", held, prior_precision=[1e-6, *torch.logspace(-3, 3, 25).tolist(), 1e6]).tuned
+    wide = la.tune(
+        "grid", held, search=linnet.Grid(prior_precision=[1e-6, *torch.logspace(-3, 3, 25).tolist(), 1e6])
+    ).tuned
     assert wide is not None
     assert wide.edges == ()
     best = float(la.prior_precision)
     for grid in ([best, 10 * best, 100 * best], [100 * best, 10 * best, best]):
-        short = la.tune("grid", held, prior_precision=grid).tuned
+        short = la.tune("grid", held, search=linnet.Grid(prior_precision=grid)).tuned
         assert short is not None
         assert short.edges == ("prior_precision",)
-    one = la.tune("grid", held, prior_precision=best).tuned
+    one = la.tune("grid", held, search=linnet.Grid(prior_precision=best)).tuned
     assert one is not None
     assert one.edges == ()

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import DataError, FileFormatError, InputError, ModelError, NumericalError
+from linnet.nested.adapt import HEADS
 from linnet.nested.search import BIAS
-
-HEADS = 3
 
 
 def network() -> nn.Module:
@@ -64,7 +63,7 @@ GOAL = 15.0 * torch.nn.functional.one_hot(Y).double()
 
 @pytest.fixture(scope="module")
 def fit() -> linnet.NestedFit:
-    return linnet.adapt(NET, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE, heads=HEADS)
+    return linnet.adapt(NET, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE)
 
 
 def near(found: Tensor, expected: Tensor, tolerance: float = 1e-8) -> bool:
@@ -96,14 +95,14 @@ def test_means_and_variances_share_a_pass(memory: str | None, monkeypatch: pytes
         counted.append(wanted[1] - wanted[0] if x is task.x1 else 0)
         return features(task, plan, x, wanted, *rest)  # type: ignore[arg-type]
 
-    fit = linnet.adapt(NET, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE, heads=HEADS, memory=memory)
+    fit = linnet.adapt(NET, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE, memory=memory)
     prior = fit.prior
     apart = prior.cross(X[N:], fit.x, fit.phi), prior.own(X[N:])
     monkeypatch.setattr(gram, "_features", counting)
     together = prior.cross_and_own(X[N:], fit.x, fit.phi)
     assert sum(counted) == T  # every new sample is differentiated once
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(apart, together, strict=True))
-    fresh = linnet.adapt(NET, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE, heads=HEADS, memory=memory)
+    fresh = linnet.adapt(NET, (X[:N], Y[:N]), weight=WEIGHT, ridge=RIDGE, memory=memory)
     first = fresh.predictive(X[N:])
     fit.predict(X[N:])
     second = fit.predictive(X[N:])  # the kernel with the training samples is known here
@@ -149,7 +148,7 @@ def test_forgetting_and_adding(fit: linnet.NestedFit) -> None:
 
 def test_updating_can_choose_anew(fit: linnet.NestedFit) -> None:
     anew = fit.update((X[N:], Y[N:]), ridge="loo")
-    expected = linnet.adapt(NET, (X, Y), heads=HEADS)
+    expected = linnet.adapt(NET, (X, Y))
     assert (anew.body_weight, anew.ridge) == (expected.body_weight, expected.ridge)
     assert near(anew.predict(X), expected.predict(X))
 
@@ -166,7 +165,7 @@ def test_path(fit: linnet.NestedFit) -> None:
 
 
 def test_without_the_body_it_is_the_linear_probe() -> None:
-    fit = linnet.adapt(NET, (X[:N], Y[:N]), weight=0.0, ridge=RIDGE, heads=HEADS)
+    fit = linnet.adapt(NET, (X[:N], Y[:N]), weight=0.0, ridge=RIDGE)
     assert near(fit.predict(X), solution(reference(NET, X, N, 0.0), GOAL, RIDGE, torch.arange(N)))
     phi = NET[:-1](X[:N]).detach()
     scale = float((phi - phi.mean(0)).square().sum(1).mean())
@@ -230,7 +229,7 @@ def test_a_ridge_below_the_rounding_is_refused() -> None:
 
 def test_regression_of_several_values() -> None:
     values = X[:N].flatten(1)[:, :2]
-    fit = linnet.adapt(NET, (X[:N], values), weight=WEIGHT, ridge=RIDGE, heads=HEADS)
+    fit = linnet.adapt(NET, (X[:N], values), weight=WEIGHT, ridge=RIDGE)
     padded = torch.cat([values, torch.zeros(T, 2, dtype=torch.float64)])
     assert near(fit.predict(X), solution(KERNEL, padded, RIDGE, torch.arange(N)))
     assert fit.classes is None
@@ -269,7 +268,6 @@ def test_the_network_is_not_touched() -> None:
     [
         ({"weight": 1.5}, InputError, "weight=1.5"),
         ({"ridge": -1.0}, InputError, "ridge=-1.0"),
-        ({"heads": 0}, InputError, "heads=0"),
         ({"seed": True}, InputError, "seed=True"),
         ({"model": nn.ReLU()}, ModelError, "no floating-point parameter"),
         ({"model": 3}, InputError, "model=3"),

@@ -37,7 +37,7 @@ def expm_path(p: Problem, time: float, rate: float) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("rate", [1.0, 0.02])
 def test_weights_outputs_and_losses_at_any_time(p: Problem, rate: float) -> None:
     times = [0.0, 0.01, 0.3, 2.0, 30.0]
-    flow = gradient_flow(p.lin, (p.x, p.y), times, rate=rate)
+    flow = gradient_flow(p.lin, (p.x, p.y), times, learning_rate=rate)
     assert flow.outputs.shape == (5, p.x.shape[0], 3)
     for i, time in enumerate(times):
         delta, outputs = expm_path(p, time, rate)
@@ -77,7 +77,7 @@ def test_late_times_reach_the_end(p: Problem) -> None:
 
 def test_flow_descends_and_its_slope_is_the_gradient(p: Problem) -> None:
     step = 1e-6
-    flow = gradient_flow(p.lin, (p.x, p.y), torch.logspace(-3, 3, 20), rate=0.7)
+    flow = gradient_flow(p.lin, (p.x, p.y), torch.logspace(-3, 3, 20), learning_rate=0.7)
     assert bool((flow.losses.diff() <= 0).all())
     # −η Jᵀ(f₀ − Y): equation 15 at t = 0
     near(flat(flow.delta(step)) / step, 0.7 * p.j.flatten(0, 1).T @ p.residual, 1e-3)
@@ -87,7 +87,7 @@ def test_flow_descends_and_its_slope_is_the_gradient(p: Problem) -> None:
 def test_gradient_descent_is_the_loop_itself(p: Problem, share: float) -> None:
     rate = share / float(torch.linalg.eigvalsh(p.kernel).max())
     counts = [0, 1, 2, 7, 50]
-    path = gradient_flow(p.lin, (p.x, p.y), counts, rate=rate, discrete=True)
+    path = gradient_flow(p.lin, (p.x, p.y), counts, learning_rate=rate, discrete=True)
     j, delta = p.j.flatten(0, 1), torch.zeros(p.lin.space.dim, dtype=torch.float64)
     for k in range(51):
         if k in counts:
@@ -102,7 +102,7 @@ def test_gradient_descent_is_the_loop_itself(p: Problem, share: float) -> None:
 def test_gradient_descent_through_the_trainer() -> None:
     p = problem(n=6, outputs=2, classes=False)
     rate = 0.5 / float(torch.linalg.eigvalsh(p.kernel).max())
-    path = gradient_flow(p.lin, (p.x, p.y), [25], rate=rate, discrete=True)
+    path = gradient_flow(p.lin, (p.x, p.y), [25], learning_rate=rate, discrete=True)
     training = IterativeLinearization(p.model, lambda q: torch.optim.SGD(q, lr=rate), period=None)
     for _ in range(25):
         training.step(lambda module: 0.5 * (module(p.x) - p.y).square().sum())
@@ -116,7 +116,7 @@ def test_small_steps_of_gradient_descent_converge_to_flow(p: Problem) -> None:
     errors = []
     for halvings in (6, 8, 10, 12):
         rate = 0.2 / 2**halvings
-        steps = gradient_flow(p.lin, (p.x, p.y), [2**halvings], rate=rate, discrete=True)
+        steps = gradient_flow(p.lin, (p.x, p.y), [2**halvings], learning_rate=rate, discrete=True)
         errors.append(float((steps.outputs - flow.outputs).norm()))
     for coarse, fine in itertools.pairwise(errors):
         assert fine < 0.3 * coarse  # of first order: a quarter for a quarter of the step
@@ -124,7 +124,9 @@ def test_small_steps_of_gradient_descent_converge_to_flow(p: Problem) -> None:
 
 def test_both_ends_are_the_same(p: Problem) -> None:
     rate = 1.9 / float(torch.linalg.eigvalsh(p.kernel).max())
-    flow, steps = (gradient_flow(p.lin, (p.x, p.y), [INF], rate=rate, discrete=d) for d in (False, True))
+    flow, steps = (
+        gradient_flow(p.lin, (p.x, p.y), [INF], learning_rate=rate, discrete=d) for d in (False, True)
+    )
     near(flow.outputs, steps.outputs, 1e-12)
     near(flat(flow.delta(INF)), flat(steps.delta(INF)), 1e-12)
 
@@ -199,10 +201,10 @@ def test_networks_with_one_output_column_missing() -> None:
         ({"times": ["soon"]}, "soon"),
         ({"times": [math.nan]}, "nan"),
         ({"times": [1.5], "discrete": True}, "whole numbers"),
-        ({"rate": 0.0}, "rate=0.0"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0"),
         ({"scale": -1.0}, "scale=-1.0"),
         ({"targets": torch.zeros(2, 2)}, "(2, 2)"),
-        ({"times": [INF], "discrete": True, "rate": 1e3}, "diverges"),
+        ({"times": [INF], "discrete": True, "learning_rate": 1e3}, "diverges"),
     ],
 )
 def test_arguments_that_cannot_be(options: dict[str, Any], words: str) -> None:
@@ -217,7 +219,9 @@ def test_bad_data_budgets_and_divergence() -> None:
     with pytest.raises(MemoryBudgetError):
         gradient_flow(p.lin, (p.x, p.y), [1.0], memory=100)
     refused(
-        NumericalError, lambda: gradient_flow(p.lin, (p.x, p.y), [1e4], rate=10.0, discrete=True), "overflows"
+        NumericalError,
+        lambda: gradient_flow(p.lin, (p.x, p.y), [1e4], learning_rate=10.0, discrete=True),
+        "overflows",
     )
     flow: Flow = gradient_flow(p.lin, (p.x, p.y), [1.0])
     refused(InputError, lambda: flow.delta(-2.0), "-2.0")

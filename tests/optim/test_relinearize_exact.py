@@ -32,7 +32,7 @@ def test_exact_solutions_are_gauss_newton_steps(n: int, ridge: float, rate: floa
     steps = 3 if ridge else 1  # undamped steps go far out, where the rank is a matter of rounding
     for _ in range(steps):
         wanted = gauss_newton(twin, x, y, ridge, rate)
-        training.solve((x, y), ridge, rate=rate)
+        training.solve((x, y), ridge, learning_rate=rate)
         near(values(net), wanted, 1e-10 if ridge else 1e-6)
         nn.utils.vector_to_parameters(values(net), twin.parameters())
     assert training.report.updates == (1, 2, 3)[:steps]
@@ -101,7 +101,7 @@ def test_at_period_one_there_is_plain_training_before_and_after() -> None:
 def test_bad_requests() -> None:
     training = IterativeLinearization(mlp(), None, period=1)
     pair = (real(8, 4), real(8, 3))
-    refused(InputError, lambda: training.solve(pair, rate=0.0), "rate=0.0")
+    refused(InputError, lambda: training.solve(pair, learning_rate=0.0), "learning_rate=0.0")
     refused(InputError, lambda: training.solve(pair, ridge=-1.0), "ridge=-1.0")
     refused(InputError, lambda: training.solve(pair, ridge=True), "ridge=True")
     refused(

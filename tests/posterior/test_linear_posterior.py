@@ -14,7 +14,7 @@ from linnet.errors import DataError, InputError, NumericalError
 from linnet.laplace.laplace import Laplace
 from linnet.linalg import Diagonal
 from linnet.posterior.draws import inverse_root
-from linnet.posterior.posterior import linear_posterior
+from linnet.posterior.posterior import Newton, linear_posterior
 from linnet.posterior.svi import divergence
 from linnet.testing.oracles import ggn_oracle, jacobian_oracle, output_oracle
 from tests.fitting.problems import near, network, real
@@ -22,6 +22,16 @@ from tests.laplace.laplace_problems import classes
 
 L = linnet.likelihoods
 BOTH = pytest.mark.parametrize("base", [True, False], ids=["taylor", "kernel"])
+
+
+def svi(draws: int = 1, **training: Any) -> linnet.SVI:
+    """Inference by steps."""
+    return linnet.SVI(training=linnet.Training(**training), draws=draws)
+
+
+def short(method: str) -> Any:
+    """A method with little to do."""
+    return {"map": "map", "laplace": Newton(samples=4), "svi": svi(epochs=2)}[method]
 
 
 def problem(kind: str, n: int = 14) -> tuple[nn.Module, Tensor, Tensor, Any]:
@@ -61,7 +71,7 @@ def _hessian(likelihood: Any, f: Tensor, y: Tensor) -> Tensor:
 def test_map_is_that_of_dense_newton(kind: str, base: bool) -> None:
     model, x, y, likelihood = problem(kind)
     found = linear_posterior(
-        linnet.linearize(model), (x, y), likelihood, base=base, prior_precision=0.4, tolerance=1e-10
+        linnet.linearize(model), (x, y), likelihood, Newton(tolerance=1e-10), base=base, prior_precision=0.4
     )
     delta, f, _ = dense_newton(model, x, y, likelihood, base, 0.4)
     near(found.mean, delta, 1e-8)
@@ -85,7 +95,7 @@ def test_certificate_bounds_the_distance_at_any_tolerance() -> None:
     exact = dense_newton(model, x, y, likelihood, True, 0.1)[0]
     for tolerance in (0.5, 1e-2, 1e-4):
         loose = linear_posterior(
-            linnet.linearize(model), (x, y), likelihood, prior_precision=0.1, tolerance=tolerance
+            linnet.linearize(model), (x, y), likelihood, Newton(tolerance=tolerance), prior_precision=0.1
         )
         assert loose.optimum is not None
         assert loose.optimum.gradient_norm <= tolerance * loose.optimum.first_norm
@@ -108,7 +118,7 @@ def test_several_positions_and_blocks() -> None:
     x, y = real(150, 2, 4), (torch.arange(600) * 7 % 3).reshape(150, 4)
     y[::5, 1] = -100
     likelihood = L.Categorical()
-    found = linear_posterior(linnet.linearize(model), (x, y), likelihood, tolerance=1e-10)
+    found = linear_posterior(linnet.linearize(model), (x, y), likelihood, Newton(tolerance=1e-10))
     j, f0 = jacobian_oracle(model, x), output_oracle(model, x)
     delta = found.mean.clone().requires_grad_()
     f = (f0.flatten(1) + j @ delta).reshape(150, 3, 4)
@@ -120,7 +130,7 @@ def test_several_positions_and_blocks() -> None:
 def test_nonconvergence_is_an_error_with_advice() -> None:
     model, x, y, likelihood = problem("categorical")
     with pytest.raises(NumericalError, match="max_steps"):
-        linear_posterior(linnet.linearize(model), (x, y), likelihood, max_steps=1, tolerance=1e-12)
+        linear_posterior(linnet.linearize(model), (x, y), likelihood, Newton(max_steps=1, tolerance=1e-12))
 
 
 # --- Laplace --------------------------------------------------------------------------------------
@@ -132,8 +142,8 @@ def test_laplace_draws_are_the_root_of_the_dense_inverse(kind: str, base: bool) 
     """The same normal numbers through (F + λ I)^(−½) from an eigendecomposition."""
     model, x, y, likelihood = problem(kind)
     found = linear_posterior(
-        linnet.linearize(model), (x, y), likelihood, "laplace", base=base, prior_precision=0.4,
-        tolerance=1e-10, samples=6, generator=3,
+        linnet.linearize(model), (x, y), likelihood, Newton(tolerance=1e-10, samples=6), base=base,
+        prior_precision=0.4, generator=3,
     )  # fmt: skip
     delta, _, fisher = dense_newton(model, x, y, likelihood, base, 0.4)
     values, vectors = torch.linalg.eigh(fisher + 0.4 * torch.eye(len(delta)).double())
@@ -149,7 +159,9 @@ def test_laplace_is_that_of_the_house_at_the_optimum(kind: str) -> None:
     """A last layer is linear: the network at its optimum is the linear model, with the same posterior."""
     model, x, y, likelihood = problem(kind)
     lin = linnet.linearize(model, "last-layer")
-    found = linear_posterior(lin, (x, y), likelihood, "laplace", prior_precision=0.5, tolerance=1e-12)
+    found = linear_posterior(
+        lin, (x, y), likelihood, Newton(tolerance=1e-12, samples=30), prior_precision=0.5
+    )
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name in found.delta:
@@ -178,8 +190,8 @@ def test_svi_of_a_gaussian_model_reaches_the_mean_field_optimum() -> None:
     """There q is N(δ*, 1/(λ + F_pp)), and the bound its closed form below the evidence."""
     model, x, y, likelihood = problem("gaussian")
     found = linear_posterior(
-        linnet.linearize(model), (x, y), likelihood, "svi", prior_precision=2.0, epochs=500, rate=0.05,
-        samples=6,
+        linnet.linearize(model), (x, y), likelihood, svi(epochs=500, learning_rate=0.05, draws=6),
+        prior_precision=2.0,
     )  # fmt: skip
     delta, f, fisher = dense_newton(model, x, y, likelihood, True, 2.0)
     near(found.mean, delta, 4e-2)
@@ -210,8 +222,8 @@ def test_svi_bound_is_below_the_evidence_of_an_integrable_model_and_increases(ba
     y = (x + 0.5 * real(20, 1, seed=5) > 0).double()
     likelihood, precision = L.Bernoulli(), 0.5
     found = linear_posterior(
-        linnet.linearize(model), (x, y), likelihood, "svi", base=base, prior_precision=precision,
-        epochs=300, rate=0.05, batch_size=5,
+        linnet.linearize(model), (x, y), likelihood, svi(epochs=300, learning_rate=0.05, batch_size=5),
+        base=base, prior_precision=precision,
     )  # fmt: skip
     side = torch.linspace(-14, 14, 401).double()
     grid = torch.cartesian_prod(side, side)
@@ -228,7 +240,7 @@ def test_svi_bound_is_below_the_evidence_of_an_integrable_model_and_increases(ba
 
 def test_svi_begins_as_the_paper_does() -> None:
     model, x, y, likelihood = problem("categorical")
-    found = linear_posterior(linnet.linearize(model), (x, y), likelihood, "svi", epochs=1, rate=1e-9)
+    found = linear_posterior(linnet.linearize(model), (x, y), likelihood, svi(epochs=1, learning_rate=1e-9))
     near(found.deviation, torch.full((31,), math.log1p(math.exp(-5))).double(), 1e-6)
     near(found.predictive(x).mean, output_oracle(model, x), 1e-6)
 
@@ -237,7 +249,7 @@ def test_svi_is_reproducible() -> None:
     model, x, y, likelihood = problem("categorical")
     lin = linnet.linearize(model)
     one, two, other = (
-        linear_posterior(lin, (x, y), likelihood, "svi", epochs=3, batch_size=4, generator=seed)
+        linear_posterior(lin, (x, y), likelihood, svi(epochs=3, batch_size=4), generator=seed)
         for seed in (1, 1, 2)
     )
     assert torch.equal(one.mean, two.mean)
@@ -250,7 +262,7 @@ def test_svi_is_reproducible() -> None:
 @pytest.mark.parametrize("method", ["map", "svi", "laplace"])
 def test_predictions_go_into_evaluate(method: str) -> None:
     model, x, y, likelihood = problem("categorical")
-    found = linear_posterior(linnet.linearize(model), (x, y), likelihood, method, epochs=2, samples=4)
+    found = linear_posterior(linnet.linearize(model), (x, y), likelihood, short(method))
     report = linnet.evaluate(found.predictive, (x, y))
     assert 0 <= report.accuracy <= 1
     prediction = found.predictive(x)
@@ -269,8 +281,10 @@ def test_errors() -> None:
         linear_posterior(lin, (x, y), "categorical")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="canonical"):
         linear_posterior(lin, (x, y), L.HeteroscedasticGaussian())
-    for wrong in ({"method": "vi"}, {"prior_precision": 0.0}, {"max_steps": 0}, {"tolerance": -1.0},
-                  {"samples": 0}, {"epochs": 0}, {"rate": 0.0}, {"batch_size": 0}):  # fmt: skip
+    for given in ({"max_steps": 0}, {"tolerance": -1.0}, {"samples": -1}):
+        with pytest.raises(InputError, match=next(iter(given))):
+            Newton(**given)  # type: ignore[arg-type]
+    for wrong in ({"method": "vi"}, {"method": linnet.Training()}, {"prior_precision": 0.0}):
         with pytest.raises(InputError, match=next(iter(wrong))):
             linear_posterior(lin, (x, y), likelihood, **wrong)  # type: ignore[arg-type]
     with pytest.raises((DataError, InputError)):
@@ -288,11 +302,11 @@ def test_errors() -> None:
         found.predictive(x * math.nan)
     for method in ("map", "svi", "laplace"):
         with pytest.raises(DataError, match="x is empty"):
-            linear_posterior(lin, (x, y), likelihood, method, epochs=1).predictive(x[:0])
+            linear_posterior(lin, (x, y), likelihood, short(method)).predictive(x[:0])
     with pytest.warns(UserWarning, match="leave the last softmax out"):
         linear_posterior(linnet.linearize(nn.Sequential(model, nn.Softmax(1))), (x, y), likelihood)
     with pytest.raises(NumericalError, match="rate"):
-        linear_posterior(lin, (x, y), likelihood, "svi", epochs=3, rate=1e300)
+        linear_posterior(lin, (x, y), likelihood, svi(epochs=3, learning_rate=1e300))
 
 
 @BOTH
@@ -302,9 +316,9 @@ def test_a_jacobian_without_room_is_not_kept(base: bool, monkeypatch: pytest.Mon
 
     net, x, y, likelihood = problem("categorical", 140)
     lin = linnet.linearize(net)
-    kept = linear_posterior(lin, (x, y), likelihood, "laplace", base=base, samples=3, tolerance=1e-10)
+    kept = linear_posterior(lin, (x, y), likelihood, Newton(samples=3, tolerance=1e-10), base=base)
     monkeypatch.setattr(streamed, "MOST", 0)
-    passed = linear_posterior(lin, (x, y), likelihood, "laplace", base=base, samples=3, tolerance=1e-10)
+    passed = linear_posterior(lin, (x, y), likelihood, Newton(samples=3, tolerance=1e-10), base=base)
     assert kept._model.rows is not None
     assert passed._model.rows is None
     near(passed.mean, kept.mean, 1e-7)

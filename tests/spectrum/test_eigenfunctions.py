@@ -40,12 +40,17 @@ def leading(k: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values.flip(0)[:count], vectors.flip(1)[:, :count]
 
 
+def exactly(method: Any, tolerance: float = 1e-11, seed: int = 0) -> linnet.spectrum.Decomposition:
+    """A method with a tolerance."""
+    return linnet.spectrum.Decomposition(method=method, tolerance=tolerance, seed=seed)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("outputs", KINDS)
 def test_eigenpairs_are_those_of_the_dense_kernel(outputs: Kind, method: Any) -> None:
     k = dense(MANY, outputs)
     values, vectors = leading(k, 4)
-    found = linnet.spectrum.eigenfunctions(MANY.model, MANY.x, 4, outputs, method=method, tolerance=1e-11)
+    found = linnet.spectrum.eigenfunctions(MANY.model, MANY.x, 4, outputs, method=exactly(method))
     near(found.values, values / 10)  # Mercer's eigenvalues: of K / N
     flat = found.vectors.reshape(-1, 4)
     near(flat @ flat.T, vectors @ vectors.T, 1e-7)  # free of signs
@@ -91,12 +96,12 @@ def test_the_choice_of_the_method(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert run().method == "lanczos"
     assert run(k=12).method == "eigh"
     assert run(memory=12_000).method == "matrix-free"
-    assert run(memory=90_000, file=tmp_path / "k.npy").method == "lanczos"
-    near(torch.from_numpy(np.load(tmp_path / "k.npy")).reshape(40, 40), dense(WIDE, "full"))
+    kept = linnet.spectrum.gram(WIDE.model, WIDE.x, file=tmp_path / "k.npy")
+    assert run(memory=90_000, gram=kept).method == "lanczos"
     monkeypatch.setattr(kernel_eigenpairs, "PATIENCE", 0.0)  # too few steps for Lanczos
-    assert run(tolerance=1e-12).method == "eigh"
+    assert run(method=exactly("auto", 1e-12)).method == "eigh"
     with pytest.raises(NumericalError, match="Lanczos for 3 eigenfunctions ended after 14 steps"):
-        run(method="lanczos", tolerance=1e-30)
+        run(method=exactly("lanczos", 1e-30))
 
 
 def test_a_gram_matrix_is_used_as_it_is() -> None:
@@ -108,9 +113,11 @@ def test_a_gram_matrix_is_used_as_it_is() -> None:
 
 
 def test_seeds_and_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    options: dict[str, Any] = {"method": "lanczos", "tolerance": 1e-3, "progress": False}
     one, same, other = (
-        linnet.spectrum.eigenfunctions(WIDE.model, WIDE.x, 2, seed=seed, **options) for seed in (0, 0, 1)
+        linnet.spectrum.eigenfunctions(
+            WIDE.model, WIDE.x, 2, method=exactly("lanczos", 1e-3, seed), progress=False
+        )
+        for seed in (0, 0, 1)
     )
     assert torch.equal(one.vectors, same.vectors)
     assert not torch.equal(one.vectors, other.vectors)
@@ -240,7 +247,7 @@ def test_binarization_keeps_most_of_the_direction() -> None:
         ({"k": 2, "gram": real(16, 16), "method": "matrix-free"}, ["matrix-free"]),
         ({"k": 2, "gram": real(16, 16)}, ["gram is not symmetric", "with itself"]),
         ({"k": 2, "gram": np.eye(16)}, ["gram is ndarray", "torch.as_tensor"]),
-        ({"k": 2, "tolerance": -1.0}, ["tolerance=-1.0"]),
+        ({"k": 2, "method": 3}, ["method=3"]),
     ],
 )
 def test_arguments_that_cannot_be(options: dict[str, Any], words: list[str]) -> None:
@@ -248,6 +255,8 @@ def test_arguments_that_cannot_be(options: dict[str, Any], words: list[str]) -> 
 
 
 def test_targets_and_indices_that_cannot_be() -> None:
+    refused(InputError, lambda: exactly("lanczos", -1.0), "tolerance=-1.0")
+    refused(InputError, lambda: exactly("qr"), "method='qr'")
     spectrum, data = linnet.spectrum, (ONE.x, ONE.y)
     refused(InputError, lambda: spectrum.energy_concentration(ONE.model, data), "k is 50", "1 to 16")
     refused(InputError, lambda: spectrum.energy_concentration(ONE.model, (ONE.x, 0 * ONE.y), 2), "zero")
@@ -295,10 +304,10 @@ def test_every_budget_is_kept(call: Any) -> None:
     refused(MemoryBudgetError, lambda: call(linnet.spectrum, memory=700), "700 B")
 
 
-def test_concentration_keeps_its_gram_matrix_in_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "kernel.npy"
-    share = linnet.spectrum.energy_concentration(ONE.model, (ONE.x, ONE.y), 2, file=file)
-    near(torch.from_numpy(np.load(file)).reshape(16, 16), dense(ONE, "full"))
+def test_concentration_from_a_gram_matrix_in_a_file(tmp_path: Path) -> None:
+    kept = linnet.spectrum.gram(ONE.model, ONE.x, file=tmp_path / "kernel.npy")
+    share = linnet.spectrum.energy_concentration(ONE.model, (ONE.x, ONE.y), 2, gram=kept)
+    near(torch.from_numpy(np.load(tmp_path / "kernel.npy")).reshape(16, 16), dense(ONE, "full"))
     near(
         share, linnet.spectrum.energy_concentration(ONE.model, (ONE.x, ONE.y), 2, method="matrix-free"), 1e-7
     )
@@ -312,7 +321,7 @@ def test_a_long_decomposition_says_what_it_does(
     for progress in (None, False):
         linnet.spectrum.alignment(ONE.model, (ONE.x, ONE.y), progress=progress)
         linnet.spectrum.kernel_norm_bound(ONE.model, (ONE.x, ONE.y), progress=progress)
-        linnet.spectrum.energy_concentration(ONE.model, (ONE.x, ONE.y), 2, progress=progress)
+        linnet.spectrum.eigenfunctions(ONE.model, ONE.x, 2, progress=progress)
         shown = capsys.readouterr().err
         assert ("alignment of 1 targets" in shown) == (progress is None)
         assert ("kernel of 16" in shown) == (progress is None)

@@ -87,7 +87,7 @@ USES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     ),
     "last layer": lambda net, x: baselines.last_layer(net, (x, T)).predictive(x).mean,
     "factorized": lambda net, x: baselines.factorized_gaussian(
-        net, (x, Y), L.Categorical(), epochs=2, samples=2
+        net, (x, Y), L.Categorical(), linnet.SVI(training=linnet.Training(epochs=2)), samples=2
     )(x),
     "gradients": of_gradients,
     "attack": of_attack,

@@ -28,11 +28,15 @@ from linnet.baselines.sampled import Baseline
 from linnet.fitting.arguments import check_count, check_positive
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing, training_nll
 from linnet.linalg.random import Seed, make_generator, normal
+from linnet.params import instance
 from linnet.params import seed as checked_seed
-from linnet.posterior.svi import Schedule, divergence
+from linnet.posterior.svi import SVI, Climb, divergence
 from linnet.tangent.batch import Inputs, batch_size, gather_data, take
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.modes import in_exact_mode
+
+EPOCHS = 50
+DEVIATION = 6.7e-3  # softplus(−5)
 
 Hook = Callable[[nn.Module, Any, Tensor], Tensor]
 
@@ -84,13 +88,9 @@ def factorized_gaussian(
     model: nn.Module,
     data: Any,
     likelihood: Likelihood,
+    inference: SVI | None = None,
     *,
     prior_precision: float = 1.0,
-    deviation: float = 6.7e-3,
-    epochs: int = 50,
-    rate: float = 1e-3,
-    batch_size: int = 128,
-    draws: int = 1,
     samples: int = 100,
     seed: int = 0,
     output: OutputAdapter = None,
@@ -103,12 +103,8 @@ def factorized_gaussian(
         model: The network; a copy is used, and μ begins at its weights.
         data: An (x, y) pair, a Dataset or a DataLoader, which is read once.
         likelihood: What its outputs mean.
+        inference: Settings of the training; by default 50 passes over the data.
         prior_precision: λ.
-        deviation: s at the start, by default softplus(−5).
-        epochs: Passes over the data.
-        rate: Step size of Adam at the start, annealed to zero.
-        batch_size: Examples of a step.
-        draws: Draws of a step.
         samples: S, draws of the weights for predictions.
         seed: Of everything random.
         output: How to turn the network's result into a tensor, as in ``linnet.linearize``.
@@ -129,16 +125,18 @@ def factorized_gaussian(
         >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
         >>> likelihood = linnet.likelihoods.Categorical()
-        >>> ffg = factorized_gaussian(net, (x, y), likelihood, epochs=2, samples=10)
+        >>> short = linnet.SVI(training=linnet.Training(epochs=2))
+        >>> ffg = factorized_gaussian(net, (x, y), likelihood, short, samples=10)
         >>> ffg(x).shape, len(ffg.bounds)
         (torch.Size([10, 30, 3]), 2)
     """
     check_likelihood(likelihood)
     check_positive("prior_precision", prior_precision, "leave prior_precision= out")
-    check_positive("deviation", deviation, "leave deviation= out")
     check_count("samples", samples)
     checked_seed("seed", seed)
-    schedule = Schedule(epochs, rate, batch_size, draws)
+    how = SVI() if inference is None else inference
+    instance("inference", how, SVI, "a linnet.SVI")
+    deviation, draws = DEVIATION if how.deviation is None else how.deviation, how.draws
     function = Functional(model, "all", output)
     x, y = gather_data(data, function.device, missing=takes_missing(likelihood))
     likelihood.check(function.check_runs(x), y)
@@ -160,7 +158,7 @@ def factorized_gaussian(
         return float(bound.detach())
 
     try:
-        bounds = schedule.climb([mean, raw], len(y), source, step)
+        bounds = Climb.of(how, EPOCHS)([mean, raw], len(y), source, step)
     finally:
         drawing.close()
     found = mean.detach(), F.softplus(raw.detach())

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError
 from linnet.fitting.arguments import check_count, check_positive
+from linnet.fitting.training import Training, filled
 from linnet.laplace.outputs import requires_gradient
 from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing, training_nll
@@ -271,7 +272,7 @@ def deep_ensemble(
     Example:
         >>> data = torch.randn(20, 2), torch.arange(20) % 3
         >>> def train(seed: int) -> nn.Module:
-        ...     return trained(lambda: nn.Linear(2, 3), data, Categorical(), epochs=2, seed=seed)
+        ...     return trained(lambda: nn.Linear(2, 3), data, Categorical(), Training(epochs=2), seed=seed)
         >>> deep_ensemble(train, Categorical(), members=3)(data[0]).shape
         torch.Size([3, 20, 3])
     """
@@ -302,10 +303,8 @@ def trained(
     make: Callable[[], nn.Module],
     data: Any,
     likelihood: Likelihood,
+    training: Training | None = None,
     *,
-    epochs: int = 20,
-    rate: float = 1e-3,
-    batch_size: int = 128,
     prior_precision: float = 1e-2,
     seed: int = 0,
 ) -> nn.Module:
@@ -315,10 +314,8 @@ def trained(
         make: Makes the network with weights drawn again; its outputs are a tensor (N, ...).
         data: An (x, y) pair, a Dataset or a DataLoader.
         likelihood: What the outputs mean.
-        epochs: Passes over the data.
-        rate: Step size.
-        batch_size: Examples of a step.
-        prior_precision: λ of the prior N(0, λ⁻¹ I) of the weights; Botev (2020) has 10⁻².
+        training: ``learning_rate``, ``batch_size`` and ``epochs``; by default 1e-3, 128 and 20.
+        prior_precision: λ of the prior N(0, λ⁻¹ I) of the weights; the thesis has 10⁻².
         seed: Of the initial weights, the order of the examples and dropout.
 
     Returns:
@@ -331,13 +328,15 @@ def trained(
     Example:
         >>> from linnet.likelihoods import Categorical
         >>> data = torch.randn(12, 2), torch.arange(12) % 3
-        >>> trained(lambda: nn.Linear(2, 3), data, Categorical(), epochs=1).training
+        >>> trained(lambda: nn.Linear(2, 3), data, Categorical(), Training(epochs=1)).training
         False
     """
     check_likelihood(likelihood)
-    check_count("epochs", epochs)
-    check_count("batch_size", batch_size)
-    check_positive("rate", rate, "leave rate= out")
+    how = filled(training, "trained", learning_rate=1e-3, batch_size=128, epochs=20)
+    rate, size, epochs = how.learning_rate, how.batch_size, how.epochs
+    assert rate
+    assert size
+    assert epochs
     check_positive("prior_precision", prior_precision, "leave prior_precision= out")
     _check_seed(seed)
     with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
@@ -350,10 +349,10 @@ def trained(
             refuse("make()", model, "a torch.nn.Module with weights", "return the network")
         weights = [p for p in model.parameters() if p.requires_grad]
         x, y = gather_data(data, weights[0].device, missing=takes_missing(likelihood))
-        n, optimizer = _count(x), torch.optim.Adam(weights, lr=rate)
+        n, optimizer = batch_size(x), torch.optim.Adam(weights, lr=rate)
         model.train()
         for _ in range(epochs):
-            for index in torch.randperm(n).split(min(batch_size, n)):
+            for index in torch.randperm(n).split(min(size, n)):
                 own = index.to(weights[0].device)
                 f = call("the network", _run, model, take(x, own), expected="a network that can run on x")
                 # 1/B Σ nll + λ/2N ‖θ‖²
@@ -363,11 +362,6 @@ def trained(
                 loss.backward()
                 optimizer.step()
     return model.eval()
-
-
-def _count(x: Inputs) -> int:
-    """N; under another name, since an argument is called batch_size."""
-    return batch_size(x)
 
 
 def _run(model: nn.Module, x: Inputs) -> Tensor:

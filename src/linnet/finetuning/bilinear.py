@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from linnet.errors import InputError, ModelError
 from linnet.fitting.head import with_head
 from linnet.fitting.last_layer import last_linear, replace_module, zero_layer
 from linnet.fitting.targets import ALPHA
-from linnet.params import call, choice, integer, number, refuse, tensor
+from linnet.params import call, choice, instance, integer, number, refuse, tensor
 from linnet.tangent.batch import gather_data, split, take
 from linnet.tangent.functional import Functional
 
@@ -276,15 +277,45 @@ class _Tap(TorchFunctionMode):
         return result
 
 
+@dataclass(frozen=True)
+class Bilinear:
+    """Settings of square-root bilinear pooling in a network.
+
+    Args:
+        root: ``"newton-schulz"`` or ``"eigen"``.
+        iterations: Steps of Newton-Schulz.
+        channels: Channels to keep before pooling, the leading principal components of the features; by
+            default all. The head has C (C + 1) / 2 inputs.
+        layer: Name of the module whose output is the last feature map; found if left out.
+
+    Raises:
+        InputError: If a value does not work.
+
+    Example:
+        >>> Bilinear(channels=16).root
+        'newton-schulz'
+    """
+
+    root: str = "newton-schulz"
+    iterations: int = 5
+    channels: int | None = None
+    layer: str | None = None
+
+    def __post_init__(self) -> None:
+        choice("root", self.root, ROOTS)
+        integer("iterations", self.iterations, 1, 1000)
+        if self.channels is not None:
+            integer("channels", self.channels)
+        if self.layer is not None:
+            instance("layer", self.layer, str, "the name of a module of the network")
+
+
 def with_bilinear_head(
     model: nn.Module,
     classes: int,
     data: Any,
+    pooling: Bilinear | None = None,
     *,
-    root: str = "newton-schulz",
-    iterations: int = 5,
-    channels: int | None = None,
-    layer: str | None = None,
     init: str = "probe",
     ridge: str | float = "loo",
     scale: float = ALPHA,
@@ -296,11 +327,7 @@ def with_bilinear_head(
         model: The network: convolutions, an average over all positions, a linear layer. Not touched.
         classes: Number of outputs.
         data: The new task; its first examples find the pooling, all of them fit the probe.
-        root: ``"newton-schulz"`` or ``"eigen"``.
-        iterations: Steps of Newton-Schulz.
-        channels: Channels to keep before pooling, the leading principal components of the features; by
-            default all. The head has C (C + 1) / 2 inputs.
-        layer: Name of the module whose output is the last feature map; found if left out.
+        pooling: Settings of the pooling.
         init: Of the head, see :func:`linnet.with_head`.
         ridge: Of the probe.
         scale: α of one-hot targets.
@@ -329,9 +356,12 @@ def with_bilinear_head(
             f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
         )
     integer("classes", classes)
-    if channels is not None:
-        integer("channels", channels)
-    network = _tapped(model, SquareRootPooling(root, iterations), layer)
+    pooling = Bilinear() if pooling is None else pooling
+    instance(
+        "pooling", pooling, Bilinear, "settings of the pooling", "pass pooling=linnet.surgery.Bilinear()"
+    )
+    channels = pooling.channels
+    network = _tapped(model, SquareRootPooling(pooling.root, pooling.iterations), pooling.layer)
     reference = next(model.parameters())
     x, y = gather_data(data, reference.device)
     maps = _maps(network, take(x, slice(0, 2)))
@@ -349,26 +379,21 @@ def with_bilinear_head(
 def assemble(
     model: nn.Module,
     head: torch.Size,
-    *,
-    root: str = "newton-schulz",
-    iterations: int = 5,
+    pooling: Bilinear,
     channels: tuple[int, int] | None = None,
-    layer: str | None = None,
 ) -> nn.Module:
     """The architecture that :func:`with_bilinear_head` makes, its new layers without values.
 
     Args:
         model: The network; it is not touched.
         head: Shape of the head's weight, (C, D).
-        root: As there.
-        iterations: As there.
+        pooling: Settings of the pooling.
         channels: Channels before and after the reduction, where there is one.
-        layer: As there.
 
     Returns:
         The network.
     """
-    network = _tapped(model, SquareRootPooling(root, iterations), layer)
+    network = _tapped(model, SquareRootPooling(pooling.root, pooling.iterations), pooling.layer)
     like = torch.empty((), dtype=torch.get_default_dtype())
     if channels is not None:
         network.reduce = zero_layer(nn.Conv2d, *channels, 1, like=like, bias=False)

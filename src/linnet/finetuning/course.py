@@ -1,26 +1,21 @@
-"""Settings of a training run: objective, optimizer, duration and progress reports."""
+"""What one training run does: what is minimized, how, and for how long."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linnet.errors import InputError
-from linnet.fitting.arguments import check_count
 from linnet.fitting.targets import make_targets
+from linnet.fitting.training import SCHEDULES
 from linnet.params import choice, flag, integer, number
 from linnet.params import seed as checked_seed
 
 OPTIMIZERS = ("sgd", "adam")
-SCHEDULES = ("constant", "cosine")
-Log = Callable[[dict[str, float], int], object]
 
 
 @dataclass(frozen=True)
@@ -77,8 +72,8 @@ class Optimization:
     clip: float | None = None
 
     def __post_init__(self) -> None:
-        choice("optimizer", self.optimizer, tuple(OPTIMIZERS))
-        choice("schedule", self.schedule, tuple(SCHEDULES))
+        choice("optimizer", self.optimizer, OPTIMIZERS)
+        choice("schedule", self.schedule, SCHEDULES)
         _require_number("learning_rate", self.learning_rate, 0.0, math.inf)
         number("momentum", self.momentum, least=0, below=1)
         if self.clip is not None:
@@ -131,44 +126,3 @@ class Course:
         object.__setattr__(self, "seed", checked_seed("seed", self.seed))
         choice("keep", self.keep, ("last", "best"))
         flag("training_mode", self.training_mode)
-
-
-@dataclass(frozen=True)
-class Reporting:
-    """Log, checkpoint and progress bar of a run.
-
-    Args:
-        log: Called with a dict of numbers and the step; ``SummaryWriter.add_scalar`` in a loop, for one.
-        log_every: Steps between two calls.
-        checkpoint: A folder for the run's state; an interrupted run resumes from it.
-        save_every: Steps between two states; by default a twentieth of the run.
-        progress: Show progress; by default only when it takes over two seconds.
-        description: What the progress says.
-
-    Raises:
-        InputError: If a number of steps is no positive integer.
-    """
-
-    log: Log | None = None
-    log_every: int = 10
-    checkpoint: str | Path | None = None
-    save_every: int | None = None
-    progress: bool | None = None
-    description: str = "training"
-
-    def __post_init__(self) -> None:
-        check_count("log_every", self.log_every)
-        if self.log is not None and not callable(self.log):
-            raise InputError(
-                f"log={self.log!r}",
-                expected="a function of a dict of numbers and the step",
-                remedy="leave log= out, or pass log=lambda values, step: ...",
-            )
-        if self.checkpoint is not None and not isinstance(self.checkpoint, str | Path):
-            raise InputError(
-                f"checkpoint={self.checkpoint!r}",
-                expected="the name of a folder",
-                remedy='leave checkpoint= out, or pass checkpoint="runs/mine"',
-            )
-        if self.save_every is not None:
-            check_count("save_every", self.save_every)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from linnet.errors import FileFormatError, InputError, WeightsError
 from linnet.files import as_path, load_tensors, save_tensors
 from linnet.finetuning.augment import Augmentation
-from linnet.finetuning.bilinear import assemble
+from linnet.finetuning.bilinear import Bilinear, assemble
 from linnet.fitting.descent import outputs_of
 from linnet.fitting.head import with_head
 from linnet.fitting.linear_fit import LinearFit
@@ -33,7 +33,7 @@ class Settings:
     """Settings of a result, as plain values.
 
     Args:
-        method: The method.
+        recipe: The recipe's name.
         parts: Its parts: loss, activation, preconditioner, optimizer, head and so on.
         values: The learning rate and the like that were taken, and whether the run diverged with them.
         augmentation: What was done to training images.
@@ -41,7 +41,7 @@ class Settings:
         classes: Whether the targets are classes.
     """
 
-    method: str
+    recipe: str
     parts: dict[str, Any]
     values: dict[str, Any]
     augmentation: Augmentation
@@ -54,21 +54,20 @@ class Finetuned(PredictiveModel):
     """A fine-tuned network. ``linnet.finetune`` makes it.
 
     Args:
-        module: The trained ``Linearized``, or the trained network for ``"nlft"``.
+        module: The trained ``Linearized``, or the trained network for nlft.
         settings: What decided it.
         history: What was logged: ``step``, ``loss``, ``validation_accuracy`` and so on.
         candidates: Every set of values that was tried, with its validation scores.
         notes: What was done and what is worth knowing, one sentence each.
-        fit: The closed-form fit, for ``solver="exact"``.
+        fit: The closed-form fit, for ``training="closed-form"``.
         output: How to turn the network's result into a tensor.
 
     Example:
         >>> import linnet
-        >>> from linnet.finetuning.finetune import finetune
         >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 5))
         >>> x, y = torch.randn(24, 2), torch.arange(24) % 2
-        >>> tuned = finetune(net, (x, y), steps=5)
-        >>> tuned.predict(x).shape, tuned.method
+        >>> tuned = linnet.finetune(net, (x, y), training=linnet.Training(steps=5))
+        >>> tuned.predict(x).shape, tuned.recipe
         (torch.Size([24, 2]), 'lqf')
     """
 
@@ -81,9 +80,9 @@ class Finetuned(PredictiveModel):
     output: OutputAdapter = None
 
     @property
-    def method(self) -> str:
-        """The method's name."""
-        return self.settings.method
+    def recipe(self) -> str:
+        """The recipe's name."""
+        return self.settings.recipe
 
     @property
     def diverged(self) -> bool:
@@ -202,10 +201,10 @@ def load_finetuned(directory: str | Path, model: nn.Module, output: OutputAdapte
 
     Example:
         >>> import tempfile
-        >>> from linnet.finetuning.finetune import finetune
+        >>> import linnet
         >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 5))
         >>> x, y, folder = torch.randn(24, 2), torch.arange(24) % 2, tempfile.mkdtemp()
-        >>> tuned = finetune(net, (x, y), steps=5)
+        >>> tuned = linnet.finetune(net, (x, y), training=linnet.Training(steps=5))
         >>> _ = tuned.save(folder)
         >>> torch.equal(load_finetuned(folder, net).predict(x), tuned.predict(x))
         True
@@ -283,11 +282,10 @@ def _rebuilt(model: nn.Module, settings: Settings, tensors: dict[str, Tensor]) -
     parts = settings.parts
     if parts["activation"] == "leaky-relu":
         network = leaky_relu(network, parts["slope"])
-    if parts["bilinear"] is not None:
+    if parts["pooling"] is not None:
         reduce = tensors.get("reduce.weight")
-        wanted = {k: v for k, v in parts["bilinear"].items() if k in ("root", "iterations", "layer")}
         channels = None if reduce is None else (reduce.shape[1], reduce.shape[0])
-        network = assemble(network, tensors["head.weight"].shape, channels=channels, **wanted)
+        network = assemble(network, tensors["head.weight"].shape, Bilinear(**parts["pooling"]), channels)
     elif parts["new_head"]:
         network = with_head(network, settings.outputs, "zero")
     return _in_type_of(network, tensors)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
-from linnet.finetuning.course import Course, Optimization, Reporting
+from linnet.finetuning.course import Course, Optimization
 from linnet.finetuning.examples import Examples
 from linnet.finetuning.finetuned import Settings
 from linnet.finetuning.prepared import Shaping
 from linnet.finetuning.recipes import Candidate, Recipe
+from linnet.finetuning.run import Run
 from linnet.fitting.targets import make_targets
+from linnet.fitting.training import Training
 from linnet.params import tensor
 
 
@@ -34,8 +36,8 @@ class Problem:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, examples: Examples, classes: int | None, recipe: Recipe) -> Problem:
-        """Read it off the targets."""
+    def of(cls, examples: Examples, kept: int | None, recipe: Recipe) -> Problem:
+        """Read it off the targets; a head that is kept may have outputs for more classes."""
         y = tensor("y", examples.labels(), "classes or real targets")
         if y.is_floating_point():
             if recipe.loss == "cross-entropy":
@@ -46,20 +48,13 @@ class Problem:
                 )
             return cls(y.reshape(len(y), -1).shape[1], False, y, ())
         found = int(y.max()) + 1
-        whole = isinstance(classes, int) and not isinstance(classes, bool)
-        if classes is not None and not (whole and classes >= found):
-            raise InputError(
-                f"classes={classes!r}, but y goes up to {found - 1}",
-                expected=f"at least {found}",
-                remedy="leave classes= out, or check the labels",
-            )
         if int(y.min()) < 0 or (y == y.flatten()[0]).all():
             raise DataError(
                 f"y holds {'negative labels' if int(y.min()) < 0 else 'one class only'}",
                 expected="labels 0 to C − 1 of at least two classes",
                 remedy="check the labels and the split",
             )
-        outputs = classes or found
+        outputs = max(found, kept or 0)
         empty = outputs - len(y.unique())
         notes = (f"{empty} of {outputs} classes have no training example",) if empty else ()
         return cls(outputs, True, y, notes)
@@ -91,25 +86,39 @@ class Plan:
     recipe: Recipe
     shaping: Shaping
     problem: Problem
-    optimization: Optimization
-    course: Course
-    options: dict[str, Any]
-    reporting: Reporting
+    training: Training
+    watched: Run
 
-    def settings(self, method: str, candidate: Candidate, values: dict[str, Any], new_head: bool) -> Settings:
-        """Settings of a result."""
-        recipe, shaping = self.recipe, self.shaping
+    @property
+    def momentum(self) -> float:
+        """Of SGD, or β₁ of Adam."""
+        assert self.training.momentum is not None
+        return self.training.momentum
+
+    def optimization(self, rate: float) -> Optimization:
+        """How a run minimizes, at its learning rate."""
+        schedule = self.training.schedule or "constant"
+        return Optimization(self.recipe.optimizer, rate, self.momentum, schedule, self.training.clip)
+
+    def course(self, steps: int, batch_size: int, epoch: int) -> Course:
+        """How long a run is; validated once an epoch of so many steps unless told."""
+        every = self.watched.evaluate_every or epoch
+        mode = self.recipe.training_mode
+        return Course(steps, batch_size, self.shaping.seed, every, self.watched.keep, mode)
+
+    def settings(self, candidate: Candidate, values: dict[str, Any], new_head: bool) -> Settings:
+        """What decided a result."""
+        recipe, problem = self.recipe, self.problem
         parts = {
             "loss": recipe.loss,
             "activation": "leaky-relu" if recipe.leaky else "relu",
-            "slope": shaping.slope,
+            "slope": recipe.slope,
             "preconditioner": recipe.preconditioner,
             "optimizer": recipe.optimizer,
-            "scale": shaping.scale,
-            "head": shaping.head,
+            "scale": recipe.scale,
+            "head": recipe.head,
             "new_head": new_head,
-            "bilinear": shaping.bilinear if recipe.bilinear else None,
-            "seed": shaping.seed,
+            "pooling": None if recipe.pooling is None else asdict(recipe.pooling),
+            "seed": self.shaping.seed,
         }
-        augmentation, problem = candidate.augmentation, self.problem
-        return Settings(method, parts, values, augmentation, problem.outputs, problem.classes)
+        return Settings(recipe.name, parts, values, candidate.augmentation, problem.outputs, problem.classes)

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from linnet.curvatures.build import curvature
 from linnet.curvatures.curvature import Curvature
-from linnet.errors import InputError, ModelError
+from linnet.errors import ModelError
 from linnet.finetuning.augment import Augmentation
 from linnet.finetuning.bilinear import with_bilinear_head
 from linnet.finetuning.examples import Examples
@@ -29,7 +29,6 @@ from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.selection import Selector, select_parameters
 from linnet.tangent.surgery import leaky_relu, report
 
-HEADS = ("auto", "probe", "random", "zero", "keep")
 LOGITS = 5.0  # α of the probe that cross-entropy starts from: 15 would saturate the softmax
 UNHELD = 3  # activations in a row whose change no normalization has to hold
 NORMALIZATIONS = (
@@ -46,21 +45,13 @@ class Shaping:
     """Settings of surgery, head and preconditioner.
 
     Args:
-        slope: Slope of Leaky ReLU.
-        scale: α of one-hot targets.
-        head: ``"auto"``, ``"probe"``, ``"random"``, ``"zero"`` or ``"keep"``.
         params: Which parameters vary.
         output: How to turn the network's result into a tensor.
-        bilinear: Keyword arguments of :func:`linnet.finetuning.bilinear.with_bilinear_head`.
         seed: Seed of a random head and of sampled curvature.
     """
 
-    slope: float
-    scale: float
-    head: str
     params: Selector
     output: OutputAdapter
-    bilinear: dict[str, Any]
     seed: int
 
 
@@ -111,26 +102,13 @@ def prepare(
         The network ready.
 
     Raises:
-        InputError: If a network is already linearized, or ``head=`` is not listed.
         ModelError: If an activation or the head is out of reach.
     """
-    if isinstance(model, Linearized) or not isinstance(model, nn.Module):
-        raise InputError(
-            f"model is {type(model).__name__}",
-            expected="a pretrained network as a torch.nn.Module",
-            remedy="pass the network itself; finetune linearizes it where the method is linear",
-        )
-    if shaping.head not in HEADS:
-        raise InputError(
-            f"head={shaping.head!r}",
-            expected=", ".join(f'"{h}"' for h in HEADS),
-            remedy='leave head= out for "auto"',
-        )
     notes: list[str] = []
     network: nn.Module = getattr(model, "_orig_mod", model)
     if recipe.leaky:
-        network = leaky_relu(network, shaping.slope)
-        notes += _surgery_notes(network, len(report(network).replaced), shaping.slope)
+        network = leaky_relu(network, recipe.slope)
+        notes += _surgery_notes(network, len(report(network).replaced), recipe.slope)
     before, network = network, _with_head(network, recipe, shaping, examples, view, outputs, notes)
     new_head = network is not before
     last = last_linear(network)[0] if recipe.last_layer else None
@@ -183,14 +161,13 @@ def _with_head(
     probe, y = examples.batch(torch.arange(min(2, examples.n)))
     own = Functional(network, "all", shaping.output).check_runs(view(probe)).shape[1:]
     current = own.numel()
-    head = shaping.head
+    head = recipe.head
     if head == "auto":
-        fitted = hasattr(network, RECORD) and current == outputs and not recipe.bilinear
+        fitted = hasattr(network, RECORD) and current == outputs and recipe.pooling is None
         head = "keep" if fitted else "probe"
-    if head == "keep" and (current != outputs or recipe.bilinear):
+    if head == "keep" and current != outputs:
         raise ModelError(
-            f'head="keep", but the network has {current} outputs'
-            + (" and bilinear pooling needs its own head" if recipe.bilinear else ""),
+            f'head="keep", but the network has {current} outputs',
             expected=f"{outputs} outputs, as the data have",
             remedy='leave head= out for a linear probe, or pass head="random"',
         )
@@ -199,11 +176,11 @@ def _with_head(
         notes.append("the network's own head was kept")
         return network
     generator = torch.Generator().manual_seed(shaping.seed)
-    scale = shaping.scale if recipe.loss == "squared" else LOGITS
-    data = gathered(examples, view) if head == "probe" or recipe.bilinear else None
-    if recipe.bilinear:
+    scale = recipe.scale if recipe.loss == "squared" else LOGITS
+    data = gathered(examples, view) if head == "probe" or recipe.pooling else None
+    if recipe.pooling is not None:
         made = with_bilinear_head(
-            network, outputs, data, init=head, scale=scale, generator=generator, **shaping.bilinear
+            network, outputs, data, recipe.pooling, init=head, scale=scale, generator=generator
         )
         notes.append("global average pooling replaced by square-root bilinear pooling")
     else:

@@ -15,7 +15,7 @@ from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.default_damping import default_damping
 from linnet.errors import NumericalError
 from linnet.finetuning.augment import Augmentation
-from linnet.finetuning.course import Log, Objective, Reporting
+from linnet.finetuning.course import Course, Objective
 from linnet.finetuning.examples import Examples
 from linnet.finetuning.finetuned import Finetuned
 from linnet.finetuning.kernel_steps import SMALL_DECAY, KernelProblem, kernel_problem, pays
@@ -34,11 +34,13 @@ from linnet.finetuning.recipes import (
     ADAM_RATE,
     EFFECTIVE_RATE,
     PLAIN_RATE,
+    WEIGHT_DECAY,
     Candidate,
+    ClosedForm,
     effective_rate,
 )
+from linnet.finetuning.run import Log, Run
 from linnet.finetuning.trainer import Trainer, rank
-from linnet.fitting.arguments import check_positive
 from linnet.fitting.comparisons import held_out_split
 from linnet.fitting.fit import fit
 from linnet.fitting.targets import OneHot
@@ -53,7 +55,6 @@ PROBED = 256  # examples that a learning rate is estimated on
 def searched(
     plan: Plan,
     model: nn.Module,
-    method: str,
     data: tuple[Examples, Examples | None],
     candidates: list[Candidate],
 ) -> Finetuned:
@@ -62,7 +63,6 @@ def searched(
     Args:
         plan: What stays the same.
         model: The pretrained network.
-        method: Its name.
         data: Training examples, and examples to choose by.
         candidates: The values to try.
 
@@ -76,13 +76,13 @@ def searched(
     if len(candidates) == 1:
         (only,) = candidates
         retries = RETRIES if only.learning_rate is None else 0
-        made = _Run(plan, model, method, examples, held).result(only, "", retries=retries)
+        made = _Run(plan, model, examples, held).result(only, "", retries=retries)
         return _told(made)
     train, chosen_by = examples, held
     if held is None:
         rows, kept = held_out_split(plan.problem.labels, plan.shaping.seed)
         train, chosen_by = examples.part(rows), examples.part(kept)
-    run = _Run(plan, model, method, train, chosen_by, len(candidates))
+    run = _Run(plan, model, train, chosen_by, len(candidates))
     tried: list[dict[str, Any]] = []
     best, best_at = None, -1
     for i, candidate in enumerate(candidates):
@@ -103,7 +103,7 @@ def searched(
     for i, entry in enumerate(tried):
         entry["taken"] = i == best_at
     if held is None:
-        run = _Run(plan, model, method, examples, None)
+        run = _Run(plan, model, examples, None)
         final = run.result(candidates[best_at], "final", tried, RETRIES)
         note = "values chosen on a fifth of each class held out, then trained on everything"
         return _told(replace(final, notes=(*final.notes, note)))
@@ -137,7 +137,6 @@ class _Run:
     Args:
         plan: What stays the same.
         model: The pretrained network.
-        method: Its name.
         examples: Training examples.
         held: Examples to score on.
         runs: How many runs share it.
@@ -147,12 +146,11 @@ class _Run:
         self,
         plan: Plan,
         model: nn.Module,
-        method: str,
         examples: Examples,
         held: Examples | None,
         runs: int = 1,
     ) -> None:
-        self.plan, self.model, self.method = plan, model, method
+        self.plan, self.model = plan, model
         self.examples, self.held, self.runs = examples, held, runs
         self._ready: dict[Augmentation, Prepared] = {}
         self._curvatures: dict[_Key, Curvature] = {}
@@ -210,8 +208,8 @@ class _Run:
         before = kernel.before if kernel else trainer.preconditioner
         values = self._values(trainer, candidate, before)
         if plan.recipe.linear and plan.recipe.loss == "squared" and not candidate.augmentation.is_random:
-            notes.append('the optimum of this objective has a closed form: solver="exact"')
-        settings = plan.settings(self.method, candidate, values, ready.new_head)
+            notes.append('the optimum of this objective has a closed form: training="closed-form"')
+        settings = plan.settings(candidate, values, ready.new_head)
         entries = tried or [{**asdict(candidate), **values, "scores": scores, "taken": True}]
         return Finetuned(
             module.eval(),
@@ -245,20 +243,15 @@ class _Run:
                 before = self._preconditioner(module, examples, crop, candidate, notes)
             rate = self._rate(before, lambda: self._top(module, examples, crop, before), candidate, notes)
         n, b = self.examples.n, min(candidate.batch_size, self.examples.n)
-        steps, every = self._steps(candidate), plan.options["evaluate_every"] or max(1, math.ceil(n / b))
         trainer = Trainer(
             module,
             examples,
-            Objective(plan.recipe.loss, plan.problem.outputs, plan.shaping.scale, decay),
-            replace(plan.optimization, learning_rate=rate),
-            replace(
-                plan.course,
-                steps=steps,
-                batch_size=candidate.batch_size,
-                evaluate_every=every,
-            ),
-            self._reporting(folder),
+            Objective(plan.recipe.loss, plan.problem.outputs, plan.recipe.scale, decay),
+            plan.optimization(rate),
+            plan.course(self._steps(candidate), candidate.batch_size, max(1, math.ceil(n / b))),
+            self._watched(folder),
         )
+        trainer.description = f"fine-tuning by {plan.recipe.name} {folder}".strip()
         trainer.augmentation, trainer.preconditioner = crop, before
         trainer.output = None if plan.recipe.linear else plan.shaping.output
         if self.held is not None:
@@ -268,8 +261,10 @@ class _Run:
     def _steps(self, candidate: Candidate) -> int:
         """Steps of a run."""
         n = self.examples.n
-        longest = max(FEWEST_STEPS, math.ceil(EPOCHS * n / min(candidate.batch_size, n)))
-        return int(self.plan.options["steps"] or longest)
+        training, b = self.plan.training, min(candidate.batch_size, n)
+        if training.epochs is not None:
+            return math.ceil(training.epochs * n / b)
+        return training.steps or max(FEWEST_STEPS, math.ceil(EPOCHS * n / b))
 
     def _kernel(self, ready: Prepared, candidate: Candidate, notes: list[str]) -> KernelProblem | None:
         """The problem in the coordinates of its kernel, where that gives the same steps for less."""
@@ -277,7 +272,7 @@ class _Run:
         preconditioned = recipe.preconditioner != "none"
         if not recipe.linear or recipe.optimizer != "sgd" or crop.is_random or not self.examples.in_memory:
             return None
-        if preconditioned and self.plan.optimization.clip is not None:
+        if preconditioned and self.plan.training.clip is not None:
             return None  # the norm of A Jᵀr is not that of its coordinates
         key = crop.evaluation, candidate.weight_decay if preconditioned else 0.0
         if key not in self._kernels:
@@ -295,7 +290,7 @@ class _Run:
         rate = self._rate(kernel.before, lambda: self._kernel_top(kernel), candidate, [])
         # the eigenvalues of λ A are at most gain · λ / (λ + τ)
         share = kernel.gain * candidate.weight_decay / float(kernel.before.damping)
-        return self._steps(candidate) * rate / (1 - self.plan.optimization.momentum) * share
+        return self._steps(candidate) * rate / (1 - self.plan.momentum) * share
 
     def _kernel_top(self, kernel: KernelProblem) -> float:
         """The largest eigenvalue of A JᵀJ/N on the examples that a learning rate is estimated on."""
@@ -311,9 +306,7 @@ class _Run:
         batch, before = min(candidate.batch_size, self.examples.n), None
         sizes = self.examples.n, self.held.n if self.held else 0, self.plan.problem.outputs
         one = crop.evaluation(self.examples.batch(torch.arange(1))[0])
-        if not pays(
-            module, one, sizes, self.runs * self._steps(candidate) * batch, self.plan.options["memory"]
-        ):
+        if not pays(module, one, sizes, self.runs * self._steps(candidate) * batch, self.plan.watched.memory):
             return None
         if preconditioned:
             before = self._preconditioner(module, self.examples, crop, candidate, notes)
@@ -338,7 +331,7 @@ class _Run:
             before.gain = 1 / largest
             notes.append(f"preconditioner divided by {largest:.3g}, the largest eigenvalue of A JᵀJ/N")
             b = min(candidate.batch_size, self.examples.n)
-            return given or EFFECTIVE_RATE * (1 - self.plan.optimization.momentum) * b
+            return given or EFFECTIVE_RATE * (1 - self.plan.momentum) * b
         if given is not None or recipe.optimizer == "adam":
             return given or ADAM_RATE
         if recipe.loss == "cross-entropy":
@@ -378,14 +371,13 @@ class _Run:
         """A = (G/N + (λ + τ) I)⁻¹ of the frozen problem, whose curvature is computed once."""
         plan, key = self.plan, _key(module, candidate.augmentation)
         if key not in self._curvatures:
-            seed, memory = plan.shaping.seed, plan.options["memory"]
+            seed, memory = plan.shaping.seed, plan.watched.memory
             self._curvatures[key] = frozen_curvature(
                 module, plan.recipe, examples, crop.evaluation, seed, memory
             )
-        made, damping = self._curvatures[key], plan.options["damping"]
+        made, damping = self._curvatures[key], plan.recipe.damping
         if damping is None:
             damping = default_damping(made, 1 / made.made.examples)
-        check_positive("damping", damping, "leave damping= out for a tenth of the mean eigenvalue")
         # the objective's Hessian is JᵀJ/N + λI
         before = KroneckerPreconditioner(made, module.delta, damping + candidate.weight_decay)
         notes.append(f"gradients preconditioned by {made!r}, damping {before.damping:.3g}")
@@ -409,14 +401,14 @@ class _Run:
             "diverged": trainer.state.curve.rises,
         }
 
-    def _reporting(self, folder: str) -> Reporting:
-        """Where one run reports: a folder of its own, its name beside the numbers."""
-        whole = self.plan.reporting
+    def _watched(self, folder: str) -> Run:
+        """How one run is kept: in a folder of its own, its name beside the numbers."""
+        whole = self.plan.watched
         place = None if whole.checkpoint is None else Path(whole.checkpoint) / folder
         log = whole.log
         if log is not None and folder.startswith("candidate-"):
             log = _numbered(log, int(folder.removeprefix("candidate-")))
-        return replace(whole, checkpoint=place, log=log, description=f"{whole.description} {folder}".strip())
+        return replace(whole, checkpoint=place, log=log)
 
 
 def _numbered(log: Log, candidate: int) -> Log:
@@ -427,45 +419,43 @@ def _numbered(log: Log, candidate: int) -> Log:
 def exact(
     plan: Plan,
     model: nn.Module,
-    method: str,
     data: tuple[Examples, Examples | None],
     candidate: Candidate,
-    ridge: float | str | None,
+    closed: ClosedForm,
 ) -> Finetuned:
     """The optimum of the same objective in closed form.
 
     Args:
         plan: What stays the same.
         model: The pretrained network.
-        method: Its name.
         data: Training examples, and examples to score on.
         candidate: The values.
-        ridge: ρ, or the criterion that chooses it; N λ by default.
+        closed: The ridge, or what chooses it.
 
     Returns:
         The result, with the fit.
     """
     examples, held = data
-    run = _Run(plan, model, method, examples, held)
+    run = _Run(plan, model, examples, held)
     ready, view = run.ready(candidate), candidate.augmentation.evaluation
     assert isinstance(ready.module, Linearized)
-    scale, chosen = plan.shaping.scale, examples.n * candidate.weight_decay if ridge is None else ridge
+    scale, decay = plan.recipe.scale, WEIGHT_DECAY if closed.weight_decay is None else closed.weight_decay
     solved = fit(
         ready.module,
         gathered(examples, view),
         plan.recipe.loss,
+        ridge=examples.n * decay if closed.ridge is None else closed.ridge,
         targets=OneHot(scale) if plan.recipe.loss == "squared" else None,
-        ridge=chosen,
-        memory=plan.options["memory"],
+        memory=plan.watched.memory,
     )
     decay = solved.ridge / examples.n
     objective = Objective(plan.recipe.loss, plan.problem.outputs, scale, decay)
-    trainer = Trainer(solved.module, examples, objective, plan.optimization, plan.course)
+    trainer = Trainer(solved.module, examples, objective, plan.optimization(PLAIN_RATE), Course(1))
     trainer.augmentation = view
     scores = trainer.score(held) if held is not None else {}
     values = {"ridge": solved.ridge, "weight_decay": decay, "solver": solved.solver}
     notes = (*plan.problem.notes, *ready.notes, f"optimum in closed form at ridge ρ = {solved.ridge:.3g}")
-    settings = plan.settings(method, candidate, values, ready.new_head)
+    settings = plan.settings(candidate, values, ready.new_head)
     history = [{"step": 0.0, **trainer.score(examples)}]
     entries = [{**values, "scores": scores, "taken": True}]
     return Finetuned(solved.module, settings, history, entries, notes, solved, plan.shaping.output)

@@ -1,17 +1,20 @@
-"""The fine-tuning recipes by name: their parts and search grids."""
+"""The recipes of fine-tuning by name: what each is made of, and the values that are tried with it."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import nn
 
 from linnet.errors import InputError
 from linnet.finetuning.augment import Augmentation
-from linnet.fitting.arguments import check_positive
-from linnet.params import choice, instance
+from linnet.finetuning.bilinear import Bilinear
+from linnet.fitting.arguments import check_ridge
+from linnet.fitting.targets import ALPHA
+from linnet.params import choice, flag, instance, integer, number
 
 BATCH_SIZE = 28  # Achille et al., section A.2
 MOMENTUM = 0.9
@@ -20,93 +23,221 @@ EFFECTIVE_RATE = RATE / ((1 - MOMENTUM) * BATCH_SIZE)  # η / ((1 − m) b), sec
 WEIGHT_DECAY = 1e-5
 ADAM_RATE = 1e-3
 PLAIN_RATE = 0.01
+SLOPE = 0.2  # of Leaky ReLU below zero
 PRECONDITIONERS = ("kfac", "ekfac", "diagonal", "block", "none")
 TUNED = ("learning_rate", "weight_decay", "batch_size", "augmentation")
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """The parts of a method.
+class _Parts:
+    """What a recipe consists of.
 
     Args:
         linear: Whether the network is linearized.
         last_layer: Whether only the last layer is trained.
-        leaky: Whether ReLU becomes Leaky ReLU.
+        activation: ``"leaky-relu"`` or ``"relu"``.
         loss: ``"squared"`` or ``"cross-entropy"``.
         preconditioner: The curvature's structure, or ``"none"``.
-        bilinear: Whether the last pooling becomes square-root bilinear pooling.
-        optimizer: ``"sgd"`` or ``"adam"``.
     """
 
     linear: bool
     last_layer: bool
-    leaky: bool
+    activation: str
     loss: str
     preconditioner: str
-    bilinear: bool = False
-    optimizer: str = "sgd"
 
 
-RECIPES: dict[str, Recipe] = {
-    "lqf": Recipe(True, False, True, "squared", "kfac"),
-    "lqf-fc": Recipe(True, True, True, "squared", "kfac"),
-    "gaf": Recipe(True, False, False, "cross-entropy", "none"),
-    "fc": Recipe(True, True, False, "cross-entropy", "none"),
-    "nlft": Recipe(False, False, False, "cross-entropy", "none"),
-    "b-lqf": Recipe(True, False, True, "squared", "kfac", bilinear=True),
+_PARTS: dict[str, _Parts] = {
+    "lqf": _Parts(True, False, "leaky-relu", "squared", "kfac"),
+    "lqf-fc": _Parts(True, True, "leaky-relu", "squared", "kfac"),
+    "gaf": _Parts(True, False, "relu", "cross-entropy", "none"),
+    "fc": _Parts(True, True, "relu", "cross-entropy", "none"),
+    "nlft": _Parts(False, False, "relu", "cross-entropy", "none"),
+    "b-lqf": _Parts(True, False, "leaky-relu", "squared", "kfac"),
 }
+RECIPES = tuple(_PARTS)
+LOSSES = ("squared", "cross-entropy")
+ACTIVATIONS = ("leaky-relu", "relu")
+OPTIMIZERS = ("sgd", "adam")
+OWN = "own"  # the word for a part as the recipe has it
+HEADS = ("auto", "probe", "random", "zero", "keep")
 
 
-def recipe_for(
-    method: str, loss: str | None, activation: str | None, preconditioner: str | None, optimizer: str | None
-) -> Recipe:
-    """A method's recipe with some of its parts changed.
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A recipe of fine-tuning by name, with parts of it changed.
+
+    ========  ==========================================================================================
+    lqf       Leaky ReLU, linearized, squared loss to α-scaled targets, K-FAC preconditioner estimated once
+    lqf-fc    the same for the last layer alone
+    gaf       linearized, cross-entropy, nothing else changed
+    fc        the last layer alone, cross-entropy
+    nlft      plain fine-tuning of all weights, cross-entropy
+    b-lqf     lqf on square-root bilinear pooling of the last feature map
+    ========  ==========================================================================================
+
+    What is left out is as the recipe has it, and can be read from the object.
 
     Args:
-        method: The method.
-        loss: Its loss, to replace.
-        activation: ``"leaky-relu"`` or ``"relu"`` (no surgery).
-        preconditioner: The structure of the curvature, or ``"none"``.
+        name: One of the table.
+        loss: ``"squared"`` or ``"cross-entropy"``.
+        scale: α of one-hot targets.
+        activation: ``"leaky-relu"``, ``torch.nn.LeakyReLU(slope)`` for another slope than 0.2, or ``"relu"``
+            (as it is; better for deep networks without normalization layers, or with them folded away,
+            unless :func:`linnet.surgery.recover` trains them first).
+        preconditioner: ``"kfac"``, ``"ekfac"``, ``"diagonal"``, ``"block"`` or ``"none"``.
+        damping: τ added to the curvature of the mean loss before it is inverted; by default a tenth of its
+            mean eigenvalue. The weight decay is added as well.
         optimizer: ``"sgd"`` or ``"adam"``; Adam goes without a preconditioner unless one is named.
-
-    Returns:
-        The recipe.
+        augmentation: ``"none"``, ``"center"``, ``"random-crop"``, ``"resized-crop"``, or an ``Augmentation``.
+        head: ``"probe"``, ``"random"``, ``"zero"`` or ``"keep"``; ``"auto"`` keeps a head that
+            ``linnet.with_head`` made with outputs for all classes, and fits a probe otherwise.
+        pooling: Settings of bilinear pooling; with them any recipe but nlft pools as b-lqf does.
+        training_mode: Whether BatchNorm uses the batch and dropout is on, for nlft.
 
     Raises:
-        InputError: If a word is not listed, or the parts do not go together.
+        InputError: If a value does not work, or does not go with another.
+
+    Source:
+        Achille, Golatkar, Ravichandran, Polito, Soatto, CVPR 2021, sections 3, 4 and A.2; gaf: Mu, Liang, Li,
+        ICLR 2020.
 
     Example:
-        >>> recipe_for("lqf", None, "relu", None, "adam").preconditioner
+        >>> Recipe("lqf", optimizer="adam").preconditioner
         'none'
     """
-    choice("method", method, tuple(RECIPES), 'pass method="lqf" if unsure')
-    for name, word, known in (
-        ("loss", loss, ("squared", "cross-entropy")),
-        ("activation", activation, ("leaky-relu", "relu")),
-        ("preconditioner", preconditioner, PRECONDITIONERS),
-        ("optimizer", optimizer, ("sgd", "adam")),
-    ):
-        if word is not None and word not in known:
+
+    name: str = field(default="lqf", kw_only=False)
+    loss: str = OWN
+    scale: float = ALPHA
+    activation: str | nn.LeakyReLU = OWN
+    preconditioner: str = OWN
+    damping: float | None = None
+    optimizer: str = "sgd"
+    augmentation: str | Augmentation = "none"
+    head: str = "auto"
+    pooling: Bilinear | None = None
+    training_mode: bool = False
+
+    def __post_init__(self) -> None:
+        choice("recipe", self.name, RECIPES, 'pass recipe="lqf" if in doubt')
+        choice("optimizer", self.optimizer, OPTIMIZERS)
+        base = _PARTS[self.name]
+        by_adam = "none" if self.optimizer == "adam" else base.preconditioner
+        self._fill("loss", base.loss, LOSSES)
+        if isinstance(self.activation, nn.LeakyReLU):
+            number("slope", self.activation.negative_slope, above=0, most=1, remedy="try nn.LeakyReLU(0.2)")
+        else:
+            self._fill("activation", base.activation, ACTIVATIONS)
+        self._fill("preconditioner", by_adam, PRECONDITIONERS)
+        object.__setattr__(self, "scale", number("scale", self.scale, above=0))
+        choice("head", self.head, HEADS)
+        flag("training_mode", self.training_mode)
+        crop = self.augmentation
+        crop = Augmentation(crop) if isinstance(crop, str) else crop
+        instance("augmentation", crop, Augmentation, "a kind of augmentation, or an Augmentation")
+        object.__setattr__(self, "augmentation", crop)
+        if self.name == "b-lqf" and self.pooling is None:
+            object.__setattr__(self, "pooling", Bilinear())
+        self._check_together()
+
+    def _fill(self, name: str, default: str, allowed: tuple[str, ...]) -> None:
+        """A part as it is given, or the recipe's own."""
+        found = getattr(self, name)
+        taken = default if isinstance(found, str) and found == OWN else choice(name, found, allowed)
+        object.__setattr__(self, name, taken)
+
+    def _check_together(self) -> None:
+        """Raise where a part would not be used, or could not."""
+        if self.pooling is not None:
+            instance("pooling", self.pooling, Bilinear, "a linnet.surgery.Bilinear")
+            if not self.linear or self.last_layer or self.head == "keep":
+                raise InputError(
+                    f"bilinear pooling with recipe={self.name!r} and head={self.head!r}",
+                    expected="a linear model of all layers, with a new head behind the pooling",
+                    remedy='leave pooling= out, or pass Recipe("b-lqf")',
+                )
+        if self.preconditioner != "none" and not self.linear:
             raise InputError(
-                f"{name}={word!r}",
-                expected=", ".join(f'"{one}"' for one in known),
-                remedy=f"leave {name}= out for what {method} uses",
+                f'preconditioner={self.preconditioner!r} with recipe="{self.name}"',
+                expected="a linear model, whose curvature does not change while it is trained",
+                remedy="put a KroneckerPreconditioner before your own optimizer and refresh it as you train",
             )
-    base = RECIPES[method]
-    if preconditioner not in (None, "none") and not base.linear:
-        raise InputError(
-            f'preconditioner={preconditioner!r} with method="{method}"',
-            expected="a linear model, whose curvature does not change while it is trained",
-            remedy="put a KroneckerPreconditioner before your own optimizer and refresh it as you train",
-        )
-    by_adam = "none" if optimizer == "adam" else base.preconditioner
-    return replace(
-        base,
-        loss=loss or base.loss,
-        leaky=base.leaky if activation is None else activation == "leaky-relu",
-        preconditioner=preconditioner or by_adam,
-        optimizer=optimizer or base.optimizer,
-    )
+        if self.training_mode and self.linear:
+            raise InputError(
+                "training_mode=True with a linear model",
+                expected="BatchNorm with its running statistics: a linear model has no others",
+                remedy='leave training_mode= out, or pass Recipe("nlft")',
+            )
+        if self.damping is not None:
+            number("damping", self.damping, above=0, remedy="leave it out for a tenth of the mean eigenvalue")
+            if self.preconditioner == "none":
+                raise InputError(
+                    f"damping={self.damping!r} without a preconditioner",
+                    expected="a recipe whose steps a curvature preconditions",
+                    remedy='leave damping= out, or pass preconditioner="kfac"',
+                )
+
+    @property
+    def linear(self) -> bool:
+        """Whether the network is linearized."""
+        return _PARTS[self.name].linear
+
+    @property
+    def last_layer(self) -> bool:
+        """Whether only the last layer is trained."""
+        return _PARTS[self.name].last_layer
+
+    @property
+    def leaky(self) -> bool:
+        """Whether ReLU becomes Leaky ReLU."""
+        return self.activation != "relu"
+
+    @property
+    def slope(self) -> float:
+        """Slope of Leaky ReLU below zero."""
+        given = self.activation
+        return float(given.negative_slope) if isinstance(given, nn.LeakyReLU) else SLOPE
+
+    @property
+    def view(self) -> Augmentation:
+        """What is done to training images."""
+        assert isinstance(self.augmentation, Augmentation)
+        return self.augmentation
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosedForm:
+    """The optimum of a linear model and the squared loss at once, through :func:`linnet.fit`.
+
+    Args:
+        ridge: ρ, or the criterion that chooses it: ``"loo"``, ``"gcv"`` or ``"evidence"``.
+        weight_decay: λ of the objective that training steps would minimize, ρ = N λ; by default 1e-5 where no
+            ridge is given.
+
+    Raises:
+        InputError: If a value does not work, or both are given.
+
+    Example:
+        >>> ClosedForm(ridge="loo").ridge
+        'loo'
+    """
+
+    ridge: float | str | None = None
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.ridge is not None:
+            check_ridge(self.ridge)
+        if self.weight_decay is not None:
+            remedy = "without weight decay there are many optima"
+            number("weight_decay", self.weight_decay, above=0, remedy=remedy)
+        if self.ridge is not None and self.weight_decay is not None:
+            raise InputError(
+                f"ridge={self.ridge!r} and weight_decay={self.weight_decay!r}",
+                expected="one of them: ρ = N λ",
+                remedy="leave one of them out",
+            )
 
 
 @dataclass(frozen=True)
@@ -129,17 +260,10 @@ class Candidate:
     augmentation: Augmentation
 
     def __post_init__(self) -> None:
-        b, decay = self.batch_size, self.weight_decay
-        if isinstance(b, bool) or not isinstance(b, int) or b < 1:
-            raise InputError(f"batch_size={b!r}", expected="a positive integer", remedy="leave it out for 28")
+        integer("batch_size", self.batch_size, remedy="leave it out for 28")
         if self.learning_rate is not None:
-            check_positive("learning_rate", self.learning_rate, "leave learning_rate= out")
-        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < math.inf:
-            raise InputError(
-                f"weight_decay={decay!r}",
-                expected="a number, zero or positive",
-                remedy="leave it out for 1e-5",
-            )
+            number("learning_rate", self.learning_rate, above=0, remedy="leave it out for the recipe's own")
+        number("weight_decay", self.weight_decay, least=0, remedy="leave it out for 1e-5")
 
 
 def candidates_for(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,25 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError, NumericalError
-from linnet.finetuning.course import Course, Log, Objective, Optimization, Reporting
+from linnet.finetuning.course import Course, Objective, Optimization
 from linnet.finetuning.examples import Examples
 from linnet.finetuning.loss_curve import warn_of_large_steps
 from linnet.finetuning.prepared import largest_eigenvalue
 from linnet.finetuning.recipe_runs import RETRIES
+from linnet.finetuning.run import Run, watched
 from linnet.finetuning.trainer import Trainer
 from linnet.fitting.descent import outputs_of
 from linnet.fitting.targets import make_targets
-from linnet.params import flag, function, number
-from linnet.params import path as checked_path
+from linnet.fitting.training import Training, filled
+from linnet.params import flag
 from linnet.tangent.batch import concatenate
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import linearize
 
-RATE = 0.01  # for ResNets like those of Achille et al. 2021
+RATE = 0.01  # for networks like the paper's
+DEFAULTS: dict[str, Any] = {
+    "steps": 200, "batch_size": 64, "momentum": 0.9, "weight_decay": 1e-4, "schedule": "cosine",
+}  # fmt: skip
 PROBED = 32  # examples that the largest eigenvalue is estimated on
 
 
@@ -34,18 +39,11 @@ def recover(
     data: Any,
     teacher: nn.Module | None = None,
     *,
-    steps: int = 200,
-    batch_size: int = 64,
-    learning_rate: float | None = None,
-    momentum: float = 0.9,
-    weight_decay: float = 1e-4,
-    schedule: str = "cosine",
+    training: Training | None = None,
     training_mode: bool = True,
     output: OutputAdapter = None,
     seed: int = 0,
-    checkpoint: str | Path | None = None,
-    log: Log | None = None,
-    progress: bool | None = None,
+    run: Run | None = None,
 ) -> nn.Module:
     """Train a copy of a network after its activations were replaced.
 
@@ -56,19 +54,14 @@ def recover(
         model: The network after surgery; it is not touched.
         data: Data of the pretraining task, (x, y) or a ``Dataset``; y does not matter with a teacher.
         teacher: The network before surgery, whose outputs are then the targets of a squared loss.
-        steps: Number of steps.
-        batch_size: Examples a step.
-        learning_rate: η at the start; a warning if the training loss goes up again. By default 0.01, with
-            a teacher at most half of 1/λ_max of the Hessian; taken again with a third where the loss goes up.
-        momentum: Of SGD.
-        weight_decay: λ, on the weights.
-        schedule: ``"cosine"`` or ``"constant"``.
+        training: Settings of the training steps; by default 200 steps of 64 examples, momentum 0.9, weight
+            decay 1e-4 and a cosine schedule. A learning rate that is given is kept, with a warning if the
+            training loss goes up again. By default it is 0.01, with a teacher at most half of 1/λ_max of the
+            Hessian, and taken anew with a third where the loss goes up.
         training_mode: Whether BatchNorm takes new statistics; they shift with the activations.
         output: How to turn the networks' result into a tensor.
         seed: Seed of the order.
-        checkpoint: A folder; an interrupted training resumes from it.
-        log: Called with a dict of numbers and the step.
-        progress: Show progress; by default only when it takes over two seconds.
+        run: Checkpoints, logs and progress.
 
     Returns:
         The trained copy, in the mode that the network was in.
@@ -86,16 +79,14 @@ def recover(
         >>> from linnet.tangent.surgery import leaky_relu
         >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> x, leaky = torch.randn(32, 2), leaky_relu(net)
-        >>> better = recover(leaky, (x, torch.zeros(32)), teacher=net, steps=50)
+        >>> better = recover(leaky, (x, torch.zeros(32)), teacher=net, training=Training(steps=50))
         >>> bool((better(x) - net(x)).norm() < (leaky(x) - net(x)).norm())
         True
     """
-    _check(model, teacher, weight_decay)
+    _check(model, teacher)
     flag("training_mode", training_mode)
-    if checkpoint is not None:
-        checked_path("checkpoint", checkpoint)
-    if log is not None:
-        function("log", log, "a function of a dict of numbers and a step")
+    settings = filled(training, "recover", **DEFAULTS, learning_rate=None, epochs=None, clip=None)
+    kept_on = watched(run, "recover", ("evaluate_every", "keep", "memory"))
     clone = copy.deepcopy(model).requires_grad_(True)
     examples = Examples(data, next(clone.parameters()).device)
     x, y = examples.batch(torch.arange(1))
@@ -111,26 +102,18 @@ def recover(
     elif examples.in_memory:
         make_targets(examples.labels(), outputs, varied=False)
     loss = "cross-entropy" if teacher is None else "squared"
-    run = _Run(
-        clone,
-        examples,
-        Objective(loss, outputs, 1.0, weight_decay),
-        Optimization("sgd", RATE, momentum, schedule),
-        Course(steps, batch_size, seed, evaluate_every=steps, training_mode=training_mode),
-        Reporting(log, 10, checkpoint, None, progress, "recovery after surgery"),
-        output,
-    )
-    if learning_rate is None:
-        trained = run.result(run.own_rate(), RETRIES)
+    begun = _Training(clone, examples, settings, (loss, outputs), (seed, training_mode), kept_on, output)
+    if settings.learning_rate is None:
+        trained = begun.result(begun.own_rate(), RETRIES)
     else:
-        trained = run.result(learning_rate, retries=0)
+        trained = begun.result(settings.learning_rate, retries=0)
     for p, before in zip(trained.parameters(), model.parameters(), strict=True):
         p.requires_grad_(before.requires_grad)
         p.grad = None
     return trained
 
 
-def _check(model: Any, teacher: Any, weight_decay: Any) -> None:
+def _check(model: Any, teacher: Any) -> None:
     """Raise on arguments that cannot work."""
     for name, network in (("model", model), ("teacher", teacher)):
         if not isinstance(network, nn.Module) and (name == "model" or network is not None):
@@ -145,34 +128,33 @@ def _check(model: Any, teacher: Any, weight_decay: Any) -> None:
             expected="a network with weights to train",
             remedy="pass the network that holds the weights",
         )
-    number("weight_decay", weight_decay, least=0)
 
 
 @dataclass(frozen=True, eq=False)
-class _Run:
+class _Training:
     """A training whose rate is still open.
 
     Args:
         network: The network to start from, which stays as it is.
         examples: What it learns from.
-        objective: The loss.
-        optimization: The optimizer; its rate does not count.
-        course: The steps.
-        reporting: Where it reports.
+        settings: Of the steps.
+        target: The loss, and the number of outputs.
+        mode: The seed, and whether the network is in training mode.
+        watched: How it is watched and kept.
         output: How to turn the network's result into a tensor.
     """
 
     network: nn.Module
     examples: Examples
-    objective: Objective
-    optimization: Optimization
-    course: Course
-    reporting: Reporting
+    settings: Training
+    target: tuple[str, int]
+    mode: tuple[int, bool]
+    watched: Run
     output: OutputAdapter
 
     def own_rate(self) -> float:
         """A rate that gradient descent would not grow with, as far as can be told at the start."""
-        if self.objective.loss != "squared":
+        if self.target[0] != "squared":
             return RATE
         some = torch.arange(min(PROBED, self.examples.n))
         lin = linearize(self.network, "all", self.output)
@@ -180,9 +162,9 @@ class _Run:
         return min(RATE, 0.5 / max(largest_eigenvalue(lin, self.examples.batch(some)[0]), 1e-30))
 
     def result(self, rate: float, retries: int, folder: str = "") -> nn.Module:
-        """The trained network; if the loss rises, restart with a third of it, or warn."""
-        place = self.reporting.checkpoint
-        own = replace(self.reporting, checkpoint=None if place is None else Path(place) / folder)
+        """The trained network; where the loss goes up again, anew with a third of the rate, or a warning."""
+        place = self.watched.checkpoint
+        own = replace(self.watched, checkpoint=None if place is None else Path(place) / folder)
         try:
             trained, rises = self._trained(rate, own)
         except NumericalError:
@@ -195,12 +177,18 @@ class _Run:
             warn_of_large_steps(rate)
         return trained
 
-    def _trained(self, rate: float, reporting: Reporting) -> tuple[nn.Module, bool]:
+    def _trained(self, rate: float, watched: Run) -> tuple[nn.Module, bool]:
         """A trained copy, and whether the loss went up again."""
-        clone = copy.deepcopy(self.network)
-        optimization = replace(self.optimization, learning_rate=rate)
-        trainer = Trainer(clone, self.examples, self.objective, optimization, self.course, reporting)
-        trainer.output = self.output
+        clone, given, n = copy.deepcopy(self.network), self.settings, self.examples.n
+        size = given.batch_size or n
+        steps = given.steps or math.ceil((given.epochs or 1) * n / min(size, n))
+        seed, training_mode = self.mode
+        loss = Objective(*self.target, 1.0, given.weight_decay or 0.0)
+        momentum = 0.0 if given.momentum is None else given.momentum
+        how = Optimization("sgd", rate, momentum, given.schedule or "cosine", given.clip)
+        course = Course(steps, size, seed, evaluate_every=steps, training_mode=training_mode)
+        trainer = Trainer(clone, self.examples, loss, how, course, watched)
+        trainer.output, trainer.description = self.output, "recovery after surgery"
         return clone, trainer.run().curve.rises
 
 

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from linnet.errors import InputError, NumericalError
 from linnet.files import load_tensors, save_tensors
 from linnet.finetuning.augment import Augmentation
-from linnet.finetuning.course import Course, Objective, Optimization, Reporting
+from linnet.finetuning.course import Course, Objective, Optimization
 from linnet.finetuning.examples import Examples
 from linnet.finetuning.loss_curve import LossCurve
+from linnet.finetuning.run import Run
 from linnet.fitting.descent import outputs_of
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.params import path as checked_path
@@ -62,7 +63,7 @@ class Trainer:
         objective: What is minimized.
         optimization: How.
         course: How long.
-        reporting: Where it reports.
+        watched: How it is watched and kept.
 
     Attributes:
         module: The same.
@@ -71,6 +72,7 @@ class Trainer:
         preconditioner: Multiplies gradients before each step; set it before the run.
         validation: Examples that are scored on the way; set them before the run.
         output: How to turn the module's result into a tensor; set it before the run.
+        description: What the progress says.
 
     Example:
         >>> net = nn.Linear(1, 1, bias=False)
@@ -89,16 +91,17 @@ class Trainer:
         objective: Objective,
         optimization: Optimization,
         course: Course,
-        reporting: Reporting | None = None,
+        watched: Run | None = None,
     ) -> None:
         self.module, self.data, self.objective = module, data, objective
-        self.optimization, self.course, self.reporting = optimization, course, reporting or Reporting()
+        self.optimization, self.course, self.watched = optimization, course, watched or Run()
         self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.optimizer = optimization.build(list(self.parameters.values()))
         self.augmentation = Augmentation()
         self.preconditioner: KroneckerPreconditioner | None = None
         self.validation: Examples | None = None
         self.output: OutputAdapter = None
+        self.description = "training"
         self.state = State(curve=LossCurve.of(data.n, min(course.batch_size, data.n)))
         self._identity = ""
 
@@ -113,14 +116,14 @@ class Trainer:
             NumericalError: If the loss is not finite.
         """
         self._check_batch()
-        self._identity = self._fingerprint() if self.reporting.checkpoint is not None else ""
+        self._identity = self._fingerprint() if self.watched.checkpoint is not None else ""
         self._resume()
         steps = self.course.steps
         was_training = self.module.training
         self.module.train(self.course.training_mode)
         ahead = range(self.state.step, steps)
         try:
-            for step in track(ahead, self.reporting.description, len(ahead), self.reporting.progress):
+            for step in track(ahead, self.description, len(ahead), self.watched.progress):
                 self._step(step)
                 if (step + 1) % self.course.evaluate_every == 0 or step + 1 == steps:
                     self._validate(step + 1)
@@ -183,7 +186,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        if step % self.reporting.log_every == 0 or step + 1 == self.course.steps:
+        if step % self.watched.log_every == 0 or step + 1 == self.course.steps:
             self._note({"loss": value, "learning_rate": rate}, step)
 
     def _rows(self, step: int) -> Tensor:
@@ -212,8 +215,8 @@ class Trainer:
     def _note(self, values: dict[str, float], step: int) -> None:
         """Keep numbers in the history and hand them to the logger."""
         self.state.history.append({"step": step, **values})
-        if self.reporting.log is not None:
-            self.reporting.log(dict(values), step)  # its errors are the user's own, such as to stop a run
+        if self.watched.log is not None:
+            self.watched.log(dict(values), step)  # its errors are the user's own, such as to stop a run
 
     def _check_batch(self) -> None:
         """Raise if BatchNorm would normalize single examples."""
@@ -242,8 +245,8 @@ class Trainer:
 
     def _saves(self, step: int) -> bool:
         """Whether the state is kept after this step."""
-        every = self.reporting.save_every or max(1, self.course.steps // 20)
-        return self.reporting.checkpoint is not None and (step % every == 0 or step == self.course.steps)
+        every = self.watched.save_every or max(1, self.course.steps // 20)
+        return self.watched.checkpoint is not None and (step % every == 0 or step == self.course.steps)
 
     def _save(self) -> None:
         """Keep the state: a whole new file takes the place of the old one."""
@@ -261,14 +264,14 @@ class Trainer:
             "curve": self.state.curve.state(),
             "run": self._identity,
         }
-        assert self.reporting.checkpoint is not None
-        save_tensors(self.reporting.checkpoint, KIND, tensors, metadata)
+        assert self.watched.checkpoint is not None
+        save_tensors(self.watched.checkpoint, KIND, tensors, metadata)
 
     def _resume(self) -> None:
         """Take up the state in the folder, if there is one."""
-        if self.reporting.checkpoint is None:
+        if self.watched.checkpoint is None:
             return
-        path = checked_path("checkpoint", self.reporting.checkpoint) / f"{KIND}.safetensors"
+        path = checked_path("checkpoint", self.watched.checkpoint) / f"{KIND}.safetensors"
         if not path.exists():
             return
         tensors, metadata = load_tensors(path, KIND)
@@ -297,7 +300,7 @@ class Trainer:
             "optimization": asdict(self.optimization),
             "course": asdict(self.course),
             "augmentation": asdict(self.augmentation),
-            "log_every": self.reporting.log_every,
+            "log_every": self.watched.log_every,
             "data": self.data.fingerprint(),
             "validation": self.validation and self.validation.fingerprint(),
             "start": hash_tensors(list(self._tensors().values())),

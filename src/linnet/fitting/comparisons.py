@@ -16,7 +16,7 @@ from linnet.fitting.head import linear_probe
 from linnet.fitting.last_layer import features
 from linnet.fitting.targets import make_targets
 from linnet.progress import track
-from linnet.tangent.batch import Inputs, batch_size, gather_data, split, take
+from linnet.tangent.batch import Inputs, gather_data, split, take
 from linnet.tangent.functional import Functional
 
 RATES = {"sgd": (0.003, 0.01, 0.03, 0.1), "adam": (1e-4, 3e-4, 1e-3, 3e-3)}
@@ -28,13 +28,13 @@ class FineTuned:
 
     Args:
         model: The trained network.
-        rate: The learning rate taken.
+        learning_rate: The learning rate taken.
         held_out: Held-out score of each rate tried: accuracy, or the negative mean squared error.
         steps: Steps of each run.
     """
 
     model: nn.Module
-    rate: float
+    learning_rate: float
     held_out: dict[float, float] = field(default_factory=dict)
     steps: int = 0
 
@@ -57,10 +57,9 @@ def fine_tune(
     model: nn.Module,
     data: Any,
     steps: int = 150,
-    batch: int = 32,
-    rates: Sequence[float] | None = None,
+    batch_size: int = 32,
+    learning_rates: Sequence[float] | None = None,
     seed: int = 0,
-    progress: bool | None = None,
     optimizer: str = "sgd",
     folds: int = 1,
 ) -> FineTuned:
@@ -75,10 +74,9 @@ def fine_tune(
         model: The network, with the head that it should start from; it is not touched.
         data: Training data: an (x, y) pair, a Dataset or a DataLoader.
         steps: Steps of each run.
-        batch: Examples a step.
-        rates: Learning rates to try; by default four of the optimizer's.
+        batch_size: Examples a step.
+        learning_rates: Learning rates to try; by default four of the optimizer's.
         seed: Seed of the held-out draw and of the batches.
-        progress: Show progress; by default only when it takes over two seconds.
         optimizer: ``"sgd"`` with momentum 0.9, or ``"adam"`` with a warm-up.
         folds: Folds of the cross-validation, or 1 for a single fifth that is held out.
 
@@ -91,33 +89,31 @@ def fine_tune(
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
         >>> x = torch.linspace(-1, 1, 20)[:, None] * torch.ones(1, 2)
-        >>> fine_tune(net, (x, (x[:, 0] > 0).long()), steps=5, rates=(0.1,)).rate
+        >>> fine_tune(net, (x, (x[:, 0] > 0).long()), steps=5, learning_rates=(0.1,)).learning_rate
         0.1
     """
     x, y = gather_data(data, next(model.parameters()).device)
-    n = batch_size(x)
+    n = len(y)
     check.choice("optimizer", optimizer, OPTIMIZERS, "leave it out for SGD")
-    rates = RATES[optimizer] if rates is None else rates
+    rates = RATES[optimizer] if learning_rates is None else learning_rates
     if steps < 1 or not rates or n < 2:
         raise InputError(
-            f"steps={steps}, rates={tuple(rates)} with {n} examples",
+            f"steps={steps}, learning_rates={tuple(rates)} with {n} examples",
             expected="at least one step, one rate, two examples",
         )
     splits = held_out_splits(y, seed, folds)
     runs = len(rates) * len(splits) + 1
-    ticks = track(
-        range(runs * steps), f"plain fine-tuning, {runs} runs of {steps} steps", runs * steps, progress
-    )
+    ticks = track(range(runs * steps), f"plain fine-tuning, {runs} runs of {steps} steps", runs * steps)
     scores: dict[float, float] = {}
     for rate in rates:
-        run = Descent(rate, steps, batch, seed, optimizer)
+        run = Descent(rate, steps, batch_size, seed, optimizer)
         found = []
         for train, held in splits:
             tried = run(model, take(x, train), y[train], ticks)
             found.append(score_of(tried, take(x, held), y[held]))
         scores[rate] = sum(found) / len(found)
     best = max(scores, key=lambda rate: scores[rate])
-    trained = Descent(best, steps, batch, seed, optimizer)(model, x, y, ticks)
+    trained = Descent(best, steps, batch_size, seed, optimizer)(model, x, y, ticks)
     for _ in ticks:  # let the meter end on its last line
         pass
     return FineTuned(trained, best, scores, steps)

@@ -248,7 +248,7 @@ def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: f
         raise InputError(
             f'solver="sgd" with loss={loss!r}',
             expected='"dual" or "cg": the cross-entropy has its optimum by Newton\'s method',
-            remedy='pass solver="auto", or linnet.finetune(method="gaf") for training steps',
+            remedy='pass solver="auto", or linnet.finetune(recipe="gaf") for training steps',
         )
     if solver in ("cg", "sgd") and isinstance(ridge, str):
         raise InputError(

@@ -30,14 +30,13 @@ from linnet.laplace.posterior import (
 from linnet.laplace.prior import Groups, check_mean, check_prior, make_mean, prior_values
 from linnet.laplace.scores import Scorer
 from linnet.laplace.state import State, expanded
-from linnet.laplace.tune import METHODS, Search, tuned
+from linnet.laplace.tune import METHODS, Grid, Search, tuned
 from linnet.laplace.union import union
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.random import Seed, make_generator
 from linnet.memory import parse_bytes
 from linnet.params import choice, flag, instance
-from linnet.params import seed as checked_seed
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.labels import Labels
 from linnet.predictive.links import Link
@@ -426,16 +425,10 @@ class Laplace(PredictiveModel):
         *,
         prior: str | None = None,
         noise: bool | None = None,
-        search: str | None = None,
-        prior_precision: Any = None,
-        data_scale: Any = None,
-        noise_variance: Any = None,
-        predict: str = "glm",
+        data_scale: bool = False,
+        search: str | Grid | None = None,
         link: str = "probit",
-        samples: int = 100,
-        seed: int = 0,
         steps: int = 200,
-        memory: str | int | None = None,
     ) -> Laplace:
         """Choose prior precisions, and if wanted the noise variance and the scale of the data.
 
@@ -451,17 +444,11 @@ class Laplace(PredictiveModel):
             prior: "isotropic", "layer" or "parameter": how many precisions; as they are by default.
             noise: Whether a Gaussian noise variance is tuned too; by default for "evidence" and
                 "validation" where there is one.
+            data_scale: Whether the scale of the data is tuned too, by the gradient of "validation" and "loo".
             search: "gradient" or "fixed-point" (MacKay's) for "evidence"; "gradient" or "grid" for "loo", by
-                default "grid" unless ``data_scale=True``.
-            prior_precision: Values for a grid, 1e-4 to 1e4 by default; of several, the geometric mean.
-            data_scale: Values for a grid; ``True`` to follow its gradient in "validation" and "loo".
-            noise_variance: Values for a grid, of a Gaussian likelihood of one variance.
-            predict: "glm" or "mc": which predictions a grid compares.
+                default "grid" unless ``data_scale=True``; or a :class:`linnet.Grid` of values.
             link: Class probabilities of "glm".
-            samples: Networks of "mc".
-            seed: Seed of "mc".
             steps: Most evaluations of a gradient or the fixed point.
-            memory: Budget.
 
         Returns:
             This object, tuned; ``.tuned`` says how the search ended.
@@ -480,17 +467,14 @@ class Laplace(PredictiveModel):
         groups, at = state.groups, state.hyper
         if prior is not None and prior != groups.form:
             groups, at = expanded(state, prior)
-        for name, word, words in (("search", search, SEARCHES), ("prior", prior, PRIORS)):
-            _ = word is None or choice(name, word, words)
+        _ = prior is None or choice("prior", prior, PRIORS)
+        _ = search is None or isinstance(search, Grid) or choice("search", search, SEARCHES)
         _ = noise is None or flag("noise", noise)
-        checked_seed("seed", seed)
-        choice("predict", predict, ("glm", "mc"))
-        check_count("samples", samples)
         check_count("steps", steps)
-        parse_bytes(memory)
-        follow = data_scale is True
-        by_grid = method == "grid" or (method == "loo" and not follow)
-        kind = search or ("grid" if by_grid else "gradient")
+        flag("data_scale", data_scale, "pass search=linnet.Grid(data_scale=[...]) for values to try")
+        by_grid = method == "grid" or (method == "loo" and not data_scale)
+        grid = search if isinstance(search, Grid) else Grid()
+        kind = "grid" if search is grid else str(search or ("grid" if by_grid else "gradient"))
         if method == "grid" and kind != "grid":
             raise InputError(f"search={search!r} with method='grid'", "a grid", 'pass method="validation"')
         if noise is None:
@@ -498,14 +482,16 @@ class Laplace(PredictiveModel):
             noise = (
                 closed and isinstance(self._base, Gaussian) and self.curvature.made.expectation != "empirical"
             )
-        plan = Search(kind, steps, follow, noise, predict, samples, seed)
+        plan = Search(kind, steps, data_scale, noise, grid.predict, grid.samples, grid.seed)
         grids = {
-            "prior": prior_precision,
-            "scale": None if follow else data_scale,
-            "noise": relative_noise(self._base, noise_variance),
+            "prior": grid.prior_precision,
+            "scale": grid.data_scale,
+            "noise": relative_noise(self._base, grid.noise_variance),
         }
         labels = Labels(self._base, state.labels.shape, Link(link))
-        scorer = Scorer(state.posterior, groups, self._base, data, labels, method == "loo", memory)
+        scorer = Scorer(
+            state.posterior, groups, self._base, data, labels, method == "loo", self._options.get("memory")
+        )
         self.tuned = tuned(method, scorer, at, plan, grids)
         return self.resume(State(state.posterior, groups, self.tuned.hyper, state.labels))
 

@@ -8,6 +8,7 @@ Rätsch and Khan 2021, "Scalable marginal likelihood estimation for model select
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from linnet.errors import InputError, ModelError, NumericalError
-from linnet.fitting.arguments import check_count
 from linnet.laplace.laplace import Laplace
 from linnet.likelihoods.likelihood import Likelihood, training_nll
 from linnet.linalg.random import Seed, make_generator
@@ -28,6 +28,36 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 MAKE = "pass make_optimizer=lambda p: torch.optim.Adam(p, 1e-3)"
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvidenceSchedule:
+    """When and how the evidence updates the prior during training.
+
+    Args:
+        every: Epochs between updates of the prior.
+        burn_in: Epochs before the first update.
+        steps: Most evaluations of the evidence in an update.
+        prior: "isotropic", "layer" or "parameter": how many precisions.
+
+    Raises:
+        InputError: If a value does not work.
+
+    Example:
+        >>> EvidenceSchedule(every=5).prior
+        'layer'
+    """
+
+    every: int = 1
+    burn_in: int = 0
+    steps: int = 50
+    prior: str = "layer"
+
+    def __post_init__(self) -> None:
+        integer("every", self.every)
+        integer("burn_in", self.burn_in, 0)
+        integer("steps", self.steps)
+        choice("prior", self.prior, ("isotropic", "layer", "parameter"))
+
+
 @torch.inference_mode(False)
 @torch.enable_grad()
 def train_with_evidence(
@@ -37,11 +67,8 @@ def train_with_evidence(
     epochs: int,
     make_optimizer: MakeOptimizer,
     *,
-    every: int = 1,
-    burn_in: int = 0,
-    steps: int = 50,
-    prior: str = "layer",
-    batch: int = 128,
+    schedule: EvidenceSchedule | None = None,
+    batch_size: int = 128,
     generator: Seed = 0,
     **options: Any,
 ) -> Laplace:
@@ -56,11 +83,8 @@ def train_with_evidence(
         likelihood: What the outputs mean.
         epochs: Passes over the data.
         make_optimizer: From parameters to an optimizer without weight decay of its own.
-        every: Epochs between updates of the prior.
-        burn_in: Epochs before the first update.
-        steps: Most evaluations of the evidence in an update.
-        prior: "isotropic", "layer" or "parameter".
-        batch: Examples in a batch, where data are no loader.
+        schedule: When and how the prior is updated; by default after every epoch.
+        batch_size: Examples a step, where data are no loader.
         generator: Generator or seed of the order of the examples.
         **options: Passed on to :class:`Laplace`: structure, prior_precision, prior_mean, params, ...
 
@@ -80,10 +104,10 @@ def train_with_evidence(
         >>> sorted(la.prior_precision)
         ['0', '2']
     """
-    for name, value in (("epochs", epochs), ("every", every), ("steps", steps), ("batch", batch)):
-        check_count(name, value)
-    integer("burn_in", burn_in, 0)
-    choice("prior", prior, ("isotropic", "layer", "parameter"))
+    integer("epochs", epochs)
+    size = integer("batch_size", batch_size)
+    when = EvidenceSchedule() if schedule is None else schedule
+    instance("schedule", when, EvidenceSchedule, "a linnet.EvidenceSchedule")
     instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
     expected = "a function from parameters to an optimizer"
     if not callable(make_optimizer):
@@ -96,23 +120,19 @@ def train_with_evidence(
     )
     place = next(model.parameters()).device
     held = data if isinstance(data, DataLoader) else gather_data(data, place, missing=True)
-    n = (
-        sum(batch_size(as_pair(item)[0]) for item in held)
-        if isinstance(held, DataLoader)
-        else batch_size(held[0])
-    )
+    n = _count(held)
     source = make_generator(generator)
     penalty = _Penalty(la.fit(held))
     for epoch in range(1, epochs + 1):
         model.train()
-        for x, y in _batches(held, batch, source):
+        for x, y in _batches(held, size, source):
             optimizer.zero_grad()
             f = _outputs(model, map_tensors(lambda t: t.to(place), x), options.get("output"))
             # −1/n of the log posterior, in which every example counts s times, over s
             loss = training_nll(la.likelihood, f, y).mean() + penalty(model) / (la.data_scale * n)
             loss.backward()
             optimizer.step()
-        if (epoch > burn_in and epoch % every == 0) or epoch == epochs:
+        if (epoch > when.burn_in and epoch % when.every == 0) or epoch == epochs:
             carried = {**options, "prior_precision": la.prior_precision}
             try:
                 la = Laplace(model, la.likelihood, **carried).fit(held)
@@ -122,11 +142,18 @@ def train_with_evidence(
                     expected="finite outputs at every step",
                     remedy="pass a smaller learning rate, or check the data and the network's scale",
                 ) from error
-            la.tune("evidence", prior=prior, steps=steps)
+            la.tune("evidence", prior=when.prior, steps=when.steps)
             penalty = _Penalty(la)
     optimizer.zero_grad()
     model.eval()
     return la
+
+
+def _count(data: Any) -> int:
+    """Number of examples."""
+    if isinstance(data, DataLoader):
+        return sum(batch_size(as_pair(item)[0]) for item in data)
+    return batch_size(data[0])
 
 
 def _batches(data: Any, size: int, source: torch.Generator | None) -> Iterator[tuple[Inputs, Tensor]]:

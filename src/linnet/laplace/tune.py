@@ -14,9 +14,56 @@ from linnet.fitting.arguments import check_count
 from linnet.laplace.evidence import HIGHEST, LOWEST, Tuned, maximize_evidence, minimize
 from linnet.laplace.posterior import Hyper
 from linnet.laplace.scores import Scorer, grid_points
+from linnet.params import choice, integer, refuse, tensor
+from linnet.params import seed as checked_seed
 
 METHODS = ("evidence", "validation", "grid", "loo")
 PRIORS = 10.0 ** torch.linspace(-4, 4, 21, dtype=torch.float64)  # the grid, where none is given
+VALUES = "a number or a list of numbers, all positive"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Grid:
+    """Values to try, and the predictions that they are compared by.
+
+    Args:
+        prior_precision: Values, 1e-4 to 1e4 by default; of several precisions, the geometric mean.
+        data_scale: Values.
+        noise_variance: Values, of a Gaussian likelihood of one variance.
+        predict: "glm", or "mc" for held-out data.
+        samples: Networks of "mc".
+        seed: Seed of "mc".
+
+    Raises:
+        InputError: If a setting does not work.
+
+    Example:
+        >>> Grid(prior_precision=[0.1, 1.0, 10.0]).predict
+        'glm'
+    """
+
+    prior_precision: Any = None
+    data_scale: Any = None
+    noise_variance: Any = None
+    predict: str = "glm"
+    samples: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        choice("predict", self.predict, ("glm", "mc"))
+        integer("samples", self.samples)
+        checked_seed("seed", self.seed)
+        for name in ("prior_precision", "data_scale", "noise_variance"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            found = tensor(name, value, VALUES).to(torch.float64).flatten()
+            if (
+                isinstance(value, bool)
+                or not found.numel()
+                or not bool(((found > 0) & found.isfinite()).all())
+            ):
+                refuse(name, value, VALUES)
 
 
 @dataclass(frozen=True)
@@ -120,9 +167,9 @@ def _by_grid(scorer: Scorer, at: Hyper, search: Search, grids: dict[str, Any]) -
         )
     device = at.prior.device
     values = {
-        "prior_precision": _grid("prior_precision", grids["prior"], PRIORS),
-        "data_scale": _grid("data_scale", grids["scale"], at.scale[None]),
-        "noise_variance": _grid("noise_variance", grids["noise"], at.noise[None]),
+        "prior_precision": _values(grids["prior"], PRIORS),
+        "data_scale": _values(grids["scale"], at.scale[None]),
+        "noise_variance": _values(grids["noise"], at.noise[None]),
     }
     points = grid_points(at, *(grid.to(device) for grid in values.values()))
     by_prediction: dict[str, Callable[[], Tensor]] = {
@@ -135,8 +182,6 @@ def _by_grid(scorer: Scorer, at: Hyper, search: Search, grids: dict[str, Any]) -
             expected='"glm", or "mc" for held-out data',
             remedy='pass predict="glm"',
         )
-    if search.predict == "mc":
-        check_count("samples", search.samples)
     scores = by_prediction[search.predict]()
     best = int(scores.nan_to_num(-torch.inf).argmax())
     edges = _at_edges(values, best)
@@ -153,18 +198,6 @@ def _at_edges(values: Mapping[str, Tensor], best: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _grid(name: str, given: Any, default: Tensor) -> Tensor:
+def _values(given: Any, default: Tensor) -> Tensor:
     """Values to try."""
-    if given is None:
-        return default
-    try:
-        values = torch.as_tensor(given, dtype=torch.float64).flatten()
-    except (TypeError, ValueError, RuntimeError):
-        values = torch.empty(0)
-    if not values.numel() or not bool(((values > 0) & values.isfinite()).all()):
-        raise InputError(
-            f"{name}={given!r}",
-            expected="a number or a list of numbers, all positive",
-            remedy=f"leave {name}= out",
-        )
-    return values
+    return default if given is None else torch.as_tensor(given, dtype=torch.float64).flatten()

@@ -16,7 +16,7 @@ from linnet.metrics.answers import ask, class_probabilities
 from linnet.metrics.evaluate import Predict, batches_of, same_classes
 from linnet.metrics.judged import Judged, join, judge
 from linnet.metrics.reports import Report
-from linnet.params import flag, integer, refuse, tensor
+from linnet.params import integer, refuse, tensor
 from linnet.progress import track
 
 POINT = 1000  # bytes of a point of an attack at the least: its label, report and tensors
@@ -181,9 +181,7 @@ def fgsm(
     iterations: int = 1,
     limits: tuple[float | Tensor, float | Tensor] | None = None,
     scale: float | str | Tensor = 1.0,
-    keep: bool | None = None,
     batch_size: int | None = None,
-    device: torch.device | str | None = None,
 ) -> Attack:
     """Attack predictions by the sign of their own gradient, and watch accuracy and uncertainty.
 
@@ -195,7 +193,8 @@ def fgsm(
     Args:
         predict: Called with a tensor of inputs (N, ...); returns probabilities (N, C), S samples of them
             (S, N, C), or an object with ``.probs``, differentiable in the inputs.
-        data: Inputs, an (x, y) pair, a ``Dataset`` or a ``DataLoader``; inputs are one floating tensor.
+        data: Inputs, an (x, y) pair, a ``Dataset`` or a ``DataLoader``; inputs are one floating tensor, and
+            stay on their device. For one step size and data in tensors the attacked inputs are kept.
         step: Step size η, or several for a curve over step sizes; 0 is the clean input.
         target: Class y of a targeted attack.
         iterations: Number of steps taken one after the other. With one step size there is a point for each.
@@ -203,10 +202,7 @@ def fgsm(
             or tensors that broadcast against one input, as one number a channel (C, 1, 1).
         scale: What η is multiplied with: a number, a tensor that broadcasts against one input, or "range",
             the largest minus the smallest value of each input dimension in the data.
-        keep: Whether to keep the attacked inputs of the last point; by default for one step size and data
-            given as tensors.
         batch_size: Largest number of examples in a call; by default a loader's own batches, otherwise 128.
-        device: Where inputs are put; by default they stay where they are.
 
     Returns:
         The predictions before and along the attack.
@@ -228,14 +224,11 @@ def fgsm(
         (tensor([[ 0.5000, -0.5000]]), tensor([1.], dtype=torch.float64))
     """
     plan = _checked(step, target, iterations, limits)
-    batches = batches_of(predict, data, batch_size, device)
+    batches = batches_of(predict, data, batch_size, None)
     rates = _scale(scale, batches)
     for end in (end for end in plan.limits or () if end.ndim):
         _require_broadcast(end, "limits", _one_tensor(batches.first().x), "pass limits=(0, 1)")
-    if keep is not None:
-        flag("keep", keep)
-    else:
-        keep = len(plan.steps) == 1 and isinstance(data, Tensor | tuple | list)
+    keep = len(plan.steps) == 1 and isinstance(data, Tensor | tuple | list)
     clean: list[Judged] = []
     points: list[list[Judged]] = [[] for _ in plan.labels()]
     index, inputs, total, unmoved, classes = [], [], 0, 0, 0

@@ -36,7 +36,6 @@ def adapt(
     weight: float | None = None,
     ridge: float | None = None,
     params: Selector = None,
-    heads: int = HEADS,
     seed: int = 0,
     memory: str | int | None = None,
     tune: bool = False,
@@ -58,8 +57,7 @@ def adapt(
         weight: Share w of the lower layers in the kernel, 0 (the linear probe) to 1; by default chosen.
         ridge: ρ > 0, relative to the mean of the kernel's diagonal; by default chosen.
         params: Parameters below the head that take part; see ``linnet.linearize``. All by default.
-        heads: Random heads whose tangent kernels are averaged.
-        seed: Seed of their weights.
+        seed: Seed of the four random heads whose tangent kernels are averaged.
         memory: Budget such as ``"4GB"``; by default half of what is available.
         tune: Whether to train the lower layers where it helps: five or six runs of 150 steps or more.
 
@@ -89,7 +87,6 @@ def adapt(
         check.number("weight", weight, least=0, most=1)
     if ridge is not None:
         check.number("ridge", ridge, above=0)
-    heads = check.integer("heads", heads, most=4096)
     seed = check.integer("seed", seed, least=0, most=2**63 - 1)
     if check.flag("tune", tune) and (weight is not None or ridge is not None):
         raise InputError(
@@ -101,7 +98,7 @@ def adapt(
     x, y = gather_data(data, next((p.device for p in model.parameters()), torch.device("cpu")))
     model = ending_linear(model, x)
     targets = task_targets(y, last_linear(model)[1].weight.dtype)
-    features = Features(model, heads, seed, params)
+    features = Features(model, HEADS, seed, params)
     features.function.check_runs(take(x, slice(0, 1)))
     record = Record("dual", "loo", {}, single_remarks(targets), {"network": time.perf_counter() - begin})
     fit = solved(features, x, targets, memory, record, (weight, ridge))

@@ -47,13 +47,13 @@ class Flow:
         targets: Y, (N, C).
         spectrum: Eigenvalues λ and eigenvectors u of K, and the coordinates of −z₀ in them.
         times: Times (T,), or numbers of steps.
-        rate: η.
+        learning_rate: η.
         discrete: Whether the path is that of gradient descent.
 
     Attributes:
         lin: The linearization, its δ at the start of the path.
         times: Times (T,), or numbers of steps.
-        rate: η.
+        learning_rate: η.
         discrete: Whether the path is that of gradient descent.
         outputs: f_t(X) at these times, (T, N, C).
         losses: ½ ‖f_t(X) − Y‖², summed over examples, (T,) in float64.
@@ -74,11 +74,11 @@ class Flow:
         targets: Tensor,
         spectrum: Spectrum,
         times: Tensor,
-        rate: float,
+        learning_rate: float,
         discrete: bool,
     ) -> None:
         self.lin, self.x, self.targets, self.times = lin, x, targets, times
-        self.rate, self.discrete, self._spectrum = rate, discrete, spectrum
+        self.learning_rate, self.discrete, self._spectrum = learning_rate, discrete, spectrum
         # Eigenvalues that are rounding errors are zero: no direction in the weights belongs to them.
         n, largest = len(spectrum.values), float(spectrum.values.max())
         of_network = math.sqrt(n) * torch.finfo(lin.function.dtype).eps
@@ -168,14 +168,14 @@ class Flow:
 
     def _decay(self, time: float) -> Tensor:
         """What is left of the residual along each eigenvector: e^{−ηλt}, or (1 − ηλ)^k."""
-        scaled = self.rate * self.eigenvalues
+        scaled = self.learning_rate * self.eigenvalues
         if math.isinf(time):
             return (scaled == 0).double()
         return (1 - scaled) ** time if self.discrete else torch.exp(-scaled * time)
 
     def _filter(self, time: float) -> Tensor:
         """g_t(λ) = (1 − e^{−ηλt}) / λ, or (1 − (1 − ηλ)^k) / λ; 0 in the null space, which φᵀ removes."""
-        scaled = self.rate * self.eigenvalues
+        scaled = self.learning_rate * self.eigenvalues
         if self.discrete and not math.isinf(time):
             small = scaled < 0.5  # where 1 − (1 − x)^k would cancel
             gentle = -torch.expm1(time * torch.log1p(-torch.where(small, scaled, 0.0)))
@@ -189,19 +189,19 @@ class Flow:
         left = self._spectrum.vectors @ (self._decay(time) * self._spectrum.coordinates)
         if not torch.isfinite(left).all():
             raise NumericalError(
-                f"gradient descent with rate={self.rate:g} overflows within {time:g} steps",
+                f"gradient descent with learning_rate={self.learning_rate:g} overflows within {time:g} steps",
                 expected=f"a rate below 2/λ_max = {self.stable_rate:.3g}",
-                remedy="lower rate=, or ask for fewer steps",
+                remedy="lower learning_rate=, or ask for fewer steps",
             )
         return left.view(self.n, -1)
 
     def _check_rate(self) -> None:
         """Raise if gradient descent is followed to its end but has none."""
-        if self.discrete and self.rate >= self.stable_rate and bool(self.times.isinf().any()):
+        if self.discrete and self.learning_rate >= self.stable_rate and bool(self.times.isinf().any()):
             raise InputError(
-                f"rate={self.rate:g} with infinitely many steps: gradient descent diverges",
+                f"learning_rate={self.learning_rate:g} with infinitely many steps: gradient descent diverges",
                 expected=f"a rate below 2/λ_max = {self.stable_rate:.3g}",
-                remedy="lower rate=",
+                remedy="lower learning_rate=",
             )
 
 
@@ -210,7 +210,7 @@ def gradient_flow(
     data: Any,
     times: Tensor | Sequence[float],
     *,
-    rate: float = 1.0,
+    learning_rate: float = 1.0,
     discrete: bool = False,
     targets: Tensor | None = None,
     scale: float = ALPHA,
@@ -225,8 +225,8 @@ def gradient_flow(
         lin: A linearized network; it is left as it is. The path starts at its δ, zero for a fresh one.
         data: Training data, as for ``linnet.fit``: integer y become α-scaled one-hot targets.
         times: t ≥ 0, in any order; infinity is allowed. Numbers of steps if ``discrete``.
-        rate: η. Flow depends on η·t only; gradient descent has it as its learning rate, for a loss summed
-            over examples and outputs.
+        learning_rate: η. Flow depends on η·t only; gradient descent has it as its step size, for a
+            loss summed over examples and outputs.
         discrete: Follow full-batch gradient descent, step by step, instead of flow.
         targets: Targets (N, C) to use instead of those made from y.
         scale: α of one-hot targets.
@@ -250,8 +250,8 @@ def gradient_flow(
         >>> net = torch.nn.Sequential(*layers).double()
         >>> x = torch.linspace(-1, 1, 5, dtype=torch.float64)[:, None]
         >>> lin = linnet.linearize(net)
-        >>> flow = gradient_flow(lin, (x, x.abs()), [1e2], rate=1e-3)
-        >>> steps = gradient_flow(lin, (x, x.abs()), [1e6], rate=1e-7, discrete=True)
+        >>> flow = gradient_flow(lin, (x, x.abs()), [1e2], learning_rate=1e-3)
+        >>> steps = gradient_flow(lin, (x, x.abs()), [1e6], learning_rate=1e-7, discrete=True)
         >>> torch.allclose(flow.outputs, steps.outputs, atol=1e-4)
         True
     """
@@ -260,7 +260,7 @@ def gradient_flow(
             f"lin is {type(lin).__name__}", "a Linearized", "make one with linnet.linearize(model)"
         )
     flag("discrete", discrete)
-    check_positive("rate", rate, "pass rate=1.0")
+    check_positive("learning_rate", learning_rate, "pass learning_rate=1.0")
     check_positive("scale", scale, "leave scale= out for α = 15")
     when = _checked_times(times, discrete)
     x, y = gather_data(data, lin.function.device)
@@ -279,7 +279,7 @@ def gradient_flow(
     kernel = gram(lin.function, x, outputs="full", memory=memory).reshape(f0.numel(), f0.numel()).double()
     with waiting(f"eigenvalues of {f0.numel()} equations", 20 * f0.numel() ** 3 / EIGEN_RATE):
         spectrum = Spectrum(kernel, (wanted - f0).double())
-    return Flow(own, x, wanted, spectrum, when.to(f0.device), float(rate), discrete)
+    return Flow(own, x, wanted, spectrum, when.to(f0.device), float(learning_rate), discrete)
 
 
 def _targets(targets: Tensor | None, y: Tensor, f0: Tensor, scale: float) -> Tensor:

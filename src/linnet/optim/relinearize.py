@@ -248,7 +248,7 @@ class IterativeLinearization:
         self.schedule.restart()
 
     def solve(
-        self, data: Any, ridge: float | str = 1.0, *, rate: float = 1.0, **options: Any
+        self, data: Any, ridge: float | str = 1.0, *, learning_rate: float = 1.0, **options: Any
     ) -> LinearFit | Flow:
         """Solve the linearization at the present weights exactly for the squared loss; then linearize again.
 
@@ -260,7 +260,7 @@ class IterativeLinearization:
             data: An (x, y) pair, a Dataset or a DataLoader, as for ``linnet.fit``.
             ridge: The damping ρ (λ in the source) of ½ Σᵢ ‖tᵢ − f(xᵢ)‖² + ½ ρ‖δ‖²; a criterion that chooses
                 it (``"loo"``, ``"gcv"``, ``"evidence"``); or 0 for the solution of smallest ‖δ‖.
-            rate: η, the share of the solution that is taken.
+            learning_rate: η, the share of the solution that is taken.
             **options: Passed on to ``linnet.fit`` (to ``linnet.gradient_flow`` if ρ = 0).
 
         Returns:
@@ -278,7 +278,7 @@ class IterativeLinearization:
             >>> bool(((net(x) - x.abs()).abs() < 0.2).all())
             True
         """
-        check_positive("rate", rate, "pass rate=1.0")
+        check_positive("learning_rate", learning_rate, "pass learning_rate=1.0")
         if self._lin is None:
             self._lin = self._linearized()
         else:
@@ -299,7 +299,7 @@ class IterativeLinearization:
             )
         with torch.no_grad():
             for name, p in self._parameters.items():
-                p.add_(delta[name], alpha=rate)
+                p.add_(delta[name], alpha=learning_rate)
         self.steps, self._age = self.steps + 1, 1
         self.relinearize()
         if self._is_plain:

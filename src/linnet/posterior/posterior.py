@@ -25,10 +25,10 @@ from linnet.laplace.outputs import captured_blocks
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing
 from linnet.linalg.random import Seed, make_generator, normal
 from linnet.linalg.structured import Diagonal
-from linnet.params import choice, flag
+from linnet.params import choice, flag, instance, integer
 from linnet.posterior.draws import inverse_root
 from linnet.posterior.model import LinearModel, Optimum, maximize
-from linnet.posterior.svi import MeanField, Schedule, bound, mean_field
+from linnet.posterior.svi import SVI, MeanField, bound, mean_field
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.labels import Labels
 from linnet.predictive.links import Link
@@ -39,7 +39,38 @@ from linnet.tangent.batch import Inputs, batch_size, check_examples, gather_data
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
-METHODS = ("map", "svi", "laplace")
+
+@dataclass(frozen=True, kw_only=True)
+class Newton:
+    """Newton's method to the most probable weights, and draws of the Gaussian around them.
+
+    Args:
+        tolerance: It stops when the gradient's norm is this much smaller than at δ = 0; by default the square
+            root of the rounding error of the weights' type.
+        max_steps: Largest number of steps.
+        samples: Draws of N(δ*, (F + λ I)⁻¹) for predictions, each a vector of P numbers that is kept; 0 for
+            the most probable weights alone.
+
+    Raises:
+        InputError: If a value does not work.
+
+    Example:
+        >>> Newton(samples=5).max_steps
+        50
+    """
+
+    tolerance: float | None = None
+    max_steps: int = 50
+    samples: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tolerance is not None:
+            check_positive("tolerance", self.tolerance, "leave tolerance= out")
+        integer("max_steps", self.max_steps)
+        integer("samples", self.samples, 0)
+
+
+NAMED: dict[str, Newton | SVI] = {"map": Newton(), "svi": SVI(), "laplace": Newton(samples=30)}
 
 
 @dataclass(frozen=True)
@@ -245,16 +276,10 @@ def linear_posterior(
     lin: Linearized,
     data: Any,
     likelihood: Likelihood,
-    method: str = "map",
+    method: str | Newton | SVI = "map",
     *,
     base: bool = True,
     prior_precision: float = 1.0,
-    tolerance: float | None = None,
-    max_steps: int = 50,
-    epochs: int = 10,
-    rate: float = 1e-3,
-    batch_size: int = 128,
-    samples: int | None = None,
     generator: Seed = 0,
 ) -> LinearPosterior:
     """The posterior of the weights of a linearized network, for labels of any canonical likelihood.
@@ -265,17 +290,11 @@ def linear_posterior(
         lin: A linearized network.
         data: Training data: an (x, y) pair, a Dataset or a DataLoader, which is read once.
         likelihood: What the outputs mean, as ``linnet.likelihoods.Categorical()`` or ``Bernoulli()``.
-        method: "map", "svi" or "laplace".
+        method: "map", "svi" or "laplace", or a :class:`Newton` or :class:`SVI` for settings other than
+            theirs: ``Newton(samples=5)`` is "laplace" in five draws, ``Newton(tolerance=1e-8)`` a closer
+            "map". "svi" makes ten passes over the data.
         base: Whether outputs are f₀ + J δ; otherwise J δ alone, a linear model on tangent features.
         prior_precision: λ of the prior N(0, λ⁻¹ I) of δ.
-        tolerance: Of "map" and "laplace": Newton's method stops when the gradient's norm is this much smaller
-            than at δ = 0; by default the square root of the rounding error of the weights' type.
-        max_steps: Largest number of its steps.
-        epochs: Of "svi": passes over the data.
-        rate: Of "svi": step size at the start, annealed to zero.
-        batch_size: Of "svi": examples of a step.
-        samples: Draws of δ: of "svi" in every step, by default 1; of "laplace" for predictions, by default
-            30, each of which is a vector of P numbers that is kept.
         generator: Generator or seed of "svi" and "laplace".
 
     Returns:
@@ -296,35 +315,32 @@ def linear_posterior(
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
         >>> x, y = torch.randn(30, 2), torch.arange(30) % 3
         >>> likelihood = linnet.likelihoods.Categorical()
-        >>> posterior = linear_posterior(linnet.linearize(net), (x, y), likelihood, "laplace", samples=5)
+        >>> posterior = linear_posterior(linnet.linearize(net), (x, y), likelihood, Newton(samples=5))
         >>> prediction = posterior.predictive(x)
         >>> prediction.probs.shape, prediction.sampled_probs.shape
         (torch.Size([30, 3]), torch.Size([5, 30, 3]))
         >>> posterior.optimum.gradient_norm < 1e-2
         True
     """
-    _check(lin, likelihood, method)
+    _check(lin, likelihood)
     flag("base", base)
     make_generator(generator)
     check_positive("prior_precision", prior_precision, "leave prior_precision= out")
-    check_count("max_steps", max_steps)
-    eps = torch.finfo(lin.function.dtype).eps
-    reached = eps**0.5 if tolerance is None else tolerance
-    check_positive("tolerance", reached, "leave tolerance= out")
-    draws = {"map": 1, "svi": 1, "laplace": 30}[method] if samples is None else samples
-    check_count("samples", draws)
-    schedule = Schedule(epochs, rate, batch_size, draws)
+    how = NAMED[choice("method", method, tuple(NAMED))] if isinstance(method, str) else method
+    instance("method", how, (Newton, SVI), '"map", "svi", "laplace", a linnet.Newton or a linnet.SVI')
     x, y = gather_data(data, lin.function.device, missing=takes_missing(likelihood))
     model = LinearModel(lin.function, x, y, likelihood, base)
     precision = float(prior_precision)
-    if method == "svi":
-        factors = mean_field(model, precision, schedule, make_generator(generator))
-        return LinearPosterior(model, method, precision, Found(factors.mean, factors=factors))
-    optimum = maximize(model, precision, reached, max_steps)
-    if method == "map":
-        return LinearPosterior(model, method, precision, Found(optimum.delta, optimum))
-    kept = _laplace_draws(model, optimum, precision, draws, generator)
-    return LinearPosterior(model, method, precision, Found(optimum.delta, optimum, draws=kept))
+    if isinstance(how, SVI):
+        factors = mean_field(model, precision, how, make_generator(generator))
+        return LinearPosterior(model, "svi", precision, Found(factors.mean, factors=factors))
+    eps = torch.finfo(lin.function.dtype).eps
+    reached = eps**0.5 if how.tolerance is None else how.tolerance
+    optimum = maximize(model, precision, reached, how.max_steps)
+    if not how.samples:
+        return LinearPosterior(model, "map", precision, Found(optimum.delta, optimum))
+    kept = _laplace_draws(model, optimum, precision, how.samples, generator)
+    return LinearPosterior(model, "laplace", precision, Found(optimum.delta, optimum, draws=kept))
 
 
 def _laplace_draws(model: LinearModel, optimum: Optimum, precision: float, n: int, generator: Seed) -> Tensor:
@@ -334,7 +350,7 @@ def _laplace_draws(model: LinearModel, optimum: Optimum, precision: float, n: in
     return optimum.delta[:, None] + inverse_root(fisher.damped(precision), z.contiguous(), precision)
 
 
-def _check(lin: Any, likelihood: Any, method: str) -> None:
+def _check(lin: Any, likelihood: Any) -> None:
     """Raise on arguments that cannot work."""
     if not isinstance(lin, Linearized):
         raise InputError(
@@ -349,4 +365,3 @@ def _check(lin: Any, likelihood: Any, method: str) -> None:
             expected="one whose negative logarithm is convex in them, such as Categorical() or Bernoulli()",
             remedy="use linnet.Laplace for the network itself",
         )
-    choice("method", method, METHODS, 'pass method="map" for the fastest')

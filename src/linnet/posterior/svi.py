@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.errors import DataError, NumericalError
-from linnet.fitting.arguments import check_count, check_positive
+from linnet.fitting.training import Training, filled
 from linnet.linalg.random import normal
+from linnet.params import integer, number
 from linnet.posterior.model import LinearModel
 from linnet.progress import track
 from linnet.solvers.solution import Estimate
@@ -27,41 +28,70 @@ from linnet.tangent.batch import take
 from linnet.tangent.jacobian import jvp_columns, vjp_columns
 
 START = -5.0  # of v, supplement A
+EPOCHS = 10
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Settings of the maximization of the bound: Adam, with the step size annealed to zero along a cosine.
+@dataclass(frozen=True, kw_only=True)
+class SVI:
+    """Stochastic variational inference: Adam, with the learning rate annealed to zero along a cosine.
 
     Args:
-        epochs: Passes over the data.
-        rate: Step size of the first step.
-        batch_size: B, examples a step.
+        training: ``learning_rate``, ``batch_size`` and ``epochs``; by default 1e-3, 128, and the
+            number of passes of the function that takes these settings.
         draws: Draws of the weights a step.
+        deviation: s at the start, by default softplus(−5) = 0.0067.
 
     Raises:
         InputError: If a value is not positive.
 
     Example:
-        >>> Schedule().epochs
-        10
+        >>> from linnet.fitting.training import Training
+        >>> SVI(training=Training(epochs=3)).draws
+        1
     """
 
-    epochs: int = 10
-    rate: float = 1e-3
-    batch_size: int = 128
+    training: Training | None = None
     draws: int = 1
+    deviation: float | None = None
 
     def __post_init__(self) -> None:
-        check_count("epochs", self.epochs)
-        check_count("batch_size", self.batch_size)
-        check_count("draws", self.draws)
-        check_positive("rate", self.rate, "leave rate= out")
+        integer("draws", self.draws)
+        if self.deviation is not None:
+            number("deviation", self.deviation, above=0)
+        filled(self.training, "SVI", learning_rate=None, batch_size=None, epochs=None)
 
-    def climb(
+
+@dataclass(frozen=True)
+class Climb:
+    """How a bound is climbed: Adam, with the learning rate annealed to zero along a cosine.
+
+    Args:
+        epochs: Passes over the data.
+        learning_rate: Of the first step.
+        batch_size: B, examples a step.
+        draws: Draws of the weights a step.
+
+    Example:
+        >>> Climb.of(SVI(), epochs=10).batch_size
+        128
+    """
+
+    epochs: int
+    learning_rate: float
+    batch_size: int
+    draws: int
+
+    @classmethod
+    def of(cls, how: SVI, epochs: int) -> Climb:
+        """The settings of an inference, with a default for the number of passes."""
+        given = how.training or Training()
+        rate = 1e-3 if given.learning_rate is None else given.learning_rate
+        return cls(given.epochs or epochs, rate, given.batch_size or 128, how.draws)
+
+    def __call__(
         self, leaves: list[Tensor], n: int, source: torch.Generator | None, step: Callable[[Tensor], float]
     ) -> tuple[float, ...]:
-        """Run the schedule.
+        """Run it.
 
         Args:
             leaves: What is optimized.
@@ -76,29 +106,31 @@ class Schedule:
         Raises:
             NumericalError: If the bound stops being finite.
         """
-        optimizer = torch.optim.Adam(leaves, lr=self.rate)
+        optimizer = torch.optim.Adam(leaves, lr=self.learning_rate)
         total, done, bounds = self.epochs * -(-n // self.batch_size), 0, []
         for _ in track(range(self.epochs), "variational inference"):
             estimates = []
             for index in _minibatches(n, self.batch_size, source):
                 # η_t = η/2 (1 + cos πt/T): Loshchilov and Hutter 2017, eq. (5) without restarts
-                optimizer.param_groups[0]["lr"] = self.rate / 2 * (1 + math.cos(math.pi * done / total))
+                optimizer.param_groups[0]["lr"] = (
+                    self.learning_rate / 2 * (1 + math.cos(math.pi * done / total))
+                )
                 try:
                     estimates.append(step(index))
                 except DataError as error:  # outputs that are NaN
                     raise NumericalError(
-                        f"the bound is not finite with rate={self.rate}: {error.what}",
+                        f"the bound is not finite with learning_rate={self.learning_rate}: {error.what}",
                         "a finite bound",
-                        "lower rate=",
+                        "lower learning_rate=",
                     ) from error
                 optimizer.step()
                 done += 1
             bounds.append(sum(estimates) / len(estimates))
             if not math.isfinite(bounds[-1]):
                 raise NumericalError(
-                    f"the bound is {bounds[-1]} with rate={self.rate}",
+                    f"the bound is {bounds[-1]} with learning_rate={self.learning_rate}",
                     expected="a finite bound",
-                    remedy="lower rate=",
+                    remedy="lower learning_rate=",
                 )
         return tuple(bounds)
 
@@ -145,15 +177,13 @@ class MeanField:
 
 
 @torch.no_grad()
-def mean_field(
-    model: LinearModel, precision: float, schedule: Schedule, source: torch.Generator | None
-) -> MeanField:
+def mean_field(model: LinearModel, precision: float, how: SVI, source: torch.Generator | None) -> MeanField:
     """Climb the bound.
 
     Args:
         model: The linear model and its data.
         precision: λ.
-        schedule: How.
+        how: How.
         source: Source of randomness.
 
     Returns:
@@ -161,25 +191,26 @@ def mean_field(
     """
     function, likelihood = model.function, model.likelihood
     mean = torch.zeros(function.space.dim, dtype=function.dtype, device=function.device)
-    raw = torch.full_like(mean, START)
+    start = START if how.deviation is None else math.log(math.expm1(how.deviation))
+    raw = torch.full_like(mean, start)
     mean.grad, raw.grad = torch.zeros_like(mean), torch.zeros_like(raw)
 
     def step(index: Tensor) -> float:
         index, s = index.to(function.device), F.softplus(raw)
         x, y, scale = take(model.x, index), model.y[index], model.n / len(index)
-        noise = normal((len(mean), schedule.draws), source, mean.dtype, mean.device)
+        noise = normal((len(mean), how.draws), source, mean.dtype, mean.device)
         # f = f₀ + J(μ + s ε), linear in both
         moved = jvp_columns(function, x, mean[:, None] + s[:, None] * noise).movedim(2, 0)
-        f = model.f0[index] + moved.reshape(schedule.draws, *model.f0[index].shape)
+        f = model.f0[index] + moved.reshape(how.draws, *model.f0[index].shape)
         slopes = torch.stack([likelihood.gradient(one, y).flatten(1) for one in f], -1)
         pulled = scale * vjp_columns(function, x, slopes.to(mean.dtype))
         # −∇_μ = N/B Jᵀ∇nll + λ μ, and −∇_s = N/B ε Jᵀ∇nll + λ s − 1/s
         mean.grad = pulled.mean(1) + precision * mean
         raw.grad = ((noise * pulled).mean(1) + precision * s - 1 / s) * raw.sigmoid()
-        fitted = sum(float(likelihood.nll(one, y).sum()) for one in f) / schedule.draws
+        fitted = sum(float(likelihood.nll(one, y).sum()) for one in f) / how.draws
         return -scale * fitted - float(divergence(mean, s, precision))
 
-    bounds = schedule.climb([mean, raw], model.n, source, step)
+    bounds = Climb.of(how, EPOCHS)([mean, raw], model.n, source, step)
     return MeanField(mean.detach(), F.softplus(raw), bounds)
 
 

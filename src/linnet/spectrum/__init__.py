@@ -20,6 +20,7 @@ from linnet.spectrum.eigenfunctions import (
     energy_concentration,
 )
 from linnet.spectrum.kernel_distance import centered_alignment, kernel_distance
+from linnet.spectrum.kernel_eigenpairs import Decomposition
 from linnet.spectrum.kernel_matrix import gram
 from linnet.spectrum.recorder import KernelNote, Recorder
 from linnet.spectrum.spectral_density import (
@@ -40,6 +41,7 @@ from linnet.spectrum.verdict import Verdict
 __all__ = [
     "gram",
     "eigenfunctions",
+    "Decomposition",
     "Eigenfunctions",
     "EigenfunctionTargets",
     "alignment",

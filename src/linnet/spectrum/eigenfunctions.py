@@ -12,19 +12,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError, NumericalError
-from linnet.linalg.random import Seed, make_generator
 from linnet.memory import parse_bytes
 from linnet.params import choice, flag, integer, refuse, tensor
-from linnet.params import path as checked_path
 from linnet.spectrum.function_values import FunctionValues, function_values
-from linnet.spectrum.kernel_eigenpairs import Method, Request, check_count, kernel_eigenpairs
+from linnet.spectrum.kernel_eigenpairs import (
+    Decomposition,
+    Method,
+    Request,
+    check_count,
+    decomposition,
+    kernel_eigenpairs,
+)
 from linnet.spectrum.kernel_matrix import (
     check_inputs,
     check_kernel,
@@ -296,12 +300,9 @@ def eigenfunctions(
     k: int | None = 50,
     outputs: Outputs = "full",
     *,
-    method: Method = "auto",
+    method: Method | Decomposition = "auto",
     gram: Tensor | None = None,
-    tolerance: float | None = None,
-    seed: Seed = 0,
     memory: str | int | None = None,
-    file: str | Path | None = None,
     progress: bool | None = None,
 ) -> Eigenfunctions:
     """The leading eigenfunctions of the tangent kernel, from eigenvectors of its Gram matrix.
@@ -315,13 +316,10 @@ def eigenfunctions(
         method: ``"lanczos"`` on the stored Gram matrix, ``"matrix-free"`` (two passes over the data for
             each of k vectors a step), ``"eigh"`` (full decomposition), or ``"auto"``: Lanczos, a full
             decomposition where that is cheaper or Lanczos converges too slowly, matrix-free where the
-            Gram matrix does not fit.
-        gram: The Gram matrix, where it is known already: (N, N) or (N, C, N, C).
-        tolerance: Lanczos stops at ‖K u − σ u‖ ≤ tolerance · σ₁; by default 1e-9 in double precision
-            and 2e-6 in single.
-        seed: Generator or seed of the start vectors.
+            Gram matrix does not fit; or a :class:`Decomposition`, with a tolerance and a seed of its own.
+        gram: The Gram matrix, where it is known already: (N, N) or (N, C, N, C). One that is kept in a file
+            comes from :func:`gram`.
         memory: Budget such as ``"4GB"``; by default half of what is available.
-        file: A ``.npy`` file for the Gram matrix; an interrupted run resumes from it.
         progress: Show progress; by default only when it takes over two seconds.
 
     Returns:
@@ -342,17 +340,15 @@ def eigenfunctions(
         torch.Size([20, 3])
     """
     check_kernel(outputs)
-    make_generator(seed, "seed")
+    how = decomposition(method)
     parse_bytes(memory)
     if progress is not None:
         flag("progress", progress)
-    if file is not None:
-        checked_path("file", file)
     function = tangent_of(lin_or_model)
     x = on_device(x, function)
     q, n = values_of_one(check_inputs(function, x), outputs), batch_size(x)
-    request = Request(function, x, outputs, n * q, n * q if k is None else k, tolerance, seed)
-    pairs = kernel_eigenpairs(request, method, gram, memory, file, progress)
+    request = Request(function, x, outputs, n * q, n * q if k is None else k, how)
+    pairs = kernel_eigenpairs(request, gram, memory, progress)
     vectors = _signed(pairs.vectors).reshape(n, *([q] if q > 1 else []), -1)
     if gram is not None:
         _check_kernel_values(pairs.values)
@@ -378,11 +374,9 @@ def energy_concentration(
     outputs: Outputs = "full",
     *,
     squared: bool = False,
-    method: Method = "auto",
+    method: Method | Decomposition = "auto",
     gram: Tensor | None = None,
     memory: str | int | None = None,
-    file: str | Path | None = None,
-    progress: bool | None = None,
 ) -> Tensor:
     """Energy concentration ‖Φ_k f‖₂ / ‖f‖₂ of targets on the top k eigenvectors of the Gram matrix.
 
@@ -395,8 +389,6 @@ def energy_concentration(
         method: As for ``eigenfunctions``.
         gram: The Gram matrix, where it is known already.
         memory: Budget such as ``"4GB"``; by default half of what is available.
-        file: A ``.npy`` file for the Gram matrix.
-        progress: Show progress; by default only when it takes over two seconds.
 
     Returns:
         Between 0 and 1: () for one target, or (T,).
@@ -419,8 +411,7 @@ def energy_concentration(
     function = tangent_of(model)
     x, y = gather_data(data, function.device)
     function_values(y, check_inputs(function, x), outputs, function.dtype)  # before the long computation
-    options: dict[str, Any] = {"method": method, "gram": gram, "memory": memory, "file": file}
-    found = eigenfunctions(Linearized(function), x, k, outputs, progress=progress, **options)
+    found = eigenfunctions(Linearized(function), x, k, outputs, method=method, gram=gram, memory=memory)
     return found.energy_concentration(y, squared=squared)
 
 

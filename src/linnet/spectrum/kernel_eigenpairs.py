@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -13,9 +12,9 @@ from linnet.errors import InputError, NumericalError
 from linnet.fitting.arguments import check_positive
 from linnet.linalg.factorize import eigh
 from linnet.linalg.operator import LinearOperator
-from linnet.linalg.random import Seed
+from linnet.linalg.random import Seed, make_generator
 from linnet.memory import Plan, parse_bytes, require
-from linnet.params import choice
+from linnet.params import choice, instance
 from linnet.progress import waiting
 from linnet.solvers.lanczos import eigenpairs
 from linnet.spectrum.kernel_matrix import KernelOperator, check_symmetry, flat_gram, stored_operator
@@ -30,6 +29,59 @@ SMALL = 512  # matrices up to this size are decomposed in full by "auto"
 PATIENCE = 0.3  # share of the space that Lanczos may fill before "auto" decomposes in full instead
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decomposition:
+    """How the leading eigenpairs of a kernel are found.
+
+    Args:
+        method: ``"lanczos"`` on the stored Gram matrix, ``"matrix-free"`` (two passes over the data for each
+            of k vectors a step), ``"eigh"`` (full decomposition), or ``"auto"``: Lanczos, a full
+            decomposition where that is cheaper or Lanczos converges too slowly, matrix-free where the Gram
+            matrix does not fit.
+        tolerance: Lanczos stops at ‖K u − σ u‖ ≤ tolerance · σ₁; by default 1e-9 in double precision and 2e-6
+            in single.
+        seed: Generator or seed of the start vectors.
+
+    Raises:
+        InputError: If a value does not work.
+
+    Example:
+        >>> Decomposition(tolerance=1e-4).method
+        'auto'
+    """
+
+    method: Method = "auto"
+    tolerance: float | None = None
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        choice("method", self.method, METHODS)
+        if self.tolerance is not None:
+            check_positive("tolerance", self.tolerance, "leave tolerance= out")
+        make_generator(self.seed, "seed")
+
+
+def decomposition(method: str | Decomposition) -> Decomposition:
+    """The settings, or those of a method by its name.
+
+    Args:
+        method: A word or the settings.
+
+    Returns:
+        The settings.
+
+    Raises:
+        InputError: If it is neither.
+
+    Example:
+        >>> decomposition("eigh").method
+        'eigh'
+    """
+    if isinstance(method, str):
+        return Decomposition(method=cast("Method", choice("method", method, METHODS)))
+    return instance("method", method, Decomposition, "the name of a method, or a Decomposition")
+
+
 @dataclass(frozen=True)
 class Request:
     """What is to be decomposed, and how exactly.
@@ -40,8 +92,7 @@ class Request:
         outputs: Which kernel.
         rows: R, the size of the kernel's matrix.
         k: Number of eigenpairs.
-        tolerance: Of Lanczos, or None.
-        seed: Of its start vectors.
+        how: The method and its settings.
     """
 
     function: Functional
@@ -49,8 +100,7 @@ class Request:
     outputs: Outputs
     rows: int
     k: int
-    tolerance: float | None
-    seed: Seed
+    how: Decomposition
 
 
 @dataclass(frozen=True)
@@ -72,20 +122,16 @@ class Pairs:
 
 def kernel_eigenpairs(
     request: Request,
-    method: Method = "auto",
     given: Tensor | None = None,
     memory: str | int | None = None,
-    file: str | Path | None = None,
     progress: bool | None = None,
 ) -> Pairs:
     """Leading eigenpairs of the kernel.
 
     Args:
         request: What is wanted.
-        method: ``"auto"``, ``"lanczos"``, ``"matrix-free"`` or ``"eigh"``.
         given: The Gram matrix, where it is known.
         memory: The budget.
-        file: A ``.npy`` file for the Gram matrix.
         progress: Show progress.
 
     Returns:
@@ -94,14 +140,11 @@ def kernel_eigenpairs(
     Raises:
         InputError: If an argument is out of range.
     """
-    choice("method", method, METHODS)
     check_count(request.k, request.rows, "the values of a function on x")
-    if request.tolerance is not None:
-        check_positive("tolerance", request.tolerance, "leave tolerance= out")
-    chosen = _choose(request, method, given, memory, file)
+    chosen = _choose(request, given, memory)
     if chosen == "matrix-free":
         return _lanczos(request, KernelOperator(request.function, request.x, request.outputs), None)
-    matrix = _matrix(request, given, memory, file, progress)
+    matrix = _matrix(request, given, memory, progress)
     return _decompose(request, matrix, chosen, memory, progress)
 
 
@@ -124,15 +167,14 @@ def check_count(k: Any, limit: int, what: str) -> None:
         )
 
 
-def _choose(
-    request: Request, method: Method, given: Tensor | None, memory: str | int | None, file: Any
-) -> Method:
+def _choose(request: Request, given: Tensor | None, memory: str | int | None) -> Method:
     """The method, matrix-free where the Gram matrix would not fit."""
-    if method == "matrix-free" and (given is not None or file is not None):
+    method = request.how.method
+    if method == "matrix-free" and given is not None:
         raise InputError(
-            'gram= or file= with method="matrix-free"', "no Gram matrix", 'pass method="lanczos" to use it'
+            'gram= with method="matrix-free"', "no Gram matrix", 'pass method="lanczos" to use it'
         )
-    if method != "auto" or given is not None or file is not None:
+    if method != "auto" or given is not None:
         return method
     rows = request.rows
     size = rows * rows * torch.promote_types(request.function.dtype, torch.float32).itemsize
@@ -144,12 +186,11 @@ def _matrix(
     request: Request,
     given: Tensor | None,
     memory: str | int | None,
-    file: str | Path | None,
     progress: bool | None,
 ) -> Tensor:
     """The Gram matrix (R, R)."""
     if given is None:
-        options: dict[str, Any] = {"outputs": request.outputs, "memory": memory, "file": file}
+        options: dict[str, Any] = {"outputs": request.outputs, "memory": memory}
         return flat_gram(_gram(request.function, request.x, progress=progress, **options))
     flat = flat_gram(given)
     if flat.shape[0] != request.rows:
@@ -197,8 +238,10 @@ def _full(request: Request, matrix: Tensor, memory: str | int | None, progress: 
 def _lanczos(request: Request, operator: LinearOperator, steps: int | None) -> Pairs:
     """Leading eigenpairs by block Lanczos."""
     default = 1e-9 if operator.dtype == torch.float64 else 2e-6
-    tolerance = default if request.tolerance is None else request.tolerance
+    tolerance = default if request.how.tolerance is None else request.how.tolerance
     name = "matrix-free" if isinstance(operator, KernelOperator) else "lanczos"
-    solution = eigenpairs(operator, request.k, tolerance=tolerance, max_steps=steps, generator=request.seed)
+    solution = eigenpairs(
+        operator, request.k, tolerance=tolerance, max_steps=steps, generator=request.how.seed
+    )
     pairs = solution.require(f"Lanczos for {request.k} eigenfunctions")
     return Pairs(pairs.values, pairs.vectors, name, solution.residual)

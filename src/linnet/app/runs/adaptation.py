@@ -506,7 +506,8 @@ class _Others:
         best = fine_tune(model, (x, y), self.settings.finetune_steps, seed=seed, optimizer="adam")
         seconds = time.perf_counter() - start
         tried = len(best.held_out)
-        note = f"Adam, {best.steps} steps at {best.rate:g}, the best of {tried} rates on held-out samples"
+        rate = f"{best.learning_rate:g}, the best of {tried} rates on held-out samples"
+        note = f"Adam, {best.steps} steps at {rate}"
         temperature = 1.0 if self.task.classes is not None else None
         return self._row("plain fine-tuning", best.predict(test), temperature, seconds, note)
 
