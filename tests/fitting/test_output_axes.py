@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import DataError, InputError
-from tests.fitting.problems import near, real, refused
+from linnet.testing.oracles import jacobian_oracle
+from tests.fitting.problems import flat, near, real, refused, solver_of
 
 
 class Grid(nn.Module):
@@ -93,11 +96,72 @@ def test_classes_at_positions_are_kept_by_changes_and_files(tmp_path: Path) -> N
     near(chosen.predict(X), linnet.audit.tune_ridge(part, (held[0], dense)).predict(X))
 
 
+@pytest.mark.parametrize("solver", ["dual", "cg"])
+def test_ignored_positions_are_rows_that_are_not_there(solver: str, tmp_path: Path) -> None:
+    labels = LABELS.clone()
+    labels[4, 1] = labels[0, 2] = -100
+    labels[7] = -100
+    model, ridge = grid(), 0.3
+    lin = linnet.linearize(model)
+
+    def fitted(index: slice | list[int]) -> Any:
+        way = solver_of(solver, tolerance=1e-13)
+        return linnet.fit(lin, (X[index], labels[index]), ridge=ridge, solver=way, axis=-1)
+
+    fit, counts = fitted(slice(None)), (labels != -100)[..., None].expand(9, 3, 2).reshape(9, 6)
+    j = jacobian_oracle(model, X).flatten(0, 1)
+    f0 = model(X).detach().flatten(1)
+    t = 15.0 * nn.functional.one_hot(labels.clamp_min(0), 2).double().reshape(-1)
+    rows, r = j[counts.flatten()], (t - f0.flatten())[counts.flatten()]
+    kernel = rows @ rows.T + ridge * torch.eye(len(rows)).double()
+    beta = torch.linalg.solve(kernel, r)
+    near(flat(fit.delta), rows.T @ beta)
+    near(fit.predict(X), f0 + (j @ (rows.T @ beta)).view(9, -1))
+    assert fit.noise == pytest.approx(float(ridge * r @ beta) / len(r), rel=1e-9)
+    spread = (j @ j.T - j @ rows.T @ torch.linalg.solve(kernel, rows @ j.T)).view(9, 6, 9, 6)
+    expected = fit.noise / ridge * spread.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    near(fit.predictive(X).covariance, expected, 1e-8)
+    left = fit.loo()
+    assert not left[~counts].any()
+    for i in range(9):
+        again = fitted([k for k in range(9) if k != i]).predict(X[i : i + 1])[0]
+        near(left[i][counts[i]], again[counts[i]], 1e-7)
+    near(fit.forget([0, 7]).predict(X), fitted([1, 2, 3, 4, 5, 6, 8]).predict(X), 1e-7)
+    for cut in (3, 5):
+        near(fitted(slice(cut, None)).update((X[:cut], labels[:cut])).predict(X), fit.predict(X), 1e-7)
+    grown = fitted(slice(1, 4)).update((X[4:], labels[4:])).update((X[:1], labels[:1]))
+    near(grown.predict(X), fit.predict(X), 1e-7)  # nothing was ignored at first
+    fit.save(tmp_path)
+    loaded = linnet.load_fit(tmp_path, grid())
+    near(loaded.predictive(X[:2]).variance, fit.predictive(X[:2]).variance, 1e-9)
+
+
+def test_criteria_count_the_positions_that_are_there() -> None:
+    labels = LABELS.clone()
+    labels[4, 1] = labels[0, 2] = -100
+    model, ridge = grid(), 0.3
+    fit = linnet.fit(linnet.linearize(model), (X, labels), ridge=ridge, solver="dual", axis=-1)
+    counts = (labels != -100)[..., None].expand(9, 3, 2).reshape(-1)
+    j = jacobian_oracle(model, X).flatten(0, 1)[counts]
+    t = 15.0 * nn.functional.one_hot(labels.clamp_min(0), 2).double().reshape(-1)
+    r = (t - model(X).detach().flatten())[counts]
+    kernel = j @ j.T + ridge * torch.eye(len(j)).double()
+    inverse, path = torch.linalg.inv(kernel), fit.path(torch.tensor([ridge], dtype=torch.float64))
+    logdet = float(torch.linalg.slogdet(kernel).logabsdet)
+    evidence = -0.5 * (len(r) * (math.log(2 * math.pi * fit.noise / ridge) + 1) + logdet)
+    gcv = len(r) * float((inverse @ r).square().sum()) / float(inverse.trace()) ** 2
+    degrees = float((j @ j.T @ inverse).trace())
+    for found, expected in ((path.evidence, evidence), (path.gcv, gcv), (path.degrees_of_freedom, degrees)):
+        assert float(found) == pytest.approx(expected, rel=1e-9)
+    assert fit.system.log_evidence() == pytest.approx(evidence, rel=1e-9)
+
+
 def test_labels_at_positions_that_cannot_be_fitted() -> None:
     lin, ignored = linnet.linearize(grid()), LABELS.clone()
-    ignored[4, 1] = -100
     refused(InputError, lambda: linnet.fit(lin, (X, LABELS)), "(9, 3)", "axis=-1")
-    refused(DataError, lambda: linnet.fit(lin, (X, ignored), axis=-1), "-100 at [4, 1]", "ignore_index")
+    refused(DataError, lambda: linnet.fit(lin, (X, torch.full_like(LABELS, -100)), axis=-1), "no position")
+    ignored[4, 1] = -1
+    refused(DataError, lambda: linnet.fit(lin, (X, ignored), axis=-1), "-1 at [4, 1]", "-100")
     refused(InputError, lambda: linnet.fit(lin, (X, LABELS), axis=1), "(9, 3)", "(9, 2)", "axis=1")
     for axis in (3, -3):
         refused(InputError, lambda axis=axis: linnet.fit(lin, (X, LABELS), axis=axis), f"axis={axis}")

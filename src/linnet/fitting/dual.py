@@ -173,12 +173,13 @@ class DualSystem:
 
     def noise(self) -> float:
         """σ² of highest evidence: ρ rᵀβ / (N·C)."""
-        return float(self.ridge * (self.residual * self.beta).sum() / self.residual.numel())
+        return float(self.ridge * (self.residual * self.beta).sum() / counted(self.kernel, self.residual))
 
     def log_evidence(self) -> float:
         """Log N(r; 0, σ²/ρ (K + ρI)) at that σ²."""
-        n = self.residual.numel()
-        logdet = 2 * float(self.factor.diagonal().log().sum()) * (n // self.kernel.shape[0])
+        every, n = self.residual.numel(), counted(self.kernel, self.residual)
+        logdet = 2 * float(self.factor.diagonal().log().sum()) * (every // self.kernel.shape[0])
+        logdet -= (every - n) * math.log(self.ridge)
         return -0.5 * (n * (math.log(2 * math.pi * max(self.noise(), 1e-300) / self.ridge) + 1) + logdet)
 
     def _rows(self, examples: Tensor) -> Tensor:
@@ -236,6 +237,21 @@ class DualSystem:
         )
 
 
+def counted(kernel: Tensor, residual: Tensor) -> int:
+    """How many outputs are fitted: an ignored one has neither derivatives nor a residual.
+
+    Args:
+        kernel: K, (N·C, N·C), or (N, N) for a kernel that all outputs share.
+        residual: r, (N, C).
+
+    Returns:
+        N·C less those.
+    """
+    if kernel.shape[0] != residual.numel():
+        return residual.numel()
+    return int(((kernel.diagonal() != 0) | (residual.reshape(-1) != 0)).sum()) or residual.numel()
+
+
 def _columns(values: Tensor, kernel: Tensor) -> Tensor:
     """(N, C) in the rows of a kernel: (N·C, 1), or (N, C) itself where the outputs share the kernel."""
     return values.reshape(kernel.shape[0], -1)
@@ -254,6 +270,7 @@ class Spectrum:
         self.n, self.c = residual.shape
         values, self.vectors = eigh(kernel, "kernel")
         self.values = values.clamp_min(0)
+        self.counted = counted(kernel, residual)
         # K has no negative eigenvalue: the most negative one found measures its rounding errors
         self.rounding = max(0.0, -float(values.min()))
         turned = self.vectors.T @ _columns(self.residual, kernel)
@@ -261,7 +278,8 @@ class Spectrum:
 
     def grid(self, per_decade: int = 4, low: float = -7, high: float = 2) -> Tensor:
         """Ridges in steps of a decade's parts, relative to the mean of K's diagonal, above its rounding."""
-        scale = float(self.values.mean()) or 1.0
+        copies = self.residual.numel() // len(self.values)
+        scale = copies * float(self.values.sum()) / self.counted or 1.0
         steps = int((high - low) * per_decade) + 1
         every = scale * torch.logspace(low, high, steps, dtype=torch.float64, device=self.values.device)
         sound = every[every >= 10 * self.rounding]
@@ -287,18 +305,18 @@ class Spectrum:
 
     def _point(self, ridge: float, classes: bool, targets: Tensor) -> tuple[float, ...]:
         """Loo error, gcv, evidence, degrees of freedom, noise, loo accuracy at one ridge."""
-        n = self.residual.numel()
+        n, every = self.counted, self.residual.numel()
         weights = 1 / (self.values + ridge)  # eigenvalues of M
-        copies = n // len(weights)  # of every eigenvalue: C where the outputs share the kernel, else 1
+        copies = every // len(weights)  # of every eigenvalue: C where the outputs share the kernel, else 1
         coordinates = self.coordinates.reshape(len(weights), -1)
         beta = (self.vectors @ (weights[:, None] * coordinates)).view(self.n, self.c)
         loo = self._loo(weights, beta)
-        trace = copies * float(weights.sum())
+        trace = copies * float(weights.sum()) - (every - n) / ridge
         # I − H = ρM; GCV = n ‖ρMr‖² / (tr ρM)²    (Golub, Heath, Wahba 1979)
         gcv = n * float(beta.square().sum()) / max(trace, 1e-300) ** 2
         quadratic = float((weights[:, None] * coordinates**2).sum())
         noise = ridge * quadratic / n
-        logdet = -copies * float(weights.log().sum())
+        logdet = -copies * float(weights.log().sum()) - (every - n) * math.log(ridge)
         evidence = -0.5 * (n * (math.log(2 * math.pi * max(noise, 1e-300) / ridge) + 1) + logdet)
         right = (
             float(((targets - loo).argmax(1) == targets.argmax(1)).double().mean()) if classes else math.nan

@@ -38,7 +38,7 @@ from linnet.likelihoods.distribution import require_axis
 from linnet.likelihoods.probabilities import warn_of_probabilities
 from linnet.memory import Plan, format_bytes, parse_bytes, require
 from linnet.progress import waiting
-from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, take
+from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, observe, take
 from linnet.tangent.gram import GramTask, gram, plan_gram
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -122,7 +122,8 @@ def fit(
             the first two and says what it chose and why. ``linnet.fitting.Dual(file=...)``,
             ``CG(tolerance=..., preconditioner=...)`` and ``SGD(...)`` set what they iterate by.
         axis: Which axis of outputs such as (N, T, C) or (N, C, H, W) is the classes, where y has an integer
-            class at every position, (N, T) or (N, H, W). For the squared loss; every position counts.
+            class at every position, (N, T) or (N, H, W), or −100 where one does not count; such outputs are
+            zero in ``targets`` and ``loo()``. For the squared loss.
         memory: Budget such as ``"4GB"``; by default half of what is available.
 
     Returns:
@@ -152,7 +153,8 @@ def fit(
     _check_axis(axis, loss, given)
     x, y = gather_data(data, lin.function.device)
     if axis is not None:
-        y = position_targets(y, lin.function.output_shape(x), axis, scale)
+        y, counted = position_targets(y, lin.function.output_shape(x), axis, scale)
+        x = x if counted is None else observe(x, counted)
 
     def make(chosen: Linearized) -> LinearFit | SoftmaxFit:
         """The fit on a linearization in a type of its own; what was made for another type stays behind."""

@@ -47,6 +47,7 @@ from linnet.tangent.batch import (
     batch_size,
     concatenate,
     gather_data,
+    observe,
     split,
     take,
     tensors_in,
@@ -376,8 +377,9 @@ class LinearFit(PredictiveModel):
         x, y = gather_data(data, self.module.function.device)
         self.module.function.check_runs(take(x, slice(0, 1)))
         scale, dtype, own = self._targets.scale, self.targets.dtype, self.module.function.output_shape(x)
-        y = position_targets(y, own, self._targets.axis, scale)
+        y, counted = position_targets(y, own, self._targets.axis, scale)
         check_arrangement(y, own)
+        x = x if counted is None else observe(x, counted)
         new = make_targets(y, self.system.c, scale, varied=False, dtype=dtype)
         if (new.classes is None) != (self.classes is None):
             kind = "integer classes" if self.classes is not None else "float targets (N, C)"

@@ -26,7 +26,7 @@ from linnet.progress import track
 from linnet.solvers.block_cg import block_cg
 from linnet.solvers.cg import cg, relative_residual
 from linnet.solvers.solution import Solution, Status
-from linnet.tangent.batch import Inputs, batch_size, concatenate, split, take
+from linnet.tangent.batch import Inputs, batch_size, concatenate, observed, split, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram
 from linnet.tangent.jacobian import JacobianOperator, NormalOperator
@@ -403,7 +403,9 @@ class Primal:
 
     def noise(self) -> float:
         """σ² of highest evidence: ρ rᵀβ / (N·C)."""
-        return float(self.ridge * (self.residual.double() * self.beta.double()).sum() / self.residual.numel())
+        mask = observed(self.x)[1]
+        count = self.residual.numel() if mask is None else int(mask.sum())
+        return float(self.ridge * (self.residual.double() * self.beta.double()).sum() / count)
 
     def removed(self, index: Tensor) -> Primal:
         """The solution without some examples, from the present one."""

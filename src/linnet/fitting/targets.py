@@ -143,35 +143,44 @@ def make_targets(
     return Targets(scale * one_hot, outputs, scale)
 
 
-def position_targets(y: Tensor, own: Sequence[int], axis: int | None, scale: float = ALPHA) -> Tensor:
+IGNORED = -100  # the label of positions that do not count, as in torch's own cross-entropy
+
+
+def position_targets(
+    y: Tensor, own: Sequence[int], axis: int | None, scale: float = ALPHA
+) -> tuple[Tensor, Tensor | None]:
     """One-hot targets for a class at every position, such as a token or a pixel.
 
     Args:
-        y: Integer classes, (N, ...) like the outputs without the axis of classes; float targets stay.
+        y: Integer classes, (N, ...) like the outputs without the axis of classes, −100 where a position does
+            not count; float targets stay.
         own: The shape of the network's outputs for one example.
         axis: Which axis of the outputs (N, ...) is the classes; without one, y stays as it is.
         scale: α, the value of the right class; the others are 0.
 
     Returns:
-        Targets (N, ...) like the outputs.
+        Targets (N, ...) like the outputs, and which of them count: ``None`` for all. Elsewhere they are zero.
 
     Raises:
-        DataError: If labels are out of range; one that stands for "ignore", such as −100, is as well.
+        DataError: If labels are out of range, or none counts.
         InputError: If there is no such axis, or y has another shape.
 
     Example:
-        >>> position_targets(torch.tensor([[1, 0, 1]]), (3, 2), -1)[0].T
+        >>> targets, counted = position_targets(torch.tensor([[1, 0, -100]]), (3, 2), -1)
+        >>> targets[0].T
         tensor([[ 0., 15.,  0.],
-                [15.,  0., 15.]])
+                [15.,  0.,  0.]])
+        >>> counted[0, :, 0]
+        tensor([ True,  True, False])
     """
     if axis is None:
-        return y
+        return y, None
     place = axis + len(own) + 1 if axis < 0 else axis
     shape = (len(y), *own)
     if not 0 < place < len(shape):
         refuse("axis", axis, f"an axis of the outputs {shape} that holds classes", "pass axis=1 or axis=-1")
     if y.is_floating_point():
-        return y
+        return y, None
     expected = shape[:place] + shape[place + 1 :]
     if y.dtype == torch.bool or tuple(y.shape) != expected:
         raise InputError(
@@ -180,17 +189,24 @@ def position_targets(y: Tensor, own: Sequence[int], axis: int | None, scale: flo
             remedy="check axis, which names the axis of the outputs that is the classes",
         )
     labels, classes = y.long(), shape[place]
-    wrong = (labels < 0) | (labels >= classes)
+    counted = labels != IGNORED
+    wrong = counted & ((labels < 0) | (labels >= classes))
     if wrong.any():
         first = wrong.nonzero()[0].tolist()
         raise DataError(
             f"y holds {int(wrong.sum())} label(s) out of range, first {int(labels[wrong][0])} at {first}",
-            expected=f"classes 0 to {classes - 1} at every position; the squared loss leaves none out",
-            remedy="cut ignored positions off with output= of linnet.linearize, or use linnet.curvature or "
-            "linnet.laplace.Laplace with Categorical(axis=, ignore_index=), which leave them out",
+            expected=f"classes 0 to {classes - 1}, or {IGNORED} where a position does not count",
+            remedy="check axis, which names the axis of the outputs that is the classes, and the labels",
         )
-    one_hot = torch.nn.functional.one_hot(labels, classes).to(torch.get_default_dtype())
-    return scale * one_hot.movedim(-1, place)
+    if not counted.any():
+        raise DataError(
+            f"y holds {IGNORED} alone: no position counts",
+            expected="classes at some of the positions",
+            remedy="check how the labels were made",
+        )
+    one_hot = torch.nn.functional.one_hot(labels.clamp_min(0), classes) * counted[..., None]
+    targets = scale * one_hot.to(torch.get_default_dtype()).movedim(-1, place)
+    return targets, None if counted.all() else counted.unsqueeze(place).expand(shape)
 
 
 def _require_room(labels: Tensor, outputs: int, dtype: torch.dtype) -> None:

@@ -29,7 +29,7 @@ from linnet.fitting.primal import Primal
 from linnet.fitting.remarks import after_change
 from linnet.fitting.targets import check_arrangement, make_targets, position_targets
 from linnet.solvers.shifted_cg import shifted_cg
-from linnet.tangent.batch import Inputs, gather_data
+from linnet.tangent.batch import Inputs, gather_data, observe
 from linnet.tangent.jacobian import jvp_columns
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -258,7 +258,8 @@ def _curve(fit: LinearFit, validation: Any) -> _Curve:
     x, y = gather_data(validation, fit.module.function.device)
     x = checked_inputs(fit.module, x)
     own = fit.module.function.output_shape(x)
-    y = position_targets(y, own, fit._targets.axis, fit._targets.scale)
+    y, counted = position_targets(y, own, fit._targets.axis, fit._targets.scale)
+    x = x if counted is None else observe(x, counted)
     check_arrangement(y, own)
     made = make_targets(y, fit.system.c, fit._targets.scale, varied=False, dtype=fit.targets.dtype)
     if (made.classes is None) != (fit.classes is None):

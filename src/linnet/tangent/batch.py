@@ -27,6 +27,8 @@ TARGETS = ("labels", "label")  # what the targets are called in samples that are
 
 _NO_DATA_SETS = (list, tuple, str, bytes, Mapping, Tensor)  # have items, but no samples
 
+OBSERVED, WHOLE = "linnet: observed", "linnet: inputs"  # keys of a batch with outputs that do not count
+
 Inputs = Any  # Tensor | Sequence[Any] | Mapping[str, Any]
 
 
@@ -147,6 +149,37 @@ def take(x: Inputs, index: slice | Tensor | Sequence[int]) -> Inputs:
     return map_tensors(lambda t: t[rows] if t.ndim > 0 and t.shape[0] == n else t, x)
 
 
+def observe(x: Inputs, mask: Tensor) -> Inputs:
+    """A batch whose outputs count in part: elsewhere they are zero, whatever the weights.
+
+    Args:
+        x: N examples.
+        mask: Which outputs count, (N, ...) in the network's own shape.
+
+    Returns:
+        A batch for the same network.
+
+    Example:
+        >>> list(observe(torch.zeros(2, 3), torch.ones(2, 4, dtype=torch.bool)))
+        ['linnet: inputs', 'linnet: observed']
+    """
+    return {WHOLE: x, OBSERVED: mask}
+
+
+def observed(x: Inputs) -> tuple[Inputs, Tensor | None]:
+    """A batch as the network takes it, and which outputs count; ``None`` for all.
+
+    Args:
+        x: A batch, from :func:`observe` or not.
+
+    Returns:
+        The batch and the mask.
+    """
+    if isinstance(x, Mapping) and OBSERVED in x:
+        return x[WHOLE], x[OBSERVED]
+    return x, None
+
+
 def concatenate(parts: Sequence[Inputs]) -> Inputs:
     """Join batches of the same structure along the example axis; tensors without it are taken once.
 
@@ -165,6 +198,12 @@ def concatenate(parts: Sequence[Inputs]) -> Inputs:
 
 def _joined(parts: Sequence[Inputs], sizes: Sequence[int]) -> Inputs:
     """``concatenate`` for parts of batches of known sizes."""
+    masks = [observed(part)[1] for part in parts]
+    if any(mask is not None for mask in masks) and any(mask is None for mask in masks):
+        known = next(mask for mask in masks if mask is not None)
+        whole = [known.new_ones(size, *known.shape[1:]) for size in sizes]
+        seen = [own if mask is None else mask for own, mask in zip(whole, masks, strict=True)]
+        parts = [observe(observed(part)[0], mask) for part, mask in zip(parts, seen, strict=True)]
     first = parts[0]
     if any(_structure(part) != _structure(first) for part in parts):
         kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))

@@ -26,6 +26,7 @@ from linnet.tangent.batch import (
     batch_size,
     example_shapes,
     map_tensors,
+    observed,
     take,
     tensors_in,
 )
@@ -205,6 +206,7 @@ class Functional:
         Returns:
             The outputs, (N, ...).
         """
+        x, mask = observed(x)
         args, kwargs = call_arguments(x)
         if not self._takes_targets:  # a labeled batch, as loaders give it, is a batch all the same
             kwargs = {name: value for name, value in kwargs.items() if name not in TARGETS}
@@ -212,7 +214,8 @@ class Functional:
         everywhere = {place: value for name, value in params.items() for place in places.get(name, (name,))}
         with differentiable_kernels(self.recurrent):
             result = torch.func.functional_call(self.model, everywhere, args, kwargs, tie_weights=False)
-        return adapt_outputs(result, self.output)
+        outputs = adapt_outputs(result, self.output)
+        return outputs if mask is None else outputs * mask
 
     def _members(self) -> tuple[dict[str, nn.Parameter], dict[str, tuple[str, ...]]]:
         """The tracked parameters, and all names that each tensor goes by; the network is walked once."""
