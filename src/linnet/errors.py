@@ -51,7 +51,7 @@ class WeightsError(ModelError):
 
 
 class FileFormatError(LinnetError, ValueError):
-    """A file is truncated, altered, foreign or of another version."""
+    """A file is truncated, altered, not linnet's or of another version."""
 
 
 class MemoryBudgetError(LinnetError, MemoryError):

@@ -66,7 +66,7 @@ def npz_headers(path: str | os.PathLike[str]) -> dict[str, ArrayHeader]:
 
     Raises:
         InputError: There is no such file.
-        FileFormatError: The file is truncated, altered or foreign, or an array holds Python objects.
+        FileFormatError: The file is truncated, altered or of another kind, or holds Python objects.
     """
     with _open_archive(require_file(path)) as archive:
         return {name: _read_header(archive, name) for name in _names(archive)}
@@ -84,7 +84,7 @@ def read_npz(path: str | os.PathLike[str], names: Sequence[str] | None = None) -
 
     Raises:
         InputError: There is no such file.
-        FileFormatError: The file is truncated, altered or foreign, lacks a name, or holds Python objects.
+        FileFormatError: The file is truncated, altered or of another kind, lacks a name or holds objects.
         MemoryBudgetError: An array would take more memory than is free.
 
     Example:

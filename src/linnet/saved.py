@@ -59,7 +59,7 @@ def load(
         The fit, posterior, process, fine-tuned network or curvature, able to do all that it could before.
 
     Raises:
-        FileFormatError: If the file is truncated, altered, foreign, or of another network.
+        FileFormatError: If the file is truncated, altered, not linnet's, or of another network.
         InputError: If there is no such folder, it holds nothing that linnet wrote or several such things, or
             an argument does not go with what it holds.
 

@@ -201,7 +201,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
     Raises:
         InputError: There is no such file, or its suffix is unknown.
-        FileFormatError: The file is truncated, altered or foreign, or does not hold weights.
+        FileFormatError: The file is truncated, altered or of another kind, or does not hold weights.
         MemoryBudgetError: They would take more memory than is free.
     """
     path = require_file(path)

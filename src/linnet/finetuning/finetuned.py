@@ -195,7 +195,7 @@ def load_finetuned(directory: str | Path, model: nn.Module, output: OutputAdapte
         The result, without its closed-form fit (``linnet.load_fit`` keeps those).
 
     Raises:
-        FileFormatError: If the file is truncated, altered or foreign.
+        FileFormatError: If the file is truncated, altered or of another kind.
         InputError: If there is no such file, or ``output`` is needed and not given.
         WeightsError: If the network has another architecture.
 

@@ -45,7 +45,7 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
         The fit, able to do all that it could before; a ``SoftmaxFit`` where the loss was the cross-entropy.
 
     Raises:
-        FileFormatError: If the file is truncated, altered, foreign, or of another network.
+        FileFormatError: If the file is truncated, altered, not linnet's, or of another network.
         InputError: If there is no such file, or ``output`` is needed and not given.
 
     Example:

@@ -45,7 +45,7 @@ def load_laplace(
         The posterior, able to do all that it could before.
 
     Raises:
-        FileFormatError: If a file is truncated, altered, foreign, or of another network.
+        FileFormatError: If a file is truncated, altered, not linnet's, or of another network.
 
     Example:
         >>> import linnet, tempfile, torch

@@ -170,14 +170,14 @@ def ood(
     """
     choice("score", score, SCORES)
     known, classes, shapes = _judged(predict, batches_of(predict, inside, batch_size, device), "inside", ())
-    foreign, others, _ = _judged(predict, batches_of(predict, outside, batch_size, device), "outside", shapes)
+    apart, others, _ = _judged(predict, batches_of(predict, outside, batch_size, device), "outside", shapes)
     if classes != others:
         raise InputError(
             f"predict returned {classes} classes inside and {others} outside",
             expected="the same classes for both",
             remedy="look at what predict does with outside examples",
         )
-    found = Separation(score, classes, known, foreign)
+    found = Separation(score, classes, known, apart)
     found.detection()  # needs samples for some scores: say so now
     return found
 

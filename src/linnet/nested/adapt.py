@@ -139,7 +139,7 @@ def load_adapted(directory: str | Path, model: nn.Module) -> NestedFit:
         The fit, able to do all that it could before.
 
     Raises:
-        FileFormatError: If the file is truncated, altered, foreign, or of another network.
+        FileFormatError: If the file is truncated, altered, not linnet's, or of another network.
         InputError: If there is no such file, or the model is none.
 
     Example:

@@ -34,7 +34,7 @@ def read_nested(directory: str | Path, model: nn.Module) -> NestedFit:
         The fit.
 
     Raises:
-        FileFormatError: If the file is truncated, altered, foreign, or of another network.
+        FileFormatError: If the file is truncated, altered, not linnet's, or of another network.
     """
     path = as_path(directory)
     path = path / f"{KIND}.safetensors" if path.is_dir() or not path.suffix else path

@@ -43,10 +43,10 @@ def made_optimizer(
     optimizer: Optimizer = instance("make_optimizer(...)", made, Optimizer, "a torch.optim.Optimizer", remedy)
     used = {id(p): tuple(p.shape) for group in optimizer.param_groups for p in group["params"]}
     ours = {id(p): name for name, p in parameters.items()}
-    foreign = [shape for key, shape in used.items() if key not in ours]
+    others = [shape for key, shape in used.items() if key not in ours]
     missing = [name for key, name in ours.items() if key not in used]
-    if foreign or missing:
-        found = [f"has {len(foreign)} others, one of shape {foreign[0]}"] if foreign else []
+    if others or missing:
+        found = [f"has {len(others)} others, one of shape {others[0]}"] if others else []
         found += [f"lacks {missing[0]!r} ({len(missing)} in all)"] if missing else []
         raise InputError(
             f"the optimizer that make_optimizer returned {' and '.join(found)}",

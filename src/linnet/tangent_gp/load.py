@@ -32,7 +32,7 @@ def load_gp(directory: str | Path, model: nn.Module, output: OutputAdapter = Non
         The process, able to do all that it could before.
 
     Raises:
-        FileFormatError: If the file is truncated, altered, foreign, or of another network.
+        FileFormatError: If the file is truncated, altered, not linnet's, or of another network.
         InputError: If there is no such file, or ``output`` is needed and not given.
 
     Example:

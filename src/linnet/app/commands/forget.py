@@ -33,7 +33,7 @@ def forget(
         trust: Whether to run code that a run of another user names.
 
     Returns:
-        Scores before and after, the certificate (the relative residual of the new fit's own equations), and
+        Scores before and after, the relative residual of the new fit's own equations ("certificate"), and
         the largest difference from a solution from scratch.
     """
     from linnet.app.runs.changes import forget as forget_samples

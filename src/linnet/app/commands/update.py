@@ -33,7 +33,7 @@ def update(
         trust: Whether to run code that a run of another user names.
 
     Returns:
-        Scores before and after, and the certificate (the relative residual of the new fit's own equations).
+        Scores before and after, and the relative residual of the new fit's own equations ("certificate").
     """
     from linnet.app.runs.changes import report_change
     from linnet.app.runs.changes import update as update_samples

@@ -98,7 +98,7 @@ def read_arrays(
 
     Raises:
         InputError: There is no such file, or a transform was given for samples that are no images.
-        FileFormatError: The file is truncated, altered or foreign, or lacks an array.
+        FileFormatError: The file is truncated, altered or of another kind, or lacks an array.
         DataError: The arrays do not make a task: empty, of different lengths or shapes, one class only,
             labels out of range, NaN or infinite.
         MemoryBudgetError: They would take more memory than is free.

@@ -177,7 +177,7 @@ def _sections(run: Run, drawn: dict[str, Any], tiles: Gallery) -> list[tuple[str
             "informativeness" in drawn,
         ),
         ("why", "Why these predictions", tiles.explanations),
-        ("doubtful", "Doubtful labels", tiles.suspects),
+        ("doubtful", "Probable label errors", tiles.suspects),
         ("forgetting", "Forgetting", run.train is not None and run.train.forgetting is not None),
         ("choices", "What was chosen and why", fit.choices),
         ("coverage", "Network coverage", fit.preflight is not None),

@@ -296,7 +296,7 @@ class Forgetting:
         difference: Largest absolute difference, in outputs, from what it is compared with.
         seconds: Time of forgetting in seconds.
         refit_seconds: Time of what it is compared with, in seconds.
-        note: The certificate in words, or any other remark.
+        note: A remark.
         refitted: Whether it is compared with a fit that never saw the samples, the network run again, and not
             with a solution of the remaining equations.
     """
@@ -317,7 +317,7 @@ class TrainingSet:
     Args:
         samples: Pictures, labels and ids.
         informativeness: How much each sample moved the fit, (N,).
-        suspects: Samples with doubtful labels, most doubtful first.
+        suspects: Probable label errors, the most probable first.
         flipped: Number of labels that are known to be wrong, when the truth is known.
         forgetting: What forgetting some of the samples changed.
         by_chance: How many labels would look wrong if all were right.

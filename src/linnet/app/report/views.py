@@ -96,7 +96,7 @@ class Gallery:
         most: Most informative training samples.
         least: Least informative ones.
         uncertain: Most uncertain test samples.
-        suspects: Training samples with doubtful labels.
+        suspects: Probable label errors.
         forgotten: Forgotten training samples.
         explanations: Explained test samples.
     """
@@ -334,7 +334,7 @@ def _suspect(run: Run, suspect: Suspect) -> Tile:
     if suspect.suggested is not None:
         labels.append(("rather", label(run, suspect.suggested)))
     mark = {True: "known wrong", False: "known right", None: ""}[suspect.flipped]
-    value = "" if suspect.doubt is None else f"doubt {number(suspect.doubt)}"
+    value = "" if suspect.doubt is None else f"score {number(suspect.doubt)}"
     return Tile(base, tuple(labels), value, mark=mark)
 
 

@@ -201,7 +201,7 @@ def _freedom(run: Run) -> str:
 
 
 def _labels(run: Run) -> str:
-    """Doubtful labels and forgetting."""
+    """Label errors and forgetting."""
     if run.train is None:
         return ""
     parts = []

@@ -297,9 +297,7 @@ def _forgetting(change: Change, scores: list[tuple[Comparison, Predictions]]) ->
         for what, field in (("test accuracy", "accuracy"), ("test log loss", "nll"), ("test RMSE", "rmse")):
             if getattr(now, field) is not None:
                 table.append((what, getattr(then, field), getattr(now, field)))
-    table.append(
-        (f"certificate ({certificate_of(after)})", before.system.certificate(), after.system.certificate())
-    )
+    table.append((certificate_of(after), before.system.certificate(), after.system.certificate()))
     how = "The comparison ran the network again, kernel included." if change.verified else (
         "The comparison solves the equations of the remaining samples from scratch."
     )  # fmt: skip

@@ -201,7 +201,7 @@ def forget_flipped(files: Files, out: Path, seed: int) -> tuple[Recall, dict[str
     found = adapt(_settings(files, files.flipped, None, seed, "probe"), place, partial(keep_fit, place))
     keep_adaptation(found, place, f"Digits 5 to 9, {FLIPPED} of {len(task.train)} labels wrong")
     change, recall = _forget_doubtful(found, wrong)
-    result, page = report_change(change, "forget", out / "forgotten", "The most doubtful labels, forgotten")
+    result, page = report_change(change, "forget", out / "forgotten", "Probable label errors, forgotten")
     assert page.train is not None
     told = tuple(replace(s, flipped=s.sample in wrong) for s in page.train.suspects)
     page = replace(page, train=_with_truth(page.train, told))

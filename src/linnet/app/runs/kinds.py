@@ -28,7 +28,7 @@ def cross_fitted(fit: Fit) -> bool:
 
 
 def certificate_of(fit: Fit) -> str:
-    """Meaning of a fit's certificate."""
+    """Name of the number that shows how exactly a fit was solved."""
     return "relative gradient" if isinstance(fit, SoftmaxFit) else "relative residual"
 
 

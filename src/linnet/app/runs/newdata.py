@@ -58,7 +58,7 @@ def read_new(path: Path, run: SavedRun, prefer: str) -> NewSamples:
 
     Raises:
         InputError: Nothing is there, or the kind of file does not suit the run.
-        FileFormatError: The file is damaged or foreign.
+        FileFormatError: The file is damaged or of another kind.
         DataError: The samples or their answers are not such as the run was trained on.
     """
     images = isinstance(run.transforms[0], ImageTransform)

@@ -308,7 +308,7 @@ def facts(run: SavedRun) -> tuple[tuple[str, str], ...]:
         ("network", Path(run.origin.spec).name),
         ("weights fitted", f"{fit.module.space.dim:,}"),
         ("training samples", str(fit.n)),
-        (f"certificate ({certificate_of(fit)})", f"{fit.system.certificate():.1e}"),
+        (certificate_of(fit), f"{fit.system.certificate():.1e}"),
     )
 
 

@@ -225,7 +225,7 @@ def print_change(result: dict[str, Any]) -> list[str]:
     if result["scores"]:
         lines += score_table([Comparison(**row) for row in reversed(result["scores"])], result.get("test"))
     what = "norm of the gradient" if _loss(result["fit"]) == "cross-entropy" else "residual of the equations"
-    lines.append(f"certificate: relative {what} {result['certificate']:.1e}")
+    lines.append(f"relative {what}: {result['certificate']:.1e}")
     if result["difference"] is not None:
         how = "a fit from scratch" if result["verified"] else "the equations solved from scratch"
         lines.append(
