@@ -71,7 +71,6 @@ MAY_BE_WIDE: dict[str, str] = {
 MAY_TAKE_MORE: dict[str, str] = {
     "linnet.curvatures.build.curvature": "to be grouped",
     "linnet.fitting.fit.fit": "to be grouped",
-    "linnet.fitting.head.with_head": "to be grouped",
 }
 
 LINES_A_FILE = 600
