@@ -87,7 +87,7 @@ def cell(
     found |= {"trained": float(top.trained), "weight": fit.body_weight}
     start = time.perf_counter()
     classes = fit.system.c
-    headed = linnet.with_head(model, classes, init="probe", data=data, scale=HEAD_SCALE)
+    headed = linnet.with_head(model, classes, linnet.Probe(scale=HEAD_SCALE), data=data)
     plain = fine_tune(headed, data, steps, BATCH, seed=seed, optimizer="adam", folds=folds)
     found |= judged("fine-tuning", plain.predict(xt).double().softmax(1), yt, start)
     start = time.perf_counter()

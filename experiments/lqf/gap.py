@@ -74,7 +74,7 @@ def trained(setting: Setting, method: str, seed: int, rate: float | None, **give
 def relinearized(setting: Setting, period: int, seed: int, rate: float) -> dict[str, Any]:
     """Plain fine-tuning's own steps through linearizations that are renewed every ``period`` steps."""
     model, (x, y), (xt, yt) = setting
-    network = linnet.with_head(model, int(y.max()) + 1, "probe", (x, y), scale=5.0).eval()
+    network = linnet.with_head(model, int(y.max()) + 1, linnet.Probe(scale=5.0), (x, y)).eval()
     network = copy.deepcopy(network).requires_grad_(True)
     training = linnet.optim.IterativeLinearization(
         network, lambda p: torch.optim.SGD(p, lr=rate, momentum=0.9), period

@@ -269,5 +269,6 @@ def linear_model(
     classes = classes or int(train[1].max()) + 1
     generator = torch.Generator().manual_seed(seed)
     data = train if head == "probe" else None
-    made = linnet.with_head(network, classes, head, data, scale=scale, generator=generator)
+    init = linnet.Probe(scale=scale) if head == "probe" else head
+    made = linnet.with_head(network, classes, init, data, generator=generator)
     return linnet.linearize(made, "all")

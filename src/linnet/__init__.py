@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from linnet.finetuning.recipes import Recipe as Recipe
     from linnet.finetuning.run import Run as Run
     from linnet.fitting.fit import fit as fit
+    from linnet.fitting.head import Probe as Probe
     from linnet.fitting.head import with_head as with_head
     from linnet.fitting.linear_fit import LinearFit as LinearFit
     from linnet.fitting.load_fit import load_fit as load_fit
@@ -76,6 +77,7 @@ _HOME = {
     "preflight": "linnet.tangent.preflight",
     "Preflight": "linnet.tangent.preflight",
     "with_head": "linnet.fitting.head",
+    "Probe": "linnet.fitting.head",
     "with_metric": "linnet.fitting.metric",
     "adapt": "linnet.nested.adapt",
     "load_adapted": "linnet.nested.adapt",

@@ -277,7 +277,7 @@ def test_fits_that_would_leak() -> None:
     for ridge in ("loo", "evidence", "gcv"):
         chosen = p.fit(ridge=ridge)
         refused(InputError, lambda f=chosen: audit.release(f, 1.0, 0.01, clip=CLIP), f"chosen by '{ridge}'")
-    model = linnet.with_head(p.model, 3, data=(p.x, p.y), ridge=1.0)
+    model = linnet.with_head(p.model, 3, linnet.Probe(ridge=1.0), data=(p.x, p.y))
     headed = linnet.fit(linnet.linearize(model), (p.x, p.y), ridge=RHO, solver="dual")
     refused(InputError, lambda: audit.release(headed, 1.0, 0.01, clip=CLIP), "head", "random")
     # forgetting an example does not take it out of the head

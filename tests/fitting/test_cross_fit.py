@@ -28,12 +28,12 @@ def body(inputs: int = 4, width: int = 6) -> nn.Module:
 
 def crossed(folds: int = 3, **options: Any) -> nn.Module:
     """A network with a cross-fitted head."""
-    return linnet.with_head(body(), 3, data=(X, Y), ridge=0.3, cross_fit=folds, **fit_options(**options))
+    return linnet.with_head(body(), 3, linnet.Probe(ridge=0.3, cross_fit=folds), data=(X, Y), **options)
 
 
 def procedure(rest: Tensor, held: Tensor, centered: bool = False, **options: Any) -> Tensor:
     """Head, linearization and fit on some examples; outputs for others."""
-    model = linnet.with_head(body(), 3, data=(X[rest], Y[rest]), ridge=0.3)
+    model = linnet.with_head(body(), 3, linnet.Probe(ridge=0.3), data=(X[rest], Y[rest]))
     model = with_centered_head(model) if centered else model
     return linnet.fit(linnet.linearize(model), (X[rest], Y[rest]), **fit_options(**options)).predict(X[held])
 
@@ -54,7 +54,7 @@ def test_leave_one_out_is_that_of_the_whole_procedure(loss: str, solver: str, ce
     assert "cross-fitted" in fit.summary()["warnings"][0]
     assert "optimistic" not in "".join(fit.summary()["warnings"])
     # the fit itself is the usual one
-    plain = linnet.with_head(body(), 3, data=(X, Y), ridge=0.3)
+    plain = linnet.with_head(body(), 3, linnet.Probe(ridge=0.3), data=(X, Y))
     plain_lin = linnet.linearize(with_centered_head(plain) if centered else plain)
     near(fit.predict(X), linnet.fit(plain_lin, (X, Y), **fit_options(**options)).predict(X), 1e-9)
 
@@ -62,7 +62,7 @@ def test_leave_one_out_is_that_of_the_whole_procedure(loss: str, solver: str, ce
 @pytest.mark.parametrize("loss", ["squared", "cross-entropy"])
 def test_the_ridge_is_chosen_by_held_out_outputs(loss: str) -> None:
     y = (X[:, 0] > 0).long() + (X[:, 1] > 0.5).long()
-    lin = linnet.linearize(linnet.with_head(body(), 3, data=(X, y), ridge=10.0, cross_fit=3))
+    lin = linnet.linearize(linnet.with_head(body(), 3, linnet.Probe(ridge=10.0, cross_fit=3), data=(X, y)))
     fit = linnet.fit(lin, (X, y), loss=loss, ridge="loo")
     assert "held-out" in fit.summary()["reasons"]["ridge"]
     assert "edge" not in fit.summary()["reasons"]["ridge"]
@@ -88,7 +88,7 @@ def test_labels_that_mean_nothing_cannot_be_predicted(loss: str) -> None:
     x, y = real(60, 40, seed=5), torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(6))
     believed, honest = [], []
     for cross_fit, found in ((0, believed), (5, honest)):
-        model = linnet.with_head(body(40, 100), 3, data=(x, y), ridge=1e-3, cross_fit=cross_fit)
+        model = linnet.with_head(body(40, 100), 3, linnet.Probe(ridge=1e-3, cross_fit=cross_fit), data=(x, y))
         fit = linnet.fit(linnet.linearize(model), (x, y), loss=loss, ridge=3.0)
         found.append((fit.loo().argmax(1) == y).double().mean().item())
     assert believed[0] > 0.55
@@ -143,7 +143,7 @@ def test_a_saved_fit_keeps_its_held_out_outputs(loss: str, tmp_path: Path) -> No
 
 def test_the_temperature_is_that_of_held_out_outputs() -> None:
     crossed_fit = linnet.fit(linnet.linearize(crossed()), (X, Y), ridge=0.5)
-    plain = linnet.with_head(body(), 3, data=(X, Y), ridge=0.3)
+    plain = linnet.with_head(body(), 3, linnet.Probe(ridge=0.3), data=(X, Y))
     fit = linnet.fit(linnet.linearize(plain), (X, Y), ridge=0.5)
     assert crossed_fit.temperature != fit.temperature
 
@@ -153,9 +153,7 @@ def test_numbers_of_folds(count: Any) -> None:
     refused(InputError, lambda: crossed(count), f"cross_fit={count!r}", "cross_fit=5")
 
 
-def test_only_a_probe_can_be_cross_fitted() -> None:
-    call = lambda: linnet.with_head(body(), 3, init="random", cross_fit=3)  # noqa: E731
-    refused(InputError, call, "cross_fit=3", "random")
+def test_a_probe_has_no_folds_unless_it_is_told() -> None:
     assert "folds" not in getattr(linnet.with_head(body(), 3, data=(X, Y)), RECORD)
 
 
@@ -176,7 +174,7 @@ def test_leave_one_out_is_honest_on_photographs(data_directory: Path) -> None:
     x_test, y_test = pixels(flowers.test_x[::6], normalization), flowers.test_y[::6]
 
     def fit(cross_fit: int) -> Any:
-        head = linnet.with_head(model, flowers.classes, data=(x, y), cross_fit=cross_fit)
+        head = linnet.with_head(model, flowers.classes, linnet.Probe(cross_fit=cross_fit), data=(x, y))
         return linnet.fit(linnet.linearize(head, params="classifier"), (x, y), ridge=1000.0, solver="dual")
 
     def rate(outputs: Tensor, labels: Tensor) -> float:

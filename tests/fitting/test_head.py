@@ -126,7 +126,7 @@ def test_chosen_by_evidence() -> None:
 
 def test_the_head_is_the_probe_on_the_features() -> None:
     model = body()
-    head = linnet.with_head(model, 3, data=(X, Y), ridge=0.5)
+    head = linnet.with_head(model, 3, linnet.Probe(ridge=0.5), data=(X, Y))
     phi = model[:2](X).detach()  # type: ignore[index]
     near(features(model, X, batch=5), phi, 1e-14)
     w, b = dense_probe(phi, one_hot(Y), 0.5)
@@ -138,12 +138,16 @@ def test_the_head_is_the_probe_on_the_features() -> None:
 
 
 def test_scale_and_ridge_matter() -> None:
-    default = linnet.with_head(body(), 3, data=(X, Y), ridge=0.5)(X)
-    near(linnet.with_head(body(), 3, data=(X, Y), ridge=0.5, scale=3.0)(X), default.detach() / 5, 1e-9)
-    strong = linnet.with_head(body(), 3, data=(X, Y), ridge=1e9)(X)
+    default = linnet.with_head(body(), 3, linnet.Probe(ridge=0.5), data=(X, Y))(X)
+    near(
+        linnet.with_head(body(), 3, linnet.Probe(ridge=0.5, scale=3.0), data=(X, Y))(X),
+        default.detach() / 5,
+        1e-9,
+    )
+    strong = linnet.with_head(body(), 3, linnet.Probe(ridge=1e9), data=(X, Y))(X)
     near(strong, one_hot(Y).mean(0).expand(12, 3), 1e-6)
     chosen = {
-        r: linnet.with_head(body(), 3, data=(X, Y), ridge=r)[2].weight.norm().item()
+        r: linnet.with_head(body(), 3, linnet.Probe(ridge=r), data=(X, Y))[2].weight.norm().item()
         for r in ("loo", "evidence")
     }  # type: ignore[index, operator]
     assert chosen["loo"] != chosen["evidence"]
@@ -205,7 +209,7 @@ class Nested(nn.Module):
 def test_any_place_and_any_input() -> None:
     torch.manual_seed(0)
     model = Nested().double().train()
-    head = linnet.with_head(model, 3, data=({"image": X}, Y), ridge=0.5)
+    head = linnet.with_head(model, 3, linnet.Probe(ridge=0.5), data=({"image": X}, Y))
     phi = model.eval().body(X).detach()
     near(
         head.eval()(X),
@@ -213,7 +217,7 @@ def test_any_place_and_any_input() -> None:
         1e-9,
     )
     near(
-        linnet.with_head(Nested().double(), 3, data=((X,), Y), ridge=0.5).eval()(X).sum(1),
+        linnet.with_head(Nested().double(), 3, linnet.Probe(ridge=0.5), data=((X,), Y)).eval()(X).sum(1),
         torch.full((12,), 15.0),
         1e-9,
     )
@@ -221,7 +225,7 @@ def test_any_place_and_any_input() -> None:
 
 def test_float_targets_give_a_regression_head() -> None:
     t = real(12, 2, seed=3)
-    head = linnet.with_head(body(), 2, data=(X, t), ridge=0.5)
+    head = linnet.with_head(body(), 2, linnet.Probe(ridge=0.5), data=(X, t))
     phi = body()[:2](X).detach()  # type: ignore[index]
     near(head(X), phi @ dense_probe(phi, t, 0.5)[0].T + dense_probe(phi, t, 0.5)[1], 1e-9)
 
@@ -272,12 +276,20 @@ def test_init(init: Any) -> None:
 
 @pytest.mark.parametrize("ridge", [0.0, -1.0, math.nan, "best", None])
 def test_ridge(ridge: Any) -> None:
-    refused(InputError, lambda: linnet.with_head(body(), 3, data=(X, Y), ridge=ridge), f"ridge={ridge!r}")
+    refused(
+        InputError,
+        lambda: linnet.with_head(body(), 3, linnet.Probe(ridge=ridge), data=(X, Y)),
+        f"ridge={ridge!r}",
+    )
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, "15"])
 def test_scale(scale: Any) -> None:
-    refused(InputError, lambda: linnet.with_head(body(), 3, data=(X, Y), scale=scale), f"scale={scale!r}")
+    refused(
+        InputError,
+        lambda: linnet.with_head(body(), 3, linnet.Probe(scale=scale), data=(X, Y)),
+        f"scale={scale!r}",
+    )
 
 
 @pytest.mark.parametrize("model", ["resnet", None, body().state_dict()])

@@ -75,7 +75,7 @@ def test_the_probe_does_not_see_the_held_out() -> None:
     y = torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(3))  # nothing to be learned
     model = network()
     held = held_out_probe(model, (x, y), 3)
-    own = linnet.with_head(model, 3, data=(x, y), ridge=1e-6).eval()(x)
+    own = linnet.with_head(model, 3, linnet.Probe(ridge=1e-6), data=(x, y)).eval()(x)
     assert (held.argmax(1) == y).double().mean() < (own.argmax(1) == y).double().mean()
     x, y = blobs()
     assert (held_out_probe(model, (x, y), 3, folds=60).argmax(1) == y).double().mean() > 0.9

@@ -139,7 +139,7 @@ def test_classifiers_of_text_get_a_head(name: str) -> None:
     ids = torch.randint(3, 12, (6, 5), generator=torch.Generator().manual_seed(0))
     ids[:, -1] = 2  # T5 classifies at the end-of-sequence token
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.arange(6) % 2}
-    new = linnet.with_head(net, 2, data=batch, ridge=0.1)
+    new = linnet.with_head(net, 2, linnet.Probe(ridge=0.1), data=batch)
     phi = features(net, {key: batch[key] for key in ("input_ids", "attention_mask")})
     outputs = linnet.linearize(new)({key: batch[key] for key in ("input_ids", "attention_mask")})
     # what a probe with an intercept returns has the mean of its targets, and lies in the span of the features

@@ -38,7 +38,7 @@ def said(fit: Any) -> str:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_fit_no_longer_claims_held_out_outputs(change: str) -> None:
-    lin = linnet.linearize(linnet.with_head(body(), 2, data=(X, Y), cross_fit=3))
+    lin = linnet.linearize(linnet.with_head(body(), 2, linnet.Probe(cross_fit=3), data=(X, Y)))
     fit = linnet.fit(lin, (X, Y))
     assert "leave-one-out outputs are those of 3 procedures" in said(fit)
     changed = CHANGES[change](fit)

@@ -59,6 +59,7 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "linearize": dict,
     "preflight": lambda: {"batch": small.x()},
     "with_head": lambda: {"classes": 2, "data": small.classes()},
+    "Probe": lambda: {"ridge": 0.1},
     "with_metric": lambda: {"curvature": small.curvature("kfac")},
     "fit": dict,
     "load": lambda: {"directory": small.saved("fit")},

@@ -132,7 +132,7 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "relinearize": lambda s: s.fit().module.relinearize(),
     "preflight": lambda s: linnet.preflight(s.model, s.x),
     "with_head probe": lambda s: linnet.with_head(s.model, 3, data=s.data),
-    "with_head cross_fit": lambda s: linnet.with_head(s.model, 3, data=s.data, cross_fit=2),
+    "with_head cross_fit": lambda s: linnet.with_head(s.model, 3, linnet.Probe(cross_fit=2), data=s.data),
     "with_head zero": lambda s: linnet.with_head(s.model, 3, "zero"),
     "with_head random": lambda s: linnet.with_head(s.model, 3, "random", generator=_generator()),
     "with_metric": lambda s: linnet.with_metric(s.model, linnet.curvature(s.model, s.data, Categorical())),

@@ -169,7 +169,7 @@ def test_without_the_body_it_is_the_linear_probe() -> None:
     assert near(fit.predict(X), solution(reference(NET, X, N, 0.0), GOAL, RIDGE, torch.arange(N)))
     phi = NET[:-1](X[:N]).detach()
     scale = float((phi - phi.mean(0)).square().sum(1).mean())
-    probe = linnet.with_head(NET, 3, data=(X[:N], Y[:N]), ridge=RIDGE * scale)
+    probe = linnet.with_head(NET, 3, linnet.Probe(ridge=RIDGE * scale), data=(X[:N], Y[:N]))
     assert near(fit.predict(X), probe(X).detach(), 1e-3)  # the intercept's prior is wide, not flat
 
 

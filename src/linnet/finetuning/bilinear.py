@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from linnet.errors import InputError, ModelError
-from linnet.fitting.head import with_head
+from linnet.fitting.head import Probe, with_head
 from linnet.fitting.last_layer import last_linear, replace_module, zero_layer
-from linnet.fitting.targets import ALPHA
 from linnet.params import call, choice, instance, integer, number, refuse, tensor
 from linnet.tangent.batch import gather_data, split, take
 from linnet.tangent.functional import Functional
@@ -316,9 +315,7 @@ def with_bilinear_head(
     data: Any,
     pooling: Bilinear | None = None,
     *,
-    init: str = "probe",
-    ridge: str | float = "loo",
-    scale: float = ALPHA,
+    init: str | Probe = "probe",
     generator: torch.Generator | None = None,
 ) -> nn.Module:
     """A copy of a convolutional network with square-root bilinear pooling and a new last layer.
@@ -329,8 +326,6 @@ def with_bilinear_head(
         data: The new task; its first examples find the pooling, all of them fit the probe.
         pooling: Settings of the pooling.
         init: Of the head, see :func:`linnet.with_head`.
-        ridge: Of the probe.
-        scale: α of one-hot targets.
         generator: Source of randomness for ``init="random"``; torch's global stream if left out.
 
     Returns:
@@ -373,7 +368,7 @@ def with_bilinear_head(
         c = channels
     network.head = zero_layer(nn.Linear, c * (c + 1) // 2, classes, like=reference)
     network.train(model.training)
-    return with_head(network, classes, init, (x, y), ridge=ridge, scale=scale, generator=generator)
+    return with_head(network, classes, init, (x, y), generator=generator)
 
 
 def assemble(

@@ -18,7 +18,7 @@ from linnet.finetuning.augment import Augmentation
 from linnet.finetuning.bilinear import with_bilinear_head
 from linnet.finetuning.examples import Examples
 from linnet.finetuning.recipes import Recipe
-from linnet.fitting.head import with_head
+from linnet.fitting.head import Probe, with_head
 from linnet.fitting.last_layer import RECORD, features, last_linear
 from linnet.fitting.targets import check_arrangement
 from linnet.likelihoods import Categorical, Gaussian
@@ -177,14 +177,13 @@ def _with_head(
         return network
     generator = torch.Generator().manual_seed(shaping.seed)
     scale = recipe.scale if recipe.loss == "squared" else LOGITS
+    init: str | Probe = Probe(scale=scale) if head == "probe" else head
     data = gathered(examples, view) if head == "probe" or recipe.pooling else None
     if recipe.pooling is not None:
-        made = with_bilinear_head(
-            network, outputs, data, recipe.pooling, init=head, scale=scale, generator=generator
-        )
+        made = with_bilinear_head(network, outputs, data, recipe.pooling, init=init, generator=generator)
         notes.append("global average pooling replaced by square-root bilinear pooling")
     else:
-        made = with_head(network, outputs, head, data, scale=scale, generator=generator)
+        made = with_head(network, outputs, init, data, generator=generator)
     words = {
         "probe": f"a linear probe of targets of scale {scale:g}, its ridge by leave-one-out",
         "random": "random",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,17 +32,43 @@ from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import in_exact_mode
 
 
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """A linear probe for a head: the ridge regression of the targets on the features.
+
+    Args:
+        ridge: A number, ``"loo"``, ``"gcv"`` or ``"evidence"``.
+        scale: α of one-hot targets.
+        cross_fit: Number of folds K. The head is the same, but the network remembers K more, each fitted
+            without one fold: a later fit then leaves out whole procedures (head, linearization and fit)
+            instead of the last step alone, and its leave-one-out is honest. 0 for none.
+
+    Raises:
+        InputError: If a value does not work.
+
+    Example:
+        >>> Probe(cross_fit=5).ridge
+        'loo'
+    """
+
+    ridge: str | float = "loo"
+    scale: float = ALPHA
+    cross_fit: int = 0
+
+    def __post_init__(self) -> None:
+        check_ridge(self.ridge)
+        check_positive("scale", self.scale, "leave scale= out for α = 15")
+        integer("cross_fit", self.cross_fit, 0, remedy="pass cross_fit=5, or 0 for none")
+
+
 @in_exact_mode
 def with_head(
     model: nn.Module,
     classes: int,
-    init: str = "probe",
+    init: str | Probe = "probe",
     data: Any = None,
     *,
-    ridge: str | float = "loo",
-    scale: float = ALPHA,
     generator: Seed = None,
-    cross_fit: int = 0,
     head: str | None = None,
 ) -> nn.Module:
     """A copy of the network with a new last linear layer.
@@ -54,15 +81,11 @@ def with_head(
         model: The network, which ends in a linear layer, or returns features (N, D) where ``data`` is given.
             It is not touched.
         classes: Number of outputs of the new layer, at least 1.
-        init: ``"probe"``, ``"random"`` or ``"zero"``.
+        init: ``"probe"``, ``"random"`` or ``"zero"``; or a :class:`Probe` with a ridge, a scale or folds of
+            its own.
         data: The new task, needed for ``"probe"``: an (x, y) pair, a Dataset or a DataLoader.
-        ridge: Ridge of the probe: a number, ``"loo"``, ``"gcv"`` or ``"evidence"``.
-        scale: α of one-hot targets.
         generator: Source of randomness for ``"random"``, where it is torch's global stream if left out, and
             for the folds, which are dealt from seed 0 if left out. Nothing else here draws random numbers.
-        cross_fit: Number of folds K of a probe. Its head is the same, but the network remembers K more, each
-            fitted without one fold: a later fit then leaves out whole procedures (head, linearization and
-            fit) instead of the last step alone, and its leave-one-out is honest. 0 for none.
         head: Name of the layer to replace, or a regular expression that matches its whole name alone; by
             default the last linear layer. A probe checks that the outputs are those of this layer, as they
             come or at the one position of a sequence that the network takes.
@@ -86,15 +109,9 @@ def with_head(
         torch.Size([12, 2])
     """
     _check(model, classes, init, data)
-    if integer("cross_fit", cross_fit, 0, remedy="pass cross_fit=5, or 0 for none") and init != "probe":
-        raise InputError(
-            f"cross_fit={cross_fit!r} with init={init!r}",
-            expected='init="probe": other heads have seen no label',
-            remedy="leave cross_fit= out",
-        )
+    probe = init if isinstance(init, Probe) else Probe()
+    kind = "probe" if isinstance(init, Probe) else init
     generator = make_generator(generator)
-    check_ridge(ridge)
-    check_positive("scale", scale, "leave scale= out for α = 15")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     given = None if data is None else gather_data(data, device)
     if head is None:
@@ -104,24 +121,24 @@ def with_head(
         setattr(clone, RECORD, {"layer": named_linear(clone, head)})
     name, old = last_linear(clone)
     reference = old.weight
-    _require_room(old, classes, init, data)
+    _require_room(old, classes, kind, data)
     new = zero_layer(nn.Linear, old.in_features, classes, like=reference)
-    record: dict[str, Any] = {"init": init, "layer": name, "examples": frozenset()}
+    record: dict[str, Any] = {"init": kind, "layer": name, "examples": frozenset()}
     with torch.no_grad():
-        if init == "random":
+        if kind == "random":
             bound = old.in_features**-0.5  # the uniform distribution of nn.Linear
             for p in (new.weight, new.bias):
                 p.copy_((torch.rand(p.shape, generator=generator, dtype=torch.float64) * 2 - 1) * bound)
-        elif init == "probe" and given is not None:
+        elif kind == "probe" and given is not None:
             x, y = given
             phi, examples = features(clone, x), example_hashes(x, y)
-            weight, bias = linear_probe(phi, make_targets(y, classes, scale), ridge)
+            weight, bias = linear_probe(phi, make_targets(y, classes, probe.scale), probe.ridge)
             new.weight.copy_(weight)
             new.bias.copy_(bias)
             record["examples"] = frozenset(examples)
-            if cross_fit:
-                fold = deal(examples, y, cross_fit, generator)
-                heads = _fold_heads(phi, (y, fold.to(y.device)), classes, scale, ridge)
+            if probe.cross_fit:
+                fold = deal(examples, y, probe.cross_fit, generator)
+                heads = _fold_heads(phi, (y, fold.to(y.device)), classes, probe.scale, probe.ridge)
                 members = dict(zip(examples, fold.tolist(), strict=True))
                 record["folds"] = Folds(name, (new.weight.clone(), new.bias.clone()), heads, members)
     replace_module(clone, name, new)
@@ -162,15 +179,16 @@ def example_hashes(x: Inputs, y: Tensor) -> list[str]:
     return [hash_tensors([*tensors_in(part), labels[i]]) for i, part in enumerate(split(x, 1))]
 
 
-def _check(model: nn.Module, classes: int, init: str, data: Any) -> None:
+def _check(model: nn.Module, classes: int, init: Any, data: Any) -> None:
     """Raise on arguments that cannot work."""
     if not isinstance(model, nn.Module):
         raise InputError(
             f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy="pass the network itself"
         )
     integer("classes", classes, remedy="pass the number of classes of the new task")
-    choice("init", init, ("probe", "random", "zero"), 'leave init= out for "probe"')
-    if init == "probe" and data is None:
+    if not isinstance(init, Probe):
+        choice("init", init, ("probe", "random", "zero"), 'leave init= out for "probe"')
+    if (isinstance(init, Probe) or init == "probe") and data is None:
         raise InputError(
             'init="probe" without data',
             expected="data=(x, y) of the new task",

@@ -25,7 +25,7 @@ from linnet.errors import DataError, NumericalError
 from linnet.fitting.descent import Descent
 from linnet.fitting.dual import DualSystem, Spectrum
 from linnet.fitting.folds import deal
-from linnet.fitting.head import example_hashes, with_head
+from linnet.fitting.head import Probe, example_hashes, with_head
 from linnet.nested.features import Features
 from linnet.nested.nested_fit import NestedFit
 from linnet.nested.prior import Prior
@@ -132,7 +132,7 @@ class Tuning:
             NumericalError: If weights or features are not finite after it.
         """
         x, y, features = take(self.fit.x, rows), self.y[rows], self.features
-        start = with_head(features.model, self.fit.system.c, init="probe", data=(x, y), scale=HEAD_SCALE)
+        start = with_head(features.model, self.fit.system.c, Probe(scale=HEAD_SCALE), data=(x, y))
         run = Descent(rate, self.steps, BATCH, self.seed, "adam")
         named = {*features.function.names, f"{features.layer}.weight", f"{features.layer}.bias"}
         network = run(start, x, y, self._ticks, named)

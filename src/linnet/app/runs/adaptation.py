@@ -36,7 +36,7 @@ from linnet.app.runs.trust import absolute_spec
 from linnet.errors import InputError, ModelError
 from linnet.fitting.centered import CenteredLinear, with_centered_head
 from linnet.fitting.comparisons import fine_tune, held_out_probe
-from linnet.fitting.head import with_head
+from linnet.fitting.head import Probe, with_head
 from linnet.fitting.last_layer import RECORD, Appended, ending_linear, features, last_linear
 from linnet.fitting.metric import MetricNetwork
 from linnet.fitting.record import Record
@@ -390,9 +390,8 @@ def _headed(
         return model, None
     generator = torch.Generator().manual_seed(0)
     given = (x, y) if init == "probe" else None
-    return with_head(
-        model, outputs, init=init, data=given, generator=generator, cross_fit=network.cross_fit
-    ), outputs
+    made = Probe(cross_fit=network.cross_fit) if init == "probe" else init
+    return with_head(model, outputs, made, given, generator=generator), outputs
 
 
 def choose_head(model: nn.Module, x: Tensor, samples: int) -> str:
@@ -502,7 +501,7 @@ class _Others:
         seed, model = self.settings.source.seed, self.model
         classes = len(self.task.classes) if self.task.classes is not None else y.shape[1]
         if new_head:
-            model = with_head(self.old, classes, data=(x, y), scale=HEAD_SCALE)
+            model = with_head(self.old, classes, Probe(scale=HEAD_SCALE), data=(x, y))
         best = fine_tune(model, (x, y), self.settings.finetune_steps, seed=seed, optimizer="adam")
         seconds = time.perf_counter() - start
         tried = len(best.held_out)
