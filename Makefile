@@ -1,6 +1,7 @@
 # Every target is self-sufficient: on a fresh machine with Python 3.11+ and make, it creates .venv first.
 #   make demo    adapt a small network to new classes and write a report, in runs/demo
 #   make test    all checks and all tests but the long grids of tests/hostile
+#   make coverage    the same tests, and the lines of the package that they run
 #   make test-hostile    tests/hostile with its long grids;  make test-all    everything
 PYTHON ?= python3
 VENV := .venv
@@ -16,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= 1
 PARALLEL := -n auto --maxprocesses 4
 
-.PHONY: demo test test-hostile test-all check format docs bench clean
+.PHONY: demo test coverage test-hostile test-all check format docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -24,6 +25,10 @@ demo: $(INSTALLED)
 
 test: check
 	$(BIN)/python -m pytest $(PARALLEL)
+
+coverage: $(INSTALLED)
+	$(BIN)/pip install -q -c constraints.txt pytest-cov
+	$(BIN)/python -m pytest $(PARALLEL) --cov=linnet --cov-report=term:skip-covered
 
 # An empty -m takes the tests that are marked as long, which pyproject.toml leaves out otherwise.
 test-hostile: $(INSTALLED)

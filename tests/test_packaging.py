@@ -85,7 +85,7 @@ def test_the_closure_finds_torchvision_behind_markers_and_extras() -> None:
 
 def test_extras_bring_what_they_promise() -> None:
     assert set(EXTRAS) == {"text", "gp", "sklearn", "vision", "app", "report", "dev", "docs"}
-    assert "transformers" in closure(["linnet-torch[vision]"])
+    assert "transformers" in closure(["linnet-torch[text]"])
     assert {"gpytorch", "botorch", "linear-operator"} <= closure(["linnet-torch[gp]"]).keys()
     assert "scikit-learn" in closure(["linnet-torch[sklearn]"])
     for alias in ("app", "report"):
