@@ -27,7 +27,7 @@ test: check
 	$(BIN)/python -m pytest $(PARALLEL)
 
 coverage: $(INSTALLED)
-	$(BIN)/pip install -q -c constraints.txt pytest-cov
+	$(BIN)/pip install -q pytest-cov
 	$(BIN)/python -m pytest $(PARALLEL) --cov=linnet --cov-report=term:skip-covered
 
 # An empty -m takes the tests that are marked as long, which pyproject.toml leaves out otherwise.

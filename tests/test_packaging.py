@@ -84,12 +84,11 @@ def test_the_closure_finds_torchvision_behind_markers_and_extras() -> None:
 
 
 def test_extras_bring_what_they_promise() -> None:
-    assert set(EXTRAS) == {"text", "gp", "sklearn", "vision", "app", "report", "dev", "docs"}
+    assert set(EXTRAS) == {"text", "gp", "sklearn", "app", "dev", "docs"}
     assert "transformers" in closure(["linnet-torch[text]"])
     assert {"gpytorch", "botorch", "linear-operator"} <= closure(["linnet-torch[gp]"]).keys()
     assert "scikit-learn" in closure(["linnet-torch[sklearn]"])
-    for alias in ("app", "report"):
-        assert closure([f"linnet-torch[{alias}]"]).keys() == closure(["linnet-torch"]).keys()
+    assert closure(["linnet-torch[app]"]).keys() == closure(["linnet-torch"]).keys()
 
 
 def test_one_place_knows_the_distribution() -> None:
