@@ -119,7 +119,7 @@ _NAMES = {
     "integer": "axis ignore_index",
     "positive": "cap clip data_scale damping decay deviation epsilon examples least_noise lr new "
     "noise_scale old "
-    "rate target_loss threshold tolerance width weight learning_rate noise_variance limit average "
+    "target_loss threshold tolerance width weight learning_rate noise_variance limit average "
     "point_temperature temperature variance_scale "
     "variance ridge",
     "not negative": "sigma strength tau time weight_decay zeta prior_precision scale",
