@@ -169,7 +169,7 @@ calls = {
     "fit.save": lambda: fit.save(disk / "a"),
     "curvature.save": lambda: G.save(disk / "b"),
     "gram": lambda: linnet.spectrum.gram(lin, x, file=disk / "g.npy"),
-    "fit": lambda: linnet.fit(lin, data, ridge=1.0, solver="dual", file=disk / "f.npy"),
+    "fit": lambda: linnet.fit(lin, data, ridge=1.0, solver=linnet.fitting.Dual(disk / "f.npy")),
 }
 for name, call in calls.items():
     try:

@@ -107,7 +107,7 @@ def test_the_recipes_own_rate_is_made_smaller(factor: float, monkeypatch: pytest
     tuned = finetune(net(), (x, y), "nlft", **given)
     assert not tuned.diverged
     assert tuned.settings.values["learning_rate"] == pytest.approx(0.4 * threshold(x))
-    assert any("a third of learning_rate" in note for note in tuned.notes)
+    assert any("restarted with learning_rate" in note for note in tuned.notes)
     assert (tuned.predict(x) - wanted.predict(x)).abs().max() < 1e-9
 
 

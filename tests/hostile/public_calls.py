@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
+from linnet.fitting import CG, SGD
 from linnet.likelihoods import Categorical, Gaussian
 
 FORWARD = {"calls": 0, "raises at": 0}  # of all copies of the network
@@ -139,9 +140,9 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "fit auto": lambda s: s.fit(solver="auto"),
     "fit loo": lambda s: s.fit(ridge="loo"),
     "fit evidence": lambda s: s.fit(ridge="evidence"),
-    "fit validation": lambda s: s.fit(ridge="validation", validation=s.data),
-    "fit cg": lambda s: s.fit(solver="cg", preconditioner="nystrom"),
-    "fit sgd": lambda s: s.fit(solver="sgd", ridge=5.0, tolerance=0.3),
+    "fit validation": lambda s: linnet.audit.tune_ridge(s.fit(), s.data),
+    "fit cg": lambda s: s.fit(solver=CG(preconditioner="nystrom")),
+    "fit sgd": lambda s: s.fit(solver=SGD(0.3), ridge=5.0),
     "fit cross-entropy": lambda s: s.fit(loss="cross-entropy"),
     "fit cross-entropy cg": lambda s: s.fit(loss="cross-entropy", solver="cg"),
     "predict": lambda s: s.fit().predict(s.x),

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import InputError, NumericalError
+from linnet.fitting import CG
 from linnet.optim import IterativeLinearization
 from linnet.testing.oracles import jacobian_oracle, output_oracle
 from tests.fitting.problems import near, real, refused
@@ -43,9 +44,7 @@ def test_the_damping_may_be_chosen_and_the_solver_too() -> None:
     x, y = real(12, 4, seed=1), real(12, 3, seed=2)
     net, twin = mlp(), mlp()
     chosen = IterativeLinearization(net, None, period=1).solve((x, y), "evidence")
-    given = IterativeLinearization(twin, None, period=1).solve(
-        (x, y), chosen.ridge, solver="cg", tolerance=1e-13
-    )
+    given = IterativeLinearization(twin, None, period=1).solve((x, y), chosen.ridge, solver=CG(1e-13))
     assert (chosen.solver, given.solver) == ("dual", "cg")
     near(values(net), values(twin), 1e-8)
 

@@ -56,22 +56,22 @@ class NewtonMethod(ABC):
     objective: list[float]
 
     @abstractmethod
-    def total_loss(self, outputs: Tensor) -> float:
+    def _total_loss(self, outputs: Tensor) -> float:
         """Σ ℓ_i at outputs."""
 
     @abstractmethod
-    def reached(self) -> float:
+    def _reached(self) -> float:
         """The norm of the gradient in δ at the point, over that at δ = 0."""
 
     @abstractmethod
-    def direction(self, reached: float) -> Direction:
+    def _towards(self, reached: float) -> Direction:
         """Newton's direction, as precise as the gradient that is left deserves."""
 
     @abstractmethod
-    def move(self, t: float, direction: Direction, value: float) -> None:
+    def _move(self, t: float, direction: Direction, value: float) -> None:
         """Go t of the direction, to where the objective has a value."""
 
-    def spent(self) -> bool:
+    def _spent(self) -> bool:
         """Whether no further step may be taken."""
         return self.steps >= STEPS
 
@@ -85,17 +85,17 @@ class NewtonMethod(ABC):
         Returns:
             The relative gradient, and whether the steps ended before it, or the decrement, was small enough.
         """
-        while (reached := self.reached()) > tolerance:
-            if self.spent():
+        while (reached := self._reached()) > tolerance:
+            if self._spent():
                 return reached, True
-            direction = self.direction(reached)
+            direction = self._towards(reached)
             found = self._search(direction)
             if found is None:
                 return reached, True
-            self.move(*found)
+            self._move(*found)
             self.steps += 1
             if -direction.slope <= arrived * abs(self.objective[-1]):
-                return self.reached(), False
+                return self._reached(), False
         return reached, False
 
     def _search(self, direction: Direction) -> tuple[float, Direction, float] | None:
@@ -103,10 +103,10 @@ class NewtonMethod(ABC):
         if not direction.slope < 0:
             return None
         own, mixed, square = direction.squares
-        before, t = self.total_loss(self.outputs) + 0.5 * self.ridge * own, 1.0
+        before, t = self._total_loss(self.outputs) + 0.5 * self.ridge * own, 1.0
         for _ in range(HALVINGS):
             penalty = 0.5 * self.ridge * (own + 2 * t * mixed + t * t * square)
-            value = self.total_loss(self.outputs + t * direction.change) + penalty
+            value = self._total_loss(self.outputs + t * direction.change) + penalty
             least = before + ENOUGH * t * direction.slope + direction.rounding
             if math.isfinite(value) and value <= least:
                 return t, direction, value

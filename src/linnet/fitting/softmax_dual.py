@@ -130,19 +130,19 @@ class SoftmaxDual(NewtonMethod):
         r = self.gradient + self.ridge * self.beta
         return self._norm(self._product(r), r) / self._scale if self._scale else 0.0
 
-    def total_loss(self, outputs: Tensor) -> float:
+    def _total_loss(self, outputs: Tensor) -> float:
         """Σ ℓ_i at outputs."""
         return float(self.loss.losses(outputs).sum())
 
-    def spent(self) -> bool:
+    def _spent(self) -> bool:
         """Whether no further step may be taken."""
         return self.steps >= min(self.max_steps, STEPS)
 
-    def reached(self) -> float:
+    def _reached(self) -> float:
         """The certificate."""
         return self.certificate()
 
-    def direction(self, reached: float) -> Direction:
+    def _towards(self, reached: float) -> Direction:
         """Newton's direction by a Cholesky factor; its squares are those in the norm of the kernel."""
         r = self.gradient + self.ridge * self.beta
         d = self._direction(r)
@@ -150,12 +150,12 @@ class SoftmaxDual(NewtonMethod):
         own, mixed, square = (
             float((u * v).sum()) for u, v in ((self.beta, product), (d, product), (d, change))
         )
-        size = self.total_loss(self.outputs) + 0.5 * self.ridge * own
+        size = self._total_loss(self.outputs) + 0.5 * self.ridge * own
         size = abs(size) + self.ridge * float((self.beta * product).abs().sum())
         rounding = 16 * torch.finfo(d.dtype).eps * size
         return Direction(d, change, float((r * change).sum()), (own, mixed, square), rounding)
 
-    def move(self, t: float, direction: Direction, value: float) -> None:
+    def _move(self, t: float, direction: Direction, value: float) -> None:
         """Go t of the direction; the outputs are made anew, so that no rounding piles up."""
         self.beta = self.beta + t * direction.step
         self.outputs = self.base + self._product(self.beta)

@@ -116,7 +116,7 @@ class SoftmaxPrimal(NewtonMethod):
         self.outputs = self._evaluate()
         self.steps = self.products = 0
         penalty = 0.5 * self.ridge * float(self.delta.double().square().sum())
-        self.objective = [self.total_loss(self.outputs) + penalty]
+        self.objective = [self._total_loss(self.outputs) + penalty]
         self._pulled = self.delta
         self._relative = self._solve()
         self.beta = -self.gradient / self.ridge
@@ -135,7 +135,7 @@ class SoftmaxPrimal(NewtonMethod):
         """Outputs f = f₀ + Jδ."""
         return self.base + self._push(self.delta) if bool(self.delta.any()) else self.base.clone()
 
-    def total_loss(self, outputs: Tensor) -> float:
+    def _total_loss(self, outputs: Tensor) -> float:
         """Σ ℓ_i at outputs."""
         return float(self.loss.losses(outputs).sum())
 
@@ -153,16 +153,16 @@ class SoftmaxPrimal(NewtonMethod):
         """‖∇‖ at the solution over ‖∇‖ at δ = 0."""
         return self._relative
 
-    def spent(self) -> bool:
+    def _spent(self) -> bool:
         """Whether no further step may be taken."""
         return self.steps >= STEPS or self.products >= self.settings.max_steps
 
-    def reached(self) -> float:
+    def _reached(self) -> float:
         """The norm of the gradient, which is kept for the direction, over that at δ = 0."""
         self._pulled = self._pull(self.gradient) + self.ridge * self.delta
         return float(self._pulled.double().norm()) / self._scale
 
-    def direction(self, reached: float) -> Direction:
+    def _towards(self, reached: float) -> Direction:
         """Newton's direction by conjugate gradients."""
         d = self._direction(self._pulled, reached)
         wide, along = self.delta.double(), d.double()
@@ -171,7 +171,7 @@ class SoftmaxPrimal(NewtonMethod):
         rounding = 16 * torch.finfo(self.function.dtype).eps * abs(self.objective[-1])
         return Direction(d, self._push(d), slope, squares, rounding)
 
-    def move(self, t: float, direction: Direction, value: float) -> None:
+    def _move(self, t: float, direction: Direction, value: float) -> None:
         """Go t of the direction."""
         self.delta = self.delta + t * direction.step
         self.outputs = self.outputs + t * direction.change

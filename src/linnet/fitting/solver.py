@@ -98,24 +98,35 @@ class CG:
 
 
 @dataclass(frozen=True)
-class SGD(CG):
+class SGD:
     """Stochastic gradients, to compare with: momentum 0.9, one effective learning rate, batches that grow.
 
     Args:
         tolerance: Relative residual at which they stop.
         max_steps: Largest number of their steps.
-        preconditioner: As of conjugate gradients; ``"auto"`` is ``"kfac"``.
+        preconditioner: As of conjugate gradients.
+
+    Raises:
+        InputError: If an argument has a value that cannot be.
 
     Source:
         Achille et al. 2021, section 3.2.
 
     Example:
         >>> SGD(max_steps=500).preconditioner
-        'auto'
+        'kfac'
     """
 
+    tolerance: float = 1e-5
+    max_steps: int = 2000
+    preconditioner: str | Nystrom | LinearOperator | None = "kfac"
 
-Solver = str | Dual | CG
+    def __post_init__(self) -> None:
+        """Raise on values that cannot be."""
+        CG(self.tolerance, self.max_steps, self.preconditioner)
+
+
+Solver = str | Dual | CG | SGD
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,10 +167,9 @@ class Solving:
                 file=None if solver.file is None else str(solver.file),
             )
         if isinstance(solver, str) and solver == "auto":
-            return cls("auto", *_settings(CG(), "auto"))
-        if isinstance(solver, CG):
-            name = "sgd" if isinstance(solver, SGD) else "cg"
-            return cls(name, *_settings(solver, name))
+            return cls("auto", *_settings(CG()))
+        if isinstance(solver, CG | SGD):
+            return cls("sgd" if isinstance(solver, SGD) else "cg", *_settings(solver))
         raise InputError(
             f"solver={solver!r}",
             expected='"auto", "dual", "cg" or "sgd", or linnet.fitting.Dual(...), CG(...) or SGD(...)',
@@ -167,7 +177,7 @@ class Solving:
         )
 
 
-def _settings(asked: CG, name: str) -> tuple[CGSettings, LinearOperator | None]:
+def _settings(asked: CG | SGD) -> tuple[CGSettings, LinearOperator | None]:
     """How gradients iterate, and an operator of the user's own."""
     given, rank = asked.preconditioner, 0
     operator = given if isinstance(given, LinearOperator) else None
@@ -175,5 +185,5 @@ def _settings(asked: CG, name: str) -> tuple[CGSettings, LinearOperator | None]:
     if isinstance(given, Nystrom):
         kind, rank = "nystrom", given.rank
     elif isinstance(given, str):
-        kind = "kfac" if name == "sgd" and given == "auto" else given
+        kind = "kfac" if isinstance(asked, SGD) and given == "auto" else given
     return CGSettings(asked.tolerance, asked.max_steps, rank, preconditioner=kind), operator

@@ -193,26 +193,26 @@ class MostProbable(NewtonMethod):
         self.model, self.ridge, self.max_steps = model, precision, max_steps
         self.delta = torch.zeros(function.space.dim, dtype=function.dtype, device=function.device)
         self.outputs, self.steps = model.f0, 0
-        self.objective = [self.total_loss(self.outputs)]
+        self.objective = [self._total_loss(self.outputs)]
         self._gradient = model.gradient(self.outputs)
         self.norm = self.first = float(self._gradient.double().norm())
 
-    def total_loss(self, outputs: Tensor) -> float:
+    def _total_loss(self, outputs: Tensor) -> float:
         """The negative log-likelihood of the data."""
         return float(self.model.nll(outputs))
 
-    def spent(self) -> bool:
+    def _spent(self) -> bool:
         """Whether no further step may be taken."""
         return self.steps >= self.max_steps
 
-    def reached(self) -> float:
+    def _reached(self) -> float:
         """‖∇Φ‖ over that at δ = 0."""
         if self.steps:
             self._gradient = self.model.gradient(self.outputs) + self.ridge * self.delta
             self.norm = float(self._gradient.double().norm())
         return self.norm / self.first if self.first else 0.0
 
-    def direction(self, reached: float) -> Direction:
+    def _towards(self, reached: float) -> Direction:
         """Newton's direction; systems are solved so far that it converges superlinearly.
 
         Args:
@@ -233,7 +233,7 @@ class MostProbable(NewtonMethod):
         slope, rounding = float(self._gradient.double() @ along), 1e-13 * abs(self.objective[-1])
         return Direction(d, self.model.tangent(d), slope, squares, rounding)
 
-    def move(self, t: float, direction: Direction, value: float) -> None:
+    def _move(self, t: float, direction: Direction, value: float) -> None:
         """Go t of the direction."""
         self.delta = self.delta + t * direction.step
         self.outputs = self.outputs + t * direction.change
