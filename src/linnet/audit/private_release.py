@@ -18,11 +18,11 @@ from linnet.audit.gaussian_noise import (
 )
 from linnet.audit.predictors import check_fit
 from linnet.errors import InputError, NumericalError
-from linnet.fitting.arguments import check_positive
 from linnet.fitting.asked import checked_inputs
 from linnet.fitting.dual import DualSystem
 from linnet.fitting.last_layer import RECORD
 from linnet.fitting.linear_fit import LinearFit
+from linnet.params import number
 from linnet.tangent.batch import Inputs
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.jacobian import JacobianOperator
@@ -265,8 +265,8 @@ def _normal(size: int, generator: torch.Generator | None) -> Tensor:
 
 def _check(epsilon: Any, delta: Any, mechanism: Any, clip: Any, neighbors: Any) -> None:
     """Raise on arguments that cannot work."""
-    check_positive("epsilon", epsilon, "pass a positive ε, such as 1.0")
-    check_positive("delta", delta, "pass a δ well below 1/N, such as 1e-5")
+    number("epsilon", epsilon, above=0, remedy="pass a positive ε, such as 1.0")
+    number("delta", delta, above=0, remedy="pass a δ well below 1/N, such as 1e-5")
     if delta >= 1:
         raise InputError(f"delta={delta!r}", expected="a δ below 1", remedy="pass a δ such as 1e-5")
     for name, value, known in (("mechanism", mechanism, MECHANISMS), ("neighbors", neighbors, NEIGHBORS)):
@@ -283,7 +283,7 @@ def _check(epsilon: Any, delta: Any, mechanism: Any, clip: Any, neighbors: Any) 
             remedy="choose them from public data or from what outputs can be at all, not from these data",
         )
     for name, value in zip(("clip[0]", "clip[1]"), clip, strict=True):
-        check_positive(name, value, "pass a positive limit")
+        number(name, value, above=0, remedy="pass a positive limit")
 
 
 def _releasable(fit: LinearFit, delta: float) -> DualSystem:

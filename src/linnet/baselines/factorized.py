@@ -25,10 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linnet.baselines.sampled import Baseline
-from linnet.fitting.arguments import check_count, check_positive
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing, training_nll
 from linnet.linalg.random import Seed, make_generator, normal
-from linnet.params import instance
+from linnet.params import instance, integer, number
 from linnet.params import seed as checked_seed
 from linnet.posterior.svi import SVI, Climb, divergence
 from linnet.tangent.batch import Inputs, batch_size, gather_data, take
@@ -131,8 +130,8 @@ def factorized_gaussian(
         (torch.Size([10, 30, 3]), 2)
     """
     check_likelihood(likelihood)
-    check_positive("prior_precision", prior_precision, "leave prior_precision= out")
-    check_count("samples", samples)
+    number("prior_precision", prior_precision, above=0, remedy="leave prior_precision= out")
+    integer("samples", samples)
     checked_seed("seed", seed)
     how = SVI() if inference is None else inference
     instance("inference", how, SVI, "a linnet.SVI")

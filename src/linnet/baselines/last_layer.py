@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError
-from linnet.fitting.arguments import check_positive
 from linnet.fitting.last_layer import features
 from linnet.fitting.targets import make_targets
 from linnet.linalg.factorize import eigh
+from linnet.params import number
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
@@ -145,7 +145,7 @@ def last_layer(model: nn.Module, data: Any, ridge: float | str = "evidence") -> 
             )
         rho = _most_likely(values, projected, squares, t.shape)
     else:
-        check_positive("ridge", ridge, 'pass ridge="evidence" to choose it')
+        number("ridge", ridge, above=0, remedy='pass ridge="evidence" to choose it')
         rho = float(ridge)
     noise, evidence = _evidence(values.new_tensor([rho]), values, projected, squares, t.shape)
     # E[w] = (ΦᵀΦ + ρ I)⁻¹ Φᵀ y, Cov[w] = σ² (ΦᵀΦ + ρ I)⁻¹

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError
-from linnet.fitting.arguments import check_count, check_positive
 from linnet.fitting.training import Training, filled
 from linnet.laplace.outputs import requires_gradient
 from linnet.likelihoods.discrete import Bernoulli, Categorical
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing, training_nll
-from linnet.params import call, refuse
+from linnet.params import call, integer, number, refuse
 from linnet.params import seed as checked_seed
 from linnet.predictive.labels import Labels
 from linnet.predictive.links import Link
@@ -187,7 +186,7 @@ def mc_dropout(
         >>> mc_dropout(net, Categorical(), samples=10)(torch.ones(4, 2)).shape
         torch.Size([10, 4, 3])
     """
-    check_count("samples", samples)
+    integer("samples", samples)
     _check_seed(seed)
     function = Functional(model, "all", output)
     dropping = [module for module in function.model.modules() if _drops(module)]
@@ -276,7 +275,7 @@ def deep_ensemble(
         >>> deep_ensemble(train, Categorical(), members=3)(data[0]).shape
         torch.Size([3, 20, 3])
     """
-    check_count("members", members)
+    integer("members", members)
     if members < 2 or not callable(train):
         raise InputError(
             f"train is {type(train).__name__}, members={members}",
@@ -337,7 +336,7 @@ def trained(
     assert rate
     assert size
     assert epochs
-    check_positive("prior_precision", prior_precision, "leave prior_precision= out")
+    number("prior_precision", prior_precision, above=0, remedy="leave prior_precision= out")
     _check_seed(seed)
     with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(seed)

@@ -10,12 +10,13 @@ from torch import nn
 
 from linnet.continual.curvature import CurvatureOptions, make_recipe
 from linnet.continual.merge import check_merge
-from linnet.continual.method import ContinualMethod, Prepare, check_factor, check_network
+from linnet.continual.method import ContinualMethod, Prepare, check_network
 from linnet.continual.parameters import Live
 from linnet.continual.precision import Precision
 from linnet.continual.quadratic import Quadratic, moved_anchor, moved_term
 from linnet.errors import InputError
 from linnet.likelihoods.likelihood import Likelihood
+from linnet.params import number
 from linnet.tangent.functional import OutputAdapter
 
 VARIANTS = ("offline", "online")
@@ -79,8 +80,8 @@ class EWC(ContinualMethod):
             )
         self.model, self.tasks = check_network(model), 0
         self._recipe = make_recipe(likelihood, structure, options)
-        self.strength, self.variant, self.merge = check_factor("strength", strength), variant, merge
-        self.decay = check_factor("decay", decay)
+        self.strength, self.variant, self.merge = number("strength", strength, least=0), variant, merge
+        self.decay = number("decay", decay, least=0)
         if self.decay > 1 or (variant == "offline" and self.decay != 1):
             raise InputError(
                 f"decay={decay!r} with variant={variant!r}",

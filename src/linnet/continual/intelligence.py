@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from linnet.continual.method import (
     ContinualMethod,
     Prepare,
-    check_count,
-    check_factor,
     check_network,
 )
 from linnet.continual.parameters import Live, computing_type, corner
@@ -24,7 +22,7 @@ from linnet.errors import InputError
 from linnet.linalg.space import Params
 from linnet.linalg.structured import Diagonal
 from linnet.params import device as checked_device
-from linnet.params import real_type
+from linnet.params import number, real_type
 from linnet.tangent.functional import OutputAdapter
 
 
@@ -77,7 +75,10 @@ class SynapticIntelligence(ContinualMethod):
 
     def __init__(self, model: nn.Module, strength: float = 0.1, damping: float = 0.1) -> None:
         self.model, self.tasks = check_network(model), 0
-        self.strength, self.damping = check_factor("strength", strength), check_count("damping", damping)
+        self.strength, self.damping = (
+            number("strength", strength, least=0),
+            number("damping", damping, above=0),
+        )
         self._term: Quadratic | None = None
         self._path: Params = {}  # ω
         self._start: Params = {}  # θ where the task began
@@ -200,7 +201,7 @@ class SynapticIntelligence(ContinualMethod):
 
     def _divisor(self, examples: float | None) -> float:
         if examples is not None:
-            check_count("examples", examples)
+            number("examples", examples, above=0)
         return 1.0
 
     def _observe(self, factor: Tensor, gradients: Params) -> None:

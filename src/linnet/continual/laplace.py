@@ -13,13 +13,12 @@ from torch.utils.data import DataLoader
 from linnet.continual.curvature import CurvatureOptions, Recipe, make_recipe
 from linnet.continual.evidence import log_evidence
 from linnet.continual.merge import check_merge
-from linnet.continual.method import ContinualMethod, Prepare, check_factor, check_network
+from linnet.continual.method import ContinualMethod, Prepare, check_network
 from linnet.continual.parameters import Live, unwrapped
 from linnet.continual.precision import Precision
 from linnet.continual.quadratic import Quadratic, moved_anchor, moved_term
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.errors import InputError, ModelError
-from linnet.fitting.arguments import check_positive
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.params import function, number, refuse
@@ -102,8 +101,8 @@ class OnlineLaplace(ContinualMethod):
         check_merge(merge)
         self.model, self.tasks = check_network(model), 0
         self._recipe = make_recipe(likelihood, structure, options)
-        self.strength, self.merge = check_factor("strength", strength), merge
-        self._prior = check_factor("prior_precision", prior_precision)
+        self.strength, self.merge = number("strength", strength, least=0), merge
+        self._prior = number("prior_precision", prior_precision, least=0)
         start = _prior_anchor(model, prior_mean, options.get("params"), self._prior)
         self._main = Quadratic({}, Precision(prior=self._prior))
         self._start = start
@@ -212,7 +211,7 @@ class OnlineLaplace(ContinualMethod):
             >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
             >>> handle = method.preconditioner(examples=20).attach(optimizer)
         """
-        check_positive("examples", examples, "pass the number of examples of the next task")
+        number("examples", examples, above=0, remedy="pass the number of examples of the next task")
         past = self.precision().scaled(1.0 / examples)
         made = KroneckerPreconditioner(past, self.model, damping, reduction="sum")
         made.gain = made.damping
@@ -351,8 +350,8 @@ class NonOnlineLaplace(ContinualMethod):
         check_merge(merge)
         self.model, self.tasks = check_network(model), 0
         self._recipe: Recipe = make_recipe(likelihood, structure, options)
-        self.strength, self.merge = check_factor("strength", strength), merge
-        self._prior = check_factor("prior_precision", prior_precision)
+        self.strength, self.merge = number("strength", strength, least=0), merge
+        self._prior = number("prior_precision", prior_precision, least=0)
         self._main = Quadratic({}, Precision(prior=self._prior))
         self._past: list[PastTask] = []
 

@@ -207,7 +207,7 @@ class ContinualMethod(ABC):
 
     def _divisor(self, examples: float | None) -> float:
         """What the summed penalty is divided by."""
-        return 1.0 if examples is None else check_count("examples", examples)
+        return 1.0 if examples is None else number("examples", examples, above=0)
 
     def _ready(self) -> tuple[Sequence[Quadratic], Live]:
         """The terms and the parameters, in one place."""
@@ -250,43 +250,3 @@ def check_network(model: nn.Module) -> nn.Module:
             remedy="pass the network that holds the weights",
         )
     return model
-
-
-def check_factor(name: str, value: Any) -> float:
-    """Raise unless a value is a finite number, not negative.
-
-    Args:
-        name: The argument's name.
-        value: Its value.
-
-    Returns:
-        The number.
-
-    Raises:
-        InputError: If it is not.
-
-    Example:
-        >>> check_factor("strength", 3)
-        3.0
-    """
-    return number(name, value, least=0)
-
-
-def check_count(name: str, value: Any) -> float:
-    """Raise unless a value is a finite positive number.
-
-    Args:
-        name: The argument's name.
-        value: Its value.
-
-    Returns:
-        The number.
-
-    Raises:
-        InputError: If it is not.
-
-    Example:
-        >>> check_count("examples", 60000)
-        60000.0
-    """
-    return number(name, value, above=0)

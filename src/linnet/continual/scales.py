@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from linnet.continual.method import check_count, check_factor
-from linnet.params import choice
+from linnet.params import choice, number
 
 SCALES = ("linnet", "averaged", "mammoth", "avalanche")
 
@@ -45,13 +44,13 @@ def convert_strength(
         >>> convert_strength(6.0, "averaged", old=60000, new=10000)
         1.0
     """
-    strength = check_factor("strength", strength)
-    ratio = check_count("old", old) / check_count("new", new)
+    strength = number("strength", strength, least=0)
+    ratio = number("old", old, above=0) / number("new", new, above=0)
     factors = {
         "linnet": 1.0,
         "averaged": ratio,
         "mammoth": ratio / 2,
-        "avalanche": check_count("batch", batch) * ratio / 2,
+        "avalanche": number("batch", batch, above=0) * ratio / 2,
     }
     for name, scale in (("source", source), ("to", to)):
         choice(name, scale, SCALES, "pass one of these")

@@ -8,42 +8,9 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.params import integer, number, refuse, tensor
+from linnet.params import number, refuse, tensor
 
 CRITERIA = ("loo", "gcv", "evidence")
-
-
-def check_positive(name: str, value: Any, remedy: str) -> None:
-    """Raise unless a value is a finite positive number.
-
-    Args:
-        name: The argument's name.
-        value: Its value.
-        remedy: What to do instead.
-
-    Raises:
-        InputError: If it is not.
-
-    Example:
-        >>> check_positive("scale", 15.0, "leave scale= out")
-    """
-    number(name, value, above=0, remedy=remedy)
-
-
-def check_count(name: str, value: Any) -> None:
-    """Raise unless a number of something is a positive integer.
-
-    Args:
-        name: Its name.
-        value: The number.
-
-    Raises:
-        InputError: If it is not.
-
-    Example:
-        >>> check_count("steps", 10)
-    """
-    integer(name, value)
 
 
 def check_ridge(ridge: Any) -> None:
@@ -62,7 +29,7 @@ def check_ridge(ridge: Any) -> None:
         known = ", ".join(f'"{one}"' for one in CRITERIA)
         refuse("ridge", ridge, f"a positive number or one of {known}", 'pass ridge="loo" to choose it')
     if not isinstance(ridge, str):
-        check_positive("ridge", ridge, 'pass ridge="loo" to choose it')
+        number("ridge", ridge, above=0, remedy='pass ridge="loo" to choose it')
 
 
 def ridge_grid(ridges: Any) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError
-from linnet.fitting.arguments import check_positive, check_ridge
+from linnet.fitting.arguments import check_ridge
 from linnet.fitting.dual import Spectrum
 from linnet.fitting.folds import Folds, deal
 from linnet.fitting.last_layer import (
@@ -26,7 +26,7 @@ from linnet.fitting.last_layer import (
 from linnet.fitting.targets import ALPHA, Targets, make_targets
 from linnet.linalg.random import Seed, make_generator
 from linnet.memory import Plan, parse_bytes, require
-from linnet.params import choice, integer
+from linnet.params import choice, integer, number
 from linnet.tangent.batch import Inputs, gather_data, split, tensors_in
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import in_exact_mode
@@ -57,7 +57,7 @@ class Probe:
 
     def __post_init__(self) -> None:
         check_ridge(self.ridge)
-        check_positive("scale", self.scale, "leave scale= out for α = 15")
+        number("scale", self.scale, above=0, remedy="leave scale= out for α = 15")
         integer("cross_fit", self.cross_fit, 0, remedy="pass cross_fit=5, or 0 for none")
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from linnet.errors import DataError, InputError
 from linnet.fitting.accuracy import answerable, sound_change
-from linnet.fitting.arguments import check_positive, positions, ridge_grid
+from linnet.fitting.arguments import positions, ridge_grid
 from linnet.fitting.asked import BATCH, base_outputs, checked_inputs, count_in_words
 from linnet.fitting.constraints import Constraints, conditioned_gram, conditioned_own
 from linnet.fitting.dual import DualSystem, RidgePath
@@ -38,6 +38,7 @@ from linnet.fitting.systems import (
 )
 from linnet.fitting.targets import Targets, check_arrangement, make_targets, position_targets
 from linnet.memory import parse_bytes
+from linnet.params import number
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
@@ -444,7 +445,7 @@ class LinearFit(PredictiveModel):
         """
         start = time.perf_counter()
         if weight is not None:
-            check_positive("weight", weight, "leave weight= out for equations that hold exactly")
+            number("weight", weight, above=0, remedy="leave weight= out for equations that hold exactly")
         x = checked_inputs(self.module, x)
         asked = wanted(x, targets, groups, self._targets, self.module.function.device)
         old = self.constraints

@@ -23,9 +23,9 @@ from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.default_damping import default_damping
 from linnet.curvatures.variance import root_rows
 from linnet.errors import InputError
-from linnet.fitting.arguments import check_positive
 from linnet.fitting.last_layer import RECORD
 from linnet.linalg.stored import to_tensors
+from linnet.params import number
 from linnet.tangent.captured import Captured
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.forward_mode import Params
@@ -214,7 +214,7 @@ def with_metric(model: nn.Module, curvature: Curvature, damping: float | None = 
     network: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     _check_fits(dict(network.named_parameters()), curvature.function.theta)
     tau = default_damping(curvature, 1 / curvature.made.examples) if damping is None else damping
-    check_positive("damping", tau, "leave damping= out for a tenth of the mean eigenvalue")
+    number("damping", tau, above=0, remedy="leave damping= out for a tenth of the mean eigenvalue")
     made = MetricNetwork(network, curvature, float(tau)).eval()
     head = {key: value for key, value in getattr(network, RECORD, {}).items() if key != "folds"}
     setattr(made, RECORD, {"init": "keep", "layer": "", "examples": frozenset(), **head, "metric": True})

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from linnet.errors import NumericalError
-from linnet.fitting.arguments import check_positive
 from linnet.fitting.dual import DualSystem
 from linnet.fitting.fit_preconditioner import FEW, TRIAL, make_preconditioner
 from linnet.fitting.formed_rows import FormedNormal, FormedRows
 from linnet.linalg.operator import LinearOperator
 from linnet.memory import parse_bytes
-from linnet.params import integer
+from linnet.params import integer, number
 from linnet.progress import track
 from linnet.solvers.block_cg import block_cg
 from linnet.solvers.cg import cg, relative_residual
@@ -52,7 +51,7 @@ class CGSettings:
 
     def __post_init__(self) -> None:
         """Raise on values of the wrong kind; conjugate gradients check their ranges."""
-        check_positive("tolerance", self.tolerance, "leave tolerance= out for 1e-5")
+        number("tolerance", self.tolerance, above=0, remedy="leave tolerance= out for 1e-5")
         for name, least in (("max_steps", 1), ("rank", 0)):
             integer(name, getattr(self, name), least)
         if self.rank and self.preconditioner in ("none", "auto"):

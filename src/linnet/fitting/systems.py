@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.fitting.arguments import check_positive
 from linnet.fitting.constrained_primal import ConstrainedPrimal
 from linnet.fitting.constraints import BATCH, Constraints, impose
 from linnet.fitting.dual import DualSystem, RidgePath, joined
@@ -14,6 +13,7 @@ from linnet.fitting.equations import Wanted
 from linnet.fitting.primal import Primal
 from linnet.fitting.targets import Targets
 from linnet.memory import Plan, parse_bytes, require
+from linnet.params import number
 from linnet.tangent.batch import Inputs, batch_size, split
 from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.linearized import Linearized
@@ -96,7 +96,7 @@ def at_ridge(
             remedy="leave ridge= out, or fit again on all data",
         )
     if not isinstance(ridge, str):
-        check_positive("ridge", ridge, 'pass ρ > 0, or "loo", "gcv" or "evidence"')
+        number("ridge", ridge, above=0, remedy='pass ρ > 0, or "loo", "gcv" or "evidence"')
         return *_moved(system, float(ridge), held), f"the ridge set to {float(ridge):.4g}"
     if ridge not in CRITERIA:
         raise InputError(

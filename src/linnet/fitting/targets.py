@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
-from linnet.fitting.arguments import check_positive
 from linnet.memory import Plan, parse_bytes, require
-from linnet.params import refuse
+from linnet.params import number, refuse
 
 ALPHA = 15.0  # Achille et al., CVPR 2021, eq. (3)
 
@@ -42,7 +41,7 @@ class OneHot:
 
     def __post_init__(self) -> None:
         """Raise on values that cannot be."""
-        check_positive("scale", self.scale, "leave scale= out for α = 15")
+        number("scale", self.scale, above=0, remedy="leave scale= out for α = 15")
 
 
 @dataclass(frozen=True)

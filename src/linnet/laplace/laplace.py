@@ -12,7 +12,6 @@ from linnet.curvatures.build import check_options, watched
 from linnet.curvatures.curvature import Curvature
 from linnet.distributed import Share, together
 from linnet.errors import InputError
-from linnet.fitting.arguments import check_count, check_positive
 from linnet.laplace.evidence import Tuned
 from linnet.laplace.files import write_posterior
 from linnet.laplace.linearized import linearized
@@ -36,7 +35,7 @@ from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.random import Seed, make_generator
 from linnet.memory import parse_bytes
-from linnet.params import choice, flag, instance
+from linnet.params import choice, flag, instance, integer, number
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.labels import Labels
 from linnet.predictive.links import Link
@@ -118,7 +117,7 @@ class Laplace(PredictiveModel):
         check_options(structure, options)
         check_mean(prior_mean)
         check_prior(prior_precision)
-        check_positive("data_scale", data_scale, "leave data_scale= out")
+        number("data_scale", data_scale, above=0, remedy="leave data_scale= out")
         check_damping(damping)
         self._model, self._base, self._structure, self._options = model, likelihood, structure, options
         self._prior, self._prior_mean, self._damping = prior_precision, prior_mean, damping
@@ -270,7 +269,7 @@ class Laplace(PredictiveModel):
         Returns:
             θ, (n, P), in the order of the parameters that vary.
         """
-        check_count("n", n)
+        integer("n", n)
         function = self.covariance.function
         theta = function.space.to_flat(function.theta)
         return theta + self.covariance.sample(n, generator).to(theta)
@@ -321,7 +320,7 @@ class Laplace(PredictiveModel):
         flag("joint", joint)
         parse_bytes(memory)
         if samples is not None:
-            check_count("samples", samples)
+            integer("samples", samples)
         if method == "mc":
             outputs = sampled_outputs(self.covariance, x, 100 if samples is None else samples, generator)
             return SampledPredictive(outputs, self._labels(Link()))
@@ -470,7 +469,7 @@ class Laplace(PredictiveModel):
         _ = prior is None or choice("prior", prior, PRIORS)
         _ = search is None or isinstance(search, Grid) or choice("search", search, SEARCHES)
         _ = noise is None or flag("noise", noise)
-        check_count("steps", steps)
+        integer("steps", steps)
         flag("data_scale", data_scale, "pass search=linnet.Grid(data_scale=[...]) for values to try")
         by_grid = method == "grid" or (method == "loo" and not data_scale)
         grid = search if isinstance(search, Grid) else Grid()

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.fitting.arguments import check_count
 from linnet.laplace.evidence import HIGHEST, LOWEST, Tuned, maximize_evidence, minimize
 from linnet.laplace.posterior import Hyper
 from linnet.laplace.scores import Scorer, grid_points
@@ -105,7 +104,7 @@ def tuned(method: str, scorer: Scorer, at: Hyper, search: Search, grids: dict[st
     Raises:
         InputError: If the arguments do not go together.
     """
-    check_count("steps", search.steps)
+    integer("steps", search.steps)
     if method == "evidence":
         if search.scale or any(values is not None for values in grids.values()):
             raise InputError(

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError
-from linnet.fitting.arguments import check_positive
 from linnet.params import instance, integer, number, refuse
 from linnet.spectrum.kernel_distance import kernel_distance
 from linnet.spectrum.kernel_matrix import check_kernel
@@ -158,7 +157,7 @@ class OutputGap(Schedule):
     def __init__(
         self, threshold: float, x: Inputs | None = None, every: int = 10, most: int | None = None
     ) -> None:
-        check_positive("threshold", threshold, "pass threshold=0.2")
+        number("threshold", threshold, above=0, remedy="pass threshold=0.2")
         if x is not None:
             check_examples(x)
         self.threshold, self.x, self.every, self.most = threshold, x, every, most
@@ -212,7 +211,7 @@ class KernelDrift(Schedule):
         most: int | None = None,
         outputs: Outputs = "trace",
     ) -> None:
-        check_positive("threshold", threshold, "pass threshold=0.05")
+        number("threshold", threshold, above=0, remedy="pass threshold=0.05")
         if threshold >= 1:
             raise InputError(
                 f"threshold={threshold!r}",
@@ -275,7 +274,7 @@ class Converged(Schedule):
         self, gradient: float | None = 1e-3, loss: float | None = None, most: int | None = None
     ) -> None:
         if gradient is not None:
-            check_positive("gradient", gradient, "pass gradient=1e-3")
+            number("gradient", gradient, above=0, remedy="pass gradient=1e-3")
         if loss is not None:
             number("loss", loss, remedy="pass the loss to be reached")
         if gradient is None and loss is None:

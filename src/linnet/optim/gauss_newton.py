@@ -39,12 +39,11 @@ from linnet.optim.gauss_newton_search import Search, adapted, hopeless
 from linnet.optim.gauss_newton_settings import (
     Damping,
     StepReport,
-    check_decay,
     checked_damping,
     checked_settings,
 )
 from linnet.optim.gauss_newton_vectors import is_finite, norm_of, put, remember
-from linnet.params import tensor
+from linnet.params import number, tensor
 from linnet.tangent.batch import Inputs, batch_size, check_examples, concatenate
 from linnet.tangent.functional import Functional, tensors_by_name
 from linnet.tangent.modes import environment_kept
@@ -133,7 +132,7 @@ class GaussNewton(torch.optim.Optimizer):
     ) -> None:
         check_likelihood(likelihood)
         self.damping, self.settings = checked_damping(damping), checked_settings(options)
-        check_decay("weight_decay", weight_decay)
+        number("weight_decay", weight_decay, least=0)
         shared = isinstance(model, nn.parallel.DistributedDataParallel)
         called = cast(nn.Module, model.module) if shared else model
         network: nn.Module = getattr(called, "_orig_mod", called)  # torch.compile's wrapper

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from linnet.errors import InputError
-from linnet.optim.gauss_newton_settings import check_decay
-from linnet.params import instance
+from linnet.params import instance, number
 from linnet.tangent.linearized import Linearized
 
 # what a state holds since its first version
@@ -74,7 +73,7 @@ def checked_group(group: Mapping[str, Any], trained: Sequence[nn.Parameter]) -> 
             remedy="select them with params= when the optimizer is made",
         )
     for name in {"lr", "weight_decay"} & set(group):
-        check_decay(name, group[name])
+        number(name, group[name], least=0)
     return given
 
 

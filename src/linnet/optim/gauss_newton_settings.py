@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from linnet.errors import InputError
-from linnet.fitting.arguments import check_positive
 from linnet.params import choice, flag, integer, number
 from linnet.params import seed as checked_seed
 from linnet.tangent.functional import OutputAdapter, check_output
@@ -145,14 +144,14 @@ def checked_damping(damping: Any) -> Damping:
     if damping is None:
         return Damping()
     if not isinstance(damping, Damping):
-        _check_start("damping", damping)
+        number("damping", damping, least=0)
         return Damping(float(damping), float(damping))
     for name in ("tau", "zeta"):
         if getattr(damping, name) is not None:
-            _check_start(f"damping.{name}", getattr(damping, name))
+            number(f"damping.{name}", getattr(damping, name), least=0)
     number("damping.decay", damping.decay, above=0, below=1, remedy="leave it out for 0.95")
     for name in ("tau_period", "zeta_period"):
-        _check_count(f"damping.{name}", getattr(damping, name), 0)
+        integer(f"damping.{name}", getattr(damping, name), 0)
     choice("damping.inversion", damping.inversion, ("factored", "exact"))
     return damping
 
@@ -177,8 +176,8 @@ def checked_settings(given: dict[str, Any]) -> Settings:
             remedy="see linnet.optim.Settings for what each means",
         )
     settings = Settings(**given)
-    check_positive("lr", settings.lr, "leave lr= out for 1")
-    check_positive("limit", settings.limit, "leave limit= out for 2")
+    number("lr", settings.lr, above=0, remedy="leave lr= out for 1")
+    number("limit", settings.limit, above=0, remedy="leave limit= out for 2")
     for name in ("momentum", "noise"):
         flag(name, getattr(settings, name))
     checked_seed("seed", settings.seed)
@@ -187,27 +186,7 @@ def checked_settings(given: dict[str, Any]) -> Settings:
     choice("sharing", settings.sharing, ("expand", "reduce"))
     number("average", settings.average, above=0, below=1)
     for name in ("inverse_period", "rejections"):
-        _check_count(name, getattr(settings, name), 1)
+        integer(name, getattr(settings, name), 1)
     if settings.examples is not None:
-        _check_count("examples", settings.examples, 1)
+        integer("examples", settings.examples, 1)
     return settings
-
-
-def check_decay(name: str, value: Any) -> None:
-    """Raise unless a weight decay is a finite number, not negative.
-
-    Args:
-        name: The argument's name.
-        value: Its value.
-    """
-    _check_start(name, value)
-
-
-def _check_start(name: str, value: Any) -> None:
-    """Raise unless a number is finite and not negative."""
-    number(name, value, least=0)
-
-
-def _check_count(name: str, value: Any, smallest: int) -> None:
-    """Raise unless a number is a large enough integer."""
-    integer(name, value, smallest)

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
-from linnet.fitting.arguments import check_positive
 from linnet.fitting.dual import Spectrum
 from linnet.fitting.targets import ALPHA, make_targets
 from linnet.memory import Plan, parse_bytes, require
-from linnet.params import flag, shown, tensor
+from linnet.params import flag, number, shown, tensor
 from linnet.progress import waiting
 from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, map_tensors, split, take
 from linnet.tangent.forward_mode import Params
@@ -260,8 +259,8 @@ def gradient_flow(
             f"lin is {type(lin).__name__}", "a Linearized", "make one with linnet.linearize(model)"
         )
     flag("discrete", discrete)
-    check_positive("learning_rate", learning_rate, "pass learning_rate=1.0")
-    check_positive("scale", scale, "leave scale= out for α = 15")
+    number("learning_rate", learning_rate, above=0, remedy="pass learning_rate=1.0")
+    number("scale", scale, above=0, remedy="leave scale= out for α = 15")
     when = _checked_times(times, discrete)
     x, y = gather_data(data, lin.function.device)
     lin.function.check_runs(take(x, slice(0, 1)))

@@ -12,9 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.default_damping import default_damping
 from linnet.errors import InputError
-from linnet.fitting.arguments import check_positive
 from linnet.linalg.space import require_params
-from linnet.params import choice, instance, refuse, tensor
+from linnet.params import choice, instance, number, refuse, tensor
 from linnet.tangent.linearized import Linearized
 
 
@@ -88,7 +87,9 @@ class KroneckerPreconditioner:
         """
         _fitting(_require_curvature(curvature), self.parameters)
         self.damping = default_damping(curvature, self._scale) if damping is None else damping
-        check_positive("damping", self.damping, "leave damping= out for a tenth of the mean eigenvalue")
+        number(
+            "damping", self.damping, above=0, remedy="leave damping= out for a tenth of the mean eigenvalue"
+        )
         self.curvature = curvature
         scaled, tau = curvature.scaled(self._scale), float(self.damping)
         damped = scaled.damped(tau) if self.inversion == "exact" else scaled.factored_damped(tau)

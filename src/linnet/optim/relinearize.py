@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from linnet.errors import InputError, ModelError, NumericalError, WeightsError
-from linnet.fitting.arguments import check_positive
 from linnet.fitting.fit import fit
 from linnet.fitting.linear_fit import LinearFit
 from linnet.optim.feature_schedules import (
@@ -35,7 +34,7 @@ from linnet.optim.feature_schedules import (
 from linnet.optim.gradient_flow import Flow, gradient_flow
 from linnet.optim.relinearize_checks import INDEPENDENT, checked_loss, evaluates, made_optimizer
 from linnet.optim.relinearize_report import LinearizationReport
-from linnet.params import call, flag
+from linnet.params import call, flag, number
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import OutputAdapter, check_output, tensors_by_name
 from linnet.tangent.linearized import Linearized, linearize
@@ -278,7 +277,7 @@ class IterativeLinearization:
             >>> bool(((net(x) - x.abs()).abs() < 0.2).all())
             True
         """
-        check_positive("learning_rate", learning_rate, "pass learning_rate=1.0")
+        number("learning_rate", learning_rate, above=0, remedy="pass learning_rate=1.0")
         if self._lin is None:
             self._lin = self._linearized()
         else:

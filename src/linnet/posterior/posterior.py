@@ -20,12 +20,11 @@ from linnet.curvatures.engine import everything
 from linnet.curvatures.parts import Part
 from linnet.curvatures.variance import batch_covariance
 from linnet.errors import InputError
-from linnet.fitting.arguments import check_count, check_positive
 from linnet.laplace.outputs import captured_blocks
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing
 from linnet.linalg.random import Seed, make_generator, normal
 from linnet.linalg.structured import Diagonal
-from linnet.params import choice, flag, instance, integer
+from linnet.params import choice, flag, instance, integer, number
 from linnet.posterior.draws import inverse_root
 from linnet.posterior.model import LinearModel, Optimum, maximize
 from linnet.posterior.svi import SVI, MeanField, bound, mean_field
@@ -65,7 +64,7 @@ class Newton:
 
     def __post_init__(self) -> None:
         if self.tolerance is not None:
-            check_positive("tolerance", self.tolerance, "leave tolerance= out")
+            number("tolerance", self.tolerance, above=0, remedy="leave tolerance= out")
         integer("max_steps", self.max_steps)
         integer("samples", self.samples, 0)
 
@@ -164,7 +163,7 @@ class LinearPosterior(PredictiveModel):
         Raises:
             InputError: For the other methods.
         """
-        check_count("samples", samples)
+        integer("samples", samples)
         return bound(self._model, self._factors(), self.prior_precision, samples, make_generator(generator))
 
     @in_exact_mode
@@ -181,7 +180,7 @@ class LinearPosterior(PredictiveModel):
         Raises:
             InputError: If the method is "map", whose δ is a point.
         """
-        check_count("n", n)
+        integer("n", n)
         if self.method == "map":
             raise InputError(
                 'draws of a posterior made with method="map"',
@@ -325,7 +324,7 @@ def linear_posterior(
     _check(lin, likelihood)
     flag("base", base)
     make_generator(generator)
-    check_positive("prior_precision", prior_precision, "leave prior_precision= out")
+    number("prior_precision", prior_precision, above=0, remedy="leave prior_precision= out")
     how = NAMED[choice("method", method, tuple(NAMED))] if isinstance(method, str) else method
     instance("method", how, (Newton, SVI), '"map", "svi", "laplace", a linnet.Newton or a linnet.SVI')
     x, y = gather_data(data, lin.function.device, missing=takes_missing(likelihood))

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from linnet.errors import InputError, ModelError
-from linnet.fitting.arguments import check_positive
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, make_generator, normal, signs
 from linnet.params import choice, integer, number, refuse, tensor
@@ -211,7 +210,7 @@ def separable_data(
     if float(u.norm()) == 0:
         raise InputError("u is zero", "a direction", "pass one of AnisotropyDirections.directions")
     integer("n", n, remedy="pass n=10_000 for the published size")
-    check_positive("epsilon", epsilon, "leave epsilon= out")
+    number("epsilon", epsilon, above=0, remedy="leave epsilon= out")
     sigma = number("sigma", sigma, least=0)
     choice("labels", labels, ("signs", "classes"), "leave labels= out for signs")
     seed = make_generator(seed, "seed")

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
-from linnet.fitting.arguments import check_positive
 from linnet.linalg.factorize import eigh
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, make_generator
 from linnet.memory import Plan, parse_bytes, require
-from linnet.params import choice, instance
+from linnet.params import choice, instance, number
 from linnet.progress import waiting
 from linnet.solvers.lanczos import eigenpairs
 from linnet.spectrum.kernel_matrix import KernelOperator, check_symmetry, flat_gram, stored_operator
@@ -57,7 +56,7 @@ class Decomposition:
     def __post_init__(self) -> None:
         choice("method", self.method, METHODS)
         if self.tolerance is not None:
-            check_positive("tolerance", self.tolerance, "leave tolerance= out")
+            number("tolerance", self.tolerance, above=0, remedy="leave tolerance= out")
         make_generator(self.seed, "seed")
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from linnet.errors import NumericalError
-from linnet.fitting.arguments import check_positive
 from linnet.linalg.factorize import eigh, nonnegative
 from linnet.linalg.finite import is_finite
 from linnet.linalg.operator import LinearOperator
@@ -109,7 +108,7 @@ class SpectralDensity:
         low, high = float(counted.min()), float(counted.max())
         extent = high - low or max(abs(high), 1.0)
         width = extent / 100 if width is None else width
-        check_positive("width", width, "leave width= out")
+        number("width", width, above=0, remedy="leave width= out")
         if points is None:
             points = torch.linspace(low - 4 * width, high + 4 * width, 512, dtype=nodes.dtype)
         expected = "finite numbers (G,)"
@@ -223,7 +222,7 @@ def effective_dimension(
         >>> effective_dimension(torch.diag(torch.tensor([3.0, 1.0])), ridge=1.0).mean
         1.25
     """
-    check_positive("ridge", ridge, "pass a positive ridge")
+    number("ridge", ridge, above=0, remedy="pass a positive ridge")
     integer("samples", samples)
     integer("steps", steps)
     make_generator(seed, "seed")

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from linnet.errors import InputError
-from linnet.fitting.arguments import check_positive
 from linnet.memory import parse_bytes
-from linnet.params import integer
+from linnet.params import integer, number
 from linnet.tangent.functional import check_output
 from linnet.tangent_gp.iterative import Iteration
 from linnet.tangent_gp.operators import PRECONDITIONERS
@@ -92,7 +91,7 @@ class Options:
             integer(name, getattr(iteration, name), least)
         parse_bytes(given.get("memory"))
         check_output(given.get("output"))
-        check_positive("tolerance", iteration.tolerance, "leave tolerance= out for 1e-6")
+        number("tolerance", iteration.tolerance, above=0, remedy="leave tolerance= out for 1e-6")
         options = cls(
             space,
             given.get("solver") or "auto",

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError
-from linnet.fitting.arguments import check_positive
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.params import flag
+from linnet.params import flag, number
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
@@ -116,8 +115,8 @@ class TangentGP(PredictiveModel):
                 expected="Gaussian(variance=...) or HeteroscedasticGaussian() of linnet.likelihoods",
                 remedy="call the class: linnet.likelihoods.Gaussian(variance=0.1)",
             )
-        check_positive("prior_precision", prior_precision, "leave prior_precision= out for 1")
-        check_positive("noise_scale", noise_scale, "leave noise_scale= out for 1")
+        number("prior_precision", prior_precision, above=0, remedy="leave prior_precision= out for 1")
+        number("noise_scale", noise_scale, above=0, remedy="leave noise_scale= out for 1")
         self.prior_precision, self.noise_scale = float(prior_precision), float(noise_scale)
         self._options = Options.of(space, options, isinstance(model, Linearized))
         self._model = model
@@ -328,8 +327,8 @@ class TangentGP(PredictiveModel):
         """
         precision = self.prior_precision if prior_precision is None else prior_precision
         scale = self.noise_scale if noise_scale is None else noise_scale
-        check_positive("prior_precision", precision, "leave it out for the current one")
-        check_positive("noise_scale", scale, "leave it out for the current one")
+        number("prior_precision", precision, above=0, remedy="leave it out for the current one")
+        number("noise_scale", scale, above=0, remedy="leave it out for the current one")
         return self._fitted.measure.evidence(precision * scale, scale)
 
     @in_exact_mode
