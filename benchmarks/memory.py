@@ -42,7 +42,7 @@ def images(n: int) -> torch.Tensor:
 def gram(model: nn.Module, *, outputs: str = "full", memory: str | None = None) -> Operation:
     """The kernel of n images."""
     lin = linnet.linearize(model)
-    return lambda n: linnet.spectrum.gram(lin, images(n), outputs=outputs, memory=memory)
+    return lambda n: linnet.spectrum.gram(lin, images(n), form=outputs, memory=memory)
 
 
 def gram_of_vectors(n_in: int) -> Operation:
@@ -75,7 +75,7 @@ def operations() -> dict[str, tuple[int, Callable[[], Operation]]]:
         "gram LeNet, C = 1, budget 400MB": (3000, lambda: gram(lenet(1), memory="400MB")),
         "gram MLP, C = 10": (1000, lambda: gram_of_vectors(784)),
         "gram ResNet-20, C = 10, full": (150, lambda: gram(resnet20(10))),
-        "gram ResNet-20, C = 10, trace": (150, lambda: gram(resnet20(10), outputs="trace")),
+        "gram ResNet-20, C = 10, trace": (150, lambda: gram(resnet20(10), form="trace")),
         "gram ResNet-20, C = 10, budget 500MB": (150, lambda: gram(resnet20(10), memory="500MB")),
         "Jacobian ResNet-20, C = 10": (150, jacobian),
         "fit dual ResNet-20, C = 10": (300, dual_fit),

@@ -101,7 +101,7 @@ class Setting:
     def diagonal(self) -> float:
         """Mean of the kernel's diagonal, from a few images: not part of any plan's time."""
         lin = linnet.linearize(linnet.surgery.leaky_relu(self.problem.model, 0.2), "all")
-        return float(lin.kernel(self.problem.x[:20], outputs="trace").diagonal().mean()) / CLASSES
+        return float(lin.kernel(self.problem.x[:20], form="trace").diagonal().mean()) / CLASSES
 
     def keep(self, name: str, value: Any) -> None:
         """Remember a measurement."""

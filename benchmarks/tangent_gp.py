@@ -95,7 +95,7 @@ def gram_by_linnet(options: argparse.Namespace) -> dict[str, Any]:
     import linnet
 
     model, x, y, new = problem(options)
-    whole = linnet.spectrum.gram(model, torch.cat([x, new]), outputs="full")
+    whole = linnet.spectrum.gram(model, torch.cat([x, new]), form="full")
     torch.save(
         {"gram": whole[:, 0, :, 0].float(), "y": y[:, 0], "mean": outputs(model, x, new)}, options.save
     )

@@ -56,7 +56,7 @@ net(x[:1]).sum().backward()  # what torch takes for itself
 work = {
     "preflight": lambda: preflight(net, x, memory=budget),
     "kernel": lambda: lin.kernel(x, memory=budget),
-    "trace": lambda: lin.kernel(x, outputs="trace", memory=budget),
+    "trace": lambda: lin.kernel(x, form="trace", memory=budget),
     "fit": lambda: linnet.fit(lin, data, ridge=1.0, memory=budget),
     "kfac": lambda: linnet.curvature(net, data, meaning, structure="kfac", memory=budget),
     "diagonal": lambda: linnet.curvature(net, data, meaning, structure="diagonal", memory=budget),
@@ -158,7 +158,7 @@ def refused(call: Callable[[], Any], *parts: str) -> None:
 
 def test_the_kernel_of_a_vocabulary_is_refused_at_once(many: Functional) -> None:
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-    refused(lambda: gram(many, x, memory="1GB"), "647 GB", 'outputs="trace"', "kernel.npy")
+    refused(lambda: gram(many, x, memory="1GB"), "647 GB", 'form="trace"', "kernel.npy")
     lin = linnet.linearize(many.model)
     refused(lambda: lin.jacobian(x, memory="1GB"), "Jacobian")
     data = x, torch.arange(8)

@@ -52,7 +52,7 @@ def body_kernels(model: nn.Module, x: Inputs, late: tuple[str, ...], heads: int 
     }
     found = {}
     for part, names in parts.items():
-        found[part] = linnet.linearize(model, params=names).kernel(x, outputs="trace") / heads
+        found[part] = linnet.linearize(model, params=names).kernel(x, form="trace") / heads
     return found
 
 

@@ -41,7 +41,7 @@ def trained(
 
 def singular_values(model: nn.Module, x: Tensor) -> Tensor:
     """Of J on x, descending: square roots of the eigenvalues of J Jᵀ (N C x N C)."""
-    gram = linnet.spectrum.gram(linnet.linearize(model), x, outputs="full", accumulate="float64")
+    gram = linnet.spectrum.gram(linnet.linearize(model), x, form="full", accumulate="float64")
     size = x.shape[0] * 10
     values = torch.linalg.eigvalsh(gram.reshape(size, size).double())
     return values.clamp_min(0).sqrt().flip(0)

@@ -32,7 +32,7 @@ COUNT = 100
 def diagonal(network: nn.Module, x: Tensor) -> float:
     """E Θ(x, x)."""
     lin = linearize(network)
-    parts = [spectrum.gram(lin, part, outputs="trace", progress=False).diagonal() for part in x.split(100)]
+    parts = [spectrum.gram(lin, part, form="trace", progress=False).diagonal() for part in x.split(100)]
     return float(torch.cat(parts).mean())
 
 

@@ -146,7 +146,9 @@ def test_layers_that_are_used_otherwise_in_a_later_batch(bias: bool) -> None:
         torch.testing.assert_close(made.diagonal(), whole.diagonal())
     for structure in ("kfac", "ekfac"):
         for sharing in ("expand", "reduce"):
-            with pytest.raises(ModelError, match=r"(?s)shared.* is used differently in later batches.*diagonal"):
+            with pytest.raises(
+                ModelError, match=r"(?s)shared.* is used differently in later batches.*diagonal"
+            ):
                 linnet.curvature(net, loader, gaussian, structure, sharing=sharing)
         posterior = linnet.curvature(net, short, gaussian, structure).damped(1.0).inverse()
         rows = linnet.linearize(net).jacobian(long)

@@ -158,7 +158,7 @@ def test_the_kernel_goes_by_the_networks_own_rules(
         patch.setattr("linnet.tangent.capture.exact_rows", lambda f, x, names, u: refuse(names))
         kernel = lin.kernel(x)
         near(kernel.flatten(2).flatten(0, 1), dense.flatten(0, 1) @ dense.flatten(0, 1).T)
-        near(lin.kernel(x, outputs="trace"), torch.einsum("nimi->nm", kernel))
+        near(lin.kernel(x, form="trace"), torch.einsum("nimi->nm", kernel))
     columns = torch.eye(len(network.epsilon), dtype=torch.float64)
     near(lin.jvp(x, columns), dense)  # forward mode through H, padding rows held
 

@@ -173,7 +173,7 @@ def test_any_network(name: str) -> None:
     lin = linnet.linearize(animal.factory(), output=animal.output)
     base = lin.base(x)
     labels = torch.arange(6) % max(2, base.shape[1])
-    rho = 0.1 * float(lin.kernel(x, outputs="trace").diagonal().mean()) / base.shape[1]
+    rho = 0.1 * float(lin.kernel(x, form="trace").diagonal().mean()) / base.shape[1]
     dual = linnet.fit(lin, (x, labels), loss="cross-entropy", ridge=rho, solver="dual")
     primal = linnet.fit(lin, (x, labels), loss="cross-entropy", ridge=rho, solver=CG(tolerance=1e-11))
     near(primal.predict(x), dual.predict(x), 1e-7)

@@ -128,7 +128,7 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "vjp": lambda s: s.lin().vjp(s.x, torch.ones(8, 2)),
     "jacobian": lambda s: s.lin().jacobian(s.x),
     "kernel": lambda s: s.lin().kernel(s.x, s.x[:2]),
-    "kernel trace": lambda s: s.lin().kernel(s.x, outputs="trace"),
+    "kernel trace": lambda s: s.lin().kernel(s.x, form="trace"),
     "gap": lambda s: s.fit().module.gap(s.x),
     "relinearize": lambda s: s.fit().module.relinearize(),
     "preflight": lambda s: linnet.preflight(s.model, s.x),

@@ -99,7 +99,7 @@ KINDS: dict[str, set[str]] = {
 _NAMES = {
     "word": "accumulate activation criterion derivative expectation head init inversion inversions kind "
     "layer "
-    "link matrix mechanism merge method name neighbors of outputs parametrization pin predict prior psd "
+    "form link matrix mechanism merge method name neighbors of parametrization pin predict prior psd "
     "recipe reduction root schedule score search sharing solver source space structure structures "
     "to variant keep preconditioner loss names mode like",
     "made": "curvature fit forgotten lin likelihood moment param_group report seen description "

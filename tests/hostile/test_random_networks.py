@@ -80,9 +80,9 @@ def test_derivatives_and_kernels(seed: int) -> None:
         for other, j2 in ((None, net.j), (net.x_test, net.j_test)):
             full = torch.einsum("ncp,mdp->ncmd", net.j, j2)
             near(lin.kernel(net.x, other), full)
-            near(lin.kernel(net.x, other, outputs="trace"), torch.einsum("ncmc->nm", full))
-            near(lin.kernel(net.x, other, outputs="diagonal"), torch.einsum("ncmc->nmc", full))
-            near(lin.kernel(net.x, other, outputs="sum"), full.sum((1, 3)), float(full.abs().max()))
+            near(lin.kernel(net.x, other, form="trace"), torch.einsum("ncmc->nm", full))
+            near(lin.kernel(net.x, other, form="diagonal"), torch.einsum("ncmc->nmc", full))
+            near(lin.kernel(net.x, other, form="sum"), full.sum((1, 3)), float(full.abs().max()))
         _check_module(net, lin, 0.1 * v[:, 1])
 
 

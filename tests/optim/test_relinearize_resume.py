@@ -186,7 +186,7 @@ def test_a_network_that_changes_type_is_noticed() -> None:
         (lambda: OutputGap(0.1, every=0), "every=0"),
         (lambda: OutputGap(0.1, most=-1), "most=-1"),
         (lambda: KernelDrift(1.5, torch.ones(2, 4)), "threshold=1.5"),
-        (lambda: KernelDrift(0.1, torch.ones(2, 4), outputs="diagonal"), "diagonal"),  # type: ignore[arg-type]
+        (lambda: KernelDrift(0.1, torch.ones(2, 4), form="diagonal"), "diagonal"),  # type: ignore[arg-type]
         (lambda: Converged(gradient=-1.0), "gradient=-1.0"),
         (lambda: Converged(gradient=None), "None"),
         (lambda: Converged(loss=float("nan")), "loss=nan"),

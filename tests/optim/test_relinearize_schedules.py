@@ -95,10 +95,10 @@ def test_a_fixed_batch_or_the_batch_of_the_step() -> None:
 @pytest.mark.parametrize("outputs", ["trace", "full"])
 def test_the_drift_schedule_measures_the_distance_of_the_kernels(outputs: Any) -> None:
     net, data, x = mlp(), batches(12, (4,), torch.float64), real(6, 4, seed=8)
-    start = linnet.spectrum.gram(net, x, outputs=outputs)
-    training = IterativeLinearization(net, OPTIMIZERS["adam"], KernelDrift(0.9, x, every=6, outputs=outputs))
+    start = linnet.spectrum.gram(net, x, form=outputs)
+    training = IterativeLinearization(net, OPTIMIZERS["adam"], KernelDrift(0.9, x, every=6, form=outputs))
     run(training, data)
-    here = linnet.spectrum.gram(net, x, outputs=outputs)
+    here = linnet.spectrum.gram(net, x, form=outputs)
     (first, _), (last, value) = training.report.drifts
     assert (first, last) == (6, 12)
     assert value == pytest.approx(1 - float((start * here).sum() / start.norm() / here.norm()), rel=1e-6)

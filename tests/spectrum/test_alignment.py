@@ -25,7 +25,7 @@ KINDS: tuple[Kind, ...] = ("full", "trace", "sum")
 
 def by_kernel(j: Tensor, f: Tensor, outputs: Kind) -> Tensor:
     """α from its definition: E E f(x) Θ(x, x') f(x')."""
-    k = kernel_oracle(j, outputs=outputs)
+    k = kernel_oracle(j, form=outputs)
     n = j.shape[0]
     if outputs == "full":
         return torch.einsum("nct,ncmd,mdt->t", f, k, f) / n**2
@@ -143,7 +143,7 @@ def test_rotations_of_the_targets_keep_the_sum() -> None:
 
 @pytest.mark.parametrize("outputs", KINDS)
 def test_the_bound_holds_and_is_tight_on_eigenfunctions(outputs: Kind) -> None:
-    rows = kernel_oracle(MANY.j, outputs=outputs)
+    rows = kernel_oracle(MANY.j, form=outputs)
     k = rows.flatten(0, 1).flatten(1) if outputs == "full" else rows
     values, vectors = torch.linalg.eigh(k)
     keep = values > 1e-9 * values.max()
@@ -183,12 +183,12 @@ def test_the_bound_of_functions_without_norm_or_alignment() -> None:
         (ONE, real(8), "full", DataError, ["9 inputs", "(8,)"]),
         (ONE, torch.arange(9), "full", InputError, ["integers 0, 1, 2", "0 and 1"]),
         (ONE, real(9).to(torch.complex128), "full", DataError, ["complex"]),
-        (ONE, real(9), "diagonal", InputError, ["outputs='diagonal'"]),
+        (ONE, real(9), "diagonal", InputError, ["form='diagonal'"]),
         (MANY, real(9), "full", InputError, ["y has shape (9,)", "trace"]),
         (MANY, real(9, 4), "full", InputError, ["y has shape (9, 4)", "(N, 3, T)"]),
         (MANY, torch.full((9,), 3), "full", DataError, ["first 3 at index 0", "0 to 2"]),
         (MANY, torch.zeros(9, 3, dtype=torch.long), "full", InputError, ["y has integers of shape (9, 3)"]),
-        (MANY, real(9, 3, 2), "trace", InputError, ["y has shape (9, 3, 2)", 'outputs="full"']),
+        (MANY, real(9, 3, 2), "trace", InputError, ["y has shape (9, 3, 2)", 'form="full"']),
         (MANY, real(9).log(), "sum", DataError, ["y holds NaN"]),
     ],
 )

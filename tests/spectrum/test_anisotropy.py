@@ -105,7 +105,7 @@ def test_directions_are_singular_vectors(outputs: Kind, at: str) -> None:
     ]
     m = arranged(mixed(model, where.reshape(-1, 6)), outputs)
     _, s, vt = torch.linalg.svd(m, full_matrices=False)
-    found = linnet.spectrum.anisotropy_directions(model, where, k=3, outputs=outputs)
+    found = linnet.spectrum.anisotropy_directions(model, where, k=3, form=outputs)
     near(found.singular_values, s[:3])
     assert found.directions.shape == ((3, 2, 6) if outputs == "full" else (3, 6))
     flat = found.directions.flatten(1)
@@ -224,7 +224,7 @@ def test_inference_mode_and_training_mode_do_not_matter() -> None:
         (torch.zeros(5), {}, ModelError, ["cannot run"]),
         (torch.zeros(6), {"k": 7}, InputError, ["k is 7", "1 to 6"]),
         (torch.zeros(6), {"k": 0}, InputError, ["k is 0"]),
-        (torch.zeros(6), {"outputs": "diagonal"}, InputError, ["outputs='diagonal'"]),
+        (torch.zeros(6), {"form": "diagonal"}, InputError, ["form='diagonal'"]),
     ],
 )
 def test_arguments_that_cannot_be(at: Any, options: dict[str, Any], kind: Any, words: list[str]) -> None:

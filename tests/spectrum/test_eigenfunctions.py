@@ -30,7 +30,7 @@ METHODS: tuple[Any, ...] = ("eigh", "lanczos", "matrix-free", "auto")
 
 def dense(p: Any, outputs: Kind) -> Tensor:
     """The kernel as a matrix."""
-    k = kernel_oracle(p.j, outputs=outputs)
+    k = kernel_oracle(p.j, form=outputs)
     return k.flatten(0, 1).flatten(1) if outputs == "full" else k
 
 
@@ -239,7 +239,7 @@ def test_binarization_keeps_most_of_the_direction() -> None:
         ({"k": 0}, ["k is 0"]),
         ({"k": 2.5}, ["k is 2.5", "an integer"]),
         ({"k": True}, ["k is True"]),
-        ({"k": 2, "outputs": "diagonal"}, ["outputs='diagonal'"]),
+        ({"k": 2, "form": "diagonal"}, ["form='diagonal'"]),
         ({"k": 2, "method": "qr"}, ["method='qr'", '"lanczos"']),
         ({"k": 2, "gram": real(4, 4)}, ["gram has shape (4, 4)", "16 rows"]),
         ({"k": 2, "gram": real(16, 4)}, ["gram has shape (16, 4)"]),

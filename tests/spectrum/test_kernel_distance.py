@@ -38,7 +38,7 @@ def centered(k: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("outputs", ["full", "trace", "sum"])
 def test_two_checkpoints(outputs: Any) -> None:
-    k1, k2 = (kernel_oracle(j, outputs=outputs) for j in (P.j, jacobian_oracle(OTHER, P.x)))
+    k1, k2 = (kernel_oracle(j, form=outputs) for j in (P.j, jacobian_oracle(OTHER, P.x)))
     distance = linnet.spectrum.kernel_distance(P.model, OTHER, P.x, outputs)
     assert distance == pytest.approx(1 - cosine(k1, k2), rel=1e-10)
     alignment = linnet.spectrum.centered_alignment(P.model, OTHER, P.x, outputs)
@@ -60,7 +60,7 @@ def test_matrices_networks_and_mixtures_agree() -> None:
 @hypothesis.given(scale=st.floats(0.01, 100), seed=st.integers(0, 50))
 def test_equivariance(scale: float, seed: int) -> None:
     order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))
-    a, b = (kernel_oracle(j, outputs="trace") for j in (P.j, jacobian_oracle(OTHER, P.x)))
+    a, b = (kernel_oracle(j, form="trace") for j in (P.j, jacobian_oracle(OTHER, P.x)))
     for measure in (linnet.spectrum.kernel_distance, linnet.spectrum.centered_alignment):
         value = measure(a, b)
         assert measure(b, a) == pytest.approx(value, abs=1e-12)
@@ -107,7 +107,7 @@ def test_notes_are_the_measures_of_the_kernel_at_each_step() -> None:
     model = trained(3, recorder, x, y)
     recorder.note(model, 7)
     assert [note.step for note in recorder.notes] == [0, 1, 2, 7]
-    k = kernel_oracle(jacobian_oracle(model, x), outputs="trace")
+    k = kernel_oracle(jacobian_oracle(model, x), form="trace")
     last = recorder.notes[-1]
     values, vectors = torch.linalg.eigh(k)
     near(torch.tensor(last.values, dtype=torch.float64), values.flip(0)[:3] / 10)
@@ -116,7 +116,7 @@ def test_notes_are_the_measures_of_the_kernel_at_each_step() -> None:
     assert last.alignment == [pytest.approx(float(linnet.spectrum.alignment(model, (x, y))), rel=1e-10)]
     share = float((vectors[:, -3:].T @ y).norm() / y.norm())
     assert last.concentration == [pytest.approx(share, rel=1e-8)]
-    first = kernel_oracle(jacobian_oracle(network(outputs=1, hidden=8), x), outputs="trace")
+    first = kernel_oracle(jacobian_oracle(network(outputs=1, hidden=8), x), form="trace")
     assert last.distances["first"] == pytest.approx(1 - cosine(first, k), rel=1e-8)
     before = recorder.grams[2][:, 0, :, 0]
     assert last.distances["previous"] == pytest.approx(1 - cosine(before, k), rel=1e-6)
@@ -144,7 +144,7 @@ def test_columns_go_to_json() -> None:
 
 
 def test_without_targets_and_with_several_outputs() -> None:
-    recorder = linnet.spectrum.Recorder(P.x, k=2, outputs="trace")
+    recorder = linnet.spectrum.Recorder(P.x, k=2, form="trace")
     note = recorder.note(P.model, 0)
     assert note is not None
     assert (note.alignment, note.concentration, set(note.centered)) == ([], [], {"first"})
@@ -191,7 +191,7 @@ def test_training_is_the_same_with_and_without_a_recorder() -> None:
         ({"k": 0}, ["k=0"]),
         ({"every": 0}, ["every=0"]),
         ({"every": 1.5}, ["every=1.5"]),
-        ({"outputs": "diagonal"}, ["outputs='diagonal'"]),
+        ({"form": "diagonal"}, ["form='diagonal'"]),
         ({"keep": "no/such/folder"}, ["keep='no/such/folder'"]),
     ],
 )

@@ -94,13 +94,13 @@ def test_seed_samples_and_steps_change_the_estimate() -> None:
 
 
 def test_outputs_choose_the_kernel() -> None:
-    trace = linnet.spectrum.spectral_density(P.model, P.x, outputs="trace", samples=30, steps=12)
+    trace = linnet.spectrum.spectral_density(P.model, P.x, form="trace", samples=30, steps=12)
     assert trace.dimension == 12
-    expected = float(kernel_oracle(P.j, outputs="trace").trace()) / 12
+    expected = float(kernel_oracle(P.j, form="trace").trace()) / 12
     mean = trace.expectation(lambda t: t)
     assert abs(mean.mean - expected) <= 4 * mean.stderr + 1e-9
-    summed = linnet.spectrum.condition_number(P.model, P.x, ridge=1.0, outputs="sum")
-    values = torch.linalg.eigvalsh(kernel_oracle(P.j, outputs="sum"))
+    summed = linnet.spectrum.condition_number(P.model, P.x, ridge=1.0, form="sum")
+    values = torch.linalg.eigvalsh(kernel_oracle(P.j, form="sum"))
     assert summed == pytest.approx(float((values[-1] + 1) / (values[0] + 1)), rel=1e-9)
 
 
@@ -160,7 +160,7 @@ def test_condition_number() -> None:
         (lambda s: s.spectral_density("net"), ["source is str"]),
         (lambda s: s.spectral_density(K[:3]), ["source has shape (3, 24)"]),
         (lambda s: s.spectral_density(K, samples=0), ["samples=0"]),
-        (lambda s: s.spectral_density(P.model, P.x, outputs="diagonal"), ["outputs='diagonal'"]),
+        (lambda s: s.spectral_density(P.model, P.x, form="diagonal"), ["form='diagonal'"]),
         (lambda s: s.spectral_density(K).density(width=0.0), ["width=0.0"]),
         (lambda s: s.spectral_density(K).density(scale="sqrt"), ["scale='sqrt'"]),
         (lambda s: s.effective_dimension(K, 0.0), ["ridge=0.0"]),

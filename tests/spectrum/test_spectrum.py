@@ -22,8 +22,8 @@ OUTPUTS: tuple[Literal["full", "trace", "diagonal", "sum"], ...] = ("full", "tra
 def test_a_network_is_linearized_in_all_its_parameters(
     outputs: Literal["full", "trace", "diagonal", "sum"],
 ) -> None:
-    near(linnet.spectrum.gram(P.model, P.x, outputs=outputs), kernel_oracle(P.j, outputs=outputs))
-    near(linnet.spectrum.gram(P.lin, P.x_test, P.x, outputs=outputs), kernel_oracle(P.j_test, P.j, outputs))
+    near(linnet.spectrum.gram(P.model, P.x, form=outputs), kernel_oracle(P.j, form=outputs))
+    near(linnet.spectrum.gram(P.lin, P.x_test, P.x, form=outputs), kernel_oracle(P.j_test, P.j, outputs))
 
 
 def test_a_linearization_keeps_its_parameters() -> None:
@@ -49,7 +49,7 @@ def test_accumulation_changes_the_type_of_a_float32_kernel() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"outputs": "nuclear"}, ["outputs='nuclear'", "'trace'"]),
+        ({"form": "nuclear"}, ["form='nuclear'", "'trace'"]),
         ({"accumulate": "float16"}, ["accumulate='float16'", "float64"]),
         ({"accumulate": torch.float64}, ["accumulate is torch.float64"]),
         ({"memory": "much"}, ["memory", "'much'"]),
@@ -79,11 +79,11 @@ def test_a_budget_too_small_says_what_to_do(tmp_path: Path) -> None:
         MemoryBudgetError, lambda: linnet.spectrum.gram(P.lin, P.x, memory=2000), "2.00 kB", "7 × 7 examples"
     )
     assert "file='kernel.npy'" in str(error)
-    assert 'outputs="trace"' in str(error)
+    assert 'form="trace"' in str(error)
     error = refused(
-        MemoryBudgetError, lambda: linnet.spectrum.gram(P.lin, P.x, outputs="trace", memory=500), "500 B"
+        MemoryBudgetError, lambda: linnet.spectrum.gram(P.lin, P.x, form="trace", memory=500), "500 B"
     )
-    assert 'outputs="trace"' not in str(error)
+    assert 'form="trace"' not in str(error)
     file = tmp_path / "k.npy"
     error = refused(
         MemoryBudgetError, lambda: linnet.spectrum.gram(P.lin, P.x, file=file, memory=500), "500 B"

@@ -24,7 +24,7 @@ def mirrored(kernel: torch.Tensor, outputs: Outputs) -> torch.Tensor:
 @pytest.mark.parametrize("outputs", OUTPUTS)
 def test_kernel_between_two_batches(name: str, outputs: Outputs) -> None:
     expected = case(name)
-    actual = linearized(name).kernel(expected.x1, expected.x2, outputs=outputs)
+    actual = linearized(name).kernel(expected.x1, expected.x2, form=outputs)
     assert_near(actual, kernel_oracle(expected.j1, expected.j2, outputs))
     assert not actual.requires_grad
 
@@ -33,8 +33,8 @@ def test_kernel_between_two_batches(name: str, outputs: Outputs) -> None:
 @pytest.mark.parametrize("outputs", OUTPUTS)
 def test_kernel_of_one_batch_is_exactly_symmetric(name: str, outputs: Outputs) -> None:
     expected = case(name)
-    actual = linearized(name).kernel(expected.x1, outputs=outputs)
-    assert_near(actual, kernel_oracle(expected.j1, outputs=outputs))
+    actual = linearized(name).kernel(expected.x1, form=outputs)
+    assert_near(actual, kernel_oracle(expected.j1, form=outputs))
     assert torch.equal(actual, mirrored(actual, outputs))
 
 
@@ -45,7 +45,7 @@ def test_kernel_of_any_batch_size(name: str, outputs: Outputs) -> None:
     expected = case(name)
     for n, m in ((1, 4), (2, 6), (8, 5)):
         left, right = [i % 4 for i in range(n)], [i % 3 for i in range(m)]
-        actual = linearized(name).kernel(rows(expected.x1, left), rows(expected.x2, right), outputs=outputs)
+        actual = linearized(name).kernel(rows(expected.x1, left), rows(expected.x2, right), form=outputs)
         assert_near(actual, kernel_oracle(expected.j1[left], expected.j2[right], outputs))
 
 
@@ -92,10 +92,10 @@ def test_gram_in_ragged_tiles_equals_the_kernel(name: str, outputs: Outputs) -> 
     expected = case(name)
     left, right = [i % 4 for i in range(11)], [i % 3 for i in range(7)]
     x1, x2 = rows(expected.x1, left), rows(expected.x2, right)
-    gram = linnet.spectrum.gram(linearized(name), x1, x2, outputs=outputs)
+    gram = linnet.spectrum.gram(linearized(name), x1, x2, form=outputs)
     assert_near(gram, kernel_oracle(expected.j1[left], expected.j2[right], outputs))
-    square = linnet.spectrum.gram(linearized(name), x1, outputs=outputs)
-    assert_near(square, kernel_oracle(expected.j1[left], outputs=outputs))
+    square = linnet.spectrum.gram(linearized(name), x1, form=outputs)
+    assert_near(square, kernel_oracle(expected.j1[left], form=outputs))
     assert torch.equal(square, mirrored(square, outputs))
 
 

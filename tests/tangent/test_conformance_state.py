@@ -65,8 +65,8 @@ def use_everything(lin: Any, expected: Case) -> None:
     lin.vjp(expected.x1, torch.ones(4, expected.animal.classes, dtype=torch.float64))
     lin.jacobian(expected.x1)
     for outputs in ("full", "trace", "diagonal", "sum"):
-        lin.kernel(expected.x1, expected.x2, outputs=outputs)
-        lin.kernel(expected.x1, outputs=outputs)
+        lin.kernel(expected.x1, expected.x2, form=outputs)
+        lin.kernel(expected.x1, form=outputs)
 
 
 @every_animal

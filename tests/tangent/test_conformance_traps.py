@@ -32,7 +32,7 @@ def check(model: nn.Module, *batches: Any, lin: Any = None, tolerance: float = 1
     for x1, j1 in zip(batches, js, strict=True):
         for x2, j2 in zip(batches, js, strict=True):
             for outputs in ("full", "trace", "diagonal", "sum"):
-                assert_near(lin.kernel(x1, x2, outputs=outputs), kernel_oracle(j1, j2, outputs), tolerance)
+                assert_near(lin.kernel(x1, x2, form=outputs), kernel_oracle(j1, j2, outputs), tolerance)
     return lin
 
 
@@ -459,17 +459,17 @@ def test_every_memory_budget_gives_the_same_kernel_or_a_clear_refusal(name: str,
     x1, x2 = rows(expected.x1, left), rows(expected.x2, right)
     lin, done = linearize(name), 0
     with pytest.raises(linnet.errors.MemoryBudgetError, match="kernel"):
-        lin.kernel(x1, x2, outputs=outputs, memory=100)
+        lin.kernel(x1, x2, form=outputs, memory=100)
     budgets = [2**power for power in range(8, 25)]
     for budget in budgets:
         try:
-            pair, square = (lin.kernel(x1, other, outputs=outputs, memory=budget) for other in (x2, None))
+            pair, square = (lin.kernel(x1, other, form=outputs, memory=budget) for other in (x2, None))
         except linnet.errors.MemoryBudgetError:
             assert done == 0, "a larger budget was refused after a smaller one was enough"
             continue
         done += 1
         assert_near(pair, kernel_oracle(expected.j1[left], expected.j2[right], outputs))
-        assert_near(square, kernel_oracle(expected.j1[left], outputs=outputs))
+        assert_near(square, kernel_oracle(expected.j1[left], form=outputs))
         assert torch.equal(
             square, square.permute(2, 3, 0, 1) if outputs == "full" else square.transpose(0, 1)
         )

@@ -44,7 +44,7 @@ def test_both_ways_give_the_same_kernel(name: str, factors: bool, monkeypatch: p
     assert not treatment.riding or factors
     for outputs in OUTPUTS:
         near(
-            gram(function, animal.x1, animal.x2, outputs=outputs),
+            gram(function, animal.x1, animal.x2, form=outputs),
             kernel_oracle(animal.j1, animal.j2, outputs),
         )
 

@@ -75,10 +75,10 @@ def test_any_blocking(
     monkeypatch.setattr(gram_file, "CAPTURE", block)
     monkeypatch.setattr(gram_file, "PRODUCT", product * 3)
     monkeypatch.setattr(gram_file, "SMALLEST_PRODUCT", 1)
-    square = gram(function, x1, outputs=outputs)
-    near(square, kernel_oracle(j1, outputs=outputs))
+    square = gram(function, x1, form=outputs)
+    near(square, kernel_oracle(j1, form=outputs))
     assert torch.equal(square, mirrored(square))
-    near(gram(function, x1, x2, outputs=outputs), kernel_oracle(j1, j2, outputs))
+    near(gram(function, x1, x2, form=outputs), kernel_oracle(j1, j2, outputs))
 
 
 def smallest(task: GramTask, to_disk: bool = False) -> int:
@@ -97,11 +97,11 @@ def test_any_budget(extra: int, name: str, outputs: Any) -> None:
     """From the least that suffices on: stationary blocks stay while others stream past them."""
     function, x1, x2, j1, j2 = case(name)
     for task, expected in (
-        (GramTask(function, x1, None, outputs, None), kernel_oracle(j1, outputs=outputs)),
+        (GramTask(function, x1, None, outputs, None), kernel_oracle(j1, form=outputs)),
         (GramTask(function, x1, x2, outputs, None), kernel_oracle(j1, j2, outputs)),
     ):
         budget = smallest(task) + extra
-        kernel = gram(function, x1, task.x2, outputs=outputs, memory=budget)
+        kernel = gram(function, x1, task.x2, form=outputs, memory=budget)
         near(kernel, expected)
         if task.x2 is None:
             assert torch.equal(kernel, mirrored(kernel))
@@ -128,7 +128,7 @@ def test_symmetry_to_the_bit_in_float32_whatever_the_blocks(monkeypatch: pytest.
         monkeypatch.setattr(gram_file, "PRODUCT", product * 3)
         monkeypatch.setattr(gram_file, "SMALLEST_PRODUCT", 1)
         for outputs in OUTPUTS:
-            kernel = gram(function, x, outputs=outputs, memory=memory)
+            kernel = gram(function, x, form=outputs, memory=memory)
             assert torch.equal(kernel, mirrored(kernel))
 
 
@@ -154,7 +154,7 @@ def test_the_plan_covers_the_features_that_are_held(
     for budget in (smallest(task), 10**8):
         held.clear()
         plan = plan_gram(task, budget)
-        kernel = gram(function, x1, outputs=outputs, memory=budget)
+        kernel = gram(function, x1, form=outputs, memory=budget)
         planned = dict(plan.memory.items)
         assert 0 < max(held) <= planned["features kept"]
         assert planned["kernel"] == kernel.nbytes
@@ -209,7 +209,7 @@ def test_a_budget_too_small_names_the_figure_and_two_ways_out() -> None:
         MemoryBudgetError, lambda: gram(function, x1, memory=100), "11 × 11 examples", "would need", "100 B"
     )
     assert "file='kernel.npy'" in str(error)
-    assert 'outputs="trace"' in str(error)
+    assert 'form="trace"' in str(error)
 
 
 # --- precision --------------------------------------------------------------------------------------
@@ -442,5 +442,5 @@ def test_the_kernel_of_a_linearization_is_the_same_gram() -> None:
     function, x1, x2, *_ = case("mlp")
     lin = linnet.Linearized(function)
     assert torch.equal(lin.kernel(x1, x2), gram(function, x1, x2))
-    assert torch.equal(lin.kernel(x1, outputs="trace", memory="1MB"), gram(function, x1, outputs="trace"))
+    assert torch.equal(lin.kernel(x1, form="trace", memory="1MB"), gram(function, x1, form="trace"))
     assert gram_module is not None

@@ -94,7 +94,7 @@ class ConstrainedPrimal:
     def cross(self, x: Inputs) -> Tensor:
         """J(x) (H⁻¹ − W T⁻¹ Wᵀ) Jᵀ, (T, C, N, C)."""
         if self.dual is not None and self.design is not None:
-            rows = gram(self.function, x, self.x, outputs="full", memory=self.memory).double()
+            rows = gram(self.function, x, self.x, form="full", memory=self.memory).double()
             return self.dual.cross(rows - (self._reduce(x) @ self.design.T).view(rows.shape))
         there, here = self._reach(x), self._reach(self.x).reshape(self.n * self.c, -1)
         half: Tensor = torch.linalg.solve(self._schur, here.T.double()).to(here)

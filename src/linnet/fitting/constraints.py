@@ -158,7 +158,7 @@ def conditioned_gram(
     Returns:
         (N, C, M, C); in float64 under constraints.
     """
-    kernel = gram(function, x1, x2, outputs="full", memory=memory)
+    kernel = gram(function, x1, x2, form="full", memory=memory)
     if constraints is None:
         return kernel
     first = constraints.whitened(function, x1, memory)

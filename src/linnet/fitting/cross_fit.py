@@ -142,8 +142,8 @@ class CrossFit:
     def _kernels(self, function: Functional, rest: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """K of the rest, K(fold, rest) as matrices, and f₀ of all."""
         x, c = take(self.x, rest), self.targets.shape[1]
-        kernel = gram(function, x, outputs="full", memory=self.memory).double()
-        cross = gram(function, take(self.x, held), x, outputs="full", memory=self.memory).double()
+        kernel = gram(function, x, form="full", memory=self.memory).double()
+        cross = gram(function, take(self.x, held), x, form="full", memory=self.memory).double()
         base = base_outputs(Linearized(function), self.x).double()
         return kernel.reshape(len(rest) * c, -1), cross.reshape(len(held) * c, -1), base
 

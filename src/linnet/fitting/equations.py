@@ -134,7 +134,7 @@ class Equations:
         size = max(1, int(0.2 * budget) // (columns * self.outputs * (function.dtype.itemsize + 8)))
         total = torch.zeros(self.count, columns, dtype=torch.float64, device=function.device)
         for part, row, place, weight in self._parts(size):
-            kernel = gram(function, part, x, outputs="full", memory=memory).reshape(-1, columns).double()
+            kernel = gram(function, part, x, form="full", memory=memory).reshape(-1, columns).double()
             total.index_add_(0, row, weight[:, None] * kernel[place])
         return total
 

@@ -425,7 +425,7 @@ def _solve_dual(
     """Form K, choose ρ, solve; with cross-fitted heads, the held-out outputs too."""
     start = time.perf_counter()
     size, ridge = residual.numel(), work.ridge
-    kernel = gram(lin.function, work.x, outputs="full", memory=work.memory, file=work.solving.file)
+    kernel = gram(lin.function, work.x, form="full", memory=work.memory, file=work.solving.file)
     kernel = kernel.reshape(size, size).double()
     seconds["kernel"] = time.perf_counter() - start
     if not isinstance(ridge, str):

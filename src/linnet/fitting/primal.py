@@ -347,7 +347,7 @@ class Primal:
         """
         size = self.n * self.c
         if self._dual is None and kernel_fits(self.function, size, self.memory):
-            kernel = gram(self.function, self.x, outputs="full", memory=self.memory).reshape(size, size)
+            kernel = gram(self.function, self.x, form="full", memory=self.memory).reshape(size, size)
             self._dual = DualSystem(kernel.double(), self.residual.double(), self.ridge)
         return self._dual
 
@@ -375,7 +375,7 @@ class Primal:
         """K(x,X) M = J(x) (JᵀJ + ρI)⁻¹ Jᵀ, (T, C, N, C)."""
         parts = []
         if self.dual is not None:
-            return self.dual.cross(gram(self.function, x, self.x, outputs="full", memory=self.memory))
+            return self.dual.cross(gram(self.function, x, self.x, form="full", memory=self.memory))
         for _, solved in self.solved_rows(x, "influence"):
             columns = solved.flatten(1)
             parts.append(torch.cat([block @ columns for _, block in self.formed.rows]))  # (N·C, t·C)

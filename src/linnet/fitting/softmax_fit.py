@@ -221,7 +221,7 @@ class SoftmaxFit(PredictiveModel):
         row = self.n * self.system.c**2 * (self.module.function.dtype.itemsize + 3 * 8)
         budget = parse_bytes(self.memory, self.module.function.device)
         for part in split(x, max(1, int(0.5 * budget) // row)):
-            cross = gram(self.module.function, part, self.x, outputs="full", memory=self.memory)
+            cross = gram(self.module.function, part, self.x, form="full", memory=self.memory)
             self._cross = {key: cross} if batch_size(part) == batch_size(x) else {}
             yield cross
 
@@ -426,8 +426,8 @@ class SoftmaxFit(PredictiveModel):
         loss, base = ClassLoss(new.values.double()), base_outputs(self.module, x)
         system: SoftmaxDual | SoftmaxPrimal
         if isinstance(self.system, SoftmaxDual):
-            cross = gram(function, self.x, x, outputs="full", memory=self.memory)
-            corner = gram(function, x, outputs="full", memory=self.memory)
+            cross = gram(function, self.x, x, form="full", memory=self.memory)
+            corner = gram(function, x, form="full", memory=self.memory)
             system = self.system.extended(cross, corner, base, loss)
         else:
             system = self.system.extended(x, base, loss)

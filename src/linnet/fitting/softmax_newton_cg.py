@@ -281,7 +281,7 @@ class SoftmaxPrimal(NewtonMethod):
             (T, C, N, C).
         """
         if self.dual is not None:
-            rows = gram(self.function, x, self.x, outputs="full", memory=self.memory).double()
+            rows = gram(self.function, x, self.x, form="full", memory=self.memory).double()
             whole = self.dual.weighted(torch.eye(self.n * self.c, dtype=rows.dtype, device=rows.device))
             found = rows.reshape(-1, self.n * self.c) @ whole / self.ridge
             return found.view(batch_size(x), self.c, self.n, self.c)
@@ -296,7 +296,7 @@ class SoftmaxPrimal(NewtonMethod):
         """
         size = self.n * self.c
         if self._dual is None and kernel_fits(self.function, size, self.memory):
-            kernel = gram(self.function, self.x, outputs="full", memory=self.memory).reshape(size, size)
+            kernel = gram(self.function, self.x, form="full", memory=self.memory).reshape(size, size)
             self._dual = SoftmaxDual(kernel.double(), self.base, self.loss, self.ridge, self.beta)
         return self._dual
 

@@ -101,7 +101,7 @@ def _solve_dual(
     """Form K, choose ρ, take Newton steps; with cross-fitted heads, the held-out outputs too."""
     start = time.perf_counter()
     function, size = task.module.function, task.base.numel()
-    kernel = gram(function, task.x, outputs="full", memory=task.memory, file=task.file)
+    kernel = gram(function, task.x, form="full", memory=task.memory, file=task.file)
     kernel = kernel.reshape(size, size).double()
     record.seconds["kernel"] = time.perf_counter() - start
     ridge, loss, most = task.ridge, task.loss, settings.max_steps

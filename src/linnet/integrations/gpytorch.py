@@ -93,7 +93,7 @@ class _TangentKernel:
         same = a.shape == b.shape and torch.equal(a, b)
         if diag and same:
             return own_kernels(function, a, self._memory).diagonal(dim1=1, dim2=2).flatten().to(dtype)
-        found = gram(function, a, None if same else b, outputs="full", memory=self._memory)
+        found = gram(function, a, None if same else b, form="full", memory=self._memory)
         matrix = found.reshape(a.shape[0] * self._outputs, -1).to(dtype)
         return matrix.diagonal() if diag else matrix
 

@@ -118,7 +118,7 @@ class Features:
         Returns:
             The kernel.
         """
-        found = gram(self.function, x1, x2, outputs="trace", memory=memory, file=file)
+        found = gram(self.function, x1, x2, form="trace", memory=memory, file=file)
         return found.double() / self.heads
 
     @in_exact_mode

@@ -21,7 +21,7 @@ from linnet.params import instance, integer, number, refuse
 from linnet.spectrum.kernel_distance import kernel_distance
 from linnet.spectrum.kernel_matrix import check_kernel
 from linnet.tangent.batch import Inputs, check_examples
-from linnet.tangent.captured import Outputs
+from linnet.tangent.captured import Form
 from linnet.tangent.linearized import Linearized, linearize
 
 LONGEST = 2**63  # steps; more are "never", which is written as None
@@ -189,7 +189,7 @@ class KernelDrift(Schedule):
         x: Examples on which the kernels are evaluated.
         every: Measure after so many steps, and again so many later.
         most: Linearize again after so many steps in any case.
-        outputs: Which kernel: ``"trace"``, ``"full"`` or ``"sum"``.
+        form: Which kernel: ``"trace"``, ``"full"`` or ``"sum"``.
 
     Raises:
         DataError: If x is not finite.
@@ -209,7 +209,7 @@ class KernelDrift(Schedule):
         x: Inputs,
         every: int = 10,
         most: int | None = None,
-        outputs: Outputs = "trace",
+        form: Form = "trace",
     ) -> None:
         number("threshold", threshold, above=0, remedy="pass threshold=0.05")
         if threshold >= 1:
@@ -218,10 +218,10 @@ class KernelDrift(Schedule):
                 expected="less than 1, the distance of orthogonal kernels",
                 remedy="pass threshold=0.05",
             )
-        check_kernel(outputs)
+        check_kernel(form)
         check_examples(x)
         _check_steps(every=every, most=most)
-        self.threshold, self.x, self.every, self.most, self.outputs = threshold, x, every, most, outputs
+        self.threshold, self.x, self.every, self.most, self.form = threshold, x, every, most, form
         self._start: Tensor | None = None
 
     def __repr__(self) -> str:
@@ -234,9 +234,9 @@ class KernelDrift(Schedule):
         if moment.age % self.every:
             return Decision(late)
         if self._start is None:
-            self._start = moment.lin.kernel(self.x, outputs=self.outputs)
+            self._start = moment.lin.kernel(self.x, form=self.form)
         here = linearize(moment.model, moment.lin.parameter_names, moment.output)
-        drift = kernel_distance(self._start, here.kernel(self.x, outputs=self.outputs))
+        drift = kernel_distance(self._start, here.kernel(self.x, form=self.form))
         return Decision(late or not drift <= self.threshold, "drift", drift)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

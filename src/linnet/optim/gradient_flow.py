@@ -275,7 +275,7 @@ def gradient_flow(
     items = (("kernel in float64", square), ("eigenvectors", square), ("workspace", 3 * square))
     plan = Plan(f"gradient flow of {f0.numel()} equations", parse_bytes(memory, f0.device), items)
     require(plan, ["follow fewer examples", "raise memory="])
-    kernel = gram(lin.function, x, outputs="full", memory=memory).reshape(f0.numel(), f0.numel()).double()
+    kernel = gram(lin.function, x, form="full", memory=memory).reshape(f0.numel(), f0.numel()).double()
     with waiting(f"eigenvalues of {f0.numel()} equations", 20 * f0.numel() ** 3 / EIGEN_RATE):
         spectrum = Spectrum(kernel, (wanted - f0).double())
     return Flow(own, x, wanted, spectrum, when.to(f0.device), float(learning_rate), discrete)

@@ -24,7 +24,7 @@ from linnet.spectrum.function_values import FunctionValues, function_values
 from linnet.spectrum.kernel_matrix import check_inputs, check_kernel, tangent_of
 from linnet.tangent.batch import Inputs, batch_size, gather_data, split, take
 from linnet.tangent.capture import capture, capture_bytes
-from linnet.tangent.captured import Captured, Outputs
+from linnet.tangent.captured import Captured, Form
 from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.linearized import Linearized
@@ -40,7 +40,7 @@ ROWS = 256  # parameters squared at once: a part that stays in the cache
 def alignment(
     model: Linearized | nn.Module,
     data: Any,
-    outputs: Outputs = "full",
+    form: Form = "full",
     *,
     memory: str | int | None = None,
     progress: bool | None = None,
@@ -56,7 +56,7 @@ def alignment(
         data: Inputs and targets: an (x, y) pair, a Dataset or a DataLoader. Float y (N,) or (N, C) is
             one target, (N, T) (scalar-valued functions) or (N, C, T) is T of them. Integer y are
             classes: two of them become −1 and 1; c of C becomes e_c − 1/C.
-        outputs: Which kernel of a network with C outputs: ``"full"`` for vector-valued targets,
+        form: Which kernel of a network with C outputs: ``"full"`` for vector-valued targets,
             ``"trace"`` or ``"sum"`` for scalar ones. Ortiz-Jimenez et al. have one output, for which
             all three agree.
         memory: Budget such as ``"4GB"``; by default half of what is available.
@@ -80,7 +80,7 @@ def alignment(
         >>> alignment(nn.Linear(2, 1, bias=False), (x, x[:, 0]))
         tensor(1., dtype=torch.float64)
     """
-    task, values = _prepare(model, data, outputs)
+    task, values = _prepare(model, data, form)
     return values.shaped(_alpha(task, values, memory, progress))
 
 
@@ -88,7 +88,7 @@ def alignment(
 def kernel_norm_bound(
     model: Linearized | nn.Module,
     data: Any,
-    outputs: Outputs = "full",
+    form: Form = "full",
     *,
     memory: str | int | None = None,
     progress: bool | None = None,
@@ -101,7 +101,7 @@ def kernel_norm_bound(
     Args:
         model: A network or a linearization.
         data: Inputs and targets, as for ``alignment``.
-        outputs: Which kernel, as for ``alignment``.
+        form: Which kernel, as for ``alignment``.
         memory: Budget such as ``"4GB"``; by default half of what is available.
         progress: Show progress; by default only when it takes over two seconds.
 
@@ -122,7 +122,7 @@ def kernel_norm_bound(
         >>> kernel_norm_bound(nn.Linear(2, 1, bias=False), (x, x[:, 0]))
         tensor(1., dtype=torch.float64)
     """
-    task, values = _prepare(model, data, outputs)
+    task, values = _prepare(model, data, form)
     square = values.mean_square()
     # ‖f‖²_Θ ≥ ‖f‖₂⁴ / α(f)
     bound = square.square() / _alpha(task, values, memory, progress).to(square)
@@ -137,38 +137,38 @@ class _Task:
         function: The network.
         x: N examples.
         c: Number of its outputs.
-        outputs: Which kernel.
+        form: Which kernel.
     """
 
     function: Functional
     x: Inputs
     c: int
-    outputs: Outputs
+    form: Form
 
     @property
     def copies(self) -> int:
         """How many averaged Jacobians a target has: one for each output under ``"trace"``."""
-        return self.c if self.outputs == "trace" else 1
+        return self.c if self.form == "trace" else 1
 
     @property
     def backward(self) -> int:
         """Cotangents sent back for the gradients of every example."""
-        return 1 if self.outputs == "sum" else self.c
+        return 1 if self.form == "sum" else self.c
 
     def is_few(self, count: int) -> bool:
         """Whether targets are fewer than the gradients of an example, so that sums are differentiated."""
         return count * self.copies <= self.backward
 
 
-def _prepare(model: Linearized | nn.Module, data: Any, outputs: Outputs) -> tuple[_Task, FunctionValues]:
+def _prepare(model: Linearized | nn.Module, data: Any, form: Form) -> tuple[_Task, FunctionValues]:
     """The network, the inputs and the targets, checked."""
-    check_kernel(outputs)
+    check_kernel(form)
     function = tangent_of(model)
     x, y = gather_data(data, function.device)
     shape = check_inputs(function, x)
     wide = torch.promote_types(function.dtype, torch.float32)
-    values = function_values(y, shape, outputs, wide)
-    return _Task(function, x, torch.Size(shape).numel(), outputs), values
+    values = function_values(y, shape, form, wide)
+    return _Task(function, x, torch.Size(shape).numel(), form), values
 
 
 def _alpha(task: _Task, values: FunctionValues, memory: str | int | None, progress: bool | None) -> Tensor:
@@ -215,7 +215,7 @@ def _terms(task: _Task, x: Inputs, t: Tensor, gradients: _Gradients) -> Iterator
         yield "all", rows, torch.eye(t.shape[2]).to(t)
         return
     for name, rows in gradients(x, t.dtype).items():  # (n, K, parameter)
-        if task.outputs == "full":
+        if task.form == "full":
             yield name, rows.flatten(0, 1), t.flatten(0, 1)
         else:
             yield name, rows.flatten(1), t[:, 0]
@@ -241,7 +241,7 @@ class _Gradients:
         """Gradients (n, K, parameter) by name; they are overwritten by the next call."""
         task, done = self.task, 0
         for part in split(x, self.chunk):
-            captured = capture(task.function, part, "sum" if task.outputs == "sum" else "full")
+            captured = capture(task.function, part, "sum" if task.form == "sum" else "full")
             for name in task.function.names:
                 if name not in self._rows:
                     size = captured.leaves[name].numel()
@@ -272,9 +272,9 @@ def _fill(room: Tensor, captured: Captured, name: str) -> None:
 def _cotangents(task: _Task, t: Tensor) -> Tensor:
     """Cotangents (n, C, copies · T) whose pulled-back sums are the averaged Jacobians of the targets."""
     n, _, count = t.shape
-    if task.outputs == "full":
+    if task.form == "full":
         return t
-    if task.outputs == "sum":
+    if task.form == "sum":
         return t.expand(n, task.c, count)
     identity = torch.eye(task.c, dtype=t.dtype, device=t.device)
     return torch.einsum("cd,nt->ncdt", identity, t[:, 0]).flatten(2)

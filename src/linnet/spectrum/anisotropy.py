@@ -27,7 +27,7 @@ from linnet.params import choice, integer, number, refuse, tensor
 from linnet.solvers.lanczos import eigenpairs
 from linnet.spectrum.kernel_matrix import KERNELS, tangent_of
 from linnet.tangent.batch import EMPTY, check_finite, require_dense, split
-from linnet.tangent.captured import Outputs
+from linnet.tangent.captured import Form
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad
 from linnet.tangent.jacobian import vjp_columns
@@ -47,7 +47,7 @@ class AnisotropyDirections:
     Args:
         singular_values: s_j (k,); the alignment α of the linear predictor u_j · x is s_j².
         directions: u_j (k, *input shape), orthonormal; each one's entry of largest size is positive.
-            For vector-valued predictors (``outputs="full"``) (k, C, *input shape).
+            For vector-valued predictors (``form="full"``) (k, C, *input shape).
         residual: The largest ‖MᵀM u − s² u‖ / s₁².
         mismatch: How far M v is from the central difference of gradients along a random v, relative to its
             norm. Near zero where the network is smooth; of order one at a kink (ReLU or ties in
@@ -99,7 +99,7 @@ def anisotropy_directions(
     model: Linearized | nn.Module,
     at: Tensor,
     k: int = 10,
-    outputs: Outputs = "trace",
+    form: Form = "trace",
     *,
     tolerance: float | None = None,
     max_steps: int | None = 500,
@@ -117,7 +117,7 @@ def anisotropy_directions(
         at: One input without the example axis, or a batch (N, *input shape) over which the derivative is
             averaged.
         k: How many directions.
-        outputs: For a network with C outputs, ``"trace"`` stacks the derivatives of the outputs, so that
+        form: For a network with C outputs, ``"trace"`` stacks the derivatives of the outputs, so that
             s² = Σ_c α_c; ``"sum"`` takes the summed output; ``"full"`` takes vector-valued linear
             predictors, whose directions are (C, *input shape). With one output all three agree.
         tolerance: Lanczos stops at ‖MᵀM u − s² u‖ ≤ tolerance · s₁²; by default 1e-10 in double precision
@@ -144,11 +144,11 @@ def anisotropy_directions(
         >>> found.singular_values.shape, found.directions.shape
         (torch.Size([3]), torch.Size([3, 6]))
     """
-    if outputs not in KERNELS:
-        raise InputError(f"outputs={outputs!r}", '"trace", "sum" or "full"', "leave outputs= out")
+    if form not in KERNELS:
+        raise InputError(f"form={form!r}", '"trace", "sum" or "full"', "leave form= out")
     function = tangent_of(model)
     points = _points(function, at)
-    mixed = MixedDerivative(function, points, outputs)
+    mixed = MixedDerivative(function, points, form)
     columns = mixed.shape[1]
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= columns:
         raise InputError(f"k is {k!r}", f"1 to {columns}, the numbers of an input", "pass a smaller k=")
@@ -168,7 +168,7 @@ def anisotropy_directions(
     directions = (found @ w.T).T
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
     directions = directions * torch.where(largest < 0, -1.0, 1.0).to(directions)
-    copies = [mixed.outputs] if outputs == "full" and mixed.outputs > 1 else []
+    copies = [mixed.outputs] if form == "full" and mixed.outputs > 1 else []
     shaped = directions.reshape(k, *copies, *points.shape[1:])
     return AnisotropyDirections(values, shaped, solution.residual, mismatch)
 
@@ -240,7 +240,7 @@ class MixedDerivative(LinearOperator):
                 [0., 0.]])
     """
 
-    def __init__(self, function: Functional, points: Tensor, kind: Outputs) -> None:
+    def __init__(self, function: Functional, points: Tensor, kind: Form) -> None:
         self.function, self.points, self.kind = function, points, kind
         self.outputs = function.check_runs(points[:1]).numel()
         self.width = points[0].numel()

@@ -45,7 +45,7 @@ from linnet.tangent.batch import (
     map_tensors,
     split,
 )
-from linnet.tangent.captured import Outputs
+from linnet.tangent.captured import Form
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
 from linnet.tangent.linearized import Linearized
@@ -63,7 +63,7 @@ class Eigenfunctions:
         x: The N examples.
         values: λ_j (k,), decreasing: eigenvalues of K/N; times N they are those of K.
         vectors: u_j, orthonormal: (N, k), or (N, C, k) for vector-valued functions.
-        outputs: Which kernel.
+        form: Which kernel.
         method: How they were found.
         residual: The largest ‖K u − σ u‖ / σ₁.
 
@@ -79,7 +79,7 @@ class Eigenfunctions:
     x: Inputs
     values: Tensor
     vectors: Tensor
-    outputs: Outputs
+    form: Form
     method: str
     residual: float
 
@@ -123,12 +123,12 @@ class Eigenfunctions:
         check_inputs(self.function, x := on_device(x, self.function))
         n = self.vectors.shape[0]
         weights = self._flat[:, chosen] * (math.sqrt(n) / (n * self._positive(chosen)))
-        size = weights.shape[0] * values_of_one(tuple(self.vectors.shape[1:-1]), self.outputs)
+        size = weights.shape[0] * values_of_one(tuple(self.vectors.shape[1:-1]), self.form)
         budget = parse_bytes(memory, self.function.device)
         block = max(1, int(0.25 * budget) // (size * weights.dtype.itemsize))
         parts = []
         for part in split(x, block):
-            cross = _gram(self.function, part, self.x, outputs=self.outputs, memory=memory, progress=False)
+            cross = _gram(self.function, part, self.x, form=self.form, memory=memory, progress=False)
             parts.append(cross.reshape(-1, weights.shape[0]) @ weights.to(cross))
         return torch.cat(parts).reshape(batch_size(x), *self.vectors.shape[1:-1], weights.shape[1])
 
@@ -221,7 +221,7 @@ class Eigenfunctions:
                 remedy="pass the targets of the examples that the eigenfunctions were computed on",
             )
         check_finite(y, "y")
-        return function_values(y, shape, self.outputs, self.vectors.dtype)
+        return function_values(y, shape, self.form, self.vectors.dtype)
 
     def _chosen(self, indices: Sequence[int] | Tensor | None) -> Tensor:
         """Indices as a tensor, checked."""
@@ -298,7 +298,7 @@ def eigenfunctions(
     lin_or_model: Linearized | nn.Module,
     x: Inputs,
     k: int | None = 50,
-    outputs: Outputs = "full",
+    form: Form = "full",
     *,
     method: Method | Decomposition = "auto",
     gram: Tensor | None = None,
@@ -311,7 +311,7 @@ def eigenfunctions(
         lin_or_model: A network, or a linearization.
         x: N examples.
         k: How many; None for all (N, or N·C for ``"full"``).
-        outputs: ``"full"`` for vector-valued functions of C outputs, ``"trace"`` or ``"sum"`` for scalar
+        form: ``"full"`` for vector-valued functions of C outputs, ``"trace"`` or ``"sum"`` for scalar
             ones. With one output all three agree and functions are scalar.
         method: ``"lanczos"`` on the stored Gram matrix, ``"matrix-free"`` (two passes over the data for
             each of k vectors a step), ``"eigh"`` (full decomposition), or ``"auto"``: Lanczos, a full
@@ -339,20 +339,20 @@ def eigenfunctions(
         >>> eigenfunctions(net, torch.randn(20, 2), k=3).functions.shape
         torch.Size([20, 3])
     """
-    check_kernel(outputs)
+    check_kernel(form)
     how = decomposition(method)
     parse_bytes(memory)
     if progress is not None:
         flag("progress", progress)
     function = tangent_of(lin_or_model)
     x = on_device(x, function)
-    q, n = values_of_one(check_inputs(function, x), outputs), batch_size(x)
-    request = Request(function, x, outputs, n * q, n * q if k is None else k, how)
+    q, n = values_of_one(check_inputs(function, x), form), batch_size(x)
+    request = Request(function, x, form, n * q, n * q if k is None else k, how)
     pairs = kernel_eigenpairs(request, gram, memory, progress)
     vectors = _signed(pairs.vectors).reshape(n, *([q] if q > 1 else []), -1)
     if gram is not None:
         _check_kernel_values(pairs.values)
-    return Eigenfunctions(function, x, pairs.values / n, vectors, outputs, pairs.method, pairs.residual)
+    return Eigenfunctions(function, x, pairs.values / n, vectors, form, pairs.method, pairs.residual)
 
 
 def _check_kernel_values(values: Tensor) -> None:
@@ -371,7 +371,7 @@ def energy_concentration(
     model: Linearized | nn.Module,
     data: Any,
     k: int = 50,
-    outputs: Outputs = "full",
+    form: Form = "full",
     *,
     squared: bool = False,
     method: Method | Decomposition = "auto",
@@ -384,7 +384,7 @@ def energy_concentration(
         model: A network, or a linearization.
         data: Inputs and targets, as for ``alignment``.
         k: Number of eigenvectors.
-        outputs: Which kernel, as for ``alignment``.
+        form: Which kernel, as for ``alignment``.
         squared: The share of the squared norm instead; Ortiz-Jimenez et al. have the ratio of norms.
         method: As for ``eigenfunctions``.
         gram: The Gram matrix, where it is known already.
@@ -407,11 +407,11 @@ def energy_concentration(
         >>> round(float(energy_concentration(net, (x, x[:, 0]), k=3)), 3)
         1.0
     """
-    check_kernel(outputs)
+    check_kernel(form)
     function = tangent_of(model)
     x, y = gather_data(data, function.device)
-    function_values(y, check_inputs(function, x), outputs, function.dtype)  # before the long computation
-    found = eigenfunctions(Linearized(function), x, k, outputs, method=method, gram=gram, memory=memory)
+    function_values(y, check_inputs(function, x), form, function.dtype)  # before the long computation
+    found = eigenfunctions(Linearized(function), x, k, form, method=method, gram=gram, memory=memory)
     return found.energy_concentration(y, squared=squared)
 
 

@@ -48,7 +48,7 @@ class FunctionValues:
 
 
 def function_values(
-    y: Tensor, shape: tuple[int, ...], outputs: str, dtype: torch.dtype, name: str = "y"
+    y: Tensor, shape: tuple[int, ...], form: str, dtype: torch.dtype, name: str = "y"
 ) -> FunctionValues:
     """Targets of the user as functions of the kernel's space.
 
@@ -58,7 +58,7 @@ def function_values(
             classes: 0 and 1 become −1 and 1 for scalar-valued functions, −1 and 1 stay; for
             vector-valued ones class c becomes e_c − 1/C, which has mean zero when classes are balanced.
         shape: Shape of the outputs of one example.
-        outputs: Which kernel.
+        form: Which kernel.
         dtype: Type of the values.
         name: What to call the targets in errors.
 
@@ -69,13 +69,13 @@ def function_values(
         InputError: If the shape or type fits neither.
     """
     c = torch.Size(shape).numel()
-    is_vector = outputs == "full" and c > 1
+    is_vector = form == "full" and c > 1
     if y.is_complex():
         raise InputError(f"{name} has type {y.dtype}", "real values", "pass real and imaginary parts apart")
     if not y.is_floating_point():
         y = _classes(y, c, name) if is_vector else _signs(y, name)
     y = y.to(dtype)
-    if y.ndim > 1 and outputs == "full" and tuple(y.shape[1:]) == shape:  # as the outputs themselves
+    if y.ndim > 1 and form == "full" and tuple(y.shape[1:]) == shape:  # as the outputs themselves
         return FunctionValues(y.reshape(y.shape[0], c, 1), True)
     if is_vector and y.ndim == 3 and y.shape[1] == c and y.shape[2]:
         return FunctionValues(y, False)
@@ -85,13 +85,13 @@ def function_values(
     if not is_vector and y.ndim == 3 and y.shape[1] == 1 and y.shape[2]:
         return FunctionValues(y, False)
     raise InputError(
-        f"{name} has shape {tuple(y.shape)} for a network with {c} outputs and outputs={outputs!r}",
+        f"{name} has shape {tuple(y.shape)} for a network with {c} outputs and form={form!r}",
         expected=f"(N, {c}), or (N, {c}, T) for T functions"
         if is_vector
         else "(N,), or (N, T) for T functions",
-        remedy='pass outputs="trace" for scalar functions of a network with several outputs'
+        remedy='pass form="trace" for scalar functions of a network with several outputs'
         if is_vector
-        else 'pass outputs="full" for targets with one column for each output',
+        else 'pass form="full" for targets with one column for each output',
     )
 
 
@@ -106,7 +106,7 @@ def _signs(y: Tensor, name: str) -> Tensor:
     raise InputError(
         f"{name} holds the integers {some}{', …' if len(found) > 5 else ''} for a scalar-valued function",
         expected="two classes, 0 and 1 or −1 and 1",
-        remedy='pass float targets, or outputs="full" with a network that has one output for each class',
+        remedy='pass float targets, or form="full" with a network that has one output for each class',
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from linnet.errors import InputError, NumericalError
 from linnet.spectrum.kernel_matrix import Source, check_kernel, kernel_matrix
 from linnet.tangent.batch import Inputs, batch_size
-from linnet.tangent.captured import Outputs
+from linnet.tangent.captured import Form
 
 ROWS = 1024  # rows of a matrix taken to float64 at once
 
@@ -22,7 +22,7 @@ def kernel_distance(
     first: Source,
     second: Source,
     x: Inputs | None = None,
-    outputs: Outputs = "full",
+    form: Form = "full",
     *,
     memory: str | int | None = None,
 ) -> float:
@@ -32,7 +32,7 @@ def kernel_distance(
         first: A network, or a Gram matrix (N, N) or (N, C, N, C).
         second: The other one; a network and a matrix may be mixed.
         x: N examples on which the kernels of networks are evaluated.
-        outputs: Which kernel of networks with several outputs.
+        form: Which kernel of networks with several outputs.
         memory: Budget of each Gram matrix.
 
     Returns:
@@ -49,7 +49,7 @@ def kernel_distance(
         >>> kernel_distance(torch.eye(2), torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
         0.292893...
     """
-    k1, k2 = _pair(first, second, x, outputs, memory)
+    k1, k2 = _pair(first, second, x, form, memory)
     return 1.0 - _cosine(k1, k2)
 
 
@@ -57,7 +57,7 @@ def centered_alignment(
     first: Source,
     second: Source,
     x: Inputs | None = None,
-    outputs: Outputs = "full",
+    form: Form = "full",
     *,
     memory: str | int | None = None,
 ) -> float:
@@ -70,7 +70,7 @@ def centered_alignment(
         first: A network, or a Gram matrix (N, N) or (N, C, N, C).
         second: The other one; a network and a matrix may be mixed.
         x: N examples on which the kernels of networks are evaluated.
-        outputs: Which kernel of networks with several outputs.
+        form: Which kernel of networks with several outputs.
         memory: Budget of each Gram matrix.
 
     Returns:
@@ -87,39 +87,37 @@ def centered_alignment(
         >>> round(centered_alignment(torch.eye(4), torch.eye(4) + 3.0), 6)
         1.0
     """
-    k1, k2 = (_centered(k) for k in _pair(first, second, x, outputs, memory))
+    k1, k2 = (_centered(k) for k in _pair(first, second, x, form, memory))
     return _cosine(k1, k2)
 
 
 def _pair(
-    first: Source, second: Source, x: Inputs | None, outputs: Outputs, memory: str | int | None
+    first: Source, second: Source, x: Inputs | None, form: Form, memory: str | int | None
 ) -> tuple[Tensor, Tensor]:
     """Both kernels as (N, N) or (N, C, N, C)."""
-    check_kernel(outputs)
+    check_kernel(form)
     sources = {"first": first, "second": second}
     if x is not None and all(isinstance(source, Tensor) for source in sources.values()):
         raise InputError(
             "x is given, but first and second are matrices", "x with networks only", "leave x= out"
         )
-    k1, k2 = (_kernel(source, x, outputs, memory, name) for name, source in sources.items())
+    k1, k2 = (_kernel(source, x, form, memory, name) for name, source in sources.items())
     if k1.shape != k2.shape:
         raise InputError(
             f"first is a kernel of shape {tuple(k1.shape)}, second of {tuple(k2.shape)}",
             expected="kernels of the same examples",
-            remedy="evaluate both on the same x, with the same outputs=",
+            remedy="evaluate both on the same x, with the same form=",
         )
     return k1, k2
 
 
-def _kernel(
-    source: Source, x: Inputs | None, outputs: Outputs, memory: str | int | None, name: str
-) -> Tensor:
+def _kernel(source: Source, x: Inputs | None, form: Form, memory: str | int | None, name: str) -> Tensor:
     """A kernel with its axes apart."""
     if isinstance(source, Tensor):
         kernel_matrix(source, name=name)  # only to be checked
         return source
-    flat = kernel_matrix(source, x, outputs, memory, name)
-    if outputs != "full" or x is None:
+    flat = kernel_matrix(source, x, form, memory, name)
+    if form != "full" or x is None:
         return flat
     n = batch_size(x)
     c = flat.shape[0] // n

@@ -18,7 +18,7 @@ from linnet.progress import waiting
 from linnet.solvers.lanczos import eigenpairs
 from linnet.spectrum.kernel_matrix import KernelOperator, check_symmetry, flat_gram, stored_operator
 from linnet.tangent.batch import Inputs
-from linnet.tangent.captured import Outputs
+from linnet.tangent.captured import Form
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
 
@@ -88,7 +88,7 @@ class Request:
     Args:
         function: The network.
         x: N examples.
-        outputs: Which kernel.
+        form: Which kernel.
         rows: R, the size of the kernel's matrix.
         k: Number of eigenpairs.
         how: The method and its settings.
@@ -96,7 +96,7 @@ class Request:
 
     function: Functional
     x: Inputs
-    outputs: Outputs
+    form: Form
     rows: int
     k: int
     how: Decomposition
@@ -142,7 +142,7 @@ def kernel_eigenpairs(
     check_count(request.k, request.rows, "the values of a function on x")
     chosen = _choose(request, given, memory)
     if chosen == "matrix-free":
-        return _lanczos(request, KernelOperator(request.function, request.x, request.outputs), None)
+        return _lanczos(request, KernelOperator(request.function, request.x, request.form), None)
     matrix = _matrix(request, given, memory, progress)
     return _decompose(request, matrix, chosen, memory, progress)
 
@@ -189,14 +189,14 @@ def _matrix(
 ) -> Tensor:
     """The Gram matrix (R, R)."""
     if given is None:
-        options: dict[str, Any] = {"outputs": request.outputs, "memory": memory}
+        options: dict[str, Any] = {"form": request.form, "memory": memory}
         return flat_gram(_gram(request.function, request.x, progress=progress, **options))
     flat = flat_gram(given)
     if flat.shape[0] != request.rows:
         raise InputError(
             f"gram has shape {tuple(given.shape)}",
             expected=f"{request.rows} rows: one for each value of a function on x",
-            remedy=f"compute it on the same x with outputs={request.outputs!r}",
+            remedy=f"compute it on the same x with form={request.form!r}",
         )
     check_symmetry(flat, "gram")
     return flat
@@ -224,7 +224,7 @@ def _full(request: Request, matrix: Tensor, memory: str | int | None, progress: 
     bytes_ = 8 * rows * rows
     budget = parse_bytes(memory, matrix.device)
     items = (("matrix in float64", bytes_), ("eigenvectors", bytes_), ("workspace", 2 * bytes_))
-    ways = ['pass method="lanczos" with a smaller k', 'pass outputs="trace"']
+    ways = ['pass method="lanczos" with a smaller k', 'pass form="trace"']
     require(Plan(f"eigendecomposition of {rows} rows", budget, items), ways)
     with waiting(f"eigendecomposition of {rows} rows", enabled=progress):
         values, vectors = eigh(matrix, "the Gram matrix")

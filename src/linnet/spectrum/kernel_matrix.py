@@ -26,7 +26,7 @@ from linnet.tangent.batch import (
     take,
     tensors_in,
 )
-from linnet.tangent.captured import Outputs
+from linnet.tangent.captured import Form
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
 from linnet.tangent.jacobian import jvp_columns, vjp_columns
@@ -45,7 +45,7 @@ def gram(
     lin_or_model: Linearized | nn.Module,
     x: Inputs,
     x2: Inputs | None = None,
-    outputs: Outputs = "full",
+    form: Form = "full",
     *,
     memory: str | int | None = None,
     file: str | Path | None = None,
@@ -58,7 +58,7 @@ def gram(
         lin_or_model: A linearized network, or a network that is linearized in all its parameters.
         x: N examples.
         x2: M examples; by default ``x``, and the result is exactly symmetric.
-        outputs: ``"full"`` (N, C, M, C), ``"trace"`` (N, M), ``"diagonal"`` (N, M, C) or ``"sum"`` (N, M).
+        form: ``"full"`` (N, C, M, C), ``"trace"`` (N, M), ``"diagonal"`` (N, M, C) or ``"sum"`` (N, M).
         memory: Budget such as ``"4GB"``; by default half of what is available.
         file: A ``.npy`` file for the result; an interrupted run resumes from it.
         accumulate: ``"float64"`` keeps sums over parameters in double precision.
@@ -77,7 +77,7 @@ def gram(
     Example:
         >>> import torch
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
-        >>> gram(net, torch.ones(4, 2), outputs="trace").shape
+        >>> gram(net, torch.ones(4, 2), form="trace").shape
         torch.Size([4, 4])
     """
     function = tangent_of(lin_or_model)
@@ -87,7 +87,7 @@ def gram(
         function,
         x,
         x2,
-        outputs=outputs,
+        form=form,
         memory=memory,
         file=file,
         accumulate=accumulate,
@@ -108,17 +108,17 @@ def on_device(x: Inputs, function: Functional) -> Inputs:
     return map_tensors(lambda t: t.to(here), x)
 
 
-def check_kernel(outputs: str) -> None:
-    """Raise unless ``outputs`` names one kernel.
+def check_kernel(form: str) -> None:
+    """Raise unless ``form`` names one kernel.
 
     Args:
-        outputs: ``"full"``, ``"trace"`` or ``"sum"``.
+        form: ``"full"``, ``"trace"`` or ``"sum"``.
 
     Raises:
         InputError: If it is something else.
     """
-    remedy = 'leave outputs= out for "full"; "diagonal" is one kernel for each output, not one in all'
-    choice("outputs", outputs, KERNELS, remedy)
+    remedy = 'leave form= out for "full"; "diagonal" is one kernel for each output, not one in all'
+    choice("form", form, KERNELS, remedy)
 
 
 def check_inputs(function: Functional, x: Inputs) -> tuple[int, ...]:
@@ -140,9 +140,9 @@ def check_inputs(function: Functional, x: Inputs) -> tuple[int, ...]:
     return tuple(function.check_runs(take(x, slice(0, 1))).shape[1:])
 
 
-def values_of_one(shape: tuple[int, ...], outputs: str) -> int:
+def values_of_one(shape: tuple[int, ...], form: str) -> int:
     """Q, the numbers that a function of this kernel's space has for one example: C for ``"full"``, else 1."""
-    return torch.Size(shape).numel() if outputs == "full" else 1
+    return torch.Size(shape).numel() if form == "full" else 1
 
 
 def flat_gram(matrix: Tensor, name: str = "gram") -> Tensor:
@@ -168,7 +168,7 @@ def flat_gram(matrix: Tensor, name: str = "gram") -> Tensor:
         raise InputError(
             f"{name} has shape {shape}",
             expected="a square Gram matrix, (N, N) or (N, C, N, C)",
-            remedy='compute it with linnet.spectrum.gram(model, x, outputs="trace" or "full")',
+            remedy='compute it with linnet.spectrum.gram(model, x, form="trace" or "full")',
         )
     if not matrix.is_floating_point():
         raise InputError(
@@ -205,7 +205,7 @@ def check_symmetry(matrix: Tensor, name: str) -> None:
 def kernel_matrix(
     source: Source,
     x: Inputs | None = None,
-    outputs: Outputs = "full",
+    form: Form = "full",
     memory: str | int | None = None,
     name: str = "source",
 ) -> Tensor:
@@ -214,7 +214,7 @@ def kernel_matrix(
     Args:
         source: A network (then x is needed), a Gram matrix, or an operator, which is made dense.
         x: N examples.
-        outputs: Which kernel of a network.
+        form: Which kernel of a network.
         memory: Budget of its computation.
         name: What to call the source in errors.
 
@@ -224,7 +224,7 @@ def kernel_matrix(
     Raises:
         InputError: If x is missing, or not wanted.
     """
-    check_kernel(outputs)
+    check_kernel(form)
     _check_source(source, x, name)
     if isinstance(source, Tensor):
         flat = flat_gram(source, name)
@@ -232,18 +232,18 @@ def kernel_matrix(
         return flat
     if isinstance(source, LinearOperator):
         return source.dense()
-    return flat_gram(gram(source, x, outputs=outputs, memory=memory))
+    return flat_gram(gram(source, x, form=form, memory=memory))
 
 
 def kernel_operator(
-    source: Source, x: Inputs | None = None, outputs: Outputs = "full", memory: str | int | None = None
+    source: Source, x: Inputs | None = None, form: Form = "full", memory: str | int | None = None
 ) -> LinearOperator:
     """The kernel of a source as an operator; the Gram matrix of a network is computed and stored.
 
     Args:
         source: A network (then x is needed), a Gram matrix, or a symmetric operator.
         x: N examples.
-        outputs: Which kernel of a network.
+        form: Which kernel of a network.
         memory: Budget of the Gram matrix.
 
     Returns:
@@ -259,7 +259,7 @@ def kernel_operator(
                 f"source is {source!r}", expected="a square, symmetric operator", remedy="pass A.T @ A"
             )
         return source
-    return stored_operator(kernel_matrix(source, x, outputs, memory))
+    return stored_operator(kernel_matrix(source, x, form, memory))
 
 
 def stored_operator(matrix: Tensor) -> LinearOperator:
@@ -299,7 +299,7 @@ class KernelOperator(LinearOperator):
     Args:
         function: The network.
         x: N examples.
-        outputs: ``"full"`` (N·C rows), ``"trace"`` or ``"sum"`` (N rows).
+        form: ``"full"`` (N·C rows), ``"trace"`` or ``"sum"`` (N rows).
         block: Examples differentiated at once.
 
     Example:
@@ -308,11 +308,11 @@ class KernelOperator(LinearOperator):
         (4, 4)
     """
 
-    def __init__(self, function: Functional, x: Inputs, outputs: Outputs = "full", block: int = 128) -> None:
-        check_kernel(outputs)
-        self.function, self.x, self.outputs, self.block = function, x, outputs, block
+    def __init__(self, function: Functional, x: Inputs, form: Form = "full", block: int = 128) -> None:
+        check_kernel(form)
+        self.function, self.x, self.form, self.block = function, x, form, block
         self.c = torch.Size(check_inputs(function, x)).numel()
-        rows = batch_size(x) * (self.c if outputs == "full" else 1)
+        rows = batch_size(x) * (self.c if form == "full" else 1)
         self.shape = (rows, rows)
         self.dtype, self.device, self.space = function.dtype, function.device, None
 
@@ -322,9 +322,9 @@ class KernelOperator(LinearOperator):
 
     def _product(self, v: Tensor) -> Tensor:
         """K v for few columns."""
-        if self.outputs == "full":
+        if self.form == "full":
             return self._tangent(v.reshape(-1, self.c, v.shape[1])).reshape(v.shape)
-        if self.outputs == "sum":
+        if self.form == "sum":
             return self._tangent(v[:, None].expand(-1, self.c, -1)).sum(1)
         total = torch.zeros_like(v)
         for c in range(self.c):  # Σ_c J_c J_cᵀ v

@@ -18,7 +18,7 @@ from linnet.spectrum.function_values import FunctionValues, function_values
 from linnet.spectrum.kernel_distance import centered_alignment, kernel_distance
 from linnet.spectrum.kernel_matrix import check_inputs, check_kernel, flat_gram, gram, tangent_of
 from linnet.tangent.batch import Inputs, batch_size, check_examples, gather_data
-from linnet.tangent.captured import Outputs
+from linnet.tangent.captured import Form
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
@@ -61,7 +61,7 @@ class Recorder:
         x: N examples, some hundreds to some thousands; each note costs a Gram matrix.
         y: Targets on them, as for ``alignment``; None to follow the kernel alone.
         k: Number of leading eigenvalues and eigenvectors; N at most.
-        outputs: Which kernel of a network with several outputs.
+        form: Which kernel of a network with several outputs.
         every: ``note`` passes over steps that are not multiples of this.
         keep: True to keep every Gram matrix in memory, or a folder to keep them in files; False for
             the first and the last only.
@@ -92,12 +92,12 @@ class Recorder:
         x: Inputs,
         y: Tensor | None = None,
         k: int = 10,
-        outputs: Outputs = "full",
+        form: Form = "full",
         every: int = 1,
         keep: bool | str | Path = False,
         memory: str | int | None = None,
     ) -> None:
-        check_kernel(outputs)
+        check_kernel(form)
         for name, value in (("k", k), ("every", every)):
             integer(name, value)
         check_examples(x)
@@ -106,7 +106,7 @@ class Recorder:
         self.y: Tensor | None = None
         if y is not None:
             self.x, self.y = gather_data((x, y))
-        self.k, self.outputs, self.every, self.memory = k, outputs, every, memory
+        self.k, self.form, self.every, self.memory = k, form, every, memory
         self.folder = None if isinstance(keep, bool) else checked_path("keep", keep)
         if self.folder is not None and not self.folder.is_dir():
             raise InputError(
@@ -145,13 +145,13 @@ class Recorder:
         shape = check_inputs(function, self.x)
         targets = None
         if self.y is not None:
-            targets = function_values(self.y.to(function.device), shape, self.outputs, function.dtype)
+            targets = function_values(self.y.to(function.device), shape, self.form, function.dtype)
         file = None if self.folder is None else self.folder / f"kernel-{step}.npy"
         matrix = gram(
-            Linearized(function), self.x, outputs=self.outputs, memory=self.memory, file=file, progress=False
+            Linearized(function), self.x, form=self.form, memory=self.memory, file=file, progress=False
         )
         options: dict[str, Any] = {"gram": matrix, "memory": self.memory, "progress": False}
-        pairs = eigenfunctions(Linearized(function), self.x, self.k, self.outputs, **options)
+        pairs = eigenfunctions(Linearized(function), self.x, self.k, self.form, **options)
         found = self._measured(step, matrix, pairs, targets)
         self._first = matrix if self._first is None else self._first
         self._last = matrix

@@ -25,7 +25,7 @@ from linnet.solvers.solution import Estimate
 from linnet.solvers.trace import slq
 from linnet.spectrum.kernel_matrix import Source, kernel_matrix, kernel_operator
 from linnet.tangent.batch import Inputs
-from linnet.tangent.captured import Outputs
+from linnet.tangent.captured import Form
 
 COLUMNS = 16  # Lanczos processes side by side
 
@@ -126,7 +126,7 @@ def spectral_density(
     source: Source,
     x: Inputs | None = None,
     *,
-    outputs: Outputs = "full",
+    form: Form = "full",
     samples: int = 8,
     steps: int = 64,
     seed: Seed = 0,
@@ -140,7 +140,7 @@ def spectral_density(
     Args:
         source: A symmetric operator, a Gram matrix, or a network (then x is needed).
         x: N examples.
-        outputs: Which kernel of a network with several outputs.
+        form: Which kernel of a network with several outputs.
         samples: Number of random vectors.
         steps: Lanczos steps for each.
         seed: Generator or seed of the random vectors.
@@ -163,7 +163,7 @@ def spectral_density(
     """
     integer("samples", samples)
     integer("steps", steps)
-    operator = kernel_operator(source, x, outputs, memory)
+    operator = kernel_operator(source, x, form, memory)
     generator = make_generator(seed, "seed")
     nodes, weights = [], []
     for first in range(0, samples, COLUMNS):
@@ -187,7 +187,7 @@ def effective_dimension(
     ridge: float,
     x: Inputs | None = None,
     *,
-    outputs: Outputs = "full",
+    form: Form = "full",
     samples: int = 16,
     steps: int = 64,
     seed: Seed = 0,
@@ -202,7 +202,7 @@ def effective_dimension(
         source: A Gram matrix, a network (then x is needed), or a positive semi-definite operator.
         ridge: ρ > 0, the ridge of ``linnet.fit`` (absolute; for sums over examples).
         x: N examples.
-        outputs: Which kernel of a network with several outputs.
+        form: Which kernel of a network with several outputs.
         samples: Random vectors, for an operator.
         steps: Lanczos steps, for an operator.
         seed: Generator or seed, for an operator.
@@ -235,7 +235,7 @@ def effective_dimension(
             return t.clamp(min=0) / (t.clamp(min=0) + ridge)
 
         return slq(operator, share, samples, steps, seed)
-    values = _eigenvalues(kernel_matrix(source, x, outputs, memory))
+    values = _eigenvalues(kernel_matrix(source, x, form, memory))
     return Estimate(float((values / (values + ridge)).sum()), 0.0)
 
 
@@ -244,7 +244,7 @@ def condition_number(
     x: Inputs | None = None,
     ridge: float = 0.0,
     *,
-    outputs: Outputs = "full",
+    form: Form = "full",
     tolerance: float = 1e-6,
     max_steps: int | None = 1000,
     seed: Seed = 0,
@@ -257,7 +257,7 @@ def condition_number(
             two ends are found by Lanczos.
         x: N examples.
         ridge: ρ ≥ 0, added to every eigenvalue.
-        outputs: Which kernel of a network with several outputs.
+        form: Which kernel of a network with several outputs.
         tolerance: Of the ends of an operator's spectrum, relative to σ₁.
         max_steps: Largest number of Lanczos steps, for an operator.
         seed: Generator or seed, for an operator.
@@ -291,7 +291,7 @@ def condition_number(
         largest, smallest = (float(pair.values[0]) for pair in ends)
         rounding = max(tolerance, torch.finfo(operator.dtype).eps * operator.shape[0]) * largest
     else:
-        values = _eigenvalues(kernel_matrix(source, x, outputs, memory))
+        values = _eigenvalues(kernel_matrix(source, x, form, memory))
         largest, smallest = float(values[-1]), float(values[0])
         rounding = torch.finfo(values.dtype).eps * values.shape[0] * largest
     smallest = 0.0 if abs(smallest) <= rounding else smallest

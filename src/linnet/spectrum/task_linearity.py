@@ -291,7 +291,7 @@ def _gram(fit: LinearFit, index: Tensor, memory: str | int | None, progress: boo
             return kernel
         return kernel.view(n, c, n, c)[index][:, :, index].reshape(len(index) * c, -1)
     part = take(fit.x, index)
-    return flat_gram(gram(fit.module, part, outputs="full", memory=memory, progress=progress)).double()
+    return flat_gram(gram(fit.module, part, form="full", memory=memory, progress=progress)).double()
 
 
 def _fair(kernel: Tensor) -> float:

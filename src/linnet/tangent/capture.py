@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linnet.tangent.batch import Inputs, take
-from linnet.tangent.captured import Captured, Outputs
+from linnet.tangent.captured import Captured, Form
 from linnet.tangent.coordinates import kernel_part, moved_network, pulled_parts
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import exact_rows, use_gradients
@@ -25,7 +25,7 @@ from linnet.tangent.proof import MOST, disagreeing, random_cotangent
 from linnet.tangent.rules import Use
 from linnet.tangent.trace import Trace, trace, weighed_trace
 
-Cotangents = Tensor | Outputs | Callable[[Tensor], Tensor]
+Cotangents = Tensor | Form | Callable[[Tensor], Tensor]
 LARGE = 4  # a proof on fewer examples is repeated when the first larger batch comes
 
 
@@ -236,7 +236,7 @@ def _cotangents(outputs: Tensor, wanted: Cotangents) -> Tensor:
     return wanted(outputs) if callable(wanted) else output_cotangents(outputs, wanted)
 
 
-def output_cotangents(outputs: Tensor, kind: Outputs) -> Tensor:
+def output_cotangents(outputs: Tensor, kind: Form) -> Tensor:
     """One cotangent for each output, (C, N, C), or one for their sum, (1, N, C)."""
     n, c = outputs.shape
     return outputs.new_ones(1, n, c) if kind == "sum" else _identity_rows(outputs, 0, c)

@@ -11,7 +11,7 @@ from torch import Tensor
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.rules import Use, pull_back, use_rows
 
-Outputs = Literal["full", "trace", "diagonal", "sum"]
+Form = Literal["full", "trace", "diagonal", "sum"]
 
 
 @dataclass(eq=False)

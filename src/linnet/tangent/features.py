@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from linnet.tangent.captured import Captured, Outputs
+from linnet.tangent.captured import Captured, Form
 from linnet.tangent.rules import OUTER, Factors, Use, factors
 
 SMALL_PRODUCT_PENALTY = 3.0  # batched small products reach about a third of the rate of one large one
@@ -220,7 +220,7 @@ def outline(
     captured: Captured,
     names: Sequence[str],
     pairs: tuple[int, int],
-    outputs: Outputs,
+    form: Form,
     formed: Collection[str] = (),
 ) -> Outline:
     """What a kernel could keep of its examples, and what it would cost.
@@ -229,7 +229,7 @@ def outline(
         captured: A few captured examples, whose gradients may be without numbers.
         names: The tracked parameters.
         pairs: Total numbers of examples N, M on the two sides of the kernel.
-        outputs: Which kernel is wanted.
+        form: Which kernel is wanted.
         formed: Parameters whose gradients are formed whatever it costs.
 
     Returns:
@@ -254,7 +254,7 @@ def outline(
     for name in able:
         own, joined = uses[name], [_hollow_use(use) for use in uses[name]]
         layer = Layer(_joined(joined, captured.n, captured.outputs.dtype), bias=False)
-        case = own, captured.n, pairs, outputs
+        case = own, captured.n, pairs, form
         choices[name] = Choice(layer, len(own), _costs(*case), _pays(*case))
     return Outline(
         hollow,
@@ -286,7 +286,7 @@ def choose(
     captured: Captured,
     names: Sequence[str],
     pairs: tuple[int, int],
-    outputs: Outputs,
+    form: Form,
     formed: Collection[str] = (),
 ) -> Treatment:
     """Decide for each parameter between gradients and factors, by counting multiplications.
@@ -296,12 +296,12 @@ def choose(
         names: The tracked parameters.
         formed: Parameters whose gradients are formed whatever it costs.
         pairs: Total numbers of examples N, M on the two sides of the kernel.
-        outputs: Which kernel is wanted.
+        form: Which kernel is wanted.
 
     Returns:
         The treatment, to be used for every batch of this kernel.
     """
-    found = outline(captured, names, pairs, outputs, formed)
+    found = outline(captured, names, pairs, form, formed)
     return found.treatment(found.cheapest)
 
 
@@ -316,13 +316,13 @@ def _can_factor(uses: list[Use]) -> bool:
     return len(forms) == 1
 
 
-def _pays(uses: list[Use], n: int, pairs: tuple[int, int], outputs: Outputs) -> bool:
+def _pays(uses: list[Use], n: int, pairs: tuple[int, int], form: Form) -> bool:
     """Whether contracting positions is cheaper than forming gradients."""
-    costs = _costs(uses, n, pairs, outputs)
+    costs = _costs(uses, n, pairs, form)
     return costs.contracted < sum(pairs) * costs.form + costs.formed
 
 
-def _costs(uses: list[Use], n: int, pairs: tuple[int, int], outputs: Outputs) -> Costs:
+def _costs(uses: list[Use], n: int, pairs: tuple[int, int], form: Form) -> Costs:
     """Multiplications of a parameter, formed and contracted."""
     product = pairs[0] * pairs[1]
     s = d = c = r = 0
@@ -331,7 +331,7 @@ def _costs(uses: list[Use], n: int, pairs: tuple[int, int], outputs: Outputs) ->
         s, d, c = s + s_u, d_u, c_u
     assert uses[0].g is not None
     k = uses[0].g.shape[0]
-    square = k * k if outputs == "full" else k
+    square = k * k if form == "full" else k
     width = 1 if uses[0].kind == "embedding" else d
     formed_features = uses[0].target.shape[0] * c if uses[0].kind == "embedding" else c * d
     contract = product * s * r * (s * width + s * k * c + (square * c if s > 1 else 0))

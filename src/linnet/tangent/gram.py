@@ -21,7 +21,7 @@ from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, take, 
 from linnet.tangent.budgeted import Fit, treatment_within
 from linnet.tangent.capture import capture_bytes, capture_parts_for_products, hollow_capture
 from linnet.tangent.capture import capture_for_products as capture  # gradients are only multiplied here
-from linnet.tangent.captured import Outputs
+from linnet.tangent.captured import Form
 from linnet.tangent.features import Features, Outline, Treatment, TreatmentChanged, outline, reduce
 from linnet.tangent.functional import Functional
 from linnet.tangent.hashing import hash_tensors
@@ -79,14 +79,14 @@ class GramTask:
         function: The network.
         x1: Examples of the rows.
         x2: Examples of the columns, or ``None`` for the same.
-        outputs: Which kernel.
+        form: Which kernel.
         accumulate: Type in which sums are kept, or ``None``.
     """
 
     function: Functional
     x1: Inputs
     x2: Inputs | None
-    outputs: Outputs
+    form: Form
     accumulate: torch.dtype | None
 
     @property
@@ -102,7 +102,7 @@ def gram(
     x1: Inputs,
     x2: Inputs | None = None,
     *,
-    outputs: Outputs = "full",
+    form: Form = "full",
     memory: str | int | None = None,
     file: str | Path | None = None,
     accumulate: str | None = None,
@@ -114,7 +114,7 @@ def gram(
         function: The network and its tracked parameters.
         x1: N examples.
         x2: M examples; by default those of ``x1``, and the result is exactly symmetric.
-        outputs: ``"full"`` for (N, C, M, C), ``"trace"`` for Σ_c of its diagonal blocks (N, M),
+        form: ``"full"`` for (N, C, M, C), ``"trace"`` for Σ_c of its diagonal blocks (N, M),
             ``"diagonal"`` for (N, M, C), ``"sum"`` for the kernel of the summed outputs (N, M).
         memory: Budget such as ``"4GB"``; by default half of what is available.
         file: A ``.npy`` file that holds the result. An interrupted run resumes from it.
@@ -128,7 +128,7 @@ def gram(
         InputError: If an argument has a value that is not listed here.
         MemoryBudgetError: If not even the smallest tiles fit.
     """
-    task = GramTask(function, x1, x2, outputs, _accumulation(accumulate))
+    task = GramTask(function, x1, x2, form, _accumulation(accumulate))
     _check(task)
     while True:
         try:
@@ -221,7 +221,7 @@ def _compute(
     """Plan, and run every step; ``own`` takes the traces of the rows with themselves."""
     plan = plan_gram(task, memory, to_disk=file is not None)
     require(plan.memory, _ways(task, to_disk=file is not None))
-    shape = _shape(*task.sizes, plan.template.outputs.shape[1], task.outputs)
+    shape = _shape(*task.sizes, plan.template.outputs.shape[1], task.form)
     store = GramFile(file, shape, plan.dtype, _identity(task, plan)) if file is not None else None
     device = task.function.device
     result = torch.empty(shape, dtype=plan.dtype, device=device) if store is None else store.array
@@ -252,8 +252,8 @@ def _compute(
 def _ways(task: GramTask, to_disk: bool) -> dict[str, list[str]]:
     """What helps against each item of a plan that is too large."""
     disk = [] if to_disk else ["keep it on disk with linnet.spectrum.gram(..., file='kernel.npy')"]
-    trace = ['take outputs="trace"'] if task.outputs == "full" else []
-    one = [] if task.outputs == "sum" else ['take outputs="sum", or fewer outputs with output=']
+    trace = ['take form="trace"'] if task.form == "full" else []
+    one = [] if task.form == "sum" else ['take form="sum", or fewer outputs with output=']
     small = ["raise memory=", "select fewer parameters with params=", *one]
     return {
         "kernel": [*disk, *trace, "use fewer examples", "raise memory="],
@@ -311,7 +311,7 @@ def _blocks(
     n, m = task.sizes
     k = features.k
     dtype = task.accumulate or torch.promote_types(features.outputs.dtype, torch.float32)
-    shape = _shape(n, m, features.outputs.shape[1], task.outputs)
+    shape = _shape(n, m, features.outputs.shape[1], task.form)
     result = 0 if to_disk else torch.Size(shape).numel() * dtype.itemsize
     held = -(-features.nbytes // features.n)
     transient = found.inputs + columns * found.column + 2 * held
@@ -324,7 +324,7 @@ def _blocks(
     block = max(1, min(most, n if task.x2 is None else max(n, m), int(0.3 * left) // max(transient, 1)))
     # products of fewer than 8 examples are slow: only where half of the memory would be taken otherwise
     while product > 1 and (
-        tile_bytes(features, task.outputs, product, product, dtype.itemsize)
+        tile_bytes(features, task.form, product, product, dtype.itemsize)
         > (0.2 if product > 8 else 0.5) * left
     ):
         product //= 2
@@ -332,7 +332,7 @@ def _blocks(
     identity = columns * features.outputs.shape[1] * dtype.itemsize  # the cotangents of a block
     working = block * transient + identity
     side = min(product, n), min(product, m)
-    tile = tile_bytes(features, task.outputs, *side, dtype.itemsize)
+    tile = tile_bytes(features, task.form, *side, dtype.itemsize)
     streams = 0 if task.x2 is None and n * held + working + tile <= left else block * held
     hold = min(n, max(1, (left - working - tile - streams) // max(held, 1)))
     if hold < min(n, product):  # a block of few examples has small tiles, and room for more of them
@@ -340,7 +340,7 @@ def _blocks(
 
         def small_tile(rows: int) -> int:
             columns = min(widest, max(rows, block))
-            return tile_bytes(features, task.outputs, rows, columns, dtype.itemsize)
+            return tile_bytes(features, task.form, rows, columns, dtype.itemsize)
 
         room = left - working - streams
         while hold < min(n, product) and (hold + 1) * held + small_tile(hold + 1) <= room:
@@ -352,7 +352,7 @@ def _blocks(
         ("derivatives of one block", working),
         ("tile", tile),
     )
-    name = f"kernel ({task.outputs}) of {n} × {m} examples"
+    name = f"kernel ({task.form}) of {n} × {m} examples"
     sizes = Sizes(hold, product, block, columns)
     return GramPlan(Plan(name, budget, items), Treatment({}, {}), sizes, dtype, features)
 
@@ -378,15 +378,15 @@ def _probe(task: GramTask) -> _Probed:
     shapes = tuple(_form_of(task.x1))
     function = task.function
     known = function.cache.setdefault("gram", {})
-    key = (shapes, task.outputs, n, m)
+    key = (shapes, task.form, n, m)
     if key not in known:
         for x in (task.x1, task.x2):
             if x is not None:
                 function.check_runs(take(x, slice(0, 2)))
-        k = 1 if task.outputs == "sum" else function.output_shape(task.x1).numel()
+        k = 1 if task.form == "sum" else function.output_shape(task.x1).numel()
         hollow = hollow_capture(function, take(task.x1, slice(0, min(n, PROBES))), k)
         formed = function.cache.get("formed", set())
-        found = outline(hollow, function.names, (n, m), task.outputs, formed)
+        found = outline(hollow, function.names, (n, m), task.form, formed)
         inputs = capture_bytes(function, task.x1, 0)
         known[key] = _Probed(found, inputs, capture_bytes(function, task.x1, 1) - inputs)
     probed: _Probed = known[key]
@@ -400,7 +400,7 @@ def _run(step: Step, held: Features, task: GramTask, plan: GramPlan, result: Ten
     if step.columns is not None:
         features = _features(task, plan, task.x1 if task.x2 is None else task.x2, step.columns)
         for left in ranges(0, held.n, plan.product):
-            tile = kernel_tile(held.part(*left), features, task.outputs, task.accumulate)
+            tile = kernel_tile(held.part(*left), features, task.form, task.accumulate)
             _write(result, tile, step.rows[0] + left[0], step.columns[0], mirror=task.x2 is None)
 
 
@@ -419,10 +419,10 @@ def _features(
     block = x if wanted == (0, batch_size(x)) else take(x, slice(*wanted))
     names, k = task.function.names, plan.template.k
     if plan.sizes.columns == k:
-        return reduce(capture(task.function, block, task.outputs), names, plan.treatment, room)
+        return reduce(capture(task.function, block, task.form), names, plan.treatment, room)
     room = room or plan.template.room_for(wanted[1] - wanted[0], task.function.device)
     done = 0
-    for captured in capture_parts_for_products(task.function, block, task.outputs, plan.sizes.columns):
+    for captured in capture_parts_for_products(task.function, block, task.form, plan.sizes.columns):
         reduce(captured, names, plan.treatment, room.columns(done, done + captured.k))
         done += captured.k
     return room
@@ -436,7 +436,7 @@ def _symmetric_tiles(step: Step, held: Features, task: GramTask, plan: GramPlan,
     pairs = _on_diagonal(*left, max(1, SMALLEST_PRODUCT // held.k))
     pairs += [(left, right) for right in ranges(left[1], held.n, plan.product)]
     for rows, columns in pairs:
-        tile = kernel_tile(held.part(*rows), held.part(*columns), task.outputs, task.accumulate)
+        tile = kernel_tile(held.part(*rows), held.part(*columns), task.form, task.accumulate)
         if rows == columns:
             tile = (tile + _transposed(tile)) / 2
         _write(result, tile, offset + rows[0], offset + columns[0], mirror=rows != columns)
@@ -466,11 +466,11 @@ def _write(result: Tensor, tile: Tensor, row: int, column: int, mirror: bool) ->
         result.narrow(0, column, m).narrow(axis, row, n).copy_(_transposed(tile))
 
 
-def _shape(n: int, m: int, c: int, outputs: Outputs) -> tuple[int, ...]:
+def _shape(n: int, m: int, c: int, form: Form) -> tuple[int, ...]:
     """Shape of the result."""
-    if outputs == "full":
+    if form == "full":
         return n, c, m, c
-    return (n, m, c) if outputs == "diagonal" else (n, m)
+    return (n, m, c) if form == "diagonal" else (n, m)
 
 
 def _accumulation(accumulate: str | None) -> torch.dtype | None:
@@ -483,11 +483,11 @@ def _accumulation(accumulate: str | None) -> torch.dtype | None:
 
 def _check(task: GramTask) -> None:
     """Raise on values that cannot work."""
-    if task.outputs not in OUTPUTS:
+    if task.form not in OUTPUTS:
         raise InputError(
-            f"outputs={task.outputs!r}",
+            f"form={task.form!r}",
             expected=", ".join(map(repr, OUTPUTS)),
-            remedy='leave outputs= out for "full"',
+            remedy='leave form= out for "full"',
         )
     for name, x in (("x1", task.x1), ("x2", task.x2)):
         if x is None:
@@ -507,7 +507,7 @@ def _form_of(x: Inputs) -> list[tuple[torch.Size, torch.dtype]]:
 def _identity(task: GramTask, plan: GramPlan) -> dict[str, object]:
     """What a file must have been started with to be resumed."""
     return {
-        "outputs": task.outputs,
+        "form": task.form,
         "hold": plan.hold,
         "capture": plan.capture,
         "product": plan.product,

@@ -17,7 +17,7 @@ from linnet.errors import InputError, WeightsError
 from linnet.linalg.space import ParameterSpace, Vector
 from linnet.params import choice, instance, refuse, tensor
 from linnet.tangent.batch import Inputs, check_examples
-from linnet.tangent.captured import Outputs
+from linnet.tangent.captured import Form
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, OutputAdapter, tensors_by_name
 from linnet.tangent.gram import gram
@@ -43,7 +43,7 @@ class Linearized(nn.Module):
     Example:
         >>> lin = linearize(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
         >>> x = torch.ones(5, 3)
-        >>> torch.equal(lin(x), lin.base(x)), lin.kernel(x, outputs="trace").shape
+        >>> torch.equal(lin(x), lin.base(x)), lin.kernel(x, form="trace").shape
         (True, torch.Size([5, 5]))
     """
 
@@ -201,14 +201,14 @@ class Linearized(nn.Module):
             return jacobian(self._function, x, memory)
 
     def kernel(
-        self, x1: Inputs, x2: Inputs | None = None, outputs: Outputs = "full", memory: str | int | None = None
+        self, x1: Inputs, x2: Inputs | None = None, form: Form = "full", memory: str | int | None = None
     ) -> Tensor:
         """The empirical tangent kernel J(x₁) J(x₂)ᵀ.
 
         Args:
             x1: N examples.
             x2: M examples; by default ``x1``, and the result is exactly symmetric.
-            outputs: ``"full"``, ``"trace"``, ``"diagonal"`` or ``"sum"``.
+            form: ``"full"``, ``"trace"``, ``"diagonal"`` or ``"sum"``.
             memory: Budget; by default half of what is available.
 
         Returns:
@@ -218,7 +218,7 @@ class Linearized(nn.Module):
             InputError: If ``outputs`` is something else.
             MemoryBudgetError: If not even the smallest tiles fit.
         """
-        return gram(self._function, x1, x2, outputs=outputs, memory=memory)
+        return gram(self._function, x1, x2, form=form, memory=memory)
 
     def gap(self, x: Inputs) -> float:
         """The linearity gap ‖f(θ₀ + δ) − f_lin‖ / ‖f_lin − f₀‖ on a batch: how far the model holds.

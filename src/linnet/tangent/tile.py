@@ -8,29 +8,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet.tangent.captured import Outputs
+from linnet.tangent.captured import Form
 from linnet.tangent.features import Features, Layer
 
 CHUNK = 4096  # columns summed in the rows' own precision before they are added in float64
 
 
-def kernel_tile(
-    left: Features, right: Features, outputs: Outputs, accumulate: torch.dtype | None = None
-) -> Tensor:
+def kernel_tile(left: Features, right: Features, form: Form, accumulate: torch.dtype | None = None) -> Tensor:
     """K between two batches.
 
     Args:
         left: Features of N examples.
         right: Features of M examples.
-        outputs: ``"full"``, ``"trace"``, ``"diagonal"`` or ``"sum"``.
+        form: ``"full"``, ``"trace"``, ``"diagonal"`` or ``"sum"``.
         accumulate: Type in which sums are kept; by default that of the features.
 
     Returns:
         (N, K, M, K) for ``"full"``, (N, M, K) for ``"diagonal"``, (N, M) otherwise.
     """
-    total = _rows_tile(left.rows, right.rows, outputs, accumulate)
+    total = _rows_tile(left.rows, right.rows, form, accumulate)
     for name, layer in left.layers.items():
-        _add_layer(total, layer, right.layers[name], outputs)
+        _add_layer(total, layer, right.layers[name], form)
     return total
 
 
@@ -44,17 +42,17 @@ def own_tile(features: Features) -> Tensor:
     return total
 
 
-def _rows_tile(left: Tensor, right: Tensor, outputs: Outputs, accumulate: torch.dtype | None) -> Tensor:
+def _rows_tile(left: Tensor, right: Tensor, form: Form, accumulate: torch.dtype | None) -> Tensor:
     """Products of gradients that were formed: (N, K, Q) and (M, K, Q)."""
     n, k, q = left.shape
     m = right.shape[0]
-    if outputs == "diagonal":
+    if form == "diagonal":
         product = _product(left.transpose(0, 1), right.transpose(0, 1), accumulate)  # (K, N, M)
         return product.permute(1, 2, 0).contiguous()
-    if outputs == "trace":  # Σ_k J₁[n,k]·J₂[m,k]: outputs join the sum
+    if form == "trace":  # Σ_k J₁[n,k]·J₂[m,k]: outputs join the sum
         return _product(left.reshape(n, k * q), right.reshape(m, k * q), accumulate)
     full = _product(left.reshape(n * k, q), right.reshape(m * k, q), accumulate)
-    return full.view(n, m) if outputs == "sum" else full.view(n, k, m, k)
+    return full.view(n, m) if form == "sum" else full.view(n, k, m, k)
 
 
 def _product(left: Tensor, right: Tensor, accumulate: torch.dtype | None) -> Tensor:
@@ -67,12 +65,12 @@ def _product(left: Tensor, right: Tensor, accumulate: torch.dtype | None) -> Ten
     return total
 
 
-def _add_layer(total: Tensor, left: Layer, right: Layer, outputs: Outputs) -> None:
+def _add_layer(total: Tensor, left: Layer, right: Layer, form: Form) -> None:
     """Add the products of gradients that stay factored."""
     if left.factors.g.shape[3] == 1 and right.factors.g.shape[3] == 1:
-        _add_unshared(total, left, right, outputs)
+        _add_unshared(total, left, right, form)
     else:
-        total += _shared_tile(left, right, outputs)
+        total += _shared_tile(left, right, form)
 
 
 def _input_gram(left: Layer, right: Layer) -> Tensor:
@@ -90,7 +88,7 @@ def _by_group(a: Tensor) -> Tensor:
     return a.transpose(0, 1).flatten(1, 2)
 
 
-def _add_unshared(total: Tensor, left: Layer, right: Layer, outputs: Outputs) -> None:
+def _add_unshared(total: Tensor, left: Layer, right: Layer, form: Form) -> None:
     """S = 1: K += (A₁A₂ᵀ + 1) ∘ (G₁G₂ᵀ) for each group, in one pass over K."""
     gram = _input_gram(left, right)  # (R, N, M)
     for r in range(gram.shape[0]):
@@ -100,9 +98,9 @@ def _add_unshared(total: Tensor, left: Layer, right: Layer, outputs: Outputs) ->
             right.factors.g[:, :, r, 0],
         )  # (K, N, c)
         k, n, m = g1.shape[0], g1.shape[1], g2.shape[1]
-        if outputs == "diagonal":
+        if form == "diagonal":
             total.addcmul_(a[..., None], (g1 @ g2.mT).permute(1, 2, 0).to(total.dtype))
-        elif outputs == "trace":
+        elif form == "trace":
             g = _outputs_joined(g1) @ _outputs_joined(g2).T  # Σ_k g_nk·g_mk
             total.addcmul_(a, g.to(total.dtype))
         else:
@@ -115,38 +113,38 @@ def _outputs_joined(g: Tensor) -> Tensor:
     return g.transpose(0, 1).flatten(1)
 
 
-def _shared_tile(left: Layer, right: Layer, outputs: Outputs) -> Tensor:
+def _shared_tile(left: Layer, right: Layer, form: Form) -> Tensor:
     """S > 1: X = Σ_t (a_ns·a_mt) g_mt first, then Σ_sc g_nsc X, one group at a time."""
     gram = _input_gram(left, right)
     total: Tensor | None = None
     for r in range(gram.shape[0]):
-        part = _contract_positions(gram[r], left.factors.g[:, :, r], right.factors.g[:, :, r], outputs)
+        part = _contract_positions(gram[r], left.factors.g[:, :, r], right.factors.g[:, :, r], form)
         total = part if total is None else total + part
     assert total is not None
     return total
 
 
-def _contract_positions(gram: Tensor, g1: Tensor, g2: Tensor, outputs: Outputs) -> Tensor:
+def _contract_positions(gram: Tensor, g1: Tensor, g2: Tensor, form: Form) -> Tensor:
     """Σ_st gram[ns,mt] g1[k,n,s,c] g2[l,m,t,c] for one group."""
     k, n, s, c = g1.shape
     _, m, t, _ = g2.shape
     gram = gram.view(n * s, m, t).transpose(0, 1)  # (M, N·S, T)
     weighted = gram @ g2.permute(1, 2, 0, 3).reshape(m, t, k * c)  # X: (M, N·S, K·c)
     weighted = weighted.view(m, n, s, k, c)
-    if outputs == "trace":
+    if form == "trace":
         return torch.einsum("knsc,mnskc->nm", g1, weighted)
-    if outputs == "diagonal":
+    if form == "diagonal":
         return torch.einsum("knsc,mnskc->nmk", g1, weighted)
     # one product for each n: (K × S·c)(S·c × M·K)
     second = weighted.permute(1, 2, 4, 0, 3).reshape(n, s * c, m * k)
     full = torch.bmm(g1.transpose(0, 1).reshape(n, k, s * c), second).view(n, k, m, k)
-    return full[:, 0, :, 0] if outputs == "sum" else full
+    return full[:, 0, :, 0] if form == "sum" else full
 
 
-def tile_bytes(features: Features, outputs: Outputs, n: int, m: int, item: int) -> int:
+def tile_bytes(features: Features, form: Form, n: int, m: int, item: int) -> int:
     """Bytes of the temporaries of one tile between n and m examples."""
     k = features.k
-    result = n * m * (k * k if outputs == "full" else k if outputs == "diagonal" else 1) * item
+    result = n * m * (k * k if form == "full" else k if form == "diagonal" else 1) * item
     largest = 0
     for layer in features.layers.values():
         _, _, groups, s, c = layer.factors.g.shape

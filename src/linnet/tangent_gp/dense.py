@@ -148,7 +148,7 @@ class FunctionDense(System):
         c, size = self.task.c, self.task.n * self.task.c
         if joint:
             halves = torch.cat([v for v in self._halves(x)], 1)
-            own = gram(self.function, x, outputs="full", memory=self.memory).double()
+            own = gram(self.function, x, form="full", memory=self.memory).double()
             explained = (halves.T @ halves).reshape(own.shape)
         else:
             parts = [v.reshape(size, -1, c) for v in self._halves(x)]
@@ -163,7 +163,7 @@ class FunctionDense(System):
         block = max(1, int(SHARE * parse_bytes(self.memory, self.function.device)) // row)
         halves = []
         for part in split(x, block):
-            cross = gram(self.function, part, self.task.x, outputs="full", memory=self.memory)
+            cross = gram(self.function, part, self.task.x, form="full", memory=self.memory)
             rows = cross.reshape(-1, size).double() * self.task.weights.reshape(-1)
             halves.append(torch.linalg.solve_triangular(self.dual.factor, rows.T, upper=False))
         return halves
@@ -199,8 +199,8 @@ class FunctionDense(System):
         Returns:
             The system of both.
         """
-        cross = gram(self.function, self.task.x, more.x, outputs="full", memory=self.memory).double()
-        corner = gram(self.function, more.x, outputs="full", memory=self.memory).double()
+        cross = gram(self.function, self.task.x, more.x, form="full", memory=self.memory).double()
+        corner = gram(self.function, more.x, form="full", memory=self.memory).double()
         w1, w2 = self.task.weights, more.weights
         dual = self.dual.extended(
             cross * w1[:, :, None, None] * w2, corner * w2[:, :, None, None] * w2, more.residual
@@ -247,20 +247,20 @@ def _kernel(
     n = batch_size(x)
     work = {"examples differentiated": n, "examples known": 0, "factorizations": 1}
     if before is None:
-        return gram(function, x, outputs="full", memory=memory), work
+        return gram(function, x, form="full", memory=memory), work
     kernel, places = before.known()
     found = torch.tensor([places.get(key, -1) for key in example_keys(x)], device=function.device)
     old, new = (found >= 0).nonzero()[:, 0], (found < 0).nonzero()[:, 0]
     if not len(old):
-        return gram(function, x, outputs="full", memory=memory), work
+        return gram(function, x, form="full", memory=memory), work
     at = found[old]
     result = kernel.new_empty(n, kernel.shape[1], n, kernel.shape[1])
     # index tensors put their axes first: (old, old, C, C)
     result[old[:, None], :, old] = kernel[at[:, None], :, at]
     if len(new):
         fresh = take(x, new)
-        result[new[:, None], :, new] = _pairs(gram(function, fresh, outputs="full", memory=memory).double())
-        cross = gram(function, fresh, take(x, old), outputs="full", memory=memory).double()
+        result[new[:, None], :, new] = _pairs(gram(function, fresh, form="full", memory=memory).double())
+        cross = gram(function, fresh, take(x, old), form="full", memory=memory).double()
         result[new[:, None], :, old] = _pairs(cross)
         result[old[:, None], :, new] = _pairs(cross.permute(2, 3, 0, 1))
         work["examples differentiated"] = n + len(new)  # the new ones with themselves, then with the old

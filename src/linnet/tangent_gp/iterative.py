@@ -270,7 +270,7 @@ class Iterative(System):
             halves.append((rows @ panel.columns).double() * weights.sqrt())
         b = torch.cat(halves)
         if joint:
-            kernel = gram(self.function, x, outputs="full", memory=self.memory).double()
+            kernel = gram(self.function, x, form="full", memory=self.memory).double()
             return kernel - (b @ b.T).view(kernel.shape)
         b = b.view(-1, c, b.shape[1])
         return torch.cat(own) - b @ b.mT

@@ -79,7 +79,7 @@ def stored_kernel(function: Functional, task: Task, memory: str | int | None) ->
     """
     size = task.n * task.c
     w = task.weights.to(function.dtype).reshape(-1)
-    kernel = gram(function, task.x, outputs="full", memory=memory).reshape(size, size)
+    kernel = gram(function, task.x, form="full", memory=memory).reshape(size, size)
     return Dense(kernel.to(function.dtype).mul_(w[:, None]).mul_(w), name="tangent kernel")
 
 
@@ -183,7 +183,7 @@ def _partial_factor(operator: LinearOperator, function: Functional, task: Task, 
         example, output = divmod(i, task.c)
         if example not in rows:
             one = take(task.x, slice(example, example + 1))
-            rows[example] = gram(function, one, task.x, outputs="full")[0].reshape(task.c, -1)
+            rows[example] = gram(function, one, task.x, form="full")[0].reshape(task.c, -1)
         found: Tensor = weights[i] * weights * rows[example][output].double()
         return found
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-Outputs = Literal["full", "trace", "diagonal", "sum"]
+Form = Literal["full", "trace", "diagonal", "sum"]
 
 
 def output_oracle(model: nn.Module, x: Any, output: Callable[[Any], Tensor] | None = None) -> Tensor:
@@ -89,13 +89,13 @@ def jacobian_oracle(
     return torch.stack(rows)
 
 
-def kernel_oracle(j1: Tensor, j2: Tensor | None = None, outputs: Outputs = "full") -> Tensor:
+def kernel_oracle(j1: Tensor, j2: Tensor | None = None, form: Form = "full") -> Tensor:
     """Empirical tangent kernel K = J₁J₂ᵀ from two Jacobians.
 
     Args:
         j1: Jacobian, shape (N, C, P).
         j2: Jacobian, shape (M, C, P); ``j1`` by default.
-        outputs: "full", the whole kernel; "trace", Σ_c K[n, c, m, c]; "diagonal", K[n, c, m, c];
+        form: "full", the whole kernel; "trace", Σ_c K[n, c, m, c]; "diagonal", K[n, c, m, c];
             "sum", the kernel of the summed output 1ᵀf, Σ_cd K[n, c, m, d].
 
     Returns:
@@ -108,27 +108,27 @@ def kernel_oracle(j1: Tensor, j2: Tensor | None = None, outputs: Outputs = "full
         >>> j = torch.tensor([[[1.0, 0.0], [0.0, 2.0]]])
         >>> kernel_oracle(j)[0, :, 0, :].tolist()
         [[1.0, 0.0], [0.0, 4.0]]
-        >>> kernel_oracle(j, outputs="diagonal").tolist(), kernel_oracle(j, outputs="trace").tolist()
+        >>> kernel_oracle(j, form="diagonal").tolist(), kernel_oracle(j, form="trace").tolist()
         ([[[1.0, 4.0]]], [[5.0]])
     """
     j1, j2 = j1.double(), (j1 if j2 is None else j2).double()
     full = torch.einsum("ncp,mdp->ncmd", j1, j2)
-    if outputs == "full":
+    if form == "full":
         return full
-    if outputs == "diagonal":
+    if form == "diagonal":
         return torch.einsum("ncmc->nmc", full)
-    if outputs == "trace":
+    if form == "trace":
         return torch.einsum("ncmc->nm", full)
-    if outputs == "sum":
+    if form == "sum":
         return full.sum(dim=(1, 3))
-    raise ValueError(f"outputs is {outputs!r}. Expected: 'full', 'trace', 'diagonal' or 'sum'.")
+    raise ValueError(f"outputs is {form!r}. Expected: 'full', 'trace', 'diagonal' or 'sum'.")
 
 
 def linearized_oracle(f0: Tensor, j: Tensor, delta: Tensor | Mapping[str, Tensor]) -> Tensor:
     """Outputs of the linearized network, f₀ + Jδ.
 
     Args:
-        f0: Outputs at the point of linearization, shape (N, C).
+        f0: Form at the point of linearization, shape (N, C).
         j: Jacobian, shape (N, C, P).
         delta: Displacement, shape (P,), or tensors by name in the order of the columns of ``j``.
 
@@ -150,7 +150,7 @@ def ridge_oracle(j: Tensor, targets: Tensor, f0: Tensor, ridge: float) -> Tensor
     Args:
         j: Jacobian, shape (N, C, P).
         targets: Targets t, shape (N, C).
-        f0: Outputs at the point of linearization, shape (N, C).
+        f0: Form at the point of linearization, shape (N, C).
         ridge: ρ ≥ 0; zero gives the solution of least norm.
 
     Returns:
@@ -182,7 +182,7 @@ def posterior_oracle(
     Args:
         j: Jacobian of the N training examples, shape (N, C, P).
         targets: Targets t, shape (N, C).
-        f0: Outputs at the point of linearization, shape (N, C).
+        f0: Form at the point of linearization, shape (N, C).
         ridge: ρ > 0.
         noise: Variance σ² of the observations.
         j_test: Jacobian of the M test examples, shape (M, C, P).
@@ -211,7 +211,7 @@ def leave_one_out_oracle(j: Tensor, targets: Tensor, f0: Tensor, ridge: float) -
     Args:
         j: Jacobian, shape (N, C, P).
         targets: Targets t, shape (N, C).
-        f0: Outputs at the point of linearization, shape (N, C).
+        f0: Form at the point of linearization, shape (N, C).
         ridge: ρ ≥ 0.
 
     Returns:
@@ -237,7 +237,7 @@ def influence_oracle(j: Tensor, targets: Tensor, f0: Tensor, ridge: float, j_tes
     Args:
         j: Jacobian of the N training examples, shape (N, C, P).
         targets: Targets t, shape (N, C).
-        f0: Outputs at the point of linearization, shape (N, C).
+        f0: Form at the point of linearization, shape (N, C).
         ridge: ρ ≥ 0.
         j_test: Jacobian of the M test examples, shape (M, C, P).
 
@@ -330,7 +330,7 @@ def fisher_oracle(
 
     Args:
         j: Jacobian, shape (N, C, P).
-        f: Outputs, shape (N, C): logits ("categorical") or means ("gaussian").
+        f: Form, shape (N, C): logits ("categorical") or means ("gaussian").
         likelihood: "categorical" or "gaussian".
         variance: σ² of the Gaussian likelihood.
 
