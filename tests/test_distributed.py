@@ -121,7 +121,7 @@ def alone() -> dict[str, Tensor]:
     online.consolidate((X, Y))
     with torch.no_grad():
         network[0].weight.add_(0.1)  # type: ignore[operator, union-attr]
-    optimizer = GaussNewton(trained := net(), Categorical(), "kflr", damping=0.1)
+    optimizer = GaussNewton(trained := net(), Categorical(), "kfac", "exact", damping=0.1)
     optimizer.step(X, Y)
     return {
         "fit": fit.predict(X),

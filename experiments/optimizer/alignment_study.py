@@ -32,6 +32,7 @@ from linnet.solvers.cg import cg
 from linnet.tangent.batch import gather_data, take
 from linnet.tangent.functional import Functional
 
+PUBLISHED = {"kflr": ("kfac", "exact"), "block": ("block", "exact"), "full": ("full", "exact")}
 EXACT = "block-diagonal"  # the name of the update of the exact blocks
 
 
@@ -91,7 +92,8 @@ def alignment(
         model: The network; it is treated in evaluation mode.
         data: One batch: an (x, y) pair, or a small data set.
         likelihood: What the outputs mean.
-        structures: Approximations, by their names for :class:`~linnet.optim.GaussNewton`.
+        structures: Approximations: structures of :class:`~linnet.optim.GaussNewton` with sampled labels, save
+            "block" and "full", which are exact, and "kflr", "kfac" with exact outputs.
         damping: τ of the exact matrices and ζ of the approximations, for the mean loss.
         weight_decay: λ.
         inversions: How Kronecker products are damped; ``"kfra"`` stands for the factored form (eq. 4.25) and
@@ -242,7 +244,8 @@ def _curvature(
 ) -> Curvature:
     """An approximation of the mean loss' curvature on one batch."""
     settings = Settings(average=1.0, seed=seed)
-    running = average_of(function, likelihood, structure, expectation, settings)
+    kind, usual = PUBLISHED.get(structure, (structure, "mc"))
+    running = average_of(function, likelihood, kind, usual if expectation is None else expectation, settings)
     running.add(*data)
     return running.curvature(examples=1.0)
 

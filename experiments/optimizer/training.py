@@ -21,7 +21,7 @@ CURVATURES: dict[str, dict[str, Any]] = {
     "KFRA": {"structure": "kfra"},
     "KFAC": {"structure": "kfac"},
     "KFAC, random projection": {"structure": "kfac", "expectation": "random-projection"},
-    "KFLR": {"structure": "kflr"},
+    "KFLR": {"structure": "kfac", "expectation": "exact"},
 }
 Make = Callable[[], nn.Module]
 

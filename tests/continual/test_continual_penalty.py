@@ -481,12 +481,3 @@ def test_a_failed_consolidation_changes_nothing() -> None:
     with pytest.raises(ValueError, match="empty"):
         method.consolidate((torch.zeros(0, 4), torch.zeros(0, dtype=torch.long)))
     assert (method.tasks, method.penalty().item()) == (1, before)
-
-
-@pytest.mark.parametrize("alias", ["monte-carlo", "kfac", "kflr"])
-def test_other_names_of_an_expectation_are_taken(alias: str) -> None:
-    torch.manual_seed(0)
-    net = torch.nn.Linear(2, 2)
-    method = linnet.continual.OnlineLaplace(net, Categorical(), "kfac", expectation=alias)
-    method.consolidate((torch.randn(6, 2), torch.arange(6) % 2))
-    assert method.tasks == 1

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import linnet
 from linnet.curvatures.curvature import Curvature
+from linnet.errors import InputError
 from linnet.likelihoods import Categorical, Gaussian
 from tests.curvatures.curvature_oracles import Expected, Problem, families, indices
 from tests.zoo import assert_near, case, joined, rows
@@ -173,22 +174,24 @@ def test_gauss_newton_is_the_hessian_of_a_linear_network(likelihood: Any, float6
         assert_near(linnet.curvature(model, one, likelihood, structure).dense(), H, TIGHT)
 
 
-def test_names_of_methods_are_structures_and_expectations() -> None:
+def test_kfra_implies_its_recursion() -> None:
     problem = Problem("mlp-tanh", "categorical")
-    same = [
-        ("kflr", {}, "kfac", {"expectation": "exact"}),
-        ("kfac-mc", {"seed": 3}, "kfac", {"expectation": "mc", "seed": 3}),
-        ("ekfac-mc", {"seed": 3}, "ekfac", {"expectation": "mc", "seed": 3}),
-        ("kron", {"expectation": "kfac"}, "kfac", {"expectation": "mc"}),
-        ("diag", {"expectation": "random_projection"}, "diagonal", {"expectation": "random-projection"}),
-        ("dense", {}, "full", {}),
-        ("block-diagonal", {}, "block", {}),
-        ("kfra", {}, "kfra", {"expectation": "recursion"}),
-    ]
-    for alias, given, structure, options in same:
-        assert torch.equal(
-            problem.curvature(alias, **given).dense(), problem.curvature(structure, **options).dense()
-        ), alias
+    said = problem.curvature("kfra", expectation="recursion")
+    assert torch.equal(problem.curvature("kfra").dense(), said.dense())
+
+
+@pytest.mark.parametrize(
+    "structure", ["diag", "kron", "kflr", "KFAC", "kfac-mc", "low_rank", "block-diagonal"]
+)
+def test_a_structure_has_one_name(structure: str) -> None:
+    with pytest.raises(InputError, match=f"structure='{structure}'"):
+        Problem("mlp-tanh", "categorical").curvature(structure)
+
+
+@pytest.mark.parametrize("expectation", ["kfac", "kflr", "monte-carlo", "random_projection"])
+def test_an_expectation_has_one_name(expectation: str) -> None:
+    with pytest.raises(InputError, match=f"expectation='{expectation}'"):
+        Problem("mlp-tanh", "categorical").curvature("kfac", expectation=expectation)
 
 
 def test_tied_and_reused_weights_are_those_of_one_layer_with_all_its_positions() -> None:

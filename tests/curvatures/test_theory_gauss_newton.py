@@ -291,7 +291,7 @@ def test_eq_4_2_kronecker_factors_are_exact_for_one_example_only(name: str) -> N
 def test_section_4_3_1_factors_of_kflr_are_exact(name: str, activation: str) -> None:
     loss = LOSSES[name]
     network, xs, ys = problem(loss, 5, activation)
-    found = engine(network, (xs, ys), loss, "kflr")
+    found = engine(network, (xs, ys), loss, "kfac", expectation="exact")
     # B = Σ_n G_l^n and A = 1/N Σ_n â âᵀ: the engine sums where the thesis averages
     expected = zip(preactivation_gauss_newton(network, xs, ys, loss), input_moments(network, xs), strict=True)
     for part, (gradients, moments) in zip(found.parts, expected, strict=True):

@@ -289,6 +289,9 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"structure": "kfzz"}, "kfzz"),
     ({"structure": "low-rank"}, "low-rank"),
     ({"structure": "kfac", "expectation": "recursion"}, "recursion"),
+    ({"structure": "kfra", "expectation": "exact"}, "recursion"),
+    ({"structure": "kflr"}, "kflr"),
+    ({"expectation": 3}, "expectation=3"),
 ]
 
 
@@ -353,10 +356,10 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    for structure in ("kflr", "kfra"):
+    for structure, expectation in (("kfac", "exact"), ("kfra", "mc")):
         net = mlp()
         optimizer = GaussNewton(
-            nn.parallel.DistributedDataParallel(net), Categorical(), structure=structure, noise=True
+            nn.parallel.DistributedDataParallel(net), Categorical(), structure, expectation, noise=True
         )
         reports = []
         for k in range(7):
@@ -374,9 +377,9 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
         subprocess.Popen([*command, str(rank), "2", str(tmp_path)], env=environment) for rank in range(2)
     ]
     assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
-    for structure in ("kflr", "kfra"):
+    for structure, expectation in (("kfac", "exact"), ("kfra", "mc")):
         net = mlp()
-        optimizer = classifier(net, structure=structure, noise=True)
+        optimizer = classifier(net, structure=structure, expectation=expectation, noise=True)
         own = [optimizer.step(*classes(seed=k)) for k in range(7)]
         for rank in range(2):
             found = torch.load(tmp_path / f"{structure}{rank}.pt", weights_only=True)

@@ -14,7 +14,7 @@ from linnet.curvatures.engine import Request, by_structure
 from linnet.curvatures.expectation import EXPECTATIONS, MATRICES, Expectation, choose_matrix
 from linnet.curvatures.operators import matrix_free, whole
 from linnet.curvatures.stream import Batches
-from linnet.curvatures.treatments import EXPECTATION_ALIASES, resolve
+from linnet.curvatures.treatments import resolve
 from linnet.distributed import Share, agree, least, together
 from linnet.errors import InputError, ModelError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
@@ -65,9 +65,10 @@ def curvature(
             found in any parameter of a layer decides for the layer, weight and bias alike. A list of
             structures computes them all from one pass over the data and returns a dict; "kfra", "low-rank",
             "last-layer" and "matrix-free" take calls of their own.
-        expectation: How the outputs' curvature Λ is taken: ``"exact"`` (all columns of its root: KFLR for
-            Kronecker factors), ``"mc"`` (labels drawn from the model: KFAC), ``"random-projection"``,
-            ``"empirical"`` (observed labels), ``"recursion"`` (KFRA).
+        expectation: How the outputs' curvature Λ is taken: ``"exact"`` (all columns of its root),
+            ``"mc"`` (labels drawn from the model), ``"random-projection"``, ``"empirical"`` (observed
+            labels), ``"recursion"`` (of "kfra" alone). Published as KFLR is "kfac" with "exact", as KFAC
+            (Martens and Grosse 2015) "kfac" with "mc", and as KFRA "kfra".
         sharing: Weights shared over positions: ``"expand"`` takes positions as examples of their own,
             ``"reduce"`` takes their mean input and summed gradient.
         matrix: ``"gauss-newton"``, ``"fisher"``, ``"hessian"``, or ``"auto"``: Gauss-Newton, except where
@@ -253,9 +254,9 @@ def _names(wanted: Sequence[Any]) -> list[str]:
 
 
 def _resolve(wanted: Sequence[Any], expectation: str) -> tuple[list[Any], str]:
-    """Structures and expectation in the engine's own words."""
-    choice("expectation", expectation, (*EXPECTATIONS, *EXPECTATION_ALIASES))
-    implied = EXPECTATION_ALIASES.get(expectation, expectation)
+    """Structures, checked, and the expectation that goes with all of them."""
+    choice("expectation", expectation, EXPECTATIONS)
+    implied = expectation
     kinds: list[Any] = []
     for one in wanted:
         if isinstance(one, str):
@@ -263,8 +264,6 @@ def _resolve(wanted: Sequence[Any], expectation: str) -> tuple[list[Any], str]:
             kinds.append(kind)
         else:
             kinds.append(one)
-    if "kfra" in kinds and implied == "exact" and expectation == "exact":
-        implied = "recursion"
     if ("kfra" in kinds) != (implied == "recursion") or ("kfra" in kinds and len(kinds) > 1):
         raise InputError(
             f"structure={kinds!r} with expectation={implied!r}",
@@ -298,7 +297,7 @@ def check_options(structure: Any, options: Mapping[str, Any]) -> None:
     if not isinstance(structure, str | Mapping) or not structure:
         refuse("structure", structure, "a structure, or a mapping of them", 'pass structure="kfac"')
     expectation = options.get("expectation", "exact")
-    choice("expectation", expectation, (*EXPECTATIONS, *EXPECTATION_ALIASES))
+    choice("expectation", expectation, EXPECTATIONS)
     if isinstance(structure, str):
         resolve(structure, expectation)
     _check_words({name: options[name] for name in ("sharing", "method") if name in options}, {})

@@ -32,7 +32,6 @@ from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.sums import Sums
 from linnet.curvatures.treatments import (
     BY_LAYER,
-    EXPECTATION_ALIASES,
     Structure,
     by_layer,
     make_sums,
@@ -102,7 +101,7 @@ class RunningCurvature:
         check_likelihood(likelihood)
         if not isinstance(structure, str | Mapping) or not structure:
             refuse("structure", structure, "a structure, or a mapping of them", 'pass structure="kfac"')
-        choice("expectation", expectation, (*EXPECTATIONS, *EXPECTATION_ALIASES), 'pass "mc" if unsure')
+        choice("expectation", expectation, EXPECTATIONS, 'pass "mc" if unsure')
         if isinstance(structure, str):
             structure, expectation = resolve(structure, expectation)
         _check(structure, expectation, sharing, decay)

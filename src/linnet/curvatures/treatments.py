@@ -17,70 +17,43 @@ from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
 from linnet.curvatures.layers import Layer
 from linnet.curvatures.sums import Sums
 from linnet.errors import InputError
+from linnet.params import choice
 
 STRUCTURES = ("full", "block", "diagonal", "kfac", "ekfac", "kfra", "low-rank", "matrix-free", "last-layer")
 BY_LAYER = ("block", "diagonal", "kfac", "ekfac")  # what a mixture may be made of
-ALIASES = {
-    "diag": ("diagonal", None),
-    "kron": ("kfac", None),
-    "kflr": ("kfac", "exact"),
-    "kfac-mc": ("kfac", "mc"),
-    "ekfac-mc": ("ekfac", "mc"),
-    "kfra": ("kfra", "recursion"),
-    "lowrank": ("low-rank", None),
-    "low_rank": ("low-rank", None),
-    "last_layer": ("last-layer", None),
-    "matrix_free": ("matrix-free", None),
-    "dense": ("full", None),
-    "block-diagonal": ("block", None),
-}
-EXPECTATION_ALIASES = {
-    "kflr": "exact",
-    "kfac": "mc",
-    "kfra": "recursion",
-    "monte-carlo": "mc",
-    "random_projection": "random-projection",
-}
 SMALL = 512  # parameters of a layer without factors up to which its block is kept exactly
 
 Structure = str | Mapping[str, str]
 
 
-def resolve(structure: str, expectation: str) -> tuple[str, str]:
-    """The structure and expectation behind a published name such as KFLR.
+def resolve(structure: str, expectation: str, default: str = "exact") -> tuple[str, str]:
+    """A structure, checked, and the expectation that it takes.
 
     Args:
-        structure: A structure, or a method's name such as ``"kflr"``.
-        expectation: An expectation, or a method's name.
+        structure: One of ``STRUCTURES``.
+        expectation: An expectation. "kfra" has one of its own, and takes it where the default is given.
+        default: What the caller takes if nothing is said.
 
     Returns:
-        Structure and expectation as the engine names them.
+        Structure and expectation.
 
     Raises:
-        InputError: If the structure is unknown, or its name says another expectation.
+        InputError: If the structure is unknown, or takes another expectation.
 
     Example:
-        >>> resolve("kflr", "exact"), resolve("kfac", "kfac")
-        (('kfac', 'exact'), ('kfac', 'mc'))
+        >>> resolve("kfac", "mc"), resolve("kfra", "exact")
+        (('kfac', 'mc'), ('kfra', 'recursion'))
     """
-    expectation = EXPECTATION_ALIASES.get(expectation, expectation)
-    name = structure.lower() if isinstance(structure, str) else structure
-    if name in ALIASES:
-        name, implied = ALIASES[name]
-        if implied is not None and expectation not in ("exact", implied):
-            raise InputError(
-                f"structure={structure!r} with expectation={expectation!r}",
-                expected=f"expectation={implied!r}, which the name stands for",
-                remedy=f'leave expectation= out, or pass structure="{name}"',
-            )
-        expectation = implied or expectation
-    if name not in STRUCTURES:
+    choice("structure", structure, STRUCTURES, 'pass structure="kfac" if unsure')
+    if structure != "kfra":
+        return structure, expectation
+    if expectation not in (default, "recursion"):
         raise InputError(
-            f"structure={structure!r}",
-            expected=", ".join(f'"{known}"' for known in STRUCTURES),
-            remedy='pass structure="kfac" if unsure',
+            f"structure={structure!r} with expectation={expectation!r}",
+            expected='expectation="recursion", the only one of this structure',
+            remedy='leave expectation= out, or pass structure="kfac"',
         )
-    return name, expectation
+    return structure, "recursion"
 
 
 def treatment(layer: Layer, structure: str) -> tuple[str, str]:

@@ -62,7 +62,8 @@ class Laplace(PredictiveModel):
         model: The trained network, or a ``Linearized`` at δ = 0.
         likelihood: What its outputs mean, one of ``linnet.likelihoods``.
         structure: Of the curvature: "kfac", "ekfac", "kfra", "diagonal", "block", "full", "low-rank",
-            "last-layer", or a mapping from parameter patterns to structures.
+            "last-layer", or a mapping from parameter patterns to structures. Its expectation is "exact" unless
+            it is said, as in :func:`linnet.curvature`; that of ``GaussNewton`` is "mc".
         prior_precision: λ: one number; one a layer, by name or (L,); or one a parameter, (P,) or by name,
             where the structure allows it (full, block, diagonal, low-rank).
         prior_mean: μ: a number, (P,), or tensors by parameter name.

@@ -20,7 +20,7 @@ from linnet.curvatures.treatments import Structure
 from linnet.distributed import together
 from linnet.errors import InputError, NumericalError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
-from linnet.optim.gauss_newton_average import average_of, require_alike
+from linnet.optim.gauss_newton_average import EXPECTATION, average_of, require_alike
 from linnet.optim.gauss_newton_batch import suggested_batch
 from linnet.optim.gauss_newton_checks import check_given, checked_group, checked_state, parameters_of
 from linnet.optim.gauss_newton_inverse import Inverse, Undamped
@@ -90,10 +90,11 @@ class GaussNewton(torch.optim.Optimizer):
     Args:
         model: The network to train, in place.
         likelihood: What its outputs mean; the loss is its mean negative log-likelihood.
-        structure: ``"kfac"``, ``"kflr"``, ``"kfra"``, ``"ekfac"``, ``"diagonal"``, ``"block"``, ``"full"``
-            (tiny networks), or a mapping, as in :func:`linnet.curvature`.
-        expectation: As in :func:`linnet.curvature`; by default ``"exact"`` for "block" and "full", what the
-            name of a method such as "kflr" says, and else ``"mc"``.
+        structure: ``"kfac"``, ``"kfra"``, ``"ekfac"``, ``"diagonal"``, ``"block"``, ``"full"`` (tiny
+            networks), or a mapping, as in :func:`linnet.curvature`.
+        expectation: As in :func:`linnet.curvature`, whose default is ``"exact"``. Here it is ``"mc"``: one
+            backward pass a step, however many outputs there are. With "kfac" the two are KFAC (Martens and
+            Grosse 2015) and KFLR. Pass ``"exact"`` for "block" and "full"; "kfra" has a recursion of its own.
         damping: τ and ζ at the start, as one number or a :class:`~linnet.optim.Damping`; by default the best
             of a grid at the first step. They move on from there; 0 stays 0.
         weight_decay: λ.
@@ -125,7 +126,7 @@ class GaussNewton(torch.optim.Optimizer):
         model: nn.Module,
         likelihood: Likelihood,
         structure: Structure = "kfac",
-        expectation: str | None = None,
+        expectation: str = EXPECTATION,
         damping: float | Damping | None = None,
         weight_decay: float = 0.0,
         **options: Any,

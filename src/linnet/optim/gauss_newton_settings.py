@@ -101,7 +101,7 @@ class StepReport(NamedTuple):
     Example:
         >>> import linnet, torch
         >>> net = torch.nn.Linear(2, 1)
-        >>> optimizer = linnet.optim.GaussNewton(net, linnet.likelihoods.Gaussian(), "full", damping=0.0)
+        >>> optimizer = linnet.optim.GaussNewton(net, linnet.likelihoods.Gaussian(), "full", "exact", 0.0)
         >>> report = optimizer.step(torch.randn(9, 2), torch.randn(9, 1))
         >>> report.step, round(report.alpha, 3)  # Newton's step, taken whole
         (1, 1.0)
