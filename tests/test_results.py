@@ -28,7 +28,7 @@ FEW = 8  # values of a cell whose differences are formed
 
 # Numbers of a section's tables that are in no cell, and why.
 ELSEWHERE: Mapping[str, tuple[int, str]] = {
-    "adapt: Beyond one linearization": (5, "differences of two of the columns"),
+    "adapt: Beyond one linearization": (6, "differences of two of the columns"),
     "continual: Split MNIST with the exact Fisher matrix": (5, "published numbers"),
     "continual: Disjoint MNIST (figure 5.9)": (15, "means of the two columns on the right"),
     "continual: Five data sets (figures 5.10 to 5.12, table 5.3)": (1, "a mean of the columns"),
