@@ -263,7 +263,7 @@ def check_options(caller: str, structure: Any, options: Mapping[str, Any]) -> No
         InputError: If a keyword is unknown, or a value is not one of those listed, or of another kind.
 
     Example:
-        >>> check_options("linnet.Laplace", "kfac", {"expectation": MonteCarlo(2)})
+        >>> check_options("linnet.Laplace", "kfac", {"passes": Passes(memory="1GB")})
     """
     known(caller, options, CurvatureOptions.__annotations__)
     check_structure(structure)
