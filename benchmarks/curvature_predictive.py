@@ -44,7 +44,8 @@ def linnet_job(task: str, given: Problem, batch: int) -> Job:
     likelihood = linnet.likelihoods.Categorical()
     data = given.x[:FITTED], given.y[:FITTED]
     structure = task.partition("-")[2]
-    fitted = linnet.curvature(given.model, data, likelihood, structure=structure, params=list(given.names))
+    chosen = linnet.linearize(given.model, params=list(given.names))
+    fitted = linnet.curvature(chosen, data, likelihood, structure=structure)
     posterior = fitted.damped(1.0).inverse()
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,18 +63,19 @@ def linnet_job(task: str, given: Problem, batch: int) -> Job:
     structure, _, kind = task.partition("-")
     classification = isinstance(given.loss, nn.CrossEntropyLoss)
     likelihood = linnet.likelihoods.Categorical() if classification else linnet.likelihoods.Gaussian()
-    common: dict[str, Any] = {"params": list(given.names)}  # linnet chooses its batches itself
+    names = list(given.names)
     data = (given.x, given.y)
     if structure == "ggn":
-        operator = linnet.curvature(given.model, data, likelihood, structure="matrix-free", **common)
+        operator = linnet.curvature(
+            linnet.linearize(given.model, params=names), data, likelihood, structure="matrix-free"
+        )
         vectors = given.vectors(int(kind))
         matrix = torch.cat([value.flatten(0, -2) for value in vectors.values()])
         return Job(lambda: operator @ matrix, lambda product: split(product, given))
 
     def run() -> Any:
-        return linnet.curvature(
-            given.model, data, likelihood, structure=structure, expectation=kind, seed=0, **common
-        )
+        chosen = linnet.linearize(given.model, params=names)  # linnet chooses its batches itself
+        return linnet.curvature(chosen, data, likelihood, structure=structure, expectation=kind)
 
     if structure == "diagonal":
         return Job(run, lambda operator: split(operator.diagonal(), given))

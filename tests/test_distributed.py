@@ -36,6 +36,7 @@ from linnet.fitting import CG
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.optim.gauss_newton import GaussNewton
 from linnet.tangent.sharded import sharded
+from tests.curvatures.side_by_side import curvature_of, grouped
 from tests.ranks import one_of_ranks, run_ranks
 
 STRUCTURES = ["kfac", "ekfac", "diagonal", "block", "full"]
@@ -58,7 +59,7 @@ def net() -> nn.Module:
 
 
 def full(data: Any, structure: Any = "full", model: nn.Module | None = None, **options: Any) -> Any:
-    return linnet.curvature(model or net(), data, Categorical(), structure, **options)
+    return curvature_of(model or net(), data, Categorical(), structure, **options)
 
 
 def parts_of(n: int, size: int, rank: int, **options: Any) -> DataLoader[Any]:
@@ -94,7 +95,7 @@ def numbers(rank: int, size: int) -> dict[str, Tensor]:
     found["local"] = full((X, Y), shard=None).dense()
     for structure in ("full", "low-rank"):
         for name, data, options in (("", (X, Y), {}), (", own", own, {"shard": False})):
-            la = linnet.Laplace(net(), Categorical(), structure, **options).fit(data)  # type: ignore[arg-type]
+            la = linnet.Laplace(net(), Categorical(), **grouped(structure, **options)).fit(data)
             found[f"evidence {structure}{name}"] = torch.stack([la.log_evidence(), torch.tensor(la.examples)])
     return found
 
@@ -237,7 +238,7 @@ def failures(rank: int) -> dict[str, tuple[Callable[[], object], list[str]]]:
                             ["DataError", "about 25 of 50 examples"]),
         "a step": (lambda: trained(rank, flawed), ["DataError: on rank 1: x holds NaN"]),
         "optimizers": (lambda: trained(rank, X, damping=0.1 + rank), ["InputError", "damping"]),
-        "Laplace": (lambda: linnet.Laplace(net(), Categorical(), shard=False).fit((flawed, Y)),
+        "Laplace": (lambda: linnet.Laplace(net(), Categorical(), **grouped(shard=False)).fit((flawed, Y)),
                     ["DataError: on rank 1"]),
     }  # fmt: skip
 

@@ -20,11 +20,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import linnet
 from linnet.curvatures.checkpoint import Checkpoint
 from linnet.likelihoods import Categorical
 from linnet.tangent import store
 from linnet.tangent.gram import gram
+from tests.curvatures.side_by_side import curvature_of
 from tests.tangent.test_gram import streaming
 from tests.zoo import case
 
@@ -38,7 +38,7 @@ def sums(file: Path | None) -> Tensor:
     x = torch.randn(N, *case("lenet").x1.shape[1:], generator=generator, dtype=torch.float64)
     y = torch.randint(3, (N,), generator=generator)
     structures = ["ekfac", "diagonal"]
-    made = linnet.curvature(case("lenet").model(), (x, y), Categorical(), structures, block=1, file=file)
+    made = curvature_of(case("lenet").model(), (x, y), Categorical(), structures, block=1, file=file)
     return torch.cat([one.diagonal() for one in made.values()])
 
 

@@ -30,6 +30,7 @@ from linnet.tangent.gram import GramTask, gram, plan_gram
 from linnet.tangent.preflight import preflight
 from linnet.tangent.steps import captured_examples
 from linnet.testing.oracles import jacobian_oracle, kernel_oracle
+from tests.curvatures.side_by_side import curvature_of
 from tests.grids import grid
 from tests.zoo import assert_near
 
@@ -37,6 +38,7 @@ MEASURED = """
 import resource, sys, torch
 from torch import nn
 import linnet
+from linnet.curvatures import Passes
 from linnet.errors import MemoryBudgetError
 from linnet.tangent.preflight import preflight
 
@@ -53,14 +55,15 @@ data = x, torch.arange(10)
 meaning = linnet.likelihoods.Categorical()
 lin = linnet.linearize(net)
 net(x[:1]).sum().backward()  # what torch takes for itself
+passes = Passes(memory=budget)
 work = {
     "preflight": lambda: preflight(net, x, memory=budget),
     "kernel": lambda: lin.kernel(x, memory=budget),
     "trace": lambda: lin.kernel(x, form="trace", memory=budget),
     "fit": lambda: linnet.fit(lin, data, ridge=1.0, memory=budget),
-    "kfac": lambda: linnet.curvature(net, data, meaning, structure="kfac", memory=budget),
-    "diagonal": lambda: linnet.curvature(net, data, meaning, structure="diagonal", memory=budget),
-    "laplace": lambda: linnet.Laplace(net, meaning, structure="diagonal", memory=budget)
+    "kfac": lambda: linnet.curvature(net, data, meaning, structure="kfac", passes=passes),
+    "diagonal": lambda: linnet.curvature(net, data, meaning, structure="diagonal", passes=passes),
+    "laplace": lambda: linnet.Laplace(net, meaning, structure="diagonal", passes=passes)
         .fit(data).predictive(x[:2], memory=budget),
 }
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -163,11 +166,11 @@ def test_the_kernel_of_a_vocabulary_is_refused_at_once(many: Functional) -> None
     refused(lambda: lin.jacobian(x, memory="1GB"), "Jacobian")
     data = x, torch.arange(8)
     refused(
-        lambda: linnet.curvature(many.model, data, Categorical(), structure="diagonal", memory="1GB",
+        lambda: curvature_of(many.model, data, Categorical(), structure="diagonal", memory="1GB",
                                  params="0.weight"),
         "50257 columns of 50257 outputs", "10.1 GB", 'expectation="mc"',
     )  # fmt: skip
-    mc = linnet.curvature(
+    mc = curvature_of(
         many.model,
         data,
         Categorical(),

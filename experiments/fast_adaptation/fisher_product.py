@@ -23,6 +23,7 @@ from experiments.figures import COLORS, figure, save
 from experiments.sources import CIFAR, images, pixels, pretrained
 from experiments.study import Study, parser
 from experiments.tables import markdown
+from linnet.curvatures import MatrixFree
 from linnet.likelihoods import Categorical
 
 STEPS = tuple(10.0 ** (e / 2) for e in range(-14, 1))  # ε in units of ‖v‖, 1e-7 to 1
@@ -51,11 +52,9 @@ def measured(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Any]:
     gradient = flat_gradient(F.cross_entropy(model(x), y), model)
     length = float(gradient.norm())
     unit = gradient / length
-    exact = linnet.curvature(model, (x, y), Categorical(), "matrix-free", params="all") @ gradient / len(x)
-    own = linnet.curvature(
-        model, (x, y), Categorical(), "matrix-free", params="all", matrix="fisher",
-        derivative="finite-difference",
-    ) @ gradient / len(x)  # fmt: skip
+    lin, products = linnet.linearize(model, params="all"), MatrixFree(derivative="finite-difference")
+    exact = linnet.curvature(lin, (x, y), Categorical(), "matrix-free") @ gradient / len(x)
+    own = linnet.curvature(lin, (x, y), Categorical(), products, matrix="fisher") @ gradient / len(x)
     with torch.no_grad():
         p = model(x).softmax(1)
     start = moved_gradient(model, x, p, unit, 0.0)

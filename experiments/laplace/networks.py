@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
 from experiments.sources import images, pixels
+from linnet.curvatures import MonteCarlo
 from linnet.likelihoods import Categorical
 
 METHODS = ("deterministic", "MC dropout", "FFG", "diagonal Laplace", "Kronecker Laplace")
@@ -209,10 +210,10 @@ def fitted(
         return linnet.load_laplace(place, model)
     x, y = data.train
     drawn = torch.cat([binarized(x, 5000 + k) for k in range(arguments.draws)])
-    expectation = "exact" if structure == "kfac" else "mc"
+    expectation = "exact" if structure == "kfac" else MonteCarlo(seed=seed)
     damping = "matrix-normal" if structure == "kfac" else "exact"
     la = linnet.Laplace(
-        model, Categorical(), structure, PRECISION, damping=damping, expectation=expectation, seed=seed,
+        model, Categorical(), structure, PRECISION, damping=damping, expectation=expectation,
         data_scale=1 / arguments.draws,
     )  # fmt: skip
     la.fit((drawn, y.repeat(arguments.draws)))

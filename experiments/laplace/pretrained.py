@@ -24,6 +24,7 @@ from experiments.laplace.networks import Sampled
 from experiments.sources import images, pixels, pretrained
 from experiments.study import Study, parser
 from experiments.tables import markdown, with_error
+from linnet.curvatures import MonteCarlo
 from linnet.likelihoods import Categorical
 
 NETWORKS = {"resnet20": "cifar10_10k_5k", "densenet": "cifar100_5k_2k"}
@@ -71,7 +72,13 @@ def run(
         return judged(lambda x: last.predictive(x), parts["test"], given.batch) | facts
     # one label an image is drawn for the factors, as KFAC does: 100 classes have 99 columns otherwise
     la = linnet.Laplace(
-        model, Categorical(), "kfac", 1.0, damping="matrix-normal", expectation="mc", seed=seed, params="all"
+        model,
+        Categorical(),
+        "kfac",
+        1.0,
+        damping="matrix-normal",
+        params="all",
+        expectation=MonteCarlo(seed=seed),
     )
     la.fit(parts["train"])
     few = tuple(t[: given.tuning] for t in parts["validation"])

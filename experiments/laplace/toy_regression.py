@@ -159,9 +159,11 @@ def laplace(
     task: Task, model: nn.Module, precision: float, structure: str, regularized: bool, sizes: Any, how: str
 ) -> dict[str, Any]:
     """One approximation: the thesis draws a label a point for diagonal and full, and has KFLR otherwise."""
-    options = {"expectation": "exact"} if structure == "kfac" else {"expectation": "mc", "seed": 0}
+    expectation = "exact" if structure == "kfac" else "mc"
     damping = "matrix-normal" if structure == "kfac" else "exact"
-    la = linnet.Laplace(model, task.likelihood, structure, precision, damping=damping, **options)
+    la = linnet.Laplace(
+        model, task.likelihood, structure, precision, damping=damping, expectation=expectation
+    )
     la.fit(task.scaled(task.train))
     if regularized:
         grid = linnet.Grid(prior_precision=PRIORS, data_scale=SCALES, predict=how, samples=sizes.tuning)

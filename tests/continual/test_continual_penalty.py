@@ -24,6 +24,7 @@ from tests.continual.continual_cases import (
     small_task,
     train,
 )
+from tests.curvatures.side_by_side import curvature_of, grouped
 
 
 @pytest.mark.parametrize("structure", ["full", "block", "diagonal"])
@@ -213,13 +214,13 @@ def gauss_newton_at(net: nn.Module, start: torch.Tensor, delta: torch.Tensor) ->
 @pytest.mark.parametrize("expectation", ["exact", "mc", "empirical"])
 def test_ewc_is_a_term_a_task_with_the_fisher_matrix_chosen(expectation: str, float64: torch.dtype) -> None:
     net = small_network()
-    method = EWC(net, Categorical(), strength=3.0, expectation=expectation, samples=4)
+    method = EWC(net, Categorical(), strength=3.0, **grouped("diagonal", expectation, samples=4))
     want, anchors = [], []
     for seed in range(3):
         task = small_task(seed)
         method.consolidate(task)
         want.append(
-            linnet.curvature(
+            curvature_of(
                 net, task, Categorical(), "diagonal", expectation, samples=4 if expectation == "mc" else 1
             ).diagonal()
         )

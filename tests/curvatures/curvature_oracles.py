@@ -14,6 +14,7 @@ import linnet
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.parts import Part
 from linnet.testing.factors import kfac_oracle, watched_layers_oracle
+from tests.curvatures.side_by_side import curvature_of
 from tests.zoo import BY_NAME, Case, case
 
 VARIANCE = 0.7
@@ -76,7 +77,7 @@ class Problem:
 
     def curvature(self, structure: Any, **options: Any) -> Any:
         model, output = self.case.model(), self.case.output
-        return linnet.curvature(model, self.data, self.likelihood, structure, output=output, **options)
+        return curvature_of(model, self.data, self.likelihood, structure, output=output, **options)
 
 
 @cache

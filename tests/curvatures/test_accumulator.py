@@ -22,6 +22,7 @@ from linnet.errors import DataError, InputError, ModelError, WeightsError
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import linearize
+from tests.curvatures.side_by_side import curvature_of
 from tests.ranks import one_of_ranks, run_ranks
 from tests.zoo import assert_near
 
@@ -52,7 +53,7 @@ def running(structure: Any = "kfac", decay: float = 0.9, **options: Any) -> Runn
 
 def once(data: tuple[Tensor, Tensor], structure: Any, **options: Any) -> Tensor:
     """The curvature of one batch by itself."""
-    found: Tensor = linnet.curvature(network(), data, Categorical(), structure, **options).dense()
+    found: Tensor = curvature_of(network(), data, Categorical(), structure, **options).dense()
     return found
 
 

@@ -15,6 +15,7 @@ from linnet.curvatures.ggn import GaussNewtonOperator
 from linnet.curvatures.stream import Batches
 from linnet.likelihoods import Categorical, Gaussian, Poisson
 from linnet.tangent.functional import Functional
+from tests.curvatures.side_by_side import curvature_of, grouped
 from tests.zoo import assert_near
 
 # Three examples: a look at them; in their batch and reversed; each alone; the probes of the plan and their
@@ -43,14 +44,14 @@ class Counted(nn.Module):
 def test_looking_and_proving_take_small_passes(structure: str) -> None:
     model, x = Counted(), torch.randn(12, 5, dtype=torch.float64)
     Counted.passes = []
-    linnet.curvature(model, x, Categorical(), structure=structure, block=6)
+    curvature_of(model, x, Categorical(), structure=structure, block=6)
     assert Counted.passes == [*LOOK, *FIRST, 6, 6]
 
 
 def test_a_layer_inside_is_not_tried_as_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Counted(), torch.randn(12, 5, dtype=torch.float64)
     Counted.passes = []
-    linnet.curvature(model, x, Categorical(), structure="kfac", block=6, params="inner.0")
+    curvature_of(model, x, Categorical(), structure="kfac", block=6, params="inner.0")
     assert Counted.passes == [*LOOK, *FIRST, 6, 6]
     model.inner[2].requires_grad_(False)
     running = linnet.RunningCurvature(model, Categorical(), "kfac")
@@ -127,7 +128,7 @@ def test_what_was_saved_is_let_go_with_the_last_columns(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch.autograd, "grad", noted)
     model, x = Counted(), torch.randn(6, 5, dtype=torch.float64)
-    operator = linnet.curvature(model, x, Categorical(), structure="kfac", expectation="mc", seed=0)
+    operator = curvature_of(model, x, Categorical(), structure="kfac", expectation="mc", seed=0)
     assert kept == [True, True, False]  # the rules are proved twice on the batch before
     assert bool(torch.isfinite(operator.dense()).all())
 
@@ -171,7 +172,7 @@ def test_a_posterior_of_the_last_layer_sees_the_data_once(structure: str) -> Non
     """The likelihood of the labels comes from the pass that sums the curvature."""
     model, x, y = Counted(), torch.randn(12, 5, dtype=torch.float64), torch.arange(12) % 3
     Counted.passes = []
-    la = linnet.Laplace(model, Categorical(), structure, params="last-layer", block=6).fit((x, y))
+    la = linnet.Laplace(model, Categorical(), **grouped(structure, params="last-layer", block=6)).fit((x, y))
     assert Counted.passes == [*LOOK, 6, 6]
     assert_near(la.log_evidence(), _log_evidence(la, -model(x).log_softmax(1)[range(12), y].sum()))
     before = la.log_evidence()

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import linnet
 from linnet.likelihoods import Categorical
 from tests.curvatures.curvature_oracles import relative
+from tests.curvatures.side_by_side import curvature_of
 from tests.ranks import one_of_ranks, run_ranks
 from tests.zoo import assert_near, case, joined
 
@@ -33,12 +33,12 @@ def summed(file: Path | None) -> dict[str, Tensor]:
     for expectation in ("exact", "mc"):
         options = {"seed": 4, "block": 2, "file": file}
         net, data = case("lenet").model(), data_of("lenet")
-        G = linnet.curvature(net, data, Categorical(), STRUCTURES, expectation, **options)
+        G = curvature_of(net, data, Categorical(), STRUCTURES, expectation, **options)
         found |= {f"{structure} {expectation}": one.dense() for structure, one in G.items()}
         found["examples"] = torch.tensor([one.made.examples for one in G.values()], dtype=torch.float64)
     net, data = case("mlp-tanh").model(), data_of("mlp-tanh")
-    found["kfra"] = linnet.curvature(net, data, Categorical(), "kfra", block=2).dense()
-    found["low-rank"] = linnet.curvature(net, data, Categorical(), "low-rank", rank=5, block=2).dense()
+    found["kfra"] = curvature_of(net, data, Categorical(), "kfra", block=2).dense()
+    found["low-rank"] = curvature_of(net, data, Categorical(), "low-rank", rank=5, block=2).dense()
     return found
 
 
@@ -50,9 +50,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
         x, y = data_of("lenet")
         own = (x[rank::size], y[rank::size])
         file = folder / "own.safetensors"
-        apart = linnet.curvature(
-            case("lenet").model(), own, Categorical(), "diagonal", shard=False, file=file
-        )
+        apart = curvature_of(case("lenet").model(), own, Categorical(), "diagonal", shard=False, file=file)
         found["apart"] = apart.dense()
         torch.save(found, folder / f"rank{rank}.pt")
 

@@ -25,6 +25,7 @@ from linnet.files import load_tensors, save_tensors
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.linalg.stored import to_tensors
 from tests.curvatures.curvature_oracles import Problem
+from tests.curvatures.side_by_side import curvature_of
 from tests.zoo import BY_NAME, assert_near, case
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,7 +154,7 @@ def long_data() -> tuple[Tensor, Tensor]:
 def compute(data: Any, structure: Any = "ekfac", file: Path | None = None, **options: Any) -> Any:
     model, likelihood = options.pop("model", case("lenet").model()), options.pop("likelihood", Categorical())
     options = {"expectation": "mc", "samples": 2, "block": 2, **options}
-    return linnet.curvature(model, data, likelihood, structure, file=file, **options)
+    return curvature_of(model, data, likelihood, structure, file=file, **options)
 
 
 @pytest.mark.parametrize("reads", [*range(7, 39, 5), 100])

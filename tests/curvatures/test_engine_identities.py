@@ -14,6 +14,7 @@ from linnet.curvatures.curvature import Curvature
 from linnet.errors import InputError
 from linnet.likelihoods import Categorical, Gaussian
 from tests.curvatures.curvature_oracles import Expected, Problem, families, indices
+from tests.curvatures.side_by_side import curvature_of
 from tests.zoo import assert_near, case, joined, rows
 
 STRUCTURES = ("full", "block", "diagonal", "kfac", "ekfac")
@@ -23,7 +24,7 @@ TIGHT = 1e-10
 
 def curvatures(problem: Problem, x: Any, y: Tensor, structure: Any = STRUCTURES, **options: Any) -> Any:
     model, output = problem.case.model(), problem.case.output
-    return linnet.curvature(model, (x, y), problem.likelihood, structure, output=output, **options)
+    return curvature_of(model, (x, y), problem.likelihood, structure, output=output, **options)
 
 
 def assert_all_near(found: dict[str, Curvature], expected: dict[str, Curvature], scale: float = 1.0) -> None:
@@ -108,7 +109,7 @@ def test_inputs_alone_are_enough_where_no_labels_are_needed(form: str) -> None:
     x, y = problem.data
     alone: Any = {"tensor": x, "data set": TensorDataset(x), "loader": DataLoader(TensorDataset(x), 3)}[form]
     for expectation in ("exact", "mc", "random-projection"):
-        found = linnet.curvature(
+        found = curvature_of(
             problem.case.model(), alone, problem.likelihood, STRUCTURES, expectation, samples=2, block=3
         )
         assert_all_near(found, curvatures(problem, x, y, expectation=expectation, samples=2, block=3))
@@ -292,6 +293,6 @@ def test_a_masked_example_is_left_out(name: str, structure: str) -> None:
     y[1] = -100
     kept = [0, 2, 3]
     for block in (None, 1):  # with one example a batch, one batch is masked whole
-        G = linnet.curvature(expected.model(), (expected.x1, y), Categorical(), structure, block=block)
+        G = curvature_of(expected.model(), (expected.x1, y), Categorical(), structure, block=block)
         there = linnet.curvature(expected.model(), (expected.x1[kept], y[kept]), Categorical(), structure)
         assert_near(G.dense(), there.dense())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import linnet
-from linnet.curvatures import engine
+from linnet.curvatures import LowRank, MatrixFree, MonteCarlo, RandomProjection, engine
 from linnet.errors import DataError, InputError, LinnetError, MemoryBudgetError, ModelError, NumericalError
 from linnet.likelihoods import (
     Bernoulli,
@@ -20,6 +20,7 @@ from linnet.likelihoods import (
     HeteroscedasticGaussian,
     Poisson,
 )
+from tests.curvatures.side_by_side import curvature_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -35,7 +36,7 @@ def data(n: int = 6) -> tuple[Tensor, Tensor]:
 def call(**options: Any) -> Any:
     """A call that would be right, but for what is given."""
     given = {"model": network(), "data": data(), "likelihood": Categorical(), **options}
-    return linnet.curvature(**given)
+    return curvature_of(**given)
 
 
 def quartic() -> Custom:
@@ -101,8 +102,8 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"structure": {".*": "kfac"}, "matrix": "hessian"}, r"(?s)matrix='hessian'.*\"full\" or \"block\""),
     ({"structure": "low-rank", "matrix": "hessian"}, r"(?s)'low-rank'.*matrix='hessian'"),
     ({"structure": "matrix-free", "expectation": "mc", "matrix": "hessian"}, r"(?s)'mc'.*leave expectation="),
-    ({"structure": "last-layer", "params": ["0.weight"]}, r"(?s)last-layer.*0\.weight.*params=\"last"),
-    ({"structure": ["last-layer", "kfac"]}, r"(?s)last-layer.*params=\"last-layer\" with any other"),
+    ({"structure": "last-layer", "params": ["0.weight"]}, r"(?s)last-layer.*Linearized.*params=\"last"),
+    ({"structure": ["last-layer", "kfac"]}, r"(?s)last-layer.*params=\"last-layer\"\) with any other"),
     ({"expectation": "empirical", "matrix": "gauss-newton"}, r"(?s)'empirical'.*matrix='fisher'"),
     ({"likelihood": quartic(), "expectation": "mc", "matrix": "gauss-newton"}, r"(?s)'mc'.*matrix='fisher'"),
     (
@@ -126,8 +127,48 @@ def test_values_that_do_not_go_together_are_refused(given: dict[str, Any], messa
 
 def test_a_linearization_has_its_own_parameters() -> None:
     lin = linnet.linearize(network())
+    with pytest.raises(InputError, match=r"(?s)structure='last-layer'.*linnet\.linearize"):
+        linnet.curvature(lin, data(), Categorical(), "last-layer")
     with pytest.raises(InputError, match=r"(?s)params= or output=.*linnet\.linearize"):
-        call(model=lin, params="all")
+        linnet.Laplace(lin, Categorical(), params="all").fit(data())
+
+
+def test_the_hessian_of_a_linearization_is_that_of_its_network() -> None:
+    model, given = network(), data()
+    whole = linnet.curvature(model, given, Categorical(), "full", matrix="hessian").dense()
+    lin = linnet.linearize(model, params="last-layer")
+    part = linnet.curvature(lin, given, Categorical(), "full", matrix="hessian").dense()
+    assert torch.allclose(part, whole[-len(part) :, -len(part) :], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"expectation": LowRank(3)}, "expectation"),
+        ({"structure": MonteCarlo(3)}, "structure"),
+        ({"passes": "4GB"}, "passes"),
+        ({"passes": {"memory": "4GB"}}, "passes"),
+    ],
+)
+def test_settings_stand_where_they_belong(given: dict[str, Any], said: str) -> None:
+    for call in (linnet.curvature, linnet.Laplace):
+        first = (network(), data(), Categorical()) if call is linnet.curvature else (network(), Categorical())
+        with pytest.raises(InputError, match=said):
+            call(*first, **given)
+
+
+def test_a_word_is_its_settings_with_their_defaults() -> None:
+    model, given = network(), data()
+    for words, settings in (
+        (("low-rank", "exact"), (LowRank(), "exact")),
+        (("kfac", "mc"), ("kfac", MonteCarlo())),
+        (("kfac", "random-projection"), ("kfac", RandomProjection())),
+    ):
+        one, other = (linnet.curvature(model, given, Categorical(), *way) for way in (words, settings))
+        assert torch.equal(one.dense(), other.dense())
+    free = linnet.curvature(model, given, Categorical(), MatrixFree())
+    v = torch.ones(free.shape[1])
+    assert torch.equal(free @ v, linnet.curvature(model, given, Categorical(), "matrix-free") @ v)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from linnet.curvatures import accumulate
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian
 from linnet.testing.oracles import jacobian_oracle, output_oracle
 from tests.curvatures.curvature_oracles import Expected, gradients_matrix
+from tests.curvatures.side_by_side import curvature_of
 from tests.zoo import assert_near
 
 STRUCTURES = ("full", "block", "diagonal", "kfac", "ekfac")
@@ -97,7 +98,7 @@ def test_structures_equal_the_loop_over_positions(kind: str, masked: bool) -> No
     columns = columns_of(own, y, axis)
     expected = Expected(model, x, j, columns)
     likelihood = Categorical(axis=axis)
-    found = linnet.curvature(model, (x, y), likelihood, STRUCTURES, block=3)
+    found = curvature_of(model, (x, y), likelihood, STRUCTURES, block=3)
     assert_near(found["full"].dense(), expected.full)
     assert_near(found["block"].dense(), expected.block(found["block"].parts))
     assert_near(found["diagonal"].dense(), expected.full.diagonal().diag())

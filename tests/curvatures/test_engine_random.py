@@ -11,6 +11,7 @@ from torch import Tensor
 import linnet
 from linnet.likelihoods import Categorical, Custom, Gaussian
 from tests.curvatures.curvature_oracles import Problem
+from tests.curvatures.side_by_side import curvature_of
 from tests.zoo import assert_near, case
 
 DRAWS = 150
@@ -73,12 +74,12 @@ def test_batches_draw_different_numbers() -> None:
     problem = Problem("mlp-tanh", "categorical")
     model, x = problem.case.model(), problem.case.x1
     same = torch.cat([x[:1], x[:1]])
-    G = linnet.curvature(model, same, Categorical(), "full", "mc", seed=1, block=1)
+    G = curvature_of(model, same, Categorical(), "full", "mc", seed=1, block=1)
     # two draws for one example: twice the same would have rank one
     ranks = [
         int(
             torch.linalg.matrix_rank(
-                linnet.curvature(model, same, Categorical(), "full", "mc", seed=s, block=1).dense()
+                curvature_of(model, same, Categorical(), "full", "mc", seed=s, block=1).dense()
             )
         )
         for s in range(12)

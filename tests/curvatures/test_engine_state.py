@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.likelihoods import Categorical
 from tests.curvatures.curvature_oracles import Problem
+from tests.curvatures.side_by_side import curvature_of
 from tests.zoo import BY_NAME, assert_near, case
 
 STRUCTURES: list[Any] = [
@@ -64,7 +65,7 @@ def test_the_network_is_left_as_it_was(name: str, structure: Any) -> None:
     x = copy.deepcopy(expected.x1)
     before = snapshot(model)
     states = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    G = linnet.curvature(model, (expected.x1, y), Categorical(), structure, output=expected.output)
+    G = curvature_of(model, (expected.x1, y), Categorical(), structure, output=expected.output)
     for one in G.values() if isinstance(G, dict) else [G]:
         one @ torch.ones(one.shape[0]).double()
         if structure != "matrix-free":
@@ -126,7 +127,7 @@ def test_frozen_parameters_have_no_part() -> None:
     model[0].requires_grad_(False)
     G = linnet.curvature(model, x, Categorical(), "kfac")
     assert [part.layer.name for part in G.parts] == ["2", "4"]
-    everything = linnet.curvature(model, x, Categorical(), "kfac", params="all")
+    everything = curvature_of(model, x, Categorical(), "kfac", params="all")
     assert everything.shape[0] == 155
 
 

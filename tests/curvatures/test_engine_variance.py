@@ -15,6 +15,7 @@ from linnet.errors import DataError, MemoryBudgetError
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.testing.oracles import jacobian_oracle
 from tests.curvatures.curvature_oracles import Problem, families
+from tests.curvatures.side_by_side import curvature_of
 from tests.zoo import assert_near, case
 
 STRUCTURES = ("full", "block", "diagonal", "kfac", "ekfac")
@@ -148,7 +149,7 @@ def accumulated(structure: str, n: int) -> tuple[int, str]:
     linnet.curvature(model, x[:2], Categorical(), structure)
     x = torch.randn(n, 3, 8, 8)
     with Allocations() as seen:
-        linnet.curvature(model, x, Categorical(), structure, block=8)
+        curvature_of(model, x, Categorical(), structure, block=8)
     return seen.largest, seen.where
 
 

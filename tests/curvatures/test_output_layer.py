@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import linnet
 from linnet.curvatures import accumulate, engine, output_layer
 from linnet.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Poisson
 from linnet.linalg.kronecker import KroneckerEigen
 from linnet.testing.oracles import jacobian_oracle
+from tests.curvatures.side_by_side import curvature_of
 from tests.zoo import assert_near
 
 STRUCTURES = ["kfac", "ekfac", "diagonal", "block", "full"]
@@ -76,7 +76,7 @@ def by_columns(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> T
     with monkeypatch.context() as patch:
         for module in (accumulate, engine):
             patch.setattr(module, "has_closed_form", lambda *_: False)
-        found: Tensor = linnet.curvature(*args, **options).dense()
+        found: Tensor = curvature_of(*args, **options).dense()
         return found
 
 
@@ -97,7 +97,7 @@ def test_sums_over_lambda(structure: str, case: str, bias: bool, monkeypatch: py
     sizes = watched(monkeypatch)
     monkeypatch.setattr(output_layer, "FORMED", 40)
     monkeypatch.setattr("linnet.likelihoods.likelihood.FORMED", 40)
-    found = linnet.curvature(model, (x, y), likelihood, **options)
+    found = curvature_of(model, (x, y), likelihood, **options)
     assert sizes == [4, 4, 1] * (2 if structure == "ekfac" else 1)
     assert_near(found.dense(), expected)
     j = head_jacobian(model, x)
@@ -127,7 +127,7 @@ def test_positions_are_examples_of_their_own(
     options: dict[str, Any] = {"structure": structure, "params": "last-layer", "sharing": sharing}
     expected = by_columns(monkeypatch, model, (x, y), likelihood, **options)
     sizes = watched(monkeypatch)
-    found = linnet.curvature(model, (x, y), likelihood, **options)
+    found = curvature_of(model, (x, y), likelihood, **options)
     # the second pass of ekfac sums exact squares, whatever its basis
     assert bool(sizes) == (sharing == "expand" or structure != "kfac")
     assert_near(found.dense(), expected)
@@ -156,7 +156,7 @@ def test_what_is_not_the_output_takes_columns(
     options["params"] = None if options["params"] == "all" else options["params"]
     expected = by_columns(monkeypatch, model, (x, y), likelihood, **options)
     sizes = watched(monkeypatch)
-    assert_near(linnet.curvature(model, (x, y), likelihood, **options).dense(), expected)
+    assert_near(curvature_of(model, (x, y), likelihood, **options).dense(), expected)
     assert not sizes
 
 
@@ -171,7 +171,7 @@ def test_tied_heads_take_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model, x, y = Twice(), inputs(9, 3), torch.arange(9) % 4
     sizes = watched(monkeypatch)
-    found = linnet.curvature(model, (x, y), Categorical(), "block", params=["head.weight", "head.bias"])
+    found = curvature_of(model, (x, y), Categorical(), "block", params=["head.weight", "head.bias"])
     assert not sizes
     j = head_jacobian(model, x)
     curved = Categorical().hessian(model(x).detach())[:, 0]
@@ -195,7 +195,7 @@ def test_a_batch_that_leaves_by_another_way_takes_columns(monkeypatch: pytest.Mo
     options: dict[str, Any] = {"structure": "diagonal", "params": "last-layer"}
     sizes = watched(monkeypatch)
     monkeypatch.setattr(engine, "DEFAULT_BLOCK", 6)
-    found = linnet.curvature(model, (x, y), Categorical(), **options)
+    found = curvature_of(model, (x, y), Categorical(), **options)
     assert sizes == [6]
     halves = [
         by_columns(monkeypatch, model, (part, labels), Categorical(), **options)
@@ -216,7 +216,7 @@ def test_no_columns_are_formed_of_a_thousand_classes(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(accumulate, "forward_trace", noting)
     monkeypatch.setattr(accumulate, "capture_parts", lambda *_: pytest.fail("columns"))
-    found = linnet.curvature(model, (x, y), Categorical(), "kfac", params="last-layer")
+    found = curvature_of(model, (x, y), Categorical(), "kfac", params="last-layer")
     assert largest == [40]
     p = model(x).detach().double().softmax(1)
     assert_near(found.parts[0].operator.left.double(), p.sum(0).diag() - p.mT @ p, 1e-5)

@@ -23,6 +23,7 @@ import pytest
 import torch
 
 import linnet
+from tests.curvatures.side_by_side import curvature_of
 
 PEERS = os.environ.get("LINNET_CURVATURE_PEERS")
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -89,9 +90,7 @@ def test_exact_kronecker_factors_are_those_of_curvlinops(
     structure: str, network: str, loss: str, networks: ModuleType, tmp_path: Path
 ) -> None:
     given = networks.problem(network, "layers", loss=loss)
-    G = linnet.curvature(
-        given.model, (given.x, given.y), likelihood(loss), structure, params=list(given.names)
-    )
+    G = curvature_of(given.model, (given.x, given.y), likelihood(loss), structure, params=list(given.names))
     theirs = ask("curvlinops", f"{structure}-exact", network, loss, "layers", tmp_path)
     assert_same(products(G, given, 3), theirs)
 
@@ -101,7 +100,7 @@ def test_exact_kronecker_factors_of_weights_are_those_of_backpack(
     loss: str, networks: ModuleType, tmp_path: Path
 ) -> None:
     given = networks.problem("small-mlp", "weights", loss=loss)
-    G = linnet.curvature(given.model, (given.x, given.y), likelihood(loss), "kfac", params=list(given.names))
+    G = curvature_of(given.model, (given.x, given.y), likelihood(loss), "kfac", params=list(given.names))
     theirs = ask("backpack", "kfac-exact", "small-mlp", loss, "weights", tmp_path)
     assert_same(products(G, given, 3), theirs)
 

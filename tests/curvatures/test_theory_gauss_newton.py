@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
-import linnet
 from tests.curvatures.feedforward import (
     ACTIVATIONS,
     CANONICAL,
@@ -36,12 +35,13 @@ from tests.curvatures.feedforward import (
     problem,
     relative_error,
 )
+from tests.curvatures.side_by_side import curvature_of
 
 STANDARD_ERRORS = 5.0
 
 
 def engine(network: FeedForward, data: Any, loss: Loss, structure: Any = "full", **settings: Any) -> Any:
-    return linnet.curvature(network.module(), data, loss.likelihood, structure, **settings)
+    return curvature_of(network.module(), data, loss.likelihood, structure, **settings)
 
 
 def preactivation_gauss_newton(network: FeedForward, xs: Tensor, ys: Tensor, loss: Loss) -> list[Tensor]:

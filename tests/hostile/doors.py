@@ -194,10 +194,10 @@ TAKERS: dict[str, Callable[..., Any]] = {
 # Options that a callable takes as **keywords.
 CURVATURE_OPTIONS: dict[str, Any] = {
     "expectation": "exact", "sharing": "expand", "matrix": "auto", "params": None, "output": None,
-    "samples": 1, "rank": 2, "seed": 0, "block": None, "memory": None, "shard": True,
+    "passes": None,
 }  # fmt: skip
 OPTIONS: dict[str, Callable[[], Arguments]] = {
-    "Laplace": lambda: {**CURVATURE_OPTIONS, "file": None, "method": "lanczos"},
+    "Laplace": lambda: dict(CURVATURE_OPTIONS),
     "continual.OnlineLaplace": lambda: dict(CURVATURE_OPTIONS),
     "continual.NonOnlineLaplace": lambda: dict(CURVATURE_OPTIONS),
     "continual.EWC": lambda: dict(CURVATURE_OPTIONS),

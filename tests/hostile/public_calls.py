@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.fitting import CG, SGD
 from linnet.likelihoods import Categorical, Gaussian
+from tests.curvatures.side_by_side import curvature_of
 
 FORWARD = {"calls": 0, "raises at": 0}  # of all copies of the network
 
@@ -164,7 +165,7 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "curvature mc": lambda s: linnet.curvature(s.model, s.data, Categorical(), "kfac", "mc"),
     "curvature empirical": lambda s: linnet.curvature(s.model, s.data, Categorical(), "full", "empirical"),
     "hessian": lambda s: linnet.curvature(s.model, s.data, Categorical(), "full", matrix="hessian"),
-    "low rank": lambda s: linnet.curvature(s.model, s.data, Categorical(), "low-rank", rank=3),
+    "low rank": lambda s: curvature_of(s.model, s.data, Categorical(), "low-rank", rank=3),
     "matrix-free": lambda s: (
         linnet.curvature(s.model, s.data, Categorical(), "matrix-free") @ torch.ones(s.lin().space.dim)
     ),

@@ -103,7 +103,7 @@ _NAMES = {
     "recipe reduction root schedule score search sharing solver source space structure structures "
     "to variant keep preconditioner loss names mode like",
     "made": "curvature fit forgotten lin likelihood moment param_group report seen description "
-    "augmentation memory device dtype candidates gram directions pooling training run inference",
+    "augmentation memory device dtype candidates gram directions pooling training run inference passes",
     "selector": "params",
     "flag": "adaptive add base canonical clamps discrete flip inplace joint masked momentum per_output tune "
     "progress "

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
+from tests.curvatures.side_by_side import curvature_of
 from tests.hostile.cases import COUNT, drawn, families, labels, likelihood, near
 from tests.hostile.random_networks import Network, joined, parts, rows
 
@@ -91,7 +92,7 @@ def test_batches_and_shards_add_up(seed: int) -> None:
     pieces = [slice(0, half), slice(half, net.n)] if net.n > 1 else [slice(0, 1)]
     shards = [linnet.curvature(net.model, (rows(net.x, k), y[k]), given, "full").dense() for k in pieces]
     near(torch.stack(shards).sum(0), whole)
-    near(linnet.curvature(net.model, (net.x, y), given, "full", block=1).dense(), whole)
+    near(curvature_of(net.model, (net.x, y), given, "full", block=1).dense(), whole)
     if len(parts(net.x)) == 1 and isinstance(net.x, Tensor):
         loader = DataLoader(TensorDataset(net.x, y), batch_size=2)  # ragged at the end for odd N
         near(linnet.curvature(net.model, loader, given, "full").dense(), whole)

@@ -13,6 +13,7 @@ import linnet
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.expectation import batch_generator
 from linnet.errors import ModelError
+from tests.curvatures.side_by_side import curvature_of
 from tests.hostile.cases import (
     drawn,
     every_network,
@@ -109,7 +110,7 @@ def test_exact_structures(seed: int) -> None:
             products = linnet.curvature(net.model, (net.x, y), given, "matrix-free")
             v = net.numbers((len(full), 2), 6)
             near(products @ v, full @ v, float(full.abs().max()))
-            last = linnet.curvature(net.model, (net.x, y), given, "full", params=net.names[-1:])
+            last = curvature_of(net.model, (net.x, y), given, "full", params=net.names[-1:])
             near(last.dense(), block(full, indices(net)[net.names[-1]].flatten()), float(full.abs().max()))
 
 
@@ -129,7 +130,7 @@ def test_gradients_at_labels(seed: int) -> None:
             wanted = {"empirical": gradients[None], "mc": drawn_, "random-projection": projected}
             for expectation, columns in wanted.items():
                 options = {"expectation": expectation, "samples": 2, "seed": 7}
-                found = linnet.curvature(net.model, (net.x, y), given, list(DENSE), **options)
+                found = curvature_of(net.model, (net.x, y), given, list(DENSE), **options)
                 g = torch.einsum("kncp->knp", columns.flatten(2)[..., None] * net.j).flatten(0, 1)
                 for structure in DENSE:
                     near(found[structure].dense(), of_structure(net, g.T @ g, found[structure], structure))

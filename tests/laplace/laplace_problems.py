@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.laplace.laplace import Laplace
 from linnet.testing.oracles import jacobian_oracle
+from tests.curvatures.side_by_side import grouped
 from tests.fitting.problems import network, real
 
 CATEGORICAL = linnet.likelihoods.Categorical()
@@ -32,7 +33,7 @@ def fitted(structure: Any = "full", **options: Any) -> tuple[Laplace, Tensor, Te
     """A classifier's posterior, and its data."""
     model, x, y = classes()
     options.setdefault("rank", 64)
-    return Laplace(model, CATEGORICAL, structure, **options).fit((x, y)), x, y
+    return Laplace(model, CATEGORICAL, **grouped(structure, **options)).fit((x, y)), x, y
 
 
 def theta_of(model: nn.Module) -> Tensor:
@@ -87,4 +88,6 @@ class LinearModel:
     def laplace(self, structure: str = "full", **options: Any) -> Laplace:
         """The posterior at the mode."""
         likelihood = linnet.likelihoods.Gaussian(variance=self.noise)
-        return Laplace(self.model, likelihood, structure, self.prior, **options).fit((self.x, self.y))
+        return Laplace(
+            self.model, likelihood, prior_precision=self.prior, **grouped(structure, **options)
+        ).fit((self.x, self.y))

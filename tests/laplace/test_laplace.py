@@ -14,6 +14,7 @@ from linnet.errors import InputError, LinnetError, NumericalError
 from linnet.laplace.laplace import Laplace
 from linnet.testing.oracles import ggn_oracle, jacobian_oracle
 from tests import zoo
+from tests.curvatures.side_by_side import grouped
 from tests.fitting.problems import near, network, real
 from tests.laplace.laplace_problems import (
     CATEGORICAL,
@@ -38,7 +39,7 @@ def dense_ggn(model: nn.Module, x: Tensor, likelihood: Any = CATEGORICAL) -> Ten
 @pytest.mark.parametrize("structure", ["full", "low-rank"])
 def test_full_posterior_is_the_inverse_of_gauss_newton_plus_prior(structure: str) -> None:
     model, x, y = classes()
-    la = Laplace(model, CATEGORICAL, structure, 0.3, rank=64).fit((x, y))
+    la = Laplace(model, CATEGORICAL, prior_precision=0.3, **grouped(structure, rank=64)).fit((x, y))
     expected = torch.linalg.inv(dense_ggn(model, x) + 0.3 * torch.eye(31).double())
     near(la.covariance.dense(), expected, 1e-7 if structure == "low-rank" else 1e-10)
 
@@ -141,8 +142,10 @@ def test_an_infinite_prior_precision_collapses_the_posterior(structure: str) -> 
 @pytest.mark.parametrize("structure", ["kfac", "diagonal", "block", "full", "low-rank"])
 def test_adding_data_gives_the_posterior_of_the_union(structure: str) -> None:
     model, x, y = classes(n=14)
-    whole = Laplace(model, CATEGORICAL, structure, 0.4, rank=64).fit((x, y))
-    parts = Laplace(model, CATEGORICAL, structure, 0.4, rank=64).fit((x[:5], y[:5]))
+    whole = Laplace(model, CATEGORICAL, prior_precision=0.4, **grouped(structure, rank=64)).fit((x, y))
+    parts = Laplace(model, CATEGORICAL, prior_precision=0.4, **grouped(structure, rank=64)).fit(
+        (x[:5], y[:5])
+    )
     parts.fit((x[5:], y[5:]), add=True)
     near(parts.covariance.dense(), whole.covariance.dense(), 1e-6 if structure == "low-rank" else 1e-9)
     assert float(parts.log_evidence()) == pytest.approx(float(whole.log_evidence()), rel=1e-9)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.laplace.laplace import Laplace
 from linnet.laplace.load import load_laplace
+from tests.curvatures.side_by_side import grouped
 from tests.fitting.problems import near, real
 from tests.laplace.laplace_problems import CATEGORICAL, classes
 
@@ -20,7 +21,7 @@ L = linnet.likelihoods
 
 def added(model: nn.Module, likelihood: Any, parts: list[tuple[Tensor, Tensor]], **options: Any) -> Laplace:
     """A posterior of several data sets, one after the other."""
-    la = Laplace(model, likelihood, **options)
+    la = Laplace(model, likelihood, **grouped(**options))
     for i, part in enumerate(parts):
         la.fit(part, add=i > 0)
     return la

@@ -13,6 +13,7 @@ import linnet
 from linnet.errors import InputError
 from linnet.laplace.laplace import Laplace
 from linnet.laplace.training import EvidenceSchedule, train_with_evidence
+from tests.curvatures.side_by_side import grouped
 from tests.fitting.problems import near, real
 from tests.laplace.laplace_problems import (
     CATEGORICAL,
@@ -82,9 +83,13 @@ def test_gradient_of_the_evidence_by_finite_differences(structure: str) -> None:
     model, x, y = numbers()
     damping = "matrix-normal" if structure == "matrix-normal" else "exact"
     kind = "kfac" if structure == "matrix-normal" else structure
-    la = Laplace(model, L.Gaussian(variance=0.5), kind, {"0": 0.3, "2": 2.0}, damping=damping, rank=26).fit(
-        (x, y)
-    )
+    la = Laplace(
+        model,
+        L.Gaussian(variance=0.5),
+        prior_precision={"0": 0.3, "2": 2.0},
+        damping=damping,
+        **grouped(kind, rank=26),
+    ).fit((x, y))
     prior = torch.tensor([0.3, 2.0], dtype=torch.float64, requires_grad=True)
     noise = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
 

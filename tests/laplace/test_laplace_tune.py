@@ -17,6 +17,7 @@ from linnet.laplace.posterior import Hyper
 from linnet.laplace.scores import Scorer, left_out
 from linnet.predictive.labels import Labels
 from linnet.predictive.links import Link
+from tests.curvatures.side_by_side import grouped
 from tests.fitting.problems import near, real
 from tests.laplace.laplace_problems import CATEGORICAL, LinearModel, classes, numbers
 
@@ -41,7 +42,7 @@ def posterior(structure: str = "kfac", kind: str = "classes", **options: Any) ->
         optimizer.zero_grad()
         likelihood.nll(model(x), y).mean().backward()
         optimizer.step()
-    return Laplace(model, likelihood, structure, **options).fit((x, y)), (x, y), (held, truth)
+    return Laplace(model, likelihood, **grouped(structure, **options)).fit((x, y)), (x, y), (held, truth)
 
 
 def density(la: Laplace, data: Any) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,18 @@ from torch import Tensor, nn
 from linnet.continual.method import Prepare
 from linnet.continual.parameters import computing_type, same_random_state, unwrapped
 from linnet.continual.precision import Block
-from linnet.curvatures.build import check_options, curvature
+from linnet.curvatures.build import check_options, watched
 from linnet.curvatures.curvature import Curvature
+from linnet.curvatures.settings import (
+    CurvatureOptions,
+    LowRank,
+    Passes,
+    Structure,
+    drawn,
+    passes_of,
+    word_of,
+)
 from linnet.curvatures.stream import Batches
-from linnet.curvatures.treatments import resolve
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
@@ -24,40 +32,8 @@ from linnet.params import call, function
 from linnet.tangent.batch import Inputs, concatenate
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
-from linnet.tangent.selection import Selector
 
 OUTPUTS = "shifted."  # where a shifted network keeps the network itself
-
-
-class CurvatureOptions(TypedDict, total=False):
-    """Keywords that are handed on to :func:`linnet.curvature`.
-
-    Attributes:
-        expectation: "exact", "mc", "random-projection", "empirical" or "recursion".
-        sharing: "expand" or "reduce".
-        matrix: "gauss-newton", "fisher" or "auto".
-        params: Which parameters are remembered; by default all that require a gradient.
-        output: How to turn the network's result into a tensor.
-        samples: Random columns for each example.
-        rank: Eigenpairs of "low-rank".
-        seed: Seed of everything random.
-        block: Examples differentiated at once.
-        memory: Budget such as "4GB".
-        shard: Under torch.distributed, whether all processes share the same data out (``True``), each has its
-            own (``False``), or each computes alone (``None``).
-    """
-
-    expectation: str
-    sharing: str
-    matrix: str
-    params: Selector
-    output: OutputAdapter
-    samples: int
-    rank: int
-    seed: int
-    block: int | None
-    memory: str | int | None
-    shard: bool | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,18 +58,35 @@ class Recipe:
     Args:
         likelihood: What the outputs mean.
         structure: The structure of the curvature.
-        options: Keywords of :func:`linnet.curvature`.
+        options: Keywords of :func:`linnet.curvature`, and ``params`` and ``output``.
     """
 
     likelihood: Likelihood
-    structure: str | Mapping[str, str]
+    structure: Structure
     options: CurvatureOptions
+
+    @property
+    def word(self) -> str:
+        """The structure in a word, or a mixture as it was written."""
+        return str(word_of(self.structure))
+
+    @property
+    def passes(self) -> Passes:
+        """How the data are passed over."""
+        return passes_of(self.options.get("passes"))
 
     def settings(self) -> dict[str, Any]:
         """What a saved state belongs to."""
-        words = ("expectation", "sharing", "matrix", "samples", "rank")
-        chosen = {word: self.options[word] for word in words if word in self.options}  # type: ignore[literal-required]
-        structure = self.structure if isinstance(self.structure, str) else dict(self.structure)
+        chosen: dict[str, Any] = {}
+        if "expectation" in self.options:
+            chosen["expectation"], samples, _ = drawn(self.options["expectation"])
+            chosen |= {"samples": samples} if samples != 1 else {}
+        for word in ("sharing", "matrix"):
+            if word in self.options:
+                chosen[word] = self.options[word]
+        if isinstance(self.structure, LowRank):
+            chosen["rank"] = self.structure.rank
+        structure = dict(self.structure) if isinstance(self.structure, Mapping) else self.word
         return {"likelihood": repr(self.likelihood), "structure": structure, **chosen}
 
     def measure(
@@ -115,14 +108,14 @@ class Recipe:
             DataError: If the data cannot be used.
         """
         network, adapter = self.network(model, output, prepare)
-        options: dict[str, Any] = {**self.options}
+        options = self.options.copy()
         if adapter is not None:
             options["output"] = adapter
         with same_random_state(data), torch.enable_grad():
             if isinstance(network, Linearized) and not isinstance(self.likelihood, Gaussian):
                 network, data = _at_delta(network, data)
                 options["params"] = [OUTPUTS + name for name in network.function.names]
-            found = curvature(network, data, self.likelihood, self.structure, **options)
+            found = watched(None, network, data, self.likelihood, self.structure, **options)
         if not isinstance(found, Curvature):
             raise InputError(f"structure={self.structure!r}", expected="a structure that can be kept")
         return found
@@ -202,7 +195,7 @@ def make_recipe(likelihood: Any, structure: Any, options: CurvatureOptions) -> R
     Args:
         likelihood: What the outputs mean.
         structure: The structure.
-        options: Keywords of :func:`linnet.curvature`.
+        options: Keywords of :func:`linnet.curvature`, and ``params`` and ``output``.
 
     Returns:
         The recipe.
@@ -211,22 +204,19 @@ def make_recipe(likelihood: Any, structure: Any, options: CurvatureOptions) -> R
         InputError: If an argument does not fit.
     """
     check_likelihood(likelihood)
-    if unknown := set(options) - set(CurvatureOptions.__annotations__):
+    check_options("a method with a quadratic penalty", structure, options)
+    if word_of(structure) == "matrix-free":
         raise InputError(
-            f"unknown argument {min(unknown)!r}",
-            expected=", ".join(CurvatureOptions.__annotations__),
-            remedy="see linnet.curvature for what they mean",
+            "structure='matrix-free' needs the data of past tasks for every product",
+            expected="a structure that can be kept without data",
+            remedy='use structure="kfac" or "low-rank"',
         )
-    check_options(structure, options)
-    expectation = options.get("expectation", "exact")
-    if isinstance(structure, str):
-        found = resolve(structure, expectation)[0]
-        if found == "matrix-free":
-            raise InputError(
-                "structure='matrix-free' needs the data of past tasks for every product",
-                expected="a structure that can be kept without data",
-                remedy='use structure="kfac" or "low-rank"',
-            )
+    if passes_of(options.get("passes")).file is not None:
+        raise InputError(
+            "passes has a file, which one task would leave to the next",
+            expected="no file for the sums of a stream of tasks",
+            remedy="leave file= out",
+        )
     if options.get("matrix") == "hessian":
         raise InputError(
             "matrix='hessian' can be indefinite, and a penalty with it unbounded below",

@@ -64,9 +64,9 @@ def log_evidence(
     network, own = recipe.network(model, output, prepare)
     function = recipe.function(network, own)
     device, nll = next(iter(Live.of(model).tensors.values())).device, 0.0
-    share = Share.of(recipe.options.get("shard", True))
+    share = Share.of(recipe.passes.shard)
     with together("the likelihood of a task", share.world > 1), same_random_state(data):
-        for batch in Batches(data, device, recipe.options.get("block"), share):
+        for batch in Batches(data, device, recipe.passes.block, share):
             if batch.y is None:
                 raise DataError("data have no targets", expected="(x, y) pairs", remedy="pass (x, y)")
             f = function(batch.x)

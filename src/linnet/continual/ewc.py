@@ -8,12 +8,13 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from linnet.continual.curvature import CurvatureOptions, make_recipe
+from linnet.continual.curvature import make_recipe
 from linnet.continual.merge import check_merge
 from linnet.continual.method import ContinualMethod, Prepare, check_network
 from linnet.continual.parameters import Live
 from linnet.continual.precision import Precision
 from linnet.continual.quadratic import Quadratic, moved_anchor, moved_term
+from linnet.curvatures.settings import CurvatureOptions, Structure
 from linnet.errors import InputError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.params import number
@@ -66,7 +67,7 @@ class EWC(ContinualMethod):
         self,
         model: nn.Module,
         likelihood: Likelihood,
-        structure: str | Mapping[str, str] = "diagonal",
+        structure: Structure = "diagonal",
         strength: float = 1.0,
         variant: str = "offline",
         decay: float = 1.0,
@@ -130,9 +131,7 @@ class EWC(ContinualMethod):
         return self
 
     def __repr__(self) -> str:
-        return (
-            f"EWC({self._recipe.structure}, strength={self.strength:g}, {self.variant}, {self.tasks} tasks)"
-        )
+        return f"EWC({self._recipe.word}, strength={self.strength:g}, {self.variant}, {self.tasks} tasks)"
 
     def _quadratics(self) -> Sequence[Quadratic]:
         return self._terms

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from linnet.continual.curvature import CurvatureOptions, Recipe, make_recipe
+from linnet.continual.curvature import Recipe, make_recipe
 from linnet.continual.evidence import log_evidence
 from linnet.continual.merge import check_merge
 from linnet.continual.method import ContinualMethod, Prepare, check_network
@@ -18,6 +18,7 @@ from linnet.continual.parameters import Live, unwrapped
 from linnet.continual.precision import Precision
 from linnet.continual.quadratic import Quadratic, moved_anchor, moved_term
 from linnet.curvatures.curvature import Curvature, Provenance
+from linnet.curvatures.settings import CurvatureOptions, Structure, drawn
 from linnet.errors import InputError, ModelError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.optim.preconditioner import KroneckerPreconditioner
@@ -60,8 +61,8 @@ class OnlineLaplace(ContinualMethod):
         prior_mean: Where the first prior is centered. ``None``: there is no penalty before the first task,
             and its weight decay is up to you. "initial": where the parameters are now. A number (0.0), or
             tensors by name. Of a ``Linearized`` these are weights θ = θ₀ + δ: "initial" is what means δ = 0.
-        **options: Keywords of :func:`linnet.curvature`: expectation, sharing, matrix, params, output,
-            samples, rank, seed, block, memory, shard.
+        **options: Keywords of :func:`linnet.curvature`: expectation, sharing, matrix, passes; and of
+            :func:`linnet.linearize`: params, output.
 
     Attributes:
         model: The network.
@@ -91,7 +92,7 @@ class OnlineLaplace(ContinualMethod):
         self,
         model: nn.Module,
         likelihood: Likelihood,
-        structure: str | Mapping[str, str] = "kfac",
+        structure: Structure = "kfac",
         prior_precision: float = 1.0,
         strength: float = 1.0,
         merge: str = "svd",
@@ -172,9 +173,9 @@ class OnlineLaplace(ContinualMethod):
                 raise ModelError(f"parameter {name!r} has grown since it was consolidated")
         function = function.moved(anchor) if anchor else function
         made = Provenance(
-            str(self._recipe.structure),
+            self._recipe.word,
             "gauss-newton",
-            self._recipe.options.get("expectation", "exact"),
+            drawn(self._recipe.options.get("expectation", "exact"))[0],
             self._recipe.options.get("sharing", "expand"),
             self._recipe.likelihood.describe(),
             max(block.examples for block in blocks),
@@ -255,7 +256,7 @@ class OnlineLaplace(ContinualMethod):
 
     def __repr__(self) -> str:
         return (
-            f"OnlineLaplace({self._recipe.structure}, strength={self.strength:g}, merge={self.merge!r}, "
+            f"OnlineLaplace({self._recipe.word}, strength={self.strength:g}, merge={self.merge!r}, "
             f"{self.tasks} tasks)"
         )
 
@@ -341,7 +342,7 @@ class NonOnlineLaplace(ContinualMethod):
         self,
         model: nn.Module,
         likelihood: Likelihood,
-        structure: str | Mapping[str, str] = "kfac",
+        structure: Structure = "kfac",
         prior_precision: float = 1.0,
         strength: float = 1.0,
         merge: str = "exact",
@@ -423,7 +424,7 @@ class NonOnlineLaplace(ContinualMethod):
         return self
 
     def __repr__(self) -> str:
-        return f"NonOnlineLaplace({self._recipe.structure}, strength={self.strength:g}, {self.tasks} tasks)"
+        return f"NonOnlineLaplace({self._recipe.word}, strength={self.strength:g}, {self.tasks} tasks)"
 
     def _quadratics(self) -> Sequence[Quadratic]:
         return (self._main,) if self.strength > 0 and self._main.precision.blocks else ()

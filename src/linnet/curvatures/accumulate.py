@@ -341,7 +341,7 @@ def _examples(target: int, most: int, each: int) -> int:
     return max(target // max(1, each), min(BUSY, most // max(1, each)))
 
 
-class Passes:
+class Summation:
     """Passes over the data, one accumulator each, with progress and, where asked, a file to resume from.
 
     Args:

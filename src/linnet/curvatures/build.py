@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
 from linnet.curvatures.accumulate import Watch
 from linnet.curvatures.engine import Request, by_structure
-from linnet.curvatures.expectation import EXPECTATIONS, MATRICES, Expectation, choose_matrix
+from linnet.curvatures.expectation import MATRICES, Expectation, choose_matrix
 from linnet.curvatures.operators import matrix_free, whole
+from linnet.curvatures.settings import (
+    CurvatureOptions,
+    Drawn,
+    LowRank,
+    MatrixFree,
+    Passes,
+    Structure,
+    check_structure,
+    drawn,
+    passes_of,
+    word_of,
+)
 from linnet.curvatures.stream import Batches
 from linnet.curvatures.treatments import resolve
 from linnet.distributed import Share, agree, least, together
 from linnet.errors import InputError, ModelError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.memory import parse_bytes
-from linnet.params import choice, flag, integer, refuse
-from linnet.params import path as checked_path
-from linnet.params import seed as checked_seed
+from linnet.params import choice, known
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -34,33 +44,25 @@ def curvature(
     model: nn.Module,
     data: Any,
     likelihood: Likelihood,
-    structure: str | Mapping[str, str] | Sequence[str] = "kfac",
-    expectation: str = "exact",
+    structure: Structure | Sequence[Structure] = "kfac",
+    expectation: str | Drawn = "exact",
     sharing: str = "expand",
     *,
     matrix: str = "auto",
-    params: Selector = None,
-    output: OutputAdapter = None,
-    samples: int = 1,
-    rank: int = 32,
-    seed: int = 0,
-    block: int | None = None,
-    memory: str | int | None = None,
-    file: str | Path | None = None,
-    shard: bool | None = True,
-    derivative: str = "exact",
-    method: str = "lanczos",
+    passes: Passes | None = None,
 ) -> Any:
     """The Gauss-Newton, Fisher or Hessian matrix of a network over a data set, whole or approximated.
 
     Everything is summed over the examples (and output positions) and divided by nothing.
 
     Args:
-        model: The network, or a ``Linearized``, whose outputs are taken at δ = 0.
+        model: The network, with all parameters that require a gradient, or a ``Linearized``, which says which
+            parameters vary and how outputs are taken: the matrix is that of its network, at δ = 0.
         data: An (x, y) pair, inputs alone where no targets are needed, a Dataset or a DataLoader.
         likelihood: What the outputs mean, one of ``linnet.likelihoods``.
         structure: ``"kfac"``, ``"ekfac"``, ``"kfra"``, ``"diagonal"``, ``"block"`` (exact layer by layer),
-            ``"full"``, ``"low-rank"``, ``"last-layer"``, or ``"matrix-free"`` (products only). A mapping from
+            ``"full"``, ``"low-rank"`` (or a :class:`~linnet.curvatures.LowRank`), ``"last-layer"``, or
+            ``"matrix-free"`` (products only; or a :class:`~linnet.curvatures.MatrixFree`). A mapping from
             regular expressions, searched in parameter names, to structures mixes them: the first that is
             found in any parameter of a layer decides for the layer, weight and bias alike. A list of
             structures computes them all from one pass over the data and returns a dict; "kfra", "low-rank",
@@ -68,28 +70,14 @@ def curvature(
         expectation: How the outputs' curvature Λ is taken: ``"exact"`` (all columns of its root),
             ``"mc"`` (labels drawn from the model), ``"random-projection"``, ``"empirical"`` (observed
             labels), ``"recursion"`` (of "kfra" alone). Published as KFLR is "kfac" with "exact", as KFAC
-            (Martens and Grosse 2015) "kfac" with "mc", and as KFRA "kfra".
+            (Martens and Grosse 2015) "kfac" with "mc", and as KFRA "kfra". More than one random column:
+            a :class:`~linnet.curvatures.MonteCarlo` or :class:`~linnet.curvatures.RandomProjection`.
         sharing: Weights shared over positions: ``"expand"`` takes positions as examples of their own,
             ``"reduce"`` takes their mean input and summed gradient.
         matrix: ``"gauss-newton"``, ``"fisher"``, ``"hessian"``, or ``"auto"``: Gauss-Newton, except where
             sampled or observed labels give the Fisher matrix and the two differ.
-        params: Which parameters; see :func:`linnet.linearize`.
-        output: How to turn the network's result into a tensor.
-        samples: Random columns for each example, for "mc" and "random-projection".
-        rank: Number of eigenpairs of "low-rank".
-        seed: Seed of everything random.
-        block: Examples differentiated at once; chosen by memory if left out. Random columns are drawn batch
-            by batch, so that another block draws others.
-        memory: Budget such as ``"4GB"``; by default half of what is available.
-        file: A ``.safetensors`` file for unfinished sums, written every 15 seconds and between passes: an
-            interrupted call resumes from it. Removed at the end.
-        shard: Under torch.distributed, ``True`` if all processes pass the same ``data``, which are then
-            shared out; ``False`` if each passes its own; ``None`` for a process that computes alone. The
-            first two add up over all processes, which must all make the call; an error on one is raised on
-            all.
-        derivative: ``"finite-difference"`` takes matrix-free Fisher products by the directional derivative
-            of the gradient of a KL divergence, two backward passes and no forward mode.
-        method: Of "low-rank": ``"lanczos"`` (to convergence) or ``"randomized"`` (one product).
+        passes: A :class:`~linnet.curvatures.Passes`: examples at once, the memory budget, a file to resume
+            from, and how several processes share the data.
 
     Returns:
         A :class:`Curvature`; an operator with products only for "matrix-free"; a dict for a list.
@@ -104,7 +92,7 @@ def curvature(
 
     Source:
         Botev 2020, chapters 3 and 4; Martens and Grosse 2015; George et al. 2018 (EKFAC); Eschenhagen et al.
-        2023 (weight sharing); Maddox et al. 2021 (finite differences).
+        2023 (weight sharing).
 
     Example:
         >>> import linnet, torch
@@ -118,14 +106,19 @@ def curvature(
           0  4x2 + 4              ekfac
           2  3x4 + 3              ekfac
     """
-    return _made(
-        None, Share.of(shard), model, data, likelihood, structure, expectation, sharing, matrix, params,
-        output, samples, rank, seed, block, memory, file, derivative, method,
+    return watched(
+        None, model, data, likelihood, structure,
+        expectation=expectation, sharing=sharing, matrix=matrix, passes=passes,
     )  # fmt: skip
 
 
 def watched(
-    watch: Watch, model: nn.Module, data: Any, likelihood: Likelihood, structure: Any, **options: Any
+    watch: Watch | None,
+    model: nn.Module,
+    data: Any,
+    likelihood: Likelihood,
+    structure: Any,
+    **options: Unpack[CurvatureOptions],
 ) -> Any:
     """Compute a curvature and call ``watch(outputs, labels)`` for each batch.
 
@@ -137,78 +130,60 @@ def watched(
         data: The data.
         likelihood: The likelihood.
         structure: The structure.
-        **options: All others.
+        **options: All others, and ``params`` and ``output`` for a network that is not linearized.
 
     Returns:
         The curvature.
     """
-    given = inspect.signature(curvature).bind(model, data, likelihood, structure, **options)
-    given.apply_defaults()
-    share = Share.of(given.arguments.pop("shard"))
-    return _made(watch, share, **given.arguments)
-
-
-def _made(watch: Watch | None, share: Share, *given: Any, **options: Any) -> Any:
-    """A curvature, or several; together with the other processes, if there are any."""
+    passes = passes_of(options.get("passes"))
+    share = Share.of(passes.shard)
     with together("linnet.curvature", share.world > 1):
-        return _computed(watch, share, *given, **options)
+        return _computed(watch, share, passes, model, data, likelihood, structure, options)
 
 
 @in_exact_mode
 def _computed(
     watch: Watch | None,
     share: Share,
+    passes: Passes,
     model: nn.Module,
     data: Any,
     likelihood: Likelihood,
     structure: Any,
-    expectation: str,
-    sharing: str,
-    matrix: str,
-    params: Selector,
-    output: OutputAdapter,
-    samples: int,
-    rank: int,
-    seed: int,
-    block: int | None,
-    memory: str | int | None,
-    file: str | Path | None,
-    derivative: str,
-    method: str,
+    options: CurvatureOptions,
 ) -> Any:
     """A curvature, or several."""
     check_likelihood(likelihood)
     several = isinstance(structure, list | tuple)
     wanted: list[Any] = [*structure] if several else [structure]
-    if not wanted or not all(isinstance(one, str | Mapping) for one in wanted):
+    if not wanted or not all(isinstance(one, str | Mapping | LowRank | MatrixFree) for one in wanted):
         raise InputError(
             f"structure={structure!r}",
             expected="a structure, a mapping of them or a list of them",
             remedy='pass structure="kfac" if unsure',
         )
+    low: LowRank = next((one for one in wanted if isinstance(one, LowRank)), LowRank())
+    free: MatrixFree = next((one for one in wanted if isinstance(one, MatrixFree)), MatrixFree())
+    wanted = [word_of(one) for one in wanted]
     names = _names(wanted)
+    expectation, samples, seed = drawn(options.get("expectation", "exact"))
     kinds, expectation = _resolve(wanted, expectation)
-    words = {"expectation": expectation, "sharing": sharing, "derivative": derivative, "method": method}
-    _check_words(words, {"samples": samples, "rank": rank})
-    _check_seed(seed)
+    sharing = choice("sharing", options.get("sharing", "expand"), ("expand", "reduce"))
+    params = options.get("params")
     if "last-layer" in kinds:
-        params, kinds = _last_layer(params, kinds)
-    function = _functional(model, params, output)
-    taken = choose_matrix(likelihood, expectation, matrix)
-    if taken == "hessian" and isinstance(model, Linearized):
-        raise InputError(
-            "matrix='hessian' of a Linearized",
-            expected="a network: the Hessian of a linear model is its Gauss-Newton matrix",
-            remedy="pass matrix='gauss-newton', or model.model for the Hessian of the network",
-        )
-    _check_file(file, kinds, taken)
+        params, kinds = _last_layer(model, params, kinds)
+    function = _functional(model, params, options.get("output"))
+    taken = choose_matrix(likelihood, expectation, options.get("matrix", "auto"))
+    _check_file(passes.file, kinds, taken)
     columns = Expectation(likelihood, expectation, taken, samples, seed)
-    batches = Batches(data, function.device, block, share)
+    batches = Batches(data, function.device, passes.block, share)
+    memory = passes.memory
     if share.world > 1:
-        settings = {"structure": wanted, "block": block, "memory": memory, "rank": rank, "shard": share.cut}
-        _require_alike(function, columns, {**settings, **words, "file": file is not None})
+        settings = {"structure": wanted, "expectation": expectation, "sharing": sharing, "shard": share.cut}
+        settings |= {"block": passes.block, "memory": memory, "file": passes.file is not None}
+        _require_alike(function, columns, {**settings, **asdict(low), **asdict(free)})
         memory = least(parse_bytes(memory, function.device))  # what it decides, all decide alike
-    request = Request(columns, sharing, memory, None if file is None else Path(file), watch)
+    request = Request(columns, sharing, memory, None if passes.file is None else Path(passes.file), watch)
     if any(kind in OPERATORS for kind in kinds) or taken == "hessian":
         if len(names) > 1:
             raise InputError(
@@ -216,10 +191,10 @@ def _computed(
                 expected="structures that share one pass over the data",
                 remedy="ask for 'matrix-free', 'low-rank' and Hessian matrices in calls of their own",
             )
-        product = matrix_free(function, batches, columns, derivative)
+        product = matrix_free(function, batches, columns, free.derivative)
         if kinds[0] == "matrix-free":
             return {names[0]: product} if several else product
-        made = whole(product, batches, request, kinds[0], rank, method)
+        made = whole(product, batches, request, kinds[0], low)
         return {names[0]: made} if several else made
     found = by_structure(function, batches, request, list(zip(names, kinds, strict=True)))
     return dict(zip(names, found, strict=True)) if several else found[0]
@@ -229,8 +204,12 @@ def _require_alike(function: Functional, columns: Expectation, settings: Mapping
     """Raise on all processes unless they ask for the same matrix of the same network."""
     e = columns
     likelihood = f"{type(e.likelihood).__name__} {e.likelihood.describe()}"
-    chosen = {"matrix": e.matrix, "samples": e.samples, "seed": e.seed, "likelihood": likelihood}
-    agree(InputError, {**settings, **chosen}, "pass the same arguments on all processes")
+    chosen = {"matrix": e.matrix, "samples": e.samples, "seed": (e.seed, settings["seed"])}
+    agree(
+        InputError,
+        {**settings, **chosen, "likelihood": likelihood},
+        "pass the same arguments on all processes",
+    )
     weights = {
         "the names of the parameters": ", ".join(function.names),
         "the hash of weights and buffers": function.fingerprint()[:12],
@@ -255,7 +234,6 @@ def _names(wanted: Sequence[Any]) -> list[str]:
 
 def _resolve(wanted: Sequence[Any], expectation: str) -> tuple[list[Any], str]:
     """Structures, checked, and the expectation that goes with all of them."""
-    choice("expectation", expectation, EXPECTATIONS)
     implied = expectation
     kinds: list[Any] = []
     for one in wanted:
@@ -273,65 +251,36 @@ def _resolve(wanted: Sequence[Any], expectation: str) -> tuple[list[Any], str]:
     return kinds, implied
 
 
-WORDS = {
-    "expectation": EXPECTATIONS,
-    "sharing": ("expand", "reduce"),
-    "derivative": ("exact", "finite-difference"),
-    "method": ("lanczos", "randomized"),
-}
-
-
-def check_options(structure: Any, options: Mapping[str, Any]) -> None:
+def check_options(caller: str, structure: Any, options: Mapping[str, Any]) -> None:
     """Raise on keywords of :func:`curvature` that cannot work, before there are data to try them on.
 
     Args:
+        caller: What was called.
         structure: The structure.
         options: Other keywords, those of them that are given.
 
     Raises:
-        InputError: If a value is not one of those listed, or of another kind.
+        InputError: If a keyword is unknown, or a value is not one of those listed, or of another kind.
 
     Example:
-        >>> check_options("kfac", {"samples": 2})
+        >>> check_options("linnet.Laplace", "kfac", {"passes": Passes(memory="1GB")})
     """
-    if not isinstance(structure, str | Mapping) or not structure:
-        refuse("structure", structure, "a structure, or a mapping of them", 'pass structure="kfac"')
-    expectation = options.get("expectation", "exact")
-    choice("expectation", expectation, EXPECTATIONS)
-    if isinstance(structure, str):
-        resolve(structure, expectation)
-    _check_words({name: options[name] for name in ("sharing", "method") if name in options}, {})
+    known(caller, options, CurvatureOptions.__annotations__)
+    check_structure(structure)
+    expectation = drawn(options.get("expectation", "exact"))[0]
+    if not isinstance(structure, Mapping):
+        resolve(word_of(structure), expectation)
+    choice("sharing", options.get("sharing", "expand"), ("expand", "reduce"))
     choice("matrix", options.get("matrix", "auto"), ("auto", *MATRICES))
-    for name in ("samples", "rank", "block"):
-        if name in options and not (name == "block" and options[name] is None):
-            integer(name, options[name])
-    _check_seed(options.get("seed", 0))
-    flag("shard", options.get("shard", True))
-    parse_bytes(options.get("memory"))
+    passes_of(options.get("passes"))
     check_output(options.get("output"))
     check_selector(options.get("params"))
-    if options.get("file") is not None:
-        checked_path("file", options["file"])
-
-
-def _check_words(words: Mapping[str, str], numbers: Mapping[str, int]) -> None:
-    """Raise on values that are not listed."""
-    for name, value in words.items():
-        choice(name, value, WORDS[name])
-    for name, number in numbers.items():
-        integer(name, number)
-
-
-def _check_seed(seed: Any) -> None:
-    """Raise unless the seed is an integer."""
-    checked_seed("seed", seed)
 
 
 def _check_file(file: Any, kinds: Sequence[Any], matrix: str) -> None:
     """Raise on a file that is none, or that nothing would be written to."""
     if file is None:
         return
-    checked_path("file", file, 'pass file="sums.safetensors"')
     if matrix == "hessian" or any(kind in (*OPERATORS, "kfra") for kind in kinds):
         raise InputError(
             f"file={str(file)!r} with structure={[*kinds]!r} and matrix={matrix!r}",
@@ -340,13 +289,14 @@ def _check_file(file: Any, kinds: Sequence[Any], matrix: str) -> None:
         )
 
 
-def _last_layer(params: Selector, kinds: Sequence[Any]) -> tuple[Selector, list[Any]]:
+def _last_layer(model: nn.Module, params: Selector, kinds: Sequence[Any]) -> tuple[Selector, list[Any]]:
     """The last layer's full matrix."""
-    if params is not None or len(kinds) > 1:
+    if params is not None or len(kinds) > 1 or isinstance(model, Linearized):
         raise InputError(
-            f"structure='last-layer' with params={params!r} and structures {list(kinds)!r}",
-            expected="nothing else: it selects the parameters itself",
-            remedy='pass params="last-layer" with any other structure',
+            f"structure='last-layer' with params={params!r}, structures {list(kinds)!r} and "
+            f"a {type(model).__name__}",
+            expected="a network and nothing else: it selects the parameters itself",
+            remedy='pass linnet.linearize(model, params="last-layer") with any other structure',
         )
     return "last-layer", ["full"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from linnet.curvatures.accumulate import (
     LARGEST,
     Chunks,
-    Passes,
+    Summation,
     Watch,
     capped,
     plan_chunks,
@@ -111,7 +111,7 @@ def by_structure(
     batches.block = batches.block or closed or chunks.examples
     checkpoint = _checkpoint(function, batches, request, [structure for _, structure in wanted])
     few = chunks.examples if closed else None
-    passes = Passes(function, batches, request.expectation, chunks.columns, checkpoint, few, request.watch)
+    passes = Summation(function, batches, request.expectation, chunks.columns, checkpoint, few, request.watch)
     examples = float(passes.run(list(sums.values()), "curvature").examples)
     corrected = _second_sums(plans, sums)
     if corrected:

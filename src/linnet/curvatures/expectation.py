@@ -18,7 +18,6 @@ from torch import Tensor
 from linnet.errors import DataError, InputError
 from linnet.likelihoods.likelihood import Likelihood
 
-EXPECTATIONS = ("exact", "mc", "random-projection", "empirical", "recursion")
 FORMED = 1000  # outputs up to which the columns of one example are formed to count them: 8 MB in float64
 MATRICES = ("gauss-newton", "fisher", "hessian")
 

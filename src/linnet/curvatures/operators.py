@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from linnet.curvatures import settings
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.engine import Request, everything, layers_of
 from linnet.curvatures.expectation import Expectation
@@ -63,10 +64,10 @@ def matrix_free(
                 remedy="leave expectation= out",
             )
         return HessianOperator(function, batches, likelihood)
-    settings = (function, batches, likelihood, kind, expectation.samples, expectation.seed)
+    given = (function, batches, likelihood, kind, expectation.samples, expectation.seed)
     if expectation.matrix == "fisher" or kind in ("mc", "empirical"):
-        return FisherOperator(*settings)
-    return GaussNewtonOperator(*settings)
+        return FisherOperator(*given)
+    return GaussNewtonOperator(*given)
 
 
 def whole(
@@ -74,8 +75,7 @@ def whole(
     batches: Batches,
     request: Request,
     structure: str,
-    rank: int,
-    method: str,
+    low: settings.LowRank,
 ) -> Curvature:
     """A matrix with closed forms from products with the whole one.
 
@@ -84,8 +84,7 @@ def whole(
         batches: The data.
         request: What was requested.
         structure: "low-rank"; for a Hessian "full" or "block".
-        rank: Eigenpairs of "low-rank".
-        method: "lanczos" or "randomized".
+        low: How "low-rank" is found.
 
     Returns:
         The curvature.
@@ -106,8 +105,8 @@ def whole(
         pass
     made = request.provenance(structure, float(batches.examples))
     if structure == "low-rank" and kept != "hessian":
-        low = _low_rank(product, rank, method, request)
-        return Curvature((Part(everything(function), low, "low-rank"),), function, made)
+        found = _low_rank(product, low, request)
+        return Curvature((Part(everything(function), found, "low-rank"),), function, made)
     if kept != "hessian" or structure not in ("full", "block"):
         raise InputError(
             f"structure={structure!r} with matrix={kept!r}",
@@ -125,17 +124,16 @@ def whole(
     return Curvature(parts, function, made)
 
 
-def _low_rank(product: SummedOperator, rank: int, method: str, request: Request) -> LowRank:
+def _low_rank(product: SummedOperator, low: settings.LowRank, request: Request) -> LowRank:
     """The leading eigenpairs."""
     p = product.shape[0]
-    rank = min(rank, p)
+    rank, method, seed = min(low.rank, p), low.method, low.seed
     held = {"lanczos": 2 * rank * 20, "randomized": 3 * rank}[method] * p * product.dtype.itemsize
     budget = parse_bytes(request.memory, product.device)
     require(
         Plan(f"{rank} eigenpairs of {p} parameters", budget, (("basis", held),)),
         ["lower rank=", 'use method="randomized"'],
     )
-    seed = request.expectation.seed
 
     def solve(matrix: LinearOperator) -> tuple[Tensor, ...]:
         if method == "randomized":

@@ -24,10 +24,11 @@ from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.ekfac import EigenvalueSums, RowEigenvalueSums, eigenvalue_sums
 from linnet.curvatures.engine import everything, layers_of
-from linnet.curvatures.expectation import EXPECTATIONS, Expectation, choose_matrix
+from linnet.curvatures.expectation import Expectation, choose_matrix
 from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
 from linnet.curvatures.layers import Layer
 from linnet.curvatures.parts import Part
+from linnet.curvatures.settings import EXPECTATIONS
 from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.sums import Sums
 from linnet.curvatures.treatments import (

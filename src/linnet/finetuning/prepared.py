@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from linnet.curvatures import MonteCarlo, Passes
 from linnet.curvatures.build import curvature
 from linnet.curvatures.curvature import Curvature
 from linnet.errors import ModelError
@@ -243,16 +244,15 @@ def frozen_curvature(
         The curvature, summed over the examples.
     """
     own = lin.function.output_shape(view(examples.batch(torch.arange(1))[0]))
-    expectation = "exact" if own.numel() <= EXACT_COLUMNS else "mc"
+    expectation = "exact" if own.numel() <= EXACT_COLUMNS else MonteCarlo(seed=seed)
     likelihood = Gaussian() if recipe.loss == "squared" else Categorical()
     # neither curvature depends on the targets; with them, inputs in a tuple are not taken for (x, y)
     blank = torch.zeros(own) if recipe.loss == "squared" else torch.tensor(0)
     data: Any = _Viewed(examples, view, blank)
     if examples.in_memory:
         data = gathered(examples, view)[0], blank.expand(examples.n, *blank.shape).contiguous()
-    made = curvature(
-        lin, data, likelihood, recipe.preconditioner, expectation, seed=seed, memory=memory, shard=None
-    )
+    passes = Passes(memory=memory, shard=None)
+    made = curvature(lin, data, likelihood, recipe.preconditioner, expectation, passes=passes)
     assert isinstance(made, Curvature)
     return made
 

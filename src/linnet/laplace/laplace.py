@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from linnet.curvatures.build import check_options, watched
 from linnet.curvatures.curvature import Curvature
+from linnet.curvatures.settings import CurvatureOptions, passes_of, reseeded, word_of
 from linnet.distributed import Share, together
 from linnet.errors import InputError
 from linnet.laplace.evidence import Tuned
@@ -44,10 +45,6 @@ from linnet.predictive.sampled import SampledPredictive
 from linnet.tangent.batch import Inputs, check_examples
 from linnet.tangent.modes import in_exact_mode
 
-OPTIONS = (
-    "expectation", "sharing", "matrix", "params", "output", "samples", "rank", "seed", "block", "memory",
-    "file", "shard", "method",
-)  # fmt: skip
 SEARCHES = ("gradient", "fixed-point", "grid")
 PRIORS = ("isotropic", "layer", "parameter")
 
@@ -62,8 +59,8 @@ class Laplace(PredictiveModel):
         model: The trained network, or a ``Linearized`` at δ = 0.
         likelihood: What its outputs mean, one of ``linnet.likelihoods``.
         structure: Of the curvature: "kfac", "ekfac", "kfra", "diagonal", "block", "full", "low-rank",
-            "last-layer", or a mapping from parameter patterns to structures. Its expectation is "exact" unless
-            it is said, as in :func:`linnet.curvature`; that of ``GaussNewton`` is "mc".
+            "last-layer", or a mapping from parameter patterns to structures. The expectation is "exact"
+            unless it is said, as in :func:`linnet.curvature`; that of ``GaussNewton`` is "mc".
         prior_precision: λ: one number; one a layer, by name or (L,); or one a parameter, (P,) or by name,
             where the structure allows it (full, block, diagonal, low-rank).
         prior_mean: μ: a number, (P,), or tensors by parameter name.
@@ -71,8 +68,8 @@ class Laplace(PredictiveModel):
             and 1/s is a temperature.
         damping: How λ enters Kronecker products: "exact"; "matrix-normal", (√N Ā + √λ I) ⊗ (√N Ḡ + √λ I);
             "factored", the same balanced by trace norms. The last two understate uncertainty.
-        **options: Passed on to :func:`linnet.curvature`: expectation, sharing, matrix, params ("last-layer",
-            "lora", names: a subnetwork), output, samples, rank, seed, block, memory, file, shard, method.
+        **options: Passed on to :func:`linnet.curvature`: expectation, sharing, matrix, passes; and to
+            :func:`linnet.linearize`: params ("last-layer", "lora", names: a subnetwork), output.
 
     Raises:
         InputError: If a value is not one of those listed, or a precision is not positive.
@@ -98,24 +95,17 @@ class Laplace(PredictiveModel):
         prior_mean: Any = 0.0,
         data_scale: float = 1.0,
         damping: str = "exact",
-        **options: Any,
+        **options: Unpack[CurvatureOptions],
     ) -> None:
         check_likelihood(likelihood)
-        if structure == "matrix-free" or isinstance(structure, list | tuple):
+        if word_of(structure) == "matrix-free" or isinstance(structure, list | tuple):
             raise InputError(
                 f"structure={structure!r}",
                 expected="one structure with an inverse",
                 remedy='pass structure="low-rank" for large networks',
             )
-        unknown = sorted(set(options) - set(OPTIONS))
-        if unknown:
-            raise InputError(
-                f"unknown argument {unknown[0]!r}",
-                expected=", ".join(OPTIONS),
-                remedy="see help(linnet.Laplace)",
-            )
         instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
-        check_options(structure, options)
+        check_options("linnet.Laplace", structure, options)
         check_mean(prior_mean)
         check_prior(prior_precision)
         number("data_scale", data_scale, above=0, remedy="leave data_scale= out")
@@ -158,7 +148,7 @@ class Laplace(PredictiveModel):
             8.0
         """
         flag("add", add)
-        share = Share.of(self._options.get("shard", True))
+        share = Share.of(passes_of(self._options.get("passes")).shard)
         with together("Laplace.fit", share.world > 1):
             return self._fit(data, add, share)
 
@@ -166,15 +156,21 @@ class Laplace(PredictiveModel):
         """Sum the curvature; all processes together, if there are any."""
         require_origin(self._model)
         before = self._state if add else None
-        options = dict(self._options)
+        structure, options = self._structure, self._options.copy()
         if before is not None:  # other random numbers than those of the first data
-            options["seed"] = int(options.get("seed", 0)) + int(before.posterior.curvature.made.examples)
+            seen_before, usual = (
+                int(before.posterior.curvature.made.examples),
+                options.get("expectation", "exact"),
+            )
+            structure, options["expectation"] = reseeded(structure, usual, seen_before)
         seen = Watcher(self._base)
-        found: Curvature = watched(seen.see, self._model, data, self._base, self._structure, **options)
+        found: Curvature = watched(seen.see, self._model, data, self._base, structure, **options)
         if share.world > 1:
             seen.add_others()
         if seen.examples != found.made.examples:  # summed before, or in another way
-            seen = measure_all(found.function, self._base, data, options.get("block"), share)
+            seen = measure_all(
+                found.function, self._base, data, passes_of(options.get("passes")).block, share
+            )
         seen.warn()
         fitted, shape = seen.fitted, seen.shape
         if before is None:
@@ -353,7 +349,10 @@ class Laplace(PredictiveModel):
         Returns:
             A dict that ``json`` can write.
         """
-        known: dict[str, Any] = {"likelihood": self._base.describe(), "structure": str(self._structure)}
+        known: dict[str, Any] = {
+            "likelihood": self._base.describe(),
+            "structure": str(word_of(self._structure)),
+        }
         if self._state is None:
             return {**known, "state": "not fitted"}
         prior = self.prior_precision
@@ -490,7 +489,13 @@ class Laplace(PredictiveModel):
         }
         labels = Labels(self._base, state.labels.shape, Link(link))
         scorer = Scorer(
-            state.posterior, groups, self._base, data, labels, method == "loo", self._options.get("memory")
+            state.posterior,
+            groups,
+            self._base,
+            data,
+            labels,
+            method == "loo",
+            passes_of(self._options.get("passes")).memory,
         )
         self.tuned = tuned(method, scorer, at, plan, grids)
         return self.resume(State(state.posterior, groups, self.tuned.hyper, state.labels))

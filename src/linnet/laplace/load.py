@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from linnet.curvatures import settings
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.saved import load_curvature
+from linnet.curvatures.settings import expectation_of
 from linnet.laplace.files import (
     read_posterior,
     restored,
@@ -81,10 +83,9 @@ def _settings(found: Curvature) -> tuple[Any, dict[str, Any]]:
     """How the curvature was made, so that more data can be added."""
     made, structure = found.made, found.made.structure
     options: dict[str, Any] = {
-        "expectation": made.expectation,
+        "expectation": expectation_of(made.expectation, made.samples),
         "sharing": made.sharing,
         "matrix": made.matrix,
-        "samples": made.samples,
         "params": list(found.function.names),
         "output": found.function.output,
     }
@@ -92,5 +93,5 @@ def _settings(found: Curvature) -> tuple[Any, dict[str, Any]]:
         names = [(name, part.structure) for part in found.parts for name in part.layer.names]
         return {f"^{re.escape(name)}$": kind for name, kind in names}, options
     if isinstance(found.parts[0].operator, LowRank):
-        options["rank"] = found.parts[0].operator.basis.shape[1]
+        return settings.LowRank(found.parts[0].operator.basis.shape[1]), options
     return ("full" if structure == "last-layer" else structure), options

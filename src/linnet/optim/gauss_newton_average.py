@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from linnet.curvatures.expectation import EXPECTATIONS
 from linnet.curvatures.running import RunningCurvature
 from linnet.curvatures.running_recursion import RunningRecursion
+from linnet.curvatures.settings import EXPECTATIONS
 from linnet.curvatures.treatments import Structure, resolve
 from linnet.distributed import agree
 from linnet.errors import InputError

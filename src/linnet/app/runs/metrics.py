@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.app.runs.settings import Settings
+from linnet.curvatures import Passes
 from linnet.curvatures.build import curvature as compute_curvature
 from linnet.errors import MemoryBudgetError
 from linnet.fitting.metric import with_metric
@@ -72,7 +73,9 @@ def in_metric(
     outputs = torch.zeros(shape, dtype=lin.function.dtype, device=x.device)
     unit, params, memory = Gaussian(variance=1.0), settings.solving.params, settings.solving.memory
     try:
-        found = compute_curvature(probe, (x, outputs), unit, structure, params=params, memory=memory)
+        found = compute_curvature(
+            linearize(probe, params=params), (x, outputs), unit, structure, passes=Passes(memory=memory)
+        )
     except MemoryBudgetError as error:
         if settings.solving.metric != "auto":
             raise

@@ -1,0 +1,298 @@
+"""Settings of ``linnet.curvature`` that belong together: structure, expectation, passes over the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypedDict
+
+from linnet.memory import parse_bytes
+from linnet.params import choice, flag, instance, integer, refuse, seed
+from linnet.params import path as checked_path
+from linnet.tangent.functional import OutputAdapter
+from linnet.tangent.selection import Selector
+
+EXPECTATIONS = ("exact", "mc", "random-projection", "empirical", "recursion")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The leading eigenpairs; ``structure="low-rank"`` are 32 of them.
+
+    Args:
+        rank: How many.
+        method: ``"lanczos"`` (to convergence) or ``"randomized"`` (one product).
+        seed: Seed of the vectors that it starts from.
+
+    Raises:
+        InputError: If a value is not one of those listed.
+
+    Example:
+        >>> LowRank(50).method
+        'lanczos'
+    """
+
+    rank: int = 32
+    method: str = "lanczos"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise on values that cannot be."""
+        integer("rank", self.rank)
+        choice("method", self.method, ("lanczos", "randomized"))
+        seed("seed", self.seed)
+
+
+@dataclass(frozen=True)
+class MatrixFree:
+    """Products with the whole matrix, one pass over the data each, as ``structure="matrix-free"``.
+
+    Args:
+        derivative: ``"exact"``, or ``"finite-difference"``, which takes Fisher products by the directional
+            derivative of the gradient of a KL divergence: two backward passes and no forward mode.
+
+    Raises:
+        InputError: If the derivative is not one of those listed.
+
+    Source:
+        Maddox et al. 2021 (finite differences).
+
+    Example:
+        >>> MatrixFree(derivative="finite-difference")
+        MatrixFree(derivative='finite-difference')
+    """
+
+    derivative: str = "exact"
+
+    def __post_init__(self) -> None:
+        """Raise on another word."""
+        choice("derivative", self.derivative, ("exact", "finite-difference"))
+
+
+@dataclass(frozen=True)
+class MonteCarlo:
+    """Labels drawn from the model; ``expectation="mc"`` is one for each example.
+
+    Args:
+        samples: Labels for each example.
+        seed: Seed of the labels.
+
+    Raises:
+        InputError: If a number is not an integer, or no sample is drawn.
+
+    Example:
+        >>> MonteCarlo(10)
+        MonteCarlo(samples=10, seed=0)
+    """
+
+    samples: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise on values that cannot be."""
+        integer("samples", self.samples)
+        seed("seed", self.seed)
+
+
+@dataclass(frozen=True)
+class RandomProjection:
+    """Columns Λ^½ v for random v; ``expectation="random-projection"`` is one for each example.
+
+    Args:
+        samples: Columns for each example.
+        seed: Seed of the columns.
+
+    Raises:
+        InputError: If a number is not an integer, or no column is drawn.
+
+    Source:
+        Botev 2020, section 4.3.4.
+
+    Example:
+        >>> RandomProjection(10, seed=1)
+        RandomProjection(samples=10, seed=1)
+    """
+
+    samples: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise on values that cannot be."""
+        integer("samples", self.samples)
+        seed("seed", self.seed)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How a curvature passes over its data.
+
+    Args:
+        block: Examples differentiated at once; chosen by memory if left out. Random columns are drawn batch
+            by batch, so that another block draws others.
+        memory: Budget such as ``"4GB"``; by default half of what is available.
+        file: A ``.safetensors`` file for unfinished sums, written every 15 seconds and between passes: an
+            interrupted call resumes from it. Removed at the end.
+        shard: Under torch.distributed, ``True`` if all processes pass the same data, which are then shared
+            out; ``False`` if each passes its own; ``None`` for a process that computes alone. The first two
+            add up over all processes, which must all make the call; an error on one is raised on all.
+
+    Raises:
+        InputError: If a value cannot be.
+
+    Example:
+        >>> Passes(memory="2GB", file="sums.safetensors").shard
+        True
+    """
+
+    block: int | None = None
+    memory: str | int | None = None
+    file: str | Path | None = None
+    shard: bool | None = True
+
+    def __post_init__(self) -> None:
+        """Raise on values that cannot be."""
+        if self.block is not None:
+            integer("block", self.block)
+        parse_bytes(self.memory)
+        if self.file is not None:
+            checked_path("file", self.file, 'pass file="sums.safetensors"')
+        if self.shard is not None:
+            flag("shard", self.shard)
+
+
+Structure = str | Mapping[str, str] | LowRank | MatrixFree
+Drawn = MonteCarlo | RandomProjection
+
+
+class CurvatureOptions(TypedDict, total=False):
+    """Keywords that are handed on to :func:`linnet.curvature`.
+
+    Attributes:
+        expectation: "exact", "mc", "random-projection", "empirical" or "recursion", or a ``MonteCarlo`` or
+            ``RandomProjection``.
+        sharing: "expand" or "reduce".
+        matrix: "gauss-newton", "fisher", "hessian" or "auto".
+        passes: A ``Passes``: memory, and how the data are shared out.
+        params: Which parameters vary; by default all that require a gradient.
+        output: How to turn the network's result into a tensor.
+    """
+
+    expectation: str | Drawn
+    sharing: str
+    matrix: str
+    passes: Passes | None
+    params: Selector
+    output: OutputAdapter
+
+
+def word_of(structure: Any) -> Any:
+    """A structure's word, if it is given by its settings; other values as they are.
+
+    Args:
+        structure: A structure.
+
+    Returns:
+        The word.
+
+    Example:
+        >>> word_of(LowRank(5)), word_of("kfac")
+        ('low-rank', 'kfac')
+    """
+    if isinstance(structure, LowRank):
+        return "low-rank"
+    return "matrix-free" if isinstance(structure, MatrixFree) else structure
+
+
+def drawn(expectation: Any) -> tuple[str, int, int]:
+    """An expectation's word, samples and seed.
+
+    Args:
+        expectation: A word, a :class:`MonteCarlo` or a :class:`RandomProjection`.
+
+    Returns:
+        All three.
+
+    Raises:
+        InputError: If it is none of them.
+
+    Example:
+        >>> drawn("exact"), drawn(MonteCarlo(3, 7))
+        (('exact', 1, 0), ('mc', 3, 7))
+    """
+    if isinstance(expectation, MonteCarlo | RandomProjection):
+        word = "mc" if isinstance(expectation, MonteCarlo) else "random-projection"
+        return word, expectation.samples, expectation.seed
+    return choice("expectation", expectation, EXPECTATIONS), 1, 0
+
+
+def expectation_of(word: str, samples: int = 1, seed: int = 0) -> str | Drawn:
+    """An expectation by its word, samples and seed.
+
+    Args:
+        word: The word.
+        samples: Columns for each example, if they are drawn.
+        seed: Their seed.
+
+    Returns:
+        The expectation.
+
+    Example:
+        >>> expectation_of("mc", 3), expectation_of("exact", 3)
+        (MonteCarlo(samples=3, seed=0), 'exact')
+    """
+    if word == "mc":
+        return MonteCarlo(samples, seed)
+    return RandomProjection(samples, seed) if word == "random-projection" else word
+
+
+def passes_of(passes: Any) -> Passes:
+    """Passes, checked.
+
+    Args:
+        passes: A :class:`Passes`, or ``None``.
+
+    Returns:
+        The passes.
+
+    Raises:
+        InputError: If it is something else.
+    """
+    if passes is None:
+        return Passes()
+    return instance("passes", passes, Passes, "a linnet.curvatures.Passes", 'pass Passes(memory="4GB")')
+
+
+def reseeded(structure: Any, expectation: Any, by: int) -> tuple[Any, Any]:
+    """Structure and expectation with other random numbers.
+
+    Args:
+        structure: The structure.
+        expectation: The expectation.
+        by: What is added to their seeds.
+
+    Returns:
+        Both.
+
+    Example:
+        >>> reseeded("kfac", "mc", 5)
+        ('kfac', MonteCarlo(samples=1, seed=5))
+    """
+    low = LowRank() if structure == "low-rank" else structure
+    if isinstance(low, LowRank):
+        structure = replace(low, seed=low.seed + by)
+    word, samples, start = drawn(expectation)
+    return structure, expectation_of(word, samples, start + by)
+
+
+def check_structure(structure: Any) -> None:
+    """Raise unless it is one structure.
+
+    Args:
+        structure: The structure.
+
+    Raises:
+        InputError: If not.
+    """
+    if not isinstance(structure, str | Mapping | LowRank | MatrixFree) or not structure:
+        refuse("structure", structure, "a structure, or a mapping of them", 'pass structure="kfac"')
