@@ -105,7 +105,7 @@ PROBLEMS: dict[str, tuple[Callable[[str | None], Problem], str | None, int]] = {
     "mobilenet-96": (mobilenet(40, 140, 96), None, 60),
     "mobilenet-160": (mobilenet(200, 200, 160), None, 360),
     "bert": (bert, "3GB", 240),
-    "resnet50": (resnet50, "3GB", 300),
+    "resnet50": (resnet50, "2GB", 300),
     "vit": (vit, "3GB", 600),
 }
 TITLES = {
@@ -113,7 +113,7 @@ TITLES = {
     "mobilenet-96": "MobileNetV2, 96 px, 40 and 140",
     "mobilenet-160": "MobileNetV2, 160 px, 200 and 200",
     "bert": "BERT-base, 32 tokens, 50 and 20, 3 GB",
-    "resnet50": "ResNet-50, 224 px, 20 and 10, 3 GB",
+    "resnet50": "ResNet-50, 224 px, 20 and 10, 2 GB",
     "vit": "ViT-B/16, 224 px, 20 and 10, 3 GB",
 }
 
