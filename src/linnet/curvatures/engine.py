@@ -154,7 +154,7 @@ def _recursion(function: Functional, batches: Batches, request: Request, first: 
         parse_bytes(request.memory, function.device),
         (("factors", sum(t.nbytes for t in sums.tensors.values())),),
     )
-    require(plan, ['use structure="diagonal"', "select params="])
+    require(plan, ['use structure="diagonal"', "select parameters with linnet.linearize(model, params=...)"])
     batches.block = batches.block or LARGEST
     for batch in track(batches, "curvature", total=batches.length()):
         counted, f, y = _counted(function, request.expectation, batch)
@@ -258,7 +258,14 @@ def _require_memory(function: Functional, sums: Mapping[Any, Sums], request: Req
         parse_bytes(request.memory, function.device),
         tuple(few),
     )
-    require(plan, ['use structure="kfac" or "diagonal"', 'use structure="matrix-free"', "select params="])
+    require(
+        plan,
+        [
+            'use structure="kfac" or "diagonal"',
+            'use structure="matrix-free"',
+            "select parameters with linnet.linearize(model, params=...)",
+        ],
+    )
 
 
 def _fields(plans: Sequence[Sequence[Assignment]]) -> int:

@@ -53,7 +53,7 @@ def matrix_free(
             raise InputError(
                 f"derivative='finite-difference' with matrix={expectation.matrix!r}, expectation={kind!r}",
                 expected='matrix="fisher" with expectation="exact"',
-                remedy="leave derivative= out for the other matrices",
+                remedy='pass structure="matrix-free" for the other matrices',
             )
         return FiniteDifferenceFisher(function, batches, likelihood)
     if expectation.matrix == "hessian":
@@ -118,7 +118,7 @@ def whole(
     budget = parse_bytes(request.memory, function.device)
     require(
         Plan(f"{structure} Hessian of {function.space.dim} parameters", budget, (("matrix", largest),)),
-        ['use structure="matrix-free"', "select fewer parameters with params="],
+        ['use structure="matrix-free"', "select fewer parameters with linnet.linearize(model, params=...)"],
     )
     parts = tuple(Part(layer, Dense(_dense(product, layer)), structure) for layer in layers)
     return Curvature(parts, function, made)
@@ -132,7 +132,7 @@ def _low_rank(product: SummedOperator, low: settings.LowRank, request: Request) 
     budget = parse_bytes(request.memory, product.device)
     require(
         Plan(f"{rank} eigenpairs of {p} parameters", budget, (("basis", held),)),
-        ["lower rank=", 'use method="randomized"'],
+        ["lower the rank of LowRank(rank)", 'use LowRank(rank, method="randomized")'],
     )
 
     def solve(matrix: LinearOperator) -> tuple[Tensor, ...]:

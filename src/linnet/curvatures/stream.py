@@ -200,7 +200,7 @@ class Batches:
                 f"data are not the same on all processes: {counts} that rank {share.rank} read",
                 expected="the same batches in the same order on every process, which then shares them out",
                 remedy="turn shuffling and augmentation off and pass all the data to every process, or pass "
-                "each its own with shard=False",
+                "each its own with Passes(shard=False)",
             )
 
     def first(self) -> Batch:
@@ -227,7 +227,7 @@ class Batches:
             DataError,
             found,
             "turn shuffling and augmentation off and pass all the data to every process, or pass each its "
-            "own with shard=False",
+            "own with Passes(shard=False)",
         )
 
     def most(self, first: Batch) -> int:
