@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linnet.errors import InputError, NumericalError
-from linnet.fitting.arguments import check_positive
-from linnet.params import call, flag, function, integer, refuse
+from linnet.params import call, flag, function, integer, number, refuse
 from linnet.params import seed as checked_seed
 from linnet.progress import track
 from linnet.spectrum.kernel_matrix import check_inputs
@@ -187,7 +186,7 @@ class _Plan:
         for name, value in (("epochs", self.epochs), ("batch_size", self.batch_size), ("every", every)):
             integer(name, value)
         flag("stop", self.stop)
-        check_positive("target_loss", self.target_loss, "leave target_loss= out")
+        number("target_loss", self.target_loss, above=0, remedy="leave target_loss= out")
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,13 @@ from linnet.curvatures.ggn import GaussNewtonOperator
 from linnet.curvatures.layers import Layer
 from linnet.curvatures.stream import Batches
 from linnet.errors import InputError
-from linnet.fitting.arguments import check_positive
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.operator import LinearOperator
 from linnet.optim.gauss_newton_average import average_of
 from linnet.optim.gauss_newton_inverse import Undamped
 from linnet.optim.gauss_newton_model import Network
-from linnet.optim.gauss_newton_settings import Settings, check_decay
-from linnet.params import instance, refuse
+from linnet.optim.gauss_newton_settings import Settings
+from linnet.params import instance, number, refuse
 from linnet.solvers.cg import cg
 from linnet.tangent.batch import gather_data, take
 from linnet.tangent.functional import Functional
@@ -279,6 +278,6 @@ def _check(
     _check_words("inversions", inversions)
     if not set(inversions) <= {"factored", "exact"}:
         raise InputError(f"inversions={inversions!r}", expected='"factored" and "exact"', remedy="drop it")
-    check_decay("weight_decay", weight_decay)
-    check_positive("damping", damping, "leave damping= out")
-    check_positive("tolerance", tolerance, "leave tolerance= out")
+    number("weight_decay", weight_decay, least=0)
+    number("damping", damping, above=0, remedy="leave damping= out")
+    number("tolerance", tolerance, above=0, remedy="leave tolerance= out")

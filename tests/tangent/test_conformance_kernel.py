@@ -101,7 +101,7 @@ def test_gram_in_ragged_tiles_equals_the_kernel(name: str, outputs: Outputs) -> 
 
 def test_unknown_outputs_are_refused() -> None:
     with pytest.raises(linnet.errors.InputError, match="nuclear"):
-        linearized("mlp-tanh").kernel(case("mlp-tanh").x1, outputs="nuclear")
+        linearized("mlp-tanh").kernel(case("mlp-tanh").x1, form="nuclear")
 
 
 def test_kernel_of_a_loaded_first_batch_does_not_depend_on_what_was_asked_before() -> None:
