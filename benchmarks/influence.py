@@ -38,7 +38,7 @@ from torch import Tensor, nn
 import linnet
 from linnet import audit
 from linnet.app.models import load_model
-from linnet.fitting.dual import DualSystem
+from linnet.linear.dual import DualSystem
 
 CLAIM, EXACT, NEAR = 10.0, 0.9999, 0.98
 ALPHA = 15.0

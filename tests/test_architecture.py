@@ -29,6 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tangent",),
     ("curvatures",),
     ("predictive",),
+    ("linear",),
     ("fitting", "metrics"),
     ("audit", "laplace", "nested", "spectrum"),
     ("optim", "posterior", "tangent_gp"),
@@ -70,6 +71,12 @@ MAY_BE_WIDE: dict[str, str] = {
 
 # Dotted names of public functions with more parameters than the limit, each with its reason.
 MAY_TAKE_MORE: dict[str, str] = {}
+
+# Dotted names of classes with more methods than the limit, each with its reason.
+MAY_ANSWER_MORE: dict[str, str] = {
+    "linnet.linear.system.System": "every formula of the posterior of a linear model, stated once",
+    "linnet.linear.kernel_system.KernelSystem": "the same, for which it has a shorter way",
+}
 
 PARAMETERS_A_CONSTRUCTOR = 8
 PARAMETERS_A_CALL = 8
@@ -157,7 +164,8 @@ def test_public_calls_are_narrow(package: Tree) -> None:
 
 
 def test_classes_are_small(package: Tree) -> None:
-    assert not check.big_classes(package, METHODS_A_CLASS)
+    big = check.big_classes(package, METHODS_A_CLASS)
+    assert not [line for line in big if line.split(":")[0] not in MAY_ANSWER_MORE]
 
 
 def test_no_concrete_class_is_extended(package: Tree) -> None:
@@ -167,6 +175,8 @@ def test_no_concrete_class_is_extended(package: Tree) -> None:
 def test_exceptions_are_still_needed(package: Tree) -> None:
     wide = check.wide_constructors(package, PARAMETERS_A_CONSTRUCTOR)
     assert all(any(line.startswith(name + ":") for line in wide) for name in MAY_BE_WIDE)
+    big = check.big_classes(package, METHODS_A_CLASS)
+    assert all(any(line.startswith(name + ":") for line in big) for name in MAY_ANSWER_MORE)
     extending = check.concrete_bases(package)
     assert all(any(line.startswith(name + " ") for line in extending) for name in MAY_EXTEND_CONCRETE)
 

@@ -19,7 +19,7 @@ from experiments.adapt.tasks import NETWORKS
 from experiments.study import Cell, Study, parser
 from experiments.tables import chosen, with_error
 from linnet.files import load_tensors
-from linnet.fitting.targets import make_targets
+from linnet.linear.targets import make_targets
 from linnet.nested.search import Mixture, choose
 
 SHOTS = (2, 5, 10, 20, 50)

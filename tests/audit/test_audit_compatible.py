@@ -15,7 +15,7 @@ from linnet.testing.oracles import ridge_oracle
 from tests.fitting.problems import ALPHA, flat, near, network, problem, real, refused
 
 RHO = 0.3
-every_solver = pytest.mark.parametrize("solver", ["dual", "cg"])
+every_solver = pytest.mark.parametrize("solver", ["dual", "primal", "cg"])
 P = problem()
 S = problem(n=6, hidden=2)  # a small one, for conjugate gradients
 

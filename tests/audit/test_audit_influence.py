@@ -136,7 +136,7 @@ def test_ekfac_alone_is_the_inverse_that_it_stands_for(p: Problem) -> None:
 
 
 def test_columns_are_solved_together(p: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    from linnet.fitting import primal
+    from linnet.linear import primal
 
     asked: list[Any] = []
     plain = primal.block_cg
@@ -147,7 +147,7 @@ def test_columns_are_solved_together(p: Problem, monkeypatch: pytest.MonkeyPatch
         return plain(counted, b, *rest)
 
     monkeypatch.setattr(primal, "block_cg", counting)
-    monkeypatch.setattr(primal.Primal, "dual", None)  # as where the kernel does not fit the budget
+    monkeypatch.setattr(primal.Primal, "kernel_form", None)  # as where the kernel does not fit the budget
     fit = p.fit(ridge=rho_for(p), solver="cg")
     fit.loo()
     asked.clear()

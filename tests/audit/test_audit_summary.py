@@ -111,7 +111,7 @@ def test_what_cannot_be_asked() -> None:
     for n in (0, 5, True, 2.0):
         refused(InputError, lambda n=n: audit.summarize(fit, n), "n=")  # type: ignore[misc]
     refused(InputError, lambda: audit.summarize(fit, 2, "random"), "random")
-    refused(InputError, lambda: audit.summarize(p.fit(ridge=1.0, solver="cg"), 2), "greedy")
+    refused(InputError, lambda: audit.summarize(p.fit(ridge=1.0, solver="cg", memory=4000), 2), "greedy")
     refused(InputError, lambda: audit.summarize(fit, 2, x=p.x_test), "greedy")
     refused(InputError, lambda: audit.summarize(fit, 1, candidates=[0, 0]), "candidates")
     refused(InputError, lambda: audit.summarize(fit, 1, candidates=[9]), "9")

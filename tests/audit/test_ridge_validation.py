@@ -90,7 +90,7 @@ def test_a_minimum_outside_the_grid_is_said() -> None:
     fit = p.fit(ridge=rho_for(p))
     tuned = audit.tune_ridge(fit, (p.x_test, p.f0_test.argmax(1)))
     assert ("edge" in tuned.summary()["reasons"]["ridge"]) == (
-        tuned.ridge in (float(fit.system.spectrum.grid()[0]), float(fit.system.spectrum.grid()[-1]))
+        tuned.ridge in (float(fit.system.grid()[0]), float(fit.system.grid()[-1]))
     )
 
 

@@ -15,7 +15,7 @@ from linnet.testing.oracles import jacobian_oracle, output_oracle
 from tests.fitting.problems import Problem, flat, near, network, problem, real, refused
 
 RHO = 0.3
-every_solver = pytest.mark.parametrize("solver", ["dual", "cg"])
+every_solver = pytest.mark.parametrize("solver", ["dual", "primal", "cg"])
 NAN = float("nan")
 
 

@@ -23,7 +23,7 @@ from linnet.testing.oracles import (
 )
 from tests.fitting.problems import Problem, flat, near, network, problem, real, rho_for, solver_of
 
-SOLVERS = ["dual", "cg"]
+SOLVERS = ["dual", "primal", "cg"]
 every_solver = pytest.mark.parametrize("solver", SOLVERS)
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import linnet
 from linnet import audit
 from linnet.errors import InputError, NumericalError
-from linnet.fitting.dual import DualSystem
 from linnet.fitting.linear_fit import LinearFit
-from linnet.fitting.primal import Primal
 from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.primal import Primal
 from linnet.tangent.jacobian import jacobian
 from tests.fitting.problems import refused
 
@@ -185,7 +185,7 @@ def test_audits_of_a_primal_fit_go_by_its_kernel() -> None:
 
 
 def test_iterations_without_a_kernel_are_refused_where_digits_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Primal, "dual", None)
+    monkeypatch.setattr(Primal, "kernel_form", None)
     case = Case(repeated=False)
     assert case.fit(10.0, "cg").loo().isfinite().all()
     error = refused(NumericalError, lambda: case.fit(1e-5, "cg").loo(), "leave-one-out at ridge")
@@ -197,11 +197,11 @@ def test_iterations_without_a_kernel_are_refused_where_digits_cancel(monkeypatch
 def test_the_estimate_of_the_rounding_is_that_of_the_kernel() -> None:
     case = Case(3, repeated=False)
     fit = case.fit(1.0)
-    assert isinstance(fit.system, DualSystem)
+    assert isinstance(fit.system, KernelSystem)
     j = case.j.reshape(3 * N, -1)
     right = j @ j.T
     root = right.diagonal().sqrt()
-    relative = ((fit.system.kernel - right) / root / root[:, None]).square().mean().sqrt()
+    relative = ((fit.system.dual.kernel - right) / root / root[:, None]).square().mean().sqrt()
     assert 0.2 * relative < audit.accuracy(fit).rounding < 5 * relative
 
 

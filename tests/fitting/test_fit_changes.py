@@ -11,11 +11,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import linnet
 from linnet.errors import DataError, InputError, ModelError
 from linnet.fitting import OneHot
+from linnet.linear.primal import Primal
 from linnet.testing.oracles import jacobian_oracle, leave_one_out_oracle, output_oracle, ridge_oracle
 from tests.fitting.problems import flat, near, problem, real, refused, solver_of
 
 RHO = 0.3
-every_solver = pytest.mark.parametrize("solver", ["dual", "cg"])
+every_solver = pytest.mark.parametrize("solver", ["dual", "primal", "cg"])
 
 
 def without(n: int, left_out: list[int]) -> list[int]:
@@ -122,10 +123,14 @@ def test_an_update_refuses_what_is_no_ridge(ridge: float | str) -> None:
     refused(InputError, lambda: p.fit(ridge=RHO).update((p.x[:2], p.t[:2]), ridge=ridge), "ridge")
 
 
-def test_conjugate_gradients_have_no_other_ridge() -> None:
+def test_conjugate_gradients_without_a_kernel_choose_no_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem(classes=False)
-    fit = p.fit(ridge=RHO, solver="cg")
-    refused(InputError, lambda: fit.update((p.x[:2], p.t[:2]), ridge="loo"), "dual")
+    fit, exact = (p.fit(ridge=RHO, solver=solver, tolerance=1e-11) for solver in ("cg", "dual"))
+    more = (p.x[:2], p.t[:2])
+    assert fit.update(more, ridge="loo").ridge == pytest.approx(exact.update(more, ridge="loo").ridge)
+    near(flat(fit.update(more, ridge=0.3).delta), flat(exact.update(more, ridge=0.3).delta), 1e-8)
+    monkeypatch.setattr(Primal, "kernel_form", None)
+    refused(InputError, lambda: fit.update(more, ridge="loo"), "dual")
 
 
 def test_new_data_may_be_of_one_class_and_of_any_kind_of_container() -> None:
@@ -181,7 +186,7 @@ def test_forgetting_does_not_run_the_network_on_what_is_forgotten() -> None:
     p = problem()
     smaller = p.fit(ridge=RHO).forget([6])
     assert smaller.x.untyped_storage().nbytes() == 6 * 3 * 8
-    assert smaller.system.kernel.shape == (18, 18)
+    assert smaller.system.dual.kernel.shape == (18, 18)
     assert smaller.targets.untyped_storage().nbytes() == 6 * 3 * 8
 
 

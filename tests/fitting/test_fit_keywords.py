@@ -14,9 +14,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import linnet
 from linnet.errors import InputError, MemoryBudgetError, NumericalError
 from linnet.fitting import CG, OneHot
-from linnet.fitting import fit as fit_function
-from linnet.fitting.primal import CGSettings, Primal
+from linnet.fitting import plan as plan_module
+from linnet.fitting.plan import Size
 from linnet.linalg import Dense
+from linnet.linear.primal import CGSettings, Primal
+from linnet.linear.problem import Problem
 from linnet.tangent import jacobian
 from linnet.testing.oracles import ridge_oracle
 from tests.fitting.problems import flat, near, network, peak_bytes, problem, real, refused, solver_of
@@ -59,7 +61,7 @@ def test_targets_of_another_shape(targets: Any) -> None:
 
 def test_solver_is_the_one_asked_for() -> None:
     p = problem()
-    for solver, system in (("dual", "DualSystem"), ("cg", "Primal")):
+    for solver, system in (("dual", "KernelSystem"), ("primal", "NormalSystem"), ("cg", "Primal")):
         fit = p.fit(solver=solver)
         assert fit.solver == solver
         assert type(fit.system).__name__ == system
@@ -80,26 +82,27 @@ def test_auto_takes_the_exact_solver_for_a_small_problem_and_says_why() -> None:
 
 def test_auto_iterates_where_the_kernel_does_not_fit() -> None:
     p = problem(n=40)
-    fit = p.fit(memory=40_000)
+    fit = p.fit(memory=20_000)
     assert fit.solver == "cg"
-    assert "40.0 kB" in fit.summary()["reasons"]["solver"]
+    assert "20.0 kB" in fit.summary()["reasons"]["solver"]
     near(flat(fit.delta), ridge_oracle(p.j, p.t, p.f0, 1.0), 1e-3)
+
+
+@pytest.mark.parametrize("ridge", [1.0, "loo"])
+def test_auto_sums_over_the_data_where_weights_are_few(ridge: Any) -> None:
+    p = problem(n=40)
+    fit = p.fit(ridge=ridge)
+    assert fit.solver == "primal"
+    near(flat(fit.delta), ridge_oracle(p.j, p.t, p.f0, fit.ridge), 1e-9)
 
 
 def test_auto_iterates_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem()
-    monkeypatch.setattr(fit_function_module(), "_operations", lambda *_: (1e9, 1e6))
+    monkeypatch.setattr(Size, "operations", lambda _: {"dual": 1e9, "primal": 2e9, "cg": 1e6})
     fit = p.fit(solver="auto")
     assert fit.solver == "cg"
     assert "1.0e+09" in fit.summary()["reasons"]["solver"]
     assert "faster" in fit.summary()["reasons"]["solver"]
-
-
-def fit_function_module() -> Any:
-    """The module behind ``linnet.fit``."""
-    import sys
-
-    return sys.modules[fit_function.__module__] if callable(fit_function) else fit_function
 
 
 def test_auto_forms_the_kernel_to_choose_a_ridge() -> None:
@@ -112,7 +115,7 @@ def test_auto_forms_the_kernel_to_choose_a_ridge() -> None:
     ("options", "words"),
     [
         ({"solver": "dual"}, ["dual fit of 120 equations", 'solver="cg"', "memory="]),
-        ({"ridge": "loo"}, ["dual fit of 120 equations", "ridge as a number"]),
+        ({"ridge": "loo"}, ["primal fit of 38 weights", "ridge as a number"]),
         ({"memory": 500}, ["500 B", "params=", "memory="]),
         ({"memory": 500, "solver": "cg"}, ["500 B", "memory="]),
     ],
@@ -128,8 +131,7 @@ def test_what_a_dual_fit_holds_was_planned(ridge: Any, monkeypatch: pytest.Monke
     p = problem(n=100)
     lin = p.lin
     plans = []
-    module = fit_function_module()
-    monkeypatch.setattr(module, "require", lambda plan, ways: plans.append(plan))
+    monkeypatch.setattr(plan_module, "require", lambda plan, ways: plans.append(plan))
     p.fit(ridge=ridge, solver="dual")  # warm up
     plans.clear()
     peak = peak_bytes(lambda: linnet.fit(lin, (p.x, p.y), ridge=ridge, solver="dual"))
@@ -244,7 +246,7 @@ def test_one_jvp_and_one_vjp_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem()
     lin = p.lin
     count = Counter(monkeypatch, jacobian)
-    solved = Primal(lin.function, p.x, p.t - lin.base(p.x), 0.3, CGSettings(tolerance=1e-6))
+    solved = Primal(Problem(lin.function, p.x, p.t - lin.base(p.x)), 0.3, CGSettings(tolerance=1e-6))
     # a step each, one for the true residual, one Jᵀr before and one Jδ after
     assert solved.steps > 5
     assert count.jvp == solved.steps + 2
@@ -278,10 +280,10 @@ def test_passes_through_the_network_in_a_step() -> None:
     # the first fit also probes which derivatives work, once for each network
     again = linnet.fit(lin, (p.x, p.y), solver=CG(tolerance=1e-3), ridge=0.3)
     before = again.module.model.count[0]
-    Primal(lin.function, p.x, p.t - p.f0, 0.3, CGSettings(tolerance=1e-9))
+    Primal(Problem(lin.function, p.x, p.t - p.f0), 0.3, CGSettings(tolerance=1e-9))
     long = lin.model.count[0] - before
     before = lin.model.count[0]
-    Primal(lin.function, p.x, p.t - p.f0, 0.3, CGSettings(tolerance=1e-3))
+    Primal(Problem(lin.function, p.x, p.t - p.f0), 0.3, CGSettings(tolerance=1e-3))
     short = lin.model.count[0] - before
     assert long - short == 2 * steps
 
@@ -302,7 +304,7 @@ def test_audits_of_a_dual_fit_do_not_run_the_network() -> None:
 
 def test_left_out_predictions_of_an_iterated_fit_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """N · C solves are dear: loo, temperature and informativeness share them where no kernel fits."""
-    monkeypatch.setattr(Primal, "dual", None)
+    monkeypatch.setattr(Primal, "kernel_form", None)
     p = problem()
     fit = p.fit(solver="cg", ridge=1.0, tolerance=1e-6)
     calls = []

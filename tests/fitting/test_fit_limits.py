@@ -10,7 +10,7 @@ from torch import nn
 
 import linnet
 from linnet.errors import InputError, ModelError
-from linnet.fitting.dual import Spectrum
+from linnet.linear.dual import Spectrum
 from linnet.predictive.temperature import fit_temperature
 
 

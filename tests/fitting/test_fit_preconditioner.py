@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import InputError, MemoryBudgetError, NumericalError
-from linnet.fitting import CG, fit_preconditioner, primal
-from linnet.fitting.fit_preconditioner import (
+from linnet.fitting import CG
+from linnet.linalg import Dense, Diagonal
+from linnet.linear import preconditioner, primal
+from linnet.linear.preconditioner import (
     FEW,
     RANK,
     TRIAL,
     make_preconditioner,
     preconditioner_bytes,
 )
-from linnet.linalg import Dense, Diagonal
 from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import JacobianOperator, NormalOperator
 from tests.fitting.problems import fit_options, flat, near, network, problem, real, refused
@@ -220,7 +221,7 @@ def test_saved_and_loaded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert made == []  # nothing before it is needed
     near(loaded.loo(), fit.loo(), 1e-9)  # by the kernel
     assert made == []
-    near(loaded.system.posterior(P.x), fit.system.posterior(P.x), 1e-6)
+    near(loaded.system.covariance(P.x), fit.system.covariance(P.x), 1e-6)
     assert made == ([] if name == "auto" else [name])
     near(flat(loaded.forget([0]).delta), flat(fit.forget([0]).delta), 1e-9)
 
@@ -265,7 +266,7 @@ def test_memory_is_planned(name: str) -> None:
         return linnet.fit(lin, (x, y), ridge=10.0, solver=CG(1e-3, preconditioner=name), memory=memory)
 
     fit(own + needed)
-    error = refused(MemoryBudgetError, lambda: fit(own + needed - 1), "primal fit")
+    error = refused(MemoryBudgetError, lambda: fit(own + needed - 1), "conjugate gradients")
     assert f"preconditioner '{name}'" in str(error)
 
 
@@ -309,5 +310,5 @@ def test_arguments_that_cannot_be(options: dict[str, Any], words: list[str]) -> 
 
 
 def test_names_are_the_documented_ones() -> None:
-    assert set(fit_preconditioner.NAMES) == {"auto", "none", *NAMED}
-    assert all(f'"{name}"' in (CG.__doc__ or "") for name in fit_preconditioner.NAMES)
+    assert set(preconditioner.NAMES) == {"auto", "none", *NAMED}
+    assert all(f'"{name}"' in (CG.__doc__ or "") for name in preconditioner.NAMES)

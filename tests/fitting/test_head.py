@@ -13,7 +13,7 @@ import linnet
 from linnet.errors import DataError, InputError, ModelError
 from linnet.fitting.head import linear_probe
 from linnet.fitting.last_layer import features
-from linnet.fitting.targets import make_targets
+from linnet.linear.targets import make_targets
 from linnet.testing.oracles import leave_one_out_oracle
 from tests.fitting.problems import near, real, refused
 

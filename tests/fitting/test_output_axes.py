@@ -153,7 +153,7 @@ def test_criteria_count_the_positions_that_are_there() -> None:
     degrees = float((j @ j.T @ inverse).trace())
     for found, expected in ((path.evidence, evidence), (path.gcv, gcv), (path.degrees_of_freedom, degrees)):
         assert float(found) == pytest.approx(expected, rel=1e-9)
-    assert fit.system.log_evidence() == pytest.approx(evidence, rel=1e-9)
+    assert fit.system.dual.log_evidence() == pytest.approx(evidence, rel=1e-9)
 
 
 def test_labels_at_positions_that_cannot_be_fitted() -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import linnet
 from linnet.errors import InputError
-from linnet.fitting.dual import Spectrum
+from linnet.linear.dual import Spectrum
+from linnet.linear.primal import Primal
 from linnet.testing.oracles import leave_one_out_oracle
 from tests.fitting.problems import Problem, near, network, problem, real, refused
 
@@ -67,7 +68,7 @@ def test_path_agrees_with_the_fits_on_it() -> None:
         assert path.loo_error[i].item() == pytest.approx(
             (fit.targets - fit.loo()).square().sum(1).mean().item(), rel=1e-9
         )
-        assert path.evidence[i].item() == pytest.approx(fit.system.log_evidence(), rel=1e-9)
+        assert path.evidence[i].item() == pytest.approx(fit.system.dual.log_evidence(), rel=1e-9)
 
 
 def test_more_equations_than_parameters() -> None:
@@ -156,9 +157,13 @@ def test_criteria_work_in_float32(criterion: str) -> None:
     assert (fit.predictive(x).variance >= 0).all()
 
 
-def test_the_path_of_a_fit_without_kernel() -> None:
-    fit = problem().fit(solver="cg", ridge=1.0)
-    refused(InputError, fit.path, "path", "'cg'", "dual")
+def test_the_path_of_a_fit_without_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = problem()
+    fit = p.fit(solver="cg", ridge=1.0, tolerance=1e-10)
+    found, expected = fit.path(RIDGES), p.fit(solver="dual").path(RIDGES)
+    assert torch.allclose(found.loo_error, expected.loo_error)
+    monkeypatch.setattr(Primal, "kernel_form", None)
+    refused(InputError, fit.path, "path", "iterations", "dual")
 
 
 @pytest.mark.parametrize(

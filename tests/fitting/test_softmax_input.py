@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import linnet
 from linnet.errors import DataError, FileFormatError, InputError, MemoryBudgetError, NumericalError
 from linnet.fitting import OneHot
-from linnet.fitting.softmax_dual import SoftmaxDual
+from linnet.fitting import plan as plan_module
 from linnet.fitting.softmax_fit import SoftmaxFit
-from linnet.fitting.softmax_loss import ClassLoss
+from linnet.linear.softmax_dual import SoftmaxDual
+from linnet.linear.softmax_loss import ClassLoss
 from tests.fitting.problems import near, network, peak_bytes, real, refused
 from tests.fitting.softmax_cases import case
 
@@ -181,9 +181,8 @@ def test_a_broken_kernel_is_named() -> None:
 def test_what_a_dual_fit_holds_was_planned(ridge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured allocations stay within the plan, which is not generous either."""
     c = case(n=80)
-    module = sys.modules[linnet.fit.__module__]
     plans: list[Any] = []
-    monkeypatch.setattr(module, "require", lambda plan, ways: plans.append(plan))
+    monkeypatch.setattr(plan_module, "require", lambda plan, ways: plans.append(plan))
     lin = c.lin
     linnet.fit(lin, (c.x, c.labels), "cross-entropy", ridge=1.0, solver="dual")  # warm up
     plans.clear()

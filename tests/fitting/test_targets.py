@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from linnet.errors import DataError, InputError
-from linnet.fitting.targets import ALPHA, make_targets
+from linnet.linear.targets import ALPHA, make_targets
 from tests.fitting.problems import real, refused
 
 

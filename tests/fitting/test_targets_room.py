@@ -5,7 +5,7 @@ import torch
 
 import linnet
 from linnet.errors import MemoryBudgetError
-from linnet.fitting.targets import make_targets
+from linnet.linear.targets import make_targets
 
 
 @pytest.mark.parametrize("label", [10**12, 2**63 - 1])

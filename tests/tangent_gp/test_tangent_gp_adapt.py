@@ -13,7 +13,7 @@ import linnet.tangent.gram as gram_module
 from linnet.errors import FileFormatError, InputError
 from linnet.likelihoods import Gaussian, HeteroscedasticGaussian
 from linnet.linalg.operator import LinearOperator
-from linnet.tangent_gp import dense as dense_module
+from linnet.linear import kernel_system, normal_system
 from linnet.tangent_gp.load import load_gp
 from linnet.tangent_gp.tangent_gp import TangentGP
 from tests.fitting.problems import network, real
@@ -66,8 +66,8 @@ def test_the_same_inputs_with_other_targets_form_nothing_anew(
     y = real(9, 2, seed=22)
     fresh = gp.adapt(oracle.x, y)
     gp.fit(oracle.x, oracle.y)
-    monkeypatch.setattr(dense_module, "gram", None)
-    monkeypatch.setattr(dense_module, "jacobian", None)
+    monkeypatch.setattr(kernel_system, "gram", None)
+    monkeypatch.setattr(normal_system, "summed", None)
     other = gp.adapt(oracle.x, y)
     mean = other.predictive(oracle.x_test).mean
     monkeypatch.undo()
@@ -94,7 +94,7 @@ def test_inputs_that_come_again_keep_their_part_of_the_kernel(monkeypatch: pytes
         sizes.append((len(x1), len(x1 if x2 is None else x2)))
         return plain(function, x1, x2, **rest)
 
-    monkeypatch.setattr(dense_module, "gram", counted)
+    monkeypatch.setattr(kernel_system, "gram", counted)
     other = gp.adapt(x, y)
     assert sizes == [(4, 4), (4, 3)]  # three new inputs and the one with a missing target
     assert other.summary()["work"]["examples known"] == 3

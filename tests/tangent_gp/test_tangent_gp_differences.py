@@ -9,11 +9,14 @@ from torch import Tensor, nn
 from linnet.curvatures.fisher import FiniteDifferenceFisher
 from linnet.curvatures.stream import Batch, Batches
 from linnet.likelihoods import Categorical, Gaussian
+from linnet.linear.differences import BatchedDifferences
 from linnet.tangent.functional import Functional
-from linnet.tangent_gp.differences import BatchedDifferences
 from linnet.tangent_gp.tangent_gp import TangentGP
 from tests.fitting.problems import network, real
 from tests.tangent_gp.tangent_gp_cases import dense
+
+# of a product, by divergences whose last digits depend on the order of sums, which differs between machines
+ROUNDING = 5e-8
 
 
 @pytest.mark.parametrize("likelihood", [Gaussian(), Categorical()], ids=["gaussian", "categorical"])
@@ -24,7 +27,7 @@ def test_columns_together_are_the_columns_one_by_one(likelihood: Gaussian | Cate
     v[:, 2] = 0
     expected = FiniteDifferenceFisher(function, data, likelihood) @ v
     found = BatchedDifferences(function, data, likelihood) @ v
-    assert torch.allclose(found, expected, rtol=1e-7, atol=1e-9 * float(expected.abs().max()))
+    assert torch.allclose(found, expected, rtol=1e-7, atol=ROUNDING * float(expected.abs().max()))
     assert not found[:, 2].any()
 
 
@@ -91,4 +94,4 @@ def test_a_small_budget_runs_few_vectors_at_a_time(monkeypatch: pytest.MonkeyPat
     sizes.clear()
     monkeypatch.undo()
     operator.memory = 10 * function.space.dim * 8  # not two vectors
-    assert torch.allclose(operator @ v, whole, rtol=1e-6)
+    assert torch.allclose(operator @ v, whole, rtol=1e-7, atol=ROUNDING * float(whole.abs().max()))

@@ -11,13 +11,9 @@ from torch import Tensor
 from linnet.audit.predictors import check_fit
 from linnet.errors import InputError
 from linnet.fitting.arguments import positions
-from linnet.fitting.constrained_primal import ConstrainedPrimal
-from linnet.fitting.dual import DualSystem
 from linnet.fitting.linear_fit import LinearFit
-from linnet.fitting.primal import Primal
 from linnet.fitting.remarks import after_change
-from linnet.fitting.systems import System
-from linnet.fitting.targets import Targets, make_targets
+from linnet.linear.targets import Targets, make_targets
 from linnet.tangent.batch import Inputs
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.linearized import Linearized
@@ -104,12 +100,14 @@ def counterfactual(fit: LinearFit, index: Any, target: Any, x: Inputs | None = N
     new = _targets(target, fit, len(places)).to(fit.targets)
     values = fit.targets.clone()
     values[places] = new
-    system = _solved(fit.system, places, new - fit.targets[places])
+    residual = fit.system.problem.residual.clone()
+    residual[places] += (new - fit.targets[places]).to(residual)
+    system = fit.system.with_residual(residual)
     targets = Targets(values, fit.classes, fit._targets.scale)
     module = Linearized(fit.module.function)
     warnings = after_change(fit.record.warnings, fit.module.model, fit.x, targets, likely=False)
     record = replace(fit.record, warnings=warnings)
-    other = LinearFit(module, fit.x, targets, system, record, fit.memory, fit.constraints)
+    other = LinearFit(module, targets, system, record)
     moved = {name: value - fit.delta[name] for name, value in other.delta.items()}
     if x is None:
         return Counterfactual(other, moved, None, None)
@@ -136,28 +134,3 @@ def _targets(target: Any, fit: LinearFit, k: int) -> Tensor:
             remedy="pass one label for each example",
         )
     return make_targets(y, c, fit._targets.scale, varied=False, dtype=fit.targets.dtype).values
-
-
-def _solved(system: System, places: Tensor, change: Tensor) -> System:
-    """The same equations for other targets."""
-    residual = system.residual.clone()
-    residual[places] += change.to(residual)
-    if isinstance(system, DualSystem):
-        return DualSystem(system.kernel, residual, system.ridge, factor=system.factor)
-    if isinstance(system, ConstrainedPrimal):
-        free = _primal(system.free, residual)
-        return ConstrainedPrimal(free, system.constraints, system.memory)
-    return _primal(system, residual)
-
-
-def _primal(system: Primal, residual: Tensor) -> Primal:
-    """A primal solution for other targets, from the present one."""
-    return Primal(
-        system.function,
-        system.x,
-        residual,
-        system.ridge,
-        system.settings,
-        system.delta,
-        system.preconditioner,
-    )

@@ -23,12 +23,14 @@ from linnet.audit.predictors import check_fit
 from linnet.errors import InputError
 from linnet.fitting.arguments import positions
 from linnet.fitting.asked import checked_inputs
-from linnet.fitting.dual import DualSystem
-from linnet.fitting.fit_preconditioner import make_preconditioner
-from linnet.fitting.formed_rows import FormedRows
 from linnet.fitting.linear_fit import LinearFit
-from linnet.fitting.primal import CGSettings, Effort, Primal
-from linnet.fitting.targets import check_arrangement, make_targets
+from linnet.linear.dual import DualSystem
+from linnet.linear.formed_rows import FormedRows
+from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.preconditioner import make_preconditioner
+from linnet.linear.primal import CGSettings, Effort, Primal
+from linnet.linear.problem import Problem
+from linnet.linear.targets import check_arrangement, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import integer
 from linnet.solvers.cg import relative_residual
@@ -187,26 +189,23 @@ def weight_changes(fit: LinearFit, indices: Any = None, memory: str | int | None
 def _directions(fit: LinearFit, index: Tensor, memory: str | int | None) -> Tensor:
     """δ − δ₋ᵢ of some examples, (n, P)."""
     system, function = fit.system, fit.module.function
-    if isinstance(system, Primal) and system.dual is not None:
-        system = system.dual
-    if isinstance(system, DualSystem):
+    if isinstance(system.factorized, KernelSystem):
         # Jᵀ M_·i eᵢ
-        weights = left_out_columns(system, index).to(function.dtype)
+        weights = left_out_columns(system.factorized.dual, index).to(function.dtype)
         total = torch.zeros(len(index), function.space.dim, dtype=function.dtype, device=function.device)
         for place, rows in FormedRows(function, fit.x, system.c, memory, keep=False):
             total.addmm_(weights[place.start * system.c : place.stop * system.c].T, rows)
         return total
-    assert isinstance(system, Primal)
     parts = []
     residuals = (system.ridge * system.beta)[index]
     from_x = take(fit.x, index)
     start = 0
-    for rows, solved in system.solved_rows(from_x, "weight changes", memory=memory):
+    for rows, solved in system.solved_rows(from_x, "weight changes", memory):
         stop = start + len(rows)
-        e = _left_out(torch.einsum("ncp,pnd->ncd", rows, solved), residuals[start:stop].to(rows))
+        e = _left_out(torch.einsum("ncp,pnd->ncd", rows.to(solved), solved), residuals[start:stop].to(solved))
         parts.append(torch.einsum("pnd,nd->np", solved, e))
         start = stop
-    return torch.cat(parts)
+    return torch.cat(parts).to(function.dtype)
 
 
 def left_out_columns(dual: DualSystem, index: Tensor) -> Tensor:
@@ -237,9 +236,9 @@ def _left_out(leverage: Tensor, residuals: Tensor) -> Tensor:
 
 
 def _exact(fit: LinearFit, x: Inputs, memory: str | int | None) -> Tensor:
-    """By the kernel of a dual fit, in the way that takes fewer operations."""
-    if not isinstance(fit.system, DualSystem):
-        return fit.influence(x)  # with constraints
+    """By a factorization; by the kernel in the way that takes fewer operations."""
+    if not isinstance(fit.system, KernelSystem):
+        return fit.influence(x)
     n, t, c, p = fit.n, batch_size(x), fit.system.c, fit.module.space.dim
     # K(x, X): (T·C)(N·C) P;  directions: (N·C) N P, then (T·C) N P
     by_kernel = t * c * (n * c) * (p + n * c)
@@ -309,13 +308,12 @@ def checked_directions(fit: LinearFit, directions: Any) -> Tensor:
 def _iterated(fit: LinearFit, x: Inputs, memory: str | int | None) -> tuple[Tensor, float]:
     """By block conjugate gradients on the test side; the leave-one-out residuals are exact."""
     system = fit.system
-    if isinstance(system, DualSystem):
+    if not isinstance(system, Primal):
         primal, residuals = _primal_of(fit, system), system.loo_residuals()
     else:
-        assert isinstance(system, Primal)
-        if system.dual is not None:
-            return fit.influence(x), system.dual.certificate()
-        if system._blocks is None and fit.n <= batch_size(x):
+        if system.kernel_form is not None:
+            return fit.influence(x), system.kernel_form.certificate()
+        if not system.leverages_known and fit.n <= batch_size(x):
             # the columns of the leave-one-out residuals are those of the weight changes
             return _along(fit, x, every_change(fit, memory), memory), system.settings.tolerance
         primal, residuals = system, system.loo_residuals()
@@ -334,7 +332,7 @@ def _approximate(fit: LinearFit, x: Inputs, effort: Effort, memory: str | int | 
     primal = _primal_of(fit, fit.system)
     normal, lifted = NormalOperator(primal.jacobian), effort.steps > 0
     primal._preconditioner = make_preconditioner("ekfac", normal, primal.c, primal.ridge, lifted=lifted)
-    if isinstance(fit.system, DualSystem):
+    if fit.system.factorized is fit.system:
         residuals = fit.system.loo_residuals()
     else:
         residuals = _approximate_residuals(primal, effort, memory)
@@ -362,7 +360,7 @@ def _solved(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """J(x) (n, C, P) and (G + ρI)⁻¹ J(x)ᵀ (P, n, C), to convergence or as far as the steps go."""
     if effort is None or effort.steps:
-        yield from primal.solved_rows(x, "influence", effort, memory)
+        yield from primal.solved_rows(x, "influence", memory, effort)
         return
     preconditioner = primal.preconditioner
     assert preconditioner is not None
@@ -395,9 +393,9 @@ def _primal_of(fit: LinearFit, system: Any) -> Primal:
     tolerance = 1e-10 if fit.module.function.dtype == torch.float64 else 1e-6
     settings = system.settings if isinstance(system, Primal) else CGSettings(tolerance)
     start = fit.module.space.to_flat(fit.delta)
-    residual = system.residual.to(fit.module.function.dtype)
+    residual = system.problem.residual.to(fit.module.function.dtype)
     loose = CGSettings(max(settings.tolerance, 1e-4), settings.max_steps, preconditioner="none")
-    primal = Primal(fit.module.function, fit.x, residual, system.ridge, loose, start)
+    primal = Primal(Problem(fit.module.function, fit.x, residual), system.ridge, loose, start)
     primal.settings, primal._preconditioner = settings, getattr(system, "_preconditioner", None)
     return primal
 
@@ -450,12 +448,12 @@ def _method(fit: LinearFit, method: Any, directions: Tensor | None) -> str:
             expected=", ".join(f'"{name}"' for name in METHODS),
             remedy='leave method= out for "auto"',
         )
-    dual = isinstance(fit.system, DualSystem)
+    dual = fit.system.factorized is fit.system
     chosen: str = ("exact" if dual or fit.constraints is not None else "cg") if method == "auto" else method
     if chosen == "exact" and not dual and fit.constraints is None:
         raise InputError(
             f"method={method!r} of a fit that was solved by {fit.solver!r}",
-            expected="a dual fit, whose kernel gives it",
+            expected="a fit by a factorization, which gives it",
             remedy='pass method="cg", or fit with solver="dual"',
         )
     if chosen != "exact" or directions is not None:

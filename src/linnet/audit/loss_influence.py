@@ -23,10 +23,9 @@ from linnet.audit.influence import (
 )
 from linnet.audit.predictors import check_fit
 from linnet.fitting.asked import checked_inputs
-from linnet.fitting.dual import DualSystem
-from linnet.fitting.formed_rows import FormedRows
 from linnet.fitting.linear_fit import LinearFit
-from linnet.fitting.primal import Primal
+from linnet.linear.formed_rows import FormedRows
+from linnet.linear.kernel_system import KernelSystem
 from linnet.memory import parse_bytes
 from linnet.tangent.batch import Inputs, batch_size, split
 from linnet.tangent.capture import capture
@@ -80,31 +79,33 @@ def loss_influence(
     unconstrained(fit, "loss_influence")
     x = checked_inputs(fit.module, x)
     function, system = fit.module.function, fit.system
-    if isinstance(system, Primal) and system.dual is not None:
-        system = system.dual
     gradients = _gradients(function, x, fit.predict(x) - label_targets(fit, x, labels))
     if directions is not None:
         return checked_directions(fit, directions) @ gradients.T
-    if isinstance(system, DualSystem) and _through_changes(fit, len(gradients), memory):
+    dual = system.factorized.dual if isinstance(system.factorized, KernelSystem) else None
+    if dual is not None and _through_changes(fit, len(gradients), memory):
         return every_change(fit, memory) @ gradients.T
-    if isinstance(system, DualSystem):
+    if dual is not None:
         formed = FormedRows(function, fit.x, system.c, memory, keep=False)
         cross = torch.cat([gradients @ rows.T for _, rows in formed], 1)  # ∇ℓᵀ Jᵀ, (T, N·C)
         index = torch.arange(fit.n, device=function.device)
         # by the columns M_·i eᵢ of all examples
-        return (cross.double() @ left_out_columns(system, index)).T.to(function.dtype)
-    assert isinstance(system, Primal)
+        return (cross.double() @ left_out_columns(dual, index)).T.to(function.dtype)
     residuals = system.loo_residuals()
     size = max(1, parse_bytes(memory, function.device) // (20 * function.space.dim * function.dtype.itemsize))
     found = []
     for part in gradients.split(size):
         solved = system.solve(part.T.contiguous())
         pieces = [
-            torch.einsum("nct,nc->nt", (rows @ solved).view(-1, system.c, len(part)), residuals[place])
-            for place, rows in system.formed.rows
+            torch.einsum(
+                "nct,nc->nt",
+                (rows.to(solved) @ solved).view(-1, system.c, len(part)),
+                residuals[place].to(solved),
+            )
+            for place, rows in system.own_rows()
         ]
         found.append(torch.cat(pieces))
-    return torch.cat(found, 1)
+    return torch.cat(found, 1).to(function.dtype)
 
 
 def _through_changes(fit: LinearFit, tests: int, memory: str | int | None) -> bool:

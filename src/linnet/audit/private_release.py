@@ -19,9 +19,10 @@ from linnet.audit.gaussian_noise import (
 from linnet.audit.predictors import check_fit
 from linnet.errors import InputError, NumericalError
 from linnet.fitting.asked import checked_inputs
-from linnet.fitting.dual import DualSystem
 from linnet.fitting.last_layer import RECORD
 from linnet.fitting.linear_fit import LinearFit
+from linnet.linear.dual import DualSystem
+from linnet.linear.kernel_system import KernelSystem
 from linnet.params import number
 from linnet.tangent.batch import Inputs
 from linnet.tangent.forward_mode import Params
@@ -314,7 +315,7 @@ def _releasable(fit: LinearFit, delta: float) -> DualSystem:
             expected="a fit without constraints",
             remedy="release fit before it is constrained",
         )
-    if not isinstance(fit.system, DualSystem):
+    if not isinstance(fit.system, KernelSystem):
         raise InputError(
             f"the fit was solved by {fit.solver!r}",
             expected='solver="dual": the clipped optimum is found in the kernel',
@@ -326,4 +327,4 @@ def _releasable(fit: LinearFit, delta: float) -> DualSystem:
             expected=f"a δ below 1/N = {1 / fit.n:.3g}: publishing one example outright has δ = 1/N",
             remedy="pass a smaller delta=",
         )
-    return fit.system
+    return fit.system.dual

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from linnet.audit.predictors import check_fit
 from linnet.errors import InputError
-from linnet.fitting.dual import DualSystem
 from linnet.fitting.linear_fit import LinearFit
+from linnet.linear.dual import DualSystem
 from linnet.memory import Plan, parse_bytes, require
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, named_tensor
@@ -110,8 +110,8 @@ def summarize(
         inside[allowed] = scores[allowed]
         indices = inside.argsort(descending=True, stable=True)[:n]
     else:
-        assert isinstance(fit.system, DualSystem)
-        indices, scores = _greedy(fit, fit.system, n, allowed, memory)
+        assert fit.system.dual is not None
+        indices, scores = _greedy(fit, fit.system.dual, n, allowed, memory)
     left = torch.ones(fit.n, dtype=torch.bool, device=indices.device)
     left[indices] = False
     rest = left.nonzero()[:, 0]
@@ -159,11 +159,11 @@ def _checked(fit: LinearFit, n: Any, method: Any, x: Inputs | None, candidates: 
     if method not in METHODS:
         expected = ", ".join(f'"{name}"' for name in METHODS)
         raise InputError(f"method={method!r}", expected=expected, remedy="leave method= out")
-    if method == "greedy" and (not isinstance(fit.system, DualSystem) or x is not None):
-        what = f"a fit that was solved by {fit.solver!r}" if x is None else "x="
+    if method == "greedy" and (fit.system.dual is None or x is not None):
+        what = f"a fit of {fit.n * fit.system.c} equations" if x is None else "x="
         raise InputError(
             f'method="greedy" with {what}',
-            expected="a dual fit, and the training examples as those that count",
+            expected="a kernel that fits the memory, and the training examples as those that count",
             remedy='pass method="informative"',
         )
     index = torch.arange(fit.n) if candidates is None else named_tensor(candidates, "candidates").flatten()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError
 from linnet.fitting.last_layer import features
-from linnet.fitting.targets import make_targets
 from linnet.linalg.factorize import eigh
+from linnet.linear.targets import make_targets
 from linnet.params import number
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from linnet.finetuning.augment import Augmentation
 from linnet.finetuning.examples import Examples
+from linnet.linear.cost import NETWORK_PENALTY, forward_operations
 from linnet.memory import parse_bytes
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.tangent.linearized import Linearized
-from linnet.tangent_gp.plan import NETWORK_PENALTY, forward_operations
 
 HELD_AT_ONCE = 2**25  # derivatives in one block, whatever the memory, so that a run repeats to the bit
 COLUMNS = 2**15  # parameters whose products are summed in the network's own precision

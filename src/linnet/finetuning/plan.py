@@ -14,8 +14,8 @@ from linnet.finetuning.finetuned import Settings
 from linnet.finetuning.prepared import Shaping
 from linnet.finetuning.recipes import Candidate, Recipe
 from linnet.finetuning.run import Run
-from linnet.fitting.targets import make_targets
 from linnet.fitting.training import Training
+from linnet.linear.targets import make_targets
 from linnet.params import tensor
 
 

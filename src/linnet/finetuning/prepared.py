@@ -21,8 +21,8 @@ from linnet.finetuning.examples import Examples
 from linnet.finetuning.recipes import Recipe
 from linnet.fitting.head import Probe, with_head
 from linnet.fitting.last_layer import RECORD, features, last_linear
-from linnet.fitting.targets import check_arrangement
 from linnet.likelihoods import Categorical, Gaussian
+from linnet.linear.targets import check_arrangement
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.tangent.batch import Inputs, concatenate, map_tensors
 from linnet.tangent.functional import Functional, OutputAdapter

@@ -43,7 +43,7 @@ from linnet.finetuning.run import Log, Run
 from linnet.finetuning.trainer import Trainer, rank
 from linnet.fitting.comparisons import held_out_split
 from linnet.fitting.fit import fit
-from linnet.fitting.targets import OneHot
+from linnet.linear.targets import OneHot
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.tangent.linearized import Linearized, linearize
 

@@ -13,7 +13,7 @@ from linnet.errors import InputError
 from linnet.finetuning.augment import Augmentation
 from linnet.finetuning.bilinear import Bilinear
 from linnet.fitting.arguments import check_ridge
-from linnet.fitting.targets import ALPHA
+from linnet.linear.targets import ALPHA
 from linnet.params import choice, flag, instance, integer, number
 
 BATCH_SIZE = 28  # Achille et al., section A.2

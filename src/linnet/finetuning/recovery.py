@@ -20,8 +20,8 @@ from linnet.finetuning.recipe_runs import RETRIES
 from linnet.finetuning.run import Run, watched
 from linnet.finetuning.trainer import Trainer
 from linnet.fitting.descent import outputs_of
-from linnet.fitting.targets import make_targets
 from linnet.fitting.training import Training, filled
+from linnet.linear.targets import make_targets
 from linnet.params import flag
 from linnet.tangent.batch import concatenate
 from linnet.tangent.functional import Functional, OutputAdapter

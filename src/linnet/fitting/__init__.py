@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from linnet.fitting.solver import CG, SGD, Dual, Nystrom
-from linnet.fitting.targets import OneHot
+from linnet.linear.targets import OneHot
 
 __all__ = ["CG", "SGD", "Dual", "Nystrom", "OneHot"]

@@ -23,14 +23,12 @@ import torch
 from torch import Tensor
 
 from linnet.errors import MemoryBudgetError, ModelError, NumericalError
-from linnet.fitting.constrained_primal import ConstrainedPrimal
-from linnet.fitting.dual import DualSystem
-from linnet.fitting.primal import Primal
 from linnet.fitting.remarks import ROUNDED
 from linnet.fitting.rounding import PROBED, Rounding, assumed_rounding
 from linnet.fitting.rounding import measured_rounding as measured_rounding
-from linnet.fitting.softmax_dual import SoftmaxDual
-from linnet.fitting.softmax_newton_cg import SoftmaxPrimal
+from linnet.linear.softmax_dual import SoftmaxDual
+from linnet.linear.softmax_primal import SoftmaxPrimal
+from linnet.linear.system import System
 from linnet.tangent.batch import take
 from linnet.tangent.linearized import Linearized
 
@@ -77,34 +75,29 @@ class Accuracy:
 
 
 def squared_accuracy(
-    dual: DualSystem, rounding: Rounding, index: Tensor, held: Tensor | None = None, gap: Tensor | None = None
+    system: System, rounding: Rounding, index: Tensor, gap: Tensor | None = None
 ) -> Accuracy:
     """The estimate for a fit of the squared loss.
 
     Args:
-        dual: The solution.
+        system: The solution, by a factorization.
         rounding: Errors of the network.
         index: Examples that are left out, (k,).
-        held: What equations on outputs took off the kernel's diagonal, (N·C,).
         gap: Outputs of the training examples by the weights, less those by the kernel, (N, C), where
             conjugate gradients found the weights.
 
     Returns:
         The estimate.
     """
-    c, size = dual.c, len(dual.kernel)
-    rows = (index[:, None] * c + torch.arange(c, device=index.device)).flatten()
-    unit = torch.zeros(size, len(rows), dtype=dual.kernel.dtype, device=dual.kernel.device)
-    unit[rows, torch.arange(len(rows), device=rows.device)] = 1
-    columns = dual.solve(unit).T.reshape(len(index), c, size)
+    c, beta = system.c, system.beta.double()
+    columns = system.columns(index)
     blocks = torch.stack([columns[k, :, i * c : (i + 1) * c] for k, i in enumerate(index.tolist())])
-    e = torch.linalg.solve(blocks, dual.beta[index])
+    e = torch.linalg.solve(blocks, beta[index])
     weights = torch.linalg.solve(blocks, columns)
-    left = dual.beta.reshape(-1) - torch.einsum("kcn,kc->kn", columns, e)
-    diagonal = dual.kernel.diagonal().clamp_min(0) + (0 if held is None else held)
+    left = beta.reshape(-1) - torch.einsum("kcn,kc->kn", columns, e)
     off = 0.0 if gap is None else float(weights.norm(dim=2).max()) * float(gap.norm())
-    scale = max(_root_mean_square(dual.residual), _root_mean_square(e), FAMILIAR * rounding.base)
-    return _accuracy(weights, (dual.beta.reshape(-1), left), diagonal, rounding, (scale, off))
+    scale = max(_root_mean_square(system.residual), _root_mean_square(e), FAMILIAR * rounding.base)
+    return _accuracy(weights, (beta.reshape(-1), left), system.diagonal(), rounding, (scale, off))
 
 
 def softmax_accuracy(
@@ -188,25 +181,22 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
         The estimate; ``None`` for a fit whose kernel does not fit the memory budget.
     """
     system = fit.system
-    loose = (
-        isinstance(system, Primal | ConstrainedPrimal | SoftmaxPrimal)
-        and system.settings.tolerance > ITERATED
-    )
-    counted = iterations or not loose
+    iterated = _iterated(system)
+    counted = iterations or not (iterated and system.tolerance > ITERATED)
     if isinstance(system, SoftmaxPrimal):
         dual = system.dual
         gap = None if dual is None or not counted else system.outputs - dual.outputs
         return None if dual is None else softmax_accuracy(dual, rounding, index, gap)
-    if isinstance(system, Primal | ConstrainedPrimal):
-        same = system.dual
+    if iterated:
+        same = system.factorized
         gap = None
         if same is not None and counted:
             gap = system.ridge * (same.beta - system.beta.double())
-        return None if same is None else squared_accuracy(same, rounding, index, _held(fit), gap)
+        return None if same is None else squared_accuracy(same, rounding, index, gap)
     if isinstance(system, SoftmaxDual):
         found, outputs = softmax_accuracy(system, rounding, index), system.outputs
-    elif isinstance(system, DualSystem):
-        found = squared_accuracy(system, rounding, index, _held(fit))
+    elif isinstance(system, System):
+        found = squared_accuracy(system, rounding, index)
         outputs = fit.targets.to(system.beta) - system.ridge * system.beta
     else:
         return None
@@ -216,13 +206,11 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
     return replace(found, predictions=found.predictions + SAFETY / 2 * off)
 
 
-def _held(fit: Any) -> Tensor | None:
-    """What equations on outputs took off the kernel's diagonal, (N·C,)."""
-    if getattr(fit, "constraints", None) is None:
-        return None
-    made = isinstance(fit.system, ConstrainedPrimal) and fit.system.dual is not None
-    held: Tensor = (fit.system.design if made else fit.constraints.design).square().sum(1)
-    return held
+def _iterated(system: Any) -> bool:
+    """Whether a solution was found by conjugate gradients."""
+    if isinstance(system, System):
+        return system.factorized is not system
+    return isinstance(system, SoftmaxPrimal)
 
 
 def observed(fit: Any, count: int | None = None) -> Tensor:
@@ -255,8 +243,7 @@ def checked(fit: Any) -> Accuracy | None:
         could tell.
     """
     large = len(fit.system.beta) * fit.system.c > SMALL
-    iterated = isinstance(fit.system, Primal | ConstrainedPrimal | SoftmaxPrimal)
-    if fit.solver == "sgd" or (large and iterated):
+    if fit.solver == "sgd" or (large and _iterated(fit.system)):
         return None
     index, base = observed(fit), largest_base(fit)
     function = fit.module.function
@@ -297,7 +284,7 @@ def sound_fit(lin: Linearized, make: Callable[[Linearized], Fit], factorized: bo
     except NumericalError:
         if double or not factorized:
             raise
-    if double and first is not None and isinstance(cast(Any, first).system, DualSystem | SoftmaxDual):
+    if double and first is not None and not _iterated(cast(Any, first).system):
         assert found is not None
         return _judged(first, found)
     try:
@@ -393,13 +380,13 @@ def answerable(fit: Any, ridges: Tensor) -> Tensor:
 
 def _at(fit: Any, ridge: float, rounding: Rounding) -> Accuracy | None:
     """The estimate for the kernel of a fit at another ridge; ``None`` where it cannot be factorized."""
-    system = fit.system
-    dual = system if isinstance(system, DualSystem | SoftmaxDual) else system.dual
+    form = _factorized(fit.system)
+    assert form is not None
     try:
-        if isinstance(dual, DualSystem):
-            moved = DualSystem(dual.kernel, dual.residual, ridge)
-            return squared_accuracy(moved, rounding, observed(fit), _held(fit))
-        return softmax_accuracy(dual.at(ridge), rounding, observed(fit))
+        moved = form.at(ridge)
+        if isinstance(moved, SoftmaxDual):
+            return softmax_accuracy(moved, rounding, observed(fit))
+        return squared_accuracy(moved, rounding, observed(fit))
     except NumericalError:
         return None
 
@@ -422,16 +409,25 @@ def _refuse(fit: Any, found: Accuracy | None, cause: Exception | None = None) ->
 
 def _smallest(fit: Any, ridge: float) -> float | None:
     """The smallest ridge of a ladder upward whose estimate is sound."""
-    dual = getattr(fit.system, "dual", fit.system)
-    if not isinstance(dual, DualSystem | SoftmaxDual):
+    form = _factorized(fit.system)
+    if form is None:
         return None
+    trace = float((form.kernel.diagonal() if isinstance(form, SoftmaxDual) else form.diagonal()).sum())
     rounding = measured_rounding(fit.module.function, fit.x, largest_base(fit))
-    while ridge < float(dual.kernel.diagonal().sum()):
+    while ridge < trace:
         ridge *= STEP
         found = _at(fit, ridge, rounding)
         if found is not None and found.sound:
             return ridge
     return None
+
+
+def _factorized(system: Any) -> System | SoftmaxDual | None:
+    """The same solution by a factorization; ``None`` where none fits."""
+    if isinstance(system, System):
+        return system.factorized
+    found: SoftmaxDual | None = system.dual if isinstance(system, SoftmaxPrimal) else system
+    return found
 
 
 def largest_base(fit: Any) -> float:
@@ -444,7 +440,5 @@ def largest_base(fit: Any) -> float:
         Its absolute value.
     """
     system = fit.system
-    base = system.base if isinstance(system, SoftmaxDual | SoftmaxPrimal) else None
-    if base is None:
-        base = fit.targets.to(system.residual) - system.residual
+    base = fit.targets.to(system.residual) - system.residual if isinstance(system, System) else system.base
     return float(base.abs().max())

@@ -14,7 +14,7 @@ from linnet.errors import InputError
 from linnet.fitting.descent import OPTIMIZERS, Descent, score_of
 from linnet.fitting.head import linear_probe
 from linnet.fitting.last_layer import features
-from linnet.fitting.targets import make_targets
+from linnet.linear.targets import make_targets
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, gather_data, split, take
 from linnet.tangent.functional import Functional

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from linnet.fitting.asked import base_outputs
-from linnet.fitting.dual import Spectrum
 from linnet.fitting.folds import Folds
 from linnet.fitting.head import example_hashes
 from linnet.fitting.last_layer import RECORD
-from linnet.fitting.primal import CGSettings, Primal
-from linnet.fitting.softmax_dual import SoftmaxDual
-from linnet.fitting.softmax_loss import ClassLoss
-from linnet.fitting.softmax_newton_cg import SoftmaxPrimal
 from linnet.fitting.softmax_path import solutions
+from linnet.linear.dual import Spectrum
+from linnet.linear.primal import CGSettings, Primal
+from linnet.linear.problem import Problem
+from linnet.linear.softmax_dual import SoftmaxDual
+from linnet.linear.softmax_loss import ClassLoss
+from linnet.linear.softmax_primal import SoftmaxPrimal
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.functional import Functional
@@ -119,7 +120,7 @@ class CrossFit:
             system: Primal | SoftmaxPrimal
             if squared:
                 residual = (targets - base[rest]).to(function.dtype)
-                system = Primal(function, x, residual, ridge, replace(settings))
+                system = Primal(Problem(function, x, residual), ridge, replace(settings))
             else:
                 system = SoftmaxPrimal(function, x, base[rest], ClassLoss(targets), ridge, replace(settings))
             change = JacobianOperator(function, take(self.x, held), found.shape[1]).mv(system.delta)

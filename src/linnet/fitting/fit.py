@@ -8,25 +8,31 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
-from linnet.errors import InputError, ModelError
+from linnet.errors import InputError
 from linnet.fitting.accuracy import sound_fit
 from linnet.fitting.arguments import check_ridge
 from linnet.fitting.asked import base_outputs
 from linnet.fitting.cross_fit import CrossFit, find_cross_fit
-from linnet.fitting.dual import DualSystem, RidgePath, Spectrum
-from linnet.fitting.fit_preconditioner import TRIAL, preconditioner_bytes
 from linnet.fitting.linear_fit import LinearFit, Record
-from linnet.fitting.primal import CGSettings, Primal
+from linnet.fitting.plan import Size, affordable, choose_solver
 from linnet.fitting.remarks import head_remarks, single_remarks
 from linnet.fitting.softmax_fit import SoftmaxFit
-from linnet.fitting.softmax_loss import ClassLoss, class_targets
 from linnet.fitting.softmax_path import check_criterion
 from linnet.fitting.softmax_solve import SoftmaxTask, solve_softmax
 from linnet.fitting.solver import Solver, Solving
 from linnet.fitting.stochastic import solve_stochastically
-from linnet.fitting.targets import (
+from linnet.likelihoods.distribution import require_axis
+from linnet.likelihoods.probabilities import warn_of_probabilities
+from linnet.linear.dual import DualSystem, RidgePath
+from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.normal_system import NormalSystem, summed
+from linnet.linear.preconditioner import TRIAL
+from linnet.linear.primal import Primal
+from linnet.linear.problem import Problem
+from linnet.linear.softmax_loss import ClassLoss, class_targets
+from linnet.linear.system import System
+from linnet.linear.targets import (
     ALPHA,
     OneHot,
     Targets,
@@ -34,20 +40,14 @@ from linnet.fitting.targets import (
     make_targets,
     position_targets,
 )
-from linnet.likelihoods.distribution import require_axis
-from linnet.likelihoods.probabilities import warn_of_probabilities
-from linnet.memory import Plan, format_bytes, parse_bytes, require
 from linnet.progress import waiting
-from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, observe, take
-from linnet.tangent.gram import GramTask, gram, plan_gram
+from linnet.tangent.batch import Inputs, check_finite, gather_data, observe, take
+from linnet.tangent.gram import gram
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
 LOSSES = ("squared", "cross-entropy")
-SMALLER = ["use fewer parameters with params=", "raise memory="]
-CG_STEPS = 300  # steps assumed when conjugate gradients are planned
 EIGEN_RATE = 5e10  # operations a second that the progress of an eigendecomposition assumes
-NETWORK_PENALTY = 4.0  # a network's operations take about four times as long as those of one large product
 
 
 @overload
@@ -117,9 +117,10 @@ def fit(
             ``linnet.fitting.OneHot(scale)`` for another α than 15.
         ridge: ρ > 0, or the criterion that chooses it: ``"loo"``, ``"gcv"`` (squared loss) or ``"evidence"``;
             :func:`linnet.audit.tune_ridge` chooses it by validation data.
-        solver: ``"dual"`` (the N·C × N·C kernel), ``"cg"`` (matrix-free in the weights), ``"sgd"`` (the
-            recipe of Achille et al., to compare with), or ``"auto"``, which predicts operations and memory of
-            the first two and says what it chose and why. ``linnet.fitting.Dual(file=...)``,
+        solver: ``"dual"`` (the N·C × N·C kernel), ``"primal"`` (the P × P matrix JᵀJ, for many examples and
+            few weights; squared loss), ``"cg"`` (matrix-free in the weights), ``"sgd"`` (the recipe of
+            Achille et al., to compare with), or ``"auto"``, which predicts operations and memory of the first
+            three and says what it chose and why. ``linnet.fitting.Dual(file=...)``,
             ``CG(tolerance=..., preconditioner=...)`` and ``SGD(...)`` set what they iterate by.
         axis: Which axis of outputs such as (N, T, C) or (N, C, H, W) is the classes, where y has an integer
             class at every position, (N, T) or (N, H, W), or −100 where one does not count; such outputs are
@@ -163,7 +164,7 @@ def fit(
         found._targets = replace(found._targets, axis=axis)
         return found
 
-    return sound_fit(lin, make, factorized=asked.name in ("auto", "dual"))
+    return sound_fit(lin, make, factorized=asked.name in ("auto", "dual", "primal"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +190,8 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
     check_arrangement(y, lin.function.output_shape(x))
     made = _targets(y, targets, f0, loss, scale)
     seconds = {"network": time.perf_counter() - started}
-    chosen, why = _choose_solver(lin, x, f0.shape[1], ridge, work.solving.name, memory, settings, loss)
+    size = Size(lin.function, x, f0.shape[1], loss, isinstance(ridge, str), memory)
+    chosen, why = choose_solver(size, work.solving.name, settings)
     reasons = {"solver": why}
     folds = find_cross_fit(lin, x, y, made.values, memory)
     criterion = ridge if isinstance(ridge, str) else "given"
@@ -197,28 +199,26 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
     record = Record(chosen, criterion, reasons, (*of_head, *single_remarks(made)), seconds)
     if loss == "cross-entropy":
         warn_of_probabilities(ClassLoss(made.values).likelihood, f0)
-        settings = _affordable(lin, x, settings, memory) if chosen == "cg" else settings
+        settings = affordable(lin.function, x, settings, memory) if chosen == "cg" else settings
         return solve_softmax(
             SoftmaxTask(module, x, made, f0, ridge, memory, file), record, settings, operator, folds
         )
     started = time.perf_counter()
     residual = made.values.to(f0) - f0
-    system: DualSystem | Primal
+    problem = Problem(module.function, x, residual)
+    system: System
     held: Tensor | None = None
-    if chosen == "dual":
-        system, reasons["ridge"], held = _solve_dual(lin, work, residual, made, seconds, folds)
+    if chosen in ("dual", "primal"):
+        system, reasons["ridge"], held = _factorized(problem, work, chosen, made, seconds, folds)
     else:
         assert not isinstance(ridge, str), why
-        settings = _affordable(lin, x, settings, memory)
-        if chosen == "sgd":
-            system = solve_stochastically(lin.function, x, residual, ridge, settings, operator)
-        else:
-            system = Primal(lin.function, x, residual, ridge, settings, None, operator)
-        system.memory = memory
+        settings = affordable(lin.function, x, settings, memory)
+        solve = solve_stochastically if chosen == "sgd" else Primal
+        system = solve(problem, ridge, settings, None, operator, memory)
         reasons["ridge"], reasons["preconditioner"] = "given", _explain_steps(system, asked)
         held = None if folds is None else folds.iterated(system.ridge, system.settings, squared=True)
     seconds["solve"] = time.perf_counter() - started - seconds.get("kernel", 0.0)
-    fitted = LinearFit(module, x, made, system, record, memory)
+    fitted = LinearFit(module, made, system, record)
     fitted.held_out = held
     return fitted
 
@@ -246,6 +246,12 @@ def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: f
                 expected="no scale: labels are probabilities",
                 remedy="leave targets= out",
             )
+    if solver == "primal" and loss != "squared":
+        raise InputError(
+            f'solver="primal" with loss={loss!r}',
+            expected='"dual" or "cg": the curvature of the cross-entropy changes with every Newton step',
+            remedy='pass solver="auto"',
+        )
     if solver == "sgd" and loss != "squared":
         raise InputError(
             f'solver="sgd" with loss={loss!r}',
@@ -255,8 +261,8 @@ def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: f
     if solver in ("cg", "sgd") and isinstance(ridge, str):
         raise InputError(
             f'ridge={ridge!r} with solver="{solver}"',
-            expected="a number: the criteria need the kernel's eigenvalues",
-            remedy='pass solver="dual", or choose the ridge on a subset first',
+            expected="a number: the criteria need eigenvalues",
+            remedy='pass solver="dual" or "primal", or choose the ridge on a subset first',
         )
 
 
@@ -301,108 +307,6 @@ def _explicit(targets: Tensor, f0: Tensor, y: Tensor, loss: str) -> Targets:
     return Targets(made.values, f0.shape[1] if one_hot else None, float(targets.max()))
 
 
-def _choose_solver(
-    lin: Linearized,
-    x: Inputs,
-    c: int,
-    ridge: float | str,
-    solver: str,
-    memory: str | int | None,
-    settings: CGSettings,
-    loss: str,
-) -> tuple[str, str]:
-    """The solver, and one sentence that says why."""
-    budget = parse_bytes(memory, lin.function.device)
-    if solver != "auto":
-        if solver != "dual":
-            require(_primal_memory(lin, x, budget, settings), SMALLER)
-        else:
-            require(
-                _dual_memory(lin, x, c, ridge, memory, loss),
-                ['solve matrix-free with solver="cg"', "raise memory="],
-            )
-        return solver, "set by the user"
-    dual_memory = _dual_memory(lin, x, c, ridge, memory, loss)
-    if isinstance(ridge, str):
-        require(dual_memory, ['give the ridge as a number, so that solver="cg" can be used', "raise memory="])
-        what = "gives every ridge at once" if loss == "squared" else "is formed once for every ridge"
-        return "dual", f"the kernel {what} ({format_bytes(dual_memory.peak)})"
-    if dual_memory.peak > budget:
-        require(_primal_memory(lin, x, budget, settings), SMALLER)
-        needed = format_bytes(dual_memory.peak)
-        return "cg", f"the dual would need {needed} of a budget of {format_bytes(budget)}"
-    dual, primal = _operations(lin, x, c)
-    counts = f"about {dual:.1e} operations and {format_bytes(dual_memory.peak)} against {primal:.1e}"
-    if primal < dual:
-        return "cg", f"faster: dual {counts} by conjugate gradients"
-    return "dual", f"exact and faster: {counts} by conjugate gradients"
-
-
-def _dual_memory(
-    lin: Linearized, x: Inputs, c: int, ridge: float | str, memory: str | int | None, loss: str = "squared"
-) -> Plan:
-    """Bytes of a dual fit: the kernel while it is formed, then its factorization."""
-    n = batch_size(x) * c
-    forming = plan_gram(_task(lin, x), memory).memory
-    square = 8 * n * n
-    solving = [("kernel in float64", square), ("kernel + ridge", square), ("factor", square)]
-    if loss == "cross-entropy":
-        solving[1:] = [("kernel times the root of the curvature, with workspace", 2 * square),
-                       ("ridge + curvature, its factor and inverse", 3 * square)]  # fmt: skip
-    elif isinstance(ridge, str):
-        solving[1:] = [("eigenvectors", square), ("workspace of the eigendecomposition", 3 * square)]
-    solved = Plan(f"dual fit of {n} equations", forming.budget, tuple(solving))
-    return solved if solved.peak > forming.peak else Plan(solved.operation, forming.budget, forming.items)
-
-
-def _task(lin: Linearized, x: Inputs) -> GramTask:
-    """The kernel that a dual fit needs."""
-    return GramTask(lin.function, x, None, "full", None)
-
-
-def _operations(lin: Linearized, x: Inputs, c: int) -> tuple[float, float]:
-    """Predicted operations of the dual and the primal solver; counted, not timed, so alike on every day."""
-    n = batch_size(x)
-    forward = NETWORK_PENALTY * _forward_operations(lin, x)  # one example
-    kernel = (n * c) ** 2 * lin.space.dim  # half of 2 (N·C)² P, symmetric
-    dual = kernel + 2 * (n * c) ** 3 / 3 + n * forward * (1 + 2 * c)
-    # a JVP costs two forward passes, a VJP three
-    return dual, CG_STEPS * n * forward * 5
-
-
-def _forward_operations(lin: Linearized, x: Inputs) -> float:
-    """Operations of one example's forward pass; at least two for each weight."""
-    if "operations" not in lin.function.cache:
-        counter, one = FlopCounterMode(display=False), take(x, slice(0, 1))
-        try:
-            with counter:
-                lin.function.check_runs(one)
-        except ModelError:  # the counter's hooks fail in networks that differentiate themselves
-            lin.function.check_runs(one)
-        lin.function.cache["operations"] = max(counter.get_total_flops(), 2 * lin.space.dim)
-    return float(lin.function.cache["operations"])
-
-
-def _primal_memory(lin: Linearized, x: Inputs, budget: int, settings: CGSettings) -> Plan:
-    """Bytes of a primal fit; a preconditioner that is not requested is left out if it does not fit."""
-    vector = lin.space.dim * lin.function.dtype.itemsize
-    items = [("vectors of conjugate gradients", 8 * vector)]
-    if settings.preconditioner not in ("auto", "none", "given"):
-        name = settings.preconditioner
-        items.append((f"preconditioner {name!r}", preconditioner_bytes(lin.function, x, name, settings.rank)))
-    return Plan("primal fit", budget, tuple(items))
-
-
-def _affordable(lin: Linearized, x: Inputs, settings: CGSettings, memory: str | int | None) -> CGSettings:
-    """The settings, with no preconditioner where one may be chosen but does not fit."""
-    budget = parse_bytes(memory, lin.function.device)
-    if settings.preconditioner == "auto":
-        needed = preconditioner_bytes(lin.function, x, "auto", settings.rank)
-        if _primal_memory(lin, x, budget, settings).peak + needed > budget:
-            return replace(settings, preconditioner="none")
-    return settings
-
-
 def _explain_steps(system: Primal, asked: str) -> str:
     """One sentence about the preconditioner and what it took."""
     name = system.settings.preconditioner
@@ -414,26 +318,33 @@ def _explain_steps(system: Primal, asked: str) -> str:
     return f"none: {steps} without one"
 
 
-def _solve_dual(
-    lin: Linearized,
+def _factorized(
+    problem: Problem,
     work: Work,
-    residual: Tensor,
+    chosen: str,
     targets: Targets,
     seconds: dict[str, float],
     folds: CrossFit | None,
-) -> tuple[DualSystem, str, Tensor | None]:
-    """Form K, choose ρ, solve; with cross-fitted heads, the held-out outputs too."""
+) -> tuple[System, str, Tensor | None]:
+    """Form K or JᵀJ, choose ρ, solve; with cross-fitted heads, the held-out outputs too."""
     start = time.perf_counter()
-    size, ridge = residual.numel(), work.ridge
-    kernel = gram(lin.function, work.x, form="full", memory=work.memory, file=work.solving.file)
-    kernel = kernel.reshape(size, size).double()
-    seconds["kernel"] = time.perf_counter() - start
+    size, ridge, memory = problem.residual.numel(), work.ridge, work.memory
+    rho = 1.0 if isinstance(ridge, str) else float(ridge)
+    system: System
+    if chosen == "dual":
+        kernel = gram(problem.function, problem.x, form="full", memory=memory, file=work.solving.file)
+        kernel = kernel.reshape(size, size).double()
+        seconds["kernel"] = time.perf_counter() - start
+        system = KernelSystem(problem, DualSystem(kernel, problem.residual, rho), memory)
+    else:
+        size = problem.function.space.dim
+        system = NormalSystem(problem, summed(problem, memory), rho, memory)
+        seconds["kernel"] = time.perf_counter() - start
     if not isinstance(ridge, str):
-        held = None if folds is None else folds.squared(torch.tensor([float(ridge)]))[0]
-        return DualSystem(kernel, residual.double(), float(ridge)), "given", held
+        held = None if folds is None else folds.squared(torch.tensor([rho]))[0]
+        return system, "given", held
     with waiting(f"eigenvalues of {size} equations", 20 * size**3 / EIGEN_RATE):
-        spectrum = Spectrum(kernel, residual.double())
-    path = spectrum.path(spectrum.grid(), targets.classes is not None, targets.values)
+        path = system.path(None, targets)
     if folds is None:
         rho, said, held = path.best(ridge), _explain(path, ridge, path.best(ridge)), None
     elif ridge == "loo":
@@ -445,7 +356,7 @@ def _solve_dual(
     else:
         rho = path.best(ridge)
         said, held = _explain(path, ridge, rho), folds.squared(torch.tensor([rho]))[0]
-    return DualSystem(kernel, residual.double(), rho, spectrum=spectrum), said, held
+    return system.at(rho), said, held
 
 
 def _explain(path: RidgePath, criterion: str, ridge: float) -> str:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError
 from linnet.fitting.arguments import check_ridge
-from linnet.fitting.dual import Spectrum
 from linnet.fitting.folds import Folds, deal
 from linnet.fitting.last_layer import (
     RECORD,
@@ -23,8 +22,9 @@ from linnet.fitting.last_layer import (
     replace_module,
     zero_layer,
 )
-from linnet.fitting.targets import ALPHA, Targets, make_targets
 from linnet.linalg.random import Seed, make_generator
+from linnet.linear.dual import Spectrum
+from linnet.linear.targets import ALPHA, Targets, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, integer, number
 from linnet.tangent.batch import Inputs, gather_data, split, tensors_in

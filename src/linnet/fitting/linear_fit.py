@@ -10,7 +10,6 @@ is Σᵢ ‖·‖² + ½ λ‖δ‖², so its λ is 2ρ; with a mean over N exam
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,27 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.errors import DataError, InputError
+from linnet.errors import DataError
 from linnet.fitting.accuracy import answerable, sound_change
-from linnet.fitting.arguments import positions, ridge_grid
+from linnet.fitting.arguments import CRITERIA, positions, ridge_grid
 from linnet.fitting.asked import BATCH, base_outputs, checked_inputs, count_in_words
-from linnet.fitting.constraints import Constraints, conditioned_gram, conditioned_own
-from linnet.fitting.dual import DualSystem, RidgePath
-from linnet.fitting.equations import wanted
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.record import Record as Record
 from linnet.fitting.remarks import after_change
-from linnet.fitting.systems import (
-    System,
-    at_ridge,
-    constrained,
-    ridge_path_of,
-    solve_delta,
-    without_equations,
-)
-from linnet.fitting.targets import Targets, check_arrangement, make_targets, position_targets
-from linnet.memory import parse_bytes
-from linnet.params import number
+from linnet.linear.constraining import constrained
+from linnet.linear.constraints import Constraints
+from linnet.linear.dual import RidgePath
+from linnet.linear.equations import wanted
+from linnet.linear.files import system_state
+from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.problem import Problem
+from linnet.linear.system import System
+from linnet.linear.targets import Targets, check_arrangement, make_targets, position_targets
+from linnet.params import choice, number
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
@@ -46,15 +41,12 @@ from linnet.predictive.temperature import fit_moderation, fit_temperature
 from linnet.tangent.batch import (
     Inputs,
     batch_size,
-    concatenate,
     gather_data,
     observe,
     split,
     take,
-    tensors_in,
 )
 from linnet.tangent.forward_mode import Params
-from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
@@ -64,19 +56,14 @@ class LinearFit(PredictiveModel):
 
     Args:
         module: The linearized network; its δ is set to the solution.
-        x: Training inputs, N examples.
         targets: Training targets.
         system: The solved equations.
         record: What was chosen and why.
-        memory: Budget of kernels formed later.
-        constraints: Equations on outputs that the system obeys.
 
     Attributes:
         module: The trained ``Linearized``.
-        x: Training inputs.
         system: The solved equations, dual or primal.
         record: What was chosen and why.
-        constraints: Equations on outputs that the fit obeys, ``None`` without any.
 
     Example:
         >>> import linnet
@@ -87,24 +74,22 @@ class LinearFit(PredictiveModel):
         (torch.Size([3, 1]), 2)
     """
 
-    def __init__(
-        self,
-        module: Linearized,
-        x: Inputs,
-        targets: Targets,
-        system: System,
-        record: Record,
-        memory: str | int | None = None,
-        constraints: Constraints | None = None,
-    ) -> None:
-        self.module, self.x, self._targets, self.system = module, x, targets, system
-        self.record, self.memory, self.constraints = record, memory, constraints
+    def __init__(self, module: Linearized, targets: Targets, system: System, record: Record) -> None:
+        self.module, self._targets, self.system, self.record = module, targets, system, record
         self.held_out: Tensor | None = None
-        self._cross: dict[str, Tensor] = {}
         self._temperature: float | None = None
         self._variance_scale = 1.0
         self._point_temperature: float | None = None
-        solve_delta(module, x, system, constraints)
+        self._set_delta()
+
+    @torch.no_grad()
+    def _set_delta(self) -> None:
+        """Give the module the solution, δ = Jᵀβ + Aᵀν."""
+        module, nu = self.module, self.system.multipliers
+        for name, value in module.space.to_params(self.system.delta).items():
+            module.delta[name].copy_(value)
+        if self.constraints is not None and nu is not None:
+            self.constraints.refined(module, nu)
 
     # -- what was fitted -------------------------------------------------------------------------
 
@@ -114,13 +99,32 @@ class LinearFit(PredictiveModel):
         return self.system.n
 
     @property
+    def x(self) -> Inputs:
+        """Training inputs, N examples."""
+        return self.system.x
+
+    @property
+    def memory(self) -> str | int | None:
+        """Budget of what is computed later."""
+        return self.system.memory
+
+    @memory.setter
+    def memory(self, memory: str | int | None) -> None:
+        self.system.memory = memory
+
+    @property
+    def constraints(self) -> Constraints | None:
+        """Equations on outputs that the fit obeys, ``None`` without any."""
+        return self.system.constraints
+
+    @property
     def ridge(self) -> float:
         """ρ."""
         return self.system.ridge
 
     @property
     def solver(self) -> str:
-        """``"dual"``, ``"cg"`` or ``"sgd"``."""
+        """``"dual"``, ``"primal"``, ``"cg"`` or ``"sgd"``."""
         return self.record.solver
 
     @property
@@ -205,42 +209,11 @@ class LinearFit(PredictiveModel):
             DataError: If x is empty or not finite.
         """
         x = checked_inputs(self.module, x)
-        if isinstance(self.system, DualSystem):
-            covariance = self._dual_covariance(self.system, x)
-        else:
-            covariance = self.system.posterior(x)
+        covariance = self.system.covariance(x) / self.ridge
         mean = self.predict(x)
         covariance = self.noise * (covariance + covariance.mT) / 2
         spread, scale = covariance.to(mean.dtype), self.variance_scale
         return GaussianPredictive(mean, spread, Noise(self.noise, self.temperature, scale))
-
-    def _dual_covariance(self, dual: DualSystem, x: Inputs) -> Tensor:
-        """[K(x,x) − K(x,X) M K(X,x)]/ρ, example by example, (T, C, C)."""
-        explained = []
-        for cross in self._kernel_to_train(x):
-            weighted = dual.cross(cross)
-            explained.append(torch.einsum("tcnd,tend->tce", weighted, cross.to(weighted.dtype)))
-        own = conditioned_own(self.module.function, self.constraints, x, self.memory)
-        return (own.to(explained[0].dtype) - torch.cat(explained)) / dual.ridge
-
-    def _kernel_to_train(self, x: Inputs) -> Iterator[Tensor]:
-        """K(x, X), (T, C, N, C), in as many parts as the memory budget asks for; one part is kept."""
-        key = hash_tensors(tensors_in(x))
-        if (known := self._cross.get(key)) is not None:
-            yield known
-            return
-        row = (self.n * self.system.c) * self.system.c * (self.module.function.dtype.itemsize + 3 * 8)
-        budget = parse_bytes(self.memory, self.module.function.device)
-        size = max(1, int(0.5 * budget) // row)
-        for part in split(x, size):
-            cross = self._kernel(part, self.x)
-            self._cross = {key: cross} if batch_size(part) == batch_size(x) else {}
-            yield cross
-
-    def _kernel(self, a: Inputs, b: Inputs | None = None) -> Tensor:
-        """K(a, b), (N, C, M, C), given the equations on outputs."""
-        design = self.constraints.design if self.constraints is not None and b is self.x else None
-        return conditioned_gram(self.module.function, self.constraints, a, b, self.memory, design)
 
     # -- audits ----------------------------------------------------------------------------------
 
@@ -277,13 +250,10 @@ class LinearFit(PredictiveModel):
             Achille et al., CVPR 2021, eq. (7), (8) and appendix A.3, without their approximation.
         """
         x = checked_inputs(self.module, x)
-        if isinstance(self.system, DualSystem):
-            parts: Iterable[Tensor] = map(self.system.cross, self._kernel_to_train(x))
-        else:
-            parts = [self.system.cross(x)]
         residuals = self.system.loo_residuals()
         # f(x) − f₋ᵢ(x) = K(x,X) M_·i (M_ii)⁻¹ β_i
-        return torch.cat([torch.einsum("tcnd,nd->ntc", part, residuals.to(part)) for part in parts], 1)
+        parts = (torch.einsum("tcnd,nd->ntc", part, residuals.to(part)) for part in self.system.cross(x))
+        return torch.cat(list(parts), 1)
 
     @in_exact_mode
     def informativeness(self, x: Inputs | None = None) -> Tensor:
@@ -301,8 +271,8 @@ class LinearFit(PredictiveModel):
         Source:
             Achille et al., CVPR 2021, eq. (9).
         """
-        if x is None and isinstance(self.system, DualSystem):
-            dual = self.system
+        if x is None and isinstance(self.system, KernelSystem):
+            dual = self.system.dual
             # K M = I − ρM
             blocks = -dual.ridge * dual.inverse.view(dual.n, dual.c, dual.n, dual.c)
             change = torch.einsum("tcnd,nd->ntc", blocks, dual.loo_residuals())
@@ -324,14 +294,8 @@ class LinearFit(PredictiveModel):
             InputError: If a ridge is not positive, or the fit was solved by conjugate gradients.
             NumericalError: If a ridge is below what rounding lets be answered.
         """
-        if not isinstance(self.system, DualSystem):
-            raise InputError(
-                f"path needs the kernel's eigenvalues, but the fit was solved by {self.solver!r}",
-                expected='solver="dual"',
-                remedy='fit again with solver="dual", or fit at each ridge',
-            )
         given = None if ridges is None else answerable(self, ridge_grid(ridges))
-        return ridge_path_of(self.system, self._targets, self.constraints, given)
+        return self.system.path(given, self._targets)
 
     # -- changes ---------------------------------------------------------------------------------
 
@@ -354,11 +318,8 @@ class LinearFit(PredictiveModel):
         system = self.system.removed(index)
         keep = torch.ones(self.n, dtype=torch.bool)
         keep[index.cpu()] = False
-        kept = keep.nonzero()[:, 0].to(index.device)
-        targets = replace(self._targets, values=self.targets[kept])
-        held = self.constraints and self.constraints.without(index, system.c)
-        what = f"forgot {count_in_words(len(index))}"
-        return self._changed(take(self.x, kept), targets, system, what, start, held)
+        targets = replace(self._targets, values=self.targets[keep.to(index.device)])
+        return self._changed(targets, system, f"forgot {count_in_words(len(index))}", start)
 
     @in_exact_mode
     def update(self, data: Any, ridge: float | str | None = None) -> LinearFit:
@@ -389,24 +350,20 @@ class LinearFit(PredictiveModel):
                 expected=f"{kind}, as in the data before",
                 remedy="convert y with y.long() or y.float()",
             )
-        residual = new.values.to(self.system.residual) - base_outputs(self.module, x).to(self.system.residual)
-        system: System
-        held = self.constraints
-        if isinstance(self.system, DualSystem):
-            if held is not None:
-                design = held.whitened(self.module.function, x, self.memory)
-                residual = residual - (design @ held.level).view(residual.shape)
-                held = held.extended(design)
-            cross = self._kernel(x, self.x).permute(2, 3, 0, 1)
-            system = self.system.extended(cross, self._kernel(x), residual)
-        else:
-            system = self.system.extended(x, residual)
+        base = base_outputs(self.module, x)
+        more = Problem(self.module.function, x, new.values.to(base) - base)
+        system = self.system.extended(more)
         targets = replace(self._targets, values=torch.cat([self.targets, new.values.to(self.targets)]))
-        what = f"added {count_in_words(len(residual))}"
-        if ridge is not None:
-            system, held, said = at_ridge(system, ridge, targets, held)
-            what = f"{what}; {said}"
-        fitted = sound_change(self._changed(concatenate([self.x, x]), targets, system, what, start, held))
+        what = f"added {count_in_words(more.n)}"
+        if isinstance(ridge, str):
+            choice("ridge", ridge, CRITERIA, remedy='try ridge="loo"')
+            system = system.at(system.path(None, targets).best(ridge))
+            what = f"{what}; the ridge chosen by {ridge}"
+        elif ridge is not None:
+            number("ridge", ridge, above=0, remedy='pass ρ > 0, or "loo", "gcv" or "evidence"')
+            system = system.at(float(ridge))
+            what = f"{what}; the ridge set to {float(ridge):.4g}"
+        fitted = sound_change(self._changed(targets, system, what, start))
         if isinstance(ridge, str):
             fitted.record = replace(fitted.record, criterion=ridge)
         return fitted
@@ -448,23 +405,20 @@ class LinearFit(PredictiveModel):
             number("weight", weight, above=0, remedy="leave weight= out for equations that hold exactly")
         x = checked_inputs(self.module, x)
         asked = wanted(x, targets, groups, self._targets, self.module.function.device)
-        old = self.constraints
-        system, held = constrained(self.module, self.x, self.system, old, asked, weight, self.memory)
+        system = constrained(self.module, self.system, asked, weight, self.memory)
         what = f"constrained {count_in_words(batch_size(x))}"
-        return sound_change(self._changed(self.x, self._targets, system, what, start, held))
+        return sound_change(self._changed(self._targets, system, what, start))
 
-    def _changed(
-        self, x: Inputs, targets: Targets, system: System, what: str, start: float, held: Constraints | None
-    ) -> LinearFit:
+    def _changed(self, targets: Targets, system: System, what: str, start: float) -> LinearFit:
         """A new fit of another system on the same network."""
         module = Linearized(self.module.function)
         reasons = {**self.record.reasons, "change": what}
-        if held is not None:
-            reasons["constraints"] = held.says()
-        warnings = after_change(self.record.warnings, self.module.model, x, targets, likely=False)
+        if system.constraints is not None:
+            reasons["constraints"] = system.constraints.says()
+        warnings = after_change(self.record.warnings, self.module.model, system.x, targets, likely=False)
         seconds = dict(self.record.seconds)
         record = replace(self.record, reasons=reasons, warnings=warnings, seconds=seconds)
-        fitted = LinearFit(module, x, targets, system, record, self.memory, held)
+        fitted = LinearFit(module, targets, system, record)
         fitted.record.seconds["change"] = time.perf_counter() - start
         return fitted
 
@@ -500,8 +454,8 @@ class LinearFit(PredictiveModel):
         Returns:
             The file that ``linnet.load_fit`` reads.
         """
-        function, record = self.module.function, asdict(self.record)
-        kept = without_equations(self.system, self.constraints)
-        return write_fit(
-            directory, function, self.x, self._targets, kept, record, self.held_out, self.constraints
-        )
+        tensors, how = system_state(self.system)
+        solved = tensors | {"residual": self.system.problem.residual}, how
+        told = {"loss": "squared", "record": asdict(self.record)}
+        data = self.x, self._targets
+        return write_fit(directory, self.module.function, data, solved, told, self.held_out)

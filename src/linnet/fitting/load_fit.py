@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from linnet.errors import FileFormatError, InputError
 from linnet.files import as_path
-from linnet.fitting.dual import DualSystem
-from linnet.fitting.fit_files import read_constraints, read_fit
+from linnet.fitting.fit_files import read_fit
 from linnet.fitting.linear_fit import LinearFit, Record
-from linnet.fitting.primal import CGSettings, Primal
-from linnet.fitting.softmax_dual import SoftmaxDual
 from linnet.fitting.softmax_fit import SoftmaxFit
-from linnet.fitting.softmax_loss import ClassLoss
-from linnet.fitting.softmax_newton_cg import SoftmaxPrimal
-from linnet.fitting.systems import obeying
-from linnet.fitting.targets import Targets
+from linnet.linear.files import restored_softmax, restored_system
+from linnet.linear.problem import Problem
+from linnet.linear.softmax_loss import ClassLoss
+from linnet.linear.targets import Targets
 from linnet.tangent.batch import Inputs, map_tensors, take
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
@@ -73,24 +69,25 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
             remedy="pass output= as to linnet.linearize",
         )
     function = matching_function(model, metadata, output, path, OTHER)
-    function = function.in_float64() if metadata.get("float64") else function
+    function = function.in_float64() if metadata["float64"] else function
     device = function.device
     x = map_tensors(lambda t: t.to(device), x)
-    values, axis = tensors["targets"].to(device), metadata.get("axis")
-    targets = Targets(values, metadata["classes"], metadata["scale"], axis)
+    tensors = {key: t.to(device) for key, t in tensors.items()}
+    values, state = tensors["targets"], (tensors, metadata["solved"])
+    targets = Targets(values, metadata["classes"], metadata["scale"], metadata["axis"])
     record = Record(**{**metadata["record"], "warnings": tuple(metadata["record"]["warnings"])})
     fitted: LinearFit | SoftmaxFit
-    if metadata.get("loss", "squared") == "squared":
-        _check_outputs(function, x, targets.values.double() - tensors["residual"].to(device).double(), path)
-        held = read_constraints({key: t.to(device) for key, t in tensors.items()}, metadata)
-        system = obeying(_system(function, x, tensors, metadata), held)
-        fitted = LinearFit(Linearized(function), x, targets, system, record, constraints=held)
+    if metadata["loss"] == "squared":
+        residual = tensors["residual"]
+        _check_outputs(function, x, values.double() - residual.double(), path)
+        system = restored_system(Problem(function, x, residual), state)
+        fitted = LinearFit(Linearized(function), targets, system, record)
     else:
-        _check_outputs(function, x, tensors["base"].to(device).double(), path)
-        solved = _softmax_system(function, x, (targets, tensors), metadata)
+        _check_outputs(function, x, tensors["base"].double(), path)
+        solved = restored_softmax(function, x, ClassLoss(values.double()), state)
         fitted = SoftmaxFit(Linearized(function), x, targets, solved, record)
     if "held_out" in tensors:
-        fitted.held_out = tensors["held_out"].to(device)
+        fitted.held_out = tensors["held_out"]
     return fitted
 
 
@@ -106,26 +103,3 @@ def _check_outputs(function: Functional, x: Inputs, base: Tensor, path: Path) ->
             expected="the network that was linearized",
             remedy="build it with the same code and the same output=, before load_fit",
         )
-
-
-def _system(
-    function: Functional, x: Inputs, tensors: dict[str, Tensor], metadata: dict[str, Any]
-) -> DualSystem | Primal:
-    """The solved equations as they were saved."""
-    residual, beta, solution = (tensors[key].to(function.device) for key in ("residual", "beta", "solution"))
-    if metadata["settings"] is None:
-        return DualSystem(solution, residual, metadata["ridge"], beta=beta)
-    return Primal(function, x, residual, metadata["ridge"], CGSettings(**metadata["settings"]), solution)
-
-
-def _softmax_system(
-    function: Functional, x: Inputs, solved: tuple[Targets, dict[str, Tensor]], metadata: dict[str, Any]
-) -> SoftmaxDual | SoftmaxPrimal:
-    """The solved problem of a cross-entropy fit as it was saved."""
-    targets, tensors = solved
-    loss = ClassLoss(targets.values.double())
-    base, beta, solution = (tensors[key].to(function.device) for key in ("base", "beta", "solution"))
-    if metadata["settings"] is None:
-        return SoftmaxDual(solution, base, loss, metadata["ridge"], beta)
-    settings = CGSettings(**metadata["settings"])
-    return SoftmaxPrimal(function, x, base, loss, metadata["ridge"], settings, (solution, None))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from linnet.fitting.head import example_hashes
 from linnet.fitting.last_layer import RECORD
-from linnet.fitting.targets import Targets
+from linnet.linear.targets import Targets
 from linnet.tangent.batch import Inputs
 
 HEAD = "the head was fitted on"

@@ -26,9 +26,6 @@ from linnet.fitting.asked import BATCH, base_outputs, checked_inputs, count_in_w
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.linear_fit import Record
 from linnet.fitting.remarks import after_change
-from linnet.fitting.softmax_dual import SoftmaxDual
-from linnet.fitting.softmax_loss import ClassLoss, class_targets
-from linnet.fitting.softmax_newton_cg import SoftmaxPrimal
 from linnet.fitting.softmax_path import (
     LeftOut,
     SoftmaxPath,
@@ -39,8 +36,11 @@ from linnet.fitting.softmax_path import (
     softmax_grid,
     solutions,
 )
-from linnet.fitting.systems import pulled_back
-from linnet.fitting.targets import Targets
+from linnet.linear.files import softmax_state
+from linnet.linear.softmax_dual import SoftmaxDual
+from linnet.linear.softmax_loss import ClassLoss, class_targets
+from linnet.linear.softmax_primal import SoftmaxPrimal
+from linnet.linear.targets import Targets
 from linnet.memory import parse_bytes
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
@@ -57,6 +57,7 @@ from linnet.tangent.batch import (
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.gram import gram, own_kernels
 from linnet.tangent.hashing import hash_tensors
+from linnet.tangent.jacobian import JacobianOperator
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
@@ -482,8 +483,9 @@ class SoftmaxFit(PredictiveModel):
         Returns:
             The file that ``linnet.load_fit`` reads.
         """
-        function, record = self.module.function, asdict(self.record)
-        return write_fit(directory, function, self.x, self._targets, self.system, record, self.held_out)
+        told = {"loss": "cross-entropy", "record": asdict(self.record)}
+        data, solved = (self.x, self._targets), softmax_state(self.system)
+        return write_fit(directory, self.module.function, data, solved, told, self.held_out)
 
 
 def steps_in_words(system: SoftmaxDual | SoftmaxPrimal) -> str:
@@ -497,6 +499,10 @@ def steps_in_words(system: SoftmaxDual | SoftmaxPrimal) -> str:
 @torch.no_grad()
 def _set_delta(module: Linearized, x: Inputs, system: SoftmaxDual | SoftmaxPrimal) -> None:
     """δ = Jᵀβ."""
-    flat = system.delta if isinstance(system, SoftmaxPrimal) else pulled_back(module, x, system.beta)
+    if isinstance(system, SoftmaxPrimal):
+        flat = system.delta
+    else:
+        jacobian = JacobianOperator(module.function, x, system.c)
+        flat = jacobian.T.mv(system.beta.to(module.function.dtype).reshape(-1))
     for name, value in module.space.to_params(flat).items():
         module.delta[name].copy_(value)

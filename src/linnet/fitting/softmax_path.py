@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
-from linnet.fitting.softmax_dual import SoftmaxDual
-from linnet.fitting.softmax_newton_cg import SoftmaxPrimal
+from linnet.linear.softmax_dual import SoftmaxDual
+from linnet.linear.softmax_primal import SoftmaxPrimal
 from linnet.progress import track
 
 DECADES = (-5, 1)  # ridges of a path, relative to the mean diagonal of the kernel

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from linnet.fitting.cross_fit import CrossFit
 from linnet.fitting.linear_fit import Record
-from linnet.fitting.primal import CGSettings
 from linnet.fitting.remarks import empty_remarks
-from linnet.fitting.softmax_dual import SoftmaxDual
 from linnet.fitting.softmax_fit import SoftmaxFit, steps_in_words
-from linnet.fitting.softmax_loss import ClassLoss
-from linnet.fitting.softmax_newton_cg import SoftmaxPrimal
 from linnet.fitting.softmax_path import SoftmaxPath, as_path, point, softmax_grid, solutions
-from linnet.fitting.targets import Targets
 from linnet.linalg.operator import LinearOperator
+from linnet.linear.primal import CGSettings
+from linnet.linear.softmax_dual import SoftmaxDual
+from linnet.linear.softmax_loss import ClassLoss
+from linnet.linear.softmax_primal import SoftmaxPrimal
+from linnet.linear.targets import Targets
 from linnet.tangent.batch import Inputs
 from linnet.tangent.gram import gram
 from linnet.tangent.linearized import Linearized

@@ -1,4 +1,4 @@
-"""How a fit is solved: by its kernel, by conjugate gradients, or by stochastic gradients."""
+"""Solvers of a fit and their settings."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from linnet.errors import InputError
-from linnet.fitting.fit_preconditioner import check_preconditioner
-from linnet.fitting.newton import STEPS
-from linnet.fitting.primal import CGSettings
 from linnet.linalg.operator import LinearOperator
+from linnet.linear.newton import STEPS
+from linnet.linear.preconditioner import check_preconditioner
+from linnet.linear.primal import CGSettings
 from linnet.params import integer, path
 
 
@@ -134,7 +134,7 @@ class Solving:
     """A solver as a fit takes it.
 
     Args:
-        name: "auto", "dual", "cg" or "sgd".
+        name: "auto", "dual", "primal", "cg" or "sgd".
         settings: How conjugate or stochastic gradients iterate, or how many steps Newton's method takes.
         operator: A preconditioner of the user's own.
         file: File of the kernel.
@@ -166,13 +166,13 @@ class Solving:
                 CGSettings(max_steps=solver.max_steps),
                 file=None if solver.file is None else str(solver.file),
             )
-        if isinstance(solver, str) and solver == "auto":
-            return cls("auto", *_settings(CG()))
+        if isinstance(solver, str) and solver in ("auto", "primal"):
+            return cls(solver, *_settings(CG()))
         if isinstance(solver, CG | SGD):
             return cls("sgd" if isinstance(solver, SGD) else "cg", *_settings(solver))
         raise InputError(
             f"solver={solver!r}",
-            expected='"auto", "dual", "cg" or "sgd", or linnet.fitting.Dual(...), CG(...) or SGD(...)',
+            expected='"auto", "dual", "primal", "cg", "sgd", or linnet.fitting.Dual(), .CG() or .SGD()',
             remedy='pass solver="auto" to have it chosen',
         )
 

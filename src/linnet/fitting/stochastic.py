@@ -14,13 +14,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet.fitting.fit_preconditioner import make_preconditioner
-from linnet.fitting.primal import CGSettings, Primal, accepted
 from linnet.linalg.operator import LinearOperator
+from linnet.linear.preconditioner import make_preconditioner
+from linnet.linear.primal import CGSettings, Primal, accepted
+from linnet.linear.problem import Memory, Problem
 from linnet.solvers.cg import relative_residual
 from linnet.solvers.solution import Solution, Status
-from linnet.tangent.batch import Inputs, take
-from linnet.tangent.functional import Functional
+from linnet.tangent.batch import take
 from linnet.tangent.jacobian import JacobianOperator, NormalOperator
 
 BATCH = 28  # examples of a step at first; Achille et al., CVPR 2021, section 4
@@ -30,22 +30,22 @@ LEAST = 1e-30  # of the norm of an iterate of the power method
 
 
 def solve_stochastically(
-    function: Functional,
-    x: Inputs,
-    residual: Tensor,
+    problem: Problem,
     ridge: float,
     settings: CGSettings,
+    start: Tensor | None = None,
     operator: LinearOperator | None = None,
+    memory: Memory = None,
 ) -> Primal:
     """The equations of the fit, solved by stochastic gradients; later solves are by conjugate gradients.
 
     Args:
-        function: The network.
-        x: N training examples.
-        residual: r = t − f₀, (N, C).
+        problem: The data.
         ridge: ρ > 0.
         settings: Tolerance, most steps, and the preconditioner's name.
+        start: Where to start, (P,); by default at zero.
         operator: Any approximation of (JᵀJ + ρI)⁻¹; by default the one that the settings name.
+        memory: Budget of later solves.
 
     Returns:
         The solution, its residual computed again.
@@ -56,13 +56,13 @@ def solve_stochastically(
     Source:
         Achille et al., CVPR 2021, sections 3.3 and 4.
     """
-    jacobian = JacobianOperator(function, x, residual.shape[1])
+    jacobian = problem.jacobian
     if operator is None:
         name, normal = settings.preconditioner, NormalOperator(jacobian)
-        operator = make_preconditioner(name, normal, residual.shape[1], ridge, settings.rank)
-    found = _Descent(jacobian, residual, ridge, operator).run(settings)
+        operator = make_preconditioner(name, normal, problem.c, ridge, settings.rank)
+    found = _Descent(jacobian, problem.residual, ridge, operator).run(settings, start)
     delta = accepted(found, "the linear fit by stochastic gradients")
-    system = Primal(function, x, residual, ridge, settings, delta, operator)
+    system = Primal(problem, ridge, settings, delta, operator, memory)
     system.steps += found.steps
     return system
 
@@ -88,10 +88,11 @@ class _Descent:
         self.preconditioner, self.n = preconditioner, len(residual)
         self.matrix = NormalOperator(jacobian).damped(ridge)
 
-    def run(self, settings: CGSettings) -> Solution[Tensor]:
-        """δ from zero, an epoch after the other."""
+    def run(self, settings: CGSettings, start: Tensor | None = None) -> Solution[Tensor]:
+        """δ from a start, or zero, an epoch after the other."""
         right = self.jacobian.T.mv(self.residual.reshape(-1))
-        delta, velocity, rate = torch.zeros_like(right), torch.zeros_like(right), 1.0 / self._top(right)
+        velocity, rate = torch.zeros_like(right), 1.0 / self._top(right)
+        delta = torch.zeros_like(right) if start is None else start.clone()
         generator = torch.Generator().manual_seed(0)
         batch, steps, residual = min(BATCH, self.n), 0, 1.0 if bool(right.any()) else 0.0
         while settings.tolerance < residual < float("inf") and steps < settings.max_steps:

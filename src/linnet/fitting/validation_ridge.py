@@ -23,11 +23,12 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.fitting.arguments import ridge_grid
 from linnet.fitting.asked import checked_inputs
-from linnet.fitting.dual import DualSystem
 from linnet.fitting.linear_fit import LinearFit
-from linnet.fitting.primal import Primal
 from linnet.fitting.remarks import after_change
-from linnet.fitting.targets import check_arrangement, make_targets, position_targets
+from linnet.linear.constrained_system import ConstrainedSystem
+from linnet.linear.primal import Primal
+from linnet.linear.system import System
+from linnet.linear.targets import check_arrangement, make_targets, position_targets
 from linnet.solvers.shifted_cg import shifted_cg
 from linnet.tangent.batch import Inputs, gather_data, observe
 from linnet.tangent.jacobian import jvp_columns
@@ -197,7 +198,7 @@ def tune_ridge(fit: LinearFit, validation: Any) -> LinearFit:
     seconds = dict(fit.record.seconds)
     record = replace(fit.record, criterion="validation", reasons=reasons, warnings=warnings, seconds=seconds)
     system = curve.system(ridge)
-    tuned = LinearFit(Linearized(fit.module.function), fit.x, fit._targets, system, record, fit.memory)
+    tuned = LinearFit(Linearized(fit.module.function), fit._targets, system, record)
     tuned.record.seconds["ridge"] = time.perf_counter() - start
     return tuned
 
@@ -248,7 +249,7 @@ class _Curve(Protocol):
     def at(self, ridge: float) -> tuple[float, float, Tensor]:
         """Loss, dL/d log ρ and outputs at one ridge."""
 
-    def system(self, ridge: float) -> DualSystem | Primal:
+    def system(self, ridge: float) -> System:
         """The solved equations at one ridge."""
 
 
@@ -277,8 +278,8 @@ def _curve(fit: LinearFit, validation: Any) -> _Curve:
             expected="a fit without constraints, or with equations that hold exactly",
             remedy="ask the fit before fit.constrain, or call fit.path",
         )
-    if isinstance(fit.system, DualSystem):
-        return _DualCurve(fit, fit.system, x, targets, labels)
+    if fit.system.factorized is fit.system and not isinstance(fit.system, ConstrainedSystem):
+        return _EigenCurve(fit, x, targets, labels)
     if not isinstance(fit.system, Primal):
         raise InputError(
             "the ridge of a primal fit with constraints",
@@ -288,35 +289,28 @@ def _curve(fit: LinearFit, validation: Any) -> _Curve:
     return _PrimalCurve(fit, fit.system, x, targets, labels)
 
 
-class _DualCurve:
-    """By the eigenvalues of the kernel."""
+class _EigenCurve:
+    """By eigenvalues, of the kernel or of JᵀJ."""
 
-    def __init__(
-        self, fit: LinearFit, dual: DualSystem, x: Inputs, targets: Tensor, labels: Tensor | None
-    ) -> None:
-        self.dual, self.targets, self.labels = dual, targets, labels
-        self.spectrum = dual.spectrum
-        vectors = self.spectrum.vectors
-        rows = [kernel.flatten(2).flatten(0, 1).to(vectors) @ vectors for kernel in fit._kernel_to_train(x)]
-        self.rows = torch.cat(rows)  # K_vX V
-        fitted = self.rows @ (self.spectrum.coordinates / (self.spectrum.values + dual.ridge))
+    def __init__(self, fit: LinearFit, x: Inputs, targets: Tensor, labels: Tensor | None) -> None:
+        self.solved, self.targets, self.labels = fit.system, targets, labels
+        self.along = fit.system.along_path(x)
+        fitted = self.along.rows @ (self.along.coordinates / (self.along.values + fit.ridge))
         self.base = fit.predict(x).double() - fitted.view(targets.shape)
-        # the least ‖δ‖² that equations on outputs ask for
-        self.least = 0.0 if fit.constraints is None else float(fit.constraints.level.square().sum())
 
     def grid(self) -> Tensor:
         """Ridges in steps of a decade's parts."""
-        return self.spectrum.grid()
+        return self.solved.grid()
 
     def many(self, ridges: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Outputs, ‖δ‖, dL/d log ρ."""
-        rho = ridges.to(self.rows)
-        weights = 1 / (self.spectrum.values[:, None] + rho)  # (N·C, R)
-        beta = weights * self.spectrum.coordinates[:, None]
-        outputs = self.base + (self.rows @ beta).T.view(len(rho), *self.targets.shape)
-        # ‖δ‖² = βᵀKβ, apart from what equations ask for
-        distance = ((self.spectrum.values[:, None] * beta.square()).sum(0) + self.least).sqrt()
-        slope = -(self.rows @ (weights * beta)).T.view_as(outputs)  # df/dρ
+        along = self.along
+        rho = ridges.to(along.rows)
+        weights = 1 / (along.values[:, None] + rho)  # (n, R)
+        turned = weights * along.coordinates[:, None]
+        outputs = self.base + (along.rows @ turned).T.view(len(rho), *self.targets.shape)
+        distance = ((along.masses[:, None] * turned.square()).sum(0) + along.least).sqrt()
+        slope = -(along.rows @ (weights * turned)).T.view_as(outputs)  # df/dρ
         gradient = 2 * rho * ((outputs - self.targets) * slope).sum(2).mean(1)
         return outputs, distance, gradient
 
@@ -327,9 +321,9 @@ class _DualCurve:
         loss = (self.targets - outputs[0]).square().sum(1).mean()
         return float(loss), float(gradient[0]), outputs[0]
 
-    def system(self, ridge: float) -> DualSystem:
-        """The dual at another ridge, with the same eigendecomposition."""
-        return DualSystem(self.dual.kernel, self.dual.residual, ridge, spectrum=self.spectrum)
+    def system(self, ridge: float) -> System:
+        """The solution at another ridge, with the same eigendecomposition."""
+        return self.solved.at(ridge)
 
 
 class _PrimalCurve:
@@ -374,6 +368,5 @@ class _PrimalCurve:
     def system(self, ridge: float) -> Primal:
         """The solution at another ridge, from the last one."""
         if ridge != self.last.ridge:
-            old = self.last
-            self.last = Primal(old.function, old.x, old.residual, ridge, old.settings, old.delta)
+            self.last = self.last.at(ridge)
         return self.last

@@ -47,7 +47,7 @@ class _TangentModel:
         if not isinstance(gp, TangentGP):
             raise InputError(f"gp is {type(gp).__name__}", "a linnet.TangentGP", "TangentModel(gp.fit(x, y))")
         self.gp = gp
-        self._outputs = len(next(iter(gp._task.weights)))
+        self._outputs = gp._problem.c
 
     @property
     def num_outputs(self) -> int:

@@ -14,7 +14,7 @@ from linnet.errors import DataError, InputError
 from linnet.fitting.last_layer import ending_linear, last_linear
 from linnet.fitting.record import Record
 from linnet.fitting.remarks import single_remarks
-from linnet.fitting.targets import ALPHA, Targets, make_targets
+from linnet.linear.targets import ALPHA, Targets, make_targets
 from linnet.nested.features import Features
 from linnet.nested.load_nested import read_nested
 from linnet.nested.nested_fit import NestedFit, solved

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from linnet.errors import FileFormatError
 from linnet.files import as_path, load_tensors
-from linnet.fitting.dual import DualSystem
-from linnet.fitting.fit_files import unflatten_inputs
 from linnet.fitting.last_layer import Appended
 from linnet.fitting.record import Record
-from linnet.fitting.targets import Targets
+from linnet.linear.dual import DualSystem
+from linnet.linear.files import unflatten_inputs
+from linnet.linear.targets import Targets
 from linnet.nested.features import Features
 from linnet.nested.nested_files import KIND, TRAINED
 from linnet.nested.nested_fit import NestedFit

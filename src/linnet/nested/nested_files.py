@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from linnet.files import save_tensors
-from linnet.fitting.fit_files import flatten_inputs
 from linnet.fitting.last_layer import Appended
+from linnet.linear.files import flatten_inputs
 from linnet.nested.prior import Prior
 from linnet.tangent.batch import Inputs
 

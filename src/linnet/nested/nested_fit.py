@@ -19,9 +19,9 @@ from torch import Tensor
 from linnet.errors import DataError, InputError
 from linnet.fitting.arguments import positions, ridge_grid
 from linnet.fitting.asked import count_in_words
-from linnet.fitting.dual import DualSystem, RidgePath
 from linnet.fitting.record import Record
-from linnet.fitting.targets import Targets, make_targets
+from linnet.linear.dual import DualSystem, RidgePath
+from linnet.linear.targets import Targets, make_targets
 from linnet.nested.features import Features
 from linnet.nested.nested_files import write_nested
 from linnet.nested.prior import Prior

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from linnet.fitting.targets import Targets
+from linnet.linear.targets import Targets
 from linnet.nested.search import ERRORS, counted
 
 

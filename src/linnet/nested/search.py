@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from linnet.errors import NumericalError
-from linnet.fitting.dual import Spectrum
-from linnet.fitting.targets import Targets
+from linnet.linear.dual import Spectrum
+from linnet.linear.targets import Targets
 
 WEIGHTS = (0.0, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 0.95, 1.0)
 # κ, the prior variance of the intercept beside a kernel whose diagonal is about 1: the intercept is free to

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from linnet.errors import DataError, NumericalError
 from linnet.fitting.descent import Descent
-from linnet.fitting.dual import DualSystem, Spectrum
 from linnet.fitting.folds import deal
 from linnet.fitting.head import Probe, example_hashes, with_head
+from linnet.linear.dual import DualSystem, Spectrum
 from linnet.nested.features import Features
 from linnet.nested.nested_fit import NestedFit
 from linnet.nested.prior import Prior

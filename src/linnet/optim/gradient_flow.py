@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
-from linnet.fitting.dual import Spectrum
-from linnet.fitting.targets import ALPHA, make_targets
+from linnet.linear.dual import Spectrum
+from linnet.linear.targets import ALPHA, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import flag, number, shown, tensor
 from linnet.progress import waiting

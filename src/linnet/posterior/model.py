@@ -16,9 +16,9 @@ from linnet.curvatures.ggn import SummedOperator
 from linnet.curvatures.products import weighted
 from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import NumericalError
-from linnet.fitting.newton import FORCING, Direction, NewtonMethod
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.likelihoods.probabilities import warn_of_probabilities
+from linnet.linear.newton import FORCING, Direction, NewtonMethod
 from linnet.memory import parse_bytes
 from linnet.solvers.cg import cg
 from linnet.tangent.batch import Inputs, batch_size, map_tensors, split

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linnet.errors import DataError, InputError, NumericalError
-from linnet.fitting.dual import DualSystem
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linalg.factorize import cholesky
+from linnet.linear.kernel_system import KernelSystem
 from linnet.memory import parse_bytes
 from linnet.spectrum.alignment import alignment
 from linnet.spectrum.eigenfunctions import eigenfunctions
@@ -274,7 +274,7 @@ def _drawn(fit: LinearFit, n: int, c: int, samples: int | None, memory: str | in
             f"samples is {samples!r}", f"2 to {n}, the training examples", "leave samples= out for all"
         )
     most = n
-    if not isinstance(fit.system, DualSystem):
+    if not isinstance(fit.system, KernelSystem):
         # a matrix in float64, its eigenvectors and their workspace
         most = int(math.sqrt(parse_bytes(memory, device) / 40))
         most = max(2, min(n, most // c, MOST_ROWS // c))
@@ -285,8 +285,8 @@ def _drawn(fit: LinearFit, n: int, c: int, samples: int | None, memory: str | in
 
 def _gram(fit: LinearFit, index: Tensor, memory: str | int | None, progress: bool | None) -> Tensor:
     """K on some examples (R, R); that of a dual fit is there already."""
-    if isinstance(fit.system, DualSystem):
-        kernel, n, c = fit.system.kernel, fit.n, fit.system.c
+    if isinstance(fit.system, KernelSystem):
+        kernel, n, c = fit.system.dual.kernel, fit.n, fit.system.c
         if len(index) == n:
             return kernel
         return kernel.view(n, c, n, c)[index][:, :, index].reshape(len(index) * c, -1)
@@ -324,7 +324,7 @@ def _dimension(energy: LabelEnergy, matrix: Tensor, ridge: float) -> float:
 
 def _held_out(fit: LinearFit) -> HeldOut | None:
     """Leave-one-out against the mean of the others."""
-    if not isinstance(fit.system, DualSystem) or fit.n < 2:
+    if fit.system.factorized is not fit.system or fit.n < 2:
         return None
     outputs = fit.loo()
     t = fit.targets.to(outputs)

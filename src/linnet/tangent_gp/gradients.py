@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from linnet.linear.system import System
 from linnet.tangent.batch import Inputs, split
 from linnet.tangent.functional import Functional
 from linnet.tangent.modes import differentiable_kernels
-from linnet.tangent_gp.dense import System
 
 
 def differentiable_moments(

@@ -9,14 +9,15 @@ from torch import nn
 from linnet.errors import FileFormatError, InputError
 from linnet.fitting.load_fit import OTHER
 from linnet.likelihoods import from_description
+from linnet.linear.files import restored_system
+from linnet.linear.problem import Problem
 from linnet.tangent.batch import map_tensors
 from linnet.tangent.functional import OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import matching_function
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent_gp.files import read_gp, restored_system
+from linnet.tangent_gp.files import read_gp
 from linnet.tangent_gp.tangent_gp import TangentGP
-from linnet.tangent_gp.task import Task
 
 
 @in_exact_mode
@@ -54,21 +55,23 @@ def load_gp(directory: str | Path, model: nn.Module, output: OutputAdapter = Non
         )
     base = matching_function(network, metadata, output, path, OTHER)
     tensors = {key: t.to(base.device) for key, t in tensors.items()}
-    options = dict(metadata["options"])
-    options |= {"params": metadata["parameters"], "output": base.output}
+    given = dict(metadata["options"])
+    given |= {"params": metadata["parameters"], "output": base.output}
     gp = TangentGP(
         network,
         from_description(metadata["likelihood"]),
         metadata["space_asked"],
         metadata["prior_precision"],
         metadata["noise_scale"],
-        **options,
+        **given,
     )
     x = map_tensors(lambda t: t.to(base.device), x)
-    task = Task(x, tensors["y"], tensors["weights"], tensors["residual"], metadata["log_noise"])
-    gp._restore(task, lambda function, chosen: restored_system(function, task, tensors, metadata, chosen))
-    found = gp._observed.task(x, tensors["y"].reshape(gp._observed.shape_of(x))).residual
-    if float((found - task.residual).abs().max()) > 1e-3 * (float(task.residual.abs().max()) + 1e-12):
+    residual, weights, y = (tensors[key] for key in ("residual", "weights", "y"))
+    problem = Problem(gp._observed.function, x, residual, weights, metadata["log_noise"], y)
+    state, options = (tensors, metadata["solved"]), gp._options
+    gp._restore(restored_system(problem, state, options.memory, options.iteration))
+    found = gp._observed.problem(x, y.reshape(gp._observed.shape_of(x))).residual
+    if float((found - residual).abs().max()) > 1e-3 * (float(residual.abs().max()) + 1e-12):
         raise FileFormatError(
             f"{path} was made on another network: the weights are equal but the outputs differ",
             expected="the network that it was made of",

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from linnet.errors import InputError
+from linnet.linear.iterative import Iteration
+from linnet.linear.operators import PRECONDITIONERS
 from linnet.memory import parse_bytes
 from linnet.params import integer, number
 from linnet.tangent.functional import check_output
-from linnet.tangent_gp.iterative import Iteration
-from linnet.tangent_gp.operators import PRECONDITIONERS
 
 SPACES = ("auto", "function", "parameter")
 SOLVERS = ("auto", "cholesky", "cg")

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.flop_counter import FlopCounterMode
-
+from linnet.linear.cost import NETWORK_PENALTY, forward_operations
 from linnet.memory import Plan, format_bytes, parse_bytes, require
-from linnet.tangent.batch import Inputs, batch_size, take
+from linnet.tangent.batch import Inputs, batch_size
 from linnet.tangent.functional import Functional
 
 STEPS = 300  # of conjugate gradients, assumed
 DIRECTIONS = 100  # of the variance cache, assumed
-NETWORK_PENALTY = 4.0  # a network's operations take about four times as long as those of one large product
 
 
 @dataclass(frozen=True)
@@ -176,12 +174,3 @@ def _ways(function: Functional, x: Inputs, outputs: int, budget: int, rank: int)
         # as many products on vectors of P numbers instead of N·C, which are orthogonalized
         way("parameter", "cg", False, products + 4.0 * small**2 * p, vectors, directions),
     ]  # fmt: skip
-
-
-def forward_operations(function: Functional, x: Inputs) -> float:
-    """Operations of one example's forward pass; at least two for each weight."""
-    if "operations" not in function.cache:
-        with FlopCounterMode(display=False) as counter:
-            function.check_runs(take(x, slice(0, 1)))
-        function.cache["operations"] = max(counter.get_total_flops(), 2 * function.space.dim)
-    return float(function.cache["operations"])

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from linnet.tangent.functional import Functional
-from linnet.tangent_gp.dense import FunctionDense, ParameterDense, System
-from linnet.tangent_gp.iterative import Iterative, Shared
+from linnet.linear.iterative import Iterative, Shared
+from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.normal_system import NormalSystem
+from linnet.linear.problem import Problem
+from linnet.linear.system import System
 from linnet.tangent_gp.options import Options
 from linnet.tangent_gp.plan import GPPlan, choose
-from linnet.tangent_gp.task import Task
 
 
-def solve(
-    function: Functional, task: Task, ridge: float, options: Options, before: System | None
-) -> tuple[GPPlan, System]:
+def solve(problem: Problem, ridge: float, options: Options, before: System | None) -> tuple[GPPlan, System]:
     """Choose a way and solve.
 
     Args:
-        function: The network.
-        task: The data.
+        problem: The data.
         ridge: ρ.
         options: What was requested.
-        before: The system of another task on the same network, whose caches are taken.
+        before: The system of other data on the same network, whose caches are taken.
 
     Returns:
         What was chosen, and the solved equations.
@@ -31,17 +29,33 @@ def solve(
         MemoryBudgetError: If no way fits.
         NumericalError: If conjugate gradients do not converge.
     """
-    rank = options.iteration.rank
-    plan = choose(function, task.x, task.c, options.space, options.solver, options.memory, rank)
+    plan = planned(problem, options)
     way = plan.chosen
     if way.solver == "cholesky":
-        kind = FunctionDense if way.space == "function" else ParameterDense
-        return plan, kind.solve(function, task, ridge, options.memory, before)
+        kind = KernelSystem if way.space == "function" else NormalSystem
+        return plan, kind.solved(problem, ridge, options.memory, before)
     space = "stored" if way.stored else way.space
     shared = Shared()
     if isinstance(before, Iterative) and before.space == space == "parameter":
         shared.preconditioner, shared.name = before.shared.preconditioner, before.shared.name
-    return plan, Iterative(function, task, ridge, space, options.iteration, options.memory, shared)
+    return plan, Iterative(problem, ridge, space, options.iteration, options.memory, shared)
+
+
+def planned(problem: Problem, options: Options) -> GPPlan:
+    """The way of solving that the options leave open, chosen.
+
+    Args:
+        problem: The data.
+        options: What was requested.
+
+    Returns:
+        The plan.
+
+    Raises:
+        MemoryBudgetError: If no way fits.
+    """
+    asked = options.space, options.solver, options.memory, options.iteration.rank
+    return choose(problem.function, problem.x, problem.c, *asked)
 
 
 def describe(plan: GPPlan, system: System, options: Options) -> dict[str, Any]:
@@ -56,11 +70,11 @@ def describe(plan: GPPlan, system: System, options: Options) -> dict[str, Any]:
         A dict that ``json`` can write.
     """
     found: dict[str, Any] = {
-        "examples": system.task.n,
-        "outputs": system.task.c,
-        "targets": system.task.count,
+        "examples": system.n,
+        "outputs": system.c,
+        "targets": system.problem.count,
         "plan": plan.to_dict(),
-        "certificate": system.certificate,
+        "certificate": system.certificate(),
         "work": dict(system.work),
         "variance": "exact",
     }

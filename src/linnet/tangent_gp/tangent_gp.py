@@ -10,7 +10,6 @@ noise, and the process, which is told that f₀ came before the data, is too sur
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from torch import Tensor, nn
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
+from linnet.linear.problem import Problem
+from linnet.linear.system import System
 from linnet.params import flag, number
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
@@ -28,7 +29,6 @@ from linnet.solvers.solution import Estimate
 from linnet.tangent.batch import (
     Inputs,
     check_examples,
-    concatenate,
     gather_data,
     map_tensors,
     split,
@@ -40,13 +40,12 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import jvp
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent_gp.dense import FunctionDense, System
 from linnet.tangent_gp.files import options_of, write_gp
 from linnet.tangent_gp.gradients import differentiable_moments
+from linnet.tangent_gp.observed import BATCH, Observed
 from linnet.tangent_gp.options import Options
-from linnet.tangent_gp.plan import GPPlan, choose
-from linnet.tangent_gp.solve import describe, solve
-from linnet.tangent_gp.task import BATCH, Observed, Task
+from linnet.tangent_gp.plan import GPPlan
+from linnet.tangent_gp.solve import describe, planned, solve
 from linnet.tangent_gp.tune import (
     LEAST,
     NEAR,
@@ -126,7 +125,7 @@ class TangentGP(PredictiveModel):
         self._plan: GPPlan | None = None
 
     def __repr__(self) -> str:
-        state = f"{self._plan.chosen.space} space, {self._task.n} examples" if self._plan else "not fitted"
+        state = f"{self._plan.chosen.space} space, {self._problem.n} examples" if self._plan else "not fitted"
         return f"TangentGP({self._likelihood!r}, prior_precision={self.prior_precision:.4g}, {state})"
 
     def _functional(self) -> Functional:
@@ -197,14 +196,12 @@ class TangentGP(PredictiveModel):
         Raises:
             DataError: If the data are empty, not finite, or do not fit the outputs.
         """
-        old, (new_x, new_y) = self._fitted.task, self._gathered(x, y)
-        more = self._observed.task(new_x, new_y)
-        joined = old.joined(more, concatenate([old.x, new_x]))
+        system, more = self._fitted, self._observed.problem(*self._gathered(x, y))
         twin = copy.copy(self)
-        if isinstance(self._fitted, FunctionDense):
-            twin._system = self._fitted.extended(more, joined)
+        if self.plan.solver == "cholesky":
+            twin._system = system.extended(more)
             return twin
-        return twin._take(joined, self._system)
+        return twin._take(system.problem.joined(more), system)
 
     def _gathered(self, x: Any, y: Any) -> tuple[Inputs, Tensor]:
         """Data on the network's device, without a graph."""
@@ -216,12 +213,12 @@ class TangentGP(PredictiveModel):
         """Solve for some data."""
         x, y = data
         self._observed.base.check_runs(take(x, slice(0, 1)))
-        return self._take(self._observed.task(x, y), before)
+        return self._take(self._observed.problem(x, y), before)
 
-    def _take(self, task: Task, before: System | None) -> TangentGP:
-        """Solve for a task."""
+    def _take(self, problem: Problem, before: System | None) -> TangentGP:
+        """Solve a problem."""
         ridge = self.prior_precision * self.noise_scale
-        self._plan, self._system = solve(self._observed.function, task, ridge, self._options, before)
+        self._plan, self._system = solve(problem, ridge, self._options, before)
         return self
 
     @property
@@ -236,9 +233,9 @@ class TangentGP(PredictiveModel):
         return self._system
 
     @property
-    def _task(self) -> Task:
+    def _problem(self) -> Problem:
         """The data."""
-        return self._fitted.task
+        return self._fitted.problem
 
     # -- predictions -----------------------------------------------------------------------------
 
@@ -375,8 +372,9 @@ class TangentGP(PredictiveModel):
         found, precision = per_output(system, self._likelihood, *at, prior, least)
         self.prior_precision, self.noise_scale, self._likelihood = precision, 1.0, found
         self._observed = self._observed.with_likelihood(found)
-        shape = self._observed.shape_of(self._task.x)
-        self._condition((self._task.x, self._task.y.reshape(shape)), system)
+        problem = system.problem
+        assert problem.y is not None
+        self._condition((problem.x, problem.y.reshape(self._observed.shape_of(problem.x))), system)
 
     # -- what is known ---------------------------------------------------------------------------
 
@@ -435,12 +433,8 @@ class TangentGP(PredictiveModel):
             "space_asked": self._options.space,
             "options": options_of(self._options),
         }
-        return write_gp(directory, state, self._task, self._fitted, self._observed.base)
+        return write_gp(directory, state, self._fitted, self._observed.base)
 
-    def _restore(self, task: Task, system: Callable[[Functional, Options], System]) -> None:
+    def _restore(self, system: System) -> None:
         """Take equations that were solved before."""
-        function = self._observed.function
-        self._system = system(function, self._options)
-        options = self._options
-        asked = options.space, options.solver, options.memory, options.iteration.rank
-        self._plan = choose(function, task.x, task.c, *asked)
+        self._system, self._plan = system, planned(system.problem, self._options)

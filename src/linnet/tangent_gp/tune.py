@@ -17,8 +17,9 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
-from linnet.tangent_gp.dense import FunctionDense, System
-from linnet.tangent_gp.evidence import Measure
+from linnet.linear.evidence import Measure
+from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.system import System
 
 STEPS = 60  # of L-BFGS
 NEAR = 1.01  # times the floor: at it
@@ -40,7 +41,7 @@ def least_scale(system: System, share: float) -> float:
     """
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
         raise InputError(f"least_noise={share!r}", "a number in [0, 1)", "leave least_noise= out for 1e-4")
-    return share * system.squared / max(1, system.task.count)
+    return share * system.problem.squared / max(1, system.problem.count)
 
 
 def warn_at_floor(found: bool, system: System) -> None:
@@ -52,7 +53,7 @@ def warn_at_floor(found: bool, system: System) -> None:
     """
     if found:
         warnings.warn(
-            f"the evidence of {system.task.count} targets is highest with less noise than least_noise= "
+            f"the evidence of {system.problem.count} targets is highest with less noise than least_noise= "
             "allows, and perhaps with none: they cannot tell noise from signal. The noise stays at that "
             "floor; with few targets pass noise=False and keep the likelihood's variance, or give more data",
             stacklevel=4,
@@ -77,7 +78,7 @@ def check_free(prior: Any, noise: Any, system: System) -> None:
             expected='True or False, not both False; noise may be "per-output"',
             remedy="gp.tune() tunes both",
         )
-    if noise and not system.squared > 0:
+    if noise and not system.problem.squared > 0:
         raise InputError(
             f"noise={noise!r}, but the network fits every target exactly",
             expected="residuals that are not all zero",
@@ -134,23 +135,24 @@ def per_output(
     Raises:
         InputError: If the likelihood or the space has no such thing.
     """
-    if not isinstance(system, FunctionDense) or not isinstance(likelihood, Gaussian):
+    if not isinstance(system, KernelSystem) or not isinstance(likelihood, Gaussian):
         raise InputError(
             'noise="per-output"',
             expected='a Gaussian likelihood, with space="function" and solver="cholesky"',
             remedy='pass noise=True for one scale, or make the process with space="function"',
         )
-    task, kernel = system.task, system.dual.kernel
-    there = task.weights.reshape(-1) > 0
-    base = likelihood.noise.to(kernel).expand(task.c)  # σ², which K̃ is in units of
-    if base.shape != (task.c,):
+    problem, kernel = system.problem, system.dual.kernel
+    assert problem.weights is not None
+    there = problem.weights.reshape(-1) > 0
+    base = likelihood.noise.to(kernel).expand(problem.c)  # σ², which K̃ is in units of
+    if base.shape != (problem.c,):
         raise InputError(
             'noise="per-output" with outputs at several positions', "outputs (N, C)", "pass noise=True"
         )
-    output = torch.arange(task.c, device=kernel.device).repeat(task.n)[there]
-    k, r = kernel[there][:, there], task.residual.reshape(-1)[there]
+    output = torch.arange(problem.c, device=kernel.device).repeat(problem.n)[there]
+    k, r = kernel[there][:, there], problem.residual.reshape(-1)[there]
     above = max(scale - least, least, torch.finfo(torch.float64).tiny)
-    start = torch.full((task.c + 1,), math.log(above), dtype=kernel.dtype, device=kernel.device)
+    start = torch.full((problem.c + 1,), math.log(above), dtype=kernel.dtype, device=kernel.device)
     start[-1] = math.log(precision)
     found = _minimized(k, r, output, start, prior, least)
     scales = least + found[:-1].exp()

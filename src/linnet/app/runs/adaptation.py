@@ -41,7 +41,7 @@ from linnet.fitting.last_layer import RECORD, Appended, ending_linear, features,
 from linnet.fitting.metric import MetricNetwork
 from linnet.fitting.record import Record
 from linnet.fitting.remarks import single_remarks
-from linnet.fitting.targets import make_targets
+from linnet.linear.targets import make_targets
 from linnet.nested.adapt import HEADS
 from linnet.nested.features import Features
 from linnet.nested.nested_fit import NestedFit, solved

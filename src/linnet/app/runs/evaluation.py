@@ -14,11 +14,11 @@ from torch import Tensor
 from linnet.app.data import Standardize
 from linnet.app.report import Comparison, Reliability, RidgePath
 from linnet.app.report.measures import calibration_error, reliability_bins
-from linnet.app.runs.kinds import Fit, kernel_and_residual
+from linnet.app.runs.kinds import Fit, dual_of, kernel_and_residual
 from linnet.errors import NumericalError
-from linnet.fitting.dual import Spectrum
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.linear.dual import Spectrum
 from linnet.memory import parse_bytes
 from linnet.nested.nested_fit import NestedFit
 from linnet.predictive.temperature import probabilities
@@ -209,12 +209,11 @@ def ridge_path(
             chosen = torch.cat([fit.along(part, grid).argmax(2) for part in parts], 1)
             accuracy = (_numpy(chosen) == labels).mean(1)
     elif x is not None and labels is not None and fit.classes is not None:
-        # β(ρ) = V (Λ + ρ)⁻¹ Vᵀ r, one column a ridge; f(x) = f₀(x) + K(x, X) β
-        betas = spectrum.vectors @ (spectrum.coordinates[:, None] / (spectrum.values[:, None] + grid))
         hits = []
         for part in _pieces(fit, x, "ridges: predicting"):
-            cross = torch.cat(list(fit._kernel_to_train(part))).reshape(-1, betas.shape[0])
-            change = (cross @ betas.to(cross.dtype)).view(batch_size(part), fit.system.c, -1)
+            along = fit.system.along_path(part)
+            change = along.rows @ (along.coordinates[:, None] / (along.values[:, None] + grid))
+            change = change.view(batch_size(part), fit.system.c, -1)
             hits.append((fit.module.base(part)[:, :, None] + change).argmax(1))
         accuracy = (_numpy(torch.cat(hits)) == labels[:, None]).mean(0)
     return RidgePath(
@@ -238,7 +237,8 @@ def spectrum_of(fit: Fit) -> Spectrum | None:
         return None
     size = len(found[0])
     with waiting(f"eigenvalues of {size} equations", eigen_seconds(size)):
-        return Spectrum(*found) if isinstance(fit, SoftmaxFit) else fit.system.spectrum  # type: ignore[union-attr]
+        dual = dual_of(fit)  # keeps what it has decomposed
+        return Spectrum(*found) if dual is None else dual.spectrum
 
 
 def softmax_path(fit: SoftmaxFit) -> RidgePath | None:

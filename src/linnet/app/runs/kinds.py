@@ -6,11 +6,13 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from linnet.fitting.dual import DualSystem
 from linnet.fitting.linear_fit import LinearFit
-from linnet.fitting.softmax_dual import SoftmaxDual
 from linnet.fitting.softmax_fit import SoftmaxFit
-from linnet.fitting.targets import OneHot
+from linnet.linear.dual import DualSystem
+from linnet.linear.primal import Primal
+from linnet.linear.softmax_dual import SoftmaxDual
+from linnet.linear.system import System
+from linnet.linear.targets import OneHot
 from linnet.nested.nested_fit import NestedFit
 from linnet.predictive.temperature import fit_temperature, probabilities
 
@@ -93,12 +95,28 @@ def solved_anew(fit: Fit) -> Tensor | None:
         return (
             SoftmaxDual(system.kernel, system.base, system.loss, fit.ridge).outputs - system.outputs
         ).flatten()
+    dual = dual_of(fit)
+    if dual is None or isinstance(system, Primal):
+        return None
+    anew = DualSystem(dual.kernel, dual.residual, fit.ridge)
+    # outputs on the training samples are f₀ + Kβ
+    change: Tensor = dual.kernel @ (anew.beta - system.beta).reshape(len(dual.kernel), -1)
+    return change.flatten()
+
+
+def dual_of(fit: Fit) -> DualSystem | None:
+    """The equations of a fit of the squared loss by its kernel.
+
+    Args:
+        fit: The fit.
+
+    Returns:
+        The equations; ``None`` for the cross-entropy, and where the kernel does not fit the memory.
+    """
+    system = fit.system
     if isinstance(system, DualSystem):
-        anew = DualSystem(system.kernel, system.residual, fit.ridge)
-        # outputs on the training samples are f₀ + Kβ
-        change: Tensor = system.kernel @ (anew.beta - system.beta).reshape(len(system.kernel), -1)
-        return change.flatten()
-    return None
+        return system
+    return system.dual if isinstance(system, System) else None
 
 
 def kernel_and_residual(fit: Fit) -> tuple[Tensor, Tensor] | None:
@@ -106,9 +124,8 @@ def kernel_and_residual(fit: Fit) -> tuple[Tensor, Tensor] | None:
     system = fit.system
     if isinstance(system, SoftmaxDual):
         return system.kernel, -system.loss.gradient(system.base)
-    if isinstance(system, DualSystem):
-        return system.kernel, system.residual
-    return None
+    dual = None if isinstance(system, Primal) else dual_of(fit)
+    return None if dual is None else (dual.kernel, dual.residual)
 
 
 def refit_arguments(fit: Fit) -> dict[str, object]:

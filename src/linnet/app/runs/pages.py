@@ -40,8 +40,8 @@ from linnet.app.runs.kinds import Fit, certificate_of, contradiction, cross_fitt
 from linnet.app.runs.lock import writing
 from linnet.audit.label_errors import label_errors
 from linnet.files import write_json
-from linnet.fitting.dual import Spectrum as Eigen
 from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.linear.dual import Spectrum as Eigen
 from linnet.nested.nested_fit import NestedFit
 from linnet.tangent.preflight import Preflight
 

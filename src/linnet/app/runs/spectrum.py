@@ -24,7 +24,7 @@ from linnet.fitting.fit import fit as fit_linear
 from linnet.fitting.head import with_head
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.softmax_fit import SoftmaxFit
-from linnet.fitting.targets import OneHot
+from linnet.linear.targets import OneHot
 from linnet.nested.nested_fit import NestedFit
 from linnet.spectrum.task_linearity import TaskLinearity, task_linearity
 from linnet.tangent.batch import split

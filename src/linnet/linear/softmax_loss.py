@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
-from linnet.fitting.targets import Targets, make_targets
 from linnet.likelihoods.discrete import Bernoulli, Categorical
+from linnet.linear.targets import Targets, make_targets
 
 SUMS = 1e-4  # by how much the probabilities of an example may miss the sum of one
 

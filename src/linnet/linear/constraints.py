@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.fitting.equations import Equations, Wanted
 from linnet.linalg.factorize import cholesky
+from linnet.linear.equations import Equations, Wanted
 from linnet.tangent.batch import Inputs, split
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram, own_kernels

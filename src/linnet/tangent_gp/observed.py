@@ -1,81 +1,25 @@
-"""The data of one task: residuals in units of their noise.
-
-With targets t_i = f(x_i) + ε_i, ε_i ~ N(0, s σ_i²), known σ_i² and a common scale s, everything is written in
-
-    w_i = 1/σ_i,   r̃ = w ∘ (t − m(X)),   J̃ = diag(w) J,   K̃ = J̃ J̃ᵀ
-
-in which the noise is s I, and m the mean before the data: f₀, the network's own output, or zero. A target
-that is missing has w = 0, and takes no part in anything.
-"""
+"""Outputs of a network that have targets, with their noise, and data in units of it."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from linnet.errors import DataError, InputError
 from linnet.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from linnet.likelihoods.likelihood import Likelihood
+from linnet.linear.problem import Problem
 from linnet.tangent.batch import Inputs, batch_size, split, take
-from linnet.tangent.functional import Functional, adapt_outputs, call_arguments
+from linnet.tangent.functional import Functional, adapt_outputs
 
 BATCH = 128  # examples evaluated at once
 
 
-@dataclass(frozen=True)
-class Task:
-    """Whitened data.
-
-    Args:
-        x: N examples.
-        y: Targets (N, C), as given.
-        weights: w, (N, C), float64; 0 for a missing target.
-        residual: r̃, (N, C), float64.
-        log_noise: Σ log σ_i² over the targets that are there.
-    """
-
-    x: Inputs
-    y: Tensor
-    weights: Tensor
-    residual: Tensor
-    log_noise: float
-
-    @property
-    def n(self) -> int:
-        """N."""
-        return self.weights.shape[0]
-
-    @property
-    def c(self) -> int:
-        """C."""
-        return self.weights.shape[1]
-
-    @property
-    def count(self) -> int:
-        """Number of targets that are there."""
-        return int((self.weights > 0).sum())
-
-    def joined(self, more: Task, x: Inputs) -> Task:
-        """These data and more.
-
-        Args:
-            more: The new data.
-            x: All inputs, these first.
-
-        Returns:
-            All data.
-        """
-        pairs = [(self.y, more.y), (self.weights, more.weights), (self.residual, more.residual)]
-        y, weights, residual = (torch.cat(pair) for pair in pairs)
-        return Task(x, y, weights, residual, self.log_noise + more.log_noise)
-
-
 class Observed:
-    """What is observed of a network: the outputs that have targets, and the noise of these.
+    """The outputs of a network that have targets, and the noise of these.
 
     - ``Gaussian(variance)``: all outputs, with σ² the likelihood's, one for all or one for each output.
     - ``HeteroscedasticGaussian``: the network has 2D outputs, means and variances. The process is over the D
@@ -94,7 +38,7 @@ class Observed:
         InputError: If the likelihood is another.
 
     Example:
-        >>> net = nn.Linear(3, 2)
+        >>> net = torch.nn.Linear(3, 2)
         >>> observed = Observed(Functional(net), HeteroscedasticGaussian())
         >>> mean, variance = observed.moments(torch.zeros(5, 3))
         >>> mean.shape, bool((variance > 0).all())
@@ -167,7 +111,7 @@ class Observed:
         """All outputs of the network, in its own shape."""
         return torch.cat([self.base.check_runs(part) for part in split(x, BATCH)])
 
-    def task(self, x: Inputs, y: Tensor) -> Task:
+    def problem(self, x: Inputs, y: Tensor) -> Problem:
         """Data in units of their noise.
 
         Args:
@@ -175,7 +119,7 @@ class Observed:
             y: Their targets.
 
         Returns:
-            The task.
+            The problem.
 
         Raises:
             DataError: If all targets are missing, or the network predicts a variance of zero.
@@ -197,38 +141,5 @@ class Observed:
             )
         weights = torch.where(there, variance.rsqrt(), 0.0)
         residual = torch.where(there, weights * (y - mean if self.centered else y), 0.0)
-        return Task(x, y, weights, residual, float(variance[there].log().sum()))
-
-
-class _Whitened(nn.Module):
-    """A network with outputs in units of their noise."""
-
-    def __init__(self, network: nn.Module, output: Any) -> None:
-        super().__init__()
-        self.network, self.output = network, output
-
-    def forward(self, x: Any, weights: Tensor) -> Tensor:
-        """The outputs f(x) ∘ w, (N, C)."""
-        args, kwargs = call_arguments(x)
-        value = adapt_outputs(self.network(*args, **kwargs), self.output)
-        return value.reshape(value.shape[0], -1) * weights
-
-
-def whitened(function: Functional) -> Functional:
-    """The network f̃(x, w) = w ∘ f(x), whose Jacobian is J̃ = diag(w) J.
-
-    Args:
-        function: f, of C outputs.
-
-    Returns:
-        A network of pairs (x, w), with the parameters in the same order.
-
-    Example:
-        >>> double = whitened(Functional(nn.Linear(1, 1)))
-        >>> x = torch.ones(2, 1)
-        >>> at = double.theta
-        >>> torch.equal(double(at, (x, 2 * torch.ones(2, 1))), 2 * double(at, (x, torch.ones(2, 1))))
-        True
-    """
-    names = [f"network.{name}" for name in function.names]
-    return Functional(_Whitened(function.model, function.output), names)
+        noise = float(variance[there].log().sum())
+        return Problem(self.function, x, residual, weights, noise, y)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.fitting.targets import Targets, make_targets
+from linnet.linear.targets import Targets, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import tensor
 from linnet.tangent.batch import Inputs, batch_size, concatenate, take

@@ -1,4 +1,4 @@
-"""Tangent Gaussian processes by conjugate gradients and Krylov spaces: products with K̃ or J̃ᵀJ̃ alone.
+"""A linear model by conjugate gradients and Krylov spaces: products with K̃ or J̃ᵀJ̃ alone.
 
 The mean is one solve. Variances come from a cache of r directions, found once by block Lanczos,
 
@@ -13,26 +13,26 @@ where K(x,x) is exact, so that what the cache leaves out makes the variance larg
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from linnet.errors import NumericalError
-from linnet.fitting.fit_preconditioner import FEW, TRIAL
-from linnet.fitting.primal import CGSettings
 from linnet.linalg.operator import LinearOperator
+from linnet.linear.evidence import Measure, by_matrix, by_quadrature
+from linnet.linear.formed_rows import FormedRows
+from linnet.linear.operators import KernelOperator, fisher, precondition, stored_kernel
+from linnet.linear.preconditioner import FEW, TRIAL
+from linnet.linear.primal import CGSettings
+from linnet.linear.problem import Memory, Problem
+from linnet.linear.system import System
 from linnet.memory import parse_bytes
 from linnet.solvers.krylov import krylov
 from linnet.solvers.solution import Solution, Status
 from linnet.tangent.batch import Inputs, batch_size
-from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram, own_kernels
-from linnet.tangent_gp.dense import Memory, System, jacobian_rows
-from linnet.tangent_gp.evidence import Measure, by_matrix, by_quadrature
-from linnet.tangent_gp.operators import KernelOperator, fisher, precondition, stored_kernel
-from linnet.tangent_gp.task import Task
 
 RANK = 100  # directions of the variance cache
 FLOOR = 0.01  # of ρ: what the cache leaves out of the trace is not worth more directions
@@ -112,8 +112,7 @@ class Iterative(System):
     """The equations of one of the two spaces, by products.
 
     Args:
-        function: The network.
-        task: The data.
+        problem: The data.
         ridge: ρ.
         space: "function", "stored" (function space with K̃ in memory) or "parameter".
         settings: How to iterate.
@@ -127,17 +126,15 @@ class Iterative(System):
 
     def __init__(
         self,
-        function: Functional,
-        task: Task,
+        problem: Problem,
         ridge: float,
         space: str,
         settings: Iteration,
         memory: Memory,
         shared: Shared,
     ) -> None:
-        self.function, self.task, self.ridge, self.memory = function, task, ridge, memory
+        self.problem, self.ridge, self.memory = problem, ridge, memory
         self.space, self.settings, self.shared = space, settings, shared
-        self.kernel = KernelOperator(function, task)
         self.work = {}
         self.solution = self._first() if shared.solution is None else shared.solution
         self.steps = self.solution.steps
@@ -145,29 +142,41 @@ class Iterative(System):
         self._value = _accepted(self.solution)
 
     @property
+    def tolerance(self) -> float:  # type: ignore[override]
+        """The relative residual that solves may leave."""
+        return self.settings.tolerance
+
+    @property
     def operator(self) -> LinearOperator:
         """K̃ or J̃ᵀJ̃."""
         if self.shared.operator is None:
             if self.space == "parameter":
-                self.shared.operator = fisher(self.function, self.task, self.settings.derivative, self.memory)
+                self.shared.operator = fisher(self.problem, self.settings.derivative, self.memory)
             elif self.space == "stored":
-                self.shared.operator = stored_kernel(self.function, self.task, self.memory)
+                self.shared.operator = stored_kernel(self.problem, self.memory)
             else:
-                self.shared.operator = self.kernel
+                self.shared.operator = KernelOperator(self.problem)
         return self.shared.operator
 
     @cached_property
     def right(self) -> Tensor:
         """The right-hand side: r̃, or J̃ᵀr̃ in parameter space, (n, 1)."""
-        residual = self.task.residual.to(self.function.dtype).reshape(-1, 1)
-        return self.kernel.pull(residual) if self.space == "parameter" else residual
+        residual = self.residual.to(self.function.dtype).reshape(-1, 1)
+        return self.problem.pull(residual) if self.space == "parameter" else residual
 
     @cached_property
     def delta(self) -> Tensor:
         """The solution, or J̃ᵀ of it."""
-        return (self._value if self.space == "parameter" else self.kernel.pull(self._value))[:, 0]
+        return (self._value if self.space == "parameter" else self.problem.pull(self._value))[:, 0]
 
-    @property
+    @cached_property
+    def beta(self) -> Tensor:
+        """β: the solution, or (r̃ − J̃δ)/ρ in parameter space, (N, C)."""
+        if self.space != "parameter":
+            return self._value.view(self.n, self.c)
+        fitted = self.problem.push(self._value).view(self.n, self.c)
+        return (self.residual.to(fitted) - fitted) / self.ridge
+
     def certificate(self) -> float:
         """The relative residual of the solved equations, measured in float64."""
         return self.solution.residual
@@ -177,9 +186,37 @@ class Iterative(System):
         shared = Shared(self.operator, None, "", self.shared.panel, self.shared.measure)
         if self.shared.name in ("ekfac", "kfac", "diagonal"):
             shared.preconditioner, shared.name = self.shared.preconditioner, self.shared.name
-        return Iterative(self.function, self.task, ridge, self.space, self.settings, self.memory, shared)
+        return Iterative(self.problem, ridge, self.space, self.settings, self.memory, shared)
+
+    def removed(self, index: Tensor) -> Iterative:
+        """Without some examples, by another solve."""
+        return self._of(self.problem.without(index))
+
+    def extended(self, more: Problem) -> Iterative:
+        """With more examples, by another solve."""
+        return self._of(self.problem.joined(more))
+
+    def with_residual(self, residual: Tensor) -> Iterative:
+        """For other targets, by another solve with the same operator, cache and preconditioner."""
+        shared = replace(self.shared, measure=None, solution=None)
+        problem = replace(self.problem, residual=residual)
+        return Iterative(problem, self.ridge, self.space, self.settings, self.memory, shared)
+
+    def _of(self, problem: Problem) -> Iterative:
+        """The solution of other data of the same network; in parameter space by the same preconditioner."""
+        shared = Shared()
+        if self.space == "parameter":
+            shared.preconditioner, shared.name = self.shared.preconditioner, self.shared.name
+        return Iterative(problem, self.ridge, self.space, self.settings, self.memory, shared)
 
     # -- solves ----------------------------------------------------------------------------------
+
+    def solve(self, b: Tensor) -> Tensor:
+        """(J̃ᵀJ̃ + ρI)⁻¹ b for columns (P, K)."""
+        if self.space == "parameter":
+            return _accepted(self._solve(b, None))
+        dual = _accepted(self._solve(self.problem.push(b), None))
+        return (b - self.problem.pull(dual)) / self.ridge
 
     def _first(self) -> Solution[Tensor]:
         """The solve for the mean; a preconditioner is made when it is needed."""
@@ -207,9 +244,8 @@ class Iterative(System):
 
     def _make(self, name: str) -> None:
         """Make a preconditioner and remember it."""
-        data = self.function, self.task
         rank, seed = self.settings.rank, self.settings.seed
-        self.shared.preconditioner = precondition(name, self.operator, data, self.ridge, rank, seed)
+        self.shared.preconditioner = precondition(name, self.operator, self.problem, self.ridge, rank, seed)
         self.shared.name = name
 
     def _solve(self, right: Tensor, start: Tensor | None) -> Solution[Tensor]:
@@ -233,17 +269,16 @@ class Iterative(System):
 
     def _made_panel(self) -> Panel:
         """As many directions as requested, as fit, or as there is something to find."""
-        m, p = self.kernel.jacobian.shape
+        m, p = self.problem.jacobian.shape
         primal = self.space == "parameter"
         room = int(SHARE * parse_bytes(self.memory, self.function.device))
         rank = max(2, min(self.settings.rank or RANK, room // (p * self.function.dtype.itemsize)))
-        block = max(1, min(max(self.task.c, 4), rank // 2))
+        block = max(1, min(max(self.c, 4), rank // 2))
         everything = rank >= m
         if everything:  # in parameter space one block more for the null space, one for the Nyström form
             rank = min(p, (-(-m // block) + 2) * block) if primal else m
-        weights = self.task.weights.reshape(-1) ** 2
-        own = own_kernels(self.function, self.task.x, self.memory).diagonal(dim1=1, dim2=2).reshape(-1)
-        trace = float((weights * own).sum())
+        own = own_kernels(self.function, self.x, self.memory).diagonal(dim1=1, dim2=2).reshape(-1, 1)
+        trace = float(self.problem.weighed(self.problem.weighed(own.double())).sum())
         rounding = 10 * torch.finfo(self.operator.dtype).eps * trace
         enough = math.inf if everything else trace - max(FLOOR * self.ridge, rounding)
         found = krylov(self.operator, block, rank, enough, self.settings.seed)
@@ -253,17 +288,17 @@ class Iterative(System):
         values, rotation = found.nystrom(error) if primal else found.ritz()
         columns = _rotated(found.basis, rotation)
         if not primal:
-            columns = self.kernel.pull(columns)
+            columns = self.problem.pull(columns)
         return Panel(columns, values, primal, max(0.0, trace - float(values.sum())))
 
-    def covariance(self, x: Inputs, joint: bool) -> Tensor:
+    def covariance(self, x: Inputs, joint: bool = False) -> Tensor:
         """K(x,x) less what the data explain."""
         if self.settings.variance == "exact":
             return self._exact(x, joint)
-        panel, c = self.panel, self.task.c
+        panel, c = self.panel, self.c
         weights = panel.weights(self.ridge)
         own, halves = [], []
-        for _, rows in jacobian_rows(self.function, x, c, self.memory):
+        for _, rows in FormedRows(self.function, x, c, self.memory, keep=False):
             each = rows.view(-1, c, rows.shape[1]).double() if not joint else None
             if each is not None:
                 own.append(each @ each.mT)
@@ -283,12 +318,13 @@ class Iterative(System):
 
     def _exact(self, x: Inputs, joint: bool) -> Tensor:
         """A solve for each example and output; those of a batch run together."""
-        c, found = self.task.c, []
+        c, found = self.c, []
         if joint:
             size = batch_size(x)
-            rows = torch.cat([rows for _, rows in jacobian_rows(self.function, x, c, self.memory)])
+            formed = FormedRows(self.function, x, c, self.memory, keep=False)
+            rows = torch.cat([rows for _, rows in formed])
             return self._explained(rows).view(size, c, size, c)
-        for _, rows in jacobian_rows(self.function, x, c, self.memory):
+        for _, rows in FormedRows(self.function, x, c, self.memory, keep=False):
             blocks = self._explained(rows).view(len(rows) // c, c, len(rows) // c, c)
             found.append(blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1))
         return torch.cat(found)
@@ -299,7 +335,7 @@ class Iterative(System):
             solved = _accepted(self._solve(rows.T.contiguous(), None))
             # ρ J (J̃ᵀJ̃ + ρI)⁻¹ Jᵀ
             return self.ridge * (rows @ solved).double()
-        cross = self.kernel.weights * self.kernel.jacobian.mm(rows.T.contiguous())  # K̃(X,x)
+        cross = self.problem.push(rows.T.contiguous())  # K̃(X,x)
         solved = _accepted(self._solve(cross, None))
         return (rows @ rows.T).double() - (cross.T @ solved).double()
 
@@ -309,12 +345,13 @@ class Iterative(System):
     def measure(self) -> Measure:
         """The spectrum, in the smaller space, by stochastic Lanczos quadrature where it is large."""
         if self.shared.measure is None:
+            size = self.n * self.c
             primal = self.space == "parameter" and (
-                self.settings.derivative != "exact" or self.operator.shape[0] < self.kernel.shape[0]
+                self.settings.derivative != "exact" or self.operator.shape[0] < size
             )
-            operator = self.operator if primal or self.space != "parameter" else self.kernel
-            start = self.right[:, 0].double() if primal else self.task.residual.reshape(-1)
-            facts = self.squared, self.task.count, self.task.log_noise
+            operator = self.operator if primal or self.space != "parameter" else KernelOperator(self.problem)
+            start = self.right[:, 0].double() if primal else self.residual.reshape(-1)
+            facts = self.problem.squared, self.problem.count, self.problem.log_noise
             if operator.shape[0] <= SMALL:
                 self.shared.measure = by_matrix(operator, start, primal, facts)
                 self.work["products of the evidence"] = 1

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from linnet.linalg.factorize import cholesky, eigh
 
+# decades of the grid of ridges, relative to the kernel: below, a fit interpolates; above, it does not move
+LOWEST, HIGHEST = -7, 2
+PER_DECADE = 4
 DRIFT = 1e-12  # relative residual above which a solution without some examples is solved for again
 
 
@@ -58,6 +61,25 @@ class RidgePath:
         return float(self.ridges[int(score.argmin())])
 
 
+@dataclass(frozen=True)
+class Along:
+    """Outputs J(x)δ along a path of ridges: R (c/(λ + ρ)).
+
+    Args:
+        rows: R, (T·C, n).
+        values: Eigenvalues λ, (n,).
+        coordinates: c, (n,).
+        masses: m with ‖δ‖² = Σ m (c/(λ + ρ))², (n,).
+        least: What ‖δ‖² is more than that.
+    """
+
+    rows: Tensor
+    values: Tensor
+    coordinates: Tensor
+    masses: Tensor
+    least: float = 0.0
+
+
 def joined(paths: Sequence[RidgePath]) -> RidgePath:
     """Paths one after the other.
 
@@ -72,6 +94,23 @@ def joined(paths: Sequence[RidgePath]) -> RidgePath:
         parts = [value for path in paths if (value := getattr(path, one.name)) is not None]
         columns[one.name] = torch.cat(parts) if parts else None
     return RidgePath(**columns)  # type: ignore[arg-type]
+
+
+def ridge_grid_of(scale: float, rounding: float, device: torch.device) -> Tensor:
+    """Ridges of nine decades around the scale of a kernel.
+
+    Args:
+        scale: Mean of the kernel's diagonal.
+        rounding: Size of the errors of its eigenvalues; no ridge is below ten times that.
+        device: Where to.
+
+    Returns:
+        ρ, (R,), increasing.
+    """
+    steps = (HIGHEST - LOWEST) * PER_DECADE + 1
+    every = scale * torch.logspace(LOWEST, HIGHEST, steps, dtype=torch.float64, device=device)
+    sound = every[every >= 10 * rounding]
+    return sound if len(sound) else every[-1:]
 
 
 class DualSystem:
@@ -99,10 +138,15 @@ class DualSystem:
         self.residual = residual.to(kernel.dtype)
         self.ridge = float(ridge)
         self.n, self.c = residual.shape
-        self._factor, self._spectrum = factor, spectrum
+        self._beta, self._factor, self._spectrum = beta, factor, spectrum
         self._inverse: Tensor | None = None
-        solved = self.solve(_columns(self.residual, kernel)) if beta is None else beta
-        self.beta = solved.reshape(self.n, self.c)
+
+    @property
+    def beta(self) -> Tensor:
+        """β, (N, C)."""
+        if self._beta is None:
+            self._beta = self.solve(_columns(self.residual, self.kernel))
+        return self._beta.reshape(self.n, self.c)
 
     @property
     def shared(self) -> bool:
@@ -276,14 +320,11 @@ class Spectrum:
         turned = self.vectors.T @ _columns(self.residual, kernel)
         self.coordinates = turned[:, 0] if turned.shape[1] == 1 else turned  # a column an output, if shared
 
-    def grid(self, per_decade: int = 4, low: float = -7, high: float = 2) -> Tensor:
-        """Ridges in steps of a decade's parts, relative to the mean of K's diagonal, above its rounding."""
+    def grid(self) -> Tensor:
+        """Ridges around the mean of K's diagonal, above its rounding, (R,)."""
         copies = self.residual.numel() // len(self.values)
         scale = copies * float(self.values.sum()) / self.counted or 1.0
-        steps = int((high - low) * per_decade) + 1
-        every = scale * torch.logspace(low, high, steps, dtype=torch.float64, device=self.values.device)
-        sound = every[every >= 10 * self.rounding]
-        return sound if len(sound) else every[-1:]
+        return ridge_grid_of(scale, self.rounding, self.values.device)
 
     def path(self, ridges: Tensor, classes: bool, targets: Tensor) -> RidgePath:
         """All criteria at each ridge.

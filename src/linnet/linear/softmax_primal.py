@@ -19,19 +19,19 @@ from linnet.curvatures.engine import Request, by_structure
 from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.stream import Batches
 from linnet.errors import NumericalError
-from linnet.fitting.fit_preconditioner import FEW, RANK, TRIAL, Cast
-from linnet.fitting.newton import FORCING, STEPS, Direction, NewtonMethod
-from linnet.fitting.primal import (
+from linnet.linalg.operator import LinearOperator
+from linnet.linear.kernel_system import kernel_fits
+from linnet.linear.newton import FORCING, STEPS, Direction, NewtonMethod
+from linnet.linear.preconditioner import FEW, RANK, TRIAL, Cast
+from linnet.linear.primal import (
     STAGNATED,
     CGSettings,
     accepted,
-    kernel_fits,
-    require_digits,
     solve_columns,
 )
-from linnet.fitting.softmax_dual import STALLED, SoftmaxDual, one_newton_step
-from linnet.fitting.softmax_loss import ClassLoss
-from linnet.linalg.operator import LinearOperator
+from linnet.linear.softmax_dual import STALLED, SoftmaxDual, one_newton_step
+from linnet.linear.softmax_loss import ClassLoss
+from linnet.linear.system import require_digits
 from linnet.progress import track
 from linnet.solvers.nystrom import nystrom_preconditioner
 from linnet.tangent.batch import Inputs, batch_size, concatenate, split, take
@@ -120,6 +120,11 @@ class SoftmaxPrimal(NewtonMethod):
         self._pulled = self.delta
         self._relative = self._solve()
         self.beta = -self.gradient / self.ridge
+
+    @property
+    def tolerance(self) -> float:
+        """The gradient, relative to that at δ = 0, that the solution may leave."""
+        return self.settings.tolerance
 
     # -- Newton's method -------------------------------------------------------------------------
 
@@ -315,8 +320,8 @@ class SoftmaxPrimal(NewtonMethod):
         own, roots = self.own_covariances(), self.loss.roots(self.outputs)
         eye = torch.eye(roots.shape[2], dtype=own.dtype, device=own.device)
         rest = eye - roots.mT @ own @ roots
-        precision = torch.finfo(self.function.dtype).eps - torch.finfo(rest.dtype).eps
-        require_digits(rest, self.settings.tolerance + 16 * precision, self.ridge)
+        error = self.settings.tolerance + 16 * torch.finfo(self.function.dtype).eps
+        require_digits(rest, error, self.ridge)
         return one_newton_step(own, rest, roots, self.gradient)
 
     def loo_outputs(self) -> Tensor:

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from linnet.errors import NumericalError
-from linnet.fitting.newton import STEPS, Direction, NewtonMethod
-from linnet.fitting.softmax_loss import ClassLoss
 from linnet.linalg.factorize import cholesky, require_finite
+from linnet.linear.newton import STEPS, Direction, NewtonMethod
+from linnet.linear.softmax_loss import ClassLoss
 
 TOLERANCE = 1e-13  # gradient, relative to that at δ = 0, at which Newton's method in float64 has arrived
 ARRIVED = 1e-16  # dᵀHd relative to the objective: the step d leaves the square of that

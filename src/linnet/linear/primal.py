@@ -1,9 +1,4 @@
-"""The linear fit in the primal: (JᵀJ + ρI) δ = Jᵀr by conjugate gradients, matrix-free.
-
-The dual coordinates follow from the residual, β = (r − Jδ)/ρ, and so does everything that the
-dual offers: K(x,X) M = J(x) (JᵀJ + ρI)⁻¹ Jᵀ, and M_ii = (I − J_i (JᵀJ + ρI)⁻¹ J_iᵀ)/ρ, one solve
-with C columns for each example.
-"""
+"""The linear model in weights: (J̃ᵀJ̃ + ρI) δ = J̃ᵀr̃ by conjugate gradients, matrix-free."""
 
 from __future__ import annotations
 
@@ -15,19 +10,19 @@ import torch
 from torch import Tensor
 
 from linnet.errors import NumericalError
-from linnet.fitting.dual import DualSystem
-from linnet.fitting.fit_preconditioner import FEW, TRIAL, make_preconditioner
-from linnet.fitting.formed_rows import FormedNormal, FormedRows
 from linnet.linalg.operator import LinearOperator
+from linnet.linear.formed_rows import FormedNormal, FormedRows
+from linnet.linear.kernel_system import KernelSystem, kernel_fits
+from linnet.linear.preconditioner import FEW, TRIAL, make_preconditioner
+from linnet.linear.problem import Memory, Problem, whitened, whitened_inputs
+from linnet.linear.system import System
 from linnet.memory import parse_bytes
 from linnet.params import integer, number
 from linnet.progress import track
 from linnet.solvers.block_cg import block_cg
 from linnet.solvers.cg import cg, relative_residual
 from linnet.solvers.solution import Solution, Status
-from linnet.tangent.batch import Inputs, batch_size, concatenate, observed, split, take
-from linnet.tangent.functional import Functional
-from linnet.tangent.gram import gram
+from linnet.tangent.batch import Inputs, batch_size, split
 from linnet.tangent.jacobian import JacobianOperator, NormalOperator
 
 
@@ -99,7 +94,6 @@ class Effort:
 
 FINE = 1e-11  # relative residual where the ridge is so small that float64 is needed
 VECTORS = 10  # of each right-hand side that block conjugate gradients hold
-DIGITS = 100.0  # times its error that 1 − leverage must be at the least
 MOST_COLUMNS = 512  # solved at once
 STAGNATED = (
     1e-3  # residual up to which an answer at the limit of its precision is taken; the certificate says it
@@ -118,45 +112,6 @@ def _together(*arguments: Any) -> Solution[Tensor]:
     return found
 
 
-def kernel_fits(function: Functional, size: int, memory: str | int | None) -> bool:
-    """Whether a kernel of so many rows can be formed and solved with.
-
-    Args:
-        function: The network.
-        size: N·C.
-        memory: Budget.
-
-    Returns:
-        Whether it takes at most half of the budget.
-    """
-    # the kernel in its own type and in float64, K + ρI, its factor and its inverse
-    return 5 * 8 * size**2 <= 0.5 * parse_bytes(memory, function.device)
-
-
-def require_digits(rest: Tensor, tolerance: float, ridge: float) -> None:
-    """Raise where I − H, found by iterations, is no larger than their error.
-
-    Args:
-        rest: I − H_i of each example, (N, C, C).
-        tolerance: Relative residual of the solves.
-        ridge: ρ.
-
-    Raises:
-        NumericalError: If fewer than two digits are left of one of them.
-    """
-    error = tolerance + 16 * torch.finfo(rest.dtype).eps
-    least = float(torch.linalg.eigvalsh((rest + rest.mT).double() / 2).min())
-    if least < DIGITS * error:
-        # 1 − h grows as ρ where it is small
-        enough = ridge * DIGITS * error / max(least, error)
-        raise NumericalError(
-            f"leave-one-out at ridge={ridge:g} by conjugate gradients: 1 − leverage is {least:.1e} for an "
-            f"example and known to {error:.0e}",
-            expected=f"a ridge of about {enough:.1g} or more, or a smaller tolerance",
-            remedy='use solver="dual", raise memory= so that the kernel fits, or the network in float64',
-        )
-
-
 def accepted(solution: Solution[Tensor], what: str) -> Tensor:
     """The answer, if it converged or came as far as its precision lets it."""
     if solution.status is Status.STAGNATED and solution.residual <= STAGNATED:
@@ -171,53 +126,63 @@ def accepted(solution: Solution[Tensor], what: str) -> Tensor:
         ) from error
 
 
-class Primal:
+class Primal(System):
     """The solution δ of the regularized least-squares problem, and solves with its matrix.
 
     Args:
-        function: The network.
-        x: N training examples.
-        residual: r = t − f₀, (N, C).
+        problem: The data.
         ridge: ρ > 0.
         settings: How to iterate.
         start: Where to start, (P,).
-        preconditioner: Any approximation of (JᵀJ + ρI)⁻¹; by default the one that the settings name.
+        preconditioner: Any approximation of (J̃ᵀJ̃ + ρI)⁻¹; by default the one that the settings name.
+        memory: Budget of blocks of right-hand sides and of formed rows.
 
     Attributes:
-        delta: δ, (P,).
-        beta: β, (N, C).
         steps: Steps taken.
         settings: How to iterate, with the preconditioner that was chosen if it was to be.
-        memory: Budget of blocks of right-hand sides and of formed rows.
+        jacobian: J̃.
     """
 
     def __init__(
         self,
-        function: Functional,
-        x: Inputs,
-        residual: Tensor,
+        problem: Problem,
         ridge: float,
         settings: CGSettings,
         start: Tensor | None = None,
         preconditioner: LinearOperator | None = None,
+        memory: Memory = None,
     ) -> None:
-        self.function, self.x, self.residual, self.ridge = function, x, residual, float(ridge)
-        self.settings = settings
-        self.n, self.c = residual.shape
-        self._blocks: Tensor | None = None
-        self._dual: DualSystem | None = None
+        self.problem, self.ridge, self.memory, self.settings = problem, float(ridge), memory, settings
+        self._kernel_form: KernelSystem | None = None
         self._formed: FormedNormal | None = None
-        self.memory: str | int | None = None
         self._preconditioner = preconditioner
-        self.jacobian = JacobianOperator(function, x, self.c)
+        self.jacobian = problem.jacobian
+        if problem.weights is not None:
+            self.jacobian = JacobianOperator(whitened(problem.function), whitened_inputs(problem), problem.c)
         self.normal = NormalOperator(self.jacobian)
-        right = self.jacobian.T.mv(residual.to(function.dtype).reshape(-1))
+        right = self.jacobian.T.mv(problem.residual.to(problem.function.dtype).reshape(-1))
         solution = self._first(right, start)
-        self.delta = accepted(solution, "the linear fit by conjugate gradients")
+        self._delta = accepted(solution, "the linear fit by conjugate gradients")
         self.steps, self.relative_residual = solution.steps, solution.residual
-        # β = (r − Jδ)/ρ
-        fitted = self.jacobian.mv(self.delta).view(self.n, self.c)
-        self.beta = (residual.to(fitted.dtype) - fitted) / self.ridge
+        self.work = {"steps": self.steps}
+        # β = (r̃ − J̃δ)/ρ
+        fitted = self.jacobian.mv(self._delta).view(self.n, self.c)
+        self._beta = (problem.residual.to(fitted.dtype) - fitted) / self.ridge
+
+    @property
+    def delta(self) -> Tensor:
+        """δ, (P,)."""
+        return self._delta
+
+    @property
+    def beta(self) -> Tensor:
+        """β, (N, C)."""
+        return self._beta
+
+    @property
+    def tolerance(self) -> float:  # type: ignore[override]
+        """The relative residual that solves may leave."""
+        return self.settings.tolerance
 
     def _first(self, right: Tensor, start: Tensor | None) -> Solution[Tensor]:
         """δ from a start; a preconditioner is made when it is needed, and chosen if it is to be."""
@@ -301,7 +266,7 @@ class Primal:
             self._formed = FormedNormal(self.jacobian, self.memory)
         return self._formed
 
-    def together(self, memory: str | int | None = None) -> int:
+    def together(self, memory: Memory = None) -> int:
         """How many right-hand sides are solved at once.
 
         Args:
@@ -316,15 +281,15 @@ class Primal:
         return max(self.settings.columns, self.c, min(MOST_COLUMNS, fitting))
 
     def solved_rows(
-        self, x: Inputs, what: str, effort: Effort | None = None, memory: str | int | None = None
+        self, x: Inputs, what: str, memory: Memory = None, effort: Effort | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """J(x) and (JᵀJ + ρI)⁻¹ J(x)ᵀ block by block.
 
         Args:
             x: Examples.
             what: Its name in the progress.
-            effort: When to stop; ``None`` to convergence.
             memory: Budget.
+            effort: When to stop; ``None`` to convergence.
 
         Yields:
             J of the block (n, C, P), and the solutions (P, n, C).
@@ -338,91 +303,44 @@ class Primal:
             n = batch_size(part)
             yield rows.view(n, self.c, -1), solved.view(-1, n, self.c)
 
+    def own_rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """J̃ of the training examples; blocks that fit the budget are kept."""
+        return iter(self.formed.rows)
+
     @property
-    def dual(self) -> DualSystem | None:
+    def kernel_form(self) -> KernelSystem | None:
         """The same problem by its kernel, ``None`` where that does not fit the budget.
 
         It takes fewer operations than N·C solves and has M_ii without I − J_i (JᵀJ + ρI)⁻¹ J_iᵀ, in which
         all digits cancel where the ridge is small.
         """
-        size = self.n * self.c
-        if self._dual is None and kernel_fits(self.function, size, self.memory):
-            kernel = gram(self.function, self.x, form="full", memory=self.memory).reshape(size, size)
-            self._dual = DualSystem(kernel.double(), self.residual.double(), self.ridge)
-        return self._dual
-
-    def inverse_blocks(self) -> Tensor:
-        """M_ii, (N, C, C): by the kernel, or as (I − J_i (JᵀJ + ρI)⁻¹ J_iᵀ)/ρ by N·C solves, done once."""
-        if self.dual is not None:
-            return self.dual.inverse_blocks()
-        if self._blocks is None:
-            eye = torch.eye(self.c, dtype=self.function.dtype, device=self.function.device)
-            rest = eye - self._quadratic(self.x, "leave-one-out")
-            require_digits(rest, self.settings.tolerance, self.ridge)
-            self._blocks = rest / self.ridge
-        return self._blocks
-
-    def _quadratic(self, x: Inputs, what: str) -> Tensor:
-        """J(x_i) (JᵀJ + ρI)⁻¹ J(x_i)ᵀ, (N, C, C)."""
-        solved = self.solved_rows(x, what)
-        return torch.cat([torch.einsum("ncp,pnd->ncd", rows, columns) for rows, columns in solved])
-
-    def posterior(self, x: Inputs) -> Tensor:
-        """Cov[f(x)] / σ² = J(x) (JᵀJ + ρI)⁻¹ J(x)ᵀ, (T, C, C)."""
-        return self._quadratic(x, "predictive covariance")
-
-    def cross(self, x: Inputs) -> Tensor:
-        """K(x,X) M = J(x) (JᵀJ + ρI)⁻¹ Jᵀ, (T, C, N, C)."""
-        parts = []
-        if self.dual is not None:
-            return self.dual.cross(gram(self.function, x, self.x, form="full", memory=self.memory))
-        for _, solved in self.solved_rows(x, "influence"):
-            columns = solved.flatten(1)
-            parts.append(torch.cat([block @ columns for _, block in self.formed.rows]))  # (N·C, t·C)
-        return torch.cat(parts, 1).T.reshape(batch_size(x), self.c, self.n, self.c)
-
-    def loo_residuals(self) -> Tensor:
-        """e_i = (M_ii)⁻¹ β_i, (N, C)."""
-        if self.dual is not None:
-            return self.dual.loo_residuals()
-        residuals: Tensor = torch.linalg.solve(self.inverse_blocks(), self.beta)
-        return residuals
-
-    def loo_variances(self) -> Tensor:
-        """Cov[f(x_i)] / σ² without example i, (N, C, C)."""
-        if self.dual is not None:
-            return self.dual.loo_variances()
-        eye = torch.eye(self.c, dtype=self.function.dtype, device=self.function.device)
-        blocks: Tensor = torch.linalg.inv(self.inverse_blocks()) / self.ridge - eye
-        return blocks
+        if self._kernel_form is None and kernel_fits(self.function, self.n * self.c, self.memory):
+            self._kernel_form = KernelSystem.solved(self.problem, self.ridge, self.memory)
+        return self._kernel_form
 
     def certificate(self) -> float:
         """Relative residual of the normal equations, checked in float64."""
         return self.relative_residual
 
-    def noise(self) -> float:
-        """σ² of highest evidence: ρ rᵀβ / (N·C)."""
-        mask = observed(self.x)[1]
-        count = self.residual.numel() if mask is None else int(mask.sum())
-        return float(self.ridge * (self.residual.double() * self.beta.double()).sum() / count)
+    # -- other ridges and other data -------------------------------------------------------------
+
+    def at(self, ridge: float) -> Primal:
+        """The solution at another ridge, from the present one; a preconditioner is made again."""
+        return Primal(self.problem, ridge, self.settings, self.delta, None, self.memory)
 
     def removed(self, index: Tensor) -> Primal:
         """The solution without some examples, from the present one."""
-        keep = torch.ones(self.n, dtype=torch.bool, device=index.device)
-        keep[index] = False
-        rest = take(self.x, keep.nonzero()[:, 0])
-        return self._with(rest, self.residual[keep])
+        return self._of(self.problem.without(index))
 
-    def extended(self, x: Inputs, residual: Tensor) -> Primal:
+    def extended(self, more: Problem) -> Primal:
         """The solution with more examples, from the present one."""
-        joined = torch.cat([self.residual, residual])
-        every = concatenate([self.x, x])
-        return self._with(every, joined)
+        return self._of(self.problem.joined(more))
 
-    def _with(self, x: Inputs, residual: Tensor) -> Primal:
-        """The solution on other examples, from the present one."""
-        found = Primal(
-            self.function, x, residual, self.ridge, self.settings, self.delta, self._preconditioner
-        )
-        found.memory = self.memory
-        return found
+    def with_residual(self, residual: Tensor) -> Primal:
+        """The solution for other targets, from the present one."""
+        return self._of(replace(self.problem, residual=residual))
+
+    def _of(self, problem: Problem) -> Primal:
+        """The solution of another problem of the same network, from the present one."""
+        start, preconditioner = self.delta, self._preconditioner
+        return Primal(problem, self.ridge, self.settings, start, preconditioner, self.memory)

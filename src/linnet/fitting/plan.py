@@ -1,0 +1,168 @@
+"""Chooses the solver of a fit by predicted operations and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from linnet.linear.cost import NETWORK_PENALTY, forward_operations
+from linnet.linear.preconditioner import preconditioner_bytes
+from linnet.linear.primal import CGSettings
+from linnet.linear.problem import Memory
+from linnet.memory import Plan, format_bytes, parse_bytes, require
+from linnet.tangent.batch import Inputs, batch_size
+from linnet.tangent.functional import Functional
+from linnet.tangent.gram import GramTask, plan_gram
+
+SMALLER = ["use fewer parameters with params=", "raise memory="]
+CG_STEPS = 300  # steps assumed when conjugate gradients are planned
+EIGEN = 9.0  # operations of an eigendecomposition with vectors, in n³
+RIDGES = 37  # of a path, each of which takes a leave-one-out of every example
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a fit is to solve.
+
+    Args:
+        function: The network.
+        x: N examples.
+        c: C.
+        loss: "squared" or "cross-entropy".
+        searched: Whether a criterion chooses the ridge.
+        memory: Budget.
+    """
+
+    function: Functional
+    x: Inputs
+    c: int
+    loss: str
+    searched: bool
+    memory: Memory
+
+    @property
+    def budget(self) -> int:
+        """Bytes."""
+        return parse_bytes(self.memory, self.function.device)
+
+    def dual_memory(self) -> Plan:
+        """Bytes of a dual fit: the kernel while it is formed, then its factorization."""
+        n = batch_size(self.x) * self.c
+        forming = plan_gram(GramTask(self.function, self.x, None, "full", None), self.memory).memory
+        square = 8 * n * n
+        solving = [("kernel in float64", square), *_factors("kernel", square, self.searched)]
+        if self.loss == "cross-entropy":
+            solving[1:] = [("kernel times the root of the curvature, with workspace", 2 * square),
+                           ("ridge + curvature, its factor and inverse", 3 * square)]  # fmt: skip
+        solved = Plan(f"dual fit of {n} equations", forming.budget, tuple(solving))
+        return solved if solved.peak > forming.peak else Plan(solved.operation, forming.budget, forming.items)
+
+    def primal_memory(self) -> Plan:
+        """Bytes of a primal fit: the P × P matrix and its factorization."""
+        square = 8 * self.function.space.dim**2
+        items = [("Fisher matrix in float64", square), *_factors("Fisher matrix", square, self.searched)]
+        return Plan(f"primal fit of {self.function.space.dim} weights", self.budget, tuple(items))
+
+    def iterated_memory(self, settings: CGSettings) -> Plan:
+        """Bytes of conjugate gradients, with a preconditioner if one is requested."""
+        return _iterated_memory(self.function, self.x, settings, self.budget)
+
+    def operations(self) -> dict[str, float]:
+        """Predicted operations of each solver."""
+        n, p = batch_size(self.x), self.function.space.dim
+        m = n * self.c
+        forward = NETWORK_PENALTY * forward_operations(self.function, self.x)  # one example
+        derivatives = n * forward * (1 + 2 * self.c)
+        kernel = float(m) ** 2 * p  # half of 2 (N·C)² P, symmetric
+        found = {
+            "dual": derivatives + kernel + 2 * float(m) ** 3 / 3,
+            # a JVP costs two forward passes, a VJP three
+            "cg": CG_STEPS * n * forward * 5,
+            "primal": derivatives + 2.0 * m * p**2 + 2 * float(p) ** 3 / 3,
+        }
+        if self.searched:
+            found["dual"] += EIGEN * float(m) ** 3 + RIDGES * 2.0 * (self.c + 1) * float(m) ** 2
+            found["primal"] += derivatives + EIGEN * float(p) ** 3 + 2.0 * m * p**2
+            found["primal"] += RIDGES * 2.0 * (self.c + 1) * m * p
+        return found
+
+
+def choose_solver(size: Size, solver: str, settings: CGSettings) -> tuple[str, str]:
+    """The solver, and one sentence that says why.
+
+    Args:
+        size: What is to be solved.
+        solver: What was requested, or "auto".
+        settings: Of conjugate gradients.
+
+    Returns:
+        "dual", "primal", "cg" or "sgd", and the reason.
+
+    Raises:
+        MemoryBudgetError: If it, or every one, does not fit the budget.
+    """
+    if solver == "dual":
+        require(size.dual_memory(), ['solve matrix-free with solver="cg"', "raise memory="])
+    elif solver == "primal":
+        require(size.primal_memory(), ['pass solver="dual" or "cg"', *SMALLER])
+    elif solver != "auto":
+        require(size.iterated_memory(settings), SMALLER)
+    if solver != "auto":
+        return solver, "set by the user"
+    plans = {"dual": size.dual_memory()}
+    if size.loss == "squared":
+        plans["primal"] = size.primal_memory()
+    needed = format_bytes(plans["dual"].peak)
+    fitting = {name: plan for name, plan in plans.items() if plan.peak <= size.budget}
+    operations = size.operations()
+    if size.searched and not fitting:
+        smallest = min(plans.values(), key=lambda plan: plan.peak)
+        require(smallest, ['give the ridge as a number, so that solver="cg" can be used', "raise memory="])
+    if not fitting:
+        require(size.iterated_memory(settings), SMALLER)
+        return "cg", f"the dual would need {needed} of a budget of {format_bytes(size.budget)}"
+    best = min(fitting, key=lambda name: operations[name])
+    taken = format_bytes(fitting[best].peak)
+    if size.searched:
+        what = "gives every ridge at once" if size.loss == "squared" else "is formed once for every ridge"
+        kind = "the kernel" if best == "dual" else "the matrix of the weights"
+        return best, f"{kind} {what} ({taken})"
+    counts = f"about {operations[best]:.1e} operations and {taken} against {operations['cg']:.1e}"
+    if operations["cg"] < operations[best]:
+        return "cg", f"faster: {best} {counts} by conjugate gradients"
+    return best, f"exact and faster: {counts} by conjugate gradients"
+
+
+def affordable(function: Functional, x: Inputs, settings: CGSettings, memory: Memory) -> CGSettings:
+    """The settings, with no preconditioner where one may be chosen but does not fit.
+
+    Args:
+        function: The network.
+        x: Training inputs.
+        settings: What was requested.
+        memory: Budget.
+
+    Returns:
+        The settings to use.
+    """
+    budget = parse_bytes(memory, function.device)
+    if settings.preconditioner == "auto":
+        needed = preconditioner_bytes(function, x, "auto", settings.rank)
+        if _iterated_memory(function, x, settings, budget).peak + needed > budget:
+            return replace(settings, preconditioner="none")
+    return settings
+
+
+def _factors(name: str, square: int, searched: bool) -> list[tuple[str, int]]:
+    """What a factorization takes beside the matrix: of one ridge, or of every one."""
+    if searched:
+        return [("eigenvectors", square), ("workspace of the eigendecomposition", 3 * square)]
+    return [(f"{name} + ridge", square), ("factor", square)]
+
+
+def _iterated_memory(function: Functional, x: Inputs, settings: CGSettings, budget: int) -> Plan:
+    """Bytes of conjugate gradients and their preconditioner."""
+    items = [("vectors of conjugate gradients", 8 * function.space.dim * function.dtype.itemsize)]
+    if settings.preconditioner not in ("auto", "none", "given"):
+        name = settings.preconditioner
+        items.append((f"preconditioner {name!r}", preconditioner_bytes(function, x, name, settings.rank)))
+    return Plan("fit by conjugate gradients", budget, tuple(items))

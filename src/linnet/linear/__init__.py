@@ -1,0 +1,1 @@
+"""The linear model and its posterior: data, solved equations in two coordinates, Newton, constraints."""

@@ -1,0 +1,196 @@
+"""Solved equations of a linear model as tensors and JSON, and back, so that nothing is computed again."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from linnet.linear.constrained_system import ConstrainedSystem
+from linnet.linear.constraints import Constraints, constraint_tensors, constraints_from
+from linnet.linear.dual import DualSystem
+from linnet.linear.iterative import Iteration, Iterative, Panel, Shared
+from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.normal_system import NormalSystem
+from linnet.linear.primal import CGSettings, Primal
+from linnet.linear.problem import Memory, Problem
+from linnet.linear.softmax_dual import SoftmaxDual
+from linnet.linear.softmax_loss import ClassLoss
+from linnet.linear.softmax_primal import SoftmaxPrimal
+from linnet.linear.system import System
+from linnet.solvers.solution import Solution, Status
+from linnet.tangent.batch import Inputs
+from linnet.tangent.functional import Functional
+
+State = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+def system_state(system: System) -> State:
+    """Tensors and JSON of solved equations, apart from their problem.
+
+    Args:
+        system: The solved equations.
+
+    Returns:
+        Both.
+    """
+    free = system.free if isinstance(system, ConstrainedSystem) else system
+    tensors, how = _solved(free)
+    how |= {"ridge": system.ridge, "work": dict(system.work), "constraints": None}
+    if system.constraints is not None:
+        inputs, layout = flatten_inputs(system.constraints.equations.x, "constraints.x")
+        tensors |= inputs | constraint_tensors(system.constraints)
+        how["constraints"] = {"inputs": layout, "redundant": system.constraints.redundant}
+        tensors["left"] = system.residual
+    return tensors, how
+
+
+def restored_system(
+    problem: Problem, state: State, memory: Memory = None, iteration: Iteration | None = None
+) -> System:
+    """The solved equations that ``system_state`` wrote.
+
+    Args:
+        problem: The data.
+        state: Tensors, among others, and JSON.
+        memory: Budget of what is computed later.
+        iteration: Settings of an ``Iterative``.
+
+    Returns:
+        The system.
+    """
+    tensors, how = state
+    ridge, work, kind = how["ridge"], dict(how["work"]), how["kind"]
+    held = _constraints(tensors, how, problem.c)
+    system: System
+    if kind == "kernel":
+        left = problem.residual if held is None else tensors["left"]
+        dual = DualSystem(tensors["kernel"], left, ridge, beta=tensors["beta"])
+        return KernelSystem(problem, dual, memory, held, work)
+    if kind == "normal":
+        system = NormalSystem(problem, (tensors["normal"], tensors["right"]), ridge, memory, work)
+    elif kind == "cg":
+        settings = CGSettings(**how["settings"])
+        system = Primal(problem, ridge, settings, tensors["solution"], None, memory)
+    else:
+        assert iteration is not None
+        found = how["panel"]
+        panel = found and Panel(tensors["columns"], tensors["values"], found["primal"], found["left_out"])
+        status, residual = Status[how["status"]], how["residual"]
+        solution = Solution(tensors["solution"], status, how["steps"], residual)
+        shared = Shared(panel=panel, solution=solution)
+        if how["preconditioner"] == "none":
+            shared.name = "none"
+        system = Iterative(problem, ridge, how["space"], iteration, memory, shared)
+        system.work = work
+    return system if held is None else ConstrainedSystem(system, held, memory)
+
+
+def softmax_state(system: SoftmaxDual | SoftmaxPrimal) -> State:
+    """Tensors and JSON of a solved cross-entropy fit.
+
+    Args:
+        system: The solved problem.
+
+    Returns:
+        Both.
+    """
+    tensors, how = {"base": system.base, "beta": system.beta}, {"ridge": system.ridge, "settings": None}
+    if isinstance(system, SoftmaxDual):
+        return tensors | {"kernel": system.kernel}, how
+    return tensors | {"solution": system.delta}, how | {"settings": asdict(system.settings)}
+
+
+def restored_softmax(
+    function: Functional, x: Inputs, loss: ClassLoss, state: State
+) -> SoftmaxDual | SoftmaxPrimal:
+    """The solved problem that ``softmax_state`` wrote.
+
+    Args:
+        function: The network.
+        x: Training inputs.
+        loss: The loss of the training targets.
+        state: Tensors, among others, and JSON.
+
+    Returns:
+        The solved problem.
+    """
+    tensors, how = state
+    if how["settings"] is None:
+        return SoftmaxDual(tensors["kernel"], tensors["base"], loss, how["ridge"], tensors["beta"])
+    settings, start = CGSettings(**how["settings"]), (tensors["solution"], None)
+    return SoftmaxPrimal(function, x, tensors["base"], loss, how["ridge"], settings, start)
+
+
+def _solved(system: System) -> State:
+    """Tensors of a solution, and what they are."""
+    if isinstance(system, KernelSystem):
+        return {"kernel": system.dual.kernel, "beta": system.dual.beta}, {"kind": "kernel"}
+    if isinstance(system, NormalSystem):
+        return {"normal": system.normal, "right": system.right}, {"kind": "normal"}
+    if isinstance(system, Primal):
+        return {"solution": system.delta}, {"kind": "cg", "settings": asdict(system.settings)}
+    assert isinstance(system, Iterative)
+    solution, panel = system.solution, system.shared.panel
+    how: dict[str, Any] = {
+        "kind": "iterative",
+        "space": system.space,
+        "preconditioner": system.shared.name,
+        "status": solution.status.name,
+        "steps": solution.steps,
+        "residual": solution.residual,
+        "panel": None,
+    }
+    tensors = {"solution": solution.value}
+    if panel is not None:
+        how["panel"] = {"primal": panel.primal, "left_out": panel.left_out}
+        tensors |= {"columns": panel.columns, "values": panel.values}
+    return tensors, how
+
+
+def _constraints(tensors: dict[str, Tensor], how: dict[str, Any], outputs: int) -> Constraints | None:
+    """The equations on outputs, ``None`` without any."""
+    held = how["constraints"]
+    if held is None:
+        return None
+    x = unflatten_inputs(tensors, held["inputs"], "constraints.x")
+    return constraints_from(tensors, x, outputs, held["redundant"])
+
+
+def flatten_inputs(x: Inputs, prefix: str = "x") -> tuple[dict[str, Tensor], Any]:
+    """Inputs as tensors by path, and their structure.
+
+    Args:
+        x: Examples.
+        prefix: Of every path.
+
+    Returns:
+        The tensors, and the structure as JSON.
+    """
+    if isinstance(x, Tensor):
+        return {prefix: x}, "tensor"
+    items = x.items() if isinstance(x, dict) else enumerate(x)
+    tensors: dict[str, Tensor] = {}
+    layout: dict[str, Any] = {"kind": "dict" if isinstance(x, dict) else "tuple", "parts": {}}
+    for key, value in items:
+        found, layout["parts"][str(key)] = flatten_inputs(value, f"{prefix}/{key}")
+        tensors |= found
+    return tensors, layout
+
+
+def unflatten_inputs(tensors: dict[str, Tensor], layout: Any, prefix: str = "x") -> Inputs:
+    """The inputs that ``flatten_inputs`` wrote.
+
+    Args:
+        tensors: The tensors of a file.
+        layout: The structure.
+        prefix: Of every path.
+
+    Returns:
+        Examples.
+    """
+    if layout == "tensor":
+        return tensors[prefix]
+    parts = {key: unflatten_inputs(tensors, part, f"{prefix}/{key}") for key, part in layout["parts"].items()}
+    return parts if layout["kind"] == "dict" else tuple(parts.values())

@@ -1,0 +1,365 @@
+"""The linear model in samples: (K̃ + ρI) β = r̃ by a Cholesky factor or eigenvalues, in float64.
+
+Equations on outputs condition the kernel: K̃(x, x') less G(x) G(x')ᵀ, and r̃ less G(X) g (``constraints.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from linnet.linear.constraints import Constraints, conditioned_gram, conditioned_own
+from linnet.linear.dual import Along, DualSystem, RidgePath, joined
+from linnet.linear.evidence import Measure, from_eigenvalues
+from linnet.linear.problem import Memory, Problem
+from linnet.linear.system import System
+from linnet.linear.targets import Targets
+from linnet.memory import parse_bytes
+from linnet.tangent.batch import Inputs, batch_size, split, take, tensors_in
+from linnet.tangent.functional import Functional
+from linnet.tangent.gram import gram
+from linnet.tangent.hashing import hash_examples, hash_tensors
+
+SHARE = 0.5  # of the budget that a block of K(x, X) and what is made of it may take
+
+
+class KernelSystem(System):
+    """A solution by its kernel.
+
+    Args:
+        problem: The data.
+        dual: The solved equations, conditioned on equations on outputs if there are any.
+        memory: Budget of kernels formed later.
+        constraints: Equations on outputs, by which the kernel is conditioned.
+        work: What it took.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        dual: DualSystem,
+        memory: Memory = None,
+        constraints: Constraints | None = None,
+        work: dict[str, int] | None = None,
+    ) -> None:
+        self.problem, self._dual, self.memory, self.constraints = problem, dual, memory, constraints
+        self.ridge = dual.ridge
+        self.work = {"factorizations": 1} if work is None else work
+        self._kept: dict[str, Tensor] = {}
+
+    @classmethod
+    def solved(
+        cls, problem: Problem, ridge: float, memory: Memory = None, before: System | None = None
+    ) -> KernelSystem:
+        """Form the kernel, whiten it and solve.
+
+        Args:
+            problem: The data.
+            ridge: ρ.
+            memory: Budget.
+            before: A solved problem of the same network, whose kernel is used for examples that come again.
+
+        Returns:
+            The system.
+        """
+        known = before if isinstance(before, KernelSystem) else None
+        if known is not None and known.problem.same_inputs(problem):
+            factor = known.dual.factor if ridge == known.ridge else None
+            dual = DualSystem(known.dual.kernel, problem.residual, ridge, factor=factor)
+            _ = dual.beta  # raises here where the kernel is not positive definite
+            work = {"examples differentiated": 0, "examples known": problem.n}
+            return cls(problem, dual, memory, work={**work, "factorizations": int(factor is None)})
+        kernel, work = _kernel(problem, known, memory)
+        dual = DualSystem(whitened_kernel(kernel, problem), problem.residual, ridge)
+        _ = dual.beta
+        return cls(problem, dual, memory, work=work)
+
+    # -- the solution ----------------------------------------------------------------------------
+
+    @property
+    def kernel_form(self) -> KernelSystem:
+        """Itself."""
+        return self
+
+    @property
+    def dual(self) -> DualSystem:
+        """The equations (K̃ + ρI) β = r̃."""
+        return self._dual
+
+    @property
+    def residual(self) -> Tensor:
+        """r̃ in float64, less what equations on outputs explain, (N, C)."""
+        return self.dual.residual
+
+    @property
+    def beta(self) -> Tensor:
+        """β = M r̃, (N, C)."""
+        return self.dual.beta
+
+    @cached_property
+    def delta(self) -> Tensor:
+        """J̃ᵀβ, and Aᵀν of equations on outputs."""
+        flat = self.problem.pull(self.beta.reshape(-1, 1))[:, 0]
+        nu = self.multipliers
+        if self.constraints is None or nu is None:
+            return flat
+        return flat + self.constraints.equations.pull(self.function, nu)
+
+    @property
+    def multipliers(self) -> Tensor | None:
+        """ν of the equations on outputs, (q,)."""
+        return None if self.constraints is None else self.constraints.multipliers(self.beta)
+
+    def solve(self, b: Tensor) -> Tensor:
+        """(b − J̃ᵀ M J̃ b)/ρ."""
+        return self.spread(b) / self.ridge
+
+    def spread(self, v: Tensor) -> Tensor:
+        """V − J̃ᵀ M J̃ v."""
+        return v - self.problem.pull(self.dual.solve(self.problem.push(v).double())).to(v)
+
+    def certificate(self) -> float:
+        """‖(K̃ + ρI)β − r̃‖ / ‖r̃‖."""
+        return self.dual.certificate()
+
+    def noise(self) -> float:
+        """The noise s of highest evidence at this ridge: ρ r̃ᵀβ / n."""
+        return self.dual.noise()
+
+    @cached_property
+    def measure(self) -> Measure:
+        """The eigenvalues of K̃."""
+        spectrum, problem = self.dual.spectrum, self.problem
+        masses = spectrum.coordinates**2
+        squared = float(self.residual.square().sum())
+        return from_eigenvalues(spectrum.values, masses, squared, problem.count, problem.log_noise)
+
+    def grid(self) -> Tensor:
+        """Ridges around the mean of the kernel's diagonal, above its rounding, (R,)."""
+        return self.dual.spectrum.grid()
+
+    def along_path(self, x: Inputs) -> Along:
+        """K̃(x,X) V of the eigenvectors V of K̃."""
+        spectrum = self.dual.spectrum
+        parts = [rows.flatten(2).flatten(0, 1).to(spectrum.vectors) for rows in self.kernel_to_train(x)]
+        rows = torch.cat([part @ spectrum.vectors for part in parts])
+        # ‖δ‖² = βᵀK̃β, and the least that equations on outputs ask for
+        least = 0.0 if self.constraints is None else float(self.constraints.level.square().sum())
+        return Along(rows, spectrum.values, spectrum.coordinates, spectrum.values, least)
+
+    def path(self, ridges: Tensor | None, targets: Targets) -> RidgePath:
+        """From one eigendecomposition; penalties on outputs take one for each ridge."""
+        classes, spectrum = targets.classes is not None, self.dual.spectrum
+        grid = self.grid() if ridges is None else ridges.to(self.dual.kernel.device)
+        if self.constraints is None or not self.constraints.soft:
+            return spectrum.path(grid, classes, targets.values)
+        each = (self.at(float(ridge)).dual.spectrum for ridge in grid)
+        return joined([s.path(grid[i : i + 1], classes, targets.values) for i, s in enumerate(each)])
+
+    # -- other ridges and other data -------------------------------------------------------------
+
+    def at(self, ridge: float) -> KernelSystem:
+        """The same kernel at another ridge; penalties keep their weight, so that K̃ and r̃ change with it."""
+        dual, held = self.dual, self.constraints
+        if held is None or not held.soft:
+            moved = DualSystem(dual.kernel, dual.residual, ridge, spectrum=dual.known_spectrum)
+            return KernelSystem(self.problem, moved, self.memory, held, dict(self.work))
+        there = held.at_ridge(self.ridge, ridge)
+        kernel = dual.kernel + held.design @ held.design.T - there.design @ there.design.T
+        change = held.design @ held.level - there.design @ there.level
+        moved = DualSystem(kernel, dual.residual + change.view(dual.residual.shape), ridge)
+        return KernelSystem(self.problem, moved, self.memory, there, dict(self.work))
+
+    def removed(self, index: Tensor) -> KernelSystem:
+        """Without some examples: β_R − M_RS (M_SS)⁻¹ β_S."""
+        held = self.constraints and self.constraints.without(index, self.c)
+        return KernelSystem(self.problem.without(index), self.dual.removed(index), self.memory, held)
+
+    def extended(self, more: Problem) -> KernelSystem:
+        """With more examples, by a bordered Cholesky factor."""
+        held, residual = self.constraints, more.residual.to(self.dual.residual)
+        if held is not None:
+            design = held.whitened(self.function, more.x, self.memory)
+            residual = residual - (design @ held.level).view(residual.shape)
+            held = held.extended(design)
+        cross = self.kernel_between(more.x, self.x).permute(2, 3, 0, 1)
+        corner = self.kernel_between(more.x)
+        if more.weights is not None and self.problem.weights is not None:
+            w1, w2 = self.problem.weights, more.weights
+            cross = cross.double() * w1[:, :, None, None] * w2
+            corner = corner.double() * w2[:, :, None, None] * w2
+        dual = self.dual.extended(cross, corner, residual)
+        work = {"examples differentiated": more.n + self.n, "factorizations": 1}
+        return KernelSystem(self.problem.joined(more), dual, self.memory, held, work)
+
+    def with_residual(self, residual: Tensor) -> KernelSystem:
+        """The same kernel, and its factor, for other targets."""
+        left = self.residual + residual.to(self.residual) - self.problem.residual.to(self.residual)
+        dual = DualSystem(self.dual.kernel, left, self.ridge, factor=self.dual.factor)
+        problem = replace(self.problem, residual=residual)
+        return KernelSystem(problem, dual, self.memory, self.constraints)
+
+    # -- kernels of other inputs -----------------------------------------------------------------
+
+    def kernel_between(self, a: Inputs, b: Inputs | None = None) -> Tensor:
+        """K(a, b), conditioned on the equations on outputs; not whitened.
+
+        Args:
+            a: T examples.
+            b: S examples; by default a.
+
+        Returns:
+            (T, C, S, C).
+        """
+        design = self.constraints.design if self.constraints is not None and b is self.x else None
+        return conditioned_gram(self.function, self.constraints, a, b, self.memory, design)
+
+    def kernel_to_train(self, x: Inputs) -> Iterator[Tensor]:
+        """K̃(x, X) in as many parts as the memory budget asks for; one part is kept.
+
+        Args:
+            x: T examples.
+
+        Yields:
+            (t, C, N, C) of t examples, whitened on the side of the training data.
+        """
+        key = hash_tensors(tensors_in(x))
+        if (known := self._kept.get(key)) is not None:
+            yield known
+            return
+        row = (self.n * self.c) * self.c * (self.function.dtype.itemsize + 3 * 8)
+        size = max(1, int(SHARE * parse_bytes(self.memory, self.function.device)) // row)
+        for part in split(x, size):
+            cross = self.kernel_between(part, self.x)
+            if self.problem.weights is not None:
+                cross = cross.double() * self.problem.weights
+            self._kept = {key: cross} if batch_size(part) == batch_size(x) else {}
+            yield cross
+
+    def _halves(self, x: Inputs) -> Iterator[Tensor]:
+        """L⁻¹ K̃(X, x) of some examples at a time, (N·C, t·C)."""
+        factor = self.dual.factor
+        for cross in self.kernel_to_train(x):
+            rows = cross.flatten(2).flatten(0, 1).to(factor)
+            yield torch.linalg.solve_triangular(factor, rows.T, upper=False)
+
+    def covariance(self, x: Inputs, joint: bool = False) -> Tensor:
+        """K(x,x) − VᵀV with V = L⁻¹ K̃(X,x)."""
+        if joint:
+            halves = torch.cat(list(self._halves(x)), 1)
+            own = self.kernel_between(x).double()
+            return own - (halves.T @ halves).reshape(own.shape)
+        each = [v.view(len(v), -1, self.c) for v in self._halves(x)]
+        own = conditioned_own(self.function, self.constraints, x, self.memory)
+        explained = torch.cat([torch.einsum("mtc,mtd->tcd", v, v) for v in each])
+        return own.to(explained) - explained
+
+    def between(self, x1: Inputs, x2: Inputs) -> Tensor:
+        """K(x1,x2) − K̃(x1,X) M K̃(X,x2)."""
+        second = torch.cat([rows.flatten(2).flatten(0, 1) for rows in self.kernel_to_train(x2)])
+        solved = self.dual.solve(second.to(self.dual.kernel).T)
+        first = [rows.flatten(2).flatten(0, 1).to(solved) @ solved for rows in self.kernel_to_train(x1)]
+        kernel = self.kernel_between(x1, x2).double()
+        return kernel - torch.cat(first).reshape(kernel.shape)
+
+    def cross(self, x: Inputs) -> Iterator[Tensor]:
+        """K̃(x,X) M of as many examples at a time as the memory budget allows."""
+        return map(self.dual.cross, self.kernel_to_train(x))
+
+    # -- leave-one-out ---------------------------------------------------------------------------
+
+    def inverse_blocks(self) -> Tensor:
+        """M_ii, (N, C, C)."""
+        return self.dual.inverse_blocks()
+
+    def columns(self, index: Tensor) -> Tensor:
+        """M_i· of some examples, (k, C, N·C)."""
+        kernel, c = self.dual.kernel, self.c
+        rows = (index[:, None] * c + torch.arange(c, device=index.device)).flatten()
+        unit = torch.zeros(len(kernel), len(rows), dtype=kernel.dtype, device=kernel.device)
+        unit[rows, torch.arange(len(rows), device=rows.device)] = 1
+        return self.dual.solve(unit).T.reshape(len(index), c, len(kernel))
+
+    def diagonal(self) -> Tensor:
+        """The diagonal of K̃ as it was before it was conditioned on equations, (N·C,)."""
+        own = self.dual.kernel.diagonal().clamp_min(0)
+        return own if self.constraints is None else own + self.constraints.design.square().sum(1)
+
+    def known(self) -> tuple[Tensor, dict[str, int]]:
+        """K itself, (N, C, N, C), and where each example is; examples with missing targets are left out."""
+        n, c, w = self.n, self.c, self.problem.weights
+        kernel, whole = self.dual.kernel, torch.ones(n, dtype=torch.bool)
+        if w is not None:
+            inverse = torch.where(w > 0, 1 / w, 0.0).reshape(-1)
+            kernel, whole = kernel * inverse[:, None] * inverse, (w > 0).all(1)
+        keys = {key: i for i, key in enumerate(hash_examples(self.x)) if bool(whole[i])}
+        return kernel.view(n, c, n, c), keys
+
+
+def kernel_fits(function: Functional, size: int, memory: Memory) -> bool:
+    """Whether a kernel of so many rows can be formed and solved with.
+
+    Args:
+        function: The network.
+        size: N·C.
+        memory: Budget.
+
+    Returns:
+        Whether it takes at most half of the budget.
+    """
+    # the kernel in its own type and in float64, K + ρI, its factor and its inverse
+    return 5 * 8 * size**2 <= 0.5 * parse_bytes(memory, function.device)
+
+
+def whitened_kernel(kernel: Tensor, problem: Problem) -> Tensor:
+    """K̃ = diag(w) K diag(w) in float64.
+
+    Args:
+        kernel: K, (N, C, N, C).
+        problem: The data.
+
+    Returns:
+        (N·C, N·C).
+    """
+    size = problem.n * problem.c
+    square = kernel.reshape(size, size).double()
+    if problem.weights is None:
+        return square
+    w = problem.weights.reshape(-1)
+    return square.mul_(w[:, None]).mul_(w)
+
+
+def _kernel(problem: Problem, before: KernelSystem | None, memory: Memory) -> tuple[Tensor, dict[str, int]]:
+    """K(X,X), (N, C, N, C), with what is known of examples that came before; and what it took."""
+    function, x, n = problem.function, problem.x, problem.n
+    work = {"examples differentiated": n, "examples known": 0, "factorizations": 1}
+    if before is None:
+        return gram(function, x, form="full", memory=memory), work
+    kernel, places = before.known()
+    found = torch.tensor([places.get(key, -1) for key in hash_examples(x)], device=function.device)
+    old, new = (found >= 0).nonzero()[:, 0], (found < 0).nonzero()[:, 0]
+    if not len(old):
+        return gram(function, x, form="full", memory=memory), work
+    at = found[old]
+    result = kernel.new_empty(n, kernel.shape[1], n, kernel.shape[1])
+    # index tensors put their axes first: (old, old, C, C)
+    result[old[:, None], :, old] = kernel[at[:, None], :, at]
+    if len(new):
+        fresh = take(x, new)
+        result[new[:, None], :, new] = _pairs(gram(function, fresh, form="full", memory=memory).double())
+        cross = gram(function, fresh, take(x, old), form="full", memory=memory).double()
+        result[new[:, None], :, old] = _pairs(cross)
+        result[old[:, None], :, new] = _pairs(cross.permute(2, 3, 0, 1))
+        work["examples differentiated"] = n + len(new)  # the new ones with themselves, then with the old
+    else:
+        work["examples differentiated"] = 0
+    return result, {**work, "examples known": len(old)}
+
+
+def _pairs(kernel: Tensor) -> Tensor:
+    """(N, C, M, C) as (N, M, C, C)."""
+    return kernel.permute(0, 2, 1, 3)

@@ -1,0 +1,249 @@
+"""The linear model in weights: (J̃ᵀJ̃ + ρI) δ = J̃ᵀr̃ by a Cholesky factor or eigenvalues, in float64.
+
+J̃ᵀJ̃ is summed over the data, so that examples may be many where weights are few. With J̃ᵀJ̃ = V diag(λ) Vᵀ,
+c = Vᵀ J̃ᵀr̃ and Z = J̃V every ridge follows from one more pass over the data:
+
+    J̃δ = Z (c/(λ + ρ)),    H_ii = Z_i diag(1/(λ + ρ)) Z_iᵀ,    r̃ᵀ M r̃ = (‖r̃‖² − Σ c²/(λ + ρ))/ρ
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from linnet.linalg.factorize import cholesky, eigh
+from linnet.linear.dual import Along, RidgePath, ridge_grid_of
+from linnet.linear.evidence import Measure, by_primal, from_eigenvalues
+from linnet.linear.formed_rows import FormedRows
+from linnet.linear.kernel_system import KernelSystem, kernel_fits
+from linnet.linear.problem import Memory, Problem
+from linnet.linear.system import System
+from linnet.linear.targets import Targets
+from linnet.tangent.batch import Inputs, batch_size
+
+
+class NormalSystem(System):
+    """A solution by the matrix J̃ᵀJ̃ (P, P).
+
+    Args:
+        problem: The data.
+        matrices: J̃ᵀJ̃ (P, P) and J̃ᵀr̃ (P,), float64.
+        ridge: ρ.
+        memory: Budget of later blocks.
+        work: What it took.
+        spectrum: Eigenvalues and eigenvectors of J̃ᵀJ̃, if they are known.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        matrices: tuple[Tensor, Tensor],
+        ridge: float,
+        memory: Memory = None,
+        work: dict[str, int] | None = None,
+        spectrum: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self.problem, self.memory = problem, memory
+        self.normal, self.right = matrices
+        self.ridge = float(ridge)
+        self.work = {"factorizations": 1} if work is None else work
+        self._spectrum = spectrum
+
+    @classmethod
+    def solved(
+        cls, problem: Problem, ridge: float, memory: Memory = None, before: System | None = None
+    ) -> NormalSystem:
+        """Sum J̃ᵀJ̃ over the data and solve.
+
+        Args:
+            problem: The data.
+            ridge: ρ.
+            memory: Budget.
+            before: A solved problem of the same network; with the same examples and noise, its matrix is
+                taken.
+
+        Returns:
+            The system.
+        """
+        work = {"examples differentiated": problem.n, "factorizations": 1}
+        if isinstance(before, NormalSystem) and before.problem.same_inputs(problem):
+            right = problem.pull(problem.residual.reshape(-1, 1))[:, 0].double()
+            found = cls(problem, (before.normal, right), ridge, memory, work, before._spectrum)
+        else:
+            found = cls(problem, summed(problem, memory), ridge, memory, work)
+        _ = found.factor  # raises here where the matrix is not positive definite
+        return found
+
+    # -- the solution ----------------------------------------------------------------------------
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """L with L Lᵀ = J̃ᵀJ̃ + ρI."""
+        damped = self.normal.clone()
+        damped.diagonal().add_(self.ridge)
+        return cholesky(damped, "Fisher matrix + ridge")
+
+    @property
+    def spectrum(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues λ (P,) and eigenvectors V (P, P) of J̃ᵀJ̃."""
+        if self._spectrum is None:
+            values, vectors = eigh(self.normal, "Fisher matrix")
+            self._spectrum = values.clamp_min(0), vectors
+        return self._spectrum
+
+    @cached_property
+    def solution(self) -> Tensor:
+        """δ in float64."""
+        return torch.cholesky_solve(self.right[:, None], self.factor)[:, 0]
+
+    @property
+    def delta(self) -> Tensor:
+        """(J̃ᵀJ̃ + ρI)⁻¹ J̃ᵀr̃, in the network's type."""
+        return self.solution.to(self.function.dtype)
+
+    @cached_property
+    def beta(self) -> Tensor:
+        """β = (r̃ − J̃δ)/ρ, (N, C)."""
+        fitted = torch.cat([rows.double() @ self.solution for _, rows in self.problem.rows(self.memory)])
+        return (self.residual.double() - fitted.view(self.n, self.c)) / self.ridge
+
+    def solve(self, b: Tensor) -> Tensor:
+        """(J̃ᵀJ̃ + ρI)⁻¹ b for columns (P, K), in float64."""
+        return torch.cholesky_solve(b.double(), self.factor)
+
+    def spread(self, v: Tensor) -> Tensor:
+        """ρ (J̃ᵀJ̃ + ρI)⁻¹ v."""
+        return (self.ridge * self.solve(v)).to(v)
+
+    def certificate(self) -> float:
+        """‖(J̃ᵀJ̃ + ρI)δ − J̃ᵀr̃‖ / ‖J̃ᵀr̃‖."""
+        left = self.normal @ self.solution + self.ridge * self.solution - self.right
+        return float(left.norm() / self.right.norm().clamp_min(torch.finfo(left.dtype).tiny))
+
+    @cached_property
+    def measure(self) -> Measure:
+        """The eigenvalues of J̃ᵀJ̃, which are those of K̃ but for zeros."""
+        values, vectors = self.spectrum
+        problem = self.problem
+        values, masses = by_primal(values, (vectors.T @ self.right) ** 2, problem.squared)
+        return from_eigenvalues(values, masses, problem.squared, problem.count, problem.log_noise)
+
+    @cached_property
+    def kernel_form(self) -> KernelSystem | None:
+        """The same solution by its kernel, for what asks for that very matrix."""
+        if not kernel_fits(self.function, self.n * self.c, self.memory):
+            return None
+        return KernelSystem.solved(self.problem, self.ridge, self.memory)
+
+    @property
+    def factorized(self) -> NormalSystem:
+        """Itself."""
+        return self
+
+    # -- other ridges and other data -------------------------------------------------------------
+
+    def at(self, ridge: float) -> NormalSystem:
+        """Another Cholesky factor of the same matrix."""
+        matrices = self.normal, self.right
+        return NormalSystem(self.problem, matrices, ridge, self.memory, dict(self.work), self._spectrum)
+
+    def with_residual(self, residual: Tensor) -> NormalSystem:
+        """The same matrix for other targets."""
+        problem, change = replace(self.problem, residual=residual), residual - self.problem.residual
+        right = self.right + problem.pull(change.reshape(-1, 1))[:, 0].double()
+        return NormalSystem(
+            problem, (self.normal, right), self.ridge, self.memory, dict(self.work), self._spectrum
+        )
+
+    def removed(self, index: Tensor) -> NormalSystem:
+        """Without some examples: the sums less theirs, or anew where most of them go."""
+        rest = self.problem.without(index)
+        if rest.n < len(index):
+            return NormalSystem(rest, summed(rest, self.memory), self.ridge, self.memory)
+        normal, right = summed(self.problem.taken(index), self.memory)
+        return NormalSystem(rest, (self.normal - normal, self.right - right), self.ridge, self.memory)
+
+    def extended(self, more: Problem) -> NormalSystem:
+        """With more examples: the sums and theirs."""
+        normal, right = summed(more, self.memory)
+        joined, work = self.problem.joined(more), {"examples differentiated": more.n, "factorizations": 1}
+        matrices = self.normal + normal, self.right + right
+        return NormalSystem(joined, matrices, self.ridge, self.memory, work)
+
+    # -- predictions and leave-one-out -----------------------------------------------------------
+
+    def covariance(self, x: Inputs, joint: bool = False) -> Tensor:
+        """ρ VᵀV with V = L⁻¹ J(x)ᵀ."""
+        halves = []
+        for _, rows in FormedRows(self.function, x, self.c, self.memory, keep=False):
+            halves.append(torch.linalg.solve_triangular(self.factor, rows.double().T, upper=False))
+        v, n, c = torch.cat(halves, 1), batch_size(x), self.c
+        if joint:
+            return self.ridge * (v.T @ v).view(n, c, n, c)
+        each = v.view(v.shape[0], n, c)
+        return self.ridge * torch.einsum("ptc,ptd->tcd", each, each)
+
+    def grid(self) -> Tensor:
+        """Ridges around the mean of the kernel's diagonal, above its rounding, (R,)."""
+        values = self.spectrum[0]
+        rounding = len(values) * torch.finfo(values.dtype).eps * float(values.max())
+        return ridge_grid_of(float(values.sum()) / self.problem.count or 1.0, rounding, values.device)
+
+    def along_path(self, x: Inputs) -> Along:
+        """J(x) V of the eigenvectors V of J̃ᵀJ̃."""
+        values, vectors = self.spectrum
+        formed = FormedRows(self.function, x, self.c, self.memory, keep=False)
+        rows = torch.cat([rows.double() @ vectors for _, rows in formed])
+        return Along(rows, values, vectors.T @ self.right, torch.ones_like(values))
+
+    def path(self, ridges: Tensor | None, targets: Targets) -> RidgePath:
+        """From one eigendecomposition and one pass over the data."""
+        values, vectors = self.spectrum
+        count, squared = self.problem.count, self.problem.squared
+        grid = (self.grid() if ridges is None else ridges).to(values)
+        coordinates = vectors.T @ self.right
+        inverse = 1 / (values + grid[:, None])  # (R, P)
+        quadratic = (squared - (coordinates**2 * inverse).sum(1)).clamp_min(0) / grid
+        logdet = (values + grid[:, None]).log().sum(1) + (count - len(values)) * grid.log()
+        degrees = (values * inverse).sum(1)
+        noise = grid * quadratic / count
+        evidence = -0.5 * (count * ((2 * math.pi * noise.clamp_min(1e-300) / grid).log() + 1) + logdet)
+        error, left, right = torch.zeros_like(grid), torch.zeros_like(grid), torch.zeros_like(grid)
+        eye = torch.eye(self.c, dtype=values.dtype, device=values.device)
+        for place, rows in self.problem.rows(self.memory):
+            z = (rows.double() @ vectors).view(-1, self.c, len(values))
+            r, t = self.residual[place].double(), targets.values[place].to(values)
+            for k, weights in enumerate(inverse):
+                rest = r - z @ (weights * coordinates)
+                out = torch.linalg.solve(eye - (z * weights) @ z.mT, rest)
+                error[k] += out.square().sum()
+                left[k] += rest.square().sum()
+                right[k] += ((t - out).argmax(1) == t.argmax(1)).sum()
+        gcv = count * left / (count - degrees).clamp_min(1e-300) ** 2
+        columns = [grid, error / self.n, gcv, evidence, degrees, noise]
+        columns += [right / self.n] if targets.classes is not None else []
+        return RidgePath(*(column.cpu() for column in columns))
+
+
+def summed(problem: Problem, memory: Memory) -> tuple[Tensor, Tensor]:
+    """J̃ᵀJ̃ and J̃ᵀr̃, in float64.
+
+    Args:
+        problem: The data.
+        memory: Budget of blocks of rows.
+
+    Returns:
+        (P, P) and (P,).
+    """
+    p, device = problem.function.space.dim, problem.function.device
+    normal = torch.zeros(p, p, dtype=torch.float64, device=device)
+    right = normal.new_zeros(p)
+    for place, rows in problem.rows(memory):
+        wide = rows.double()
+        normal.addmm_(wide.T, wide)
+        right += wide.T @ problem.residual[place].reshape(-1).double()
+    return normal, right

@@ -1,0 +1,209 @@
+"""The data of a linear model: what its outputs are to add to their mean, in units of the noise.
+
+With outputs f = m + Jδ, targets t_i = f(x_i) + ε_i, ε_i ~ N(0, s σ_i²), known σ_i² and a common scale s,
+everything is written in
+
+    w_i = 1/σ_i,   r̃ = w ∘ (t − m(X)),   J̃ = diag(w) J,   K̃ = J̃ J̃ᵀ
+
+in which the noise is s I, and m the mean before the data: f₀, the network's own output, or zero. A target
+that is missing has w = 0, and takes no part in anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.linear.formed_rows import FormedRows
+from linnet.tangent.batch import Inputs, concatenate, observed, take
+from linnet.tangent.functional import Functional, adapt_outputs, call_arguments
+from linnet.tangent.hashing import hash_examples
+from linnet.tangent.jacobian import JacobianOperator
+
+Memory = str | int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A linear model and its training data.
+
+    Args:
+        function: The network, whose Jacobian J is.
+        x: N examples.
+        residual: r̃, (N, C).
+        weights: w, (N, C), float64; 0 for a missing target. ``None`` for ones.
+        log_noise: Σ log σ_i² over the targets that are there.
+        y: Targets (N, C) as they were given, where a file is to keep them.
+    """
+
+    function: Functional
+    x: Inputs
+    residual: Tensor
+    weights: Tensor | None = None
+    log_noise: float = 0.0
+    y: Tensor | None = None
+
+    @property
+    def n(self) -> int:
+        """N."""
+        return self.residual.shape[0]
+
+    @property
+    def c(self) -> int:
+        """C."""
+        return self.residual.shape[1]
+
+    @property
+    def count(self) -> int:
+        """Number of targets that are there."""
+        if self.weights is not None:
+            return int((self.weights > 0).sum())
+        mask = observed(self.x)[1]
+        return self.residual.numel() if mask is None else int(mask.sum())
+
+    @property
+    def squared(self) -> float:
+        """‖r̃‖²."""
+        return float(self.residual.double().square().sum())
+
+    @cached_property
+    def jacobian(self) -> JacobianOperator:
+        """J over the examples, without w."""
+        return JacobianOperator(self.function, self.x, self.c)
+
+    def weighed(self, values: Tensor, start: int = 0) -> Tensor:
+        """W ∘ v for columns v of outputs of consecutive examples.
+
+        Args:
+            values: v, (n·C, K).
+            start: The first example.
+
+        Returns:
+            (n·C, K).
+        """
+        if self.weights is None:
+            return values
+        n = len(values) // self.c
+        return values * self.weights[start : start + n].reshape(-1, 1).to(values)
+
+    def push(self, v: Tensor) -> Tensor:
+        """J̃ v for columns v, (P, K) to (N·C, K)."""
+        return self.weighed(self.jacobian.mm(v))
+
+    def pull(self, u: Tensor) -> Tensor:
+        """J̃ᵀ u for columns u, (N·C, K) to (P, K), in the network's type."""
+        return self.jacobian.T.mm(self.weighed(u).to(self.function.dtype))
+
+    def rows(self, memory: Memory = None) -> Iterator[tuple[slice, Tensor]]:
+        """J̃, as many examples at a time as the memory budget allows.
+
+        Args:
+            memory: Budget.
+
+        Yields:
+            The place of n examples, and their rows (n·C, P).
+        """
+        for place, rows in FormedRows(self.function, self.x, self.c, memory, keep=False):
+            yield place, self.weighed(rows, place.start)
+
+    def taken(self, index: Tensor) -> Problem:
+        """The problem of some of the examples.
+
+        Args:
+            index: Their positions.
+
+        Returns:
+            The smaller problem.
+        """
+        weights = None if self.weights is None else self.weights[index]
+        y = None if self.y is None else self.y[index]
+        return replace(self, x=take(self.x, index), residual=self.residual[index], weights=weights, y=y)
+
+    def without(self, index: Tensor) -> Problem:
+        """The problem without some of the examples.
+
+        Args:
+            index: Their positions, distinct.
+
+        Returns:
+            The smaller problem.
+        """
+        keep = torch.ones(self.n, dtype=torch.bool, device=self.residual.device)
+        keep[index.to(keep.device)] = False
+        return self.taken(keep.nonzero()[:, 0])
+
+    def joined(self, more: Problem) -> Problem:
+        """These data and more.
+
+        Args:
+            more: The new data, of the same network.
+
+        Returns:
+            All data, these first.
+        """
+        pairs = [(self.residual, more.residual), (self.weights, more.weights), (self.y, more.y)]
+        residual, weights, y = (None if a is None or b is None else torch.cat([a, b.to(a)]) for a, b in pairs)
+        assert residual is not None
+        x = concatenate([self.x, more.x])
+        return Problem(self.function, x, residual, weights, self.log_noise + more.log_noise, y)
+
+    def same_inputs(self, other: Problem) -> bool:
+        """Whether another problem has these very inputs, and noise, so that its matrices are these."""
+        one, two = self.weights, other.weights
+        alike = (one is None) == (two is None) and (one is None or two is None or torch.equal(one, two))
+        return alike and hash_examples(self.x) == hash_examples(other.x)
+
+
+class _Whitened(nn.Module):
+    """A network with outputs in units of their noise."""
+
+    def __init__(self, network: nn.Module, output: Any) -> None:
+        super().__init__()
+        self.network, self.output = network, output
+
+    def forward(self, x: Any, weights: Tensor) -> Tensor:
+        """The outputs f(x) ∘ w, (N, C)."""
+        args, kwargs = call_arguments(x)
+        value = adapt_outputs(self.network(*args, **kwargs), self.output)
+        return value.reshape(value.shape[0], -1) * weights
+
+
+def whitened(function: Functional) -> Functional:
+    """The network f̃(x, w) = w ∘ f(x), whose Jacobian is J̃ = diag(w) J; made once.
+
+    Args:
+        function: f, of C outputs.
+
+    Returns:
+        A network of pairs (x, w), with the parameters in the same order.
+
+    Example:
+        >>> double = whitened(Functional(nn.Linear(1, 1)))
+        >>> x = torch.ones(2, 1)
+        >>> at = double.theta
+        >>> torch.equal(double(at, (x, 2 * torch.ones(2, 1))), 2 * double(at, (x, torch.ones(2, 1))))
+        True
+    """
+    if "whitened" not in function.cache:
+        names = [f"network.{name}" for name in function.names]
+        function.cache["whitened"] = Functional(_Whitened(function.model, function.output), names)
+    double: Functional = function.cache["whitened"]
+    return double
+
+
+def whitened_inputs(problem: Problem) -> tuple[Inputs, Tensor]:
+    """The inputs (x, w) of the network that ``whitened`` makes.
+
+    Args:
+        problem: The data.
+
+    Returns:
+        Examples and their weights.
+    """
+    weights = torch.ones_like(problem.residual) if problem.weights is None else problem.weights
+    return problem.x, weights.to(problem.function.dtype)

@@ -1,0 +1,388 @@
+"""The solved equations of a linear model at one ridge, and everything that its posterior answers.
+
+With prior δ ~ N(0, I/λ), noise s, ρ = λ s, H = J̃ᵀJ̃ + ρI and M = (K̃ + ρI)⁻¹, in samples or in weights alike
+
+    δ = H⁻¹ J̃ᵀr̃ = J̃ᵀβ               β = M r̃ = (r̃ − J̃δ)/ρ
+    λ Cov[f(x)] = ρ J(x) H⁻¹ J(x)ᵀ = K(x,x) − K̃(x,X) M K̃(X,x)
+    K̃(x,X) M = J(x) H⁻¹ J̃ᵀ          M_ii = (I − J̃_i H⁻¹ J̃_iᵀ)/ρ
+
+(Maddox et al. 2021, eq. 2 and 3; Rasmussen and Williams 2006, section 2). ``System`` states them by solves
+with H; a subclass that knows better, because it holds a kernel or a factorization, says so.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError, NumericalError
+from linnet.linear.constraints import Constraints
+from linnet.linear.dual import Along, DualSystem, RidgePath
+from linnet.linear.evidence import Measure
+from linnet.linear.formed_rows import FormedRows
+from linnet.linear.problem import Memory, Problem
+from linnet.linear.targets import Targets
+from linnet.tangent.batch import Inputs, batch_size
+from linnet.tangent.functional import Functional
+from linnet.tangent.gram import own_kernels
+
+DIGITS = 100.0  # times its error that 1 − leverage must be at the least
+
+
+class System(ABC):
+    """The solved equations of a problem at one ρ.
+
+    Attributes:
+        problem: The data.
+        ridge: ρ = λ s.
+        memory: Budget of what is formed later.
+        work: What was done, counted: examples differentiated, factorizations, steps.
+        constraints: Equations on outputs that the solution obeys.
+        tolerance: Relative residual that a solve may leave; 0 for factorizations.
+    """
+
+    problem: Problem
+    ridge: float
+    memory: Memory
+    work: dict[str, int]
+    constraints: Constraints | None = None
+    tolerance: float = 0.0
+
+    # -- the problem -----------------------------------------------------------------------------
+
+    @property
+    def function(self) -> Functional:
+        """The network."""
+        return self.problem.function
+
+    @property
+    def x(self) -> Inputs:
+        """Training inputs."""
+        return self.problem.x
+
+    @property
+    def residual(self) -> Tensor:
+        """r̃, (N, C)."""
+        return self.problem.residual
+
+    @property
+    def n(self) -> int:
+        """N."""
+        return self.problem.n
+
+    @property
+    def c(self) -> int:
+        """C."""
+        return self.problem.c
+
+    # -- the solution ----------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def delta(self) -> Tensor:
+        """The posterior mean δ, (P,)."""
+
+    @property
+    @abstractmethod
+    def beta(self) -> Tensor:
+        """β, (N, C)."""
+
+    @abstractmethod
+    def solve(self, b: Tensor) -> Tensor:
+        """H⁻¹ b for columns b (P, K)."""
+
+    @abstractmethod
+    def certificate(self) -> float:
+        """The relative residual of the equations."""
+
+    @abstractmethod
+    def at(self, ridge: float) -> System:
+        """The same problem at another ρ, with all that does not depend on it."""
+
+    @abstractmethod
+    def removed(self, index: Tensor) -> System:
+        """The solution without some examples.
+
+        Args:
+            index: Their positions, (k,), distinct.
+
+        Returns:
+            The system of the others.
+        """
+
+    @abstractmethod
+    def extended(self, more: Problem) -> System:
+        """The solution with more examples.
+
+        Args:
+            more: The new data.
+
+        Returns:
+            The system of all data, old ones first.
+        """
+
+    @abstractmethod
+    def with_residual(self, residual: Tensor) -> System:
+        """The same equations for other targets.
+
+        Args:
+            residual: r̃, (N, C).
+
+        Returns:
+            The system.
+        """
+
+    @property
+    def measure(self) -> Measure:
+        """The spectrum of K̃, which the evidence is made of."""
+        if (form := self._elsewhere) is None:
+            raise self._refused("the evidence at every ridge")
+        return form.measure
+
+    @property
+    def kernel_form(self) -> System | None:
+        """The same solution by its kernel; ``None`` where that does not fit the memory."""
+        return None
+
+    @property
+    def dual(self) -> DualSystem | None:
+        """The equations (K̃ + ρI) β = r̃ of ``kernel_form``."""
+        return None if self.kernel_form is None else self.kernel_form.dual
+
+    @property
+    def factorized(self) -> System | None:
+        """The same solution by a factorization, which may be itself; ``None`` where none fits."""
+        return self.kernel_form
+
+    @property
+    def _elsewhere(self) -> System | None:
+        """Another form of the solution, which answers in fewer operations."""
+        form = self.factorized
+        return None if form is self else form
+
+    def path(self, ridges: Tensor | None, targets: Targets) -> RidgePath:
+        """Every criterion along a path of ridges, penalties on outputs at the same weight all along.
+
+        Args:
+            ridges: ρ, (R,); ``None`` for a grid around the mean of the kernel's diagonal.
+            targets: The training targets.
+
+        Returns:
+            The path.
+
+        Raises:
+            InputError: If the equations were solved by iterations, and no kernel fits the memory.
+        """
+        if (form := self._elsewhere) is None:
+            raise self._refused("a path of ridges")
+        return form.path(ridges, targets)
+
+    def grid(self) -> Tensor:
+        """Ridges to try, (R,), increasing.
+
+        Raises:
+            InputError: If the equations were solved by iterations.
+        """
+        raise self._refused("a grid of ridges")
+
+    def along_path(self, x: Inputs) -> Along:
+        """What the outputs at x are at every ridge.
+
+        Args:
+            x: T examples.
+
+        Raises:
+            InputError: If the equations were solved by iterations.
+        """
+        raise self._refused("predictions along a path of ridges")
+
+    def _refused(self, what: str) -> InputError:
+        """The error of what only a factorization answers."""
+        return InputError(
+            f"{what} of a fit that was solved by iterations",
+            expected='solver="dual" or "primal", whose eigenvalues have every ridge',
+            remedy='fit again with solver="dual", or fit at each ridge',
+        )
+
+    @property
+    def multipliers(self) -> Tensor | None:
+        """ν of the equations on outputs, (q,)."""
+        return None
+
+    def spread(self, v: Tensor) -> Tensor:
+        """The posterior covariance of the weights, λ Cov[δ] v for columns v (P, K)."""
+        return self.ridge * self.solve(v)
+
+    # -- predictions -----------------------------------------------------------------------------
+
+    def solved_rows(self, x: Inputs, what: str, memory: Memory = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """J(x) and H⁻¹ J(x)ᵀ block by block.
+
+        Args:
+            x: Examples.
+            what: Its name in the progress.
+            memory: Budget; by default that of the system.
+
+        Yields:
+            J of the block (n, C, P), and the solutions (P, n, C).
+        """
+        del what
+        for _, rows in FormedRows(self.function, x, self.c, memory or self.memory, keep=False):
+            n = len(rows) // self.c
+            yield rows.view(n, self.c, -1), self.solve(rows.T).view(-1, n, self.c)
+
+    def covariance(self, x: Inputs, joint: bool = False) -> Tensor:
+        """The posterior covariance λ Cov[f(x)].
+
+        Args:
+            x: T examples.
+            joint: Whether covariances between examples are wanted.
+
+        Returns:
+            (T, C, C), or (T, C, T, C).
+        """
+        if joint:
+            return self.between(x, x)
+        found = [
+            torch.einsum("ncp,pnd->ncd", rows.to(solved), solved)
+            for rows, solved in self.solved_rows(x, "predictive covariance")
+        ]
+        return self.ridge * torch.cat(found)
+
+    def between(self, x1: Inputs, x2: Inputs) -> Tensor:
+        """The posterior covariance λ Cov[f(x1), f(x2)].
+
+        Args:
+            x1: T examples.
+            x2: S examples.
+
+        Returns:
+            (T, C, S, C), float64.
+        """
+        parts = []
+        for _, solved in self.solved_rows(x2, "joint covariance"):
+            columns = solved.flatten(1)
+            formed = FormedRows(self.function, x1, self.c, self.memory, keep=False)
+            parts.append(torch.cat([rows.to(columns) @ columns for _, rows in formed]).double())
+        whole = self.ridge * torch.cat(parts, 1)
+        return whole.view(batch_size(x1), self.c, batch_size(x2), self.c)
+
+    def cross(self, x: Inputs) -> Iterator[Tensor]:
+        """K̃(x,X) M = J(x) H⁻¹ J̃ᵀ: what the targets weigh in the outputs at x, some examples at a time.
+
+        Args:
+            x: T examples.
+
+        Yields:
+            (t, C, N, C) of t examples.
+        """
+        if (form := self._elsewhere) is not None:
+            yield from form.cross(x)
+            return
+        for rows, solved in self.solved_rows(x, "influence"):
+            columns, t = solved.flatten(1), len(rows)
+            product = torch.cat([own.to(columns) @ columns for _, own in self.own_rows()])  # (N·C, t·C)
+            yield product.T.reshape(t, self.c, self.n, self.c)
+
+    def own_rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """J̃ of the training examples: the place of n of them and their rows (n·C, P), block by block."""
+        return self.problem.rows(self.memory)
+
+    # -- leave-one-out ---------------------------------------------------------------------------
+
+    def inverse_blocks(self) -> Tensor:
+        """M_ii, (N, C, C)."""
+        form = self._elsewhere
+        return self._leverages if form is None else form.inverse_blocks()
+
+    @property
+    def leverages_known(self) -> bool:
+        """Whether the N·C solves of ``inverse_blocks`` are done."""
+        return "_leverages" in vars(self)
+
+    @cached_property
+    def _leverages(self) -> Tensor:
+        """M_ii = (I − J̃_i H⁻¹ J̃_iᵀ)/ρ, by N·C solves."""
+        eye = torch.eye(self.c, dtype=torch.float64, device=self.function.device)
+        parts = []
+        for _, rows in self.own_rows():
+            each = rows.view(-1, self.c, rows.shape[1]).double()
+            solved = self.solve(rows.T.contiguous()).T.reshape(each.shape).double()
+            parts.append(eye - each @ solved.mT)
+        rest = torch.cat(parts)
+        # a solve may leave its tolerance, and the rows are rounded
+        require_digits(rest, self.tolerance + 16 * torch.finfo(self.function.dtype).eps, self.ridge)
+        return rest / self.ridge
+
+    def columns(self, index: Tensor) -> Tensor:
+        """M_i· of some examples.
+
+        Args:
+            index: Their positions, (k,).
+
+        Returns:
+            (k, C, N·C), float64.
+        """
+        c, k = self.c, len(index)
+        if (form := self._elsewhere) is not None:
+            return form.columns(index)
+        chosen = torch.cat([rows for _, rows in self.problem.taken(index).rows(self.memory)])
+        solved = self.solve(chosen.T.contiguous()).double()
+        reach = torch.cat([rows.double() @ solved for _, rows in self.own_rows()]).T  # (k·C, N·C)
+        own = (index[:, None] * c + torch.arange(c, device=index.device)).reshape(-1, 1)
+        found = (-reach).scatter_add(1, own, torch.ones_like(reach[:, :1])) / self.ridge
+        return found.view(k, c, -1)
+
+    def diagonal(self) -> Tensor:
+        """The diagonal of K̃ as it was before it was conditioned on equations, (N·C,), float64."""
+        if (form := self._elsewhere) is not None:
+            return form.diagonal()
+        own = own_kernels(self.function, self.x, self.memory).diagonal(dim1=1, dim2=2).reshape(-1, 1)
+        return self.problem.weighed(self.problem.weighed(own.double()))[:, 0]
+
+    def loo_residuals(self) -> Tensor:
+        """e_i = (M_ii)⁻¹ β_i, (N, C): t_i − f₋ᵢ(x_i)."""
+        if (form := self._elsewhere) is not None:
+            return form.loo_residuals()
+        blocks, beta = self.inverse_blocks(), self.beta
+        residuals: Tensor = torch.linalg.solve(blocks, beta.to(blocks))
+        return residuals
+
+    def loo_variances(self) -> Tensor:
+        """Cov[f(x_i)] in units of the noise without example i: ((M_ii)⁻¹ − ρI)/ρ, (N, C, C)."""
+        blocks = self.inverse_blocks()
+        eye = torch.eye(self.c, dtype=blocks.dtype, device=blocks.device)
+        found: Tensor = torch.linalg.inv(blocks) / self.ridge - eye
+        return found
+
+    def noise(self) -> float:
+        """The noise s of highest evidence at this ridge: ρ r̃ᵀβ / n."""
+        product = (self.residual.double() * self.beta.double()).sum()
+        return float(self.ridge * product / self.problem.count)
+
+
+def require_digits(rest: Tensor, error: float, ridge: float) -> None:
+    """Raise where I − J̃_i H⁻¹ J̃_iᵀ is no larger than its error.
+
+    Args:
+        rest: I − J̃_i H⁻¹ J̃_iᵀ of each example, (N, C, C).
+        error: Relative error of the solves.
+        ridge: ρ.
+
+    Raises:
+        NumericalError: If fewer than two digits are left of one of them.
+    """
+    least = float(torch.linalg.eigvalsh((rest + rest.mT).double() / 2).min())
+    if least < DIGITS * error:
+        # 1 − h grows as ρ where it is small
+        enough = ridge * DIGITS * error / max(least, error)
+        raise NumericalError(
+            f"leave-one-out at ridge={ridge:g} without the kernel: 1 − leverage is {least:.1e} for an "
+            f"example and known to {error:.0e}",
+            expected=f"a ridge of about {enough:.1g} or more, or a smaller tolerance",
+            remedy='use solver="dual", raise memory= so that the kernel fits, or the network in float64',
+        )
