@@ -345,7 +345,7 @@ def linear_posterior(
 def _laplace_draws(model: LinearModel, optimum: Optimum, precision: float, n: int, generator: Seed) -> Tensor:
     """Draws of N(δ*, (F + λ I)⁻¹), (P, n)."""
     z = normal((n, len(optimum.delta)), generator, optimum.delta.dtype, optimum.delta.device).T
-    fisher = model.curvature(optimum.outputs)
+    fisher = model.problem.hessian(optimum.outputs)
     return optimum.delta[:, None] + inverse_root(fisher.damped(precision), z.contiguous(), precision)
 
 

@@ -232,8 +232,9 @@ def bound(
     fitted = []
     for _ in range(samples):
         noise = normal(found.mean.shape, source, found.mean.dtype, found.mean.device)
-        fitted.append(-model.nll(model.f0 + model.tangent(found.mean + found.deviation * noise)))
-    estimate = Estimate.of(torch.stack(fitted))
+        moved = model.problem.push(found.mean + found.deviation * noise)
+        fitted.append(-model.problem.loss(model.f0 + moved))
+    estimate = Estimate.of(torch.tensor(fitted, dtype=torch.float64))
     return Estimate(
         estimate.mean - float(divergence(found.mean, found.deviation, precision)), estimate.stderr
     )
