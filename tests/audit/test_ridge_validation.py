@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from linnet import audit
-from linnet.errors import InputError
+from linnet.errors import DataError, InputError
 from tests.fitting.problems import ALPHA, Problem, near, problem, refused, rho_for
 
 LABELS = torch.tensor([0, 2, 1, 1, 0, 2])
@@ -105,4 +105,4 @@ def test_constrained_dual_fits_keep_their_equations_along_the_path(p: Problem) -
 def test_what_cannot_be_asked(p: Problem) -> None:
     fit = p.fit(ridge=1.0)
     refused(InputError, lambda: audit.ridge_path(fit, (p.x_test, LABELS), [1.0, -1.0]), "ridges")
-    refused(InputError, lambda: audit.ridge_gradient(fit, p.x_test, p.f0_test), "validation")
+    refused(DataError, lambda: audit.ridge_gradient(fit, p.x_test, p.f0_test), "validation")

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.errors import DataError
 from linnet.fitting.accuracy import answerable, sound_change
 from linnet.fitting.arguments import CRITERIA, positions, ridge_grid
 from linnet.fitting.asked import BATCH, base_outputs, checked_inputs, count_in_words
 from linnet.fitting.fit_files import write_fit
+from linnet.fitting.fitted import SquaredFit, more_data
 from linnet.fitting.record import Record as Record
 from linnet.fitting.remarks import after_change
 from linnet.linear.constraining import constrained
@@ -32,26 +32,21 @@ from linnet.linear.files import system_state
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.problem import Problem
 from linnet.linear.system import System
-from linnet.linear.targets import Targets, check_arrangement, make_targets, position_targets
+from linnet.linear.targets import Targets
 from linnet.params import choice, number
 from linnet.predictive.gaussian import GaussianPredictive
-from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
-from linnet.predictive.temperature import fit_moderation, fit_temperature
 from linnet.tangent.batch import (
     Inputs,
     batch_size,
-    gather_data,
-    observe,
     split,
-    take,
 )
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
 
-class LinearFit(PredictiveModel):
+class LinearFit(SquaredFit):
     """A solved linear fit. ``linnet.fit`` makes it.
 
     Args:
@@ -75,12 +70,14 @@ class LinearFit(PredictiveModel):
     """
 
     def __init__(self, module: Linearized, targets: Targets, system: System, record: Record) -> None:
-        self.module, self._targets, self.system, self.record = module, targets, system, record
-        self.held_out: Tensor | None = None
-        self._temperature: float | None = None
-        self._variance_scale = 1.0
-        self._point_temperature: float | None = None
+        super().__init__(targets, record)
+        self.module, self.system = module, system
         self._set_delta()
+
+    @property
+    def _solved(self) -> System:
+        """The solved equations."""
+        return self.system
 
     @torch.no_grad()
     def _set_delta(self) -> None:
@@ -92,11 +89,6 @@ class LinearFit(PredictiveModel):
             self.constraints.refined(module, nu)
 
     # -- what was fitted -------------------------------------------------------------------------
-
-    @property
-    def n(self) -> int:
-        """Number of training examples."""
-        return self.system.n
 
     @property
     def x(self) -> Inputs:
@@ -118,63 +110,9 @@ class LinearFit(PredictiveModel):
         return self.system.constraints
 
     @property
-    def ridge(self) -> float:
-        """ρ."""
-        return self.system.ridge
-
-    @property
-    def solver(self) -> str:
-        """``"dual"``, ``"primal"``, ``"cg"`` or ``"sgd"``."""
-        return self.record.solver
-
-    @property
-    def classes(self) -> int | None:
-        """Number of classes, ``None`` for regression."""
-        return self._targets.classes
-
-    @property
-    def targets(self) -> Tensor:
-        """t, (N, C)."""
-        return self._targets.values
-
-    @property
-    def labels(self) -> Tensor | None:
-        """Training classes (N,), ``None`` for regression."""
-        return self._targets.labels
-
-    @property
     def delta(self) -> Params:
         """δ by parameter name."""
         return {name: t.detach() for name, t in self.module.delta.items()}
-
-    @property
-    def noise(self) -> float:
-        """σ², the noise variance of highest evidence at this ridge; the prior precision is ρ/σ²."""
-        return max(self.system.noise(), torch.finfo(torch.float64).tiny)
-
-    @property
-    @in_exact_mode
-    def temperature(self) -> float | None:
-        """T of the softmax of outputs with their variance, by leave-one-out; ``None`` for regression."""
-        labels = self.labels
-        if labels is not None and self._temperature is None:
-            variances = (self.noise * self.system.loo_variances().diagonal(dim1=1, dim2=2)).clamp_min(0)
-            self._temperature, self._variance_scale = fit_moderation(self.loo(), labels, variances)
-        return self._temperature
-
-    @property
-    def variance_scale(self) -> float:
-        """s, what variances are multiplied with in probabilities; fitted together with ``temperature``."""
-        _ = self.temperature
-        return self._variance_scale
-
-    @property
-    def point_temperature(self) -> float | None:
-        """T for outputs without their variance, fitted to the leave-one-out predictions alike."""
-        labels = self.labels
-        if labels is not None and self._point_temperature is None:
-            self._point_temperature = fit_temperature(self.loo(), labels)
-        return self._point_temperature
 
     # -- predictions -----------------------------------------------------------------------------
 
@@ -336,20 +274,7 @@ class LinearFit(PredictiveModel):
             DataError: If the data are empty, not finite, or have labels out of range.
         """
         start = time.perf_counter()
-        x, y = gather_data(data, self.module.function.device)
-        self.module.function.check_runs(take(x, slice(0, 1)))
-        scale, dtype, own = self._targets.scale, self.targets.dtype, self.module.function.output_shape(x)
-        y, counted = position_targets(y, own, self._targets.axis, scale)
-        check_arrangement(y, own)
-        x = x if counted is None else observe(x, counted)
-        new = make_targets(y, self.system.c, scale, varied=False, dtype=dtype)
-        if (new.classes is None) != (self.classes is None):
-            kind = "integer classes" if self.classes is not None else "float targets (N, C)"
-            raise DataError(
-                f"y of the new data has type {y.dtype}",
-                expected=f"{kind}, as in the data before",
-                remedy="convert y with y.long() or y.float()",
-            )
+        x, new = more_data(self, self.module.function, data)
         base = base_outputs(self.module, x)
         more = Problem(self.module.function, x, new.values.to(base) - base)
         system = self.system.extended(more)
@@ -430,20 +355,7 @@ class LinearFit(PredictiveModel):
         Returns:
             A dict that ``json`` can write.
         """
-        return {
-            "examples": self.n,
-            "outputs": self.system.c,
-            "parameters": self.module.space.dim,
-            "classes": self.classes,
-            "solver": self.solver,
-            "ridge": self.ridge,
-            "criterion": self.record.criterion,
-            "noise": self.noise,
-            "certificate": self.system.certificate(),
-            "reasons": dict(self.record.reasons),
-            "warnings": list(self.record.warnings),
-            "seconds": dict(self.record.seconds),
-        }
+        return self._summary(self.module.space.dim)
 
     def save(self, directory: str | Path) -> Path:
         """Write the fit to a folder: safetensors and JSON, atomically.

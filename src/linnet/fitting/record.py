@@ -10,7 +10,7 @@ class Record:
     """Choices of a fit, their reasons and costs.
 
     Args:
-        solver: ``"dual"``, ``"cg"`` or ``"sgd"``.
+        solver: ``"dual"``, ``"primal"``, ``"cg"`` or ``"sgd"``.
         criterion: How the ridge was chosen: ``"given"``, ``"loo"``, ``"gcv"`` or ``"evidence"``.
         reasons: One sentence for each choice.
         warnings: What a reader of the numbers must know.

@@ -24,6 +24,7 @@ from linnet.fitting.accuracy import answerable, sound_change
 from linnet.fitting.arguments import positions, ridge_grid
 from linnet.fitting.asked import BATCH, base_outputs, checked_inputs, count_in_words
 from linnet.fitting.fit_files import write_fit
+from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import Record
 from linnet.fitting.remarks import after_change
 from linnet.fitting.softmax_path import (
@@ -43,7 +44,6 @@ from linnet.linear.softmax_primal import SoftmaxPrimal
 from linnet.linear.targets import Targets
 from linnet.memory import parse_bytes
 from linnet.predictive.gaussian import GaussianPredictive
-from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
 from linnet.tangent.batch import (
     Inputs,
@@ -64,7 +64,7 @@ from linnet.tangent.modes import in_exact_mode
 CHECKED = 3  # examples that are refitted where a ridge is chosen by leave-one-out
 
 
-class SoftmaxFit(PredictiveModel):
+class SoftmaxFit(Fitted):
     """A solved cross-entropy fit. ``linnet.fit(..., loss="cross-entropy")`` makes it.
 
     Args:
@@ -101,9 +101,8 @@ class SoftmaxFit(PredictiveModel):
         record: Record,
         memory: str | int | None = None,
     ) -> None:
-        self.module, self.x, self._targets, self.system = module, x, targets, system
-        self.record, self.memory = record, memory
-        self.held_out: Tensor | None = None
+        super().__init__(targets, record)
+        self.module, self.x, self.system, self.memory = module, x, system, memory
         self.chosen_path: SoftmaxPath | None = None
         self._cross: dict[str, Tensor] = {}
         _set_delta(module, x, system)
@@ -111,29 +110,14 @@ class SoftmaxFit(PredictiveModel):
     # -- what was fitted -------------------------------------------------------------------------
 
     @property
-    def n(self) -> int:
-        """Number of training examples."""
-        return self.system.n
-
-    @property
-    def ridge(self) -> float:
-        """ρ, which is also the prior precision."""
-        return self.system.ridge
-
-    @property
-    def solver(self) -> str:
-        """``"dual"`` or ``"cg"``."""
-        return self.record.solver
+    def _solved(self) -> SoftmaxDual | SoftmaxPrimal:
+        """The solved problem."""
+        return self.system
 
     @property
     def classes(self) -> int:
         """Number of classes: C, or 2 for one output."""
         return self._targets.classes or 2
-
-    @property
-    def targets(self) -> Tensor:
-        """Label probabilities y, (N, C)."""
-        return self._targets.values
 
     @property
     def labels(self) -> Tensor:
@@ -456,22 +440,12 @@ class SoftmaxFit(PredictiveModel):
         Returns:
             A dict that ``json`` can write; ``"certificate"`` is ‖∇‖ relative to ‖∇‖ at δ = 0.
         """
+        own = {"objective": self.system.objective[-1], "steps": self.system.steps}
         return {
             "loss": "cross-entropy",
-            "examples": self.n,
-            "outputs": self.system.c,
-            "parameters": self.module.space.dim,
+            **self._summary(self.module.space.dim),
             "classes": self.classes,
-            "solver": self.solver,
-            "ridge": self.ridge,
-            "criterion": self.record.criterion,
-            "noise": self.noise,
-            "objective": self.system.objective[-1],
-            "steps": self.system.steps,
-            "certificate": self.system.certificate(),
-            "reasons": dict(self.record.reasons),
-            "warnings": list(self.record.warnings),
-            "seconds": dict(self.record.seconds),
+            **own,
         }
 
     def save(self, directory: str | Path) -> Path:

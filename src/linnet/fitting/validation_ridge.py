@@ -22,15 +22,14 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.fitting.arguments import ridge_grid
-from linnet.fitting.asked import checked_inputs
+from linnet.fitting.fitted import more_data
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.remarks import after_change
 from linnet.linear.constrained_system import ConstrainedSystem
 from linnet.linear.primal import Primal
 from linnet.linear.system import System
-from linnet.linear.targets import check_arrangement, make_targets, position_targets
 from linnet.solvers.shifted_cg import shifted_cg
-from linnet.tangent.batch import Inputs, gather_data, observe
+from linnet.tangent.batch import Inputs
 from linnet.tangent.jacobian import jvp_columns
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -256,20 +255,7 @@ class _Curve(Protocol):
 def _curve(fit: LinearFit, validation: Any) -> _Curve:
     """The curve of a fit."""
     _check_squared(fit)
-    x, y = gather_data(validation, fit.module.function.device)
-    x = checked_inputs(fit.module, x)
-    own = fit.module.function.output_shape(x)
-    y, counted = position_targets(y, own, fit._targets.axis, fit._targets.scale)
-    x = x if counted is None else observe(x, counted)
-    check_arrangement(y, own)
-    made = make_targets(y, fit.system.c, fit._targets.scale, varied=False, dtype=fit.targets.dtype)
-    if (made.classes is None) != (fit.classes is None):
-        kind = "integer classes" if fit.classes is not None else "float targets (T, C)"
-        raise InputError(
-            f"y of the validation data has type {y.dtype}",
-            expected=f"{kind}, as in training",
-            remedy="convert y with y.long() or y.float()",
-        )
+    x, made = more_data(fit, fit.module.function, validation, "the validation data")
     targets = made.values.to(fit.module.function.device).double()
     labels = None if made.labels is None or fit.system.c == 1 else made.labels.to(targets.device)
     if fit.constraints is not None and fit.constraints.soft:

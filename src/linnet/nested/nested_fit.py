@@ -16,36 +16,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.errors import DataError, InputError
+from linnet.errors import InputError
 from linnet.fitting.arguments import positions, ridge_grid
 from linnet.fitting.asked import count_in_words
+from linnet.fitting.fitted import SquaredFit, more_data
 from linnet.fitting.record import Record
 from linnet.linear.dual import DualSystem, RidgePath
-from linnet.linear.targets import Targets, make_targets
+from linnet.linear.targets import Targets
 from linnet.nested.features import Features
 from linnet.nested.nested_files import write_nested
 from linnet.nested.prior import Prior
 from linnet.nested.rows import Rows
 from linnet.nested.rungs import Rung
 from linnet.nested.search import choose
-from linnet.params import number
 from linnet.predictive.gaussian import GaussianPredictive
-from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
-from linnet.predictive.temperature import fit_moderation, fit_temperature
 from linnet.tangent.batch import (
     Inputs,
     batch_size,
     check_examples,
     concatenate,
-    gather_data,
     map_tensors,
     take,
 )
 from linnet.tangent.hashing import hash_examples
 
 
-class NestedFit(PredictiveModel):
+class NestedFit(SquaredFit):
     """A linear probe and the linearized layers below it, fitted together. ``linnet.adapt`` makes it.
 
     Args:
@@ -74,37 +71,23 @@ class NestedFit(PredictiveModel):
     """
 
     def __init__(self, prior: Prior, x: Inputs, targets: Targets, system: DualSystem, record: Record) -> None:
-        self.prior, self.x, self._targets = prior, x, targets
-        self.system, self.record = system, record
+        super().__init__(targets, record)
+        self.prior, self.x, self.system = prior, x, system
         self._phi: Tensor | None = None
         self._rows = Rows()
-        self._moderation: tuple[float, float] | None = None
-        self._point_temperature: float | None = None
-        self._noise: float | None = None
         self.rungs: tuple[Rung, ...] = ()
-        self.held_out: Tensor | None = None
+
+    @property
+    def _solved(self) -> DualSystem:
+        """The solved equations."""
+        return self.system
 
     # -- what was fitted -------------------------------------------------------------------------
-
-    @property
-    def n(self) -> int:
-        """Number of training examples."""
-        return self.system.n
-
-    @property
-    def ridge(self) -> float:
-        """ρ, relative to the mean of the kernel's diagonal."""
-        return self.system.ridge
 
     @property
     def body_weight(self) -> float:
         """w, the share of the lower layers in the kernel: 0 for the linear probe alone."""
         return self.prior.mixture.weight
-
-    @property
-    def solver(self) -> str:
-        """``"dual"``."""
-        return self.record.solver
 
     @property
     def module(self) -> Features:
@@ -121,11 +104,6 @@ class NestedFit(PredictiveModel):
         self.prior = replace(self.prior, memory=budget)
 
     @property
-    def classes(self) -> int | None:
-        """Number of classes, ``None`` for regression."""
-        return self._targets.classes
-
-    @property
     def trained(self) -> bool:
         """Whether the lower layers were trained on the same samples."""
         return self.prior.features.trained
@@ -136,80 +114,11 @@ class NestedFit(PredictiveModel):
         return self._targets
 
     @property
-    def targets(self) -> Tensor:
-        """t, (N, C)."""
-        return self._targets.values
-
-    @property
-    def labels(self) -> Tensor | None:
-        """Training classes (N,), ``None`` for regression."""
-        return self._targets.labels
-
-    @property
     def phi(self) -> Tensor:
         """φ̃ of the training examples, (N, D), computed when it is first needed."""
         if self._phi is None:
             self._phi = self.prior.phi(self.x)
         return self._phi
-
-    @property
-    def noise(self) -> float:
-        """σ², the noise variance; the prior variance is σ²/ρ.
-
-        It is the one of highest evidence at this ridge, or that of the held-out folds where the lower layers
-        were trained.
-        """
-        known = self.system.noise() if self._noise is None else self._noise
-        return max(known, torch.finfo(torch.float64).tiny)
-
-    @property
-    def temperature(self) -> float | None:
-        """T of the softmax of outputs with their variance, by leave-one-out; ``None`` for regression."""
-        labels = self.labels
-        if labels is not None and self._moderation is None:
-            variances = (self.noise * self.system.loo_variances().diagonal(dim1=1, dim2=2)).clamp_min(0)
-            self._moderation = fit_moderation(self.loo(), labels, variances)
-        return None if self._moderation is None else self._moderation[0]
-
-    @property
-    def variance_scale(self) -> float:
-        """s, the factor on variances in probabilities; fitted together with ``temperature``."""
-        _ = self.temperature
-        return 1.0 if self._moderation is None else self._moderation[1]
-
-    @property
-    def point_temperature(self) -> float | None:
-        """T for outputs without their variance, fitted to the leave-one-out predictions alike."""
-        labels = self.labels
-        if labels is not None and self._point_temperature is None:
-            self._point_temperature = fit_temperature(self.loo(), labels)
-        return self._point_temperature
-
-    def calibrate(
-        self,
-        temperature: float | None = None,
-        point_temperature: float | None = None,
-        variance_scale: float = 1.0,
-        noise: float | None = None,
-    ) -> None:
-        """Take temperatures and noise that are known already, instead of fitting them in closed form.
-
-        Args:
-            temperature: T of outputs with their variance.
-            point_temperature: T of outputs without it.
-            variance_scale: Factor on variances in probabilities.
-            noise: σ².
-
-        Raises:
-            InputError: If one is not a positive number.
-        """
-        if noise is not None:
-            self._noise = number("noise", noise, above=0)
-        if temperature is not None:
-            scale = number("variance_scale", variance_scale, above=0)
-            self._moderation = number("temperature", temperature, above=0), scale
-        if point_temperature is not None:
-            self._point_temperature = number("point_temperature", point_temperature, above=0)
 
     # -- predictions -----------------------------------------------------------------------------
 
@@ -428,16 +337,7 @@ class NestedFit(PredictiveModel):
                 expected="weights that have seen no label: leave-one-out would not be honest",
                 remedy="leave ridge= out, or call adapt again on all examples",
             )
-        x, y = gather_data(data, self.prior.features.function.device)
-        self._checked(x)
-        new = make_targets(y, self.system.c, self._targets.scale, varied=False, dtype=self.targets.dtype)
-        if (new.classes is None) != (self.classes is None):
-            kind = "integer classes" if self.classes is not None else "float targets (N, C)"
-            raise DataError(
-                f"y of the new data has type {y.dtype}",
-                expected=f"{kind}, as in the data before",
-                remedy="convert y with y.long() or y.float()",
-            )
+        x, new = more_data(self, self.prior.features.function, data)
         joined = concatenate([self.x, x])
         targets = replace(self._targets, values=torch.cat([self.targets, new.values.to(self.targets)]))
         what = f"added {count_in_words(batch_size(x))}"
@@ -493,24 +393,9 @@ class NestedFit(PredictiveModel):
         Returns:
             A dict that ``json`` can write.
         """
-        return {
-            "examples": self.n,
-            "outputs": self.system.c,
-            "parameters": self.prior.features.space.dim,
-            "features": self.prior.features.width,
-            "classes": self.classes,
-            "solver": self.solver,
-            "ridge": self.ridge,
-            "body_weight": self.body_weight,
-            "criterion": self.record.criterion,
-            "noise": self.noise,
-            "certificate": self.system.certificate(),
-            "reasons": dict(self.record.reasons),
-            "warnings": list(self.record.warnings),
-            "seconds": dict(self.record.seconds),
-            "trained": self.trained,
-            "rungs": [asdict(rung) for rung in self.rungs],
-        }
+        features = self.prior.features
+        own = {"features": features.width, "body_weight": self.body_weight, "trained": self.trained}
+        return {**self._summary(features.space.dim), **own, "rungs": [asdict(rung) for rung in self.rungs]}
 
     def __repr__(self) -> str:
         """Samples, outputs, and what was chosen."""

@@ -34,9 +34,9 @@ from linnet.curvatures.saved import load_curvature
 from linnet.errors import FileFormatError, InputError, LinnetError
 from linnet.files import load_tensors, read_json, save_tensors, write_json
 from linnet.fitting.centered import with_centered_head
+from linnet.fitting.fitted import SquaredFit
 from linnet.fitting.head import with_head
 from linnet.fitting.last_layer import Appended
-from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.load_fit import load_fit
 from linnet.fitting.metric import MetricNetwork, with_metric
 from linnet.nested.adapt import load_adapted
@@ -362,9 +362,7 @@ def load_run(
     )
     known = record["temperatures"]
     temperatures = None if known is None else (*known, 1.0)[:3]  # older folders have no scale of the variance
-    if temperatures is not None and isinstance(fit, LinearFit):
-        fit._temperature, fit._point_temperature, fit._variance_scale = temperatures
-    if temperatures is not None and isinstance(fit, NestedFit):
+    if temperatures is not None and isinstance(fit, SquaredFit):
         fit.calibrate(*temperatures)
     if trust:
         remember_run(folder)

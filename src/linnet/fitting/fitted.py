@@ -1,0 +1,240 @@
+"""What fits have in common: their size and choices, calibration, and new data made ready for them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from linnet.errors import DataError
+from linnet.fitting.record import Record
+from linnet.linear.targets import Targets, check_arrangement, make_targets, position_targets
+from linnet.params import number
+from linnet.predictive.model import PredictiveModel
+from linnet.predictive.temperature import fit_moderation, fit_temperature
+from linnet.tangent.batch import Inputs, gather_data, observe, take
+from linnet.tangent.functional import Functional
+from linnet.tangent.modes import in_exact_mode
+
+
+class Solved(Protocol):
+    """Solved equations, of any loss."""
+
+    @property
+    def n(self) -> int:
+        """N."""
+
+    @property
+    def c(self) -> int:
+        """C."""
+
+    @property
+    def ridge(self) -> float:
+        """ρ."""
+
+    def certificate(self) -> float:
+        """The relative residual."""
+
+
+class Fitted(PredictiveModel):
+    """A fit of data.
+
+    Args:
+        targets: Training targets.
+        record: What was chosen and why.
+
+    Attributes:
+        record: The same.
+        held_out: Outputs by a procedure that has not seen the example, where the head was cross-fitted.
+    """
+
+    def __init__(self, targets: Targets, record: Record) -> None:
+        self._targets, self.record = targets, record
+        self.held_out: Tensor | None = None
+
+    @property
+    @abstractmethod
+    def _solved(self) -> Solved:
+        """The solved equations."""
+
+    @property
+    def n(self) -> int:
+        """Number of training examples."""
+        return self._solved.n
+
+    @property
+    def ridge(self) -> float:
+        """ρ."""
+        return self._solved.ridge
+
+    @property
+    def solver(self) -> str:
+        """``"dual"``, ``"primal"``, ``"cg"`` or ``"sgd"``."""
+        return self.record.solver
+
+    @property
+    def targets(self) -> Tensor:
+        """t, (N, C); label probabilities for the cross-entropy."""
+        return self._targets.values
+
+    @property
+    @abstractmethod
+    def noise(self) -> float:
+        """The noise variance σ²; 0 for the cross-entropy."""
+
+    def _summary(self, parameters: int) -> dict[str, Any]:
+        """Size, choices and their reasons, as plain numbers and text."""
+        return {
+            "examples": self.n,
+            "outputs": self._solved.c,
+            "parameters": parameters,
+            "classes": self._targets.classes,
+            "solver": self.solver,
+            "ridge": self.ridge,
+            "criterion": self.record.criterion,
+            "noise": self.noise,
+            "certificate": self._solved.certificate(),
+            "reasons": dict(self.record.reasons),
+            "warnings": list(self.record.warnings),
+            "seconds": dict(self.record.seconds),
+        }
+
+
+class SolvedSquares(Solved, Protocol):
+    """Solved equations of the squared loss."""
+
+    def noise(self) -> float:
+        """The noise variance of highest evidence."""
+
+    def loo_variances(self) -> Tensor:
+        """Variances of the left-out outputs in units of the noise, (N, C, C)."""
+
+
+class SquaredFit(Fitted):
+    """A fit of the squared loss, whose probabilities are calibrated on leave-one-out outputs.
+
+    Args:
+        targets: Training targets.
+        record: What was chosen and why.
+    """
+
+    def __init__(self, targets: Targets, record: Record) -> None:
+        super().__init__(targets, record)
+        self._moderation: tuple[float, float] | None = None
+        self._point_temperature: float | None = None
+        self._noise: float | None = None
+
+    @property
+    @abstractmethod
+    def _solved(self) -> SolvedSquares:
+        """The solved equations."""
+
+    @abstractmethod
+    def loo(self) -> Tensor:
+        """Leave-one-out outputs, (N, C)."""
+
+    @property
+    def classes(self) -> int | None:
+        """Number of classes, ``None`` for regression."""
+        return self._targets.classes
+
+    @property
+    def labels(self) -> Tensor | None:
+        """Training classes (N,), ``None`` for regression."""
+        return self._targets.labels
+
+    @property
+    def noise(self) -> float:
+        """σ², the noise variance of highest evidence at this ridge; the prior precision is ρ/σ²."""
+        known = self._solved.noise() if self._noise is None else self._noise
+        return max(known, torch.finfo(torch.float64).tiny)
+
+    @property
+    @in_exact_mode
+    def temperature(self) -> float | None:
+        """T of the softmax of outputs with their variance, by leave-one-out; ``None`` for regression."""
+        labels = self.labels
+        if labels is not None and self._moderation is None:
+            variances = self.noise * self._solved.loo_variances().diagonal(dim1=1, dim2=2)
+            self._moderation = fit_moderation(self.loo(), labels, variances.clamp_min(0))
+        return None if self._moderation is None else self._moderation[0]
+
+    @property
+    def variance_scale(self) -> float:
+        """s, the factor on variances in probabilities; fitted together with ``temperature``."""
+        _ = self.temperature
+        return 1.0 if self._moderation is None else self._moderation[1]
+
+    @property
+    def point_temperature(self) -> float | None:
+        """T for outputs without their variance, fitted to the leave-one-out predictions alike."""
+        labels = self.labels
+        if labels is not None and self._point_temperature is None:
+            self._point_temperature = fit_temperature(self.loo(), labels)
+        return self._point_temperature
+
+    def calibrate(
+        self,
+        temperature: float | None = None,
+        point_temperature: float | None = None,
+        variance_scale: float = 1.0,
+        noise: float | None = None,
+    ) -> None:
+        """Take temperatures and noise that are known already, instead of fitting them in closed form.
+
+        Args:
+            temperature: T of outputs with their variance.
+            point_temperature: T of outputs without it.
+            variance_scale: Factor on variances in probabilities.
+            noise: σ².
+
+        Raises:
+            InputError: If one is not a positive number.
+        """
+        if noise is not None:
+            self._noise = number("noise", noise, above=0)
+        if temperature is not None:
+            scale = number("variance_scale", variance_scale, above=0)
+            self._moderation = number("temperature", temperature, above=0), scale
+        if point_temperature is not None:
+            self._point_temperature = number("point_temperature", point_temperature, above=0)
+
+
+def more_data(
+    fit: SquaredFit, function: Functional, data: Any, what: str = "the new data"
+) -> tuple[Inputs, Targets]:
+    """New data for a fit, on its device and with targets like those that it was fitted to.
+
+    Args:
+        fit: The fit.
+        function: The network.
+        data: An (x, y) pair, a Dataset or a DataLoader.
+        what: The name of the data in errors.
+
+    Returns:
+        Inputs and targets.
+
+    Raises:
+        DataError: If the data are empty, not finite, of another kind than before or out of range.
+        InputError: If the targets are arranged otherwise than the outputs.
+    """
+    x, y = gather_data(data, function.device)
+    function.check_runs(take(x, slice(0, 1)))
+    like = fit._targets
+    if like.axis is not None:
+        y, counted = position_targets(y, function.output_shape(x), like.axis, like.scale)
+        x = x if counted is None else observe(x, counted)
+    c = fit.targets.shape[1]
+    if function.check_runs(take(x, slice(0, 1))).numel() == c:  # not several random heads
+        check_arrangement(y, function.output_shape(x))
+    made = make_targets(y, c, like.scale, varied=False, dtype=fit.targets.dtype)
+    if (made.classes is None) != (like.classes is None):
+        kind = "integer classes" if like.classes is not None else "float targets (N, C)"
+        raise DataError(
+            f"y of {what} has type {y.dtype}",
+            expected=f"{kind}, as in the data before",
+            remedy="convert y with y.long() or y.float()",
+        )
+    return x, made
