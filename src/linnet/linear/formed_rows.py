@@ -17,6 +17,7 @@ from linnet.memory import parse_bytes
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.functional import Functional
+from linnet.tangent.independence import require_own_rows
 from linnet.tangent.jacobian import JacobianOperator
 
 LARGEST = 64  # examples in a block, at most
@@ -42,6 +43,7 @@ class FormedRows:
         memory: str | int | None = None,
         keep: bool = True,
     ) -> None:
+        require_own_rows(function, x)
         self.function, self.x, self.outputs = function, x, outputs
         self.n = batch_size(x)
         budget = parse_bytes(memory, function.device)
