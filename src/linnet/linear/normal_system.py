@@ -178,14 +178,15 @@ class NormalSystem(System):
 
     def covariance(self, x: Inputs, joint: bool = False) -> Tensor:
         """ρ VᵀV with V = L⁻¹ J(x)ᵀ."""
-        halves = []
-        for _, rows in FormedRows(self.function, x, self.c, self.memory, keep=False):
-            halves.append(torch.linalg.solve_triangular(self.factor, rows.double().T, upper=False))
-        v, n, c = torch.cat(halves, 1), batch_size(x), self.c
-        if joint:
-            return self.ridge * (v.T @ v).view(n, c, n, c)
-        each = v.view(v.shape[0], n, c)
-        return self.ridge * torch.einsum("ptc,ptd->tcd", each, each)
+        blocks, n, c = [], batch_size(x), self.c
+        for _, rows in FormedRows(self.function, x, c, self.memory, keep=False):
+            half = torch.linalg.solve_triangular(self.factor, rows.double().T, upper=False)
+            each = half.view(len(half), -1, c)
+            blocks.append(half if joint else torch.einsum("ptc,ptd->tcd", each, each))
+        if not joint:
+            return self.ridge * torch.cat(blocks)
+        v = torch.cat(blocks, 1)
+        return self.ridge * (v.T @ v).view(n, c, n, c)
 
     def grid(self) -> Tensor:
         """Ridges around the mean of the kernel's diagonal, above its rounding, (R,)."""
