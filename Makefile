@@ -2,7 +2,7 @@
 #   make demo    adapt a small network to new classes and write a report, in runs/demo
 #   make test    all checks and all tests but the long grids of tests/hostile
 #   make coverage    the same tests, and the lines of the package that they run
-#   make test-hostile    tests/hostile with its long grids;  make test-all    everything
+#   make test-hostile    tests/hostile with its long grids;  make test-long    all long tests;  make test-all    everything
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= 1
 PARALLEL := -n auto --maxprocesses 4
 
-.PHONY: demo test coverage test-hostile test-all check format docs bench clean
+.PHONY: demo test coverage test-hostile test-long test-all check format docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -33,6 +33,10 @@ coverage: $(INSTALLED)
 # An empty -m takes the tests that are marked as long, which pyproject.toml leaves out otherwise.
 test-hostile: $(INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL) tests/hostile -m ""
+
+# The long tests alone, stopped at the first that fails.
+test-long: $(INSTALLED)
+	$(BIN)/python -m pytest $(PARALLEL) -m long --maxfail=1
 
 test-all: check
 	$(BIN)/python -m pytest $(PARALLEL) -m ""

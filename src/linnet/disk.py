@@ -126,7 +126,7 @@ def _number(error: BaseException) -> int | None:
 
 
 def _free(folder: Path) -> str:
-    """What a folder's disk has left, in words."""
+    """Free space of a folder's disk, in words."""
     try:
         return f"{format_bytes(shutil.disk_usage(folder).free)} are free there"
     except OSError:

@@ -49,7 +49,7 @@ def world() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Share:
-    """What a process has to do with the others.
+    """The part of a process among the others.
 
     Args:
         rank: This process.
@@ -283,7 +283,7 @@ class _FailedElsewhere(Exception):
 
 
 class _Calls:
-    """How often this process has begun something together, which counts alike on all, and what is open."""
+    """Counts the joint operations of this process, alike on all, and names the open one."""
 
     begun = 0
     open: list[int] = []  # noqa: RUF012

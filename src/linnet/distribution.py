@@ -97,5 +97,5 @@ def namesake() -> str | None:
 
 
 def _repair() -> str:
-    """How to remove the namesake and put back what it replaced."""
+    """The commands that remove the namesake and put back what it replaced."""
     return f"pip uninstall --yes {_NAMESAKE}, then pip install --force-reinstall --no-deps {NAME}"

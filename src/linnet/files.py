@@ -391,7 +391,7 @@ def _dump(value: object, indent: int | None = None) -> str:
 
 
 def _plain(value: Any) -> object:
-    """What stands for a value that JSON does not know."""
+    """A stand-in for a value that JSON does not know."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "tolist"):  # NumPy scalars and arrays, tensors

@@ -75,7 +75,7 @@ def suggestion(path: Path) -> str:
 
 
 def special_file(mode: int) -> str:
-    """What a file is that is neither regular nor a folder.
+    """The kind of a file that is neither regular nor a folder.
 
     Args:
         mode: ``st_mode`` of its status.

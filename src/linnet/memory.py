@@ -79,7 +79,7 @@ def _cuda_cached(device: torch.device) -> int:
 
 
 def _system_available() -> int:
-    """What the operating system can hand out without swapping."""
+    """Memory that the operating system can hand out without swapping."""
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:
@@ -91,7 +91,7 @@ def _system_available() -> int:
 
 
 def _cgroup_available() -> list[int]:
-    """What the control groups of this process still allow, one figure for each limit found."""
+    """Memory that the control groups of this process still allow, one figure for each limit found."""
     limits = [(_read_number(folder / limit), folder, used) for folder, limit, used in _cgroup_files()]
     return [max(limit - _cgroup_used(folder, used), 0) for limit, folder, used in limits if limit is not None]
 
@@ -131,7 +131,7 @@ def _cgroup_used(folder: Path, name: str) -> int:
 
 
 def _limits_available() -> list[int]:
-    """What the limits of this process leave it, one figure for each that is set."""
+    """Memory that the limits of this process leave it, one figure for each that is set."""
     try:
         import resource  # not on every system
     except ImportError:

@@ -44,7 +44,7 @@ _TAIL = 22 + 0xFFFF  # bytes that a zip archive's last record can take, its comm
 
 @dataclass(frozen=True)
 class ArrayHeader:
-    """What an array is, without its content.
+    """Type and shape of an array, without its content.
 
     Args:
         shape: Its shape.

@@ -316,7 +316,7 @@ def function(name: str, value: Any, expected: str, remedy: str | None = None) ->
 
 
 def call(name: str, value: Callable[..., Any], *given: Any, expected: str, remedy: str | None = None) -> Any:
-    """What a function of the user's own returns; where it fails, which function it was.
+    """Call a function of the user's own, naming it in the error if it fails.
 
     Args:
         name: What the function is called.

@@ -25,7 +25,7 @@ _BAR = 40  # columns that a bar, its share done and the time left take beside wh
 
 
 class _Meter(Protocol):
-    """What shows the progress, once there is something to show."""
+    """Progress display, made once there is something to show."""
 
     def advance(self, done: int) -> None:
         """Show that ``done`` items are finished."""

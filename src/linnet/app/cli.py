@@ -138,7 +138,7 @@ def _run(words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _report_of(settings: Settings, flags: AbstractSet[str]) -> Iterator[None]:
-    """How much is said on standard error beside the result: nothing, progress, or all there is to say."""
+    """The level of messages on standard error: none, progress, or everything."""
     amount = "0" if "--quiet" in flags else "2" if "--verbose" in flags else os.environ.get("LINNET_PROGRESS")
     before, start = os.environ.get("LINNET_PROGRESS"), time.monotonic()
     if amount is not None:
@@ -231,7 +231,7 @@ def _plain(value: Any) -> Any:
 
 
 def _overview() -> str:
-    """What `linnet --help` prints."""
+    """The text of `linnet --help`."""
     commands = [f"  {name:<10}{Command.load(name).summary}" for name in COMMANDS]
     return "\n".join(
         [

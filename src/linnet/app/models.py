@@ -238,7 +238,7 @@ def _as_tensor(path: Path, name: str, array: Any) -> Tensor:
 
 
 def _read_torch(path: Path) -> object:
-    """What a torch file holds, if that is tensors and plain containers."""
+    """The content of a torch file of tensors and plain containers."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -266,7 +266,7 @@ def _read_torch(path: Path) -> object:
 
 
 def _found_in(error: Exception) -> str:
-    """What torch refused to load, without its colors and its advice."""
+    """The name of the object that torch refused to load."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     match = re.search(r"(?:GLOBAL|global|class) '?([\w.]+)'?", text)
     return f" (it holds a {match[1]})" if match and "." in match[1] else ""

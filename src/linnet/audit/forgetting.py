@@ -170,7 +170,7 @@ def _free(fit: LinearFit, gradient: Tensor) -> Tensor:
 
 
 def _warnings(fit: LinearFit, lost: Tensor) -> tuple[str, ...]:
-    """What the certificate does not cover."""
+    """Warnings on what the certificate does not cover."""
     found = []
     record = getattr(fit.module.model, RECORD, {})
     seen = record.get("examples", frozenset())

@@ -321,7 +321,7 @@ def _iterated(fit: LinearFit, x: Inputs, memory: str | int | None) -> tuple[Tens
 
 
 def _effort(steps: Any) -> Effort:
-    """How far EKFAC is mended."""
+    """The block steps that follow EKFAC."""
     if steps is None:
         return Effort(MOST_STEPS, NEAR)
     return Effort(integer("steps", steps, 0))

@@ -83,7 +83,7 @@ class Suspects:
         return self.order[doubted[self.order]]
 
     def __str__(self) -> str:
-        """How many labels look wrong, in words."""
+        """The number of labels that look wrong, in words."""
         if self.errors is None:
             return f"{len(self)} training targets, ranked by {self.score}"
         return labels_in_words(len(self.errors.indices), len(self), self.errors.expected)

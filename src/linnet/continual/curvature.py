@@ -72,11 +72,11 @@ class Recipe:
 
     @property
     def passes(self) -> Passes:
-        """How the data are passed over."""
+        """The passes over the data."""
         return passes_of(self.options.get("passes"))
 
     def settings(self) -> dict[str, Any]:
-        """What a saved state belongs to."""
+        """The settings that a saved state belongs to."""
         chosen: dict[str, Any] = {}
         if "expectation" in self.options:
             chosen["expectation"], samples, _ = drawn(self.options["expectation"])

@@ -283,7 +283,7 @@ def _theta(live: Live, name: str, tensor: Tensor) -> Tensor:
 
 
 def _difference(after: Tensor, before: Tensor) -> Tensor:
-    """What a step did to a parameter, in the memory of what it was before where the types agree."""
+    """The change of a parameter by a step, in the memory of the old value where the types agree."""
     kind = computing_type(before.dtype)
     return torch.sub(after, before, out=before) if before.dtype == kind else (after - before).to(kind)
 

@@ -140,11 +140,11 @@ class ContinualMethod(ABC):
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
-        """What a state belongs to."""
+        """The settings that a state belongs to."""
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """What has been learned, as tensors, numbers and names."""
+        """The learned state, as tensors, numbers and names."""
 
     @abstractmethod
     def _load(self, state: Mapping[str, Any], device: torch.device) -> None:
@@ -206,7 +206,7 @@ class ContinualMethod(ABC):
         del factor, gradients
 
     def _divisor(self, examples: float | None) -> float:
-        """What the summed penalty is divided by."""
+        """The divisor of the summed penalty."""
         return 1.0 if examples is None else number("examples", examples, above=0)
 
     def _ready(self) -> tuple[Sequence[Quadratic], Live]:

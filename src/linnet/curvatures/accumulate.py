@@ -38,7 +38,7 @@ Watch = Callable[[Tensor, Tensor | None], None]  # is shown outputs (N, ...) and
 
 @dataclass(frozen=True)
 class Chunks:
-    """How much is captured at once.
+    """Numbers of examples and columns captured at once.
 
     Args:
         examples: Examples of a batch.
@@ -262,7 +262,7 @@ def plan_chunks(
     *,
     fields: int = 0,
 ) -> Chunks:
-    """How many examples and columns to capture at once.
+    """Plan the number of examples and columns to capture at once.
 
     Args:
         function: The network.

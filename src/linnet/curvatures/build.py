@@ -223,7 +223,7 @@ def _require_alike(function: Functional, columns: Expectation, settings: Mapping
 
 
 def _names(wanted: Sequence[Any]) -> list[str]:
-    """What the structures are called: strings as they are; mixtures are counted."""
+    """Names of the structures: strings as they are; mixtures are counted."""
     mixtures = 0
     names = []
     for one in wanted:

@@ -30,7 +30,7 @@ from linnet.tangent.rules import Operand, Result, Use
 
 
 class ChainPass:
-    """What one forward pass of a chain leaves: outputs, inputs of the layers, slopes of the activations.
+    """One forward pass of a chain: outputs, inputs of the layers, slopes of the activations.
 
     Args:
         function: The network; its weights at the time are kept.
@@ -114,7 +114,7 @@ class ChainPass:
                 behind = g @ self.theta[self.layers[i].names[0]]
 
     def captures(self, cotangents: Callable[[Tensor], Tensor], columns: int | None) -> Iterator[Captured]:
-        """What ``capture_parts`` gives for the batch, without another pass forward.
+        """The result of ``capture_parts`` for the batch, without another forward pass.
 
         Args:
             cotangents: From the outputs (N, C) to (K, N, C).

@@ -44,7 +44,7 @@ from linnet.tangent.trace import Trace, trace
 
 @dataclass(frozen=True)
 class Request:
-    """What is requested, structures apart.
+    """A request for curvatures, structures apart.
 
     Args:
         expectation: Which columns stand for the outputs' curvature.
@@ -70,7 +70,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Assignment:
-    """How one layer is represented in one of the structures.
+    """The representation of one layer in one of the structures.
 
     Args:
         layer: The layer.
@@ -269,7 +269,7 @@ def _require_memory(function: Functional, sums: Mapping[Any, Sums], request: Req
 
 
 def _fields(plans: Sequence[Sequence[Assignment]]) -> int:
-    """How often receptive fields are held for all columns: as they are, and for EKFAC in its basis too."""
+    """The number of copies of receptive fields for all columns: plain, and for EKFAC in its basis too."""
     held = {"diagonal": 1, "ekfac": 2}
     shared = (a for plan in plans for a in plan if a.layer.factored and a.layer.form.positions > 1)
     return max((held.get(a.how, 0) for a in shared), default=0)
@@ -285,7 +285,7 @@ def _chunks(
     fields: int,
     formed: bool,
 ) -> Chunks:
-    """How much to capture at once; f are the outputs of the first example, whose columns may be formed."""
+    """Plan the chunks; f are the outputs of the first example, whose columns may be formed."""
     e = request.expectation
     y = e.targets(f, None if first.y is None else first.y[:1])
     columns, outputs = e.count(f, y), f.numel()

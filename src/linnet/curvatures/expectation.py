@@ -63,7 +63,7 @@ class Expectation:
         return likelihood.project(f, self.samples, generator, y)
 
     def count(self, f: Tensor, y: Tensor | None) -> int:
-        """How many columns an example has; of very many outputs the most that they can have.
+        """The number of columns of an example; of very many outputs the most that they can have.
 
         Args:
             f: Outputs of one example in the network's own shape, (1, ...).

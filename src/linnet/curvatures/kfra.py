@@ -38,7 +38,7 @@ PROBES = 4  # random cotangents from which φ' is found, and on which it is prov
 
 
 class RecursionSums:
-    """What the recursion needs of every layer: Σ â âᵀ and Σ φ' φ'ᵀ, and Σ Λ at the end.
+    """Sums of the recursion for every layer: Σ â âᵀ and Σ φ' φ'ᵀ, and Σ Λ at the end.
 
     Args:
         function: The network.

@@ -24,7 +24,7 @@ PRODUCTS = ("linear", "conv", "conv-transposed")
 
 @dataclass(frozen=True)
 class Form:
-    """How a layer's weight is used.
+    """The use of a layer's weight.
 
     Args:
         kind: "product" (linear maps and convolutions: the gradients are outer products), "embedding" (rows
@@ -192,7 +192,7 @@ def _together(name: str, names: Iterable[str], uses: Mapping[str, list[Use]]) ->
 def _layer(
     names: tuple[str, ...], captured: Captured, uses: Mapping[str, list[Use]], reasons: Mapping[str, str]
 ) -> Layer:
-    """What is known about parameters that are used together."""
+    """The layer of parameters that are used together."""
     shapes = {name: tuple(captured.leaves[name].shape) for name in names}
     own = uses.get(names[0], [])
     name = _common(names)

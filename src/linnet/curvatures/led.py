@@ -41,7 +41,7 @@ class _Leading(LinearOperator):
 
 
 def led(product: SummedOperator, solve: Callable[[LinearOperator], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """What a solver finds, the same on all processes.
+    """The solution of a solver, the same on all processes.
 
     Args:
         product: The matrix.

@@ -22,7 +22,7 @@ WRITING = 40.0  # multiplications that take as long as writing a product and add
 
 @dataclass(frozen=True, eq=False)
 class InputMoment:
-    """What the Kronecker factor A of a layer is made of.
+    """The moment of a layer's inputs that its Kronecker factor A is made of.
 
     Args:
         second: Σ a aᵀ, (R, d, d).

@@ -239,7 +239,7 @@ def _part_size(function: Functional, x: Inputs, columns: int) -> int:
 
 
 def _always_formed(function: Functional, x: Inputs) -> int:
-    """How many numbers the gradients have of parameters that no outer products stand for."""
+    """Size of the gradients of parameters that no outer products stand for."""
     captured = capture(function, take(x, slice(0, min(PROBES, batch_size(x)))), "sum")
     uses = captured.by_parameter()
     return sum(

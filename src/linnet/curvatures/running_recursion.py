@@ -36,7 +36,7 @@ KEPT = ("plans", "plans by shape", "output shapes")  # what is known of the arch
 
 
 class RunningRecursion:
-    """What :class:`~linnet.curvatures.running.RunningCurvature` is for the other structures, for KFRA.
+    """The :class:`~linnet.curvatures.running.RunningCurvature` of KFRA.
 
     Args:
         function: The network; it is copied, :meth:`refresh` follows it.

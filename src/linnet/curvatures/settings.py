@@ -125,7 +125,7 @@ class RandomProjection:
 
 @dataclass(frozen=True)
 class Passes:
-    """How a curvature passes over its data.
+    """Passes of a curvature over its data.
 
     Args:
         block: Examples differentiated at once; chosen by memory if left out. Random columns are drawn batch

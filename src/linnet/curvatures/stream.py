@@ -80,7 +80,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Sums:
-    """What two passes over the same data have in common, in whatever order."""
+    """Sums over the examples of a pass, independent of their order."""
 
     examples: int = 0
     first: float = 0.0
@@ -271,7 +271,7 @@ class Batches:
         return [float(first.size), float(self.block or 0), *_fingerprint(first)]
 
     def passed(self) -> Tensor:
-        """What tells the examples of the pass so far from others: their number and sums over them, (3,)."""
+        """A fingerprint of the examples of the pass so far: their number and sums over them, (3,)."""
         return torch.tensor([self._now.examples, self._now.first, self._now.second], dtype=torch.float64)
 
     def has_passed(self, sums: Tensor) -> bool:

@@ -57,7 +57,7 @@ def resolve(structure: str, expectation: str, default: str = "exact") -> tuple[s
 
 
 def treatment(layer: Layer, structure: str) -> tuple[str, str]:
-    """How one layer is represented.
+    """The representation of one layer.
 
     Args:
         layer: The layer.
@@ -82,7 +82,7 @@ def treatment(layer: Layer, structure: str) -> tuple[str, str]:
 
 
 def _approximations(layer: Layer) -> str:
-    """What is approximated beyond E[aaᵀ ⊗ ggᵀ] ≈ E[aaᵀ] ⊗ E[ggᵀ]."""
+    """Approximations beyond E[aaᵀ ⊗ ggᵀ] ≈ E[aaᵀ] ⊗ E[ggᵀ]."""
     notes = []
     if layer.groups > 1:
         notes.append(f"{layer.groups} groups taken as independent")

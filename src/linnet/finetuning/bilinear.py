@@ -114,7 +114,7 @@ class SquareRootPooling(nn.Module):
         return regular
 
     def extra_repr(self) -> str:
-        """What ``print`` shows."""
+        """The extra line of ``print``."""
         steps = f", iterations={self.iterations}" if self.root == "newton-schulz" else ""
         return f"{self.root}{steps}, eps={self.eps}"
 

@@ -1,4 +1,4 @@
-"""What one training run does: what is minimized, how, and for how long."""
+"""One training run: objective, optimizer and length."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class KernelProblem:
 
     @property
     def gain(self) -> float:
-        """What A is multiplied by."""
+        """The factor on A."""
         return 1.0 if self.before is None else self.before.gain
 
     def module(self) -> KernelModel:

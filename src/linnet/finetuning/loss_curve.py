@@ -101,7 +101,7 @@ def warn_of_large_steps(learning_rate: float) -> None:
 
 
 def _calls_of_ours() -> int:
-    """How many calls up the first line is that is neither this library's nor torch's."""
+    """The number of calls up to the first line outside of this library and torch."""
     frame, calls = sys._getframe(1), 0
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in OURS:
         frame, calls = frame.f_back, calls + 1

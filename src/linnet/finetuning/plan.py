@@ -96,18 +96,18 @@ class Plan:
         return self.training.momentum
 
     def optimization(self, rate: float) -> Optimization:
-        """How a run minimizes, at its learning rate."""
+        """The optimizer of a run, at its learning rate."""
         schedule = self.training.schedule or "constant"
         return Optimization(self.recipe.optimizer, rate, self.momentum, schedule, self.training.clip)
 
     def course(self, steps: int, batch_size: int, epoch: int) -> Course:
-        """How long a run is; validated once an epoch of so many steps unless told."""
+        """The length of a run; validated once an epoch of so many steps unless told."""
         every = self.watched.evaluate_every or epoch
         mode = self.recipe.training_mode
         return Course(steps, batch_size, self.shaping.seed, every, self.watched.keep, mode)
 
     def settings(self, candidate: Candidate, values: dict[str, Any], new_head: bool) -> Settings:
-        """What decided a result."""
+        """The settings of a result."""
         recipe, problem = self.recipe, self.problem
         parts = {
             "loss": recipe.loss,

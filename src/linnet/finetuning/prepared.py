@@ -129,7 +129,7 @@ def prepare(
 
 
 def _surgery_notes(network: nn.Module, found: int, slope: float) -> list[str]:
-    """What became of the activations, and whether anything holds the maps behind them in place."""
+    """Remarks on replaced activations and the normalization behind them."""
     if not found:
         return ["the network has no ReLU to replace"]
     notes = [f"ReLU replaced by Leaky ReLU of slope {slope:g} in {found} place(s)"]

@@ -112,7 +112,7 @@ def searched(
 
 
 def _merit(made: Finetuned) -> tuple[bool, float]:
-    """What candidates are compared by: the held-out score, of those first whose loss stayed down."""
+    """The merit of a candidate: the held-out score, of those first whose loss stayed down."""
     return not made.diverged, rank(made.validation)
 
 
@@ -127,7 +127,7 @@ _Key = tuple[Augmentation, tuple[str, ...]]
 
 
 def _key(module: nn.Module, crop: Augmentation) -> _Key:
-    """What a curvature depends on: how images are seen, and which parameters vary."""
+    """The key of a curvature: the view of images, and the parameters that vary."""
     return crop.evaluation, tuple(name for name, _ in module.named_parameters())
 
 
@@ -402,7 +402,7 @@ class _Run:
         }
 
     def _watched(self, folder: str) -> Run:
-        """How one run is kept: in a folder of its own, its name beside the numbers."""
+        """Record of one run: a folder of its own, its name beside the numbers."""
         whole = self.plan.watched
         place = None if whole.checkpoint is None else Path(whole.checkpoint) / folder
         log = whole.log

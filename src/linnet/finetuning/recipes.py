@@ -30,7 +30,7 @@ TUNED = ("learning_rate", "weight_decay", "batch_size", "augmentation")
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a recipe consists of.
+    """The parts of a recipe.
 
     Args:
         linear: Whether the network is linearized.
@@ -201,7 +201,7 @@ class Recipe:
 
     @property
     def view(self) -> Augmentation:
-        """What is done to training images."""
+        """Preprocessing of training images."""
         assert isinstance(self.augmentation, Augmentation)
         return self.augmentation
 

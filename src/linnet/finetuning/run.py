@@ -16,7 +16,7 @@ KEPT = ("last", "best")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How a training run is watched and kept.
+    """Monitoring and checkpoints of a training run.
 
     Args:
         checkpoint: A folder for the run's state; an interrupted call resumes from it, to the same bits.

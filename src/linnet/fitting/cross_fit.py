@@ -55,7 +55,7 @@ class CrossFit:
 
     @property
     def said(self) -> str:
-        """What a reader of leave-one-out figures must know."""
+        """The remark for readers of leave-one-out figures."""
         return (
             f"the head is cross-fitted: leave-one-out outputs are those of {self.folds.count} procedures of "
             "head, linearization and fit without the example's fold, each on the share "

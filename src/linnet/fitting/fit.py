@@ -280,7 +280,7 @@ def _check_axis(axis: Any, loss: str, targets: Any) -> None:
 
 
 def _targets(y: Tensor, targets: Tensor | None, f0: Tensor, loss: str, scale: float) -> Targets:
-    """What is fitted: made from y, or given."""
+    """The targets: made from y, or given."""
     if targets is not None:
         return _explicit(targets, f0, y, loss)
     if loss == "cross-entropy":

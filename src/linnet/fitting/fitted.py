@@ -1,4 +1,4 @@
-"""What fits have in common: their size and choices, calibration, and new data made ready for them."""
+"""Base classes of fits: size, choices and calibration; and new data made ready for them."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class MetricNetwork(Coordinates):
         return moved
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the network gives at θ₀ + H ε.
+        """The outputs of the network at θ₀ + H ε.
 
         Args:
             *args: Of the network.

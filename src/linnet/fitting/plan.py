@@ -21,7 +21,7 @@ RIDGES = 37  # of a path, each of which takes a leave-one-out of every example
 
 @dataclass(frozen=True)
 class Size:
-    """What a fit is to solve.
+    """Size of the problem of a fit.
 
     Args:
         function: The network.
@@ -153,7 +153,7 @@ def affordable(function: Functional, x: Inputs, settings: CGSettings, memory: Me
 
 
 def _factors(name: str, square: int, searched: bool) -> list[tuple[str, int]]:
-    """What a factorization takes beside the matrix: of one ridge, or of every one."""
+    """Memory of a factorization beside the matrix: of one ridge, or of every one."""
     if searched:
         return [("eigenvectors", square), ("workspace of the eigendecomposition", 3 * square)]
     return [(f"{name} + ridge", square), ("factor", square)]

@@ -178,7 +178,7 @@ class Solving:
 
 
 def _settings(asked: CG | SGD) -> tuple[CGSettings, LinearOperator | None]:
-    """How gradients iterate, and an operator of the user's own."""
+    """Settings of the iterations, and an operator of the user's own."""
     given, rank = asked.preconditioner, 0
     operator = given if isinstance(given, LinearOperator) else None
     kind = "none" if operator is None else "given"

@@ -19,7 +19,7 @@ Count = Callable[[Any], float]
 
 
 class AvalancheHooks:
-    """What an Avalanche strategy is to call, without Avalanche.
+    """The callbacks of an Avalanche strategy, without Avalanche.
 
     Args:
         method: A method of ``linnet.continual``, made with the strategy's model.
@@ -66,7 +66,7 @@ class AvalancheHooks:
 
 
 class LightningHooks:
-    """What a Lightning trainer is to call, without Lightning.
+    """The callbacks of a Lightning trainer, without Lightning.
 
     One ``fit`` is one task: the penalty's gradient enters before every optimizer step, after clipping and
     unscaling are due, and the training data are consolidated when ``fit`` ends.
@@ -121,11 +121,11 @@ class LightningHooks:
         self.method.consolidate(_training_data(trainer))
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into Lightning's checkpoint."""
+        """The state for Lightning's checkpoint."""
         return self.method.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What comes out of it.
+        """Restore the state of a checkpoint.
 
         Args:
             state_dict: From :meth:`state_dict`.

@@ -126,7 +126,7 @@ def _from_torchvision(name: str, pretrained: bool, arguments: dict[str, Any]) ->
 
 
 def own_normalization(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...], str] | None:
-    """How images were normalized when a network was trained, as its own configuration says.
+    """The normalization of images in a network's training, as its own configuration says.
 
     Looked at are timm's ``pretrained_cfg`` or ``default_cfg``, the configuration of a Hugging Face network,
     and ``preprocessor_config.json`` in the folder or repository that the network came from.
@@ -172,7 +172,7 @@ def _mean_and_std(values: Any, mean: str, std: str) -> tuple[tuple[float, ...], 
 
 
 def _preprocessor(place: object) -> dict[str, Any]:
-    """What ``preprocessor_config.json`` of a network of transformers says; nothing where there is none."""
+    """Content of ``preprocessor_config.json`` of a transformers network; empty where there is none."""
     if not isinstance(place, str) or not place:
         return {}
     try:

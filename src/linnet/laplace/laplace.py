@@ -365,7 +365,7 @@ class Laplace(PredictiveModel):
         }
 
     def _labels(self, link: Link) -> Labels:
-        """How targets are distributed, with the tuned noise."""
+        """The distribution of targets, with the tuned noise."""
         return Labels(self.likelihood, self._fitted.labels.shape, link)
 
     # Hyper-parameters

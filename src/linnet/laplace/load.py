@@ -80,7 +80,7 @@ def load_laplace(
 
 
 def _settings(found: Curvature) -> tuple[Any, dict[str, Any]]:
-    """How the curvature was made, so that more data can be added."""
+    """The settings of the curvature, so that more data can be added."""
     made, structure = found.made, found.made.structure
     options: dict[str, Any] = {
         "expectation": expectation_of(made.expectation, made.samples),

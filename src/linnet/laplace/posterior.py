@@ -188,7 +188,7 @@ class Posterior:
 
 
 def measure(likelihood: Likelihood, f: Tensor, y: Tensor | None) -> DataFit:
-    """How well outputs fit their targets.
+    """Score of outputs against their targets.
 
     Args:
         likelihood: What the outputs mean.
@@ -215,7 +215,7 @@ def measure(likelihood: Likelihood, f: Tensor, y: Tensor | None) -> DataFit:
 
 
 class Watcher:
-    """How well the network fits data, from the outputs of another pass.
+    """Score of the network on data, from the outputs of another pass.
 
     Args:
         likelihood: What the outputs mean.

@@ -86,7 +86,7 @@ class IndependentComponents(Likelihood, ABC):
         return y
 
     def _shape_remedy(self, f: Tensor, y: Tensor) -> str:
-        """What to do about targets of another shape than the outputs."""
+        """The remedy for targets of another shape than the outputs."""
         if not y.is_floating_point() and y.shape == self._label_shape(f.shape):
             return "for class labels use Categorical()"
         return "give each output its own target"
@@ -96,7 +96,7 @@ class IndependentComponents(Likelihood, ABC):
         return -sys.float_info.max, sys.float_info.max
 
     def _missing_remedy(self) -> str:
-        """What to do about targets that are nan."""
+        """The remedy for targets that are nan."""
         return "fill them, or pass masked=True"
 
     def _check_values(self, y: Tensor, missing: Tensor) -> None:

@@ -75,7 +75,7 @@ class Categorical(Likelihood):
         return y
 
     def _shape_remedy(self, f: Tensor, y: Tensor) -> str:
-        """What to do about integer labels of another shape."""
+        """The remedy for integer labels of another shape."""
         if y.shape == f.shape:
             return f"pass y.argmax({self.axis}) for one-hot labels"
         if y.numel() == math.prod(self._label_shape(f.shape)):

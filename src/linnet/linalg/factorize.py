@@ -129,7 +129,7 @@ def _factor_and_info(batch: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _member(name: str, matrix: Tensor, index: int) -> str:
-    """What to call one matrix of a batch; a matrix alone goes by the name itself."""
+    """The name of one matrix of a batch; a matrix alone goes by the name itself."""
     return name if matrix.ndim == 2 else f"matrix {index} of {name}"
 
 

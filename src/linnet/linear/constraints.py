@@ -96,7 +96,7 @@ class Constraints:
         return replace(self, slack=slack, factor=factor, design=design)
 
     def errors(self, module: Linearized) -> Tensor:
-        """What is missing, v − S f, for the present δ, (q,)."""
+        """The errors v − S f for the present δ, (q,)."""
         with torch.no_grad():
             outputs = [module(part) for part in split(self.equations.x, BATCH)]
         flat = torch.cat([out.reshape(-1) for out in outputs]).double()
@@ -302,7 +302,7 @@ def _backward(factor: Tensor, b: Tensor) -> Tensor:
 
 
 def constraint_tensors(constraints: Constraints | None) -> dict[str, Any]:
-    """What of the equations a file keeps besides their inputs."""
+    """The tensors of the equations that a file keeps besides their inputs."""
     if constraints is None:
         return {}
     equations = constraints.equations

@@ -68,7 +68,7 @@ class BatchedDifferences(SummedOperator):
             return self._single.product(batch, v)
 
     def _chunk(self, batch: Batch) -> int:
-        """How many vectors run together."""
+        """The number of vectors that run together."""
         item = self.function.dtype.itemsize
         one = (
             COPIES * self.function.space.dim * item

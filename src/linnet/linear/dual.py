@@ -282,7 +282,7 @@ class DualSystem:
 
 
 def counted(kernel: Tensor, residual: Tensor) -> int:
-    """How many outputs are fitted: an ignored one has neither derivatives nor a residual.
+    """The number of outputs that are fitted: an ignored one has neither derivatives nor a residual.
 
     Args:
         kernel: K, (N·C, N·C), or (N, N) for a kernel that all outputs share.

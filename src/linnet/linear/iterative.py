@@ -45,7 +45,7 @@ ROWS = 1 << 16  # of a panel rotated at once
 
 @dataclass(frozen=True)
 class Iteration:
-    """How the iterative systems work.
+    """Settings of the iterative systems.
 
     Args:
         variance: ``"lanczos"`` for the cache, ``"exact"`` for a solve for each example and output.
@@ -89,7 +89,7 @@ class Panel:
 
 @dataclass
 class Shared:
-    """What does not depend on ρ, or need not.
+    """Parts of a solution that do not depend on ρ, or need not.
 
     Args:
         operator: K̃ or J̃ᵀJ̃.

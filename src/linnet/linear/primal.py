@@ -81,7 +81,7 @@ class CGSettings:
 
 @dataclass(frozen=True)
 class Effort:
-    """How far block conjugate gradients go where they need not converge.
+    """Steps and tolerance of block conjugate gradients that need not converge.
 
     Args:
         steps: Steps at the most.
@@ -267,7 +267,7 @@ class Primal(System):
         return self._formed
 
     def together(self, memory: Memory = None) -> int:
-        """How many right-hand sides are solved at once.
+        """The number of right-hand sides solved at once.
 
         Args:
             memory: Budget; by default half of what is available.

@@ -214,7 +214,7 @@ class SoftmaxDual(NewtonMethod):
         return columns - back.reshape(columns.shape)
 
     def next_change(self) -> Tensor:
-        """What one more Newton step would change in the outputs, (N, C): their distance to the optimum."""
+        """The change of the outputs by one more Newton step, (N, C): their distance to the optimum."""
         r = (self.gradient + self.ridge * self.beta).reshape(-1, 1)
         return self._product(self.weighted(r)) / self.ridge
 

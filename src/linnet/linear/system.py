@@ -190,7 +190,7 @@ class System(ABC):
         raise self._refused("a grid of ridges")
 
     def along_path(self, x: Inputs) -> Along:
-        """What the outputs at x are at every ridge.
+        """The outputs at x as a function of the ridge.
 
         Args:
             x: T examples.

@@ -157,7 +157,7 @@ class Attack:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is to be done to every batch."""
+    """The attack on every batch."""
 
     steps: tuple[float, ...]
     iterations: int
@@ -362,7 +362,7 @@ def _one_tensor(x: Any) -> Tensor:
 
 
 def _scale(scale: float | str | Tensor, batches: Any) -> Tensor | float:
-    """What step sizes are multiplied with."""
+    """The factor on step sizes."""
     if isinstance(scale, str):
         if scale != "range":
             raise InputError(f"scale={scale!r}", expected="'range', a number or a tensor", remedy="pass 1.0")

@@ -20,7 +20,7 @@ SHAPES = "probabilities (N, C), or S samples of them (S, N, C)"
 
 
 def ask(predict: Callable[[Any], Any], x: Any) -> Any:
-    """What the user's own callable answers; where it fails, which inputs it failed on.
+    """Call the user's own callable, naming the inputs in the error if it fails.
 
     Args:
         predict: The callable.
@@ -75,7 +75,7 @@ def class_probabilities(answer: Any, n: int) -> Tensor:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How far from one the sum of a row of rounded probabilities may be."""
+    """The largest distance from one of the sum of a row of rounded probabilities."""
     return max(1e-4, 4 * torch.finfo(dtype).eps)
 
 

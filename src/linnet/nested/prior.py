@@ -13,7 +13,7 @@ from linnet.tangent.batch import Inputs
 
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """What a kernel between any two samples is made of, fixed once the fit is made.
+    """Network, features and mixture of a kernel, fixed once the fit is made.
 
     Args:
         features: The network.

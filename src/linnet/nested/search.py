@@ -169,7 +169,7 @@ class Choice:
         )
 
     def _short(self) -> str:
-        """What the lower layers lack to take part."""
+        """The reason why the lower layers cannot take part."""
         gain, error = self.gain
         return "which is within the error" if not gain > ERRORS * error else "but no more right classes"
 

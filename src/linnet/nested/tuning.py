@@ -393,7 +393,7 @@ def _calibrate(
 
 
 def _distance(tuning: Tuning, kernel: Tensor, ridge: float, retrained: Tensor) -> str:
-    """How near forgetting a fold comes to training again without it, in one sentence."""
+    """One sentence on the distance between forgetting a fold and training again without it."""
     fit = tuning.fit
     targets = fit.targets.double()
     forgotten = torch.zeros_like(targets)

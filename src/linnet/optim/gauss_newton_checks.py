@@ -16,7 +16,7 @@ SAVED = {"version", "tau", "zeta", "steps", "failures", "first", "curvature", "i
 
 
 def checked_state(state: Any, version: int, likelihood: str) -> Mapping[str, Any]:
-    """What a Gauss-Newton optimizer has saved beside torch's groups and states.
+    """The saved state of a Gauss-Newton optimizer beside torch's groups and states.
 
     Args:
         state: What the user gave.

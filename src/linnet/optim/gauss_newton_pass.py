@@ -132,7 +132,7 @@ class OnePass:
         return None if chain is None or not bool(chain.outputs.isfinite().all()) else chain
 
     def _short(self, chain: ChainPass, y: Tensor) -> tuple[float, Tensor, int]:
-        """What :meth:`Network.gradient` gives, from the pass."""
+        """The result of :meth:`Network.gradient`, from the pass."""
         likelihood, f = self.network.likelihood, chain.outputs
         wide = f.to(torch.promote_types(f.dtype, torch.float32))
         n = len(f)
@@ -145,7 +145,7 @@ class OnePass:
         return loss, torch.cat(pieces).div_(n), n
 
     def _mode(self) -> tuple[bool, tuple[bool, ...]]:
-        """What may make the network another function than its frozen copy."""
+        """The settings that may make the network another function than its frozen copy."""
         modules = list(self.raw.modules())
         hooked = any(getattr(m, name, None) for m in modules for name in HOOKS)
         return hooked, tuple(m.training for m in modules)

@@ -117,7 +117,7 @@ def adapted(tau: float, rho: float, decay: float) -> float:
 
 
 def hopeless(value: float) -> tuple[str, str, str]:
-    """What an error says where there are no weights to go back to.
+    """The error's advice where there are no weights to go back to.
 
     Args:
         value: The loss.

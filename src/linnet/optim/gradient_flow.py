@@ -166,7 +166,7 @@ class Flow:
         return torch.cat([part.reshape(part.shape[0], -1) for part in parts])  # type: ignore[union-attr]
 
     def _decay(self, time: float) -> Tensor:
-        """What is left of the residual along each eigenvector: e^{−ηλt}, or (1 − ηλ)^k."""
+        """The share of the residual left along each eigenvector: e^{−ηλt}, or (1 − ηλ)^k."""
         scaled = self.learning_rate * self.eigenvalues
         if math.isinf(time):
             return (scaled == 0).double()

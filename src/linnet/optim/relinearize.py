@@ -352,7 +352,7 @@ class IterativeLinearization:
         )
 
     def _notes(self) -> tuple[str, ...]:
-        """What the mode of the network means for the numbers."""
+        """Remarks on what the network's mode means for the numbers."""
         noisy = sorted(
             {type(m).__name__ for m in self._network.modules() if isinstance(m, _STOCHASTIC) and m.training}
         )

@@ -63,7 +63,7 @@ class SVI:
 
 @dataclass(frozen=True)
 class Climb:
-    """How a bound is climbed: Adam, with the learning rate annealed to zero along a cosine.
+    """Maximization of a bound: Adam, with the learning rate annealed to zero along a cosine.
 
     Args:
         epochs: Passes over the data.

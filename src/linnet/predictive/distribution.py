@@ -96,5 +96,5 @@ class Predictive(ABC):
         """
 
     def __repr__(self) -> str:
-        """What it is, and of how many examples."""
+        """The kind of the distribution and its number of examples."""
         return f"{type(self).__name__}({self.mean.shape[0]} examples x {self.mean.shape[1]} outputs)"

@@ -138,7 +138,7 @@ def _float64(small: Tensor) -> Tensor:
 
 
 def _status(residual: float, tolerance: float, broken: bool, out_of_steps: bool) -> Status:
-    """How it ended, judged by the true residual."""
+    """The status, judged by the true residual."""
     if residual <= tolerance:
         return Status.CONVERGED
     if broken or not residual < float("inf"):

@@ -134,7 +134,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _status(state: _State, targets: Tensor, residual: float, tolerance: float) -> Status:
-    """How it ended, judged by the true residual."""
+    """The status, judged by the true residual."""
     if residual <= tolerance:
         return Status.CONVERGED
     if state.broken or not residual < float("inf"):

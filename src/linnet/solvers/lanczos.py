@@ -192,7 +192,7 @@ def _ritz(basis: Tensor, products: Tensor, k: int, largest: bool) -> tuple[Eigen
 
 
 def _status(residual: float, tolerance: float, is_filled: bool) -> Status:
-    """How it ended; a basis of the whole space that is not good enough is not for want of steps."""
+    """The status; a basis of the whole space that is not good enough is not for want of steps."""
     if residual <= tolerance:
         return Status.CONVERGED
     return Status.STAGNATED if is_filled else Status.MAX_STEPS

@@ -137,7 +137,7 @@ def _relative_gradient(operator: LinearOperator, x: Tensor, b: Tensor, rho: floa
 
 
 def _status(residual: float, tolerance: float, estimate_met: bool) -> Status:
-    """How it ended, judged by the true gradient."""
+    """The status, judged by the true gradient."""
     if residual <= tolerance:
         return Status.CONVERGED
     if not residual < float("inf"):

@@ -131,7 +131,7 @@ def kernel_norm_bound(
 
 @dataclass(frozen=True)
 class _Task:
-    """What is differentiated.
+    """The function to differentiate, and its targets.
 
     Args:
         function: The network.
@@ -147,7 +147,7 @@ class _Task:
 
     @property
     def copies(self) -> int:
-        """How many averaged Jacobians a target has: one for each output under ``"trace"``."""
+        """The number of averaged Jacobians of a target: one for each output under ``"trace"``."""
         return self.c if self.form == "trace" else 1
 
     @property
@@ -207,7 +207,7 @@ def _squares(sums: Tensor) -> Tensor:
 
 
 def _terms(task: _Task, x: Inputs, t: Tensor, gradients: _Gradients) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What the examples of a block add to the sums: pairs (rows, weights) of one parameter at a time."""
+    """Contributions of a block to the sums: pairs (rows, weights) of one parameter at a time."""
     if task.is_few(t.shape[2]):  # differentiate the sums of the targets at once
         pulled = vjp_columns(task.function, x, _cotangents(task, t).to(task.function.dtype)).to(t.dtype)
         # the columns (copies, T) of one target belong together, as rows of the sum
@@ -282,7 +282,7 @@ def _cotangents(task: _Task, t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """How the work is divided.
+    """Sizes of blocks and chunks.
 
     Args:
         group: Targets in one pass.
@@ -296,7 +296,7 @@ class _Sizes:
 
 
 def _sizes(task: _Task, values: FunctionValues, memory: str | int | None) -> _Sizes:
-    """What fits in the memory; at best a block of about 256 rows, in chunks whose memory is used again."""
+    """Sizes that fit the memory; at best a block of about 256 rows, in chunks whose memory is reused."""
     n, _, count = values.values.shape
     budget = parse_bytes(memory, task.function.device)
     size = values.values.dtype.itemsize

@@ -284,7 +284,7 @@ class MixedDerivative(LinearOperator):
             )
 
     def mismatch(self) -> float:
-        """How far M v is from central differences of gradients, for a random v, in double precision.
+        """Distance of M v from central differences of gradients, for a random v, in double precision.
 
         Returns:
             ‖M v − difference‖ / ‖M v‖; infinite if only M v is zero.

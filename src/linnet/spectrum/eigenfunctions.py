@@ -238,7 +238,7 @@ class Eigenfunctions:
         return chosen.to(self.vectors.device)
 
     def _floor(self) -> float:
-        """What an eigenvalue that is zero may come out as."""
+        """The rounding error of an eigenvalue that is zero."""
         rows = self._flat.shape[0]
         return float(self.values.abs().max()) * rows * torch.finfo(self.values.dtype).eps
 

@@ -30,7 +30,7 @@ PATIENCE = 0.3  # share of the space that Lanczos may fill before "auto" decompo
 
 @dataclass(frozen=True, kw_only=True)
 class Decomposition:
-    """How the leading eigenpairs of a kernel are found.
+    """The method that finds the leading eigenpairs of a kernel.
 
     Args:
         method: ``"lanczos"`` on the stored Gram matrix, ``"matrix-free"`` (two passes over the data for each
@@ -83,7 +83,7 @@ def decomposition(method: str | Decomposition) -> Decomposition:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be decomposed, and how exactly.
+    """The kernel to decompose, and the accuracy.
 
     Args:
         function: The network.

@@ -222,7 +222,7 @@ def _joined(parts: Sequence[Inputs], sizes: Sequence[int]) -> Inputs:
 
 
 def _structure(x: Inputs) -> Any:
-    """What batches to be joined must have in common."""
+    """The structure that batches to be joined must share."""
     if isinstance(x, Mapping):
         return set(x)
     return len(x) if isinstance(x, list | tuple) else isinstance(x, Tensor)

@@ -20,7 +20,7 @@ CANDIDATES = 32  # treatments that are weighed at most: each takes a moment on a
 
 @dataclass(frozen=True)
 class Fit:
-    """How a treatment fits the memory.
+    """The fit of a treatment into the memory.
 
     Args:
         peak: Bytes.
@@ -62,7 +62,7 @@ def treatment_within(
 
 
 def _order(fit: Fit, work: float, budget: int) -> tuple[int, float]:
-    """What is compared: bytes over the budget, then the work."""
+    """The order of treatments: bytes over the budget, then the work."""
     return max(0, fit.peak - budget), work
 
 

@@ -266,7 +266,7 @@ def capture_bytes(function: Functional, x: Inputs, cotangents: int) -> int:
 
 @in_exact_mode
 def hollow_capture(function: Functional, x: Inputs, cotangents: int) -> Captured:
-    """What :func:`capture_for_products` gives, without its gradients: shapes alone, and the uses.
+    """The result of :func:`capture_for_products` without its gradients: shapes alone, and the uses.
 
     Args:
         function: The network.

@@ -58,7 +58,7 @@ def moved_network(function: Functional) -> Functional | None:
 
 
 def pulled_parts(function: Functional, parts: Iterator[Captured]) -> Iterator[Captured]:
-    """What was captured of the network inside, in the coordinates.
+    """The captured parts of the network inside, in the coordinates.
 
     Args:
         function: A network in coordinates.
@@ -75,7 +75,7 @@ def pulled_parts(function: Functional, parts: Iterator[Captured]) -> Iterator[Ca
 
 
 def kernel_part(function: Functional, part: Captured) -> Captured:
-    """What was captured of the network inside, for products with its like and nothing else.
+    """The captured parts of the network inside, for kernels alone.
 
     Args:
         function: A network in coordinates.

@@ -175,7 +175,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Outline:
-    """What could be kept of a batch, in shapes without numbers: enough to weigh every treatment.
+    """Shapes of all that could be kept of a batch: enough to weigh every treatment.
 
     Args:
         hollow: Features with no parameter in them.
@@ -223,7 +223,7 @@ def outline(
     form: Form,
     formed: Collection[str] = (),
 ) -> Outline:
-    """What a kernel could keep of its examples, and what it would cost.
+    """Outline of what a kernel could keep of its examples, and the cost.
 
     Args:
         captured: A few captured examples, whose gradients may be without numbers.

@@ -33,7 +33,7 @@ PARTS = ("running_mean", "running_var", "weight", "bias")
 
 @dataclass(frozen=True)
 class Normalization:
-    """What a batch normalization reads.
+    """The buffers and weights of a batch normalization.
 
     Args:
         tensors: Mean, variance, weight and bias: the name of a parameter of the pass, a fixed

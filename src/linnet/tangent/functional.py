@@ -175,7 +175,7 @@ class Functional:
 
     @contextlib.contextmanager
     def inputs(self, x: Inputs) -> Iterator[Inputs]:
-        """What the network may do with as it likes: copies of x, until it is known not to write to them.
+        """Inputs that the network may write to: copies of x, until it is known not to.
 
         Args:
             x: A batch.
@@ -300,7 +300,7 @@ _FAILURES = (
 
 
 def _cannot_run(function: Functional, x: Inputs, error: Exception) -> ModelError:
-    """What to tell of a network that fails on x, by how it fails."""
+    """The error of a network that fails on x, by how it fails."""
     kinds = ", ".join(
         f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)} on {t.device}" for t in tensors_in(x)
     )
@@ -341,7 +341,7 @@ def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _versions(x: Inputs) -> list[int] | None:
-    """How often each tensor was written to; None where nobody counts."""
+    """The write counter of each tensor; None where there is none."""
     tensors = tensors_in(x)
     if torch.compiler.is_compiling() or any(t.is_inference() for t in tensors):
         return None
@@ -454,7 +454,7 @@ def _takes_targets(model: nn.Module) -> bool:
 
 
 def call_arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How x is handed to the network."""
+    """The positional and keyword arguments by which x is handed to the network."""
     if isinstance(x, Mapping):
         return (), dict(x)
     if isinstance(x, list | tuple):

@@ -73,7 +73,7 @@ class GramPlan:
 
 @dataclass(frozen=True)
 class GramTask:
-    """What is requested.
+    """A requested kernel.
 
     Args:
         function: The network.
@@ -250,7 +250,7 @@ def _compute(
 
 
 def _ways(task: GramTask, to_disk: bool) -> dict[str, list[str]]:
-    """What helps against each item of a plan that is too large."""
+    """Remedies for each item of a plan that is too large."""
     disk = [] if to_disk else ["keep it on disk with linnet.spectrum.gram(..., file='kernel.npy')"]
     trace = ['take form="trace"'] if task.form == "full" else []
     one = [] if task.form == "sum" else ['take form="sum", or fewer outputs with output=']
@@ -359,7 +359,7 @@ def _blocks(
 
 @dataclass(frozen=True)
 class _Probed:
-    """What a few examples have shown, whatever the budget.
+    """Measurements of a few examples, whatever the budget.
 
     Args:
         outline: What could be kept of them.
@@ -505,7 +505,7 @@ def _form_of(x: Inputs) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 def _identity(task: GramTask, plan: GramPlan) -> dict[str, object]:
-    """What a file must have been started with to be resumed."""
+    """The identity of a kernel, which a file must share to be resumed."""
     return {
         "form": task.form,
         "hold": plan.hold,

@@ -36,7 +36,7 @@ OWN = "the outputs of an example depend on the other examples in its batch"
 @in_exact_mode
 @torch.no_grad()
 def dependence(function: Functional, x: Inputs) -> str | None:
-    """How the outputs of an example depend on the rest of its batch.
+    """Find out whether the outputs of an example depend on the rest of its batch.
 
     Args:
         function: A network.

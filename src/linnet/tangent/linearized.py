@@ -288,7 +288,7 @@ class Linearized(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """What ``print`` shows."""
+        """The extra line of ``print``."""
         tracked = f"{len(self.parameter_names)} parameters tracked"
         return f"{type(self._function.model).__name__}, {tracked}, P = {self.space.dim}"
 

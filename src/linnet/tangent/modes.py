@@ -118,7 +118,7 @@ class _Direct:
 
 
 def _plain_run(*_: Any, **__: Any) -> Iterator[None]:
-    """What a checkpoint does around its function when nothing is to be recomputed."""
+    """A checkpoint's run of its function when nothing is to be recomputed."""
     yield
 
 

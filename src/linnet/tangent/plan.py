@@ -146,7 +146,7 @@ def expected_plan(function: Functional, x: Inputs) -> Plan:
 
 @dataclass
 class _Findings:
-    """What is known so far, while a plan is made."""
+    """Findings so far, while a plan is made."""
 
     exact: dict[str, str]
     layouts: dict[Key, Layout] = field(default_factory=dict)
@@ -363,7 +363,7 @@ def _matches(expected: float, missed: float, largest: float, dtype: torch.dtype)
 
 
 def _bytes(uses: Sequence[Use], saved: int) -> Bytes:
-    """What one of the probes takes, given what autograd keeps of it."""
+    """Bytes of one of the probes, given what autograd keeps of it."""
     inputs = {use.a.data_ptr(): use.a for use in uses if use.a is not None}
     edges = {use.place: use.shape.numel() for use in uses}
     item = uses[0].target.element_size() if uses else 4
@@ -374,13 +374,13 @@ def _bytes(uses: Sequence[Use], saved: int) -> Bytes:
 
 
 def _fields(use: Use) -> int:
-    """How many numbers a convolution reads at all positions, the weights of one field each."""
+    """Size of a convolution's receptive fields at all positions."""
     groups: int = use.options["groups"]
     return use.shape[0] * use.shape[2:].numel() * use.target.shape[1:].numel() * groups
 
 
 def _copied(use: Use) -> int:
-    """How many numbers the fields of a transposed convolution hold, copied from its gradient."""
+    """Size of the fields of a transposed convolution, copied from its gradient."""
     if use.kind != "conv-transposed" or use.a is None:
         return 0
     groups: int = use.options["groups"]

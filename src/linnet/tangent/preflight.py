@@ -166,7 +166,7 @@ def preflight(
 
 
 def _coverage_findings(coverage: tuple[Coverage, ...]) -> list[str]:
-    """What the treatment of the parameters means for the user."""
+    """Findings on the treatment of the parameters."""
     found = []
     unused = [p.name for p in coverage if p.treatment.startswith("unused")]
     if unused:
@@ -186,7 +186,7 @@ def _memory_findings(plan: Plan) -> list[str]:
 
 
 def _mode_findings(model: nn.Module) -> list[str]:
-    """What the user's own mode settings mean here."""
+    """Findings on the network's own mode settings."""
     if isinstance(model, Linearized) or not model.training:
         return []
     names = sorted(

@@ -58,7 +58,7 @@ class CappedLeakyReLU(nn.Module):
         return leak(x, self.slope, self.cap, self.inplace)
 
     def extra_repr(self) -> str:
-        """What ``print`` shows."""
+        """The extra line of ``print``."""
         return f"slope={self.slope}, cap={self.cap}" + (", inplace=True" if self.inplace else "")
 
 
@@ -76,7 +76,7 @@ CALLS: ContextVar[Callable[[str, bool], None] | None] = ContextVar("calls", defa
 
 
 class Leaking:
-    """What every class made by surgery derives from."""
+    """Base of every class made by surgery."""
 
 
 class _Leak(TorchFunctionMode):
@@ -182,7 +182,7 @@ def _class_for(cls: Any, methods: tuple[str, ...]) -> type[nn.Module]:
 
 
 def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-    """How copies and pickles are made: by the plain class, which can be found by its name."""
+    """Copies and pickles are made by the plain class, which can be found by its name."""
     del protocol
     return _rebuild, self._linnet_plain, self.__getstate__()
 

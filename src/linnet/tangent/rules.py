@@ -45,7 +45,7 @@ class Operand:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What an operation returned.
+    """The result of an operation.
 
     Args:
         shape: Its shape.
@@ -107,7 +107,7 @@ class Use:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What must repeat from batch to batch for a plan to hold."""
+        """The part that must repeat from batch to batch for a plan to hold."""
         return (self.kind, self.sources, self.direct, len(self.shape), self.target.ndim)
 
     @property
@@ -233,7 +233,7 @@ def patches(x: Tensor, kernel: Size, options: dict[str, Any]) -> Tensor:
 
 
 def padded(x: Tensor, options: dict[str, Any]) -> Tensor:
-    """What a convolution reads, with its padding of zeros (negative: cropped)."""
+    """The input of a convolution with its padding of zeros (negative: cropped)."""
     if not any(map(any, options["padding"])):
         return x
     return F.pad(x, [p for pair in reversed(options["padding"]) for p in pair])

@@ -100,7 +100,7 @@ def require_whole(data: Any) -> None:
 
 
 def _sampler(found: Any, depth: int) -> tuple[Any, int, int] | None:
-    """What makes parts, their number and which this is, looking inside."""
+    """The sampler that makes parts, their number and which this is, looking inside."""
     for parts, index in _NAMES:
         numbers = [_attribute(found, name) for name in (parts, index)]
         if all(isinstance(n, int) and not isinstance(n, bool) for n in numbers) and numbers[0] > 1:

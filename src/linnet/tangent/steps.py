@@ -9,7 +9,7 @@ Range = tuple[int, int]  # first example, last + 1
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many examples are taken at once.
+    """Numbers of examples taken at once.
 
     Args:
         hold: Those whose features stay in memory.
@@ -66,7 +66,7 @@ def in_order(n: int, m: int, symmetric: bool, sizes: Sizes) -> list[Step]:
 
 
 def captured_examples(n: int, m: int, symmetric: bool, hold: int) -> int:
-    """How many examples are differentiated in these steps, each as often as it is.
+    """The number of examples differentiated in these steps, with repetitions.
 
     Args:
         n: Examples of the rows.

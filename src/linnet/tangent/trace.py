@@ -30,7 +30,7 @@ from linnet.tangent.rules import Operand, Result, Use
 
 @dataclass(eq=False)
 class Trace:
-    """What one forward pass left behind.
+    """Trace of one forward pass.
 
     Args:
         n: Number of examples.
@@ -58,7 +58,7 @@ class Trace:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What must repeat for a plan made on one batch to hold on another."""
+        """The part of the trace that must repeat for a plan made on one batch to hold on another."""
         return (*(use.signature for use in self.uses), tuple(sorted(self.unhandled)), self.moved)
 
 

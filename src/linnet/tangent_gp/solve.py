@@ -59,7 +59,7 @@ def planned(problem: Problem, options: Options) -> GPPlan:
 
 
 def describe(plan: GPPlan, system: System, options: Options) -> dict[str, Any]:
-    """What was solved and what it took.
+    """Summary of the solution and its cost.
 
     Args:
         plan: What was chosen.

@@ -22,7 +22,7 @@ _CONVOLVE: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
 
 @dataclass
 class WatchedLayer:
-    """What one weight was used for.
+    """The uses of one weight.
 
     Args:
         weight: Its name.

@@ -47,7 +47,7 @@ NAMED = "put the images of each class into a folder that is named for the class"
 
 @dataclass(frozen=True)
 class _Options:
-    """What is done with damaged files and with links."""
+    """Treatment of damaged files and of links."""
 
     damaged: str
     links: str

@@ -137,5 +137,5 @@ def _permutation(length: int, generator: torch.Generator) -> Indices:
 
 
 def _held_out(samples: int, fraction: float) -> int:
-    """How many samples to test on: the fraction, but never all, and none only of a single one."""
+    """The number of test samples: the fraction, but never all, and none only of a single one."""
     return min(max(round(samples * fraction), 1), samples - 1)

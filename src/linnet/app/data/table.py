@@ -360,7 +360,7 @@ def _check_header(path: Path, names: list[str]) -> None:
 def _fault(
     row: list[str], names: Sequence[str], texts: Collection[str], needed: Collection[str]
 ) -> str | None:
-    """What is wrong with a row, if anything."""
+    """The fault of a row; None where there is none."""
     if len(row) != len(names):
         return f"{len(row)} cells, not {len(names)}"
     for name, cell in zip(names, row, strict=True):

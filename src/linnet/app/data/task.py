@@ -138,7 +138,7 @@ class TaskData:
 
     @property
     def image_mode(self) -> Literal["RGB", "L"] | None:
-        """How the stored images are colored, in Pillow's words; None when samples are no images."""
+        """Pillow's mode of the stored images; None when samples are no images."""
         if not isinstance(self.transform, ImageTransform):
             return None
         return "RGB" if self.train.source.sample_shape[-1] == 3 else "L"

@@ -140,7 +140,7 @@ def reliability_diagram(methods: Sequence[Reliability]) -> str:
 
 
 def uncertainty_histogram(uncertainty: Array, correct: Array | None = None) -> str:
-    """How uncertain the predictions are, split into right and wrong ones.
+    """Histogram of the predictions' uncertainty, split into right and wrong ones.
 
     Args:
         uncertainty: One number per test sample, (N,).
@@ -286,7 +286,7 @@ def kernel_spectrum(spectrum: Spectrum, name: str = "spectrum") -> str:
 
 
 def informativeness_bars(values: Array, labels: Array | None = None, classes: Sequence[str] = ()) -> str:
-    """How much each training sample moved the fit, from most to least.
+    """Bars of how far each training sample moved the fit, from most to least.
 
     Args:
         values: Informativeness, (N,); beyond 400 samples an evenly spaced selection is drawn.
@@ -416,7 +416,7 @@ def predicted_against_true(mean: Array, target: Array, std: Array | None = None)
 
 
 def interval_calibration(mean: Array, std: Array, target: Array) -> str:
-    """How many true values lie inside the predictive intervals of each level.
+    """Shares of true values inside the predictive intervals of each level.
 
     Args:
         mean: Predicted values, any shape.

@@ -411,7 +411,7 @@ class HeldOutSet:
         return np.asarray(predicted == self.samples.labels)
 
     def loss(self) -> Array | None:
-        """What each prediction cost: 1 if wrong, or its mean absolute error; None without labels."""
+        """The loss of each prediction: 1 if wrong, or its mean absolute error; None without labels."""
         correct = self.correct()
         if correct is not None:
             return np.asarray(1.0 - correct)

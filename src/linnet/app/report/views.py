@@ -33,7 +33,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Face:
-    """How a sample looks on the page.
+    """Image or text of a sample on the page.
 
     Args:
         name: The id, shortened if it is long.
@@ -226,7 +226,7 @@ def key_numbers(run: Run) -> list[tuple[str, str]]:
 
 
 def spectrum_facts(run: Run) -> list[tuple[str, str]]:
-    """What the kernel's spectrum comes to.
+    """The facts of the kernel's spectrum.
 
     Args:
         run: The run.
@@ -353,7 +353,7 @@ def _uncertain(run: Run, count: int) -> tuple[Tile, ...]:
 
 
 def _prediction(run: Run, test: HeldOutSet, index: int) -> tuple[tuple[tuple[str, Label], ...], str]:
-    """What was predicted and what is true, and whether that is wrong."""
+    """The prediction, the true value, and whether they differ."""
     labels: list[tuple[str, Label]] = []
     predicted = test.predicted()
     if predicted is not None:

@@ -135,7 +135,7 @@ def summary(run: Run) -> list[str]:
 
 
 def _result(run: Run) -> str:
-    """How good the fit is."""
+    """The sentence on the fit's score."""
     if not run.scores.comparison:
         return ""
     row, tested = run.scores.comparison[0], run.tested()
@@ -151,7 +151,7 @@ def _result(run: Run) -> str:
 
 
 def _beside(run: Run) -> str:
-    """How the fit compares with the others."""
+    """The sentence on the comparison with the other methods."""
     if len(run.scores.comparison) < 2:
         return ""
     own, others = run.scores.comparison[0], run.scores.comparison[1:]
@@ -165,7 +165,7 @@ def _beside(run: Run) -> str:
 
 
 def _trust(run: Run) -> str:
-    """What its confidence is worth."""
+    """The sentence on the calibration of its probabilities."""
     parts = []
     if run.scores.reliability:
         part = run.scores.reliability[0]
@@ -217,7 +217,7 @@ def _labels(run: Run) -> str:
 
 
 def loo_name(choice: RidgeChoice | None) -> str:
-    """What the leave-one-out score of a path of ridges is.
+    """The name of the leave-one-out score of a path of ridges.
 
     Args:
         choice: How the ridge was chosen, where that is known.
@@ -252,7 +252,7 @@ def ridge_heading(choice: RidgeChoice | None) -> str:
 
 
 def ridge_choice(choice: RidgeChoice | None) -> str:
-    """What chose the ridge, and what the scores beside it are.
+    """The criterion that chose the ridge, and the scores beside it.
 
     Args:
         choice: How the ridge was chosen, where that is known.
@@ -297,7 +297,7 @@ _CRITERIA = {
 
 
 def doubt_found(train: TrainingSet) -> str:
-    """How many labels look wrong, how many would by chance, and how many of the wrong ones are among them.
+    """Counts of labels that look wrong, expected by chance, and found among the wrong ones.
 
     Args:
         train: The training samples.

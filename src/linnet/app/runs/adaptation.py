@@ -462,7 +462,7 @@ def _own_scores(
 
 @dataclass(frozen=True, eq=False)
 class _Others:
-    """What the fit is compared with."""
+    """The methods that the fit is compared with."""
 
     settings: Settings
     task: TaskData

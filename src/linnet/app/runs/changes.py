@@ -270,7 +270,7 @@ def _score(name: str, run: SavedRun, task: TaskData, seconds: float | None) -> t
 
 
 def _headline(change: Change, rows: tuple[Comparison, ...]) -> tuple[str, ...]:
-    """What happened, in sentences."""
+    """The change, in sentences."""
     count = len(change.removed)
     if count:
         first = (

@@ -36,7 +36,7 @@ _STEPS, _BATCH = 300, 64
 
 @dataclass(frozen=True)
 class Files:
-    """What the demo writes before it begins.
+    """The files that the demo writes before it begins.
 
     Args:
         weights: The pretrained network.
@@ -51,7 +51,7 @@ class Files:
 
 @dataclass(frozen=True, eq=False)
 class Recall:
-    """How well wrong labels are found.
+    """Recall of wrong labels.
 
     Args:
         wrong: Ids of the samples with flipped labels.
@@ -63,7 +63,7 @@ class Recall:
 
     @property
     def found(self) -> int:
-        """How many of the wrong labels are among those inspected."""
+        """The number of wrong labels among those inspected."""
         return len(set(self.wrong) & set(self.inspected))
 
 

@@ -172,7 +172,7 @@ def score_values(
 
 
 def reliability(name: str, probs: Array, labels: Array) -> Reliability:
-    """What the reliability diagram shows.
+    """The data of the reliability diagram.
 
     Args:
         name: Name of the method.
@@ -260,7 +260,7 @@ def softmax_path(fit: SoftmaxFit) -> RidgePath | None:
 
 
 def eigen_seconds(size: int, probe: int = 200) -> float:
-    """How long a symmetric eigendecomposition will take here, from a small one.
+    """Predicted seconds of a symmetric eigendecomposition, from a small one.
 
     Args:
         size: Rows of the matrix.

@@ -51,7 +51,7 @@ def known_outputs(fit: Fit, rows: slice) -> Tensor:
 
 
 def contradiction(fit: Fit) -> Tensor:
-    """How much the fit of all the other examples contradicts each label.
+    """The degree to which the fit of all other examples contradicts each label.
 
     Args:
         fit: A dual fit of classes.

@@ -41,7 +41,7 @@ class _Seen(Exception):
 
 @torch.no_grad()
 def distance(model: nn.Module, x: Tensor) -> float | None:
-    """How far images lie from those that a network's first batch norm was trained on.
+    """Distance of images from those that a network's first batch norm was trained on.
 
     Args:
         model: The network, in evaluation mode.

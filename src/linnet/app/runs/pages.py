@@ -117,7 +117,7 @@ def training_set(run: SavedRun) -> TrainingSet:
 
 
 def doubts(fit: Fit) -> Array:
-    """How much the fit of all the other samples contradicts each label.
+    """The degree to which the fit of all other samples contradicts each label.
 
     Args:
         fit: A dual fit of classes.
@@ -230,7 +230,7 @@ def seen(samples: TrainingSamples) -> Samples:
 
 
 def choices(run: SavedRun) -> tuple[Choice, ...]:
-    """What was decided and why.
+    """The choices and their reasons.
 
     Args:
         run: The run.
@@ -274,7 +274,7 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
 
 
 def _head(run: SavedRun) -> str:
-    """What the head is."""
+    """The row on the head."""
     if run.origin.head is None:
         return "kept"
     init = run.origin.init or ("probe" if run.origin.centered else "")
@@ -284,7 +284,7 @@ def _head(run: SavedRun) -> str:
 
 
 def _moderation(fit: Fit, scale: float) -> str:
-    """How probabilities were calibrated."""
+    """The words on how probabilities were calibrated."""
     counted = "" if scale == 1 else f"; variances count {scale:g}-fold"
     kind = "held-out" if cross_fitted(fit) else "leave-one-out"
     part = "" if fit.solver == "dual" else " of the small fit that chose the ridge"

@@ -229,7 +229,7 @@ def _watched(out: Path) -> Iterator[None]:
 
 
 def _record(out: Path) -> tuple[int, int] | None:
-    """What tells one record of a finished run from the next; None where there is none."""
+    """The identity of a finished run's record; None where there is none."""
     try:
         found = (out / RECORD).stat()
     except OSError:

@@ -46,7 +46,7 @@ class Planned:
     nested: Features | None = None
 
     def seconds(self, x: Tensor, task: TaskData) -> tuple[float, float] | None:
-        """How long the fit and the test samples will take, by the time of a few samples.
+        """Predicted seconds of the fit and the test samples, by the time of a few samples.
 
         The passes through the network decide, which grow with the samples; the products of pairs of samples
         are left out.
@@ -138,7 +138,7 @@ def quickened(settings: Settings) -> Settings:
 
 
 def few_samples(source: Source) -> str:
-    """How many samples are taken, for people.
+    """The number of samples taken, in words.
 
     Args:
         source: The data.

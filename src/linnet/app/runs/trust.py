@@ -215,7 +215,7 @@ def _unwritable() -> str:
 
 
 def _remedy(file: Path) -> str:
-    """How to allow the code."""
+    """The remedy that allows the code."""
     return (
         f"read {file}; where you trust it, pass --trust (in Python: trust=True), "
         "or name it yourself with --model FILE:FACTORY"
