@@ -71,7 +71,7 @@ def inferred(
     }
     posterior = linnet.linear_posterior(
         linnet.linearize(model), data, Categorical(), how[method], base=base, prior_precision=given.precision,
-        generator=seed,
+        seed=seed,
     )  # fmt: skip
     facts = {} if posterior.optimum is None else {"newton_steps": posterior.optimum.steps}
     if posterior.bounds:

@@ -96,7 +96,7 @@ def cell(network: nn.Module, data: tuple[Tensor, ...], seed: int, steps: int, ba
     """Both kinds of fine-tuning, and what was known before."""
     x, y, x_test, y_test = data
     classes = int(y.max()) + 1
-    model = linnet.with_head(network, classes, init="random", generator=torch.Generator().manual_seed(seed))
+    model = linnet.with_head(network, classes, init="random", seed=torch.Generator().manual_seed(seed))
     fit = linnet.fit(linnet.linearize(model), (x, y), ridge="loo")
     known = spectrum.task_linearity(fit)
     tuned = fine_tune(model, (x, y), steps, batch, seed=seed)

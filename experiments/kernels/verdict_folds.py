@@ -117,7 +117,7 @@ def main(words: list[str] | None = None) -> None:
             seed = fit["seed"]
             x, y, *_ = target(fit["target"], arguments.data_dir, fit["shots"], seed, norm, fit["tests_asked"])
             generator = torch.Generator().manual_seed(seed)
-            model = linnet.with_head(network, int(y.max()) + 1, init="random", generator=generator)
+            model = linnet.with_head(network, int(y.max()) + 1, init="random", seed=generator)
             return held_out(model, x, y, fit["steps"], seed)
 
         tested = {name: fit[name] for name in ("linear", "plain", "error", "explained")}

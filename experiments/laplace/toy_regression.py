@@ -170,7 +170,7 @@ def laplace(
         la.tune("grid", task.scaled(task.validation), search=grid, noise=False)
     points = torch.cat([task.scaled(task.test)[0], GRID / task.x_scale])
     if how == "mc":
-        outputs = la.predictive(points, "mc", samples=sizes.samples, generator=1).outputs
+        outputs = la.predictive(points, "mc", samples=sizes.samples, seed=1).outputs
     else:
         outputs = la.predictive(points, "glm").sample(sizes.samples, 1)
     cut = len(task.test[0])

@@ -48,7 +48,7 @@ def random_head(setting: Setting, seed: int) -> dict[str, Any]:
     """The squared optimum from a random head."""
     model, train, (xt, yt) = setting
     generator = torch.Generator().manual_seed(seed)
-    network = linnet.with_head(model, int(train[1].max()) + 1, "random", generator=generator)
+    network = linnet.with_head(model, int(train[1].max()) + 1, "random", seed=generator)
     fit = linnet.fit(linnet.linearize(network, "all"), train, ridge="loo")
     return {"accuracy": accuracy(fit.predict(xt), yt), "value": fit.ridge}
 

@@ -47,7 +47,7 @@ def adapted(pair: Pair, seed: int, shots: int, data_dir: str | None) -> dict[str
     init = choose_head(model, x[:1], len(x))
     generator = torch.Generator().manual_seed(0)
     given = (x, y) if init == "probe" else None
-    network = linnet.with_head(model, int(y.max()) + 1, init=init, data=given, generator=generator)
+    network = linnet.with_head(model, int(y.max()) + 1, init=init, data=given, seed=generator)
     lin = linnet.linearize(with_centered_head(network) if init == "probe" else network)
     found: dict[str, Any] = {"head": init}
     with TemporaryDirectory() as folder:

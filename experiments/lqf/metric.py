@@ -39,7 +39,7 @@ def with_ridge(model: nn.Module, train: Data, metric: str, head: str) -> nn.Modu
     x, y = train
     classes = int(y.max()) + 1
     data, generator = (train if head == "probe" else None), torch.Generator().manual_seed(0)
-    headed = linnet.with_head(model, classes, head, data, generator=generator)
+    headed = linnet.with_head(model, classes, head, data, seed=generator)
     start = with_centered_head(headed) if head == "probe" else headed
     if metric == "none":
         return start

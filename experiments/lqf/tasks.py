@@ -270,5 +270,5 @@ def linear_model(
     generator = torch.Generator().manual_seed(seed)
     data = train if head == "probe" else None
     init = linnet.Probe(scale=scale) if head == "probe" else head
-    made = linnet.with_head(network, classes, init, data, generator=generator)
+    made = linnet.with_head(network, classes, init, data, seed=generator)
     return linnet.linearize(made, "all")

@@ -285,7 +285,7 @@ def test_fits_that_would_leak() -> None:
     held = p.fit(ridge=RHO, solver="dual").constrain(p.x[:1], p.t[:1])
     refused(InputError, lambda: audit.release(held, 1.0, 0.01, clip=CLIP), "equations")
     refused(InputError, lambda: audit.release(p.fit(ridge=RHO, solver="cg"), 1.0, 0.01, clip=CLIP), "'cg'")
-    random = linnet.with_head(p.model, 3, init="random", generator=generator())
+    random = linnet.with_head(p.model, 3, init="random", seed=generator())
     fit = linnet.fit(linnet.linearize(random), (p.x, p.y), ridge=RHO, solver="dual")
     assert audit.release(fit, 1.0, 0.01, clip=CLIP).delta
 

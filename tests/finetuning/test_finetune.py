@@ -413,7 +413,7 @@ def test_inputs_of_any_structure(method: str, kind: type) -> None:
 
 
 def test_a_fitted_head_is_kept_and_frozen_networks_are_trained() -> None:
-    model = linnet.with_head(net(), 3, "random", generator=torch.Generator().manual_seed(0))
+    model = linnet.with_head(net(), 3, "random", seed=torch.Generator().manual_seed(0))
     tuned = finetune(model.requires_grad_(False), images(), **SHORT)
     assert "the network's own head was kept" in tuned.notes
     assert len(tuned.module.delta) == 8

@@ -159,7 +159,7 @@ def test_the_network_is_not_touched(init: str) -> None:
     model.train()
     model[0].weight.grad = torch.ones_like(model[0].weight)  # type: ignore[index]
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    head = linnet.with_head(model, 3, init, data=(X, Y), generator=torch.Generator().manual_seed(0))
+    head = linnet.with_head(model, 3, init, data=(X, Y), seed=torch.Generator().manual_seed(0))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model[2].out_features == 10  # type: ignore[index]
     assert model.training
@@ -180,16 +180,14 @@ def test_zero() -> None:
 
 
 def test_random(generator: torch.Generator) -> None:
-    head = linnet.with_head(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(400, 10)), 50, "random", generator=generator
-    )
+    head = linnet.with_head(nn.Sequential(nn.Linear(4, 4), nn.Linear(400, 10)), 50, "random", seed=generator)
     weight = head[1].weight  # type: ignore[index]
     bound = 400**-0.5
     assert weight.abs().max() <= bound
     assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
-    again = linnet.with_head(body(), 3, "random", generator=torch.Generator().manual_seed(1))
-    same = linnet.with_head(body(), 3, "random", generator=torch.Generator().manual_seed(1))
-    other = linnet.with_head(body(), 3, "random", generator=torch.Generator().manual_seed(2))
+    again = linnet.with_head(body(), 3, "random", seed=torch.Generator().manual_seed(1))
+    same = linnet.with_head(body(), 3, "random", seed=torch.Generator().manual_seed(1))
+    other = linnet.with_head(body(), 3, "random", seed=torch.Generator().manual_seed(2))
     assert torch.equal(again(X), same(X))
     assert not torch.equal(again(X), other(X))
 

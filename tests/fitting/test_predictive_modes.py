@@ -44,7 +44,7 @@ def of_laplace(**options: Any) -> Numbers:
     """Numbers of a posterior over weights."""
     net, x, y, _ = problem()
     la = Laplace(net, L.Categorical(), **options).fit((x, y)).tune("evidence")
-    p, q = la.predictive(x), la.predictive(x, "mc", samples=4, generator=0)
+    p, q = la.predictive(x), la.predictive(x, "mc", samples=4, seed=0)
     joint = la.predictive(x[:4], joint=True)
     found = [
         p.covariance,
@@ -54,7 +54,7 @@ def of_laplace(**options: Any) -> Numbers:
         joint.joint_covariance,
         joint.sample(2, 0),
     ]
-    found += [la.predictive(x, link=link, generator=0).probs for link in ("pairwise", "bridge", "mc")]
+    found += [la.predictive(x, link=link, seed=0).probs for link in ("pairwise", "bridge", "mc")]
     return [*found, q.covariance, q.probs, q.log_density(y), la.sample(2, 0), la.covariance.dense()]
 
 

@@ -301,7 +301,7 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "NestedFit.update": lambda: {"data": (small.normal(2, 3, seed=4), small.labels()[:2])},
     "LinearFit.constrain": lambda: {"targets": small.targets()},
     "forget": lambda: {"indices": [0]},
-    "sample": lambda: {"generator": 0},
+    "sample": lambda: {"seed": 0},
     "__matmul__": lambda: {"other": small.normal(26)},
     "__add__": lambda: {"other": small.diagonal()},
     "__sub__": lambda: {"other": small.diagonal()},
@@ -469,7 +469,7 @@ def _likelihood_arguments(name: str, parameters: Mapping[str, Any]) -> Arguments
         "mean": f,
         "covariance": torch.eye(2, dtype=f.dtype).expand(5, 2, 2).clone(),
         "n": 2,
-        "generator": 0,
+        "seed": 0,
     }
     if name in ("HeteroscedasticGaussian",):
         found["f"] = found["g"] = found["mean"] = torch.stack([f[:, 0], f[:, 1] * 0.1], 1)

@@ -211,7 +211,7 @@ def test_the_model_is_not_touched() -> None:
     before = {k: v.clone() for k, v in model.state_dict().items()}
     state = torch.get_rng_state()
     la = Laplace(model, CATEGORICAL, "kfac", params="all").fit((x, y)).tune("evidence")
-    la.predictive(x, "mc", generator=0, samples=3)
+    la.predictive(x, "mc", seed=0, samples=3)
     la.predictive(x.clone().requires_grad_()).variance.sum().backward()
     assert model.training
     assert not model[0].bias.requires_grad
@@ -232,7 +232,7 @@ def test_zoo(name: str) -> None:
     near(la.predictive(case.x2, joint=True).joint_covariance, joint, 1e-8)
     near(prediction.covariance, torch.einsum("ncnd->ncd", joint), 1e-8)
     assert bool((prediction.with_noise().variance >= 0.5).all())
-    assert la.predictive(case.x2, "mc", samples=2, generator=0).mean.isfinite().all()
+    assert la.predictive(case.x2, "mc", samples=2, seed=0).mean.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["resnet-batchnorm", "norms"])
@@ -269,7 +269,7 @@ def test_every_likelihood(likelihood: Any, y: Tensor, structure: str) -> None:
     la.tune("evidence", noise=False)
     assert float(la.log_evidence()) >= first - 1e-9
     for method in ("glm", "mc"):
-        prediction = la.predictive(x, method, samples=200, generator=0)
+        prediction = la.predictive(x, method, samples=200, seed=0)
         assert prediction.log_density(y).shape == (12,)
         assert prediction.log_density(y).isfinite().all()
         if isinstance(likelihood, L.Bernoulli | L.Categorical):

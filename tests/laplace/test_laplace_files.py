@@ -40,7 +40,7 @@ def test_everything_comes_back(structure: Any, tmp_path: Path) -> None:
     assert again.data_scale == la.data_scale == 1.5
     assert float(again.log_evidence()) == float(la.log_evidence())
     for method in ("glm", "mc"):
-        one, other = (p.predictive(x, method, generator=0, samples=3) for p in (again, la))
+        one, other = (p.predictive(x, method, seed=0, samples=3) for p in (again, la))
         near(one.variance, other.variance, 1e-12)  # memory layouts differ, and so may the last bit
         near(one.probs, other.probs, 1e-12)
     for posterior in (la, again):

@@ -86,7 +86,7 @@ def test_leave_one_out_follows_the_scale_of_the_data() -> None:
 
 def test_labels_that_are_no_tensor() -> None:
     la, x, y = fitted("kfac")
-    for prediction in (la.predictive(x), la.predictive(x, "mc", samples=2, generator=0)):
+    for prediction in (la.predictive(x), la.predictive(x, "mc", samples=2, seed=0)):
         for labels in (None, y.numpy()):
             with pytest.raises(InputError, match=r"y(=None| is )"):
                 prediction.log_density(labels)
@@ -95,7 +95,7 @@ def test_labels_that_are_no_tensor() -> None:
 def test_one_sample_has_no_variance() -> None:
     model, x, t = numbers()
     la = Laplace(model, L.Gaussian(variance=0.5)).fit((x, t))
-    one = la.predictive(x, "mc", samples=1, generator=0)
+    one = la.predictive(x, "mc", samples=1, seed=0)
     assert torch.equal(one.mean, one.outputs[0])
     for ask in ("variance", "covariance", "joint_covariance"):
         with pytest.raises(InputError, match="the variance of one sample"):

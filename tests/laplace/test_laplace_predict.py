@@ -60,9 +60,9 @@ def test_joint_covariance_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("link", ["probit", "pairwise", "bridge", "mc"])
 def test_large_predictions_keep_variances_only(link: str, monkeypatch: pytest.MonkeyPatch) -> None:
     la, x, y = fitted("kfac")
-    whole = la.predictive(x, link=link, generator=3)
+    whole = la.predictive(x, link=link, seed=3)
     monkeypatch.setattr(laplace_linearized, "KEPT", 0)
-    lean = la.predictive(x, link=link, generator=3)
+    lean = la.predictive(x, link=link, seed=3)
     near(lean.probs, whole.probs, 1e-12)
     near(lean.variance, whole.variance, 1e-12)
     near(lean.covariance, whole.covariance, 1e-12)
@@ -94,7 +94,7 @@ def test_links_of_a_last_layer_in_parts(link: str, structure: str, monkeypatch: 
     """The same probabilities where covariances are formed for a few examples, or never."""
     model, x, y = classes()
     la = Laplace(model, CATEGORICAL, structure, params="last-layer").fit((x, y))
-    whole = la.predictive(x, link=link, samples=20_000, generator=3)
+    whole = la.predictive(x, link=link, samples=20_000, seed=3)
     formed: list[int] = []
     original = laplace_outputs.head_spreads
 
@@ -105,7 +105,7 @@ def test_links_of_a_last_layer_in_parts(link: str, structure: str, monkeypatch: 
     monkeypatch.setattr(laplace_outputs, "head_spreads", noting)
     monkeypatch.setattr(laplace_linearized, "KEPT", 0)
     monkeypatch.setattr(laplace_head, "FORMED", 30)
-    lean = la.predictive(x, link=link, samples=20_000, generator=3)
+    lean = la.predictive(x, link=link, samples=20_000, seed=3)
     near(lean.probs, whole.probs, 1e-12 if link != "mc" else 0.03)
     assert formed == ([] if link == "probit" else [12])
     near(lean.covariance, whole.covariance, 1e-12)
@@ -202,10 +202,10 @@ def test_sampled_weights_are_equation_5_9() -> None:
     weights = la.sample(400, 0)
     function = la.curvature.function
     outputs = torch.stack([function.flat(function.space.to_params(w), x) for w in weights])
-    prediction = la.predictive(x, "mc", samples=400, generator=0)
+    prediction = la.predictive(x, "mc", samples=400, seed=0)
     assert isinstance(prediction, SampledPredictive)
     near(prediction.probs, prediction.sampled_probs.mean(0), 1e-12)
-    long = la.predictive(x, "mc", samples=4000, generator=1)
+    long = la.predictive(x, "mc", samples=4000, seed=1)
     error = (outputs.softmax(-1).mean(0) - long.probs).abs() / outputs.softmax(-1).std(0) * 400**0.5
     assert float(error.max()) < 5
     density = torch.logsumexp(outputs.log_softmax(-1)[:, torch.arange(12), y], 0) - math.log(400)
@@ -217,7 +217,7 @@ def test_sampling_a_linear_network_meets_the_closed_form() -> None:
     torch.manual_seed(0)
     model, x, y = nn.Linear(3, 2).double(), real(10, 3), real(10, 2, seed=1)
     la = Laplace(model, L.Gaussian(variance=torch.tensor([0.3, 1.2])), "kfac").fit((x, y))
-    closed, sampled = la.predictive(x, joint=True), la.predictive(x, "mc", samples=20_000, generator=0)
+    closed, sampled = la.predictive(x, joint=True), la.predictive(x, "mc", samples=20_000, seed=0)
     spread = closed.variance
     assert ((sampled.mean - closed.mean).abs() < 5 * (spread / 20_000).sqrt()).all()
     assert ((sampled.variance / spread - 1).abs() < 5 * (2 / 20_000) ** 0.5).all()
@@ -247,7 +247,7 @@ def test_draws_have_the_moments_they_claim() -> None:
     across = torch.einsum("snc,smd->ncmd", alone, alone) / 40_000 / scale
     assert float(across[0, :, 1].abs().max()) < 0.04
     assert torch.equal(la.predictive(x).sample(2, 3), la.predictive(x).sample(2, 3))
-    mc = la.predictive(x, "mc", samples=5, generator=0)
+    mc = la.predictive(x, "mc", samples=5, seed=0)
     assert mc.sample(7, 0).shape == (7, 12, 3)
     with pytest.raises(InputError, match="n=0"):
         prediction.sample(0)
@@ -330,7 +330,7 @@ def test_gradient_in_x_of_other_networks(name: str) -> None:
 def test_sampled_outputs_are_differentiable_in_x() -> None:
     la, *_ = fitted("kfac", prior_precision=3.0)
     x = real(2, 3, seed=8).requires_grad_()
-    value = lambda at: la.predictive(at, "mc", samples=3, generator=0).variance.sum()  # noqa: E731
+    value = lambda at: la.predictive(at, "mc", samples=3, seed=0).variance.sum()  # noqa: E731
     assert torch.autograd.gradcheck(value, (x,), eps=1e-6, atol=1e-6, rtol=1e-5)
     with torch.no_grad():
         assert not la.predictive(x).variance.requires_grad
@@ -352,7 +352,7 @@ def test_evaluate_takes_predictions() -> None:
     report = linnet.evaluate(la.predictive, (x, y))
     p = la.predictive(x).probs
     assert report.nll == pytest.approx(float(-p[torch.arange(12), y].log().mean()), rel=1e-5)
-    sampled = linnet.evaluate(lambda z: la.predictive(z, "mc", samples=5, generator=0).sampled_probs, (x, y))
+    sampled = linnet.evaluate(lambda z: la.predictive(z, "mc", samples=5, seed=0).sampled_probs, (x, y))
     assert 0 <= sampled.accuracy <= 1
     model, x, t = numbers()
     regression = Laplace(model, L.Gaussian(variance=0.5), "kfac").fit((x, t))

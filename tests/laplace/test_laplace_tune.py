@@ -97,7 +97,7 @@ def test_grid_with_sampled_weights() -> None:
     values = [0.5, 5.0, 500.0]
     la.tune("grid", held, search=linnet.Grid(prior_precision=values, predict="mc", samples=50, seed=3))
     assert la.tuned is not None
-    again = la.predictive(held[0], "mc", samples=50, generator=3).log_density(held[1])
+    again = la.predictive(held[0], "mc", samples=50, seed=3).log_density(held[1])
     assert la.tuned.value == pytest.approx(float(again.sum()), rel=1e-9)
     assert any(la.prior_precision == pytest.approx(v) for v in values)
 

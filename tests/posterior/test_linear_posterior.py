@@ -143,7 +143,7 @@ def test_laplace_draws_are_the_root_of_the_dense_inverse(kind: str, base: bool) 
     model, x, y, likelihood = problem(kind)
     found = linear_posterior(
         linnet.linearize(model), (x, y), likelihood, Newton(tolerance=1e-10, samples=6), base=base,
-        prior_precision=0.4, generator=3,
+        prior_precision=0.4, seed=3,
     )  # fmt: skip
     delta, _, fisher = dense_newton(model, x, y, likelihood, base, 0.4)
     values, vectors = torch.linalg.eigh(fisher + 0.4 * torch.eye(len(delta)).double())
@@ -249,7 +249,7 @@ def test_svi_is_reproducible() -> None:
     model, x, y, likelihood = problem("categorical")
     lin = linnet.linearize(model)
     one, two, other = (
-        linear_posterior(lin, (x, y), likelihood, svi(epochs=3, batch_size=4), generator=seed)
+        linear_posterior(lin, (x, y), likelihood, svi(epochs=3, batch_size=4), seed=seed)
         for seed in (1, 1, 2)
     )
     assert torch.equal(one.mean, two.mean)

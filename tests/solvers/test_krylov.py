@@ -23,7 +23,7 @@ def matrix(n: int = 20, rank: int = 20, repeat: int = 1, dtype: torch.dtype = to
 
 
 def approximations(a: Tensor, block: int, rank: int) -> tuple[Tensor, Tensor]:
-    found = krylov(Dense(a), block, rank, generator=0)
+    found = krylov(Dense(a), block, rank, seed=0)
     assert torch.allclose(
         found.basis.T @ found.basis, torch.eye(found.basis.shape[1], dtype=a.dtype), atol=1e-5
     )
@@ -53,7 +53,7 @@ def test_the_nystrom_form_is_below_the_matrix_and_closer_with_rank() -> None:
 
 def test_the_galerkin_form_understates_the_inverse() -> None:
     a, rho = matrix(), 0.5
-    found = krylov(Dense(a), 2, 10, generator=0)
+    found = krylov(Dense(a), 2, 10, seed=0)
     values, e = found.ritz()
     u = found.basis @ e
     inverse = torch.linalg.inv(a + rho * torch.eye(20, dtype=a.dtype))
@@ -78,7 +78,7 @@ def test_a_low_rank_matrix_in_float32_is_not_overstated() -> None:
 def test_it_stops_when_the_trace_is_enough_and_counts_its_products() -> None:
     a = matrix()
     counting = CountingOperator(Dense(a))
-    found = krylov(counting, 2, 20, enough=0.9 * float(a.trace()), generator=0)
+    found = krylov(counting, 2, 20, enough=0.9 * float(a.trace()), seed=0)
     assert 0.9 * float(a.trace()) <= found.trace < float(a.trace())
     assert found.basis.shape[1] < 20
     assert found.products == counting.products == found.basis.shape[1] // 2

@@ -66,7 +66,7 @@ def test_an_invariant_subspace_ends_a_process_and_no_other() -> None:
 def test_eigenpairs_are_those_of_the_matrix(n: int, largest: bool, data: st.DataObject) -> None:
     k = data.draw(st.integers(1, n))
     matrix = symmetric(n)
-    solution = eigenpairs(as_operator(matrix), k, largest, tolerance=1e-10, generator=0)
+    solution = eigenpairs(as_operator(matrix), k, largest, tolerance=1e-10, seed=0)
     pairs = solution.value
     assert solution.status is Status.CONVERGED
     exact = torch.linalg.eigvalsh(matrix)
@@ -80,7 +80,7 @@ def test_eigenpairs_are_those_of_the_matrix(n: int, largest: bool, data: st.Data
     "spectrum", [[5.0, 5.0, 5.0, 1.0, 1.0, 0.0, 0.0], [1.0] * 7, [2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0]]
 )
 def test_repeated_eigenvalues_are_found_as_often_as_they_occur(spectrum: list[float]) -> None:
-    solution = eigenpairs(Diagonal(torch.tensor(spectrum).double()), 3, generator=0)
+    solution = eigenpairs(Diagonal(torch.tensor(spectrum).double()), 3, seed=0)
     assert solution.converged
     torch.testing.assert_close(
         solution.value.values, torch.tensor(spectrum[:3]).double(), rtol=1e-9, atol=1e-9
@@ -90,7 +90,7 @@ def test_repeated_eigenvalues_are_found_as_often_as_they_occur(spectrum: list[fl
 def test_few_products_find_a_separated_spectrum() -> None:
     values = torch.cat([torch.tensor([100.0, 80.0, 60.0]), torch.rand(997)]).double()
     operator = CountingOperator(Diagonal(values))
-    solution = eigenpairs(operator, 3, generator=0)
+    solution = eigenpairs(operator, 3, seed=0)
     assert solution.converged
     assert solution.steps < 15
     assert operator.products == solution.steps
@@ -100,32 +100,32 @@ def test_few_products_find_a_separated_spectrum() -> None:
 
 def test_float32_works_in_float32() -> None:
     matrix = symmetric(40, torch.float32)
-    pairs = eigenpairs(as_operator(matrix), 2, tolerance=1e-4, generator=0).require()
+    pairs = eigenpairs(as_operator(matrix), 2, tolerance=1e-4, seed=0).require()
     assert pairs.values.dtype == pairs.vectors.dtype == torch.float32
     torch.testing.assert_close(pairs.values, torch.linalg.eigvalsh(matrix).flip(0)[:2], rtol=1e-4, atol=1e-4)
 
 
 def test_max_steps_is_obeyed_and_said() -> None:
-    solution = eigenpairs(Diagonal(torch.linspace(0, 1, 200).double()), 2, max_steps=3, generator=0)
+    solution = eigenpairs(Diagonal(torch.linspace(0, 1, 200).double()), 2, max_steps=3, seed=0)
     assert (solution.status, solution.steps) == (Status.MAX_STEPS, 3)
     assert solution.residual > 1e-6
 
 
 def test_a_tolerance_below_rounding_stagnates() -> None:
-    solution = eigenpairs(as_operator(symmetric(8, torch.float32)), 2, tolerance=1e-12, generator=0)
+    solution = eigenpairs(as_operator(symmetric(8, torch.float32)), 2, tolerance=1e-12, seed=0)
     assert (solution.status, solution.steps) == (Status.STAGNATED, 4)
 
 
 def test_a_smaller_tolerance_takes_more_steps() -> None:
     operator = Diagonal(torch.linspace(0, 1, 150).double())
-    loose, tight = (eigenpairs(operator, 2, tolerance=t, generator=0) for t in (1e-2, 1e-8))
+    loose, tight = (eigenpairs(operator, 2, tolerance=t, seed=0) for t in (1e-2, 1e-8))
     assert loose.steps < tight.steps
     assert tight.residual <= 1e-8 < loose.residual <= 1e-2
 
 
 def test_the_generator_decides_the_start() -> None:
     operator = Diagonal(torch.linspace(0, 1, 100).double())
-    first, again, other = (eigenpairs(operator, 1, max_steps=2, generator=g).value.values for g in (0, 0, 1))
+    first, again, other = (eigenpairs(operator, 1, max_steps=2, seed=g).value.values for g in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -133,11 +133,11 @@ def test_the_generator_decides_the_start() -> None:
 def test_nan_is_not_an_eigenvalue() -> None:
     operator = FunctionOperator(lambda v: v * float("nan"), (4, 4), symmetric=True)
     with pytest.raises(NumericalError, match=r"the projected operator has .* NaN"):
-        eigenpairs(operator, 1, generator=0)
+        eigenpairs(operator, 1, seed=0)
 
 
 def test_the_zero_operator_has_zero_eigenvalues() -> None:
-    solution = eigenpairs(Diagonal(torch.zeros(5)), 2, generator=0)
+    solution = eigenpairs(Diagonal(torch.zeros(5)), 2, seed=0)
     assert solution.converged
     assert torch.equal(solution.value.values, torch.zeros(2))
 

@@ -26,60 +26,60 @@ def decaying(n: int, dtype: torch.dtype = torch.float64) -> Tensor:
 @given(st.integers(1, 5))
 def test_exact_for_a_matrix_of_that_rank(rank: int) -> None:
     factor = torch.randn(8, rank).double()
-    approximation = nystrom(Dense(factor @ factor.T), rank, generator=0)
+    approximation = nystrom(Dense(factor @ factor.T), rank, seed=0)
     torch.testing.assert_close(approximation.dense(), factor @ factor.T, rtol=1e-6, atol=1e-6)
 
 
 def test_it_is_an_operator_with_closed_forms() -> None:
-    approximation = nystrom(Dense(decaying(10)), 4, generator=0)
+    approximation = nystrom(Dense(decaying(10)), 4, seed=0)
     check_operator(approximation, approximation.dense())
 
 
 @given(st.integers(1, 9))
 def test_never_larger_than_the_operator(rank: int) -> None:
     matrix = decaying(10)
-    difference = matrix - nystrom(Dense(matrix), rank, generator=0).dense()
+    difference = matrix - nystrom(Dense(matrix), rank, seed=0).dense()
     assert float(torch.linalg.eigvalsh(difference)[0]) > -1e-6 * float(matrix.diagonal().max())
 
 
 def test_more_rank_is_nearer() -> None:
     matrix = decaying(20)
-    errors = [float((matrix - nystrom(Dense(matrix), r, generator=0).dense()).norm()) for r in (2, 5, 10)]
+    errors = [float((matrix - nystrom(Dense(matrix), r, seed=0).dense()).norm()) for r in (2, 5, 10)]
     assert errors[0] > errors[1] > 10 * errors[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_singular_operator_in_any_precision(dtype: torch.dtype) -> None:
     operator = Diagonal(torch.tensor([5.0, 3.0, 0.0, 0.0, 0.0, 0.0], dtype=dtype))
-    approximation = nystrom(operator, 4, generator=0)
+    approximation = nystrom(operator, 4, seed=0)
     torch.testing.assert_close(approximation.dense(), operator.dense(), rtol=1e-4, atol=1e-4)
 
 
 def test_one_product_with_rank_vectors() -> None:
     operator = CountingOperator(Dense(decaying(10)))
-    nystrom(operator, 4, generator=0)
+    nystrom(operator, 4, seed=0)
     assert (operator.products, operator.columns) == (1, 4)
 
 
 def test_the_generator_decides() -> None:
     operator = Dense(decaying(10))
-    first, again, other = (nystrom(operator, 3, generator=g).dense() for g in (0, 0, 1))
+    first, again, other = (nystrom(operator, 3, seed=g).dense() for g in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
 def test_the_space_is_kept() -> None:
     space = ParameterSpace({"weight": (2, 5)})
-    assert nystrom(Dense(decaying(10), space), 3, generator=0).space == space
-    assert nystrom_preconditioner(Dense(decaying(10), space), 1.0, 3, generator=0).space == space
+    assert nystrom(Dense(decaying(10), space), 3, seed=0).space == space
+    assert nystrom_preconditioner(Dense(decaying(10), space), 1.0, 3, seed=0).space == space
 
 
 def test_the_preconditioner_is_the_formula_of_the_paper() -> None:
     operator, mu = Dense(decaying(10)), 0.5
-    eigenvalues, vectors = torch.linalg.eigh(nystrom(operator, 3, generator=0).dense())
+    eigenvalues, vectors = torch.linalg.eigh(nystrom(operator, 3, seed=0).dense())
     kept, U = eigenvalues[-3:], vectors[:, -3:]
     wanted = (kept[0] + mu) * (U / (kept + mu)) @ U.T + torch.eye(10).double() - U @ U.T
-    check_operator(nystrom_preconditioner(operator, mu, 3, generator=0), wanted)
+    check_operator(nystrom_preconditioner(operator, mu, 3, seed=0), wanted)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_the_preconditioner_reduces_the_steps(dtype: torch.dtype, damping: float
     matrix, b = decaying(200, dtype), torch.randn(200, 2).to(dtype)
     damped = Dense(matrix).damped(damping)
     plain = cg(damped, b, tolerance=tolerance)
-    preconditioner = nystrom_preconditioner(Dense(matrix), damping, rank=25, generator=0)
+    preconditioner = nystrom_preconditioner(Dense(matrix), damping, rank=25, seed=0)
     fast = cg(damped, b, preconditioner, tolerance=tolerance)
     assert fast.converged
     assert fast.steps < 10
@@ -98,7 +98,7 @@ def test_the_preconditioner_reduces_the_steps(dtype: torch.dtype, damping: float
 
 def test_the_condition_number_is_small_when_the_rest_is_below_the_damping() -> None:
     matrix = decaying(40)
-    inverse = nystrom_preconditioner(Dense(matrix), 1.0, rank=25, generator=0)
+    inverse = nystrom_preconditioner(Dense(matrix), 1.0, rank=25, seed=0)
     eigenvalues = torch.linalg.eigvals(inverse @ (matrix + torch.eye(40).double())).real
     assert float(eigenvalues.max() / eigenvalues.min()) < 5
     assert torch.linalg.cond(matrix + torch.eye(40).double()) > 1e3
@@ -106,7 +106,7 @@ def test_the_condition_number_is_small_when_the_rest_is_below_the_damping() -> N
 
 def test_more_damping_is_a_milder_preconditioner() -> None:
     operator = Dense(decaying(10))
-    mild, strong = (nystrom_preconditioner(operator, mu, 4, generator=0).trace() for mu in (1e6, 1.0))
+    mild, strong = (nystrom_preconditioner(operator, mu, 4, seed=0).trace() for mu in (1e6, 1.0))
     assert float(strong) < float(mild)
 
 
@@ -129,7 +129,7 @@ def test_bad_input_is_named(change: dict[str, Any], text: str) -> None:
 def test_operators_that_do_not_fit_the_method_are_named() -> None:
     negative = FunctionOperator(lambda v: -v, (4, 4), symmetric=True)
     with pytest.raises(NumericalError, match="Nyström core is not positive definite"):
-        nystrom(negative, 2, generator=0)
+        nystrom(negative, 2, seed=0)
     broken = FunctionOperator(lambda v: v * float("nan"), (4, 4), symmetric=True)
     with pytest.raises(NumericalError, match="8 NaN"):
-        nystrom(broken, 2, generator=0)
+        nystrom(broken, 2, seed=0)

@@ -41,7 +41,7 @@ def of_laplace(net: nn.Module, x: Tensor) -> Tensor:
     """Numbers of a posterior over weights."""
     la = Laplace(net, L.Categorical()).fit((x, Y)).tune("validation", (x, Y))
     found = la.predictive(x, joint=True).joint_covariance.flatten()
-    return torch.cat([found, la.predictive(x, "mc", samples=2, generator=0).mean.flatten()])
+    return torch.cat([found, la.predictive(x, "mc", samples=2, seed=0).mean.flatten()])
 
 
 def of_gradients(net: nn.Module, x: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ def _low_rank(product: SummedOperator, low: settings.LowRank, request: Request) 
         if method == "randomized":
             near = nystrom(matrix, rank, seed)
             return near.basis, near.values
-        pairs = eigenpairs(matrix, rank, tolerance=LANCZOS_TOLERANCE, generator=seed)
+        pairs = eigenpairs(matrix, rank, tolerance=LANCZOS_TOLERANCE, seed=seed)
         found = pairs.require("the leading eigenpairs of the curvature")
         return found.vectors, found.values.clamp(min=0)
 

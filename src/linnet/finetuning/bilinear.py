@@ -368,7 +368,7 @@ def with_bilinear_head(
         c = channels
     network.head = zero_layer(nn.Linear, c * (c + 1) // 2, classes, like=reference)
     network.train(model.training)
-    return with_head(network, classes, init, (x, y), generator=generator)
+    return with_head(network, classes, init, (x, y), seed=generator)
 
 
 def assemble(

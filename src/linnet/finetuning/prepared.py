@@ -184,7 +184,7 @@ def _with_head(
         made = with_bilinear_head(network, outputs, data, recipe.pooling, init=init, generator=generator)
         notes.append("global average pooling replaced by square-root bilinear pooling")
     else:
-        made = with_head(network, outputs, init, data, generator=generator)
+        made = with_head(network, outputs, init, data, seed=generator)
     words = {
         "probe": f"a linear probe of targets of scale {scale:g}, its ridge by leave-one-out",
         "random": "random",

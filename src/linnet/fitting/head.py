@@ -68,7 +68,7 @@ def with_head(
     init: str | Probe = "probe",
     data: Any = None,
     *,
-    generator: Seed = None,
+    seed: Seed = None,
     head: str | None = None,
 ) -> nn.Module:
     """A copy of the network with a new last linear layer.
@@ -84,7 +84,7 @@ def with_head(
         init: ``"probe"``, ``"random"`` or ``"zero"``; or a :class:`Probe` with a ridge, a scale or folds of
             its own.
         data: The new task, needed for ``"probe"``: an (x, y) pair, a Dataset or a DataLoader.
-        generator: Source of randomness for ``"random"``, where it is torch's global stream if left out, and
+        seed: Source of randomness for ``"random"``, where it is torch's global stream if left out, and
             for the folds, which are dealt from seed 0 if left out. Nothing else here draws random numbers.
         head: Name of the layer to replace, or a regular expression that matches its whole name alone; by
             default the last linear layer. A probe checks that the outputs are those of this layer, as they
@@ -111,7 +111,7 @@ def with_head(
     _check(model, classes, init, data)
     probe = init if isinstance(init, Probe) else Probe()
     kind = "probe" if isinstance(init, Probe) else init
-    generator = make_generator(generator)
+    seed = make_generator(seed)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     given = None if data is None else gather_data(data, device)
     if head is None:
@@ -128,7 +128,7 @@ def with_head(
         if kind == "random":
             bound = old.in_features**-0.5  # the uniform distribution of nn.Linear
             for p in (new.weight, new.bias):
-                p.copy_((torch.rand(p.shape, generator=generator, dtype=torch.float64) * 2 - 1) * bound)
+                p.copy_((torch.rand(p.shape, generator=seed, dtype=torch.float64) * 2 - 1) * bound)
         elif kind == "probe" and given is not None:
             x, y = given
             phi, examples = features(clone, x), example_hashes(x, y)
@@ -137,7 +137,7 @@ def with_head(
             new.bias.copy_(bias)
             record["examples"] = frozenset(examples)
             if probe.cross_fit:
-                fold = deal(examples, y, probe.cross_fit, generator)
+                fold = deal(examples, y, probe.cross_fit, seed)
                 heads = _fold_heads(phi, (y, fold.to(y.device)), classes, probe.scale, probe.ridge)
                 members = dict(zip(examples, fold.tolist(), strict=True))
                 record["folds"] = Folds(name, (new.weight.clone(), new.bias.clone()), heads, members)

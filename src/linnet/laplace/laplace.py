@@ -256,12 +256,12 @@ class Laplace(PredictiveModel):
         return self._fitted.posterior.curvature
 
     @in_exact_mode
-    def sample(self, n: int, generator: Seed = None) -> Tensor:
+    def sample(self, n: int, seed: Seed = None) -> Tensor:
         """Draw weights.
 
         Args:
             n: Number of draws.
-            generator: Generator or seed.
+            seed: Seed or generator.
 
         Returns:
             θ, (n, P), in the order of the parameters that vary.
@@ -269,7 +269,7 @@ class Laplace(PredictiveModel):
         integer("n", n)
         function = self.covariance.function
         theta = function.space.to_flat(function.theta)
-        return theta + self.covariance.sample(n, generator).to(theta)
+        return theta + self.covariance.sample(n, seed).to(theta)
 
     # Predictions
 
@@ -281,7 +281,7 @@ class Laplace(PredictiveModel):
         *,
         link: str = "probit",
         samples: int | None = None,
-        generator: Seed = None,
+        seed: Seed = None,
         joint: bool = False,
         memory: str | int | None = None,
     ) -> GaussianPredictive | SampledPredictive:
@@ -298,7 +298,7 @@ class Laplace(PredictiveModel):
             link: For class probabilities of "glm": "probit", "pairwise", "bridge" or "mc".
             samples: Networks of "mc" (100 by default), or draws of outputs of link="mc" and of densities that
                 have no closed form (1000).
-            generator: Generator or seed of whatever is random.
+            seed: Seed or generator of whatever is random.
             joint: Whether covariances between examples are wanted, (N, C, N, C).
             memory: Budget such as ``"1GB"``; by default half of what is available.
 
@@ -313,15 +313,15 @@ class Laplace(PredictiveModel):
         """
         check_examples(x)
         choice("method", method, ("glm", "mc"), 'pass method="glm" for closed forms')
-        make_generator(generator)
+        make_generator(seed)
         flag("joint", joint)
         parse_bytes(memory)
         if samples is not None:
             integer("samples", samples)
         if method == "mc":
-            outputs = sampled_outputs(self.covariance, x, 100 if samples is None else samples, generator)
+            outputs = sampled_outputs(self.covariance, x, 100 if samples is None else samples, seed)
             return SampledPredictive(outputs, self._labels(Link()))
-        labels = self._labels(Link(link, 1000 if samples is None else samples, generator))
+        labels = self._labels(Link(link, 1000 if samples is None else samples, seed))
         return linearized(self.covariance, x, labels, joint, memory)
 
     @in_exact_mode

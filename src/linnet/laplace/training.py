@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from linnet.curvatures.settings import CurvatureOptions
 from linnet.errors import InputError, ModelError, NumericalError
 from linnet.laplace.laplace import Laplace
 from linnet.likelihoods.likelihood import Likelihood, training_nll
@@ -58,6 +59,24 @@ class EvidenceSchedule:
         choice("prior", self.prior, ("isotropic", "layer", "parameter"))
 
 
+class LaplaceOptions(CurvatureOptions, total=False):
+    """Keywords that are handed on to :class:`linnet.Laplace`.
+
+    Attributes:
+        structure: As of :func:`linnet.curvature`.
+        prior_precision: δ, one for all parameters, for each layer, or for each parameter.
+        prior_mean: μ.
+        data_scale: s, the weight of the data.
+        damping: "exact" or "factors".
+    """
+
+    structure: Any
+    prior_precision: Any
+    prior_mean: Any
+    data_scale: float
+    damping: str
+
+
 @torch.inference_mode(False)
 @torch.enable_grad()
 def train_with_evidence(
@@ -69,8 +88,8 @@ def train_with_evidence(
     *,
     schedule: EvidenceSchedule | None = None,
     batch_size: int = 128,
-    generator: Seed = 0,
-    **options: Any,
+    seed: Seed = 0,
+    **options: Unpack[LaplaceOptions],
 ) -> Laplace:
     """Train a network, in place, on its loss plus a prior that the evidence keeps choosing.
 
@@ -85,7 +104,7 @@ def train_with_evidence(
         make_optimizer: From parameters to an optimizer without weight decay of its own.
         schedule: When and how the prior is updated; by default after every epoch.
         batch_size: Examples a step, where data are no loader.
-        generator: Generator or seed of the order of the examples.
+        seed: Seed or generator of the order of the examples.
         **options: Passed on to :class:`Laplace`: structure, prior_precision, prior_mean, params, ...
 
     Returns:
@@ -121,7 +140,7 @@ def train_with_evidence(
     place = next(model.parameters()).device
     held = data if isinstance(data, DataLoader) else gather_data(data, place, missing=True)
     n = _count(held)
-    source = make_generator(generator)
+    source = make_generator(seed)
     penalty = _Penalty(la.fit(held))
     for epoch in range(1, epochs + 1):
         model.train()
@@ -133,9 +152,9 @@ def train_with_evidence(
             loss.backward()
             optimizer.step()
         if (epoch > when.burn_in and epoch % when.every == 0) or epoch == epochs:
-            carried = {**options, "prior_precision": la.prior_precision}
+            options["prior_precision"] = la.prior_precision
             try:
-                la = Laplace(model, la.likelihood, **carried).fit(held)
+                la = Laplace(model, la.likelihood, **options).fit(held)
             except ModelError as error:  # the same network was fitted before: now it is not finite
                 raise NumericalError(
                     f"the training diverged: {error.what}",

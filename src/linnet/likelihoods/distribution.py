@@ -155,20 +155,20 @@ class Distribution(ABC):
         rows, labels, counts = self._prepare(f, y)
         return _masked_sum(self._nll(rows, labels), counts)
 
-    def sample(self, f: Tensor, n: int, generator: Seed = None) -> Tensor:
+    def sample(self, f: Tensor, n: int, seed: Seed = None) -> Tensor:
         """Draw labels from p(y | f).
 
         Args:
             f: Outputs (N, ...).
             n: Number of draws for each example.
-            generator: Source of randomness: a generator, an integer seed or None.
+            seed: Source of randomness: a generator, an integer seed or None.
 
         Returns:
             (n, *shape of y).
         """
         rows = self._prepare(f, None)[0]
         require_draws(n, rows.shape[:1], rows)  # a label an example, at the least
-        drawn = self._sample(rows.detach(), n, make_generator(generator))
+        drawn = self._sample(rows.detach(), n, make_generator(seed))
         return self._restore_labels(drawn, f.shape, lead=1)
 
     def kl(self, f: Tensor, g: Tensor, y: Tensor | None = None) -> Tensor:

@@ -148,7 +148,7 @@ class Likelihood(Distribution, ABC):
         """
         return self._spread(self.position_root(f, y), f)
 
-    def project(self, f: Tensor, n: int, generator: Seed = None, y: Tensor | None = None) -> Tensor:
+    def project(self, f: Tensor, n: int, seed: Seed = None, y: Tensor | None = None) -> Tensor:
         """Random columns s_i = Λ^½ v_i / √n with E[Σ_i s_i s_iᵀ] = Λ.
 
         The v_i are independent random signs. Botev, *The Gauss-Newton matrix for deep learning models
@@ -157,7 +157,7 @@ class Likelihood(Distribution, ABC):
         Args:
             f: Outputs (N, ...).
             n: Number of columns.
-            generator: Source of randomness: a generator, an integer seed or None.
+            seed: Source of randomness: a generator, an integer seed or None.
             y: Labels, as for ``hessian``.
 
         Returns:
@@ -166,16 +166,16 @@ class Likelihood(Distribution, ABC):
         require_outputs(f)
         require_draws(n, f.shape, f)
         rows, labels, counts = self._prepare_second(f, y)
-        drawn = self._project(rows, n, make_generator(generator), labels) / n**0.5
+        drawn = self._project(rows, n, make_generator(seed), labels) / n**0.5
         return self._restore(_masked(drawn, counts), f.shape)
 
-    def sample_gradients(self, f: Tensor, n: int, generator: Seed = None, y: Tensor | None = None) -> Tensor:
+    def sample_gradients(self, f: Tensor, n: int, seed: Seed = None, y: Tensor | None = None) -> Tensor:
         """Gradients at labels drawn from p(y | f), over √n: their outer products sum to Fisher's expectation.
 
         Args:
             f: Outputs (N, ...).
             n: Number of draws.
-            generator: Source of randomness: a generator, an integer seed or None.
+            seed: Source of randomness: a generator, an integer seed or None.
             y: Labels, only to leave out those positions that have none.
 
         Returns:
@@ -184,7 +184,7 @@ class Likelihood(Distribution, ABC):
         require_outputs(f)
         require_draws(n, f.shape, f)
         rows, _, counts = self._prepare(f, y)
-        labels = self._sample(rows.detach(), n, make_generator(generator))
+        labels = self._sample(rows.detach(), n, make_generator(seed))
         drawn = self._gradient(rows.expand(n, *rows.shape), labels) / n**0.5
         return self._restore(_masked(drawn, counts), f.shape)
 

@@ -103,18 +103,18 @@ class StructuredOperator(LinearOperator):
         solution = self._solve(flat.unsqueeze(1)).squeeze(1) if flat.ndim == 1 else self._solve(flat)
         return unflatten(self, solution, b)
 
-    def sample(self, n: int, generator: Seed = None) -> Tensor:
+    def sample(self, n: int, seed: Seed = None) -> Tensor:
         """Samples of the Gaussian N(0, M): M is the covariance (of a precision, take the inverse first).
 
         Args:
             n: Number of samples.
-            generator: Generator or seed; None for torch's global generator.
+            seed: Seed or generator; None for torch's global generator.
 
         Returns:
             (n, P), where M is P x P.
         """
         integer("n", n, remedy="pass n=1 or more")
-        noise = normal((self.shape[1], n), generator, self.dtype, self.device)
+        noise = normal((self.shape[1], n), seed, self.dtype, self.device)
         return self._root(noise).T
 
     def quadratic(self, rows: Tensor) -> Tensor:

@@ -180,7 +180,7 @@ def by_quadrature(
     facts: tuple[float, int, float],
     samples: int,
     steps: int,
-    generator: Seed = None,
+    seed: Seed = None,
 ) -> Measure:
     """The measure by stochastic Lanczos quadrature, with ``steps`` products for all random vectors together.
 
@@ -191,7 +191,7 @@ def by_quadrature(
         facts: ‖r̃‖², n, Σ log σ_i².
         samples: Number of random vectors, at least two.
         steps: Lanczos steps.
-        generator: Generator or seed.
+        seed: Seed or generator.
 
     Returns:
         The measure.
@@ -201,7 +201,7 @@ def by_quadrature(
     """
     squared, count, log_noise = facts
     n = operator.shape[0]
-    z = signs((n, samples), make_generator(generator), operator.dtype, operator.device)
+    z = signs((n, samples), make_generator(seed), operator.dtype, operator.device)
     b = start.to(z)[:, None]
     own = b if float(b.norm()) > 0 else z[:, :1]
     matrices = tridiagonalize(operator, torch.cat([z, own], 1), steps).matrices().double()

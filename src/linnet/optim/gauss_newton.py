@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from linnet.optim.gauss_newton_pass import OnePass
 from linnet.optim.gauss_newton_search import Search, adapted, hopeless
 from linnet.optim.gauss_newton_settings import (
     Damping,
+    GaussNewtonOptions,
     StepReport,
     checked_damping,
     checked_settings,
@@ -129,7 +130,7 @@ class GaussNewton(torch.optim.Optimizer):
         expectation: str = EXPECTATION,
         damping: float | Damping | None = None,
         weight_decay: float = 0.0,
-        **options: Any,
+        **options: Unpack[GaussNewtonOptions],
     ) -> None:
         check_likelihood(likelihood)
         self.damping, self.settings = checked_damping(damping), checked_settings(options)

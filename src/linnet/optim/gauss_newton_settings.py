@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from linnet.errors import InputError
 from linnet.params import choice, flag, integer, number
@@ -73,6 +73,23 @@ class Settings(NamedTuple):
     rejections: int = 5
     limit: float = 2.0
     examples: int | None = None
+
+
+class GaussNewtonOptions(TypedDict, total=False):
+    """Keywords of ``GaussNewton``: the fields of ``Settings``."""
+
+    lr: float
+    momentum: bool
+    average: float
+    inverse_period: int
+    sharing: str
+    noise: bool
+    params: Selector
+    output: OutputAdapter
+    seed: int
+    rejections: int
+    limit: float
+    examples: int | None
 
 
 class StepReport(NamedTuple):
@@ -156,7 +173,7 @@ def checked_damping(damping: Any) -> Damping:
     return damping
 
 
-def checked_settings(given: dict[str, Any]) -> Settings:
+def checked_settings(given: GaussNewtonOptions) -> Settings:
     """Settings from keyword arguments.
 
     Args:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from linnet.errors import InputError, ModelError, NumericalError, WeightsError
 from linnet.fitting.fit import fit
 from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.solver import Solver
 from linnet.optim.feature_schedules import (
     Decision,
     Every,
@@ -247,7 +248,14 @@ class IterativeLinearization:
         self.schedule.restart()
 
     def solve(
-        self, data: Any, ridge: float | str = 1.0, *, learning_rate: float = 1.0, **options: Any
+        self,
+        data: Any,
+        ridge: float | str = 1.0,
+        *,
+        learning_rate: float = 1.0,
+        targets: Tensor | None = None,
+        solver: Solver = "auto",
+        memory: str | int | None = None,
     ) -> LinearFit | Flow:
         """Solve the linearization at the present weights exactly for the squared loss; then linearize again.
 
@@ -260,7 +268,9 @@ class IterativeLinearization:
             ridge: The damping ρ (λ in the source) of ½ Σᵢ ‖tᵢ − f(xᵢ)‖² + ½ ρ‖δ‖²; a criterion that chooses
                 it (``"loo"``, ``"gcv"``, ``"evidence"``); or 0 for the solution of smallest ‖δ‖.
             learning_rate: η, the share of the solution that is taken.
-            **options: Passed on to ``linnet.fit`` (to ``linnet.gradient_flow`` if ρ = 0).
+            targets: Targets (N, C) to use instead of those made from y.
+            solver: As of ``linnet.fit``; not used where ρ = 0.
+            memory: Budget such as ``"4GB"``; by default half of what is available.
 
         Returns:
             The fit of this linearization, with all that a fit knows; for ρ = 0 the gradient flow to its end.
@@ -285,10 +295,10 @@ class IterativeLinearization:
         lin = self.linearization
         solved: LinearFit | Flow
         if isinstance(ridge, int | float) and not isinstance(ridge, bool) and ridge == 0:
-            solved = gradient_flow(lin, data, [float("inf")], **options)
+            solved = gradient_flow(lin, data, [float("inf")], targets=targets, memory=memory)
             delta = solved.delta(float("inf"))
         else:
-            fitted: LinearFit = fit(lin, data, loss="squared", ridge=ridge, **options)
+            fitted = fit(lin, data, "squared", ridge=ridge, targets=targets, solver=solver, memory=memory)
             solved, delta = fitted, fitted.delta
         if not all(torch.isfinite(change).all() for change in delta.values()):
             raise NumericalError(

@@ -150,12 +150,12 @@ class LinearPosterior(PredictiveModel):
         return self._found.factors
 
     @in_exact_mode
-    def bound(self, samples: int = 100, generator: Seed = 0) -> Estimate:
+    def bound(self, samples: int = 100, seed: Seed = 0) -> Estimate:
         """The bound on log p(y | X) over all of the data, of "svi".
 
         Args:
             samples: Draws of the weights.
-            generator: Generator or seed.
+            seed: Seed or generator.
 
         Returns:
             ``.mean`` and ``.stderr``, in nats.
@@ -164,15 +164,15 @@ class LinearPosterior(PredictiveModel):
             InputError: For the other methods.
         """
         integer("samples", samples)
-        return bound(self._model, self._factors(), self.prior_precision, samples, make_generator(generator))
+        return bound(self._model, self._factors(), self.prior_precision, samples, make_generator(seed))
 
     @in_exact_mode
-    def sample(self, n: int, generator: Seed = None) -> Tensor:
+    def sample(self, n: int, seed: Seed = None) -> Tensor:
         """Draw δ: new draws, also where predictions use those made when the posterior was.
 
         Args:
             n: Number of draws.
-            generator: Generator or seed.
+            seed: Seed or generator.
 
         Returns:
             (n, P).
@@ -188,10 +188,10 @@ class LinearPosterior(PredictiveModel):
                 remedy="use .mean, the most probable δ",
             )
         if self._found.factors is not None:
-            noise = normal((n, len(self.mean)), generator, self.mean.dtype, self.mean.device)
+            noise = normal((n, len(self.mean)), seed, self.mean.dtype, self.mean.device)
             return self.mean + self._found.factors.deviation * noise
         assert self.optimum is not None, "what Laplace's method expands around"
-        return _laplace_draws(self._model, self.optimum, self.prior_precision, n, generator).T
+        return _laplace_draws(self._model, self.optimum, self.prior_precision, n, seed).T
 
     @in_exact_mode
     def predictive(
@@ -200,7 +200,7 @@ class LinearPosterior(PredictiveModel):
         *,
         link: str = "probit",
         samples: int = 1000,
-        generator: Seed = None,
+        seed: Seed = None,
         memory: str | int | None = None,
     ) -> GaussianPredictive | SampledPredictive:
         """The distribution of the outputs, and of labels.
@@ -209,7 +209,7 @@ class LinearPosterior(PredictiveModel):
             x: N examples.
             link: For class probabilities of "map" and "svi": "probit", "pairwise", "bridge" or "mc".
             samples: Draws of outputs of link="mc".
-            generator: Their generator or seed.
+            seed: Their seed or generator.
             memory: Budget for derivatives of "svi"; by default half of what is available.
 
         Returns:
@@ -221,7 +221,7 @@ class LinearPosterior(PredictiveModel):
             DataError: If x is empty or not finite.
         """
         check_examples(x)
-        labels = Labels(self._model.likelihood, self._model.shape, Link(link, samples, generator))
+        labels = Labels(self._model.likelihood, self._model.shape, Link(link, samples, seed))
         if self._found.draws is not None:
             return SampledPredictive(self._model.outputs(x, self._found.draws), labels)
         mean = self._model.outputs(x, self.mean)
@@ -279,7 +279,7 @@ def linear_posterior(
     *,
     base: bool = True,
     prior_precision: float = 1.0,
-    generator: Seed = 0,
+    seed: Seed = 0,
 ) -> LinearPosterior:
     """The posterior of the weights of a linearized network, for labels of any canonical likelihood.
 
@@ -294,7 +294,7 @@ def linear_posterior(
             "map". "svi" makes ten passes over the data.
         base: Whether outputs are f₀ + J δ; otherwise J δ alone, a linear model on tangent features.
         prior_precision: λ of the prior N(0, λ⁻¹ I) of δ.
-        generator: Generator or seed of "svi" and "laplace".
+        seed: Seed or generator of "svi" and "laplace".
 
     Returns:
         The posterior, with ``.predict(x)`` and ``.predictive(x)``.
@@ -323,7 +323,7 @@ def linear_posterior(
     """
     _check(lin, likelihood)
     flag("base", base)
-    make_generator(generator)
+    make_generator(seed)
     number("prior_precision", prior_precision, above=0, remedy="leave prior_precision= out")
     how = NAMED[choice("method", method, tuple(NAMED))] if isinstance(method, str) else method
     instance("method", how, (Newton, SVI), '"map", "svi", "laplace", a linnet.Newton or a linnet.SVI')
@@ -331,20 +331,20 @@ def linear_posterior(
     model = LinearModel(lin.function, x, y, likelihood, base)
     precision = float(prior_precision)
     if isinstance(how, SVI):
-        factors = mean_field(model, precision, how, make_generator(generator))
+        factors = mean_field(model, precision, how, make_generator(seed))
         return LinearPosterior(model, "svi", precision, Found(factors.mean, factors=factors))
     eps = torch.finfo(lin.function.dtype).eps
     reached = eps**0.5 if how.tolerance is None else how.tolerance
     optimum = maximize(model, precision, reached, how.max_steps)
     if not how.samples:
         return LinearPosterior(model, "map", precision, Found(optimum.delta, optimum))
-    kept = _laplace_draws(model, optimum, precision, how.samples, generator)
+    kept = _laplace_draws(model, optimum, precision, how.samples, seed)
     return LinearPosterior(model, "laplace", precision, Found(optimum.delta, optimum, draws=kept))
 
 
-def _laplace_draws(model: LinearModel, optimum: Optimum, precision: float, n: int, generator: Seed) -> Tensor:
+def _laplace_draws(model: LinearModel, optimum: Optimum, precision: float, n: int, seed: Seed) -> Tensor:
     """Draws of N(δ*, (F + λ I)⁻¹), (P, n)."""
-    z = normal((n, len(optimum.delta)), generator, optimum.delta.dtype, optimum.delta.device).T
+    z = normal((n, len(optimum.delta)), seed, optimum.delta.dtype, optimum.delta.device).T
     fisher = model.problem.hessian(optimum.outputs)
     return optimum.delta[:, None] + inverse_root(fisher.damped(precision), z.contiguous(), precision)
 

@@ -69,12 +69,12 @@ class Predictive(ABC):
         """
 
     @abstractmethod
-    def sample(self, n: int, generator: Seed = None) -> Tensor:
+    def sample(self, n: int, seed: Seed = None) -> Tensor:
         """Draw outputs.
 
         Args:
             n: Number of draws.
-            generator: Generator or seed.
+            seed: Seed or generator.
 
         Returns:
             (n, N, C).

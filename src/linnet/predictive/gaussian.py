@@ -150,12 +150,12 @@ class GaussianPredictive(Predictive):
         return self.targets.with_noise(self)
 
     @in_exact_mode
-    def sample(self, n: int, generator: Seed = None) -> Tensor:
+    def sample(self, n: int, seed: Seed = None) -> Tensor:
         """Draw outputs; jointly where the joint covariance is known, else independently for each example.
 
         Args:
             n: Number of draws.
-            generator: Generator or seed.
+            seed: Seed or generator.
 
         Returns:
             (n, N, C).
@@ -167,7 +167,7 @@ class GaussianPredictive(Predictive):
         integer("n", n, remedy="pass n=1 or more")
         shape = (n, *self.mean.shape)
         require_room(shape, 2 * self.mean.dtype.itemsize, self.mean.device, "draws of outputs")
-        z = normal(shape, generator, self.mean.dtype, self.mean.device)
+        z = normal(shape, seed, self.mean.dtype, self.mean.device)
         if self.joint:
             size = self.mean.numel()
             root = symmetric_root(self.full.reshape(size, size)).to(z)

@@ -40,7 +40,7 @@ class Link:
     Args:
         kind: "probit", "pairwise", "bridge" or "mc".
         samples: Draws of "mc".
-        generator: Source of randomness of "mc".
+        seed: Source of randomness of "mc".
 
     Raises:
         InputError: If the kind is unknown, or samples is not positive.
@@ -48,11 +48,11 @@ class Link:
 
     kind: str = "probit"
     samples: int = 1000
-    generator: Seed = None
+    seed: Seed = None
 
     def __post_init__(self) -> None:
         choice("link", self.kind, LINKS)
-        make_generator(self.generator)
+        make_generator(self.seed)
         integer("samples", self.samples)
 
     @property
@@ -119,7 +119,7 @@ def class_probabilities(
     places = positions(likelihood, shape)
     own, covariance = marginals(mean, spread, places)
     if link.kind == "mc":
-        draws = _draws(own, covariance, link.samples, link.generator)
+        draws = _draws(own, covariance, link.samples, link.seed)
         p = draws.softmax(-1).mean(0)
     elif link.kind == "pairwise":
         p = _pairwise(own, covariance)
@@ -138,7 +138,7 @@ def _yes_or_no(mean: Tensor, spread: Tensor, link: Link) -> Tensor:
     """σ(f) averaged over f, for each output alone."""
     variance = spread if spread.ndim == 2 else spread.diagonal(dim1=1, dim2=2)
     if link.kind == "mc":
-        noise = normal((link.samples, *mean.shape), link.generator, mean.dtype, mean.device)
+        noise = normal((link.samples, *mean.shape), link.seed, mean.dtype, mean.device)
         return (mean + variance.clamp_min(0).sqrt() * noise).sigmoid().mean(0)
     if link.kind == "bridge":
         raise InputError(
@@ -177,9 +177,9 @@ def _bridge(mean: Tensor, covariance: Tensor) -> Tensor:
     return log_alpha.softmax(1)
 
 
-def _draws(mean: Tensor, covariance: Tensor, n: int, generator: Seed) -> Tensor:
+def _draws(mean: Tensor, covariance: Tensor, n: int, seed: Seed) -> Tensor:
     """Draws of N(mean, covariance), (n, N, C)."""
-    z = normal((n, *mean.shape), generator, mean.dtype, mean.device)
+    z = normal((n, *mean.shape), seed, mean.dtype, mean.device)
     return mean + torch.einsum("nij,snj->sni", symmetric_root(covariance).to(mean), z)
 
 
@@ -240,7 +240,7 @@ def log_density(
         each = -0.5 * (residual.square() / total + (2 * math.pi * total).log())
         return (counted.round() * each).flatten(1).sum(1)
     covariance = torch.diag_embed(spread) if spread.ndim == 2 else spread
-    generator = make_generator(SEED if link.generator is None else link.generator)
+    generator = make_generator(SEED if link.seed is None else link.seed)
     drawn = _draws(mean, covariance, link.samples, generator)
     each = torch.stack([-likelihood.nll(f.reshape(n, *shape), y) for f in drawn])
     return torch.logsumexp(each, 0) - math.log(link.samples)

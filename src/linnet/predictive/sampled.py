@@ -125,12 +125,12 @@ class SampledPredictive(Predictive):
         return independent(mean, variance)
 
     @in_exact_mode
-    def sample(self, n: int, generator: Seed = None) -> Tensor:
+    def sample(self, n: int, seed: Seed = None) -> Tensor:
         """Draw from the samples, with replacement; each draw is one network.
 
         Args:
             n: Number of draws.
-            generator: Generator or seed.
+            seed: Seed or generator.
 
         Returns:
             (n, N, C).
@@ -139,7 +139,7 @@ class SampledPredictive(Predictive):
             InputError: If n is not positive.
         """
         integer("n", n, remedy="pass n=1 or more")
-        source = make_generator(generator)
+        source = make_generator(seed)
         device = source.device if source else torch.device("cpu")
         item = self.outputs.dtype.itemsize
         require_room((n, *self.outputs.shape[1:]), item, self.outputs.device, "draws of outputs")

@@ -79,7 +79,7 @@ class Krylov:
 
 
 def krylov(
-    operator: LinearOperator, block: int, rank: int, enough: float = math.inf, generator: Seed = None
+    operator: LinearOperator, block: int, rank: int, enough: float = math.inf, seed: Seed = None
 ) -> Krylov:
     """A Krylov space of at most ``rank`` dimensions.
 
@@ -91,7 +91,7 @@ def krylov(
         block: b, the number of random start columns.
         rank: Largest dimension, rounded to whole blocks, at least two of them.
         enough: The trace of A, less what may be left out.
-        generator: Generator or seed of the start columns.
+        seed: Seed or generator of the start columns.
 
     Returns:
         The space and A in it.
@@ -101,7 +101,7 @@ def krylov(
 
     Example:
         >>> from linnet.linalg import Diagonal
-        >>> space = krylov(Diagonal(torch.tensor([4.0, 1.0, 0.0])), block=1, rank=3, generator=0)
+        >>> space = krylov(Diagonal(torch.tensor([4.0, 1.0, 0.0])), block=1, rank=3, seed=0)
         >>> space.ritz()[0].round().abs()
         tensor([0., 1., 4.], dtype=torch.float64)
     """
@@ -113,7 +113,7 @@ def krylov(
     rank = n if rank >= n else min(n, max(rank // block, 2) * block)
     basis = torch.zeros(n, rank, dtype=operator.dtype, device=operator.device)
     h = torch.zeros(rank, rank, dtype=torch.float64, device=operator.device)
-    start = normal((n, block), generator, operator.dtype, operator.device)
+    start = normal((n, block), seed, operator.dtype, operator.device)
     basis[:, :block] = torch.linalg.qr(start).Q
     done, used, products = 0, block, 0
     while True:

@@ -117,7 +117,7 @@ def eigenpairs(
     largest: bool = True,
     tolerance: float = 1e-6,
     max_steps: int | None = None,
-    generator: Seed = None,
+    seed: Seed = None,
 ) -> Solution[Eigenpairs]:
     """The k largest or smallest eigenvalues and their vectors, by block Lanczos with blocks of k vectors.
 
@@ -130,7 +130,7 @@ def eigenpairs(
         largest: The largest eigenvalues; False for the smallest.
         tolerance: Stop when ‖A v − λ v‖ ≤ tolerance · |λ|ₘₐₓ for all k pairs.
         max_steps: Largest number of steps; None for as many as fill the space, ⌈n / k⌉.
-        generator: Generator or seed of the start vectors.
+        seed: Seed or generator of the start vectors.
 
     Returns:
         The pairs; ``residual`` is the largest ‖A v − λ v‖ / |λ|ₘₐₓ.
@@ -141,7 +141,7 @@ def eigenpairs(
 
     Example:
         >>> from linnet.linalg import Diagonal
-        >>> pairs = eigenpairs(Diagonal(torch.tensor([1.0, 5.0, 5.0])), k=2, generator=0).value
+        >>> pairs = eigenpairs(Diagonal(torch.tensor([1.0, 5.0, 5.0])), k=2, seed=0).value
         >>> pairs.values.round()
         tensor([5., 5.])
     """
@@ -150,7 +150,7 @@ def eigenpairs(
         raise InputError(f"k is {k!r} for {operator!r}", expected=f"1 to {n}, and a square operator")
     filled = -(-n // k)  # with this many blocks there is no space for another one
     limit = min(checked_limits(tolerance, max_steps, filled), filled)
-    block = torch.linalg.qr(normal((n, k), generator, operator.dtype, operator.device)).Q
+    block = torch.linalg.qr(normal((n, k), seed, operator.dtype, operator.device)).Q
     basis, products = [block], [operator.mm(block)]
     due = 1
     while True:

@@ -15,7 +15,7 @@ from linnet.linalg.operator import LinearOperator, require_damping
 from linnet.linalg.random import Seed, normal
 
 
-def nystrom(operator: LinearOperator, rank: int, generator: Seed = None) -> LowRank:
+def nystrom(operator: LinearOperator, rank: int, seed: Seed = None) -> LowRank:
     """The approximation (A Ω)(Ωᵀ A Ω)⁻¹(A Ω)ᵀ = U diag(λ) Uᵀ for a random Ω (algorithm 2.1).
 
     Costs one product of A with ``rank`` vectors. Never larger than A, and exact when A has at most this
@@ -24,7 +24,7 @@ def nystrom(operator: LinearOperator, rank: int, generator: Seed = None) -> LowR
     Args:
         operator: A, symmetric positive semi-definite (n x n).
         rank: Number of random vectors.
-        generator: Generator or seed.
+        seed: Seed or generator.
 
     Returns:
         U diag(λ) Uᵀ.
@@ -35,16 +35,14 @@ def nystrom(operator: LinearOperator, rank: int, generator: Seed = None) -> LowR
 
     Example:
         >>> from linnet.linalg import Diagonal
-        >>> nystrom(Diagonal(torch.tensor([3.0, 0.0, 0.0])), rank=1, generator=0).trace().round()
+        >>> nystrom(Diagonal(torch.tensor([3.0, 0.0, 0.0])), rank=1, seed=0).trace().round()
         tensor(3.)
     """
-    basis, values = _decompose(operator, rank, generator)
+    basis, values = _decompose(operator, rank, seed)
     return LowRank(basis, values, space=operator.space, name="Nyström approximation")
 
 
-def nystrom_preconditioner(
-    operator: LinearOperator, damping: float, rank: int, generator: Seed = None
-) -> LowRank:
+def nystrom_preconditioner(operator: LinearOperator, damping: float, rank: int, seed: Seed = None) -> LowRank:
     """A preconditioner for A + μ I: its approximate inverse, up to a factor.
 
     P⁻¹ = (λₗ + μ) U (Λ + μ I)⁻¹ Uᵀ + (I − U Uᵀ) with the smallest kept eigenvalue λₗ (their section 5). When
@@ -55,7 +53,7 @@ def nystrom_preconditioner(
         operator: A without its damping, symmetric positive semi-definite (n x n).
         damping: μ, positive.
         rank: Number of random vectors.
-        generator: Generator or seed.
+        seed: Seed or generator.
 
     Returns:
         P⁻¹, for the argument ``preconditioner`` of :func:`~linnet.solvers.cg` with ``A.damped(μ)``.
@@ -66,23 +64,23 @@ def nystrom_preconditioner(
     Example:
         >>> from linnet.linalg import Diagonal
         >>> A = Diagonal(torch.tensor([99.0, 0.0, 0.0]))
-        >>> nystrom_preconditioner(A, 1.0, rank=1, generator=0).diagonal().round()
+        >>> nystrom_preconditioner(A, 1.0, rank=1, seed=0).diagonal().round()
         tensor([1., 1., 1.])
     """
     mu = require_damping(damping)
     if mu == 0:
         raise InputError(f"damping is {damping!r}", expected="a positive number")
-    basis, values = _decompose(operator, rank, generator)
+    basis, values = _decompose(operator, rank, seed)
     ratios = (values.min() + mu) / (values + mu)
     return LowRank(basis, ratios, rest=1.0, space=operator.space, name="Nyström preconditioner")
 
 
-def _decompose(operator: LinearOperator, rank: int, generator: Seed) -> tuple[Tensor, Tensor]:
+def _decompose(operator: LinearOperator, rank: int, seed: Seed) -> tuple[Tensor, Tensor]:
     """U (n, rank) and λ (rank,), with the small shift ν that keeps the Cholesky factor stable."""
     n = operator.shape[0]
     if operator.shape[1] != n or not 1 <= rank <= n:
         raise InputError(f"rank is {rank!r} for {operator!r}", expected=f"1 to {n}, and a square operator")
-    test = torch.linalg.qr(normal((n, rank), generator, operator.dtype, operator.device)).Q  # Ω
+    test = torch.linalg.qr(normal((n, rank), seed, operator.dtype, operator.device)).Q  # Ω
     sketch = operator.mm(test)  # Y = A Ω
     require_finite(sketch, "the product of the operator with random vectors")
     shift = torch.finfo(sketch.dtype).eps * float(sketch.norm())  # ν

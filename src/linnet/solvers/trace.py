@@ -16,7 +16,7 @@ from linnet.solvers.solution import Estimate
 _COLUMNS = 32  # random vectors multiplied at once
 
 
-def hutchinson(operator: LinearOperator, samples: int, generator: Seed = None) -> Estimate:
+def hutchinson(operator: LinearOperator, samples: int, seed: Seed = None) -> Estimate:
     """The trace of A as the mean of zᵀ A z over random signs z (Hutchinson 1990).
 
     Costs one product with A a sample, in blocks of 32. Exact for a diagonal A.
@@ -24,7 +24,7 @@ def hutchinson(operator: LinearOperator, samples: int, generator: Seed = None) -
     Args:
         operator: A (n x n).
         samples: Number of random vectors; the standard error needs two.
-        generator: Generator or seed.
+        seed: Seed or generator.
 
     Returns:
         tr A.
@@ -34,15 +34,15 @@ def hutchinson(operator: LinearOperator, samples: int, generator: Seed = None) -
 
     Example:
         >>> from linnet.linalg import Diagonal
-        >>> hutchinson(Diagonal(torch.tensor([1.0, 2.0])), samples=2, generator=0).mean
+        >>> hutchinson(Diagonal(torch.tensor([1.0, 2.0])), samples=2, seed=0).mean
         3.0
     """
     _require(operator, samples, least=1)
-    parts = [(z * operator.mm(z)).sum(0) for z in _probes(operator, samples, generator)]
+    parts = [(z * operator.mm(z)).sum(0) for z in _probes(operator, samples, seed)]
     return Estimate.of(torch.cat(parts))
 
 
-def hutchpp(operator: LinearOperator, samples: int, generator: Seed = None) -> Estimate:
+def hutchpp(operator: LinearOperator, samples: int, seed: Seed = None) -> Estimate:
     """The trace of A, exact on a random subspace and by Hutchinson outside (Hutch++, Meyer et al. 2021).
 
     With Q an orthonormal basis of A S for random signs S: tr A = tr Qᵀ A Q + tr (I − QQᵀ) A (I − QQᵀ)
@@ -52,7 +52,7 @@ def hutchpp(operator: LinearOperator, samples: int, generator: Seed = None) -> E
     Args:
         operator: A, symmetric (n x n).
         samples: Number of products with A, at least 3; the standard error needs six.
-        generator: Generator or seed.
+        seed: Seed or generator.
 
     Returns:
         tr A; the standard error is that of the remainder.
@@ -63,16 +63,16 @@ def hutchpp(operator: LinearOperator, samples: int, generator: Seed = None) -> E
     Example:
         >>> from linnet.linalg import LowRank
         >>> A = LowRank.from_factor(torch.ones(8, 1))
-        >>> round(hutchpp(A, samples=6, generator=0).mean, 3)
+        >>> round(hutchpp(A, samples=6, seed=0).mean, 3)
         8.0
     """
     _require(operator, samples, least=3)
-    generator = make_generator(generator)
+    seed = make_generator(seed)
     third = min(samples // 3, operator.shape[0])
-    sketch = torch.cat([operator.mm(s) for s in _probes(operator, third, generator)], dim=1)
+    sketch = torch.cat([operator.mm(s) for s in _probes(operator, third, seed)], dim=1)
     q = torch.linalg.qr(sketch).Q  # (n, third)
     inside = (q * operator.mm(q)).sum()  # tr Qᵀ A Q
-    outside = [z - q @ (q.T @ z) for z in _probes(operator, samples - 2 * third, generator)]
+    outside = [z - q @ (q.T @ z) for z in _probes(operator, samples - 2 * third, seed)]
     remainder = Estimate.of(torch.cat([(z * operator.mm(z)).sum(0) for z in outside]))
     return Estimate(float(inside) + remainder.mean, remainder.stderr)
 
@@ -82,7 +82,7 @@ def slq(
     function: Callable[[Tensor], Tensor],
     samples: int,
     steps: int,
-    generator: Seed = None,
+    seed: Seed = None,
 ) -> Estimate:
     """The trace of f(A) by stochastic Lanczos quadrature (Ubaru, Chen and Saad 2017).
 
@@ -94,7 +94,7 @@ def slq(
         function: f, applied to eigenvalues elementwise.
         samples: Number of random vectors; the standard error needs two.
         steps: Lanczos steps m for each; memory is for 32 m vectors.
-        generator: Generator or seed.
+        seed: Seed or generator.
 
     Returns:
         tr f(A). The standard error covers the random vectors, not the error of the quadrature.
@@ -105,22 +105,22 @@ def slq(
     Example:
         >>> from linnet.linalg import Diagonal
         >>> A = Diagonal(torch.tensor([1.0, 4.0]))
-        >>> round(slq(A, torch.sqrt, samples=2, steps=2, generator=0).mean, 4)
+        >>> round(slq(A, torch.sqrt, samples=2, steps=2, seed=0).mean, 4)
         3.0
     """
     _require(operator, samples, least=1)
-    blocks = _probes(operator, samples, make_generator(generator))
+    blocks = _probes(operator, samples, make_generator(seed))
     return Estimate.of(torch.cat([_quadrature(operator, z, function, steps) for z in blocks]))
 
 
-def logdet(operator: LinearOperator, samples: int, steps: int, generator: Seed = None) -> Estimate:
+def logdet(operator: LinearOperator, samples: int, steps: int, seed: Seed = None) -> Estimate:
     """The log determinant of A as tr log A by :func:`slq`.
 
     Args:
         operator: A, symmetric positive definite (n x n).
         samples: Number of random vectors.
         steps: Lanczos steps for each.
-        generator: Generator or seed.
+        seed: Seed or generator.
 
     Returns:
         log det A; NaN when A has a negative eigenvalue.
@@ -130,10 +130,10 @@ def logdet(operator: LinearOperator, samples: int, steps: int, generator: Seed =
 
     Example:
         >>> from linnet.linalg import Diagonal
-        >>> round(logdet(Diagonal(torch.tensor([1.0, 4.0])), samples=2, steps=2, generator=0).mean, 4)
+        >>> round(logdet(Diagonal(torch.tensor([1.0, 4.0])), samples=2, steps=2, seed=0).mean, 4)
         1.3863
     """
-    return slq(operator, torch.log, samples, steps, generator)
+    return slq(operator, torch.log, samples, steps, seed)
 
 
 def _quadrature(
@@ -149,12 +149,12 @@ def _quadrature(
     return z.shape[0] * terms.sum(1)
 
 
-def _probes(operator: LinearOperator, samples: int, generator: Seed) -> Iterator[Tensor]:
+def _probes(operator: LinearOperator, samples: int, seed: Seed) -> Iterator[Tensor]:
     """Random signs (n, K) in blocks of columns, ``samples`` columns in all."""
-    generator = make_generator(generator)
+    seed = make_generator(seed)
     for first in range(0, samples, _COLUMNS):
         columns = min(_COLUMNS, samples - first)
-        yield signs((operator.shape[0], columns), generator, operator.dtype, operator.device)
+        yield signs((operator.shape[0], columns), seed, operator.dtype, operator.device)
 
 
 def _require(operator: LinearOperator, samples: int, least: int) -> None:

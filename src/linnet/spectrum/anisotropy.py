@@ -160,7 +160,7 @@ def anisotropy_directions(
         k,
         tolerance=default if tolerance is None else tolerance,
         max_steps=max_steps,
-        generator=seed,
+        seed=seed,
     )
     found = solution.require(f"Lanczos for {k} anisotropy directions").vectors
     # M V = U S Wᵀ: singular values of M itself on the space that was found, and its own basis V W

@@ -239,8 +239,6 @@ def _lanczos(request: Request, operator: LinearOperator, steps: int | None) -> P
     default = 1e-9 if operator.dtype == torch.float64 else 2e-6
     tolerance = default if request.how.tolerance is None else request.how.tolerance
     name = "matrix-free" if isinstance(operator, KernelOperator) else "lanczos"
-    solution = eigenpairs(
-        operator, request.k, tolerance=tolerance, max_steps=steps, generator=request.how.seed
-    )
+    solution = eigenpairs(operator, request.k, tolerance=tolerance, max_steps=steps, seed=request.how.seed)
     pairs = solution.require(f"Lanczos for {request.k} eigenfunctions")
     return Pairs(pairs.values, pairs.vectors, name, solution.residual)

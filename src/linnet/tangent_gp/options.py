@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from linnet.errors import InputError
 from linnet.linear.iterative import Iteration
 from linnet.linear.operators import PRECONDITIONERS
 from linnet.memory import parse_bytes
 from linnet.params import integer, number
-from linnet.tangent.functional import check_output
+from linnet.tangent.functional import OutputAdapter, check_output
+from linnet.tangent.selection import Selector
 
 SPACES = ("auto", "function", "parameter")
 SOLVERS = ("auto", "cholesky", "cg")
@@ -24,6 +25,38 @@ WORDS = {
 }
 ITERATION = ("variance", "derivative", "preconditioner", "rank", "tolerance", "max_steps", "seed")
 NAMES = ("solver", *ITERATION, "mean", "params", "output", "memory")
+
+
+class GPOptions(TypedDict, total=False):
+    """Keywords of ``TangentGP``.
+
+    Attributes:
+        solver: "auto", "cholesky" or "cg".
+        preconditioner: Of conjugate gradients, one of ``PRECONDITIONERS``.
+        tolerance: Relative residual of conjugate gradients.
+        max_steps: Largest number of their steps.
+        rank: Directions of the variance cache and rank of the preconditioner.
+        variance: "lanczos" or "exact".
+        derivative: "exact" or "finite-difference".
+        seed: Of everything random.
+        mean: "network" or "zero".
+        params: Which parameters vary.
+        output: How to turn the network's result into a tensor.
+        memory: Budget.
+    """
+
+    solver: str
+    preconditioner: str
+    tolerance: float
+    max_steps: int
+    rank: int
+    variance: str
+    derivative: str
+    seed: int
+    mean: str
+    params: Selector
+    output: OutputAdapter
+    memory: str | int | None
 
 
 @dataclass(frozen=True)
@@ -49,12 +82,12 @@ class Options:
     mean: str = "network"
 
     @classmethod
-    def of(cls, space: str, given: dict[str, Any], linearized: bool) -> Options:
+    def of(cls, space: str, keywords: GPOptions, linearized: bool) -> Options:
         """Options from keywords.
 
         Args:
             space: Where.
-            given: The keywords.
+            keywords: The keywords.
             linearized: Whether the model is a ``Linearized``, which has its own params and output.
 
         Returns:
@@ -67,6 +100,7 @@ class Options:
             >>> Options.of("auto", {"rank": 20}, False).iteration.rank
             20
         """
+        given = dict[str, Any](keywords)
         unknown = sorted(set(given) - set(NAMES))
         if unknown:
             raise InputError(

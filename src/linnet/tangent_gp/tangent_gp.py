@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ from linnet.tangent.modes import in_exact_mode
 from linnet.tangent_gp.files import options_of, write_gp
 from linnet.tangent_gp.gradients import differentiable_moments
 from linnet.tangent_gp.observed import BATCH, Observed
-from linnet.tangent_gp.options import Options
+from linnet.tangent_gp.options import GPOptions, Options
 from linnet.tangent_gp.plan import GPPlan
 from linnet.tangent_gp.solve import describe, planned, solve
 from linnet.tangent_gp.tune import (
@@ -106,7 +106,7 @@ class TangentGP(PredictiveModel):
         space: str = "auto",
         prior_precision: float = 1.0,
         noise_scale: float = 1.0,
-        **options: Any,
+        **options: Unpack[GPOptions],
     ) -> None:
         if not isinstance(likelihood, Likelihood):
             raise InputError(

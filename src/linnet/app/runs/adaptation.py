@@ -391,7 +391,7 @@ def _headed(
     generator = torch.Generator().manual_seed(0)
     given = (x, y) if init == "probe" else None
     made = Probe(cross_fit=network.cross_fit) if init == "probe" else init
-    return with_head(model, outputs, made, given, generator=generator), outputs
+    return with_head(model, outputs, made, given, seed=generator), outputs
 
 
 def choose_head(model: nn.Module, x: Tensor, samples: int) -> str:

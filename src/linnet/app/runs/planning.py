@@ -88,7 +88,7 @@ def planned(model: nn.Module, task: TaskData, x: Tensor, params: str | None) -> 
     if own == outputs:
         return Planned(model, names, "")
     try:
-        new = with_head(old, outputs, init="random", generator=torch.Generator().manual_seed(0))
+        new = with_head(old, outputs, init="random", seed=torch.Generator().manual_seed(0))
     except ModelError as error:
         note = f"its {own} outputs are not the {outputs} classes of the data, and {error.what}"
         return Planned(model, names, note)

@@ -152,7 +152,7 @@ def _one_linearization(run: SavedRun) -> SavedRun:
     if not isinstance(fit, NestedFit):
         return run
     generator = torch.Generator().manual_seed(fit.module.seed)
-    network = with_head(fit.module.model, fit.system.c, init="random", generator=generator)
+    network = with_head(fit.module.model, fit.system.c, init="random", seed=generator)
     labels = fit.labels
     data = fit.x, fit.targets if labels is None else labels
     lin, targets = linearize(with_centered_head(network)), OneHot(fit._targets.scale)
