@@ -125,7 +125,10 @@ _HOME = {
     "Flow": "linnet.optim.gradient_flow",
 }
 # packages and modules whose contents are public
-_NAMESPACES = ("audit", "baselines", "continual", "likelihoods", "metrics", "optim", "spectrum", "surgery")
+_NAMESPACES = (
+    "audit", "baselines", "continual", "curvatures", "fitting", "likelihoods", "metrics", "optim", "spectrum",
+    "surgery",
+)  # fmt: skip
 
 __all__ = ["__version__", *_HOME, *_NAMESPACES]
 

@@ -1,4 +1,4 @@
-"""Suspect labels: exact leave-one-out against brute force, and planted noise found."""
+"""DoubtedLabel labels: exact leave-one-out against brute force, and planted noise found."""
 
 from __future__ import annotations
 

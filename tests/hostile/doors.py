@@ -12,7 +12,10 @@ import torch
 import linnet
 from tests.hostile import small
 
-NAMESPACES = ("audit", "baselines", "continual", "likelihoods", "metrics", "optim", "spectrum", "surgery")
+NAMESPACES = (
+    "audit", "baselines", "continual", "curvatures", "fitting", "likelihoods", "metrics", "optim", "spectrum",
+    "surgery",
+)  # fmt: skip
 OPERATIONS = ("__call__", "__matmul__", "__add__", "__sub__", "__mul__")
 Arguments = dict[str, Any]
 
@@ -21,7 +24,7 @@ MADE_BY_LINNET = frozenset({
     "Linearized", "Preflight", "LinearFit", "SoftmaxFit", "NestedFit", "audit.Accuracy", "audit.LabelErrors",
     "GaussianPredictive", "SampledPredictive", "Curvature", "LinearPosterior",
     "Report", "RegressionReport", "Separation", "Attack", "Finetuned", "Flow",
-    "audit.Influence", "audit.Suspects", "audit.Summary", "audit.ValidationPath", "audit.Selection",
+    "audit.Influence", "audit.LabelRanking", "audit.Summary", "audit.ValidationPath", "audit.Selection",
     "audit.Flips", "audit.Compatible", "audit.Counterfactual", "audit.GroupMeans",
     "audit.ForgettingCertificate", "audit.Release", "audit.PrivacyCertificate", "optim.StepReport",
     "optim.LinearizationReport", "optim.Moment", "optim.Decision",
@@ -62,6 +65,16 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "Probe": lambda: {"ridge": 0.1},
     "with_metric": lambda: {"curvature": small.curvature("kfac")},
     "fit": dict,
+    "fitting.Dual": dict,
+    "fitting.CG": dict,
+    "fitting.SGD": dict,
+    "fitting.Nystrom": lambda: {"rank": 2},
+    "fitting.OneHot": dict,
+    "curvatures.LowRank": dict,
+    "curvatures.MatrixFree": dict,
+    "curvatures.MonteCarlo": dict,
+    "curvatures.RandomProjection": dict,
+    "curvatures.Passes": dict,
     "load": lambda: {"directory": small.saved("fit")},
     "load_fit": lambda: {"directory": small.saved("fit")},
     "curvature": lambda: {"structure": "diagonal"},
@@ -259,7 +272,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "Augmentation": lambda: linnet.Augmentation("random-crop", size=2),
     "KroneckerPreconditioner": lambda: small.preconditioner(small.net()),
     "Flow": small.flow,
-    "audit.Suspects": lambda: linnet.audit.mislabeled(small.fit()),
+    "audit.LabelRanking": lambda: linnet.audit.mislabeled(small.fit()),
     "audit.ValidationPath": small.ridge_path,
     "audit.Release": small.release,
     "continual.OnlineLaplace": lambda: small.learned("OnlineLaplace"),
@@ -297,6 +310,7 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "Linearized.kernel": lambda: {"x1": small.x()},
     "Linearized.relinearize": lambda: {"at": small.params()},
     "NestedFit.along": lambda: {"ridges": torch.tensor([0.1, 1.0], dtype=torch.float64)},
+    "LinearFit.calibrate": lambda: {"temperature": 1.0, "point_temperature": 1.0},
     "NestedFit.calibrate": lambda: {"temperature": 1.0, "point_temperature": 1.0},
     "NestedFit.update": lambda: {"data": (small.normal(2, 3, seed=4), small.labels()[:2])},
     "LinearFit.constrain": lambda: {"targets": small.targets()},

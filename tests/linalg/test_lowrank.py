@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
-from linnet.linalg import LowRank, ParameterSpace
+from linnet.linalg import LowRankMatrix, ParameterSpace
 from linnet.testing.conformance import check_operator
 
 ranks = st.integers(1, 8)
@@ -28,14 +28,14 @@ def test_a_multiple_of_the_identity_plus_low_rank_conforms(
 ) -> None:
     factor = torch.randn(6, rank, dtype=dtype)
     wanted = factor @ factor.T + rest * torch.eye(6, dtype=dtype)
-    check_operator(LowRank.from_factor(factor, diagonal=rest), wanted)
+    check_operator(LowRankMatrix.from_factor(factor, diagonal=rest), wanted)
 
 
 @given(ranks)
 def test_a_diagonal_plus_low_rank_conforms(rank: int) -> None:
     factor, diagonal = torch.randn(6, rank).double(), torch.rand(6).double() + 0.5
     wanted = dense(factor, torch.ones(rank).double(), diagonal)
-    M = LowRank.from_factor(factor, diagonal=diagonal, space=ParameterSpace({"weight": (2, 3)}))
+    M = LowRankMatrix.from_factor(factor, diagonal=diagonal, space=ParameterSpace({"weight": (2, 3)}))
     check_operator(M, wanted)
     check_operator(M.damped(0.3).damped(0.4), wanted + 0.7 * torch.eye(6).double())
     check_operator(M.inverse().damped(0.3), torch.linalg.inv(wanted) + 0.3 * torch.eye(6).double())
@@ -44,23 +44,23 @@ def test_a_diagonal_plus_low_rank_conforms(rank: int) -> None:
 def test_weights_may_be_negative_while_the_sum_is_positive() -> None:
     factor = torch.linalg.qr(torch.randn(5, 2).double()).Q
     weights, diagonal = torch.tensor([3.0, -0.5]).double(), torch.ones(5).double()
-    check_operator(LowRank.from_factor(factor, weights, diagonal), dense(factor, weights, diagonal))
-    check_operator(LowRank.from_factor(factor, weights, 1.0), dense(factor, weights, diagonal))
+    check_operator(LowRankMatrix.from_factor(factor, weights, diagonal), dense(factor, weights, diagonal))
+    check_operator(LowRankMatrix.from_factor(factor, weights, 1.0), dense(factor, weights, diagonal))
     with pytest.raises(NumericalError, match=r"my G is not positive semi-definite.*-0\.5"):
-        LowRank.from_factor(factor, weights, 0.0, name="my G")
+        LowRankMatrix.from_factor(factor, weights, 0.0, name="my G")
 
 
 def test_the_inverse_is_accurate_where_woodbury_in_float32_is_not() -> None:
     factor = 1e4 * torch.linalg.qr(torch.randn(50, 3).double()).Q
     exact = torch.linalg.inv(factor @ factor.T + torch.eye(50).double())
     rows = (factor / 1e4).T  # directions that the data determine: variance 1e-8
-    M = LowRank.from_factor(factor.float(), diagonal=1.0).inverse()
+    M = LowRankMatrix.from_factor(factor.float(), diagonal=1.0).inverse()
     variance = M.quadratic(rows.float()).diagonal().double()
     torch.testing.assert_close(variance, (rows @ exact @ rows.T).diagonal(), rtol=1e-4, atol=0.0)
 
 
 def test_a_low_rank_matrix_alone_has_no_inverse() -> None:
-    M = LowRank.from_factor(torch.randn(5, 2), name="G of the network")
+    M = LowRankMatrix.from_factor(torch.randn(5, 2), name="G of the network")
     for ask in (lambda: M.solve(torch.ones(5)), M.inverse, M.logdet):
         with pytest.raises(NumericalError, match=r"G of the network is singular.*damp"):
             ask()
@@ -69,12 +69,12 @@ def test_a_low_rank_matrix_alone_has_no_inverse() -> None:
 def test_full_rank_needs_no_rest() -> None:
     q = torch.linalg.qr(torch.randn(3, 3).double()).Q
     values = torch.tensor([1.0, 2.0, 3.0]).double()
-    check_operator(LowRank(q, values), (q * values) @ q.T)
+    check_operator(LowRankMatrix(q, values), (q * values) @ q.T)
 
 
 def test_the_spectral_form_is_taken_as_given() -> None:
     basis = torch.eye(4)[:, :1].double()
-    M = LowRank(
+    M = LowRankMatrix(
         basis, torch.tensor([5.0]).double(), rest=2.0, scale=torch.tensor([1.0, 2.0, 1.0, 1.0]).double()
     )
     assert torch.equal(M.dense(), torch.diag(torch.tensor([5.0, 8.0, 2.0, 2.0])).double())
@@ -83,23 +83,35 @@ def test_the_spectral_form_is_taken_as_given() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: LowRank(torch.ones(3), torch.ones(1)), InputError, r"basis is \(3,\)"),
-        (lambda: LowRank(torch.ones(3, 1), torch.ones(2)), InputError, r"values \(2,\)"),
-        (lambda: LowRank(torch.ones(1, 2), torch.ones(2)), InputError, r"basis is \(1, 2\)"),
-        (lambda: LowRank(torch.eye(3)[:, :1], torch.ones(1), scale=torch.ones(2)), InputError, r"scale"),
-        (lambda: LowRank(torch.eye(2), -torch.ones(2)), NumericalError, r"eigenvalue is -1"),
-        (lambda: LowRank(torch.eye(2), torch.ones(2), rest=-1.0), InputError, r"-1"),
-        (lambda: LowRank(torch.eye(2) / 0, torch.ones(2)), NumericalError, r"basis of low-rank matrix has"),
-        (lambda: LowRank.from_factor(torch.ones(3)), InputError, r"factor has shape \(3,\)"),
-        (lambda: LowRank.from_factor(torch.ones(3, 1), torch.ones(2)), InputError, r"one weight a column"),
-        (lambda: LowRank.from_factor(torch.ones(3, 1) / 0), NumericalError, r"3 infinite"),
+        (lambda: LowRankMatrix(torch.ones(3), torch.ones(1)), InputError, r"basis is \(3,\)"),
+        (lambda: LowRankMatrix(torch.ones(3, 1), torch.ones(2)), InputError, r"values \(2,\)"),
+        (lambda: LowRankMatrix(torch.ones(1, 2), torch.ones(2)), InputError, r"basis is \(1, 2\)"),
         (
-            lambda: LowRank.from_factor(torch.ones(3, 1), diagonal=torch.zeros(3)),
+            lambda: LowRankMatrix(torch.eye(3)[:, :1], torch.ones(1), scale=torch.ones(2)),
+            InputError,
+            r"scale",
+        ),
+        (lambda: LowRankMatrix(torch.eye(2), -torch.ones(2)), NumericalError, r"eigenvalue is -1"),
+        (lambda: LowRankMatrix(torch.eye(2), torch.ones(2), rest=-1.0), InputError, r"-1"),
+        (
+            lambda: LowRankMatrix(torch.eye(2) / 0, torch.ones(2)),
+            NumericalError,
+            r"basis of low-rank matrix has",
+        ),
+        (lambda: LowRankMatrix.from_factor(torch.ones(3)), InputError, r"factor has shape \(3,\)"),
+        (
+            lambda: LowRankMatrix.from_factor(torch.ones(3, 1), torch.ones(2)),
+            InputError,
+            r"one weight a column",
+        ),
+        (lambda: LowRankMatrix.from_factor(torch.ones(3, 1) / 0), NumericalError, r"3 infinite"),
+        (
+            lambda: LowRankMatrix.from_factor(torch.ones(3, 1), diagonal=torch.zeros(3)),
             NumericalError,
             r"diagonal of",
         ),
         (
-            lambda: LowRank.from_factor(torch.ones(3, 1), space=ParameterSpace({"a": (2,)})),
+            lambda: LowRankMatrix.from_factor(torch.ones(3, 1), space=ParameterSpace({"a": (2,)})),
             InputError,
             r"space",
         ),

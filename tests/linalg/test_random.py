@@ -49,5 +49,5 @@ def test_signs_are_fair() -> None:
 
 @pytest.mark.parametrize("seed", ["0", 1.5, True])
 def test_a_bad_seed_is_named(seed: Any) -> None:
-    with pytest.raises(InputError, match="generator="):
+    with pytest.raises(InputError, match="seed="):
         make_generator(seed)

@@ -26,7 +26,7 @@ from linnet.linalg import (
     Kronecker,
     KroneckerEigen,
     LinearOperator,
-    LowRank,
+    LowRankMatrix,
     ParameterSpace,
     Permuted,
     StructuredOperator,
@@ -56,9 +56,9 @@ def leaves() -> list[Callable[[], StructuredOperator]]:
         lambda: KroneckerEigen.of(product).damped(0.1),
         lambda: GroupedKronecker(positive(3, 2), positive(3, 1), name="depthwise"),
         lambda: GroupedKroneckerEigen.of(grouped).damped(1e-3),
-        lambda: LowRank.from_factor(factor, diagonal=0.1 + 0.2, name="sketch"),
-        lambda: LowRank.from_factor(factor, diagonal=torch.rand(6).double() + 0.5, space=SPACE),
-        lambda: LowRank.from_factor(factor),
+        lambda: LowRankMatrix.from_factor(factor, diagonal=0.1 + 0.2, name="sketch"),
+        lambda: LowRankMatrix.from_factor(factor, diagonal=torch.rand(6).double() + 0.5, space=SPACE),
+        lambda: LowRankMatrix.from_factor(factor),
     ]
 
 
@@ -165,7 +165,7 @@ def written() -> tuple[dict[str, Any], dict[str, Tensor]]:
     parts: list[StructuredOperator] = [
         Dense(positive(6), SPACE),
         Permuted(Diagonal(torch.rand(6).double()), torch.arange(6).flip(0)),
-        LowRank.from_factor(factor, diagonal=torch.rand(6).double() + 0.5),
+        LowRankMatrix.from_factor(factor, diagonal=torch.rand(6).double() + 0.5),
         Kronecker(positive(2), positive(3)),
         KroneckerEigen.of(Kronecker(positive(2), positive(3))),
         GroupedKronecker(positive(2, 1), positive(2, 3)),

@@ -17,7 +17,7 @@ from linnet.linalg import (
     Dense,
     Diagonal,
     Kronecker,
-    LowRank,
+    LowRankMatrix,
     ParameterSpace,
     Permuted,
     StructuredOperator,
@@ -64,7 +64,7 @@ def test_block_diagonal_of_every_structure_conforms() -> None:
         Diagonal(values),
         Dense(dense),
         Kronecker(left, right),
-        LowRank.from_factor(factor, diagonal=1.0),
+        LowRankMatrix.from_factor(factor, diagonal=1.0),
         Permuted(Dense(dense), torch.tensor([2, 0, 1])),
         BlockDiagonal([Diagonal(values)]),
     ]
@@ -126,8 +126,8 @@ def every_structure() -> list[StructuredOperator]:
         Permuted(Dense(positive(6)), torch.tensor([5, 0, 4, 1, 3, 2])),
         Kronecker(positive(2), positive(3)),
         Kronecker(positive(2), positive(3)).damped(0.1),
-        LowRank.from_factor(factor, diagonal=0.5),
-        LowRank.from_factor(factor, diagonal=torch.rand(6).double() + 0.5),
+        LowRankMatrix.from_factor(factor, diagonal=0.5),
+        LowRankMatrix.from_factor(factor, diagonal=torch.rand(6).double() + 0.5),
     ]
 
 

@@ -189,7 +189,7 @@ def test_no_right_hand_side_is_solved_at_once() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"operator": FunctionOperator(lambda v: v[:2], (2, 3))}, r"not square.*lsmr"),
+        ({"operator": FunctionOperator(lambda v: v[:2], (2, 3))}, r"not square.*least squares"),
         ({"b": torch.ones(4)}, r"shape \(4,\)"),
         ({"b": torch.ones(3).double()}, r"float64"),
         ({"x0": torch.ones(4)}, r"shape \(4,\)"),

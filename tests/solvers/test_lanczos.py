@@ -150,7 +150,7 @@ def test_the_zero_operator_has_zero_eigenvalues() -> None:
         ({"operator": FunctionOperator(lambda v: v[:2], (2, 3))}, r"square"),
         ({"tolerance": -1.0}, r"tolerance=-1"),
         ({"max_steps": 0}, r"max_steps=0"),
-        ({"generator": "seed"}, r"generator='seed'"),
+        ({"seed": "word"}, r"seed='word'"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], text: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.linalg import Dense, Diagonal, FunctionOperator, LowRank
+from linnet.linalg import Dense, Diagonal, FunctionOperator, LowRankMatrix
 from linnet.solvers import Estimate, hutchinson, hutchpp, logdet, slq
 from linnet.testing.conformance import CountingOperator
 
@@ -42,7 +42,7 @@ def test_hutchpp_is_within_its_standard_error() -> None:
 @pytest.mark.parametrize("estimator", [hutchinson, hutchpp])
 def test_the_standard_error_is_calibrated(estimator: Any) -> None:
     matrix = decaying(30, power=0.5)
-    estimates = [estimator(Dense(matrix), 30, generator=seed) for seed in range(60)]
+    estimates = [estimator(Dense(matrix), 30, seed=seed) for seed in range(60)]
     errors = torch.tensor([(e.mean - float(matrix.trace())) / e.stderr for e in estimates])
     assert 0.7 < float((errors**2).mean().sqrt()) < 1.5
 
@@ -56,7 +56,7 @@ def test_hutchinson_is_exact_for_a_diagonal() -> None:
 
 @given(st.integers(1, 3))
 def test_hutchpp_is_exact_for_low_rank(rank: int) -> None:
-    operator = LowRank.from_factor(torch.randn(20, rank).double())
+    operator = LowRankMatrix.from_factor(torch.randn(20, rank).double())
     estimate = hutchpp(operator, 12, seed=0)
     assert estimate.mean == pytest.approx(float(operator.trace()), rel=1e-10)
     assert estimate.stderr < 1e-10
@@ -66,7 +66,7 @@ def test_hutchpp_beats_hutchinson_for_the_same_products() -> None:
     matrix = decaying(100)
     wanted = float(matrix.trace())
     errors = {
-        estimator: sum(abs(estimator(Dense(matrix), 30, generator=s).mean - wanted) for s in range(10))
+        estimator: sum(abs(estimator(Dense(matrix), 30, seed=s).mean - wanted) for s in range(10))
         for estimator in (hutchinson, hutchpp)
     }
     assert 3 * errors[hutchpp] < errors[hutchinson]

@@ -13,7 +13,7 @@ from linnet.audit.forgetting import ForgettingCertificate, forgetting_certificat
 from linnet.audit.influence import Influence, influence, weight_changes
 from linnet.audit.label_errors import LabelErrors, label_errors
 from linnet.audit.loss_influence import loss_influence
-from linnet.audit.mislabel import Suspects, mislabeled
+from linnet.audit.mislabel import LabelRanking, mislabeled
 from linnet.audit.private_release import PrivacyCertificate, Release, release
 from linnet.audit.selection import Selection, select
 from linnet.audit.summary import Summary, summarize
@@ -29,7 +29,7 @@ __all__ = [
     "mislabeled",
     "label_errors",
     "LabelErrors",
-    "Suspects",
+    "LabelRanking",
     "summarize",
     "Summary",
     "ridge_path",

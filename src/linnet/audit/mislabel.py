@@ -26,7 +26,7 @@ SCORES = ("auto", "margin", "residual", "self-influence")
 
 
 @dataclass(frozen=True)
-class Suspects:
+class LabelRanking:
     """Training examples in the order in which their labels should be looked at.
 
     Args:
@@ -120,7 +120,7 @@ def _refuse_regression() -> NoReturn:
 
 @in_exact_mode
 @torch.no_grad()
-def mislabeled(fit: LinearFit, score: str = "auto") -> Suspects:
+def mislabeled(fit: LinearFit, score: str = "auto") -> LabelRanking:
     """Rank training examples by how much the fit without them contradicts their labels.
 
     Args:
@@ -163,7 +163,7 @@ def mislabeled(fit: LinearFit, score: str = "auto") -> Suspects:
         scores = size if chosen == "residual" else change
     order = scores.argsort(descending=True, stable=True)
     errors = None if labels is None else label_errors(loo, labels)
-    return Suspects(order, scores, labels, predicted, size, change, chosen, errors)
+    return LabelRanking(order, scores, labels, predicted, size, change, chosen, errors)
 
 
 def _margin(outputs: Tensor, labels: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from linnet.curvatures.layers import Layer
 from linnet.errors import ModelError
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
-from linnet.linalg.lowrank import LowRank
+from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -99,10 +99,10 @@ def grown(operator: StructuredOperator, old: Layer, new: Layer) -> StructuredOpe
     if isinstance(operator, Dense):
         matrix = _spread(operator.matrix, [index, index], [new.size, new.size])
         return Dense(matrix, name=operator.name)
-    if isinstance(operator, LowRank) and operator.rest == 0 and operator.scale is None:
+    if isinstance(operator, LowRankMatrix) and operator.rest == 0 and operator.scale is None:
         basis = operator.basis.new_zeros(new.size, operator.values.numel())
         basis[index] = operator.basis
-        return LowRank(basis, operator.values, name=operator.name)
+        return LowRankMatrix(basis, operator.values, name=operator.name)
     raise ModelError(f"layer {new.name} has grown, and {operator!r} cannot grow with it")
 
 

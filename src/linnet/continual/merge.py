@@ -16,7 +16,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
-from linnet.linalg.lowrank import LowRank
+from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.merging import merge
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 
@@ -87,7 +87,7 @@ def summed(
         return GroupedKronecker(left, right, name=second.name)
     if isinstance(first, KroneckerEigen | GroupedKroneckerEigen):
         return _corrected(first, cast("KroneckerEigen | GroupedKroneckerEigen", second))
-    if isinstance(first, LowRank) and isinstance(second, LowRank):
+    if isinstance(first, LowRankMatrix) and isinstance(second, LowRankMatrix):
         return _low_rank(first, second)
     return None
 
@@ -183,14 +183,14 @@ def _spectral(vectors: Tensor, values: Tensor) -> Tensor:
     return (vectors * values[..., None, :]) @ vectors.mT
 
 
-def _low_rank(first: LowRank, second: LowRank) -> LowRank | None:
+def _low_rank(first: LowRankMatrix, second: LowRankMatrix) -> LowRankMatrix | None:
     """The leading eigenpairs of the sum, as many as the larger of the two has."""
     if first.rest or second.rest or first.scale is not None or second.scale is not None:
         return None
     rank = max(first.values.numel(), second.values.numel())
     factor = torch.cat([m.basis.double() * m.values.double().sqrt() for m in (first, second)], 1)
     u, s, _ = torch.linalg.svd(factor, full_matrices=False)
-    return LowRank(u[:, :rank].to(first.dtype), s[:rank].square().to(first.dtype), name=second.name)
+    return LowRankMatrix(u[:, :rank].to(first.dtype), s[:rank].square().to(first.dtype), name=second.name)
 
 
 def check_merge(merge_: str) -> None:

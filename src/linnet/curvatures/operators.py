@@ -17,7 +17,7 @@ from linnet.curvatures.led import led
 from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import Batches
 from linnet.errors import InputError, ModelError
-from linnet.linalg.lowrank import LowRank
+from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.structured import Dense
 from linnet.memory import Plan, parse_bytes, require
@@ -124,7 +124,7 @@ def whole(
     return Curvature(parts, function, made)
 
 
-def _low_rank(product: SummedOperator, low: settings.LowRank, request: Request) -> LowRank:
+def _low_rank(product: SummedOperator, low: settings.LowRank, request: Request) -> LowRankMatrix:
     """The leading eigenpairs."""
     p = product.shape[0]
     rank, method, seed = min(low.rank, p), low.method, low.seed
@@ -132,7 +132,7 @@ def _low_rank(product: SummedOperator, low: settings.LowRank, request: Request) 
     budget = parse_bytes(request.memory, product.device)
     require(
         Plan(f"{rank} eigenpairs of {p} parameters", budget, (("basis", held),)),
-        ["lower the rank of LowRank(rank)", 'use LowRank(rank, method="randomized")'],
+        ["lower the rank of LowRankMatrix(rank)", 'use LowRankMatrix(rank, method="randomized")'],
     )
 
     def solve(matrix: LinearOperator) -> tuple[Tensor, ...]:
@@ -144,7 +144,7 @@ def _low_rank(product: SummedOperator, low: settings.LowRank, request: Request) 
         return found.vectors, found.values.clamp(min=0)
 
     basis, values = led(product, solve)
-    return LowRank(basis, values, space=product.space, name="low-rank curvature")
+    return LowRankMatrix(basis, values, space=product.space, name="low-rank curvature")
 
 
 def _dense(product: SummedOperator, layer: Layer) -> Tensor:

@@ -193,10 +193,10 @@ class SquaredFit(Fitted):
         Raises:
             InputError: If one is not a positive number.
         """
+        scale = number("variance_scale", variance_scale, above=0)
         if noise is not None:
             self._noise = number("noise", noise, above=0)
         if temperature is not None:
-            scale = number("variance_scale", variance_scale, above=0)
             self._moderation = number("temperature", temperature, above=0), scale
         if point_temperature is not None:
             self._point_temperature = number("point_temperature", point_temperature, above=0)

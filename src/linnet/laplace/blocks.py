@@ -23,7 +23,7 @@ from linnet.errors import InputError, NumericalError
 from linnet.linalg.factorize import cholesky, eigh, nonnegative, nonnegative_each
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
-from linnet.linalg.lowrank import LowRank
+from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 
 DAMPINGS = ("exact", "matrix-normal", "factored")
@@ -229,7 +229,7 @@ class LowRankBlock(Block):
         low: G = W diag(λ) Wᵀ.
     """
 
-    def __init__(self, low: LowRank, name: str) -> None:
+    def __init__(self, low: LowRankMatrix, name: str) -> None:
         self.low, self.name = low, name
 
     def logdet(self, at: Point) -> Tensor:
@@ -250,9 +250,9 @@ class LowRankBlock(Block):
         low, values = self.low, self.low.values.double() * float(at.scale / at.noise)
         if at.prior.ndim == 0:
             inside = (values + at.prior).reciprocal().to(low.values)
-            return LowRank(low.basis, inside, 1 / float(at.prior), name=self.name)
+            return LowRankMatrix(low.basis, inside, 1 / float(at.prior), name=self.name)
         factor = low.basis * values.sqrt().to(low.basis)
-        return LowRank.from_factor(factor, diagonal=at.prior.to(low.basis), name=self.name).inverse()
+        return LowRankMatrix.from_factor(factor, diagonal=at.prior.to(low.basis), name=self.name).inverse()
 
     def slope(self, at: Point, towards: Point) -> StructuredOperator:
         """H⁻¹ Ḣ H⁻¹ for one δ."""
@@ -266,7 +266,7 @@ class LowRankBlock(Block):
         inside = low.values.double()
         values, change = _derivative(lambda p: inside * (p.scale / p.noise) + p.prior, at, towards)
         rest = float(towards.prior / at.prior**2)
-        return LowRank(low.basis, (change / values**2).to(low.values), rest, name=self.name)
+        return LowRankMatrix(low.basis, (change / values**2).to(low.values), rest, name=self.name)
 
 
 def _derivative(function: Callable[[Point], Tensor], at: Point, towards: Point) -> tuple[Tensor, Tensor]:
@@ -298,7 +298,7 @@ def make_block(part: Part, damping: str, examples: float, definite: bool) -> Blo
         return EigenBlock(name, operator.values, operator.with_values)
     if isinstance(operator, Diagonal):
         return EigenBlock(name, operator.values, lambda v: Diagonal(v, name=name))
-    if isinstance(operator, LowRank) and operator.scale is None and operator.rest == 0:
+    if isinstance(operator, LowRankMatrix) and operator.scale is None and operator.rest == 0:
         return LowRankBlock(operator, name)
     return DenseBlock(name, operator.dense(), definite)
 

@@ -21,7 +21,7 @@ from linnet.laplace.files import (
 from linnet.laplace.laplace import Laplace
 from linnet.laplace.state import State
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
-from linnet.linalg.lowrank import LowRank
+from linnet.linalg.lowrank import LowRankMatrix
 from linnet.predictive.labels import Labels
 from linnet.predictive.links import Link
 from linnet.tangent.functional import OutputAdapter
@@ -92,6 +92,6 @@ def _settings(found: Curvature) -> tuple[Any, dict[str, Any]]:
     if structure == "mixture":
         names = [(name, part.structure) for part in found.parts for name in part.layer.names]
         return {f"^{re.escape(name)}$": kind for name, kind in names}, options
-    if isinstance(found.parts[0].operator, LowRank):
+    if isinstance(found.parts[0].operator, LowRankMatrix):
         return settings.LowRank(found.parts[0].operator.basis.shape[1]), options
     return ("full" if structure == "last-layer" else structure), options

@@ -22,7 +22,7 @@ from linnet.curvatures.parts import Part
 from linnet.errors import InputError
 from linnet.linalg.grouped import GroupedKronecker
 from linnet.linalg.kronecker import Kronecker
-from linnet.linalg.lowrank import LowRank
+from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 
 
@@ -76,7 +76,7 @@ def _sum(
         return Dense(one.matrix + other.matrix, name=name)
     if isinstance(one, Diagonal) and isinstance(other, Diagonal):
         return Diagonal(one.values + other.values, name=name)
-    if isinstance(one, LowRank) and isinstance(other, LowRank):
+    if isinstance(one, LowRankMatrix) and isinstance(other, LowRankMatrix):
         roots = [low.basis * low.values.sqrt() for low in (one, other)]
         return _low_rank(torch.cat(roots, 1), name)
     if part.structure == "kfac":
@@ -95,12 +95,12 @@ def _sum(
     )
 
 
-def _low_rank(factor: Tensor, name: str) -> LowRank:
+def _low_rank(factor: Tensor, name: str) -> LowRankMatrix:
     """U Uᵀ with at most as many columns as rows."""
     if factor.shape[1] > factor.shape[0]:
         vectors, values, _ = torch.linalg.svd(factor, full_matrices=False)
-        return LowRank(vectors, values**2, name=name)
-    return LowRank.from_factor(factor, name=name)
+        return LowRankMatrix(vectors, values**2, name=name)
+    return LowRankMatrix.from_factor(factor, name=name)
 
 
 def _product(

@@ -8,7 +8,7 @@ from linnet.linalg.grouped import grouped_factored_damping as grouped_factored_d
 from linnet.linalg.kronecker import Kronecker as Kronecker
 from linnet.linalg.kronecker import KroneckerEigen as KroneckerEigen
 from linnet.linalg.kronecker import factored_damping as factored_damping
-from linnet.linalg.lowrank import LowRank as LowRank
+from linnet.linalg.lowrank import LowRankMatrix as LowRankMatrix
 from linnet.linalg.merging import merge as merge
 from linnet.linalg.operator import FunctionOperator as FunctionOperator
 from linnet.linalg.operator import LinearOperator as LinearOperator

@@ -12,7 +12,7 @@ from linnet.linalg.space import ParameterSpace
 from linnet.linalg.structured import StructuredOperator, require_positive, require_space
 
 
-class LowRank(StructuredOperator):
+class LowRankMatrix(StructuredOperator):
     """M = D (W diag(λ) Wᵀ + c (I − W Wᵀ)) D with orthonormal columns W.
 
     In this form inverse, root and damping only change the numbers λ and c, and a vector's part outside the
@@ -38,7 +38,7 @@ class LowRank(StructuredOperator):
         NumericalError: Something is not finite, or a value is negative.
 
     Example:
-        >>> M = LowRank.from_factor(torch.tensor([[3.0], [4.0]]), diagonal=1.0)
+        >>> M = LowRankMatrix.from_factor(torch.tensor([[3.0], [4.0]]), diagonal=1.0)
         >>> M.dense().round()
         tensor([[10., 12.],
                 [12., 17.]])
@@ -75,7 +75,7 @@ class LowRank(StructuredOperator):
         diagonal: Tensor | float = 0.0,
         space: ParameterSpace | None = None,
         name: str = "low-rank matrix",
-    ) -> LowRank:
+    ) -> LowRankMatrix:
         """The matrix U diag(w) Uᵀ + diag(d).
 
         Args:
@@ -108,26 +108,26 @@ class LowRank(StructuredOperator):
         """D (W λ Wᵀ + c (I − W Wᵀ)) D v."""
         return self._scaled_by_d(self._spectral(self.values, self.rest, self._scaled_by_d(v)))
 
-    def inverse(self) -> LowRank:
+    def inverse(self) -> LowRankMatrix:
         """λ⁻¹, c⁻¹ and D⁻¹."""
         values, rest = self._positive()
         scale = None if self.scale is None else 1 / self.scale
-        return LowRank(self.basis, 1 / values, 1 / rest, scale, self.space, f"inverse of {self.name}")
+        return LowRankMatrix(self.basis, 1 / values, 1 / rest, scale, self.space, f"inverse of {self.name}")
 
-    def damped(self, tau: float) -> LowRank:
+    def damped(self, tau: float) -> LowRankMatrix:
         """λ + τ and c + τ; with D, the sum is decomposed again."""
         tau = require_damping(tau)
         if self.scale is None:
-            return LowRank(self.basis, self.values + tau, self.rest + tau, None, self.space, self.name)
+            return LowRankMatrix(self.basis, self.values + tau, self.rest + tau, None, self.space, self.name)
         # M + τ I = (D W) diag(λ − c) (D W)ᵀ + c D² + τ I
         factor, diagonal = self.scale[:, None] * self.basis, self.rest * self.scale**2 + tau
-        return LowRank.from_factor(factor, self.values - self.rest, diagonal, self.space, self.name)
+        return LowRankMatrix.from_factor(factor, self.values - self.rest, diagonal, self.space, self.name)
 
-    def scaled(self, scalar: float) -> LowRank:
+    def scaled(self, scalar: float) -> LowRankMatrix:
         """λ and c times the number."""
         scalar = require_factor(scalar)
         values, rest = scalar * self.values, scalar * self.rest
-        return LowRank(self.basis, values, rest, self.scale, self.space, self.name)
+        return LowRankMatrix(self.basis, values, rest, self.scale, self.space, self.name)
 
     def logdet(self) -> Tensor:
         """Σ log λ + (n − R) log c + 2 Σ log D."""

@@ -17,7 +17,7 @@ Seed = torch.Generator | int | None
 PLANNED = 1 << 24  # numbers from which a draw is compared with the memory that is free: 64 MB in float32
 
 
-def make_generator(seed: Seed, name: str = "generator") -> torch.Generator | None:
+def make_generator(seed: Seed, name: str = "seed") -> torch.Generator | None:
     """A generator from whatever the caller gave.
 
     Args:

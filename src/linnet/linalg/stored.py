@@ -19,7 +19,7 @@ from torch import Tensor
 from linnet.errors import FileFormatError, InputError, LinnetError
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
-from linnet.linalg.lowrank import LowRank
+from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.operator import LinearOperator, Scaled, Sum
 from linnet.linalg.space import ParameterSpace
 from linnet.linalg.structured import BlockDiagonal, Dense, Diagonal, Permuted, StructuredOperator
@@ -156,7 +156,7 @@ def _take_apart(operator: LinearOperator, place: str, tensors: dict[str, Tensor]
     elif isinstance(operator, Permuted):
         tensors[f"{place}order"] = operator.order
         spec = {"kind": "permuted", "operator": _take_apart(operator.operator, f"{place}0.", tensors)}
-    elif isinstance(operator, LowRank):
+    elif isinstance(operator, LowRankMatrix):
         spec = {"kind": "low_rank", "name": operator.name, "rest": operator.rest}
         tensors[f"{place}basis"], tensors[f"{place}values"] = operator.basis, operator.values
         if operator.scale is not None:
@@ -219,7 +219,7 @@ def _combined(
 
 def _low_rank(
     spec: Mapping[str, Any], place: str, where: str, tensors: dict[str, Tensor], space: ParameterSpace | None
-) -> LowRank:
+) -> LowRankMatrix:
     """Low rank plus diagonal, whose diagonal may be missing."""
     fields = {"basis": "nr", "values": "r"}
     if f"{place}scale" in tensors:
@@ -228,7 +228,7 @@ def _low_rank(
     if scale and not bool((scale[0] > 0).all() & scale[0].isfinite().all()):
         _refuse(where, "has a scale that is not positive")
     rest, name = _entry(spec, "rest", float, where), _entry(spec, "name", str, where)
-    return LowRank(basis, values, rest, scale[0] if scale else None, space, name)
+    return LowRankMatrix(basis, values, rest, scale[0] if scale else None, space, name)
 
 
 def _parts(

@@ -8,7 +8,7 @@ from torch import Tensor
 from linnet.curvatures.ggn import GaussNewtonOperator, SummedOperator
 from linnet.curvatures.stream import Batches
 from linnet.likelihoods.gaussian import Gaussian
-from linnet.linalg.lowrank import LowRank
+from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import make_generator
 from linnet.linalg.structured import Dense
@@ -118,7 +118,7 @@ def precondition(
         return nystrom_preconditioner(operator, ridge, rank, make_generator(seed))
     if name == "pivoted-cholesky":
         factor = _partial_factor(operator, problem, rank).to(operator.dtype)
-        return LowRank.from_factor(factor, diagonal=ridge, name="pivoted Cholesky + ridge").inverse()
+        return LowRankMatrix.from_factor(factor, diagonal=ridge, name="pivoted Cholesky + ridge").inverse()
     jacobian = JacobianOperator(whitened(problem.function), whitened_inputs(problem), problem.c)
     return make_preconditioner(name, NormalOperator(jacobian), problem.c, ridge)
 

@@ -6,7 +6,6 @@ from linnet.solvers.lanczos import Eigenpairs as Eigenpairs
 from linnet.solvers.lanczos import Tridiagonal as Tridiagonal
 from linnet.solvers.lanczos import eigenpairs as eigenpairs
 from linnet.solvers.lanczos import tridiagonalize as tridiagonalize
-from linnet.solvers.lsmr import lsmr as lsmr
 from linnet.solvers.nystrom import nystrom as nystrom
 from linnet.solvers.nystrom import nystrom_preconditioner as nystrom_preconditioner
 from linnet.solvers.shifted_cg import shifted_cg as shifted_cg

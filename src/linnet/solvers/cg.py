@@ -164,7 +164,9 @@ def checked_steps(
         InputError: An argument does not fit.
     """
     if operator.shape[0] != operator.shape[1]:
-        raise InputError(f"{operator!r} is not square", "a symmetric operator", "use lsmr for least squares")
+        raise InputError(
+            f"{operator!r} is not square", "a symmetric operator", "pass AᵀA and Aᵀb for least squares"
+        )
     if preconditioner is not None and preconditioner.shape != operator.shape:
         raise InputError(f"preconditioner is {preconditioner!r}", f"the shape of {operator!r}")
     return checked_limits(tolerance, max_steps, 10 * operator.shape[0])

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.linalg.factorize import cholesky, require_finite
-from linnet.linalg.lowrank import LowRank
+from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.operator import LinearOperator, require_damping
 from linnet.linalg.random import Seed, normal
 
 
-def nystrom(operator: LinearOperator, rank: int, seed: Seed = None) -> LowRank:
+def nystrom(operator: LinearOperator, rank: int, seed: Seed = None) -> LowRankMatrix:
     """The approximation (A Ω)(Ωᵀ A Ω)⁻¹(A Ω)ᵀ = U diag(λ) Uᵀ for a random Ω (algorithm 2.1).
 
     Costs one product of A with ``rank`` vectors. Never larger than A, and exact when A has at most this
@@ -39,10 +39,12 @@ def nystrom(operator: LinearOperator, rank: int, seed: Seed = None) -> LowRank:
         tensor(3.)
     """
     basis, values = _decompose(operator, rank, seed)
-    return LowRank(basis, values, space=operator.space, name="Nyström approximation")
+    return LowRankMatrix(basis, values, space=operator.space, name="Nyström approximation")
 
 
-def nystrom_preconditioner(operator: LinearOperator, damping: float, rank: int, seed: Seed = None) -> LowRank:
+def nystrom_preconditioner(
+    operator: LinearOperator, damping: float, rank: int, seed: Seed = None
+) -> LowRankMatrix:
     """A preconditioner for A + μ I: its approximate inverse, up to a factor.
 
     P⁻¹ = (λₗ + μ) U (Λ + μ I)⁻¹ Uᵀ + (I − U Uᵀ) with the smallest kept eigenvalue λₗ (their section 5). When
@@ -72,7 +74,7 @@ def nystrom_preconditioner(operator: LinearOperator, damping: float, rank: int, 
         raise InputError(f"damping is {damping!r}", expected="a positive number")
     basis, values = _decompose(operator, rank, seed)
     ratios = (values.min() + mu) / (values + mu)
-    return LowRank(basis, ratios, rest=1.0, space=operator.space, name="Nyström preconditioner")
+    return LowRankMatrix(basis, ratios, rest=1.0, space=operator.space, name="Nyström preconditioner")
 
 
 def _decompose(operator: LinearOperator, rank: int, seed: Seed) -> tuple[Tensor, Tensor]:

@@ -61,8 +61,8 @@ def hutchpp(operator: LinearOperator, samples: int, seed: Seed = None) -> Estima
         InputError: A is not square, or ``samples`` is less than 3.
 
     Example:
-        >>> from linnet.linalg import LowRank
-        >>> A = LowRank.from_factor(torch.ones(8, 1))
+        >>> from linnet.linalg import LowRankMatrix
+        >>> A = LowRankMatrix.from_factor(torch.ones(8, 1))
         >>> round(hutchpp(A, samples=6, seed=0).mean, 3)
         8.0
     """

@@ -213,7 +213,7 @@ def separable_data(
     number("epsilon", epsilon, above=0, remedy="leave epsilon= out")
     sigma = number("sigma", sigma, least=0)
     choice("labels", labels, ("signs", "classes"), "leave labels= out for signs")
-    seed = make_generator(seed, "seed")
+    seed = make_generator(seed)
     flat = (u / u.norm()).reshape(-1)
     y = signs((n,), seed, u.dtype, u.device)
     noise = normal((n, flat.numel()), seed, u.dtype, u.device)

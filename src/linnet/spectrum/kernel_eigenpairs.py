@@ -57,7 +57,7 @@ class Decomposition:
         choice("method", self.method, METHODS)
         if self.tolerance is not None:
             number("tolerance", self.tolerance, above=0, remedy="leave tolerance= out")
-        make_generator(self.seed, "seed")
+        make_generator(self.seed)
 
 
 def decomposition(method: str | Decomposition) -> Decomposition:

@@ -164,7 +164,7 @@ def spectral_density(
     integer("samples", samples)
     integer("steps", steps)
     operator = kernel_operator(source, x, form, memory)
-    generator = make_generator(seed, "seed")
+    generator = make_generator(seed)
     nodes, weights = [], []
     for first in range(0, samples, COLUMNS):
         shape = (operator.shape[0], min(COLUMNS, samples - first))
@@ -225,7 +225,7 @@ def effective_dimension(
     number("ridge", ridge, above=0, remedy="pass a positive ridge")
     integer("samples", samples)
     integer("steps", steps)
-    make_generator(seed, "seed")
+    make_generator(seed)
     if isinstance(source, LinearOperator):
         operator = kernel_operator(source, x)
         rounding = math.sqrt(torch.finfo(operator.dtype).eps)
@@ -281,7 +281,7 @@ def condition_number(
     number("tolerance", tolerance, above=0)
     if max_steps is not None:
         integer("max_steps", max_steps)
-    make_generator(seed, "seed")
+    make_generator(seed)
     if isinstance(source, LinearOperator):
         operator = kernel_operator(source, x)
         ends = [

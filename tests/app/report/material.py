@@ -17,6 +17,7 @@ from linnet.app.report import (
     Choice,
     Comparison,
     Coverage,
+    DoubtedLabel,
     Explanation,
     FitRecord,
     Forgetting,
@@ -30,7 +31,6 @@ from linnet.app.report import (
     Samples,
     Scores,
     Spectrum,
-    Suspect,
     Timing,
     TrainingSet,
 )
@@ -182,13 +182,13 @@ def explanations(influence: Array, probs: Array, data: Split, uncertainty: Array
     return tuple(explain(influence[i, :, predicted[i]], int(i), int(predicted[i])) for i in chosen)
 
 
-def suspects(loo: Array, data: Split) -> tuple[Suspect, ...]:
+def suspects(loo: Array, data: Split) -> tuple[DoubtedLabel, ...]:
     """Training samples whose label loses when they are left out."""
     own = loo[np.arange(len(loo)), data.labels]
     doubt = loo.max(1) - own
     order = [int(i) for i in np.argsort(-doubt) if doubt[i] > 0][:9]
     return tuple(
-        Suspect(
+        DoubtedLabel(
             i,
             int(data.labels[i]),
             int(loo[i].argmax()),

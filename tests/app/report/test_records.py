@@ -8,6 +8,7 @@ import pytest
 
 from linnet.app.report import (
     Comparison,
+    DoubtedLabel,
     Explanation,
     FitRecord,
     Forgetting,
@@ -19,7 +20,6 @@ from linnet.app.report import (
     Samples,
     Scores,
     Spectrum,
-    Suspect,
     TrainingSet,
 )
 from linnet.errors import InputError
@@ -38,7 +38,7 @@ LABELS = np.array([0, 1, 1])
         (lambda: Reliability("fit", np.zeros(3), np.zeros(2)), "Reliability.correct"),
         (lambda: RidgePath(np.ones(3), np.ones(3), gcv=np.ones(4)), "RidgePath.gcv"),
         (lambda: TrainingSet(Samples(PICTURES), informativeness=np.zeros(4)), "informativeness"),
-        (lambda: TrainingSet(Samples(PICTURES), suspects=(Suspect(3, 0),)), "suspects"),
+        (lambda: TrainingSet(Samples(PICTURES), suspects=(DoubtedLabel(3, 0),)), "suspects"),
         (lambda: TrainingSet(Samples(PICTURES), forgetting=Forgetting((-1,))), "removed"),
         (lambda: HeldOutSet(Samples(PICTURES), uncertainty=np.zeros(2)), "uncertainty"),
         (lambda: HeldOutSet(Samples(PICTURES), explanations=(Explanation(9),)), "explanations"),

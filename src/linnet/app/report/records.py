@@ -268,7 +268,7 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Suspect:
+class DoubtedLabel:
     """A training sample whose given label looks wrong to the fit on the others.
 
     Args:
@@ -325,7 +325,7 @@ class TrainingSet:
 
     samples: Samples
     informativeness: Array | None = None
-    suspects: tuple[Suspect, ...] = ()
+    suspects: tuple[DoubtedLabel, ...] = ()
     flipped: int | None = None
     forgetting: Forgetting | None = None
     by_chance: float | None = None

@@ -14,6 +14,7 @@ import numpy as np
 
 from linnet.app.report.measures import Array, calibration_error, ranking, reliability_bins
 from linnet.app.report.records import (
+    DoubtedLabel,
     Explanation,
     FitRecord,
     HeldOutSet,
@@ -24,7 +25,6 @@ from linnet.app.report.records import (
     Samples,
     Scores,
     Spectrum,
-    Suspect,
     TrainingSet,
     check_indices,
 )
@@ -173,7 +173,7 @@ def _train_dict(part: TrainingSet) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _named(part: Neighbor | Explanation | Suspect, samples: Samples) -> dict[str, Any]:
+def _named(part: Neighbor | Explanation | DoubtedLabel, samples: Samples) -> dict[str, Any]:
     """A record about one sample, by its id; the position serves calls in Python."""
     rest = {key: value for key, value in vars(part).items() if key != "sample"}
     return {"id": samples.name(part.sample), "position": part.sample, **rest}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from linnet.app.report.measures import Array, calibration_error, ranking, reliability_bins
-from linnet.app.report.records import Explanation, HeldOutSet, Neighbor, Samples, Suspect
+from linnet.app.report.records import DoubtedLabel, Explanation, HeldOutSet, Neighbor, Samples
 from linnet.app.report.run import Run
 from linnet.app.report.svg import class_color
 from linnet.app.report.thumbnails import thumbnail
@@ -326,7 +326,7 @@ def _training_tile(run: Run, index: int, value: str = "") -> Tile:
     return Tile(base, labels, value)
 
 
-def _suspect(run: Run, suspect: Suspect) -> Tile:
+def _suspect(run: Run, suspect: DoubtedLabel) -> Tile:
     """A training sample with the label given and the one suggested."""
     assert run.train is not None
     base = face(run, run.train.samples, suspect.sample, "training")

@@ -306,8 +306,8 @@ def doubt_found(train: TrainingSet) -> str:
         A clause without a full stop.
 
     Example:
-        >>> from linnet.app.report.records import Samples, Suspect
-        >>> two = (Suspect(3, 0, 1, flipped=True), Suspect(4, 1, 0, flipped=False))
+        >>> from linnet.app.report.records import Samples, DoubtedLabel
+        >>> two = (DoubtedLabel(3, 0, 1, flipped=True), DoubtedLabel(4, 1, 0, flipped=False))
         >>> doubt_found(TrainingSet(Samples(), suspects=two, flipped=1))
         '2 training labels look wrong, among them 1 of the 1 that are known to be wrong'
     """

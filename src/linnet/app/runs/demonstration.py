@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from linnet.app.data import TaskData, load_data
 from linnet.app.models import load_model
-from linnet.app.report import Comparison, Suspect, TrainingSet
+from linnet.app.report import Comparison, DoubtedLabel, TrainingSet
 from linnet.app.report.measures import ranking
 from linnet.app.runs import demo_net
 from linnet.app.runs.adaptation import Adaptation, adapt
@@ -217,6 +217,6 @@ def _forget_doubtful(found: Adaptation, wrong: tuple[int, ...]) -> tuple[Change,
     return forget(found.run, recall.inspected, verify=True), recall
 
 
-def _with_truth(train: TrainingSet, told: tuple[Suspect, ...]) -> TrainingSet:
+def _with_truth(train: TrainingSet, told: tuple[DoubtedLabel, ...]) -> TrainingSet:
     """The training part, where the flipped labels are known."""
     return replace(train, suspects=told, flipped=FLIPPED)

@@ -15,6 +15,7 @@ from linnet.app.data import Part
 from linnet.app.report import (
     Choice,
     Coverage,
+    DoubtedLabel,
     Explanation,
     FitRecord,
     HeldOutSet,
@@ -26,7 +27,6 @@ from linnet.app.report import (
     Samples,
     Scores,
     Spectrum,
-    Suspect,
     Timing,
     TrainingSet,
     write_report,
@@ -128,7 +128,7 @@ def doubts(fit: Fit) -> Array:
     return np.asarray(contradiction(fit).cpu().numpy())
 
 
-def suspects(fit: Fit) -> tuple[tuple[Suspect, ...], float | None]:
+def suspects(fit: Fit) -> tuple[tuple[DoubtedLabel, ...], float | None]:
     """Training samples whose label looks wrong to the fit of all the others.
 
     Args:
@@ -143,7 +143,7 @@ def suspects(fit: Fit) -> tuple[tuple[Suspect, ...], float | None]:
     chosen = set(errors.indices.tolist())
     given, suggested, doubt = fit.labels.cpu(), errors.suggested.cpu(), doubts(fit)
     order = [int(i) for i in ranking(doubt) if int(i) in chosen]
-    found = tuple(Suspect(i, int(given[i]), int(suggested[i]), float(doubt[i])) for i in order)
+    found = tuple(DoubtedLabel(i, int(given[i]), int(suggested[i]), float(doubt[i])) for i in order)
     return found, errors.expected
 
 
