@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from linnet.errors import FileFormatError, InputError
 from linnet.files import as_path
-from linnet.fitting.fit_files import read_fit
+from linnet.fitting.fit_files import KIND
 from linnet.fitting.linear_fit import LinearFit, Record
 from linnet.fitting.softmax_fit import SoftmaxFit
-from linnet.linear.files import restored_softmax, restored_system
+from linnet.linear.files import read_solution, restored_softmax, restored_system
 from linnet.linear.problem import Problem
 from linnet.linear.softmax_loss import ClassLoss
 from linnet.linear.targets import Targets
@@ -60,7 +60,7 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
             expected="a fit of linnet.fit",
             remedy="read it with linnet.load_adapted(directory, model)",
         )
-    path, tensors, x, metadata = read_fit(directory)
+    path, tensors, x, metadata = read_solution(directory, KIND)
     check_output(output)
     if metadata["custom_output"] and not callable(output):
         raise InputError(

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
+from linnet.linalg.eigenbasis import EigenbasisOperator
 from linnet.linalg.factorize import cholesky, eigh, nonnegative_each, require_finite, require_square, root
 from linnet.linalg.operator import require_damping, require_factor
 from linnet.linalg.space import ParameterSpace
-from linnet.linalg.structured import StructuredOperator, require_positive, require_space
+from linnet.linalg.structured import StructuredOperator, require_space
 
 
 class GroupedKronecker(StructuredOperator):
@@ -118,7 +119,7 @@ class GroupedKronecker(StructuredOperator):
         return grouped_mm(left.mT, right.mT, v)
 
 
-class GroupedKroneckerEigen(StructuredOperator):
+class GroupedKroneckerEigen(EigenbasisOperator):
     """The block diagonal matrix of (Q_Lr ⊗ Q_Rr) diag(λ_r) (Q_Lr ⊗ Q_Rr)ᵀ for r = 1 ... R.
 
     What :class:`~linnet.linalg.KroneckerEigen` is for one Kronecker product: the exactly damped product, or
@@ -210,42 +211,9 @@ class GroupedKroneckerEigen(StructuredOperator):
         """
         return GroupedKroneckerEigen(self.left_vectors, self.right_vectors, values, self.space, self.name)
 
-    def mm(self, v: Tensor) -> Tensor:
-        """Q diag(λ) Qᵀ v."""
-        return self._spectral(self.values, v)
-
-    def inverse(self) -> GroupedKroneckerEigen:
-        """Q diag(λ⁻¹) Qᵀ."""
-        return self.with_values(1 / require_positive(self.values, self.name))
-
-    def damped(self, tau: float) -> GroupedKroneckerEigen:
-        """Q diag(λ + τ) Qᵀ."""
-        return self.with_values(self.values + require_damping(tau))
-
-    def scaled(self, scalar: float) -> GroupedKroneckerEigen:
-        """Q diag(c λ) Qᵀ."""
-        return self.with_values(require_factor(scalar) * self.values)
-
-    def logdet(self) -> Tensor:
-        """Σ log λ."""
-        return require_positive(self.values, self.name).log().sum()
-
-    def trace(self) -> Tensor:
-        """Σ λ."""
-        return self.values.sum()
-
     def diagonal(self) -> Tensor:
         """(Q_Lr ∘ Q_Lr) λ_r (Q_Rr ∘ Q_Rr)ᵀ."""
         return (self.left_vectors**2 @ self.values @ (self.right_vectors**2).mT).flatten()
-
-    def _solve(self, b: Tensor) -> Tensor:
-        return self._spectral(1 / require_positive(self.values, self.name), b)
-
-    def _root(self, v: Tensor) -> Tensor:
-        return self._spectral(self.values.sqrt(), v)
-
-    def _root_transposed(self, v: Tensor) -> Tensor:
-        return self._spectral(self.values.sqrt(), v)
 
     def _spectral(self, values: Tensor, v: Tensor) -> Tensor:
         """Q diag(values) Qᵀ v for v (R n m, K)."""

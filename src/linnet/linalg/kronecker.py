@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
+from linnet.linalg.eigenbasis import EigenbasisOperator
 from linnet.linalg.factorize import cholesky, eigh, nonnegative, require_finite, root
 from linnet.linalg.operator import require_damping, require_factor
 from linnet.linalg.space import ParameterSpace
 from linnet.linalg.structured import (
     StructuredOperator,
-    require_positive,
     require_space,
     require_symmetric,
 )
@@ -127,7 +127,7 @@ class Kronecker(StructuredOperator):
         return kron_mm(left.T, right.T, v)
 
 
-class KroneckerEigen(StructuredOperator):
+class KroneckerEigen(EigenbasisOperator):
     """(Q_L ⊗ Q_R) diag(λ) (Q_L ⊗ Q_R)ᵀ: any eigenvalues in a Kronecker product's eigenbasis.
 
     With λ = λ_L λ_Rᵀ + τ it is the exactly damped Kronecker product; with the second moments of gradients
@@ -212,42 +212,9 @@ class KroneckerEigen(StructuredOperator):
         """
         return KroneckerEigen(self.left_vectors, self.right_vectors, values, self.space, self.name)
 
-    def mm(self, v: Tensor) -> Tensor:
-        """Q diag(λ) Qᵀ v."""
-        return self._spectral(self.values, v)
-
-    def inverse(self) -> KroneckerEigen:
-        """Q diag(λ⁻¹) Qᵀ."""
-        return self.with_values(1 / require_positive(self.values, self.name))
-
-    def damped(self, tau: float) -> KroneckerEigen:
-        """Q diag(λ + τ) Qᵀ."""
-        return self.with_values(self.values + require_damping(tau))
-
-    def scaled(self, scalar: float) -> KroneckerEigen:
-        """Q diag(c λ) Qᵀ."""
-        return self.with_values(require_factor(scalar) * self.values)
-
-    def logdet(self) -> Tensor:
-        """Σ log λ."""
-        return require_positive(self.values, self.name).log().sum()
-
-    def trace(self) -> Tensor:
-        """Σ λ."""
-        return self.values.sum()
-
     def diagonal(self) -> Tensor:
         """(Q_L ∘ Q_L) λ (Q_R ∘ Q_R)ᵀ."""
         return (self.left_vectors**2 @ self.values @ (self.right_vectors**2).T).flatten()
-
-    def _solve(self, b: Tensor) -> Tensor:
-        return self._spectral(1 / require_positive(self.values, self.name), b)
-
-    def _root(self, v: Tensor) -> Tensor:
-        return self._spectral(self.values.sqrt(), v)
-
-    def _root_transposed(self, v: Tensor) -> Tensor:
-        return self._spectral(self.values.sqrt(), v)
 
     def _spectral(self, values: Tensor, v: Tensor) -> Tensor:
         """Q diag(values) Qᵀ v for v (n m, K)."""

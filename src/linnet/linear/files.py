@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from linnet.files import as_path, load_tensors, save_tensors
 from linnet.linear.constrained_system import ConstrainedSystem
 from linnet.linear.constraints import Constraints, constraint_tensors, constraints_from
 from linnet.linear.dual import DualSystem
@@ -156,6 +158,52 @@ def _constraints(tensors: dict[str, Tensor], how: dict[str, Any], outputs: int) 
         return None
     x = unflatten_inputs(tensors, held["inputs"], "constraints.x")
     return constraints_from(tensors, x, outputs, held["redundant"])
+
+
+def write_solution(
+    directory: str | Path, kind: str, function: Functional, x: Inputs, state: State, told: dict[str, Any]
+) -> Path:
+    """Write a solution with its inputs to a folder, atomically.
+
+    Args:
+        directory: The folder; made if missing.
+        kind: Kind of the file, and its name.
+        function: The network.
+        x: Training inputs.
+        state: Tensors, and JSON of the solved equations.
+        told: What else is known, as JSON.
+
+    Returns:
+        The file written.
+    """
+    tensors, layout = flatten_inputs(x)
+    metadata = {
+        **told,
+        "weights": function.fingerprint(),
+        "parameters": list(function.names),
+        "output": function.output if isinstance(function.output, str) else None,
+        "custom_output": callable(function.output),
+        "inputs": layout,
+        "solved": state[1],
+    }
+    tensors = {key: t.detach().contiguous() for key, t in (tensors | state[0]).items()}
+    return save_tensors(directory, kind, tensors, metadata)
+
+
+def read_solution(directory: str | Path, kind: str) -> tuple[Path, dict[str, Tensor], Inputs, dict[str, Any]]:
+    """Read what ``write_solution`` wrote.
+
+    Args:
+        directory: The folder, or the file itself.
+        kind: Kind of the file.
+
+    Returns:
+        The file, its tensors, the training inputs and the metadata.
+    """
+    path = as_path(directory)
+    path = path / f"{kind}.safetensors" if path.is_dir() or not path.suffix else path
+    tensors, metadata = load_tensors(path, kind)
+    return path, tensors, unflatten_inputs(tensors, metadata["inputs"]), metadata
 
 
 def flatten_inputs(x: Inputs, prefix: str = "x") -> tuple[dict[str, Tensor], Any]:

@@ -6,12 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from linnet.files import as_path, load_tensors, save_tensors
-from linnet.linear.files import flatten_inputs, system_state, unflatten_inputs
+from linnet.linear.files import system_state, write_solution
 from linnet.linear.system import System
-from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional
 from linnet.tangent_gp.options import Options
 
@@ -33,36 +29,10 @@ def write_gp(directory: str | Path, state: dict[str, Any], system: System, base:
     problem = system.problem
     assert problem.y is not None
     assert problem.weights is not None
-    tensors, layout = flatten_inputs(problem.x)
+    tensors, how = system_state(system)
     tensors |= {"y": problem.y, "weights": problem.weights, "residual": problem.residual}
-    solved, how = system_state(system)
-    metadata = {
-        **state,
-        "weights": base.fingerprint(),
-        "parameters": list(base.names),
-        "output": base.output if isinstance(base.output, str) else None,
-        "custom_output": callable(base.output),
-        "inputs": layout,
-        "log_noise": problem.log_noise,
-        "solved": how,
-    }
-    tensors |= solved
-    return save_tensors(directory, KIND, {k: t.detach().contiguous() for k, t in tensors.items()}, metadata)
-
-
-def read_gp(directory: str | Path) -> tuple[Path, dict[str, Tensor], Inputs, dict[str, Any]]:
-    """Read what ``write_gp`` wrote.
-
-    Args:
-        directory: The folder, or the file itself.
-
-    Returns:
-        The file, its tensors, the training inputs and the metadata.
-    """
-    path = as_path(directory)
-    path = path / f"{KIND}.safetensors" if path.is_dir() or not path.suffix else path
-    tensors, metadata = load_tensors(path, KIND)
-    return path, tensors, unflatten_inputs(tensors, metadata["inputs"]), metadata
+    told = state | {"log_noise": problem.log_noise}
+    return write_solution(directory, KIND, base, problem.x, (tensors, how), told)
 
 
 def options_of(options: Options) -> dict[str, Any]:

@@ -9,14 +9,14 @@ from torch import nn
 from linnet.errors import FileFormatError, InputError
 from linnet.fitting.load_fit import OTHER
 from linnet.likelihoods import from_description
-from linnet.linear.files import restored_system
+from linnet.linear.files import read_solution, restored_system
 from linnet.linear.problem import Problem
 from linnet.tangent.batch import map_tensors
 from linnet.tangent.functional import OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import matching_function
 from linnet.tangent.modes import in_exact_mode
-from linnet.tangent_gp.files import read_gp
+from linnet.tangent_gp.files import KIND
 from linnet.tangent_gp.tangent_gp import TangentGP
 
 
@@ -44,7 +44,7 @@ def load_gp(directory: str | Path, model: nn.Module, output: OutputAdapter = Non
         >>> load_gp(folder, net).likelihood
         Gaussian(variance=0.5, masked=False, axis=1)
     """
-    path, tensors, x, metadata = read_gp(directory)
+    path, tensors, x, metadata = read_solution(directory, KIND)
     network = model.model if isinstance(model, Linearized) else model
     check_output(output)
     if metadata["custom_output"] and not callable(output):
