@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,6 +40,22 @@ def _global_state() -> dict[str, object]:
         ),
         "working directory": Path.cwd(),
     }
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as long all but every n-th case of a thinned grid; which ones depends on their names alone."""
+    grids: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("thinned") is not None:
+            grids.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for cases in grids.values():
+        marker = cases[0].get_closest_marker("thinned")
+        assert marker is not None
+        kept = -(-len(cases) // marker.args[0])
+        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in cases[kept:]:
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(autouse=True, scope="session")

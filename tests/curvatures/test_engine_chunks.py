@@ -69,6 +69,7 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("way", ["one column", "smallest", "parts of columns", "rows one by one"])
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.thinned(3)
 def test_parts_add_up_to_the_whole(
     name: str, way: str, sharing: str, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +97,7 @@ def test_parts_add_up_to_the_whole(
 
 @pytest.mark.parametrize("block", [1, 2, 3, 100])
 @pytest.mark.parametrize("name", ["lenet", "lstm", "tied-linears"])
+@pytest.mark.thinned(3)
 def test_the_size_of_batches_does_not_matter(name: str, block: int, spy: Spy) -> None:
     problem = Problem(name, "categorical")
     whole = problem.curvature(STRUCTURES)

@@ -66,6 +66,7 @@ def assert_corrected(ekfac: Curvature, kfac: Curvature, expected: Expected) -> N
 
 
 @pytest.mark.parametrize(("name", "family"), grid(CELLS, OFTEN))
+@pytest.mark.thinned(3)
 def test_exact_structures_are_right_for_every_network(name: str, family: str) -> None:
     problem = Problem(name, family)
     found = problem.curvature(STRUCTURES, block=3)
@@ -73,6 +74,7 @@ def test_exact_structures_are_right_for_every_network(name: str, family: str) ->
 
 
 @every_animal
+@pytest.mark.thinned(3)
 def test_reduced_factors_are_right_for_every_network(name: str) -> None:
     problem = Problem(name, families(name)[-1])
     found = problem.curvature(STRUCTURES, sharing="reduce", block=3)
@@ -110,6 +112,7 @@ def test_drawn_and_observed_columns(name: str, expectation: str, sharing: str) -
         ("mlp-tanh", "mobilenet", "plain-arithmetic", "tied-linears", "decoder"), ("mlp-tanh", "tied-linears")
     ),
 )
+@pytest.mark.thinned(3)
 def test_operators_conform(name: str, structure: str) -> None:
     G = Problem(name, "gaussian").curvature(structure)
     check_curvature(G, G.dense(), case(name).x2, case(name).j2)

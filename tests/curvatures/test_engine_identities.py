@@ -39,6 +39,7 @@ def assert_all_near(found: dict[str, Curvature], expected: dict[str, Curvature],
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.thinned(3)
 def test_duplicated_data_double_everything(name: str, sharing: str) -> None:
     problem = Problem(name, families(name)[-1])
     x, y = problem.data
@@ -49,6 +50,7 @@ def test_duplicated_data_double_everything(name: str, sharing: str) -> None:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.thinned(2)
 def test_the_order_of_examples_does_not_matter(name: str) -> None:
     problem = Problem(name, families(name)[-1])
     x, y = problem.data

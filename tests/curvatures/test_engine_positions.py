@@ -144,6 +144,7 @@ def test_a_network_at_every_position_sees_positions_as_examples(expectation: str
 
 @pytest.mark.parametrize("way", ["whole", "one column", "parts"])
 @pytest.mark.parametrize("kind", ["sequence", "picture"])
+@pytest.mark.thinned(2)
 def test_masked_positions_are_as_if_they_were_not_there(
     kind: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

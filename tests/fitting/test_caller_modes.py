@@ -28,6 +28,7 @@ def network() -> nn.Module:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("method", ["lqf", "gaf", "nlft", "fc", "lqf-fc"])
+@pytest.mark.thinned(3)
 def test_fine_tuning_does_not_depend_on_them(mode: str, method: str) -> None:
     def tuned() -> Any:
         return linnet.finetune(network(), (X, Y), method, training=linnet.Training(steps=3))
@@ -54,6 +55,7 @@ def test_audits_do_not_depend_on_them(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loss", ["squared", "cross-entropy"])
+@pytest.mark.thinned(2)
 def test_questions_to_a_fit_without_a_kernel_do_not_depend_on_them(mode: str, loss: str) -> None:
     asked: list[Callable[[Any], Tensor]] = [
         lambda fit: fit.loo(),

@@ -263,6 +263,7 @@ class TwoInputs(nn.Module):
 
 @every_solver
 @pytest.mark.parametrize("form", ["tuple", "dict", "list", "shared"])
+@pytest.mark.thinned(3)
 def test_inputs_of_any_structure(solver: str, form: str) -> None:
     torch.manual_seed(3)
     model = TwoInputs().double()

@@ -223,6 +223,7 @@ def test_the_linearization_of_a_fit_is_its_own(solver: str) -> None:
     ],
 )
 @every_solver
+@pytest.mark.thinned(3)
 def test_indices_that_cannot_be_forgotten(solver: str, indices: object, words: list[str]) -> None:
     fit = problem().fit(ridge=RHO, solver=solver)
     refused(InputError, lambda: fit.forget(indices), "indices", *words)

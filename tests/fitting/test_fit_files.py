@@ -99,6 +99,7 @@ def test_after_a_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["two-inputs", "bert-eager", "tied-linears", "tied-embedding", "dict-output", "lora"]
 )
+@pytest.mark.thinned(2)
 def test_networks_of_the_zoo(name: str, tmp_path: Path) -> None:
     """Tuple and dict inputs, tied weights, adapters of the output, frozen parameters."""
     animal = BY_NAME[name]

@@ -16,7 +16,7 @@ import linnet
 from tests.hostile.random_networks import Network, examples, network
 
 COUNT = 300  # networks in all
-SLICE = 12  # of them in an ordinary run; the others are marked as long
+SLICE = 7  # of them in an ordinary run; the others are marked as long
 SHORT = sorted(random.Random(18).sample(range(COUNT), SLICE))
 EXACT = 1e-8  # share of the scale of a result that rounding in float64 may take
 VARIANCE = 0.7  # of the Gaussian likelihood

@@ -27,7 +27,8 @@ def cases(module: ModuleType) -> tuple[int, int]:
         sets = [list(mark.args[1]) for mark in marks if mark.name == "parametrize"]
         every += math.prod(len(values) for values in sets)
         if not any(mark.name == "long" for mark in marks):
-            often += math.prod(sum(not _is_long(value) for value in values) for values in sets)
+            share = next((mark.args[0] for mark in marks if mark.name == "thinned"), 1)
+            often += -(-math.prod(sum(not _is_long(value) for value in values) for values in sets) // share)
     return often, every
 
 

@@ -293,6 +293,7 @@ def test_heteroscedastic_noise_is_the_expected_one() -> None:
 
 @pytest.mark.parametrize("structure", ["kfac", "full", "diagonal", "low-rank", "ekfac"])
 @pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.thinned(3)
 def test_gradient_of_mean_and_covariance_in_x(structure: str, joint: bool) -> None:
     la, *_ = fitted(structure, prior_precision=0.4)
     x = real(3, 3, seed=8).requires_grad_()

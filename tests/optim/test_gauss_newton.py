@@ -250,6 +250,7 @@ def trained(steps: int = 8, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.thinned(3)
 def test_every_keyword_changes_the_outcome(name: str) -> None:
     assert torch.equal(trained(), trained())
     assert not torch.allclose(trained(), trained(**VARIANTS[name]), rtol=1e-6)

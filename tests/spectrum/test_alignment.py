@@ -68,6 +68,7 @@ def test_with_one_output_the_kernels_agree(outputs: Kind) -> None:
 
 
 @every_animal
+@pytest.mark.thinned(3)
 def test_any_network(name: str) -> None:
     known = case(name)
     c = known.j1.shape[1]

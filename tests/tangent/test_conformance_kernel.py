@@ -40,6 +40,7 @@ def test_kernel_of_one_batch_is_exactly_symmetric(name: str, outputs: Outputs) -
 
 @every_animal
 @pytest.mark.parametrize("outputs", ["full", "trace"])
+@pytest.mark.thinned(3)
 def test_kernel_of_any_batch_size(name: str, outputs: Outputs) -> None:
     """Batches as large as a sequence, a number of heads or of channels must not be taken for them."""
     expected = case(name)

@@ -99,6 +99,7 @@ def test_permuted_examples_permute_the_outputs(name: str) -> None:
 
 
 @every_animal
+@pytest.mark.thinned(3)
 def test_float32_is_close_to_float64(name: str) -> None:
     from tests.zoo import cast
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -70,6 +71,7 @@ def use_everything(lin: Any, expected: Case) -> None:
 
 
 @every_animal
+@pytest.mark.thinned(3)
 def test_the_users_network_and_random_state_are_untouched(name: str) -> None:
     expected, model = case(name), case(name).model()
     first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
@@ -104,6 +106,7 @@ def test_a_network_left_in_train_mode_gives_the_same_linearization(name: str) ->
 
 
 @every_animal
+@pytest.mark.thinned(3)
 def test_inputs_are_untouched(name: str) -> None:
     expected = case(name)
     before = copy.deepcopy(expected.x1)
@@ -169,6 +172,7 @@ def test_state_dict_holds_delta_only_and_comes_back(name: str, tmp_path: Any) ->
 
 
 @every_animal
+@pytest.mark.thinned(3)
 def test_relinearize_moves_the_point(name: str) -> None:
     expected, lin = case(name), linearize(name)
     lin(expected.x1)
@@ -194,6 +198,7 @@ def test_relinearize_moves_the_point(name: str) -> None:
 
 
 @every_animal
+@pytest.mark.thinned(3)
 def test_deep_copies_are_independent(name: str) -> None:
     expected, lin = case(name), linearize(name)
     lin(expected.x1)
@@ -209,6 +214,7 @@ def test_deep_copies_are_independent(name: str) -> None:
 
 
 @every_animal
+@pytest.mark.thinned(3)
 def test_moving_to_float32_moves_everything(name: str) -> None:
     from tests.zoo import cast
 

@@ -383,6 +383,7 @@ class Fourier(nn.Module):
 
 
 @pytest.mark.parametrize("module", [Spread, InPlaceUses, Repeated, DeadBranch, Mapped, Fourier])
+@pytest.mark.thinned(2)
 def test_unusual_uses_of_parameters(module: Callable[[], nn.Module]) -> None:
     check(build(module), real(4, 4), real(3, 4, seed=1), real(2, 4, seed=2))
 
@@ -453,6 +454,7 @@ def test_complex_parameters_are_not_dropped_in_silence() -> None:
         ("lenet", "plain-arithmetic"),
     ),
 )
+@pytest.mark.thinned(3)
 def test_every_memory_budget_gives_the_same_kernel_or_a_clear_refusal(name: str, outputs: Any) -> None:
     expected = case(name)
     left, right = [i % 4 for i in range(13)], [i % 3 for i in range(10)]

@@ -68,6 +68,7 @@ def mirrored(kernel: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("outputs", OUTPUTS)
 @pytest.mark.parametrize(("block", "product"), [(1, 1), (2, 3), (3, 4), (5, 7), (4, 64), (64, 2)])
+@pytest.mark.thinned(3)
 def test_any_blocking(
     name: str, outputs: Any, block: int, product: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +139,7 @@ def test_symmetry_to_the_bit_in_float32_whatever_the_blocks(monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.thinned(3)
 def test_the_plan_covers_the_features_that_are_held(
     name: str, outputs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,6 +190,7 @@ def test_treatments(name: str, parameter: str | None, words: str) -> None:
 @pytest.mark.parametrize(
     "name", ["lstm", "gru", "vit-mha", "encoder-batch-first", "bert-sdpa", "weight-norm", "checkpointed"]
 )
+@pytest.mark.thinned(2)
 def test_networks_that_torch_cannot_differentiate_forward_as_they_are(name: str) -> None:
     """A way is found and told; recurrent weights are differentiated example by example."""
     animal = BY_NAME[name]

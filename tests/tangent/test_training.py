@@ -42,6 +42,7 @@ def loss_of(lin: Any, x: Any, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["resnet-batchnorm", "vit-mha", "weight-norm", "lora"])
+@pytest.mark.thinned(3)
 def test_any_optimizer_reduces_the_loss(name: str, optimizer: str) -> None:
     lin, x, y = linearize(name), case(name).x1, torch.tensor([0, 2, 1, 0])
     steps = OPTIMIZERS[optimizer](lin.parameters())

@@ -24,6 +24,7 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-8) -> None:
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("noise", [0.2, [0.1, 0.4]], ids=["one", "per-output"])
+@pytest.mark.thinned(3)
 def test_is_bayesian_linear_regression(way: dict[str, Any], noise: Any) -> None:
     oracle = dense(noise=noise)
     likelihood = Gaussian(variance=torch.tensor(noise, dtype=torch.float64))
@@ -44,6 +45,7 @@ def test_is_bayesian_linear_regression(way: dict[str, Any], noise: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.thinned(3)
 def test_without_the_networks_output_it_is_regression_on_the_targets_alone(
     way: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -127,6 +129,7 @@ class _Natural(nn.Module):
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("kind", ["log-variance", "natural"])
+@pytest.mark.thinned(3)
 def test_heteroscedastic_noise_is_what_the_network_predicts(way: dict[str, Any], kind: Any) -> None:
     model = network(3, 5, 4) if kind == "log-variance" else _Natural()
     x, y, x_test = real(9, 3, seed=1), real(9, 2, seed=2), real(4, 3, seed=3)
@@ -144,6 +147,7 @@ def test_heteroscedastic_noise_is_what_the_network_predicts(way: dict[str, Any],
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.thinned(3)
 def test_gradients_in_x_are_those_of_the_moments(way: dict[str, Any]) -> None:
     oracle = dense(n=6)
     gp = TangentGP(oracle.model, Gaussian(variance=0.2), prior_precision=0.7, **way).fit(oracle.x, oracle.y)
