@@ -17,7 +17,7 @@ import pytest
 
 from linnet import __version__
 from linnet.app import cli
-from linnet.app.cli import COMMANDS, Command
+from linnet.app.cli import COMMANDS, Command, main
 from linnet.errors import InputError, MemoryBudgetError
 
 
@@ -107,8 +107,9 @@ def test_traceback_on_request() -> None:
     assert "Traceback" in linnet("doctor", "--seconds", "-1", "--traceback", code=1).stderr
 
 
-def test_doctor_for_people_and_as_json() -> None:
-    people = linnet("doctor", "--seconds", "0.01").stdout
+def test_doctor_for_people_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--seconds", "0.01"]) == 0
+    people = capsys.readouterr().out
     assert f"linnet {__version__}, Python" in people
     assert "everything that linnet needs works here" in people
     result = json.loads(linnet("doctor", "--seconds", "0.01", "--json").stdout)

@@ -124,6 +124,7 @@ def neighbors(j: Tensor, r: Tensor, kind: str) -> Iterator[tuple[Tensor, Tensor]
 @pytest.mark.parametrize("kind", ["remove", "replace"])
 @pytest.mark.parametrize("clip", [CLIP, (0.4, 5.0), (4.0, 0.3)])
 @pytest.mark.parametrize("rho", [0.5, 20.0])
+@pytest.mark.thinned(2)
 def test_no_neighbor_is_farther_than_the_sensitivity(
     kind: str, clip: tuple[float, float], rho: float
 ) -> None:

@@ -68,6 +68,7 @@ MULTI: dict[str, Maker] = {**MAKERS, "full": lambda net: OnlineLaplace(net, Cate
 
 
 @pytest.mark.parametrize("name", MULTI)
+@pytest.mark.thinned(2)
 def test_heads_that_are_added_join_without_penalty(name: str) -> None:
     net = Heads()
     method = MULTI[name](net)

@@ -45,6 +45,7 @@ def by_hand(net: nn.Module, tasks: int, steps: int, **settings: Any) -> tuple[Te
 
 @pytest.mark.parametrize("way", ["penalty", "add_grad_", "micro-batches"])
 @pytest.mark.parametrize("order", ["zero first", "zero after", "zero before after_step"])
+@pytest.mark.thinned(2)
 def test_it_is_the_loop_written_by_hand(way: str, order: str, float64: torch.dtype) -> None:
     torch.manual_seed(1)
     net, tasks, steps = small_network(), 3, 9

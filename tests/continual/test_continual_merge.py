@@ -49,6 +49,7 @@ def test_equal_tasks_of_singular_curvature(merge: str, float64: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("merge", MERGES)
+@pytest.mark.thinned(2)
 def test_equal_tasks_count_once_each_in_the_other_methods(merge: str, float64: torch.dtype) -> None:
     net, task, tasks = small_network(), small_task(0), 3
     g = linnet.curvature(net, task, Categorical(), "kfac").dense()

@@ -96,6 +96,7 @@ def drawn_columns(problem: Problem, expectation: str, samples: int, seed: int, f
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("expectation", ["mc", "random-projection", "empirical"])
 @pytest.mark.parametrize("name", grid(FEW, ("mlp-tanh", "lenet", "tied-linears")))
+@pytest.mark.thinned(2)
 def test_drawn_and_observed_columns(name: str, expectation: str, sharing: str) -> None:
     problem = Problem(name, families(name)[-1])
     options = {"expectation": expectation, "samples": 3, "seed": 7}

@@ -89,6 +89,7 @@ class Pairs(Dataset[Any]):
 
 
 @pytest.mark.parametrize("kind", ["loader", "shuffled", "ragged", "data set", "tensor data set", "list pair"])
+@pytest.mark.thinned(2)
 def test_any_source_of_the_same_data_gives_the_same(kind: str) -> None:
     problem = Problem("lenet", "categorical")
     x, y = problem.data
@@ -287,6 +288,7 @@ def test_low_rank_adaptation_and_plain_products_have_the_factors_of_linear_layer
 
 @pytest.mark.parametrize("structure", [*STRUCTURES, "kfra"])
 @pytest.mark.parametrize("name", ["mlp-relu", "lenet"])
+@pytest.mark.thinned(2)
 def test_a_masked_example_is_left_out(name: str, structure: str) -> None:
     if name == "lenet" and structure == "kfra":
         structure = "kfac"

@@ -90,6 +90,7 @@ def prepare(kind: str, masked: bool) -> tuple[nn.Module, Tensor, Tensor, int]:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thinned(2)
 def test_structures_equal_the_loop_over_positions(kind: str, masked: bool) -> None:
     model, x, y, axis = prepare(kind, masked)
     j, f = jacobian_oracle(model, x), output_oracle(model, x)

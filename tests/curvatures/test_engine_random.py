@@ -36,6 +36,7 @@ def draws(problem: Problem, expectation: str, samples: int) -> dict[str, Tensor]
 
 
 @pytest.mark.parametrize("expectation", ["mc", "random-projection"])
+@pytest.mark.thinned(2)
 def test_estimates_are_unbiased_and_samples_are_averaged(expectation: str) -> None:
     problem = Problem("tied-linears", "categorical")  # small, with a reused weight
     exact = statistics(problem.curvature(STRUCTURES[:3]))
@@ -52,6 +53,7 @@ def test_estimates_are_unbiased_and_samples_are_averaged(expectation: str) -> No
 
 @pytest.mark.parametrize("structure", [*STRUCTURES, "ekfac", "matrix-free", "low-rank"])
 @pytest.mark.parametrize("expectation", ["mc", "random-projection"])
+@pytest.mark.thinned(2)
 def test_the_same_seed_gives_the_same_bits(structure: str, expectation: str) -> None:
     problem = Problem("lenet", "categorical")
     first, again, other = (

@@ -43,6 +43,7 @@ def by_tangents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @every_animal
+@pytest.mark.thinned(2)
 def test_gauss_newton_is_right_for_every_network(name: str) -> None:
     v = case(name).direction(1, columns=3)
     for family in families(name):
@@ -105,6 +106,7 @@ def test_fisher_needs_no_targets() -> None:
 
 @pytest.mark.parametrize("block", [1, 4])
 @pytest.mark.parametrize("name", BY_TANGENTS)
+@pytest.mark.thinned(2)
 def test_empirical_fisher_is_the_sum_of_squared_gradients(name: str, block: int) -> None:
     family, expected = "categorical", case(name)
     f, y = expected.f1.view(own_shape(name)), targets_of(name, "categorical")
@@ -254,6 +256,7 @@ def test_order_blocks_and_repetition(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp-tanh", "lenet", "vit-mha", "weight-norm"])
+@pytest.mark.thinned(2)
 def test_columns_equal_a_loop_and_take_one_pass(name: str) -> None:
     for operator in operators(name, batches(name, "categorical", 2)):
         v = case(name).direction(4, columns=5)

@@ -22,6 +22,7 @@ from tests.zoo_modules import lenet
 
 @pytest.mark.parametrize("kind", ["mc", "random-projection"])
 @pytest.mark.parametrize("name", ["mlp-tanh", "structured-output"])
+@pytest.mark.thinned(2)
 def test_sampled_matrices_are_fixed_and_unbiased(name: str, kind: str) -> None:
     function, expected = function_of(name), case(name)
     likelihood = likelihood_of(name, "categorical")

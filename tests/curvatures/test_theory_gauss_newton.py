@@ -360,6 +360,7 @@ def test_eq_4_7_kfra_weighs_with_slopes_and_not_with_activations() -> None:
     [("tanh", 1, True), ("relu", 1, True), (LINEAR, 6, True), ("tanh", 6, False), ("relu", 6, False)],
 )
 @pytest.mark.parametrize("name", CANONICAL)
+@pytest.mark.thinned(2)
 def test_section_4_3_2_kfra_is_exact_for_one_example_and_for_linear_networks(
     name: str, activation: str, n: int, exact: bool
 ) -> None:

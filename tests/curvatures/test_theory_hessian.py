@@ -80,6 +80,7 @@ def test_the_explicit_network_and_its_losses_are_those_of_the_engine(name: str) 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("activation", ["tanh", "softplus", "leaky-relu"])
 @pytest.mark.parametrize("name", ["gaussian", "categorical"])
+@pytest.mark.thinned(2)
 def test_lemma_3_15_khatri_rao_form_of_the_sample_hessian(name: str, activation: str, biased: bool) -> None:
     loss = LOSSES[name]
     network, xs, ys = problem(loss, activation=activation, biased=biased)
@@ -115,6 +116,7 @@ def test_lemma_3_15_first_order_component_has_no_diagonal_blocks_and_depends_on_
 
 @pytest.mark.parametrize("activation", ALL_ACTIVATIONS)
 @pytest.mark.parametrize("name", CANONICAL)
+@pytest.mark.thinned(2)
 def test_lemma_3_16_recursion_of_preactivation_hessians(name: str, activation: str) -> None:
     loss = LOSSES[name]
     network, xs, ys = problem(loss, activation=activation)
@@ -276,6 +278,7 @@ def test_lemma_3_20_holds_where_output_curvature_depends_on_labels(loss: Loss) -
 
 @pytest.mark.parametrize("activation", PIECEWISE_LINEAR)
 @pytest.mark.parametrize("name", CANONICAL)
+@pytest.mark.thinned(2)
 def test_lemma_3_23_hessian_is_gauss_newton_plus_first_order_component(name: str, activation: str) -> None:
     loss = LOSSES[name]
     network, xs, ys = problem(loss, activation=activation)

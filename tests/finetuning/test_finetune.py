@@ -277,6 +277,7 @@ tuned.save(sys.argv[1])
 """
 
 
+@pytest.mark.long
 def test_a_killed_process_resumes_to_the_same_bits(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     places = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
@@ -399,6 +400,7 @@ def test_data_sets_that_are_read_as_they_are_needed() -> None:
 
 @pytest.mark.parametrize("method", ["lqf", "lqf-fc", "fc", "nlft"])
 @pytest.mark.parametrize("kind", [tuple, dict])
+@pytest.mark.thinned(2)
 def test_inputs_of_any_structure(method: str, kind: type) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

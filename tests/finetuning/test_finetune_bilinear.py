@@ -106,6 +106,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("kind", ["newton-schulz", "eigen"])
 @pytest.mark.parametrize("spelling", ["mean", "module", "avg_pool2d", "gated"])
+@pytest.mark.thinned(2)
 def test_any_spelling_of_the_pooling_is_found_and_linearized_exactly(spelling: str, kind: str) -> None:
     model = Net(spelling).double()
     x, y = torch.randn(9, 1, 7, 7, dtype=torch.float64), torch.arange(9) % 3

@@ -37,6 +37,7 @@ def test_a_frozen_part_stays_frozen_in_every_recipe() -> None:
 
 
 @pytest.mark.parametrize("method", ["lqf", "gaf", "nlft", "fc", "b-lqf"])
+@pytest.mark.thinned(2)
 def test_weights_of_a_network_with_other_layers_are_refused(method: str, tmp_path: Path) -> None:
     tuned = finetune(net(), images(), method, **SHORT)
     tuned.save(tmp_path)

@@ -90,6 +90,7 @@ def test_nothing_is_off_by_more_than_its_estimate(
 
 @pytest.mark.parametrize("solver", ["dual", "cg"])
 @pytest.mark.parametrize("c", [1, 3])
+@pytest.mark.thinned(2)
 def test_the_cross_entropy_alike(solver: str, c: int) -> None:
     case = Case(c)
     if c == 1:

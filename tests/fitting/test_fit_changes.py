@@ -25,6 +25,7 @@ def without(n: int, left_out: list[int]) -> list[int]:
 
 @every_solver
 @pytest.mark.parametrize("left_out", [[0], [6], [2, 5], [5, 0, 3], [6, 5, 4, 3, 2, 1]])
+@pytest.mark.thinned(2)
 def test_forgetting_is_fitting_without(solver: str, left_out: list[int]) -> None:
     p = problem()
     fit = p.fit(ridge=RHO, solver=solver)

@@ -54,6 +54,7 @@ def large_fit(ridge: float, tolerance: float = 1e-8, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", [*NAMED, "auto", "none", None])
+@pytest.mark.thinned(2)
 def test_the_solution_is_that_of_the_dual(name: Any) -> None:
     dual = P.fit(solver="dual", ridge=RIDGE)
     fit = fitted(name)
@@ -63,6 +64,7 @@ def test_the_solution_is_that_of_the_dual(name: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMED)
+@pytest.mark.thinned(2)
 def test_audits_are_those_of_the_dual(name: str) -> None:
     dual, fit = P.fit(solver="dual", ridge=RIDGE), fitted(name, tolerance=1e-11)
     near(fit.loo(), dual.loo(), 1e-8)
@@ -75,6 +77,7 @@ def test_audits_are_those_of_the_dual(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMED)
+@pytest.mark.thinned(2)
 def test_convolutions_in_single_precision(name: str) -> None:
     """Outputs with positions, inputs with channels, float32."""
     torch.manual_seed(0)
@@ -198,6 +201,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMED)
+@pytest.mark.thinned(2)
 def test_it_is_made_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Audits, forgetting and updates go on with the one there is."""
     made = count(monkeypatch)
@@ -210,6 +214,7 @@ def test_it_is_made_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMED, "auto"])
+@pytest.mark.thinned(2)
 def test_saved_and_loaded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit = fitted(name)
     fit.save(tmp_path)

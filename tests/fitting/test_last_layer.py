@@ -73,6 +73,7 @@ def test_a_decoder_gives_its_features_at_the_last_token(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "distilbert"])
+@pytest.mark.thinned(2)
 def test_a_classifier_of_texts_is_adapted(kind: str, tmp_path: Path) -> None:
     model, x, y = classifier(kind), tokens(), torch.arange(N) % 3
     fit = linnet.adapt(model, (x, y), weight=0.5)
@@ -126,6 +127,7 @@ def images(seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("tune", [False, True])
 @pytest.mark.parametrize("kind", ["images", "texts"])
+@pytest.mark.thinned(2)
 def test_an_encoder_without_a_head_is_adapted(kind: str, tune: bool, tmp_path: Path) -> None:
     made, x, new = (
         (Encoder, images(), images(1)) if kind == "images" else (Mean, tokens(), tokens(1))

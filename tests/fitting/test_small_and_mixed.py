@@ -66,6 +66,7 @@ class Autocast(nn.Module):
 
 @pytest.mark.parametrize("convert", [False, True])
 @pytest.mark.parametrize(("solver", "ridge"), [("dual", 1.0), ("dual", 1e3), ("cg", 1e3)])
+@pytest.mark.thinned(2)
 def test_what_is_fitted_under_autocast_predicts(convert: bool, solver: str, ridge: float) -> None:
     torch.manual_seed(0)
     lin, x, y = linnet.linearize(Autocast(convert)), real(12, 3, seed=3).float(), torch.arange(12) % 2

@@ -126,6 +126,7 @@ def test_float32_reaches_its_own_precision() -> None:
 
 
 @pytest.mark.parametrize("name", ["nystrom", "ekfac", "kfac", "diagonal", "none", "auto"])
+@pytest.mark.thinned(2)
 def test_any_preconditioner_gives_the_same(name: str) -> None:
     c = CASES["classes"]
     fit = c.fit(ridge=0.1, solver="cg", preconditioner=name, rank=5 if name == "nystrom" else 0)
@@ -191,6 +192,7 @@ def test_any_network(name: str) -> None:
 
 @every_solver
 @every_case
+@pytest.mark.thinned(2)
 def test_the_posterior_is_laplaces(c: Case, solver: str) -> None:
     rho = 0.05 * c.scale
     fit, delta = c.fit(ridge=rho, solver=solver), c.optimum(rho)
@@ -240,6 +242,7 @@ def one_newton_step(c: Case, rho: float, i: int) -> torch.Tensor:
 
 @every_solver
 @every_case
+@pytest.mark.thinned(2)
 def test_leaving_out_is_exactly_one_newton_step(c: Case, solver: str) -> None:
     rho = 0.05 * c.scale
     fit = c.fit(ridge=rho, solver=solver)

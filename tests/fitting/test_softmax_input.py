@@ -31,6 +31,7 @@ CASES = {"classes": case(), "binary": case(outputs=1), "soft": case(soft=True)}
 
 @every_solver
 @pytest.mark.parametrize("key", ["classes", "binary"])
+@pytest.mark.thinned(2)
 def test_a_saved_fit_can_do_all_that_it_could(key: str, solver: str, tmp_path: Path) -> None:
     c = CASES[key]
     fit = c.fit(ridge=0.1, solver=solver)

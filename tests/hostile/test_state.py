@@ -44,6 +44,7 @@ def observed(scene: Scene, call: Callable[[Scene], Any]) -> tuple[list[str], lis
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.thinned(2)
 def test_a_call_changes_nothing(name: str) -> None:
     assert observed(Scene(), CALLS[name]) == ([], [])
 
@@ -168,6 +169,7 @@ def check_growth(name: str, calls: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["curvature"])
+@pytest.mark.thinned(2)
 def test_memory_does_not_grow(name: str) -> None:
     check_growth(name, 30)
 

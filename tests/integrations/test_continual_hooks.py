@@ -83,6 +83,7 @@ def lightning_loop(net: nn.Module, callback: Any, seed: int, accumulate: int = 1
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["avalanche", "lightning", "accumulating"])
+@pytest.mark.thinned(2)
 def test_adapters_amount_to_a_loop_of_ones_own(name: str, kind: str, float64: torch.dtype) -> None:
     torch.manual_seed(2)
     net, twin = small_network(), small_network()

@@ -148,6 +148,7 @@ def monte_carlo(mean: Tensor, covariance: Tensor, draws: int = 20_000) -> Tensor
         ("mc", 5.0, 0.03, 0.006),
     ],
 )
+@pytest.mark.thinned(2)
 def test_class_probabilities_agree_with_monte_carlo(
     link: str, size: float, largest: float, average: float
 ) -> None:

@@ -51,6 +51,7 @@ def run(
     ("structure", "expectation"),
     [("kfra", "mc"), ("kfac", "mc"), ("kfac", "exact"), ("ekfac", "mc"), ("diagonal", "mc")],
 )
+@pytest.mark.thinned(2)
 def test_the_short_way_takes_the_same_steps(
     structure: str, expectation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def test_training_under_autocast_converges() -> None:
 
 
 @pytest.mark.parametrize("structure", ["kfac", "kfra", "block", "full"])
+@pytest.mark.thinned(2)
 def test_autocast_around_a_step_leaves_dampings_and_curvature_alone(structure: str) -> None:
     x, y = classes(40)
     reports = {}
@@ -90,6 +91,7 @@ def test_autocast_around_a_step_leaves_dampings_and_curvature_alone(structure: s
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("structure", ["kfac", "kfra", "ekfac", "diagonal", "full"])
+@pytest.mark.thinned(2)
 def test_weights_of_half_precision_are_trained(structure: str, kind: torch.dtype) -> None:
     net = mlp().to(kind)
     x, y = classes(40)

@@ -28,6 +28,7 @@ STRUCTURES = ["kfac", "kfra", "ekfac", "diagonal", "full"]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.thinned(2)
 def test_resumes_with_the_same_bits(structure: str) -> None:
     options: dict[str, Any] = {
         "structure": structure,
@@ -395,6 +396,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("structure", ["kfac", "kfra", "ekfac", "full"])
 @pytest.mark.parametrize("way", ["copy", "pickle"])
+@pytest.mark.thinned(2)
 def test_copies_of_network_and_optimizer_go_on_alike(structure: str, way: str) -> None:
     net = mlp()
     x, y = classes()

@@ -26,6 +26,7 @@ def gauss_newton(net: nn.Module, x: Tensor, y: Tensor, ridge: float, rate: float
 
 @pytest.mark.parametrize(("ridge", "rate"), [(0.3, 1.0), (5.0, 0.5), (1e3, 2.0), (0.0, 1.0), (0.0, 0.25)])
 @pytest.mark.parametrize("n", [5, 30])  # fewer and more equations than weights
+@pytest.mark.thinned(2)
 def test_exact_solutions_are_gauss_newton_steps(n: int, ridge: float, rate: float) -> None:
     net, twin = mlp(), mlp()
     x, y = real(n, 4, seed=1), real(n, 3, seed=2)

@@ -139,6 +139,7 @@ def test_nonconvergence_is_an_error_with_advice() -> None:
 
 @BOTH
 @pytest.mark.parametrize("kind", ["categorical", "bernoulli"])
+@pytest.mark.thinned(2)
 def test_laplace_draws_are_the_root_of_the_dense_inverse(kind: str, base: bool) -> None:
     """The same normal numbers through (F + λ I)^(−½) from an eigendecomposition."""
     model, x, y, likelihood = problem(kind)
@@ -217,6 +218,7 @@ def test_svi_of_a_gaussian_model_reaches_the_mean_field_optimum() -> None:
 
 
 @BOTH
+@pytest.mark.thinned(2)
 def test_svi_bound_is_below_the_evidence_of_an_integrable_model_and_increases(base: bool) -> None:
     """Two weights and one yes or no: the evidence by a grid over the weights."""
     model, x = nn.Linear(1, 1).double(), real(20, 1)

@@ -88,6 +88,7 @@ def test_kernel_is_the_same_wherever_delta_is(name: str) -> None:
 
 @every_animal
 @pytest.mark.parametrize("outputs", ["full", "trace"])
+@pytest.mark.thinned(2)
 def test_gram_in_ragged_tiles_equals_the_kernel(name: str, outputs: Outputs) -> None:
     """Eleven examples against seven, in the small tiles that a small budget dictates."""
     expected = case(name)

@@ -60,6 +60,7 @@ def test_vectors_and_matrices_by_predicate(name: str) -> None:
 
 
 @every_animal
+@pytest.mark.thinned(2)
 def test_biases(name: str) -> None:
     model = case(name).model()
     names = [n for n, _ in model.named_parameters() if n.split(".")[-1].endswith("bias")]
@@ -84,6 +85,7 @@ LAST_LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAST_LAYERS)
+@pytest.mark.thinned(2)
 def test_last_layer(name: str) -> None:
     check(case(name), "last-layer", LAST_LAYERS[name])
 

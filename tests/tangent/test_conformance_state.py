@@ -91,6 +91,7 @@ def test_the_users_network_and_random_state_are_untouched(name: str) -> None:
 
 
 @every_animal
+@pytest.mark.thinned(2)
 def test_a_network_left_in_train_mode_gives_the_same_linearization(name: str) -> None:
     expected, model = case(name), case(name).model().train()
     snapshot = Snapshot(model)
@@ -158,6 +159,7 @@ def test_gradients_accumulate_over_batches(name: str) -> None:
 
 
 @every_animal
+@pytest.mark.thinned(2)
 def test_state_dict_holds_delta_only_and_comes_back(name: str, tmp_path: Any) -> None:
     expected, lin = case(name), linearize(name)
     delta = expected.direction(8)
@@ -232,6 +234,7 @@ def test_moving_to_float32_moves_everything(name: str) -> None:
 
 
 @every_animal
+@pytest.mark.thinned(2)
 def test_preflight_names_every_parameter(name: str) -> None:
     expected = case(name)
     check = linnet.preflight(expected.model(), expected.x1, output=expected.output)

@@ -240,6 +240,7 @@ def test_branches_on_the_data() -> None:
 @pytest.mark.parametrize(
     "name", ["lstm", "gru", "encoder-batch-first", "encoder-batch-second", "bert-sdpa", "causal-sdpa"]
 )
+@pytest.mark.thinned(2)
 def test_batches_of_different_lengths(name: str) -> None:
     expected, model, lin = case(name), case(name).model(), linearize(name)
 
@@ -392,6 +393,7 @@ def test_unusual_uses_of_parameters(module: Callable[[], nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp-tanh", "lenet", "weight-norm", "lstm", "vit-mha", "plain-arithmetic"])
+@pytest.mark.thinned(2)
 def test_calls_under_no_grad_and_inference_mode(name: str) -> None:
     expected = case(name)
     v = expected.direction()

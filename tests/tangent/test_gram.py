@@ -183,6 +183,7 @@ def image() -> nn.Module:
 
 @pytest.mark.parametrize(("build", "shape"), [(wide, (30,)), (image, (3, 12, 12))])
 @pytest.mark.parametrize("memory", ["4MB", "60MB"])
+@pytest.mark.thinned(2)
 def test_measured_memory_stays_within_the_plan(
     build: Callable[[], nn.Module], shape: tuple[int, ...], memory: str
 ) -> None:
@@ -363,6 +364,7 @@ CHANGES: dict[str, Callable[[], tuple[Functional, Tensor]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.thinned(2)
 def test_another_task_starts_anew(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old rows must not survive in the new matrix, nor, later on, the new ones in the old."""
     function, x, _, budget = streaming()

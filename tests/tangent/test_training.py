@@ -60,6 +60,7 @@ def test_any_optimizer_reduces_the_loss(name: str, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp-tanh", "tied-transpose", "lstm", "bert-eager", "gated"])
+@pytest.mark.thinned(2)
 def test_training_to_the_end_reaches_the_ridge_solution(name: str) -> None:
     lin, expected, ridge = linearize(name), case(name), 0.5
     targets = torch.randn_like(expected.f1)
@@ -139,6 +140,7 @@ def run_rank(rank: int, world: int, folder: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.long
 def test_two_ranks_train_like_one(tmp_path: Path) -> None:
     run_ranks(__file__, tmp_path)
     reached = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
@@ -164,6 +166,7 @@ def test_two_ranks_train_like_one(tmp_path: Path) -> None:
         ("causal-sdpa",),
     ),
 )
+@pytest.mark.thinned(2)
 def test_compiled_equals_eager(name: str, backend: str) -> None:
     expected = case(name)
     lin, twin = linearize(name), linearize(name)

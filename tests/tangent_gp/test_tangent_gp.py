@@ -89,6 +89,7 @@ def test_is_the_linear_fit_at_ridge_variance_times_precision(way: dict[str, Any]
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.thinned(2)
 def test_missing_targets_take_no_part(way: dict[str, Any]) -> None:
     oracle = dense()
     y = oracle.y.clone()

@@ -24,6 +24,7 @@ def density(oracle: Dense, precision: float, scale: float) -> float:
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.thinned(2)
 def test_evidence_is_the_dense_density_at_every_hyper_parameter(way: dict[str, Any]) -> None:
     oracle = dense(n=12)
     gp = TangentGP(oracle.model, Gaussian(variance=0.2), **way).fit(oracle.x, oracle.y)
@@ -34,6 +35,7 @@ def test_evidence_is_the_dense_density_at_every_hyper_parameter(way: dict[str, A
 
 @pytest.mark.parametrize("way", DENSE.values(), ids=DENSE)
 @pytest.mark.parametrize(("prior", "noise"), [(True, True), (True, False), (False, True)])
+@pytest.mark.thinned(2)
 def test_tuning_finds_the_top_of_the_dense_density(way: dict[str, Any], prior: bool, noise: bool) -> None:
     oracle = dense(n=25, outputs=1)
     gp = TangentGP(oracle.model, Gaussian(variance=0.2), prior_precision=0.7, noise_scale=2.0, **way)

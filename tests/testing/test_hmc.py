@@ -56,6 +56,7 @@ def test_posterior_of_a_linear_network(generator: torch.Generator) -> None:
     near(log_density(at[None])[0], evidence + own, 1e-10)
 
 
+@pytest.mark.long
 def test_outputs_of_a_tiny_network_mix(generator: torch.Generator) -> None:
     x = torch.linspace(-1, 1, 10).double()[:, None]
     model, likelihood = (

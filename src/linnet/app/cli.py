@@ -369,7 +369,7 @@ class Command:
 
         Example:
             >>> Command.load("adapt").completions()["--solver"]
-            ('auto', 'dual', 'cg')
+            ('auto', 'dual', 'primal', 'cg')
         """
         kinds = self.types
         options = {

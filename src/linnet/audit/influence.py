@@ -22,7 +22,7 @@ from torch import Tensor
 from linnet.audit.predictors import check_fit
 from linnet.errors import InputError
 from linnet.fitting.arguments import positions
-from linnet.fitting.asked import checked_inputs
+from linnet.fitting.evaluation import checked_inputs
 from linnet.fitting.linear_fit import LinearFit
 from linnet.linear.dual import DualSystem
 from linnet.linear.formed_rows import FormedRows

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from linnet.fitting.asked import base_outputs
+from linnet.fitting.evaluation import base_outputs
 from linnet.fitting.folds import Folds
 from linnet.fitting.head import example_hashes
 from linnet.fitting.last_layer import RECORD

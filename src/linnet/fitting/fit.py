@@ -12,8 +12,8 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.fitting.accuracy import sound_fit
 from linnet.fitting.arguments import check_ridge
-from linnet.fitting.asked import base_outputs
 from linnet.fitting.cross_fit import CrossFit, find_cross_fit
+from linnet.fitting.evaluation import base_outputs
 from linnet.fitting.linear_fit import LinearFit, Record
 from linnet.fitting.plan import Size, affordable, choose_solver
 from linnet.fitting.remarks import head_remarks, single_remarks

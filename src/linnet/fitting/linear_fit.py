@@ -19,7 +19,7 @@ from torch import Tensor
 
 from linnet.fitting.accuracy import answerable, sound_change
 from linnet.fitting.arguments import CRITERIA, positions, ridge_grid
-from linnet.fitting.asked import BATCH, base_outputs, checked_inputs, count_in_words
+from linnet.fitting.evaluation import BATCH, base_outputs, checked_inputs, count_in_words
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.fitted import SquaredFit, more_data
 from linnet.fitting.record import Record as Record

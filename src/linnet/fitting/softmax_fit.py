@@ -22,7 +22,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.fitting.accuracy import answerable, sound_change
 from linnet.fitting.arguments import positions, ridge_grid
-from linnet.fitting.asked import BATCH, base_outputs, checked_inputs, count_in_words
+from linnet.fitting.evaluation import BATCH, base_outputs, checked_inputs, count_in_words
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import Record

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.fitting.arguments import positions, ridge_grid
-from linnet.fitting.asked import count_in_words
+from linnet.fitting.evaluation import count_in_words
 from linnet.fitting.fitted import SquaredFit, more_data
 from linnet.fitting.record import Record
 from linnet.linear.dual import DualSystem, RidgePath

@@ -256,6 +256,7 @@ def test_an_interrupted_evaluation_keeps_the_fit(folder: Path, monkeypatch: pyte
     assert result(folder / "run")["scores"][0]["accuracy"] > 0.5
 
 
+@pytest.mark.long
 def test_trained_lower_layers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,6 +371,17 @@ def test_regression_with_a_new_head_and_fine_tuning(folder: Path) -> None:
     assert adapt(folder, *words, model="mlp", data="prices.csv") == 0
     names = [row["name"] for row in result(folder / "run")["scores"]]
     assert names == ["linear fit", "linear probe", "plain fine-tuning"]
+
+
+def test_the_matrix_of_the_weights_gives_the_fit_of_the_kernel(folder: Path) -> None:
+    found = []
+    for solver in ("dual", "primal"):
+        words = ["--solver", solver, "--method", "linear", "--ridge", "2", "--overwrite"]
+        assert adapt(folder, *words, "--target", "a", model="mlp", data="prices.csv") == 0
+        found.append(result(folder / "run"))
+    assert [one["fit"]["solver"] for one in found] == ["dual", "primal"]
+    first, second = (one["scores"][0] for one in found)
+    assert first["rmse"] == pytest.approx(second["rmse"], rel=1e-3)
 
 
 def test_conjugate_gradients_take_over_where_the_kernel_is_too_large(folder: Path) -> None:

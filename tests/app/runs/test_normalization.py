@@ -196,6 +196,7 @@ def test_a_network_that_does_not_take_the_images_is_left_to_what_runs_it() -> No
     assert normalized(task(1), built("net"), own=True).findings == ()
 
 
+@pytest.mark.long
 def test_the_command_takes_the_networks_own(factory: Path) -> None:
     words = [sys.executable, "-m", "linnet", "adapt", "--data", "data.npz", "--out", "run"]
     done = subprocess.run(

@@ -25,6 +25,7 @@ def read(folder: Path) -> dict:  # type: ignore[type-arg]
     return json.loads((folder / "result.json").read_text())  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 def test_from_a_network_and_data_as_a_process(tmp_path: Path) -> None:
     write_nets(tmp_path)
     write_pictures(tmp_path / "pictures.npz")

@@ -13,7 +13,7 @@ from linnet.app.data.checks import check_seed
 from linnet.errors import InputError
 
 HEADS = ("auto", "probe", "random", "zero", "keep")
-SOLVERS = ("auto", "dual", "cg")
+SOLVERS = ("auto", "dual", "primal", "cg")
 METRICS = ("auto", "none", "kfac")
 LOSSES = ("auto", "squared", "cross-entropy")
 COMPARED = ("probe", "finetune")
@@ -93,7 +93,7 @@ class Solving:
 
     Args:
         ridge: ρ, or ``"auto"`` (leave-one-out), ``"loo"``, ``"gcv"`` or ``"evidence"``.
-        solver: ``"auto"``, ``"dual"`` or ``"cg"``.
+        solver: ``"auto"``, ``"dual"``, ``"primal"`` or ``"cg"``.
         params: Parameters to fit, by name or regular expression, or their names.
         memory: Budget such as ``"2GB"``.
         device: Where to compute.

@@ -82,25 +82,37 @@ def _better(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file
 
 def _solve(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file: Path) -> Solved:
     """The fit of one loss."""
-    reason = "set by the user"
-    if solving.solver != "cg":
-        criterion, why = _criterion(solving, lin, data[1])
-        solver: Solver = Dual(file) if isinstance(criterion, str) or solving.solver == "dual" else "auto"
+    if solving.solver == "cg":
+        return _by_gradients(lin, data, solving, "set by the user")
+    criterion, why = _criterion(solving, lin, data[1])
+    searched = isinstance(criterion, str)
+    kernel = solving.solver == "dual" or (searched and solving.solver == "auto")
+    tries: list[Solver] = [Dual(file) if kernel else solving.solver]
+    if solving.solver == "auto" and searched and solving.loss == "squared":
+        tries.append("primal")
+    told = ""
+    for solver in tries:
         try:
             found: Fit = fit_linear(
                 lin, data, solving.loss, ridge=criterion, solver=solver, memory=solving.memory
             )
-            if isinstance(criterion, str):
-                found.record.reasons["ridge"] += why
-                if solving.solver == "auto":
-                    found.record.reasons["solver"] = _why_dual(solving.loss)
-            if found.solver == "dual":
-                return found, None
-            reason = found.record.reasons["solver"]
         except MemoryBudgetError as error:
-            if solving.solver == "dual":
+            if solving.solver != "auto":
                 raise
-            reason = f"the kernel is too large: {error.what}"
+            told = told or f"the kernel is too large: {error.what}"
+            continue
+        if searched:
+            found.record.reasons["ridge"] += why
+            if solving.solver == "auto":
+                found.record.reasons["solver"] = told or _why_dual(solving.loss)
+        if found.solver != "cg":
+            return found, None
+        told = found.record.reasons["solver"]
+    return _by_gradients(lin, data, solving, told)
+
+
+def _by_gradients(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, reason: str) -> Solved:
+    """The fit by conjugate gradients, and why."""
     fit, pilot = _solve_large(lin, data, solving)
     fit.record.reasons["solver"] = reason
     return fit, pilot
