@@ -7,7 +7,21 @@ from pathlib import Path
 import pytest
 
 from linnet.app import cli
+from linnet.app.report import figures, task_kernel
 from tests.app.runs.small_tasks import write_nets, write_pictures, write_table
+
+
+def no_drawing(name: str, alt: str, size: tuple[float, float], paint: object) -> str:
+    """An empty figure: most of the time of a small run is that of its drawings."""
+    return f'<svg class="figure" role="img" id="{name}"><title>{alt}</title></svg>'
+
+
+@pytest.fixture(autouse=True)
+def pages_without_drawings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are written without their drawings, but for tests that are marked with ``drawings``."""
+    if request.node.get_closest_marker("drawings") is None:
+        for module in (figures, task_kernel):
+            monkeypatch.setattr(module, "draw", no_drawing)
 
 
 @pytest.fixture(scope="session")

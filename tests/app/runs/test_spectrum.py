@@ -92,6 +92,7 @@ def test_of_a_regression_beside_the_run(workshop: Path, capsys: pytest.CaptureFi
     assert "explained to" in capsys.readouterr().out
 
 
+@pytest.mark.drawings
 def test_the_page(workshop: Path) -> None:
     out = workshop / "page"
     assert spectrum("--run", workshop / "pictures", "--out", out, "--samples", 12) == 0
