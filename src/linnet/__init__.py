@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from linnet.fitting.linear_fit import LinearFit as LinearFit
     from linnet.fitting.load_fit import load_fit as load_fit
     from linnet.fitting.metric import with_metric as with_metric
+    from linnet.fitting.sketch import with_sketch as with_sketch
     from linnet.fitting.softmax_fit import SoftmaxFit as SoftmaxFit
     from linnet.fitting.training import Training as Training
     from linnet.laplace.laplace import Laplace as Laplace
@@ -79,6 +80,7 @@ _HOME = {
     "with_head": "linnet.fitting.head",
     "Probe": "linnet.fitting.head",
     "with_metric": "linnet.fitting.metric",
+    "with_sketch": "linnet.fitting.sketch",
     "adapt": "linnet.nested.adapt",
     "load_adapted": "linnet.nested.adapt",
     "NestedFit": "linnet.nested.nested_fit",

@@ -95,6 +95,11 @@ def fit() -> Any:
 
 
 @cache
+def sketched_fit() -> Any:
+    return linnet.fit(lin(), classes(), solver=linnet.fitting.Sketch(dim=5))
+
+
+@cache
 def regression_fit() -> Any:
     return linnet.fit(lin(), regression())
 

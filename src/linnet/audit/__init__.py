@@ -16,6 +16,7 @@ from linnet.audit.loss_influence import loss_influence
 from linnet.audit.mislabel import LabelRanking, mislabeled
 from linnet.audit.private_release import PrivacyCertificate, Release, release
 from linnet.audit.selection import Selection, select
+from linnet.audit.sketch import SketchError, sketch_error
 from linnet.audit.summary import Summary, summarize
 from linnet.fitting.validation_ridge import ValidationPath, ridge_gradient, ridge_path, tune_ridge
 
@@ -30,6 +31,8 @@ __all__ = [
     "label_errors",
     "LabelErrors",
     "LabelRanking",
+    "sketch_error",
+    "SketchError",
     "summarize",
     "Summary",
     "ridge_path",

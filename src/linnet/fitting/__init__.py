@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from linnet.fitting.solver import CG, SGD, Dual, Nystrom
+from linnet.fitting.solver import CG, SGD, Dual, Nystrom, Sketch
 from linnet.linear.targets import OneHot
 
-__all__ = ["CG", "SGD", "Dual", "Nystrom", "OneHot"]
+__all__ = ["CG", "SGD", "Dual", "Nystrom", "OneHot", "Sketch"]

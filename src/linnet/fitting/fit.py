@@ -17,10 +17,11 @@ from linnet.fitting.evaluation import base_outputs
 from linnet.fitting.linear_fit import LinearFit, Record
 from linnet.fitting.plan import Size, affordable, choose_solver
 from linnet.fitting.remarks import head_remarks, single_remarks
+from linnet.fitting.sketch import sketch_preconditioner, sketched
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.fitting.softmax_path import check_criterion
 from linnet.fitting.softmax_solve import SoftmaxTask, solve_softmax
-from linnet.fitting.solver import Solver, Solving
+from linnet.fitting.solver import Sketch, Solver, Solving
 from linnet.fitting.stochastic import solve_stochastically
 from linnet.likelihoods.distribution import require_axis
 from linnet.likelihoods.probabilities import warn_of_probabilities
@@ -118,10 +119,11 @@ def fit(
         ridge: ρ > 0, or the criterion that chooses it: ``"loo"``, ``"gcv"`` (squared loss) or ``"evidence"``;
             :func:`linnet.audit.tune_ridge` chooses it by validation data.
         solver: ``"dual"`` (the N·C × N·C kernel), ``"primal"`` (the P × P matrix JᵀJ, for many examples and
-            few weights; squared loss), ``"cg"`` (matrix-free in the weights), ``"sgd"`` (the recipe of
-            Achille et al., to compare with), or ``"auto"``, which predicts operations and memory of the first
-            three and says what it chose and why. ``linnet.fitting.Dual(file=...)``,
-            ``CG(tolerance=..., preconditioner=...)`` and ``SGD(...)`` set what they iterate by.
+            few weights; squared loss), ``"sketch"`` (the same along 2,048 directions of the weights, for
+            many of both), ``"cg"`` (matrix-free in the weights), ``"sgd"`` (the recipe of Achille et al., to
+            compare with), or ``"auto"``, which predicts operations and memory and says what it chose and why.
+            ``linnet.fitting.Dual(file=...)``, ``Sketch(dim=...)``, ``CG(tolerance=...)`` and ``SGD(...)``
+            have their settings.
         axis: Which axis of outputs such as (N, T, C) or (N, C, H, W) is the classes, where y has an integer
             class at every position, (N, T) or (N, H, W), or −100 where one does not count; such outputs are
             zero in ``targets`` and ``loo()``. For the squared loss.
@@ -159,12 +161,12 @@ def fit(
 
     def make(chosen: Linearized) -> LinearFit | SoftmaxFit:
         """The fit on a linearization in a type of its own; what was made for another type stays behind."""
-        fresh = asked if chosen is lin else Solving(asked.name, asked.settings.finer())
+        fresh = asked if chosen is lin else asked.finer()
         found = _fit(chosen, Work(x, y, given, ridge, memory, fresh), loss, scale)
         found._targets = replace(found._targets, axis=axis)
         return found
 
-    return sound_fit(lin, make, factorized=asked.name in ("auto", "dual", "primal"))
+    return sound_fit(lin, make, factorized=asked.name in ("auto", "dual", "primal", "sketch"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,12 +193,17 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
     made = _targets(y, targets, f0, loss, scale)
     seconds = {"network": time.perf_counter() - started}
     size = Size(lin.function, x, f0.shape[1], loss, isinstance(ridge, str), memory)
-    chosen, why = choose_solver(size, work.solving.name, settings)
+    sketch = work.solving.sketch
+    chosen, why = choose_solver(size, work.solving.name, settings, None if sketch is None else sketch.dim)
     reasons = {"solver": why}
+    if chosen == "sketch":
+        lin, reasons["sketch"] = sketched(lin, x, sketch or Sketch(size.default_dim() or 1), memory)
+        module, chosen = Linearized(lin.function), "primal" if loss == "squared" else "cg"
     folds = find_cross_fit(lin, x, y, made.values, memory)
     criterion = ridge if isinstance(ridge, str) else "given"
     of_head = (folds.said,) if folds is not None else head_remarks(lin.model, x, y)
-    record = Record(chosen, criterion, reasons, (*of_head, *single_remarks(made)), seconds)
+    name = "sketch" if "sketch" in reasons else chosen
+    record = Record(name, criterion, reasons, (*of_head, *single_remarks(made)), seconds)
     if loss == "cross-entropy":
         warn_of_probabilities(ClassLoss(made.values).likelihood, f0)
         settings = affordable(lin.function, x, settings, memory) if chosen == "cg" else settings
@@ -214,7 +221,10 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
         assert not isinstance(ridge, str), why
         settings = affordable(lin.function, x, settings, memory)
         solve = solve_stochastically if chosen == "sgd" else Primal
-        system = solve(problem, ridge, settings, None, operator, memory)
+        start, deflating = None, work.solving.deflating
+        if deflating is not None:
+            operator, start = sketch_preconditioner(lin, problem, deflating, float(ridge), memory)
+        system = solve(problem, ridge, settings, start, operator, memory)
         reasons["ridge"], reasons["preconditioner"] = "given", _explain_steps(system, asked)
         held = None if folds is None else folds.iterated(system.ridge, system.settings, squared=True)
     seconds["solve"] = time.perf_counter() - started - seconds.get("kernel", 0.0)
@@ -251,6 +261,12 @@ def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: f
             f'solver="primal" with loss={loss!r}',
             expected='"dual" or "cg": the curvature of the cross-entropy changes with every Newton step',
             remedy='pass solver="auto"',
+        )
+    if solver == "sketch" and loss != "squared" and isinstance(ridge, str):
+        raise InputError(
+            f'ridge={ridge!r} with solver="sketch" and loss={loss!r}',
+            expected="a number: the cross-entropy of a sketch is solved by iterations",
+            remedy='pass a number, or loss="squared"',
         )
     if solver == "sgd" and loss != "squared":
         raise InputError(

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from linnet.fitting.sketch import SketchedNetwork, sketch_state
 from linnet.linear.files import State, write_solution
 from linnet.linear.targets import Targets
 from linnet.tangent.batch import Inputs
@@ -41,5 +42,8 @@ def write_fit(
     if held_out is not None:
         tensors["held_out"] = held_out
     own = {"classes": targets.classes, "scale": targets.scale, "axis": targets.axis}
-    told = told | own | {"float64": function.source is not None}
+    told = told | own | {"float64": function.source is not None, "sketch": None}
+    if isinstance(function.model, SketchedNetwork):  # made by the fit, so that nobody else can bring it
+        basis, told["sketch"] = sketch_state(function.model)
+        tensors |= basis
     return write_solution(directory, KIND, function, x, (tensors, solved[1]), told)

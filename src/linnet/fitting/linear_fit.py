@@ -41,6 +41,7 @@ from linnet.tangent.batch import (
     batch_size,
     split,
 )
+from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -113,6 +114,16 @@ class LinearFit(SquaredFit):
     def delta(self) -> Params:
         """δ by parameter name."""
         return {name: t.detach() for name, t in self.module.delta.items()}
+
+    @torch.no_grad()
+    def displacement(self) -> dict[str, Tensor]:
+        """δ of every weight of the network, also where the fit has other coordinates.
+
+        Returns:
+            The displacement by parameter name; of a sketched network or one with a metric δ = H ε.
+        """
+        model = self.module.model
+        return model.displacement(self.delta["epsilon"]) if isinstance(model, Coordinates) else self.delta
 
     # -- predictions -----------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from linnet.errors import FileFormatError, InputError
 from linnet.files import as_path
 from linnet.fitting.fit_files import KIND
 from linnet.fitting.linear_fit import LinearFit, Record
+from linnet.fitting.sketch import SketchedNetwork, restored_sketch
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linear.files import read_solution, restored_softmax, restored_system
 from linnet.linear.problem import Problem
@@ -19,7 +20,7 @@ from linnet.linear.targets import Targets
 from linnet.tangent.batch import Inputs, map_tensors, take
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
-from linnet.tangent.matching import matching_function
+from linnet.tangent.matching import matching_function, require_parameters
 
 ADAPTED = "nested-fit.safetensors"  # what NestedFit.save writes, which lies above this module
 OTHER = (
@@ -68,6 +69,9 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
             expected="the callable that the fit was made with",
             remedy="pass output= as to linnet.linearize",
         )
+    if metadata["sketch"] is not None and not isinstance(model, SketchedNetwork):
+        require_parameters(model, metadata["sketch"]["parameters"], path, OTHER)
+        model = restored_sketch(model, tensors, metadata["sketch"])
     function = matching_function(model, metadata, output, path, OTHER)
     function = function.in_float64() if metadata["float64"] else function
     device = function.device

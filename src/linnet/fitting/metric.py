@@ -11,13 +11,10 @@ with this ridge, and leave-one-out, influence, forgetting, updates and variances
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.default_damping import default_damping
@@ -28,8 +25,6 @@ from linnet.linalg.stored import to_tensors
 from linnet.params import number
 from linnet.tangent.captured import Captured
 from linnet.tangent.coordinates import Coordinates
-from linnet.tangent.forward_mode import Params
-from linnet.tangent.functional import padding_rows
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -53,99 +48,40 @@ class MetricNetwork(Coordinates):
     """
 
     def __init__(self, network: nn.Module, curvature: Curvature, damping: float) -> None:
-        super().__init__()
-        names = list(curvature.function.theta)
+        super().__init__(network, list(curvature.function.theta), curvature.shape[0])
         self.curvature, self.damping = curvature, damping
         # A = (G/N + τ I)⁻¹ = H Hᵀ
         self._covariance = curvature.scaled(1 / curvature.made.examples).damped(damping).inverse()
-        self._shapes = {name: network.get_parameter(name).shape for name in names}
-        padding = padding_rows(network, names)
-        self._padding = {name: row for name, (row, tied) in padding.items() if not tied}
-        self.network = _with_buffers(network)
-        # of the network's type, whatever that of the curvature
-        like = network.get_parameter(names[0])
-        zero = torch.zeros(curvature.shape[0], dtype=like.dtype, device=like.device)
-        self.epsilon = nn.Parameter(zero)
         # equal weights do not make equal networks: what is saved of one metric is not another's
         identity = torch.tensor(list(_identity(curvature, damping)), dtype=torch.uint8)
         self.register_buffer("metric", identity)
 
-    def displacement(self, epsilon: Tensor | None = None) -> dict[str, Tensor]:
-        """δ = H ε.
+    def _moved(self, epsilon: Tensor) -> dict[str, Tensor]:
+        """H ε, computed in the type of the curvature.
 
         Args:
-            epsilon: ε, (P,); by default the module's own. Of a fit, ``fit.module.delta["epsilon"]``.
+            epsilon: ε, (P,).
 
         Returns:
-            The displacement of every parameter by its name in the network.
-
-        Raises:
-            InputError: If ε is no vector of P numbers.
+            The displacement of every parameter.
         """
-        chosen = self.epsilon if epsilon is None else epsilon
-        if not isinstance(chosen, Tensor) or chosen.shape != self.epsilon.shape:
-            what = f"of shape {tuple(chosen.shape)}" if isinstance(chosen, Tensor) else type(chosen).__name__
-            raise InputError(
-                f"epsilon is {what}",
-                expected=f"a tensor {tuple(self.epsilon.shape)}, the coordinates of one displacement",
-                remedy='of a fit, pass fit.module.delta["epsilon"]',
-            )
-        # δ = H ε
-        delta = self._covariance._root(chosen.to(self._covariance.dtype)[:, None])[:, 0].to(chosen.dtype)
+        delta = self._covariance._root(epsilon.to(self._covariance.dtype)[:, None])[:, 0].to(epsilon.dtype)
         pieces = delta.split([shape.numel() for shape in self._shapes.values()])
-        moved = {
+        return {
             name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)
         }
-        for name, row in self._padding.items():  # has no gradient, so it does not move
-            keep = torch.arange(len(moved[name]), device=chosen.device) != row
-            moved[name] = moved[name] * keep[:, None]
-        return moved
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The outputs of the network at θ₀ + H ε.
-
-        Args:
-            *args: Of the network.
-            **kwargs: Of the network.
-
-        Returns:
-            Its outputs.
-        """
-        delta = self.displacement()
-        theta = {name: self.network.get_buffer(name) + piece for name, piece in delta.items()}
-        return functional_call(self.network, theta, args, kwargs)
-
-    @torch.no_grad()
-    def network_in_place(self) -> tuple[nn.Module, list[str]]:
-        """The network with parameters θ₀ + H ε, and the names of those that ε moves.
-
-        Returns:
-            A network that is no longer tied to this one, and names in its own order.
-        """
-        clone, made = copy.deepcopy(self.network), dict[int, nn.Parameter]()
-        owners = {id(clone.get_buffer(name)): name for name in self._shapes}
-        delta = self.displacement()
-        for module in clone.modules():
-            for name, buffer in list(module._buffers.items()):
-                if buffer is not None and id(buffer) in owners:
-                    own = owners[id(buffer)]
-                    value = made.setdefault(id(buffer), nn.Parameter(buffer + delta[own]))
-                    del module._buffers[name]
-                    module.register_parameter(name, value)
-        return clone, list(self._shapes)
-
-    def pulled(self, rows: Params) -> Tensor:
+    def pulled(self, captured: Captured) -> Tensor:
         """J H from the rows of J.
 
         Args:
-            rows: Gradients (N, K, *shape) by the names of the parameters.
+            captured: A batch of the network in place.
 
         Returns:
             (N, K, P).
         """
-        n, k = next(iter(rows.values())).shape[:2]
-        pieces = [rows[name].reshape(n * k, -1) for name in self._shapes]
-        flat = torch.cat(pieces, 1)
+        n, k = captured.n, captured.k
+        flat = torch.cat([captured.rows(name).reshape(n * k, -1) for name in self._shapes], 1)
         # (J H)ᵀ = Hᵀ Jᵀ
         turned = self._covariance._root_transposed(flat.to(self._covariance.dtype).T).T
         return turned.to(flat.dtype).reshape(n, k, -1)
@@ -199,20 +135,7 @@ def with_metric(model: nn.Module, curvature: Curvature, damping: float | None = 
         >>> fit.predict(x).shape
         torch.Size([20, 1])
     """
-    if not isinstance(model, nn.Module) or isinstance(model, Linearized):
-        raise InputError(
-            f"model is {type(model).__name__}",
-            expected="the network itself",
-            remedy="linearize what with_metric returns",
-        )
-    if not isinstance(curvature, Curvature):
-        raise InputError(
-            f"curvature is {type(curvature).__name__}",
-            expected="a Curvature that can be inverted",
-            remedy='make one with linnet.curvature(model, data, likelihood, structure="kfac")',
-        )
-    network: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
-    _check_fits(dict(network.named_parameters()), curvature.function.theta)
+    network = network_of(model, curvature)
     tau = default_damping(curvature, 1 / curvature.made.examples) if damping is None else damping
     number("damping", tau, above=0, remedy="leave damping= out for a tenth of the mean eigenvalue")
     made = MetricNetwork(network, curvature, float(tau)).eval()
@@ -230,6 +153,36 @@ def _identity(curvature: Curvature, tau: float) -> bytes:
     ]
 
 
+def network_of(model: nn.Module, curvature: Curvature) -> nn.Module:
+    """The network that a curvature is of.
+
+    Args:
+        model: The network, perhaps compiled.
+        curvature: G.
+
+    Returns:
+        The network.
+
+    Raises:
+        InputError: If it is no network, or the curvature is none or of another network.
+    """
+    if not isinstance(model, nn.Module) or isinstance(model, Linearized):
+        raise InputError(
+            f"model is {type(model).__name__}",
+            expected="the network itself",
+            remedy="linearize what this returns",
+        )
+    if not isinstance(curvature, Curvature):
+        raise InputError(
+            f"curvature is {type(curvature).__name__}",
+            expected="a Curvature that can be inverted",
+            remedy='make one with linnet.curvature(model, data, likelihood, structure="kfac")',
+        )
+    network: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    _check_fits(dict(network.named_parameters()), curvature.function.theta)
+    return network
+
+
 def _check_fits(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
     """Raise unless a network has the parameters of a curvature."""
     for name, like in wanted.items():
@@ -241,15 +194,3 @@ def _check_fits(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> No
                 expected="the network that the curvature was made of",
                 remedy="make the curvature of this network, on its device",
             )
-
-
-def _with_buffers(model: nn.Module) -> nn.Module:
-    """A copy in evaluation mode whose parameters are buffers, so that none is selected or trained."""
-    clone = copy.deepcopy(model).eval()
-    kept: dict[int, Tensor] = {}  # tied parameters stay tied
-    for module in clone.modules():
-        for name, p in list(module._parameters.items()):
-            if p is not None:
-                del module._parameters[name]
-                module.register_buffer(name, kept.setdefault(id(p), p.detach().clone()))
-    return clone

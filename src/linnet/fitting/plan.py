@@ -17,6 +17,7 @@ SMALLER = ["use fewer parameters with params=", "raise memory="]
 CG_STEPS = 300  # steps assumed when conjugate gradients are planned
 EIGEN = 9.0  # operations of an eigendecomposition with vectors, in n³
 RIDGES = 37  # of a path, each of which takes a leave-one-out of every example
+DIMS = (2048, 1024, 512, 256)  # directions of a sketch that nobody asked for: the most that fit the memory
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,20 @@ class Size:
         items = [("Fisher matrix in float64", square), *_factors("Fisher matrix", square, self.searched)]
         return Plan(f"primal fit of {self.function.space.dim} weights", self.budget, tuple(items))
 
+    def sketch_memory(self, dim: int) -> Plan:
+        """Bytes of a sketched fit: the D × D matrix and its factorization, whatever the ridge."""
+        square = 8 * min(dim, self.function.space.dim) ** 2
+        items = [("matrix of the sketch in float64", square), *_factors("matrix", square, searched=True)]
+        return Plan(f"sketched fit of {dim} directions", self.budget, tuple(items))
+
     def iterated_memory(self, settings: CGSettings) -> Plan:
         """Bytes of conjugate gradients, with a preconditioner if one is requested."""
         return _iterated_memory(self.function, self.x, settings, self.budget)
+
+    def default_dim(self) -> int | None:
+        """Directions of a sketch that fits the memory; ``None`` where there is none."""
+        fitting = (dim for dim in DIMS if self.sketch_memory(dim).peak <= self.budget)
+        return next((dim for dim in fitting if dim < self.function.space.dim), None)
 
     def operations(self) -> dict[str, float]:
         """Predicted operations of each solver."""
@@ -75,8 +87,8 @@ class Size:
         kernel = float(m) ** 2 * p  # half of 2 (N·C)² P, symmetric
         found = {
             "dual": derivatives + kernel + 2 * float(m) ** 3 / 3,
-            # a JVP costs two forward passes, a VJP three
-            "cg": CG_STEPS * n * forward * 5,
+            # a JVP costs two forward passes, a VJP three; the first leave-one-out or influence N·C solves
+            "cg": CG_STEPS * (n * forward * 5 + 4.0 * float(m) ** 2 * p),
             "primal": derivatives + 2.0 * m * p**2 + 2 * float(p) ** 3 / 3,
         }
         if self.searched:
@@ -86,16 +98,17 @@ class Size:
         return found
 
 
-def choose_solver(size: Size, solver: str, settings: CGSettings) -> tuple[str, str]:
+def choose_solver(size: Size, solver: str, settings: CGSettings, dim: int | None = None) -> tuple[str, str]:
     """The solver, and one sentence that says why.
 
     Args:
         size: What is to be solved.
         solver: What was requested, or "auto".
         settings: Of conjugate gradients.
+        dim: Directions of a sketch.
 
     Returns:
-        "dual", "primal", "cg" or "sgd", and the reason.
+        "dual", "primal", "sketch", "cg" or "sgd", and the reason.
 
     Raises:
         MemoryBudgetError: If it, or every one, does not fit the budget.
@@ -104,6 +117,10 @@ def choose_solver(size: Size, solver: str, settings: CGSettings) -> tuple[str, s
         require(size.dual_memory(), ['solve matrix-free with solver="cg"', "raise memory="])
     elif solver == "primal":
         require(size.primal_memory(), ['pass solver="dual" or "cg"', *SMALLER])
+    elif solver == "sketch":
+        assert dim is not None
+        require(size.sketch_memory(dim), ["pass solver=linnet.fitting.Sketch(dim=...) with fewer directions",
+                                          "raise memory="])  # fmt: skip
     elif solver != "auto":
         require(size.iterated_memory(settings), SMALLER)
     if solver != "auto":
@@ -114,6 +131,9 @@ def choose_solver(size: Size, solver: str, settings: CGSettings) -> tuple[str, s
     needed = format_bytes(plans["dual"].peak)
     fitting = {name: plan for name, plan in plans.items() if plan.peak <= size.budget}
     operations = size.operations()
+    if not fitting and size.loss == "squared" and size.default_dim():
+        budget = format_bytes(size.budget)
+        return "sketch", f"the exact model would need {_least(plans)} of a budget of {budget}"
     if size.searched and not fitting:
         smallest = min(plans.values(), key=lambda plan: plan.peak)
         require(smallest, ['give the ridge as a number, so that solver="cg" can be used', "raise memory="])
@@ -130,6 +150,11 @@ def choose_solver(size: Size, solver: str, settings: CGSettings) -> tuple[str, s
     if operations["cg"] < operations[best]:
         return "cg", f"faster: {best} {counts} by conjugate gradients"
     return best, f"exact and faster: {counts} by conjugate gradients"
+
+
+def _least(plans: dict[str, Plan]) -> str:
+    """The memory of the smallest plan."""
+    return format_bytes(min(plan.peak for plan in plans.values()))
 
 
 def affordable(function: Functional, x: Inputs, settings: CGSettings, memory: Memory) -> CGSettings:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from linnet.curvatures.curvature import Curvature
 from linnet.errors import InputError
 from linnet.linalg.operator import LinearOperator
 from linnet.linear.newton import STEPS
 from linnet.linear.preconditioner import check_preconditioner
 from linnet.linear.primal import CGSettings
-from linnet.params import integer, path
+from linnet.params import choice, integer, number, path, seed
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,57 @@ class Nystrom:
         integer("rank", self.rank)
 
 
+BASES = ("ekfac", "kfac", "diagonal", "random")
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """D directions of the weights, the leading eigenvectors of a curvature: for many examples and weights.
+
+    Everything is exact for the model that moves along these directions; the fit says what share of the
+    tangent kernel's trace they keep. Variances are those of this model, at most those of all weights
+    (:func:`linnet.audit.sketch_error` bounds them from above). Time and memory grow linearly with the number
+    of examples.
+
+    Args:
+        dim: D, at most.
+        basis: The curvature whose eigenvectors are taken: ``"ekfac"``, ``"kfac"``, ``"diagonal"``, or a
+            curvature of the same network; or ``"random"`` directions, whose kernel is unbiased.
+        examples: Training examples that the curvature is summed over.
+        damping: τ, for the ridge of :func:`linnet.with_metric` in place of the plain one.
+        seed: Of the examples that are taken, and of random directions.
+
+    Raises:
+        InputError: If an argument has a value that cannot be.
+
+    Example:
+        >>> Sketch(dim=512).basis
+        'ekfac'
+    """
+
+    dim: int = 2048
+    basis: str | Curvature = "ekfac"
+    examples: int = 2000
+    damping: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise on values that cannot be."""
+        integer("dim", self.dim)
+        if not isinstance(self.basis, Curvature):
+            choice("basis", self.basis, BASES, 'pass basis="ekfac" if unsure')
+        integer("examples", self.examples)
+        if self.damping is not None:
+            number("damping", self.damping, above=0, remedy="leave damping= out for the plain ridge")
+            if self.basis == "random":
+                raise InputError(
+                    f"damping={self.damping!r} with basis='random'",
+                    expected="eigenvectors of a curvature, whose metric is damped",
+                    remedy='pass basis="ekfac", or leave damping= out',
+                )
+        seed("seed", self.seed)
+
+
 @dataclass(frozen=True)
 class CG:
     """Conjugate gradients in the weights, matrix-free: no kernel is formed.
@@ -74,7 +126,8 @@ class CG:
             at δ = 0 at which Newton's method does.
         max_steps: Largest number of their steps.
         preconditioner: ``"nystrom"``, ``Nystrom(rank)``, ``"ekfac"``, ``"kfac"``, ``"diagonal"``, ``"none"``
-            or ``None``, or any symmetric positive definite operator that approximates (JᵀJ + ρI)⁻¹.
+            or ``None``, ``Sketch(dim)``, whose solution is also the start, or any symmetric positive definite
+            operator that approximates (JᵀJ + ρI)⁻¹.
             ``"auto"`` begins without one and takes Nyström if the end is not near. Kept for audits,
             forgetting and updates; a saved fit keeps its name, but no operator of your own.
 
@@ -88,13 +141,26 @@ class CG:
 
     tolerance: float = 1e-5
     max_steps: int = 2000
-    preconditioner: str | Nystrom | LinearOperator | None = "auto"
+    preconditioner: str | Nystrom | Sketch | LinearOperator | None = "auto"
 
     def __post_init__(self) -> None:
         """Raise on values that cannot be."""
-        if not isinstance(self.preconditioner, Nystrom):
+        if isinstance(self.preconditioner, Sketch):
+            _require_orthonormal(self.preconditioner)
+        elif not isinstance(self.preconditioner, Nystrom):
             check_preconditioner(self.preconditioner)
         CGSettings(self.tolerance, self.max_steps)
+
+
+def _require_orthonormal(sketch: Sketch) -> None:
+    """Raise unless the directions of a sketch are orthonormal."""
+    if sketch.basis == "random" or sketch.damping is not None:
+        named = "basis='random'" if sketch.basis == "random" else f"damping={sketch.damping!r}"
+        raise InputError(
+            f"preconditioner=Sketch({named})",
+            expected="orthonormal directions, in the plain ridge",
+            remedy="pass Sketch(dim=...) with a curvature's eigenvectors and no damping",
+        )
 
 
 @dataclass(frozen=True)
@@ -126,7 +192,7 @@ class SGD:
         CG(self.tolerance, self.max_steps, self.preconditioner)
 
 
-Solver = str | Dual | CG | SGD
+Solver = str | Dual | CG | SGD | Sketch
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,23 +200,31 @@ class Solving:
     """A solver as a fit takes it.
 
     Args:
-        name: "auto", "dual", "primal", "cg" or "sgd".
+        name: "auto", "dual", "primal", "sketch", "cg" or "sgd".
         settings: How conjugate or stochastic gradients iterate, or how many steps Newton's method takes.
         operator: A preconditioner of the user's own.
         file: File of the kernel.
+        sketch: Settings of a sketch.
+        deflating: Settings of a sketch that conjugate gradients are preconditioned by.
     """
 
     name: str
     settings: CGSettings
     operator: LinearOperator | None = None
     file: str | None = None
+    sketch: Sketch | None = None
+    deflating: Sketch | None = None
+
+    def finer(self) -> Solving:
+        """The same to a smaller tolerance, for a network in another type."""
+        return Solving(self.name, self.settings.finer(), sketch=self.sketch, deflating=self.deflating)
 
     @classmethod
     def of(cls, solver: Any) -> Solving:
         """From what a user passed.
 
         Args:
-            solver: A name, ``Dual``, ``CG`` or ``SGD``.
+            solver: A name, ``Dual``, ``Sketch``, ``CG`` or ``SGD``.
 
         Returns:
             The same in one form.
@@ -159,20 +233,24 @@ class Solving:
             InputError: If it is something else.
         """
         if isinstance(solver, str):
-            solver = {"dual": Dual(), "cg": CG(), "sgd": SGD()}.get(solver, solver)
+            solver = {"dual": Dual(), "cg": CG(), "sgd": SGD(), "sketch": Sketch()}.get(solver, solver)
         if isinstance(solver, Dual):
             return cls(
                 "dual",
                 CGSettings(max_steps=solver.max_steps),
                 file=None if solver.file is None else str(solver.file),
             )
+        if isinstance(solver, Sketch):
+            return cls("sketch", *_settings(CG()), sketch=solver)
         if isinstance(solver, str) and solver in ("auto", "primal"):
             return cls(solver, *_settings(CG()))
         if isinstance(solver, CG | SGD):
-            return cls("sgd" if isinstance(solver, SGD) else "cg", *_settings(solver))
+            name, given = "sgd" if isinstance(solver, SGD) else "cg", solver.preconditioner
+            return cls(name, *_settings(solver), deflating=given if isinstance(given, Sketch) else None)
         raise InputError(
             f"solver={solver!r}",
-            expected='"auto", "dual", "primal", "cg", "sgd", or linnet.fitting.Dual(), .CG() or .SGD()',
+            expected='"auto", "dual", "primal", "sketch", "cg", "sgd", or linnet.fitting.Dual(), .Sketch(), '
+            ".CG() or .SGD()",
             remedy='pass solver="auto" to have it chosen',
         )
 
@@ -181,7 +259,7 @@ def _settings(asked: CG | SGD) -> tuple[CGSettings, LinearOperator | None]:
     """Settings of the iterations, and an operator of the user's own."""
     given, rank = asked.preconditioner, 0
     operator = given if isinstance(given, LinearOperator) else None
-    kind = "none" if operator is None else "given"
+    kind = "given" if isinstance(given, LinearOperator | Sketch) else "none"
     if isinstance(given, Nystrom):
         kind, rank = "nystrom", given.rank
     elif isinstance(given, str):

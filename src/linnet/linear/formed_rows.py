@@ -1,18 +1,25 @@
-"""JᵀJ for many columns at once: the rows of J formed block by block, and two matrix products with each block.
+"""The rows of J, formed block by block, kept where that pays, and JᵀJ for many columns at once by them.
 
 A JVP and a VJP a column cost five passes of the network; forming the C rows of an example costs 2C + 1 once
 and 4CP operations a column after that, at the speed of large products. Blocks that fit the budget are kept,
-so that every product after the first forms only the others.
+so that every product after the first forms only the others. Rows that are short beside the cost of
+differentiating an example, those of a sketched network, go to a temporary file where memory ends.
 """
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from linnet.linalg.operator import LinearOperator
+from linnet.linear.cost import NETWORK_PENALTY, forward_operations
 from linnet.memory import parse_bytes
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import capture, capture_bytes
@@ -22,9 +29,49 @@ from linnet.tangent.jacobian import JacobianOperator
 
 LARGEST = 64  # examples in a block, at most
 KEPT = 0.4  # share of the budget for blocks that are kept
+OPERATIONS_PER_BYTE = 20.0  # that a core computes while a byte is read from a disk of about 1 GB a second
+FREE = 0.5  # share of the free disk that a temporary file may take
+
+Block = tuple[slice, Tensor]
 
 
-class FormedRows:
+class Rows(ABC):
+    """The rows of J of n examples, block by block.
+
+    Attributes:
+        n: Number of examples.
+    """
+
+    n: int
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Block]:
+        """Each block's place among the examples, and its rows (n·C, P)."""
+
+    def without(self, keep: Tensor) -> Rows:
+        """The rows of some of the examples, in their order.
+
+        Args:
+            keep: Which, (n,) of bools.
+
+        Returns:
+            The rows.
+        """
+        return _Selected(self, keep)
+
+    def joined(self, more: Rows) -> Rows:
+        """These rows, then others.
+
+        Args:
+            more: Of the same network.
+
+        Returns:
+            The rows of both.
+        """
+        return _Joined(self, more)
+
+
+class FormedRows(Rows):
     """The rows of J(x) in blocks of examples.
 
     Args:
@@ -33,6 +80,8 @@ class FormedRows:
         outputs: C.
         memory: Budget; by default half of what is available.
         keep: Whether blocks are kept where they fit.
+        spool: Whether blocks are kept where reading them is cheaper than forming them, those beyond the
+            memory in a temporary file.
     """
 
     def __init__(
@@ -42,6 +91,7 @@ class FormedRows:
         outputs: int,
         memory: str | int | None = None,
         keep: bool = True,
+        spool: bool = False,
     ) -> None:
         require_own_rows(function, x)
         self.function, self.x, self.outputs = function, x, outputs
@@ -50,21 +100,102 @@ class FormedRows:
         own = outputs * function.space.dim * function.dtype.itemsize
         transient = capture_bytes(function, take(x, slice(0, 1)), outputs) + 2 * own
         self.size = max(1, min(LARGEST, self.n, int(0.15 * budget) // max(transient, 1)))
-        self._room = int(KEPT * budget) // max(own, 1) if keep else 0  # examples whose rows are kept
+        pays = spool and self._pays(own)
+        self._room = int(KEPT * budget) // max(own, 1) if keep or pays else 0  # examples whose rows are kept
+        self._spool = pays and self.n > self._room
         self._blocks: dict[int, Tensor] = {}
+        self._file: BinaryIO | None = None
+        self._written: dict[int, tuple[int, int]] = {}  # offset and rows of the blocks in the file
 
-    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies form their blocks anew."""
+        return {**self.__dict__, "_blocks": {}, "_file": None, "_written": {}}
+
+    def _pays(self, own: int) -> bool:
+        """Whether the rows of an example are sooner read than formed, and the disk has room for all."""
+        operations = NETWORK_PENALTY * forward_operations(self.function, self.x) * (1 + 2 * self.outputs)
+        free = shutil.disk_usage(tempfile.gettempdir()).free
+        return own * OPERATIONS_PER_BYTE < operations and own * self.n < FREE * free
+
+    def __iter__(self) -> Iterator[Block]:
         """Each block's place among the examples, and its rows (n·C, P)."""
         start = 0
         for part in split(self.x, self.size):
             place = slice(start, start + batch_size(part))
             block = self._blocks.get(start)
+            if block is None and start in self._written:
+                block = self._read(start)
             if block is None:
                 block = form_rows(self.function, part)
                 if place.stop <= self._room:
                     self._blocks[start] = block
+                elif self._spool:
+                    self._write(start, block)
             yield place, block
             start = place.stop
+
+    def _write(self, start: int, block: Tensor) -> None:
+        """Append a block to the file; a disk that is full ends the spooling, not the work."""
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="linnet-rows-")  # noqa: SIM115
+                weakref.finalize(self, self._file.close)
+            offset = self._file.seek(0, 2)
+            self._file.write(block.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            self._written[start] = offset, len(block)
+        except OSError:
+            self._spool = False
+
+    def _read(self, start: int) -> Tensor:
+        """A block from the file."""
+        assert self._file is not None
+        offset, rows = self._written[start]
+        block = torch.empty(rows, self.function.space.dim, dtype=self.function.dtype)
+        self._file.seek(offset)
+        self._file.readinto(block.view(torch.uint8).numpy().data)  # type: ignore[attr-defined]
+        return block.to(self.function.device)
+
+
+class _Selected(Rows):
+    """The rows of some of the examples.
+
+    Args:
+        rows: Of all.
+        keep: Which, (n,) of bools.
+    """
+
+    def __init__(self, rows: Rows, keep: Tensor) -> None:
+        self.rows, self.keep, self.n = rows, keep.cpu(), int(keep.sum())
+
+    def __iter__(self) -> Iterator[Block]:
+        """The blocks of all, less the rows of the others."""
+        start = 0
+        for place, block in self.rows:
+            own = self.keep[place]
+            count = int(own.sum())
+            if count:
+                each = block.view(len(own), -1, block.shape[1])
+                rows = block if count == len(own) else each[own.to(block.device)].flatten(0, 1)
+                yield slice(start, start + count), rows
+                start += count
+
+
+class _Joined(Rows):
+    """Rows one after the other.
+
+    Args:
+        first: The first.
+        second: The others.
+    """
+
+    def __init__(self, first: Rows, second: Rows) -> None:
+        self.first, self.second, self.n = first, second, first.n + second.n
+
+    def __iter__(self) -> Iterator[Block]:
+        """The blocks of both."""
+        yield from self.first
+        for place, block in self.second:
+            yield slice(place.start + self.first.n, place.stop + self.first.n), block
 
 
 @torch.no_grad()

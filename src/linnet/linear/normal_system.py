@@ -1,7 +1,8 @@
 """The linear model in weights: (J̃ᵀJ̃ + ρI) δ = J̃ᵀr̃ by a Cholesky factor or eigenvalues, in float64.
 
-J̃ᵀJ̃ is summed over the data, so that examples may be many where weights are few. With J̃ᵀJ̃ = V diag(λ) Vᵀ,
-c = Vᵀ J̃ᵀr̃ and Z = J̃V every ridge follows from one more pass over the data:
+J̃ᵀJ̃ is summed over the data, so that examples may be many where weights are few: products of a block of
+rows in the type of the rows, which have been rounded to it anyway, their sum in float64. With
+J̃ᵀJ̃ = V diag(λ) Vᵀ, c = Vᵀ J̃ᵀr̃ and Z = J̃V every ridge follows from one more pass over the data:
 
     J̃δ = Z (c/(λ + ρ)),    H_ii = Z_i diag(1/(λ + ρ)) Z_iᵀ,    r̃ᵀ M r̃ = (‖r̃‖² − Σ c²/(λ + ρ))/ρ
 """
@@ -24,6 +25,9 @@ from linnet.linear.problem import Memory, Problem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets
 from linnet.tangent.batch import Inputs, batch_size
+
+TILE = 512  # columns of a tile of J̃ᵀJ̃: large enough for products at full speed, half of them left out
+PRODUCTS = 1 << 24  # numbers in the products of eigencoordinates that are formed at once
 
 
 class NormalSystem(System):
@@ -51,7 +55,7 @@ class NormalSystem(System):
         self.normal, self.right = matrices
         self.ridge = float(ridge)
         self.work = {"factorizations": 1} if work is None else work
-        self._spectrum = spectrum
+        self._spectrum, self._negative = spectrum, 0.0
 
     @classmethod
     def solved(
@@ -92,6 +96,8 @@ class NormalSystem(System):
         """Eigenvalues λ (P,) and eigenvectors V (P, P) of J̃ᵀJ̃."""
         if self._spectrum is None:
             values, vectors = eigh(self.normal, "Fisher matrix")
+            # there is no negative eigenvalue: the most negative one found measures the rounding errors
+            self._negative = max(0.0, -float(values.min()))
             self._spectrum = values.clamp_min(0), vectors
         return self._spectrum
 
@@ -144,6 +150,10 @@ class NormalSystem(System):
         """Itself."""
         return self
 
+    def diagonal(self) -> Tensor:
+        """The squared norms of the rows, (N·C,)."""
+        return torch.cat([rows.double().square().sum(1) for _, rows in self.own_rows()])
+
     # -- other ridges and other data -------------------------------------------------------------
 
     def at(self, ridge: float) -> NormalSystem:
@@ -191,7 +201,7 @@ class NormalSystem(System):
     def grid(self) -> Tensor:
         """Ridges around the mean of the kernel's diagonal, above its rounding, (R,)."""
         values = self.spectrum[0]
-        rounding = len(values) * torch.finfo(values.dtype).eps * float(values.max())
+        rounding = max(self._negative, len(values) * torch.finfo(values.dtype).eps * float(values.max()))
         return ridge_grid_of(float(values.sum()) / self.problem.count or 1.0, rounding, values.device)
 
     def along_path(self, x: Inputs) -> Along:
@@ -215,15 +225,21 @@ class NormalSystem(System):
         evidence = -0.5 * (count * ((2 * math.pi * noise.clamp_min(1e-300) / grid).log() + 1) + logdet)
         error, left, right = torch.zeros_like(grid), torch.zeros_like(grid), torch.zeros_like(grid)
         eye = torch.eye(self.c, dtype=values.dtype, device=values.device)
+        solutions = (inverse * coordinates).T  # (P, R)
+        one, two = torch.tril_indices(self.c, self.c, device=values.device)
         for place, rows in self.problem.rows(self.memory):
-            z = (rows.double() @ vectors).view(-1, self.c, len(values))
+            z = (rows @ vectors.to(rows)).view(-1, self.c, len(values))
             r, t = self.residual[place].double(), targets.values[place].to(values)
-            for k, weights in enumerate(inverse):
-                rest = r - z @ (weights * coordinates)
-                out = torch.linalg.solve(eye - (z * weights) @ z.mT, rest)
-                error[k] += out.square().sum()
-                left[k] += rest.square().sum()
-                right[k] += ((t - out).argmax(1) == t.argmax(1)).sum()
+            rest = r[:, :, None] - (z @ solutions.to(z)).double()  # (n, C, R)
+            # every block of the hat matrix at every ridge in one product: (n · C(C+1)/2, P) times (P, R)
+            size = max(1, PRODUCTS // (len(one) * len(values)))
+            halves = [(part[:, one] * part[:, two]) @ inverse.T.to(z) for part in z.split(size)]
+            hat = z.new_zeros(len(z), self.c, self.c, len(grid))
+            hat[:, one, two] = hat[:, two, one] = torch.cat(halves)
+            out = torch.linalg.solve(eye - hat.permute(3, 0, 1, 2).double(), rest.permute(2, 0, 1))
+            error += out.square().sum((1, 2))
+            left += rest.square().sum((0, 1))
+            right += ((t - out).argmax(2) == t.argmax(1)).sum(1)
         gcv = count * left / (count - degrees).clamp_min(1e-300) ** 2
         columns = [grid, error / self.n, gcv, evidence, degrees, noise]
         columns += [right / self.n] if targets.classes is not None else []
@@ -244,7 +260,9 @@ def summed(problem: Problem, memory: Memory) -> tuple[Tensor, Tensor]:
     normal = torch.zeros(p, p, dtype=torch.float64, device=device)
     right = normal.new_zeros(p)
     for place, rows in problem.rows(memory):
-        wide = rows.double()
-        normal.addmm_(wide.T, wide)
-        right += wide.T @ problem.residual[place].reshape(-1).double()
-    return normal, right
+        for start in range(0, p, TILE):  # the half below the diagonal
+            tile = slice(start, start + TILE)
+            normal[tile, : tile.stop] += rows[:, tile].T @ rows[:, : tile.stop]
+        right += rows.double().T @ problem.residual[place].reshape(-1).double()
+    normal = normal.tril_()
+    return normal + normal.tril(-1).T, right

@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.engine import Request, by_structure, layers_of
 from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.linalg.operator import LinearOperator
+from linnet.linear.problem import Memory
 from linnet.solvers.nystrom import nystrom_preconditioner
-from linnet.tangent.batch import Inputs, take
+from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import NormalOperator
 
@@ -105,14 +107,32 @@ def make_preconditioner(
     if name == "nystrom":
         generator = torch.Generator(device=function.device).manual_seed(0)
         return nystrom_preconditioner(normal, ridge, rank or min(RANK, *jacobian.shape), generator)
-    own = function.check_runs(take(jacobian.x, slice(0, 1))).shape[1:]
-    zeros = torch.zeros(jacobian.shape[0] // outputs, *own, dtype=function.dtype, device=function.device)
-    request = Request(Expectation(Gaussian(variance=1.0)))
-    batches = Batches((jacobian.x, zeros), function.device)
-    (curvature,) = by_structure(function, batches, request, [(name, name)])
+    curvature = frozen_curvature(function, jacobian.x, name, Expectation(Gaussian(variance=1.0)))
     # τ = ρ + tr G̃ / P
     tau = ridge + float(curvature.trace()) / p if lifted else ridge
     return Cast(curvature.damped(tau).inverse(), function.dtype)
+
+
+def frozen_curvature(
+    function: Functional, x: Inputs, structure: str, expectation: Expectation, memory: Memory = None
+) -> Curvature:
+    """G̃ ≈ JᵀJ of the frozen network, which takes no targets.
+
+    Args:
+        function: The network.
+        x: N examples.
+        structure: "diagonal", "kfac" or "ekfac".
+        expectation: Of a Gaussian likelihood.
+        memory: Budget.
+
+    Returns:
+        The curvature.
+    """
+    own = function.check_runs(take(x, slice(0, 1))).shape[1:]
+    zeros = torch.zeros(batch_size(x), *own, dtype=function.dtype, device=function.device)
+    batches = Batches((x, zeros), function.device)
+    (found,) = by_structure(function, batches, Request(expectation, memory=memory), [(structure, structure)])
+    return found
 
 
 class Cast(LinearOperator):

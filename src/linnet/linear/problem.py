@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnet.linear.formed_rows import FormedRows
+from linnet.linear.formed_rows import FormedRows, Rows
 from linnet.tangent.batch import Inputs, concatenate, observed, take
 from linnet.tangent.functional import Functional, adapt_outputs, call_arguments
 from linnet.tangent.hashing import hash_examples
@@ -39,6 +39,7 @@ class Problem:
         weights: w, (N, C), float64; 0 for a missing target. ``None`` for ones.
         log_noise: Σ log σ_i² over the targets that are there.
         y: Targets (N, C) as they were given, where a file is to keep them.
+        known: The rows of J, where a larger problem has them.
     """
 
     function: Functional
@@ -47,6 +48,7 @@ class Problem:
     weights: Tensor | None = None
     log_noise: float = 0.0
     y: Tensor | None = None
+    known: Rows | None = None
 
     @property
     def n(self) -> int:
@@ -108,8 +110,16 @@ class Problem:
         Yields:
             The place of n examples, and their rows (n·C, P).
         """
-        for place, rows in FormedRows(self.function, self.x, self.c, memory, keep=False):
+        for place, rows in self._rows(memory):
             yield place, self.weighed(rows, place.start)
+
+    def _rows(self, memory: Memory = None) -> Rows:
+        """J, block by block, kept as the first budget allows."""
+        if "kept rows" not in vars(self):
+            made = self.known or FormedRows(self.function, self.x, self.c, memory, keep=False, spool=True)
+            vars(self)["kept rows"] = made
+        found: Rows = vars(self)["kept rows"]
+        return found
 
     def taken(self, index: Tensor) -> Problem:
         """The problem of some of the examples.
@@ -122,7 +132,8 @@ class Problem:
         """
         weights = None if self.weights is None else self.weights[index]
         y = None if self.y is None else self.y[index]
-        return replace(self, x=take(self.x, index), residual=self.residual[index], weights=weights, y=y)
+        residual = self.residual[index]
+        return replace(self, x=take(self.x, index), residual=residual, weights=weights, y=y, known=None)
 
     def without(self, index: Tensor) -> Problem:
         """The problem without some of the examples.
@@ -135,7 +146,8 @@ class Problem:
         """
         keep = torch.ones(self.n, dtype=torch.bool, device=self.residual.device)
         keep[index.to(keep.device)] = False
-        return self.taken(keep.nonzero()[:, 0])
+        known = vars(self).get("kept rows")
+        return replace(self.taken(keep.nonzero()[:, 0]), known=known and known.without(keep))
 
     def joined(self, more: Problem) -> Problem:
         """These data and more.
@@ -150,7 +162,9 @@ class Problem:
         residual, weights, y = (None if a is None or b is None else torch.cat([a, b.to(a)]) for a, b in pairs)
         assert residual is not None
         x = concatenate([self.x, more.x])
-        return Problem(self.function, x, residual, weights, self.log_noise + more.log_noise, y)
+        own = vars(self).get("kept rows")
+        known = own and own.joined(more._rows())
+        return Problem(self.function, x, residual, weights, self.log_noise + more.log_noise, y, known)
 
     def same_inputs(self, other: Problem) -> bool:
         """Whether another problem has these very inputs, and noise, so that its matrices are these."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -34,17 +35,39 @@ def matching_function(
         InputError: If the model is no module.
         FileFormatError: If a parameter is missing or the weights differ.
     """
+    require_parameters(model, metadata["parameters"], path, words)
+    adapter = output if callable(output) else metadata["output"]
+    function = Functional(model, metadata["parameters"], adapter)
+    if function.fingerprint() != metadata["weights"]:
+        _refuse("its weights differ", path, words)
+    return function
+
+
+def require_parameters(
+    model: nn.Module, names: Sequence[str], path: Path, words: tuple[str, str, str]
+) -> None:
+    """Raise unless a network has the parameters that a file is about.
+
+    Args:
+        model: The network.
+        names: The parameters.
+        path: The file.
+        words: As for :func:`matching_function`.
+
+    Raises:
+        InputError: If the model is no module.
+    """
     if not isinstance(model, nn.Module):
         raise InputError(
             f"model is {type(model).__name__}", expected="a torch.nn.Module", remedy=f"pass {words[1]}"
         )
-    names = {name for name, _ in model.named_parameters()}
-    missing = [name for name in metadata["parameters"] if name not in names]
-    if not missing:
-        adapter = output if callable(output) else metadata["output"]
-        function = Functional(model, metadata["parameters"], adapter)
-        if function.fingerprint() == metadata["weights"]:
-            return function
-    detail = f"it lacks {missing[0]!r}" if missing else "its weights differ"
+    have = {name for name, _ in model.named_parameters()}
+    missing = [name for name in names if name not in have]
+    if missing:
+        _refuse(f"it lacks {missing[0]!r}", path, words)
+
+
+def _refuse(detail: str, path: Path, words: tuple[str, str, str]) -> NoReturn:
+    """The error of a file of another network."""
     done, expected, remedy = words
     raise FileFormatError(f"{path} was {done} another network: {detail}", expected=expected, remedy=remedy)

@@ -17,7 +17,7 @@ def task_adaptation(
     tests: int | None = None,
     quick: bool = False,
     ridge: float | Literal["auto", "loo", "gcv", "evidence"] = "auto",
-    solver: Literal["auto", "dual", "primal", "cg"] = "auto",
+    solver: Literal["auto", "dual", "primal", "sketch", "cg"] = "auto",
     loss: Literal["auto", "squared", "cross-entropy"] = "squared",
     metric: Literal["auto", "none", "kfac"] = "auto",
     method: Literal["auto", "nested", "linear"] = "auto",
@@ -56,8 +56,8 @@ def task_adaptation(
             a class has one sample), loo, gcv, evidence. For nested a number is relative to the mean of the
             kernel's diagonal.
             Where the kernel is too large for the memory, auto chooses it on some of the samples.
-        solver: How to solve: dual (the kernel), primal (the matrix of the weights), cg (conjugate
-            gradients), or auto.
+        solver: How to solve: dual (the kernel), primal (the matrix of the weights), sketch (the same along
+            2,048 directions of the weights), cg (conjugate gradients), or auto.
         loss: What is fitted: squared (one-hot targets), cross-entropy (a few Newton steps on the same
             kernel), or auto, which solves both and keeps the one whose leave-one-out log loss on the training
             samples is lower.

@@ -246,7 +246,7 @@ def nests(settings: Settings, task: TaskData, model: nn.Module, x: Tensor) -> bo
         "cross_fit": bool(network.cross_fit),
         "metric": solving.metric != "auto",
         "loss": solving.loss != "squared",
-        "solver": solving.solver in ("primal", "cg"),
+        "solver": solving.solver in ("primal", "sketch", "cg"),
         "ridge": solving.ridge not in ("auto", "loo") and isinstance(solving.ridge, str),
     }
     asked = [name for name, given in others.items() if given]

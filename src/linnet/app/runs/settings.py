@@ -13,7 +13,7 @@ from linnet.app.data.checks import check_seed
 from linnet.errors import InputError
 
 HEADS = ("auto", "probe", "random", "zero", "keep")
-SOLVERS = ("auto", "dual", "primal", "cg")
+SOLVERS = ("auto", "dual", "primal", "sketch", "cg")
 METRICS = ("auto", "none", "kfac")
 LOSSES = ("auto", "squared", "cross-entropy")
 COMPARED = ("probe", "finetune")

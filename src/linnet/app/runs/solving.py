@@ -17,6 +17,7 @@ from linnet.fitting.centered import CenteredLinear
 from linnet.fitting.fit import fit as fit_linear
 from linnet.fitting.solver import CG, Dual, Nystrom, Solver
 from linnet.memory import parse_bytes
+from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.linearized import Linearized
 
 PILOT = 1500  # equations of the small dual fit that chooses the ridge of a large one
@@ -89,7 +90,7 @@ def _solve(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file:
     kernel = solving.solver == "dual" or (searched and solving.solver == "auto")
     tries: list[Solver] = [Dual(file) if kernel else solving.solver]
     if solving.solver == "auto" and searched and solving.loss == "squared":
-        tries.append("primal")
+        tries += ["primal"] if isinstance(lin.model, Coordinates) else ["primal", "sketch"]
     told = ""
     for solver in tries:
         try:

@@ -1,0 +1,135 @@
+"""Distance of a sketched fit from the fit of the whole linear model.
+
+With the solution δ = H ε of the sketch, β = (r − Jδ)/ρ and the part of Jᵀβ outside the sketch,
+e = (I − HHᵀ) Jᵀβ, the gradient of the whole objective at δ is −ρ e, so that the optimum δ* of all weights has
+
+    ‖δ* − δ‖ ≤ ‖e‖,        |f*(x) − f(x)| ≤ √v(x) ‖e‖
+
+with v(x) the posterior variance of an output at x in units of the prior. It is bounded from both sides:
+by what it would be if the weights outside the sketch were known, and by the error of the sketched estimate,
+
+    v̂(x)  ≤  v(x)  ≤  v̂(x) + ‖(I − HHᵀ)(J(x)ᵀ − Jᵀ w(x))‖²,        w(x) = Φ (ΦᵀΦ + ρI)⁻¹ φ(x)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linnet.errors import InputError
+from linnet.fitting.evaluation import checked_inputs
+from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.sketch import SketchedNetwork
+from linnet.linalg.operator import LinearOperator
+from linnet.linear.system import System
+from linnet.params import instance
+from linnet.tangent.batch import Inputs, batch_size
+from linnet.tangent.coordinates import moved_network
+from linnet.tangent.functional import Functional
+from linnet.tangent.jacobian import JacobianOperator
+from linnet.tangent.modes import in_exact_mode
+
+
+@dataclass(frozen=True)
+class SketchError:
+    """Bounds on the distance of a sketched fit from that of all weights.
+
+    Args:
+        residual: Relative residual of the equations of all weights, ‖(JᵀJ + ρI)δ − Jᵀr‖ / ‖Jᵀr‖.
+        weights: Bound on ‖δ* − δ‖, relative to ‖δ‖.
+        lower: Posterior variance of each output that is at least there, (T, C); ``None`` without inputs.
+        upper: And at most.
+        predictions: Bound on the change of each output, (T, C).
+    """
+
+    residual: float
+    weights: float
+    lower: Tensor | None = None
+    upper: Tensor | None = None
+    predictions: Tensor | None = None
+
+
+@in_exact_mode
+@torch.no_grad()
+def sketch_error(fit: LinearFit, x: Inputs | None = None) -> SketchError:
+    """Bounds on the distance of a sketched fit from the fit of all weights, at the same ridge and noise.
+
+    They hold for every data set and network, and are pessimistic: what is outside the sketch is taken at its
+    worst. It takes two passes of gradients over the training data, and one more for each output in ``x``.
+    ``solver=CG(preconditioner=Sketch(...))`` at the same ridge goes the rest of the way.
+
+    Args:
+        fit: A fit with ``solver="sketch"``, or of a network that :func:`linnet.with_sketch` made, with
+            orthonormal directions.
+        x: T examples whose variances and predictions are bounded; few of them.
+
+    Returns:
+        The bounds.
+
+    Raises:
+        InputError: If it is no fit of a sketch with orthonormal directions.
+
+    Source:
+        The minimality of the posterior variance among linear estimates; Rasmussen and Williams 2006,
+        section 2.2.
+
+    Example:
+        >>> import linnet
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        >>> x = torch.linspace(-1, 1, 40).view(20, 2)
+        >>> data = x, x.prod(1, keepdim=True)
+        >>> fit = linnet.fit(linnet.linearize(net), data, ridge=0.1, solver=linnet.fitting.Sketch(dim=19))
+        >>> bool((sketch_error(fit, x[:3]).lower <= sketch_error(fit, x[:3]).upper).all())
+        True
+    """
+    instance("fit", fit, LinearFit, "a fit", 'make one with linnet.fit(lin, data, solver="sketch")')
+    small, inner = fit.module.model, moved_network(fit.module.function)
+    if not isinstance(small, SketchedNetwork) or inner is None or not small.orthonormal:
+        raise InputError(
+            f"fit was solved by {fit.solver!r} in other coordinates than orthonormal directions",
+            expected="a fit of a sketch with basis= a curvature and without damping=",
+            remedy='make one with linnet.fit(lin, data, solver="sketch")',
+        )
+    system, jacobian = fit.system, JacobianOperator(inner, fit.x, fit.system.c)
+    back = jacobian.T
+    outside = _outside(small, inner, back.mm(system.beta.reshape(-1, 1).to(inner.dtype)))
+    right = back.mm(system.residual.reshape(-1, 1).to(inner.dtype))
+    e = float(outside.norm())
+    tiny = torch.finfo(right.dtype).tiny
+    residual = system.ridge * e / max(float(right.norm()), tiny)
+    # the directions are orthonormal, so that ‖δ‖ = ‖ε‖
+    found = SketchError(residual, e / max(float(system.delta.norm()), tiny))
+    if x is None:
+        return found
+    x = checked_inputs(fit.module, x)
+    within = system.covariance(x).diagonal(dim1=1, dim2=2)  # v̂, (T, C)
+    beyond = _beyond(system, small, inner, x, back)
+    scale = fit.noise / fit.ridge
+    bound = (within + beyond).clamp_min(0).sqrt() * e
+    return SketchError(
+        found.residual, found.weights, scale * within, scale * (within + beyond), bound.to(within)
+    )
+
+
+def _outside(small: SketchedNetwork, inner: Functional, v: Tensor) -> Tensor:
+    """(I − HHᵀ) v for columns (P, M)."""
+    along = small.projected(inner.space.to_params(v))
+    inside = [inner.space.to_flat(small._moved(column)) for column in along.T]
+    return v - torch.stack(inside, 1).to(v)
+
+
+def _beyond(
+    system: System, small: SketchedNetwork, inner: Functional, x: Inputs, back: LinearOperator
+) -> Tensor:
+    """‖(I − HHᵀ)(J(x)ᵀ − Jᵀ w(x))‖² of every output, (T, C)."""
+    t, c = batch_size(x), system.c
+    weights = torch.cat([part.flatten(2) for part in system.cross(x)])  # w, (T, C, N·C)
+    unit = torch.eye(t * c, dtype=inner.dtype, device=inner.device)
+    own = JacobianOperator(inner, x, c).T
+    found = []
+    for i in range(t * c):
+        w = weights.reshape(t * c, -1)[i, :, None].to(inner.dtype)
+        found.append(_outside(small, inner, own.mm(unit[:, i, None]) - back.mm(w)).double().square().sum())
+    return torch.stack(found).view(t, c)

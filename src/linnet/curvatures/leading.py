@@ -1,0 +1,368 @@
+"""The leading eigenvectors of a curvature, and gradients in the coordinates that they span.
+
+Every block of a curvature has a basis of eigenvectors: Q_L ⊗ Q_R for a product, unit vectors for a diagonal.
+Of all of them, those with the largest eigenvalues are kept, whichever layer they are of: this is the choice
+of D coordinates that keeps most of the trace. With H (P, D) the kept vectors, J H is formed from the inputs a
+and output gradients g of each use, Q_Lᵀ (Σ_s g_s a_sᵀ) Q_R: factors are turned before they are multiplied.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linnet.curvatures.curvature import Curvature
+from linnet.curvatures.layers import Layer, as_found
+from linnet.curvatures.parts import Part
+from linnet.curvatures.sums import layer_rows
+from linnet.errors import InputError
+from linnet.linalg.factorize import eigh
+from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
+from linnet.linalg.kronecker import Kronecker, KroneckerEigen
+from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
+from linnet.tangent.captured import Captured
+from linnet.tangent.rules import Use, factors, padded
+
+
+@dataclass(frozen=True, eq=False)
+class LayerBasis(ABC):
+    """Orthonormal vectors in the parameters of one layer.
+
+    Args:
+        layer: The layer.
+    """
+
+    layer: Layer
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Number of vectors."""
+
+    @abstractmethod
+    def rows(self, captured: Captured) -> Tensor:
+        """Gradients of every example and cotangent along the vectors, (N, K, size)."""
+
+    @abstractmethod
+    def displacement(self, coordinates: Tensor) -> list[Tensor]:
+        """The sum of the vectors with weights (size,): a tensor for each parameter of the layer."""
+
+    @abstractmethod
+    def projected(self, parts: Sequence[Tensor]) -> Tensor:
+        """The products of the vectors with columns: (*shape, M) for each parameter to (size, M)."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What it is made of, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layer"}
+
+
+@dataclass(frozen=True, eq=False)
+class ProductBasis(LayerBasis):
+    """Products of columns of Q_L and Q_R, in the matrix [W b] of each group.
+
+    Args:
+        left: Columns of Q_L, (R, rows, r).
+        right: Columns of Q_R, (R, columns, s).
+        index: The pairs that are kept, positions in (R, r, s).
+    """
+
+    left: Tensor
+    right: Tensor
+    index: Tensor
+
+    @property
+    def size(self) -> int:
+        """Number of pairs."""
+        return len(self.index)
+
+    def projected(self, parts: Sequence[Tensor]) -> Tensor:
+        """Q_Lᵀ V Q_R at the kept pairs."""
+        each = [part.movedim(-1, 0).to(self.left.dtype) for part in parts]
+        whole: Tensor = self.left.mT @ self.layer.join(each) @ self.right
+        return whole.flatten(1)[:, self.index].T
+
+    def rows(self, captured: Captured) -> Tensor:
+        """Q_Lᵀ (Σ_s g_s a_sᵀ) Q_R at the kept pairs."""
+        n, k, layer = captured.n, captured.k, self.layer
+        if layer.factored and as_found(captured, layer):
+            uses = captured.by_parameter().get(layer.names[0], [])
+            if not uses:
+                return self.left.new_zeros(n, k, self.size)
+            parts = [self._of_use(use, n) for use in uses]
+            return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        each = [captured.rows(name).flatten(0, 1).to(self.left.dtype) for name in layer.names]
+        matrices = layer.join(each).unflatten(0, (n, k)).transpose(1, 2)  # (N, R, K, rows, columns)
+        whole: Tensor = self.left.mT[:, None] @ matrices @ self.right[:, None]
+        return whole.transpose(1, 2).reshape(n, k, -1)[:, :, self.index]
+
+    def _of_use(self, use: Use, n: int) -> Tensor:
+        """One use's part: its inputs and gradients are turned, and multiplied at the pairs."""
+        on_a, on_g = (self.left, self.right) if self.layer.transposed else (self.right, self.left)
+        if use.kind == "conv":
+            a, g = self._turned_convolution(use, n, on_a, on_g)
+        else:
+            f = factors(use, n)
+            d = f.a.shape[-1]
+            a = f.a.to(on_a.dtype) @ on_a[:, :d]  # (N, R, S, p)
+            a = a + on_a[:, d:] if self.layer.biased else a
+            g = f.g.to(on_g.dtype) @ on_g  # (K, N, R, S, q)
+        k, _, r, s, q = g.shape
+        if r == s == 1:
+            row, column = self.index // self.right.shape[2], self.index % self.right.shape[2]
+            of_a, of_g = (row, column) if self.layer.transposed else (column, row)
+            return (g[:, :, 0, 0].index_select(2, of_g) * a[:, 0, 0].index_select(1, of_a)).transpose(0, 1)
+        lines = g.permute(1, 2, 0, 4, 3).reshape(n * r, k * q, s)
+        whole = (lines @ a.reshape(n * r, s, -1)).view(n, r, k, q, -1)
+        whole = whole.mT if self.layer.transposed else whole
+        return whole.transpose(1, 2).reshape(n, k, -1).index_select(2, self.index)
+
+    def _turned_convolution(self, use: Use, n: int, on_a: Tensor, on_g: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs by a convolution with the basis, so that receptive fields are never formed."""
+        assert use.a is not None
+        assert use.g is not None
+        groups, kernel = len(on_a), use.target.shape[1:]
+        weight = on_a[:, : kernel.numel()].mT.reshape(-1, *kernel)  # (R p, c / R, *kernel)
+        bias = on_a[:, kernel.numel() :].flatten() if self.layer.biased else None
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(kernel) - 2]
+        x, options = padded(use.a, use.options).to(on_a.dtype), use.options
+        a = convolve(x, weight, bias, options["stride"], 0, options["dilation"], groups)
+        a = a.flatten(2).unflatten(1, (groups, -1))  # (B, R, p, S)
+        g = use.g.flatten(3).unflatten(2, (groups, -1))  # (K, B, R, c, S)
+        g = on_g.mT @ g.to(on_g.dtype)
+        if a.shape[0] != n:  # further axes have been merged with that of the examples
+            a = a.unflatten(0, (n, -1)).movedim(1, -2).flatten(-2)
+            g = g.unflatten(1, (n, -1)).movedim(2, -2).flatten(-2)
+        return a.mT, g.mT
+
+    def displacement(self, coordinates: Tensor) -> list[Tensor]:
+        """Q_L E Q_Rᵀ, parameter by parameter."""
+        r, s = self.left.shape[2], self.right.shape[2]
+        core = coordinates.new_zeros(len(self.left) * r * s).index_add(0, self.index, coordinates)
+        matrices = self.left @ core.view(-1, r, s).to(self.left.dtype) @ self.right.mT
+        return [part.to(coordinates.dtype) for part in self.layer.part(matrices)]
+
+
+@dataclass(frozen=True, eq=False)
+class DenseBasis(LayerBasis):
+    """Vectors in all parameters of the layer, one after the other.
+
+    Args:
+        vectors: (P_l, size).
+    """
+
+    vectors: Tensor
+
+    @property
+    def size(self) -> int:
+        """Number of vectors."""
+        return self.vectors.shape[1]
+
+    def projected(self, parts: Sequence[Tensor]) -> Tensor:
+        """Vᵀ times the columns."""
+        return self.vectors.T @ _flat(parts).to(self.vectors.dtype)
+
+    def rows(self, captured: Captured) -> Tensor:
+        """Gradients times the vectors."""
+        return layer_rows(captured, self.layer).to(self.vectors.dtype) @ self.vectors
+
+    def displacement(self, coordinates: Tensor) -> list[Tensor]:
+        """Vectors times the coordinates."""
+        moved = (self.vectors @ coordinates.to(self.vectors.dtype)).to(coordinates.dtype)
+        return _parted(moved, self.layer)
+
+
+@dataclass(frozen=True, eq=False)
+class EntryBasis(LayerBasis):
+    """Single parameters of the layer.
+
+    Args:
+        index: Their positions among all of the layer, increasing.
+    """
+
+    index: Tensor
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return len(self.index)
+
+    def projected(self, parts: Sequence[Tensor]) -> Tensor:
+        """The columns at those parameters."""
+        return _flat(parts)[self.index]
+
+    def rows(self, captured: Captured) -> Tensor:
+        """Gradients at those parameters; of an embedding, from the rows that are looked up alone."""
+        if not (self.layer.embedding and as_found(captured, self.layer)):
+            return layer_rows(captured, self.layer)[:, :, self.index]
+        return self._looked_up(captured)
+
+    def _looked_up(self, captured: Captured) -> Tensor:
+        """Σ over positions of g at the kept entries of the row that is looked up there."""
+        n, k, (words, width) = captured.n, captured.k, self.layer.shapes[0]
+        out = captured.outputs.new_zeros(k, n, self.size)
+        word, entry = self.index // width, self.index % width
+        first = torch.searchsorted(word, torch.arange(words + 1, device=word.device))
+        for use in captured.by_parameter().get(self.layer.names[0], []):
+            f = factors(use, n)
+            ids = f.a[:, 0]  # (N, S)
+            count = (first[ids + 1] - first[ids]).flatten()
+            place = torch.arange(ids.numel(), device=ids.device).repeat_interleave(count)
+            within = torch.arange(len(place), device=ids.device) - (count.cumsum(0) - count)[place]
+            kept = first[ids].flatten()[place] + within  # which coordinate
+            example, position = place // ids.shape[1], place % ids.shape[1]
+            values = f.g[:, example, 0, position, entry[kept]]  # (K, pairs)
+            out.flatten(1).index_add_(1, example * self.size + kept, values.to(out.dtype))
+        return out.transpose(0, 1)
+
+    def displacement(self, coordinates: Tensor) -> list[Tensor]:
+        """The coordinates at their places, zero elsewhere."""
+        moved = coordinates.new_zeros(self.layer.size).index_add(0, self.index, coordinates)
+        return _parted(moved, self.layer)
+
+
+KINDS = {kind.__name__: kind for kind in (ProductBasis, DenseBasis, EntryBasis)}
+
+
+def restored_basis(kind: str, layer: Layer, tensors: Mapping[str, Tensor]) -> LayerBasis:
+    """A basis from what it was made of.
+
+    Args:
+        kind: Name of its class.
+        layer: The layer.
+        tensors: Its tensors by name.
+
+    Returns:
+        The basis.
+    """
+    made: LayerBasis = KINDS[kind](layer, **tensors)
+    return made
+
+
+def _flat(parts: Sequence[Tensor]) -> Tensor:
+    """Columns of the parameters of a layer, one parameter after the other, (P_l, M)."""
+    return torch.cat([part.flatten(0, -2) for part in parts])
+
+
+def _parted(flat: Tensor, layer: Layer) -> list[Tensor]:
+    """A vector in a layer's parameters, parameter by parameter."""
+    sizes = [torch.Size(shape).numel() for shape in layer.shapes]
+    return [piece.view(shape) for piece, shape in zip(flat.split(sizes), layer.shapes, strict=True)]
+
+
+def leading_basis(curvature: Curvature, dim: int) -> tuple[list[LayerBasis], Tensor]:
+    """The D eigenvectors of a curvature with the largest eigenvalues, layer by layer.
+
+    Args:
+        curvature: G, made of products, diagonals and dense blocks.
+        dim: D, at most; eigenvalues that are zero are left out.
+
+    Returns:
+        The vectors of each layer that has any, and their eigenvalues (D,) in the same order.
+
+    Raises:
+        InputError: If a block has no eigenvectors that can be listed.
+    """
+    spectra = [_spectrum(part) for part in curvature.parts]
+    values = torch.cat([values.flatten() for _, values in spectra])
+    least = values.topk(min(dim, len(values))).values[-1].clamp_min(torch.finfo(values.dtype).tiny)
+    # equal eigenvalues at the limit: the first ones, so that there are D in all
+    above, ties = values > least, (values == least).nonzero()[:, 0]
+    above[ties[: min(dim, len(values)) - int(above.sum())]] = True
+    bases, kept, start = [], [], 0
+    for part, (vectors, own) in zip(curvature.parts, spectra, strict=True):
+        chosen = above[start : start + own.numel()].nonzero()[:, 0]
+        start += own.numel()
+        if len(chosen):
+            bases.append(_chosen(part.layer, vectors, tuple(own.shape), chosen))
+            kept.append(own.flatten()[chosen])
+    return bases, torch.cat(kept)
+
+
+Vectors = tuple[Tensor, Tensor] | Tensor | None
+
+
+def _spectrum(part: Part) -> tuple[Vectors, Tensor]:
+    """Eigenvectors (a pair for a product, ``None`` for unit vectors) and eigenvalues of one block."""
+    block = part.operator
+    if isinstance(block, Kronecker):
+        block = KroneckerEigen.of(block)
+    elif isinstance(block, GroupedKronecker):
+        block = GroupedKroneckerEigen.of(block)
+    if isinstance(block, KroneckerEigen):
+        return (block.left_vectors[None], block.right_vectors[None]), block.values[None]
+    if isinstance(block, GroupedKroneckerEigen):
+        return (block.left_vectors, block.right_vectors), block.values
+    if isinstance(block, Diagonal):
+        return None, block.values
+    if isinstance(block, Dense):
+        values, vectors = eigh(block.matrix, block.name)
+        return vectors.to(block.dtype), values.clamp_min(0).to(block.dtype)
+    raise InputError(
+        f"the curvature has a block of {part.structure!r} for {part.layer.name}",
+        expected="blocks with eigenvectors: kfac, ekfac, block, diagonal or full",
+        remedy='make it with structure="ekfac"',
+    )
+
+
+def _chosen(layer: Layer, vectors: Vectors, shape: Sequence[int], chosen: Tensor) -> LayerBasis:
+    """The basis of the chosen eigenvectors of a layer; factors keep the columns that are needed."""
+    if vectors is None:
+        return EntryBasis(layer, chosen)
+    if isinstance(vectors, Tensor):
+        return DenseBasis(layer, vectors[:, chosen])
+    left, right = vectors
+    group, row, column = (t for t in torch.unravel_index(chosen, tuple(shape)))
+    rows, row = row.unique(return_inverse=True)
+    columns, column = column.unique(return_inverse=True)
+    index = (group * len(rows) + row) * len(columns) + column
+    return ProductBasis(layer, left[:, :, rows].contiguous(), right[:, :, columns].contiguous(), index)
+
+
+def random_basis(curvature: Curvature, dim: int, seed: int) -> list[LayerBasis]:
+    """Random directions (P, D) with independent entries, E[H Hᵀ] = I: kernels of them are unbiased.
+
+    A layer's share of the D directions is its share of the trace, which makes the sum of the layers'
+    variances the least (Neyman allocation). With factors they are products of two random matrices.
+
+    Args:
+        curvature: Tells the trace of every layer.
+        dim: D, about.
+        seed: Of the random numbers.
+
+    Returns:
+        The directions of each layer.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    traces = torch.stack([part.operator.trace().double() for part in curvature.parts]).cpu()
+    shares = (dim * traces / traces.sum()).round().long().tolist()
+    bases: list[LayerBasis] = []
+    for part, share in zip(curvature.parts, shares, strict=True):
+        layer, block = part.layer, part.operator
+        share = min(int(share), layer.size)
+        if share == 0:
+            continue
+
+        if not layer.factored or share == layer.size:
+            bases.append(DenseBasis(layer, _normal(generator, block, layer.size, share) / share**0.5))
+            continue
+        (rows, columns), r = layer.matrix, max(1, round((share / layer.groups) ** 0.5))
+        left = min(rows, r)
+        right = min(columns, max(1, round(share / layer.groups / left)))
+        left = min(rows, max(1, round(share / layer.groups / right)))
+        index = torch.arange(layer.groups * left * right, device=block.device)
+        one = _normal(generator, block, layer.groups, rows, left) / left**0.5
+        two = _normal(generator, block, layer.groups, columns, right) / right**0.5
+        bases.append(ProductBasis(layer, one, two, index))
+    return bases
+
+
+def _normal(generator: torch.Generator, like: StructuredOperator, *shape: int) -> Tensor:
+    """Normal numbers, the same on every device and in every type."""
+    drawn = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return drawn.to(like.device, like.dtype)

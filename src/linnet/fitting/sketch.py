@@ -1,0 +1,472 @@
+"""Sketched networks: only D directions of the weights move, the leading eigenvectors of a curvature.
+
+    f(θ₀ + H ε),        H (P, D),        kernel  K̂ = J H HᵀJᵀ
+
+The directions are orthonormal, so that K̂ ≤ K, and those of a curvature G̃ ≈ JᵀJ keep most of its trace. A
+sketched network is a network like any other, with D parameters however many weights it has: D × D matrices
+take the place of those of P weights or of N·C samples, and one pass over the data is enough for every ridge,
+leave-one-out, influence, forgetting, update and variance of the sketched model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.curvatures.curvature import Curvature
+from linnet.curvatures.expectation import Expectation
+from linnet.curvatures.layers import Form, Layer
+from linnet.curvatures.leading import LayerBasis, leading_basis, random_basis, restored_basis
+from linnet.errors import InputError
+from linnet.fitting.last_layer import RECORD
+from linnet.fitting.metric import network_of
+from linnet.fitting.solver import Sketch
+from linnet.likelihoods.gaussian import Gaussian
+from linnet.linalg.operator import LinearOperator
+from linnet.linalg.space import ParameterSpace
+from linnet.linear.normal_system import NormalSystem
+from linnet.linear.preconditioner import frozen_curvature
+from linnet.linear.problem import Memory, Problem
+from linnet.params import integer, number
+from linnet.tangent.batch import Inputs, batch_size, split, take
+from linnet.tangent.capture import Cotangents, capture
+from linnet.tangent.captured import Captured
+from linnet.tangent.coordinates import Coordinates
+from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
+
+SAMPLE = 256  # examples on which the kept trace is measured
+COLUMNS = 16  # outputs up to which all are differentiated for the basis; beyond, as many random combinations
+BLOCK = 64  # examples differentiated at once where the trace is measured
+
+
+@dataclass(frozen=True)
+class LayerShare:
+    """What a sketch keeps of one layer.
+
+    Args:
+        layer: Its name.
+        directions: Of the D directions, those of this layer.
+        parameters: Its parameters.
+        trace: Mean over the examples of tr J_l J_lᵀ.
+        kept: The part of it along the directions.
+    """
+
+    layer: str
+    directions: int
+    parameters: int
+    trace: float
+    kept: float
+
+
+@dataclass(frozen=True)
+class KeptTrace:
+    """The share of the kernel's trace that a sketch keeps, computed exactly on some examples.
+
+    Args:
+        layers: Layer by layer.
+        examples: Number of examples.
+
+    Example:
+        >>> print(KeptTrace((LayerShare("0", 5, 20, 2.0, 1.5),), 10))
+        75.0 % of the kernel's trace in 5 of 20 directions
+    """
+
+    layers: tuple[LayerShare, ...]
+    examples: int
+
+    @property
+    def share(self) -> float:
+        """Of all layers together, between 0 and 1."""
+        return sum(one.kept for one in self.layers) / max(sum(one.trace for one in self.layers), 1e-300)
+
+    def __str__(self) -> str:
+        directions = sum(one.directions for one in self.layers)
+        whole = sum(one.parameters for one in self.layers)
+        return f"{100 * self.share:.1f} % of the kernel's trace in {directions:,} of {whole:,} directions"
+
+    def table(self) -> str:
+        """One line for each layer."""
+        width = max(len(one.layer) for one in self.layers)
+        lines = [
+            f"  {one.layer:<{width}}  {one.directions:>7,} of {one.parameters:>11,}  "
+            f"{100 * one.kept / max(one.trace, 1e-300):5.1f} %"
+            for one in self.layers
+        ]
+        return "\n".join([str(self), *lines])
+
+
+class SketchedNetwork(Coordinates):
+    """f(θ₀ + H ε) as a module whose one parameter is ε, D numbers. :func:`linnet.with_sketch` makes it.
+
+    Args:
+        network: f at θ₀; its parameters become buffers.
+        names: The parameters that may move.
+        bases: Orthonormal directions, layer by layer.
+        scales: Length of each direction, (D,), where the ridge is that of a curvature's metric.
+        random: Whether the directions are random instead, orthonormal only in expectation.
+
+    Attributes:
+        network: The network.
+        epsilon: ε, (D,), zero at first.
+    """
+
+    scales: Tensor | None
+
+    def __init__(
+        self,
+        network: nn.Module,
+        names: Sequence[str],
+        bases: Sequence[LayerBasis],
+        scales: Tensor | None = None,
+        random: bool = False,
+    ) -> None:
+        super().__init__(network, names, sum(basis.size for basis in bases))
+        self.random = random
+        self._layers = [(type(basis).__name__, basis.layer) for basis in bases]
+        # buffers move, convert and are compared with the network
+        for i, basis in enumerate(bases):
+            for name, tensor in basis.tensors.items():
+                own = tensor.to(self.epsilon.dtype) if tensor.is_floating_point() else tensor
+                self.register_buffer(f"basis_{i}_{name}", own.to(self.epsilon.device))
+        self.register_buffer("scales", None if scales is None else scales.to(self.epsilon))
+
+    @property
+    def orthonormal(self) -> bool:
+        """Whether the directions have length one and are at right angles."""
+        return self.scales is None and not self.random
+
+    @property
+    def bases(self) -> list[LayerBasis]:
+        """The directions of every layer that has any."""
+        return [
+            restored_basis(kind, layer, self._tensors(f"basis_{i}_"))
+            for i, (kind, layer) in enumerate(self._layers)
+        ]
+
+    def _tensors(self, prefix: str) -> dict[str, Tensor]:
+        """The buffers whose names begin with a prefix, by the rest of their names."""
+        own = dict(self.named_buffers(recurse=False))
+        return {name.removeprefix(prefix): t for name, t in own.items() if name.startswith(prefix)}
+
+    def _moved(self, epsilon: Tensor) -> dict[str, Tensor]:
+        """H ε.
+
+        Args:
+            epsilon: ε, (D,).
+
+        Returns:
+            The displacement of every parameter, zero for those that have no direction.
+        """
+        moved = {name: epsilon.new_zeros(shape) for name, shape in self._shapes.items()}
+        scaled = epsilon if self.scales is None else epsilon * self.scales
+        bases = self.bases
+        for basis, own in zip(bases, scaled.split([basis.size for basis in bases]), strict=True):
+            moved |= zip(basis.layer.names, basis.displacement(own), strict=True)
+        return moved
+
+    def pulled(self, captured: Captured) -> Tensor:
+        """J H, every layer's factors turned before they are multiplied.
+
+        Args:
+            captured: A batch of the network in place.
+
+        Returns:
+            (N, K, D).
+        """
+        dtype: torch.dtype = self.epsilon.dtype
+        rows = torch.cat([basis.rows(captured).to(dtype) for basis in self.bases], 2)
+        return rows if self.scales is None else rows * self.scales
+
+    def projected(self, columns: Mapping[str, Tensor]) -> Tensor:
+        """Hᵀ v for columns v, as if all directions had length one.
+
+        Args:
+            columns: (*shape, M) by the names of the parameters.
+
+        Returns:
+            (D, M).
+        """
+        parts = [basis.projected([columns[name] for name in basis.layer.names]) for basis in self.bases]
+        return torch.cat(parts)
+
+    @in_exact_mode
+    @torch.no_grad()
+    def kept(self, x: Inputs, output: OutputAdapter = None) -> KeptTrace:
+        """The share of the kernel's trace that the directions keep, exactly, on some examples.
+
+        Args:
+            x: N examples.
+            output: How to turn the network's result into a tensor, as for :func:`linnet.linearize`.
+
+        Returns:
+            The trace of every layer, and the part of it that is kept.
+
+        Example:
+            >>> import linnet
+            >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+            >>> x = torch.linspace(-1, 1, 40).view(20, 2)
+            >>> G = linnet.curvature(net, (x, x), linnet.likelihoods.Gaussian(), structure="ekfac")
+            >>> linnet.with_sketch(net, G, dim=42).kept(x).share > 0.9999
+            True
+        """
+        return _kept(Functional(*self.network_in_place(), output), self, x)
+
+    def extra_repr(self) -> str:
+        """The number of directions."""
+        return f"{len(self.epsilon)} directions of {sum(s.numel() for s in self._shapes.values())} weights"
+
+
+def _kept(function: Functional, small: SketchedNetwork, x: Inputs) -> KeptTrace:
+    """The trace of JᵀJ and of its part along the directions, for the network inside."""
+    n, outputs = batch_size(x), function.check_runs(take(x, slice(0, 1))).numel()
+    curvature = frozen_curvature(function, x, "diagonal", _expectation(outputs))
+    diagonal, slices = curvature.diagonal().double() / n, function.space.slices
+    bases = {basis.layer.name: basis for basis in small.bases}
+    moved = {name for basis in bases.values() for name in basis.layer.names}
+    layers = [basis.layer for basis in bases.values()]
+    layers += [part.layer for part in curvature.parts if not moved & set(part.layer.names)]
+    kept = {layer.name: 0.0 for layer in layers}
+    for batch in split(x, BLOCK):
+        captured = capture(function, batch, _cotangents(outputs))
+        for name, basis in bases.items():
+            kept[name] += float(basis.rows(captured).double().square().sum()) / n
+    shares = []
+    for layer in layers:
+        trace = sum(float(diagonal[slices[name]].sum()) for name in layer.names)
+        size = bases[layer.name].size if layer.name in bases else 0
+        shares.append(LayerShare(layer.name, size, layer.size, trace, kept[layer.name]))
+    return KeptTrace(tuple(shares), n)
+
+
+def _expectation(outputs: int) -> Expectation:
+    """All outputs, or random combinations of many."""
+    if outputs <= COLUMNS:
+        return Expectation(Gaussian(variance=1.0))
+    return Expectation(Gaussian(variance=1.0), "random-projection", samples=COLUMNS)
+
+
+def _cotangents(outputs: int) -> Cotangents:
+    """The same as cotangents."""
+    if outputs <= COLUMNS:
+        return "full"
+
+    def random(f: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        drawn: Tensor = torch.randn(COLUMNS, *f.shape, generator=generator).to(f) / COLUMNS**0.5
+        return drawn
+
+    return random
+
+
+@in_exact_mode
+def with_sketch(
+    model: nn.Module, curvature: Curvature, dim: int = 2048, damping: float | None = None
+) -> SketchedNetwork:
+    """The same network moved along D directions only, the leading eigenvectors of a curvature.
+
+    It is a module with one parameter of D numbers: everything that takes a network takes it. Linearized and
+    fitted, D × D matrices are decomposed however many weights and examples there are. ``linnet.fit(...,
+    solver="sketch")`` makes one by itself.
+
+    Args:
+        model: The network; it is not touched.
+        curvature: G, of this network or one with the same parameters, made of blocks that have eigenvectors:
+            "kfac", "ekfac" (whose eigenvalues are exact in its basis), "diagonal", "block" or "full".
+            With a Gaussian likelihood the directions are those of the tangent kernel.
+        dim: D, the number of directions, of all layers together; eigenvalues that are zero take none.
+        damping: τ, for the ridge of :func:`linnet.with_metric`, ρ δᵀ(G/N + τI)δ, in place of ρ‖δ‖².
+
+    Returns:
+        The network with one parameter ε, in evaluation mode, equal to ``model`` at ε = 0;
+        ``displacement()`` gives the weights' δ = H ε, and ``kept(x)`` the share of the kernel's trace.
+
+    Raises:
+        InputError: If the curvature is of another network or has no eigenvectors, or a number cannot be.
+
+    Source:
+        The eigenbasis of EKFAC, George et al. 2018; projections of captured factors as in LoGra,
+        Choe et al. 2024.
+
+    Example:
+        >>> import linnet
+        >>> net = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1))
+        >>> x = torch.linspace(-1, 1, 40).view(20, 2)
+        >>> G = linnet.curvature(net, (x, x[:, :1]), linnet.likelihoods.Gaussian(), structure="ekfac")
+        >>> small = linnet.with_sketch(net, G, dim=30)
+        >>> fit = linnet.fit(linnet.linearize(small), (x, x.prod(1, keepdim=True)), ridge="loo")
+        >>> fit.displacement()["0.weight"].shape
+        torch.Size([64, 2])
+    """
+    network = network_of(model, curvature)
+    integer("dim", dim, least=1)
+    if damping is not None:
+        number("damping", damping, above=0, remedy="leave damping= out for the plain ridge")
+    bases, scales = _leading(curvature, dim, damping)
+    return _made(network, list(curvature.function.theta), bases, scales)
+
+
+def _leading(curvature: Curvature, dim: int, damping: float | None) -> tuple[list[LayerBasis], Tensor | None]:
+    """Leading directions, and their lengths in the metric of a damped curvature, H = Q (λ/N + τ)^(-1/2)."""
+    bases, values = leading_basis(curvature, dim)
+    return bases, None if damping is None else (values / curvature.made.examples + damping).rsqrt()
+
+
+def _made(
+    network: nn.Module,
+    names: Sequence[str],
+    bases: Sequence[LayerBasis],
+    scales: Tensor | None,
+    random: bool = False,
+) -> SketchedNetwork:
+    """The sketched network, with what is known of its head."""
+    made = SketchedNetwork(network, names, bases, scales, random).eval()
+    head = {key: value for key, value in getattr(network, RECORD, {}).items() if key != "folds"}
+    setattr(made, RECORD, {"init": "keep", "layer": "", "examples": frozenset(), **head})
+    return made
+
+
+def sketched(lin: Linearized, x: Inputs, settings: Sketch, memory: Memory = None) -> tuple[Linearized, str]:
+    """A linearized network in a sketch of its own, made of some of the training inputs.
+
+    Args:
+        lin: The linearized network.
+        x: Training inputs, N examples.
+        settings: Of the sketch.
+        memory: Budget.
+
+    Returns:
+        The sketched network, linearized, and a sentence about what it keeps.
+
+    Raises:
+        InputError: If the network has other coordinates already.
+    """
+    function, n = lin.function, batch_size(x)
+    if isinstance(function.model, Coordinates):
+        raise InputError(
+            f"solver=Sketch with a {type(function.model).__name__}, which has coordinates of its own",
+            expected="the network itself",
+            remedy="pass linnet.linearize(network); damping= of the sketch gives it a metric",
+        )
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(settings.seed)).to(function.device)
+    given, chosen = settings.basis, order[: settings.examples]
+    outputs = function.check_runs(take(x, slice(0, 1))).numel()
+    if isinstance(given, Curvature):
+        network_of(function.model, given)
+        curvature = given
+    else:
+        structure = "diagonal" if given == "random" else given
+        curvature = frozen_curvature(function, take(x, chosen), structure, _expectation(outputs), memory)
+    if given == "random":
+        bases, scales = random_basis(curvature, settings.dim, settings.seed), None
+    else:
+        bases, scales = _leading(curvature, settings.dim, settings.damping)
+    small = _made(function.model, function.names, bases, scales, given == "random")
+    # others than the basis was made of, if there are any: it was chosen to keep much of those
+    others = order[settings.examples :][:SAMPLE]
+    sample = others if len(others) >= SAMPLE // 4 else order[:SAMPLE]
+    kept = _kept(function, small, take(x, sample))
+    said = f"{len(small.epsilon):,} random directions" if small.random else str(kept)
+    return Linearized(Functional(small, None, function.output)), said
+
+
+def sketch_state(small: SketchedNetwork) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A sketch as tensors and JSON, the network apart.
+
+    Args:
+        small: The sketched network.
+
+    Returns:
+        Both.
+    """
+    tensors = {name: t for name, t in small.named_buffers(recurse=False) if t is not None}
+    layers = [
+        {"kind": kind, "layer": layer.name, "shapes": layer.shapes_by_name, "form": asdict(layer.form)}
+        for kind, layer in small._layers
+    ]
+    return tensors, {"layers": layers, "parameters": list(small._shapes), "random": small.random}
+
+
+def restored_sketch(
+    network: nn.Module, tensors: Mapping[str, Tensor], told: Mapping[str, Any]
+) -> SketchedNetwork:
+    """The sketched network that ``sketch_state`` wrote.
+
+    Args:
+        network: The network.
+        tensors: Its tensors, among others.
+        told: Its JSON.
+
+    Returns:
+        The sketched network.
+    """
+    bases = []
+    for i, entry in enumerate(told["layers"]):
+        shapes = {name: tuple(shape) for name, shape in entry["shapes"].items()}
+        layer, prefix = Layer(entry["layer"], shapes, Form(**entry["form"])), f"basis_{i}_"
+        own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        bases.append(restored_basis(entry["kind"], layer, own))
+    return _made(network, told["parameters"], bases, tensors.get("scales"), told["random"])
+
+
+class DeflatedInverse(LinearOperator):
+    """H (ΦᵀΦ + ρI)⁻¹ Hᵀ + (I − H Hᵀ)/(μ + ρ): the inverse of JᵀJ + ρI along H, and a multiple of I elsewhere.
+
+    μ is the least ‖J v‖² of the directions v: those that were left out have about that much and less.
+
+    Args:
+        system: The solved equations of a sketch with orthonormal directions.
+        space: The network's weights.
+    """
+
+    def __init__(self, system: NormalSystem, space: ParameterSpace) -> None:
+        self.system, self.space = system, space
+        self.shape = (space.dim, space.dim)
+        self.dtype, self.device = system.function.dtype, system.function.device
+        self._rest = 1 / (float(system.normal.diagonal().min()) + system.ridge)
+
+    def mm(self, v: Tensor) -> Tensor:
+        """The product with columns (P, M)."""
+        assert self.space is not None
+        small = self.system.function.model
+        assert isinstance(small, SketchedNetwork)
+        along = small.projected(self.space.to_params(v))
+        solved = self.system.solve(along).to(along) - self._rest * along
+        columns = [self.space.to_flat(small._moved(column)) for column in solved.T]
+        return self._rest * v + torch.stack(columns, 1)
+
+    @property
+    def T(self) -> LinearOperator:
+        """Itself."""
+        return self
+
+
+def sketch_preconditioner(
+    lin: Linearized, problem: Problem, settings: Sketch, ridge: float, memory: Memory = None
+) -> tuple[LinearOperator, Tensor]:
+    """A sketch as the preconditioner of conjugate gradients in all weights, and its solution as their start.
+
+    Args:
+        lin: The linearized network.
+        problem: The data.
+        settings: Of the sketch.
+        ridge: ρ.
+        memory: Budget.
+
+    Returns:
+        The operator (P x P) and δ (P,).
+
+    Source:
+        The preconditioner of Rudi, Carratino and Rosasco 2017 (FALKON), with directions in place of samples.
+    """
+    small, _ = sketched(lin, problem.x, settings, memory)
+    system = NormalSystem.solved(replace(problem, function=small.function, known=None), ridge, memory)
+    network = small.model
+    assert isinstance(network, SketchedNetwork)
+    space = lin.space
+    return DeflatedInverse(system, space), space.to_flat(network.displacement(system.delta))
