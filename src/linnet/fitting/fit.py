@@ -25,10 +25,10 @@ from linnet.fitting.stochastic import solve_stochastically
 from linnet.likelihoods.distribution import require_axis
 from linnet.likelihoods.probabilities import warn_of_probabilities
 from linnet.linear.dual import DualSystem, RidgePath
+from linnet.linear.iterative import Iterative, Shared
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.normal_system import NormalSystem, summed
 from linnet.linear.preconditioner import TRIAL
-from linnet.linear.primal import Primal
 from linnet.linear.problem import Problem
 from linnet.linear.softmax_loss import ClassLoss, class_targets
 from linnet.linear.system import System
@@ -213,8 +213,8 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
     else:
         assert not isinstance(ridge, str), why
         settings = affordable(lin.function, x, settings, memory)
-        solve = solve_stochastically if chosen == "sgd" else Primal
-        system = solve(problem, ridge, settings, None, operator, memory)
+        solve = solve_stochastically if chosen == "sgd" else Iterative
+        system = solve(problem, ridge, settings, memory, Shared(preconditioner=operator))
         reasons["ridge"], reasons["preconditioner"] = "given", _explain_steps(system, asked)
         held = None if folds is None else folds.iterated(system.ridge, system.settings, squared=True)
     seconds["solve"] = time.perf_counter() - started - seconds.get("kernel", 0.0)
@@ -307,7 +307,7 @@ def _explicit(targets: Tensor, f0: Tensor, y: Tensor, loss: str) -> Targets:
     return Targets(made.values, f0.shape[1] if one_hot else None, float(targets.max()))
 
 
-def _explain_steps(system: Primal, asked: str) -> str:
+def _explain_steps(system: Iterative, asked: str) -> str:
     """One sentence about the preconditioner and what it took."""
     name = system.settings.preconditioner
     steps = f"{system.steps} steps"
