@@ -34,7 +34,7 @@ from linnet.solvers.block_cg import block_cg
 from linnet.solvers.cg import relative_residual
 from linnet.solvers.solution import Solution, Status
 from linnet.tangent.batch import Inputs, batch_size, split
-from linnet.tangent.jacobian import JacobianOperator
+from linnet.tangent.jacobian import JacobianOperator, NormalOperator
 
 VECTORS = 10  # of each right-hand side that block conjugate gradients hold
 MOST_COLUMNS = 512  # solved at once: products of more columns are no faster
@@ -203,8 +203,10 @@ class Iterative(System):
         name, shared = self.settings.preconditioner, self.shared
         if shared.preconditioner is None and name not in ("none", "given"):
             seed = 0 if self.krylov is None else self.krylov.seed
+            # the rank's products at once cost less by formed rows
+            wide = self.formed if isinstance(self.operator, NormalOperator) else self.operator
             rank = self.settings.rank
-            shared.preconditioner = precondition(name, self.operator, self.problem, self.ridge, rank, seed)
+            shared.preconditioner = precondition(name, wide, self.problem, self.ridge, rank, seed)
         return shared.preconditioner
 
     def _run(self, right: Tensor, start: Tensor | None = None) -> Solution[Tensor]:
@@ -357,10 +359,10 @@ class Iterative(System):
         Returns:
             The system.
         """
-        shared = replace(self.shared, preconditioner=None, name="", start=self._value[:, 0], solution=None)
-        if isinstance(made := self.shared.preconditioner, CurvatureInverse):
-            shared.preconditioner, shared.name = made.at(ridge), self.settings.preconditioner
-        return Iterative(self.problem, ridge, self._asked, self.memory, shared, self.space, self.krylov)
+        made = self.shared.preconditioner
+        kept = made.at(ridge) if isinstance(made, CurvatureInverse) else None
+        shared = replace(self.shared, preconditioner=kept, name="", start=self._value[:, 0], solution=None)
+        return self._again(self.problem, ridge, shared)
 
     def removed(self, index: Tensor) -> Iterative:
         """The solution without some examples, in parameter space from the present one."""
@@ -380,5 +382,9 @@ class Iterative(System):
         """The solution of other data of the same network; ``alike`` if its equations have the same matrix."""
         if alike or self.space == "parameter":
             shared.start, shared.preconditioner = self._value[:, 0], self.shared.preconditioner
-            shared.name = "" if shared.preconditioner is None else self.settings.preconditioner
-        return Iterative(problem, self.ridge, self._asked, self.memory, shared, self.space, self.krylov)
+        return self._again(problem, self.ridge, shared)
+
+    def _again(self, problem: Problem, ridge: float, shared: Shared) -> Iterative:
+        """Other equations in the same way; whether to go without a preconditioner is left open again."""
+        settings = self._asked if self.settings.preconditioner == "none" else self.settings
+        return Iterative(problem, ridge, settings, self.memory, shared, self.space, self.krylov)
