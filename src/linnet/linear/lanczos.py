@@ -31,8 +31,8 @@ from linnet.tangent.gram import gram, own_kernels
 
 RANK = 100  # directions of the variance cache, and rank of a preconditioner: LOVE's cache is of this order
 FLOOR = 0.01  # of ρ: what the cache leaves out of the trace is not worth more directions
-SMALL = 256  # equations up to which the spectrum is computed from the whole matrix
-PROBES, NODES = 16, 40  # random vectors and Lanczos steps of the evidence
+SMALL = 256  # equations up to which the whole matrix is decomposed, in less time than PROBES · NODES products
+PROBES, NODES = 16, 40  # random vectors and Lanczos steps of the evidence, whose standard error is told
 SHARE = 0.5  # of the budget that the cache may take
 ROWS = 1 << 16  # of a panel rotated at once
 
