@@ -21,7 +21,6 @@ from linnet.fitting.head import with_head
 from linnet.likelihoods import Categorical
 from linnet.linalg import random as random_numbers
 from linnet.metrics.adversarial import fgsm
-from linnet.spectrum.anisotropy import separable_data
 from linnet.tangent.budgeted import Fit, treatment_within
 from linnet.tangent.capture import capture, hollow_capture
 from linnet.tangent.features import choose, outline
@@ -305,7 +304,6 @@ def test_counts_that_no_memory_holds_are_refused() -> None:
         lambda: la.predictive(x[:2]).sample(huge),
         lambda: Categorical().sample(f, huge),
         lambda: Categorical().project(f, huge),
-        lambda: separable_data(torch.ones(3), huge),
         lambda: fgsm(predict, (x, y), step=0.1, iterations=huge),
     ]
     for call in calls:

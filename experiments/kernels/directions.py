@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from experiments.figures import COLORS, figure, save
 from experiments.kernels.networks import accuracy, lenet, resnet18, train
 from experiments.study import Study, parser
 from experiments.tables import chosen, markdown, with_error
 from linnet import spectrum
+from linnet.linalg.random import normal, signs
 
 NETWORKS = ("LeNet", "ResNet18")
 INDICES = (0, 4, 16, 64, 256)
@@ -61,13 +62,20 @@ def first_ten(name: str, seed: int, width: int, device: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def learn(
-    name: str, u: torch.Tensor, seed: int, size: tuple[int, int], epochs: int, width: int
-) -> dict[str, Any]:
+def separable_data(u: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """D(u) of eq. (C.1): x = y u + w with y = ±1 and w ~ N(0, I − uuᵀ), for the unit vector along u."""
+    generator, flat = torch.Generator().manual_seed(seed), (u / u.norm()).reshape(-1)
+    y = signs((count,), generator, u.dtype, u.device)
+    noise = normal((count, flat.numel()), generator, u.dtype, u.device)
+    x = y[:, None] * flat + (noise - (noise @ flat)[:, None] * flat)
+    return x.reshape(count, *u.shape), y
+
+
+def learn(name: str, u: Tensor, seed: int, size: tuple[int, int], epochs: int, width: int) -> dict[str, Any]:
     """Train on D(u) and test."""
     count, tests = size
-    x, y = spectrum.separable_data(u, count, seed=seed).tensors
-    x_test, y_test = spectrum.separable_data(u, tests, seed=seed + 1000).tensors
+    x, y = separable_data(u, count, seed)
+    x_test, y_test = separable_data(u, tests, seed + 1000)
     network = train(make(name, seed, width).to(u.device), x, y, epochs, 128, seed)
     return {"accuracy": accuracy(network, x_test, y_test), "training accuracy": accuracy(network, x, y)}
 

@@ -136,18 +136,20 @@ def test_ekfac_alone_is_the_inverse_that_it_stands_for(p: Problem) -> None:
 
 
 def test_columns_are_solved_together(p: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    from linnet.linear import primal
+    from linnet.linear import iterative
 
     asked: list[Any] = []
-    plain = primal.block_cg
+    plain = iterative.block_cg
 
     def counting(operator: Any, b: Tensor, *rest: Any) -> Any:
         counted = CountingOperator(operator)
         asked.append((b.shape[1], counted))
         return plain(counted, b, *rest)
 
-    monkeypatch.setattr(primal, "block_cg", counting)
-    monkeypatch.setattr(primal.Primal, "kernel_form", None)  # as where the kernel does not fit the budget
+    monkeypatch.setattr(iterative, "block_cg", counting)
+    monkeypatch.setattr(
+        iterative.Iterative, "kernel_form", None
+    )  # as where the kernel does not fit the budget
     fit = p.fit(ridge=rho_for(p), solver="cg")
     fit.loo()
     asked.clear()

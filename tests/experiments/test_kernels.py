@@ -214,3 +214,19 @@ def test_a_measure_that_knows_the_winner_is_found_out() -> None:
     assert verdict.area(cells, "good") == 1
     assert verdict.area(cells, "bad") == 0.5
     assert verdict.resampled(cells, "good", 50) == (1.0, 1.0)
+
+
+def test_separable_data_are_equation_1() -> None:
+    u = torch.tensor([[1.0, -2.0], [0.5, 0.0], [3.0, 1.0]], dtype=torch.float64)
+    unit = (u / u.norm()).reshape(-1)
+    x, y = directions.separable_data(u, 20_000, 3)
+    assert x.shape == (20_000, 3, 2)
+    assert set(y.tolist()) == {-1.0, 1.0}
+    flat = x.flatten(1)
+    torch.testing.assert_close(flat @ unit, y, rtol=0, atol=1e-9)  # the noise has no part along u
+    w = flat - y[:, None] * unit
+    expected = torch.eye(6).double() - torch.outer(unit, unit)
+    assert float((w.T @ w / 20_000 - expected).abs().max()) < 0.04
+    assert float((y[:, None] * w).mean(0).abs().max()) < 0.03  # labels and noise are independent
+    assert torch.equal(x, directions.separable_data(u, 20_000, 3)[0])
+    assert not torch.equal(x[:50], directions.separable_data(u, 50, 4)[0])

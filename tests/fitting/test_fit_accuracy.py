@@ -14,8 +14,8 @@ from linnet import audit
 from linnet.errors import InputError, NumericalError
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.linear.iterative import Iterative
 from linnet.linear.kernel_system import KernelSystem
-from linnet.linear.primal import Primal
 from linnet.tangent.jacobian import jacobian
 from tests.fitting.problems import refused
 
@@ -187,7 +187,7 @@ def test_audits_of_a_primal_fit_go_by_its_kernel() -> None:
 
 
 def test_iterations_without_a_kernel_are_refused_where_digits_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Primal, "kernel_form", None)
+    monkeypatch.setattr(Iterative, "kernel_form", None)
     case = Case(repeated=False)
     assert case.fit(10.0, "cg").loo().isfinite().all()
     error = refused(NumericalError, lambda: case.fit(1e-5, "cg").loo(), "leave-one-out at ridge")

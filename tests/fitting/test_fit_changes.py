@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import linnet
 from linnet.errors import DataError, InputError, ModelError
 from linnet.fitting import OneHot
-from linnet.linear.primal import Primal
+from linnet.linear.iterative import Iterative
 from linnet.testing.oracles import jacobian_oracle, leave_one_out_oracle, output_oracle, ridge_oracle
 from tests.fitting.problems import flat, near, problem, real, refused, solver_of
 
@@ -130,7 +130,7 @@ def test_conjugate_gradients_without_a_kernel_choose_no_ridge(monkeypatch: pytes
     more = (p.x[:2], p.t[:2])
     assert fit.update(more, ridge="loo").ridge == pytest.approx(exact.update(more, ridge="loo").ridge)
     near(flat(fit.update(more, ridge=0.3).delta), flat(exact.update(more, ridge=0.3).delta), 1e-8)
-    monkeypatch.setattr(Primal, "kernel_form", None)
+    monkeypatch.setattr(Iterative, "kernel_form", None)
     refused(InputError, lambda: fit.update(more, ridge="loo"), "dual")
 
 

@@ -17,7 +17,8 @@ from linnet.fitting import CG, OneHot
 from linnet.fitting import plan as plan_module
 from linnet.fitting.plan import Size
 from linnet.linalg import Dense
-from linnet.linear.primal import CGSettings, Primal
+from linnet.linear.iteration import CGSettings
+from linnet.linear.iterative import Iterative
 from linnet.linear.problem import Problem
 from linnet.tangent import jacobian
 from linnet.testing.oracles import ridge_oracle
@@ -61,7 +62,7 @@ def test_targets_of_another_shape(targets: Any) -> None:
 
 def test_solver_is_the_one_asked_for() -> None:
     p = problem()
-    for solver, system in (("dual", "KernelSystem"), ("primal", "NormalSystem"), ("cg", "Primal")):
+    for solver, system in (("dual", "KernelSystem"), ("primal", "NormalSystem"), ("cg", "Iterative")):
         fit = p.fit(solver=solver)
         assert fit.solver == solver
         assert type(fit.system).__name__ == system
@@ -246,7 +247,8 @@ def test_one_jvp_and_one_vjp_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem()
     lin = p.lin
     count = Counter(monkeypatch, jacobian)
-    solved = Primal(Problem(lin.function, p.x, p.t - lin.base(p.x)), 0.3, CGSettings(tolerance=1e-6))
+    solved = Iterative(Problem(lin.function, p.x, p.t - lin.base(p.x)), 0.3, CGSettings(tolerance=1e-6))
+    _ = solved.beta
     # a step each, one for the true residual, one Jᵀr before and one Jδ after
     assert solved.steps > 5
     assert count.jvp == solved.steps + 2
@@ -280,10 +282,10 @@ def test_passes_through_the_network_in_a_step() -> None:
     # the first fit also probes which derivatives work, once for each network
     again = linnet.fit(lin, (p.x, p.y), solver=CG(tolerance=1e-3), ridge=0.3)
     before = again.module.model.count[0]
-    Primal(Problem(lin.function, p.x, p.t - p.f0), 0.3, CGSettings(tolerance=1e-9))
+    Iterative(Problem(lin.function, p.x, p.t - p.f0), 0.3, CGSettings(tolerance=1e-9))
     long = lin.model.count[0] - before
     before = lin.model.count[0]
-    Primal(Problem(lin.function, p.x, p.t - p.f0), 0.3, CGSettings(tolerance=1e-3))
+    Iterative(Problem(lin.function, p.x, p.t - p.f0), 0.3, CGSettings(tolerance=1e-3))
     short = lin.model.count[0] - before
     assert long - short == 2 * steps
 
@@ -304,12 +306,12 @@ def test_audits_of_a_dual_fit_do_not_run_the_network() -> None:
 
 def test_left_out_predictions_of_an_iterated_fit_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """N · C solves are dear: loo, temperature and informativeness share them where no kernel fits."""
-    monkeypatch.setattr(Primal, "kernel_form", None)
+    monkeypatch.setattr(Iterative, "kernel_form", None)
     p = problem()
     fit = p.fit(solver="cg", ridge=1.0, tolerance=1e-6)
     calls = []
-    solve = Primal.solve
-    monkeypatch.setattr(Primal, "solve", lambda self, b: calls.append(b.shape[1]) or solve(self, b))
+    solve = Iterative.solve
+    monkeypatch.setattr(Iterative, "solve", lambda self, b: calls.append(b.shape[1]) or solve(self, b))
     first = fit.loo()
     assert sum(calls) == 21
     assert torch.equal(fit.loo(), first)

@@ -14,16 +14,17 @@ import linnet
 from linnet.errors import InputError, MemoryBudgetError, NumericalError
 from linnet.fitting import CG
 from linnet.linalg import Dense, Diagonal
-from linnet.linear import preconditioner, primal
+from linnet.linear import iterative, preconditioner
+from linnet.linear.operators import fisher
 from linnet.linear.preconditioner import (
     FEW,
     RANK,
     TRIAL,
-    make_preconditioner,
+    precondition,
     preconditioner_bytes,
 )
+from linnet.linear.problem import Problem
 from linnet.tangent.functional import Functional
-from linnet.tangent.jacobian import JacobianOperator, NormalOperator
 from tests.fitting.problems import fit_options, flat, near, network, problem, real, refused
 
 CURVATURES = ("ekfac", "kfac", "diagonal")
@@ -178,7 +179,8 @@ def test_a_criterion_solves_in_the_dual_as_before() -> None:
 def test_the_operator_is_the_damped_curvature(name: str) -> None:
     model, x, y = P.model, P.x, P.t
     function = Functional(model)
-    made = make_preconditioner(name, NormalOperator(JacobianOperator(function, x, 3)), 3, RIDGE)
+    problem = Problem(function, x, P.t - P.f0)
+    made = precondition(name, fisher(problem), problem, RIDGE)
     assert made is not None
     likelihood = linnet.likelihoods.Gaussian(variance=1.0)
     curvature = linnet.curvature(model, (x, y), likelihood, name).dense()
@@ -194,9 +196,9 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def counted(name: str, *rest: Any) -> Any:
         made.append(name)
-        return make_preconditioner(name, *rest)
+        return precondition(name, *rest)
 
-    monkeypatch.setattr(primal, "make_preconditioner", counted)
+    monkeypatch.setattr(iterative, "precondition", counted)
     return made
 
 
@@ -279,12 +281,12 @@ def test_the_plan_holds_what_is_made() -> None:
     """Factors, their eigenvectors and the eigenvalues, by the tensors themselves."""
     function = Functional(large()[0])
     x = large()[1]
-    normal = NormalOperator(JacobianOperator(function, x, 3))
-    nystrom = make_preconditioner("nystrom", normal, 3, RIDGE)
+    problem = Problem(function, x, torch.zeros(len(x), 3, dtype=torch.float64))
+    nystrom = precondition("nystrom", fisher(problem), problem, RIDGE)
     assert preconditioner_bytes(function, x, "nystrom", 0) >= nystrom.basis.nbytes  # type: ignore[union-attr]
-    ekfac = make_preconditioner("ekfac", normal, 3, RIDGE)
+    ekfac = precondition("ekfac", fisher(problem), problem, RIDGE)
     held = 0
-    for part in ekfac.operator.parts:  # type: ignore[union-attr]
+    for part in ekfac.inverse.parts:  # type: ignore[union-attr]
         m = part.operator
         held += m.left_vectors.nbytes + m.right_vectors.nbytes + m.values.nbytes
     assert held <= preconditioner_bytes(function, x, "ekfac", 0) <= 3 * held

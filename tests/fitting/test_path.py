@@ -12,7 +12,7 @@ from torch import Tensor
 import linnet
 from linnet.errors import InputError
 from linnet.linear.dual import Spectrum
-from linnet.linear.primal import Primal
+from linnet.linear.iterative import Iterative
 from linnet.testing.oracles import leave_one_out_oracle
 from tests.fitting.problems import Problem, near, network, problem, real, refused
 
@@ -162,7 +162,7 @@ def test_the_path_of_a_fit_without_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     fit = p.fit(solver="cg", ridge=1.0, tolerance=1e-10)
     found, expected = fit.path(RIDGES), p.fit(solver="dual").path(RIDGES)
     assert torch.allclose(found.loo_error, expected.loo_error)
-    monkeypatch.setattr(Primal, "kernel_form", None)
+    monkeypatch.setattr(Iterative, "kernel_form", None)
     refused(InputError, fit.path, "path", "iterations", "dual")
 
 

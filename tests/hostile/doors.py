@@ -184,7 +184,6 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "spectrum.spectral_density": lambda: {"x": small.x(), "samples": 2, "steps": 4},
     "spectrum.Recorder": lambda: {"k": 3},
     "spectrum.anisotropy_directions": lambda: {"model": small.conv_net(), "at": small.images()[0], "k": 2},
-    "spectrum.separable_data": lambda: {"u": small.normal(1, 3, 3)},
     "spectrum.task_linearity": dict,
     "surgery.leaky_relu": lambda: {"model": small.relu_net()},
     "surgery.report": lambda: {"model": linnet.surgery.leaky_relu(small.relu_net())},

@@ -412,3 +412,28 @@ def test_repr_says_what_it_is() -> None:
     assert isinstance(prediction, GaussianPredictive)
     assert repr(prediction) == "GaussianPredictive(12 examples x 3 outputs)"
     assert repr(la.predictive(x, "mc", samples=2)) == "SampledPredictive(2 samples, 12 examples x 3 outputs)"
+
+
+def test_laplace_process_and_fit_are_one_posterior() -> None:
+    """Three ways to the same Gaussian, which share neither a factorization nor a pass over the data."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y, x_test = (torch.randn(n, d, dtype=torch.float64) for n, d in ((15, 3), (15, 2), (4, 3)))
+    noise, prior = 0.4, 0.7
+    likelihood = linnet.likelihoods.Gaussian(variance=noise)
+    la = linnet.Laplace(net, likelihood, "full", prior).fit((x, y))
+    expected = la.predictive(x_test, joint=True).joint_covariance
+    system = linnet.fit(linnet.linearize(net), (x, y), solver="primal", ridge=noise * prior).system
+    torch.testing.assert_close(system.covariance(x_test, joint=True) / prior, expected, rtol=0, atol=1e-11)
+    for space in ("function", "parameter"):
+        gp = linnet.TangentGP(net, likelihood, space, prior).fit(x, y)
+        torch.testing.assert_close(
+            gp.predictive(x_test, joint=True).joint_covariance, expected, rtol=0, atol=1e-11
+        )
+    # the evidence too, where θ* is the mode
+    line, mode = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+    nn.init.zeros_(line.weight), nn.init.zeros_(line.bias)
+    process = linnet.TangentGP(line, likelihood, "parameter", prior).fit(x, y)
+    mode.load_state_dict(process.delta)
+    evidence = linnet.Laplace(mode, likelihood, "full", prior).fit((x, y)).log_evidence()
+    assert float(evidence) == pytest.approx(process.log_evidence().mean, abs=1e-9)

@@ -1,4 +1,4 @@
-"""Neural anisotropy directions against dense mixed derivatives, theorem 1, and the data set D(u)."""
+"""Neural anisotropy directions against dense mixed derivatives and theorem 1."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import linnet
 from linnet.errors import DataError, InputError, ModelError, NumericalError
@@ -301,52 +300,3 @@ def test_networks_without_a_second_derivative() -> None:
             return x.square().sum(1, keepdim=True) + self.bias
 
     refused(ModelError, lambda: linnet.spectrum.anisotropy_directions(Bias(), torch.ones(6), 2), "vanishes")
-
-
-# The data set D(u).
-
-
-def test_the_separable_data_set_is_equation_1() -> None:
-    u = real(3, 2, seed=1)
-    unit = (u / u.norm()).reshape(-1)
-    data = linnet.spectrum.separable_data(u, 20_000, epsilon=0.7, sigma=4.0, seed=3)
-    x, y = data.tensors
-    assert x.shape == (20_000, 3, 2)
-    assert set(y.tolist()) == {-1.0, 1.0}
-    flat = x.flatten(1)
-    near(flat @ unit, 0.7 * y, 1e-9)  # the noise has no part along u
-    w = flat - 0.7 * y[:, None] * unit
-    covariance = w.T @ w / 20_000
-    expected = 4 * (torch.eye(6).double() - torch.outer(unit, unit))
-    assert float((covariance - expected).abs().max()) < 0.15
-    assert abs(float(y.mean())) < 0.03
-    assert abs(float((y[:, None] * w).mean(0).abs().max())) < 0.06  # labels and noise are independent
-
-
-def test_seeds_and_labels_of_the_data_set() -> None:
-    u = torch.eye(4)[0]
-    first, same, other = (linnet.spectrum.separable_data(u, 50, seed=s).tensors for s in (1, 1, 2))
-    assert torch.equal(first[0], same[0])
-    assert not torch.equal(first[0], other[0])
-    classes = linnet.spectrum.separable_data(u, 50, labels="classes", seed=1).tensors[1]
-    assert classes.dtype == torch.int64
-    assert torch.equal(2.0 * classes - 1, first[1])
-    exact = linnet.spectrum.separable_data(u, 5, sigma=0.0, seed=1).tensors
-    assert torch.equal(exact[0], exact[1][:, None] * u)
-    assert next(iter(DataLoader(linnet.spectrum.separable_data(u, 50), batch_size=8)))[0].shape == (8, 4)
-
-
-@pytest.mark.parametrize(
-    ("u", "options", "words"),
-    [
-        (torch.zeros(3), {}, ["u is zero"]),
-        (torch.ones(3, dtype=torch.long), {}, ["u is an int64 tensor", "finite float tensor"]),
-        (torch.full((3,), float("inf")), {}, ["u is a float32 tensor", "finite float tensor"]),
-        (torch.ones(3), {"n": 0}, ["n=0"]),
-        (torch.ones(3), {"epsilon": -1.0}, ["epsilon=-1.0"]),
-        (torch.ones(3), {"sigma": -1.0}, ["sigma=-1.0"]),
-        (torch.ones(3), {"labels": "letters"}, ["labels='letters'"]),
-    ],
-)
-def test_data_sets_that_cannot_be(u: Tensor, options: dict[str, Any], words: list[str]) -> None:
-    refused(InputError, lambda: linnet.spectrum.separable_data(u, **{"n": 4, **options}), *words)

@@ -26,16 +26,16 @@ from linnet.fitting.evaluation import checked_inputs
 from linnet.fitting.linear_fit import LinearFit
 from linnet.linear.dual import DualSystem
 from linnet.linear.formed_rows import FormedRows
+from linnet.linear.iteration import CGSettings, Effort
+from linnet.linear.iterative import Iterative, Shared
 from linnet.linear.kernel_system import KernelSystem
-from linnet.linear.preconditioner import make_preconditioner
-from linnet.linear.primal import CGSettings, Effort, Primal
+from linnet.linear.preconditioner import CurvatureInverse
 from linnet.linear.problem import Problem
 from linnet.linear.targets import check_arrangement, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import integer
 from linnet.solvers.cg import relative_residual
 from linnet.tangent.batch import Inputs, batch_size, named_tensor, split, take
-from linnet.tangent.jacobian import NormalOperator
 from linnet.tangent.modes import in_exact_mode
 
 METHODS = ("auto", "exact", "cg", "ekfac")
@@ -308,7 +308,7 @@ def checked_directions(fit: LinearFit, directions: Any) -> Tensor:
 def _iterated(fit: LinearFit, x: Inputs, memory: str | int | None) -> tuple[Tensor, float]:
     """By block conjugate gradients on the test side; the leave-one-out residuals are exact."""
     system = fit.system
-    if not isinstance(system, Primal):
+    if not isinstance(system, Iterative):
         primal, residuals = _primal_of(fit, system), system.loo_residuals()
     else:
         if system.kernel_form is not None:
@@ -330,8 +330,8 @@ def _effort(steps: Any) -> Effort:
 def _approximate(fit: LinearFit, x: Inputs, effort: Effort, memory: str | int | None) -> tuple[Tensor, float]:
     """By EKFAC, and a few steps from there."""
     primal = _primal_of(fit, fit.system)
-    normal, lifted = NormalOperator(primal.jacobian), effort.steps > 0
-    primal._preconditioner = make_preconditioner("ekfac", normal, primal.c, primal.ridge, lifted=lifted)
+    lifted = effort.steps > 0
+    primal.shared.preconditioner = CurvatureInverse.of("ekfac", primal.jacobian, primal.ridge, lifted)
     if fit.system.factorized is fit.system:
         residuals = fit.system.loo_residuals()
     else:
@@ -339,7 +339,7 @@ def _approximate(fit: LinearFit, x: Inputs, effort: Effort, memory: str | int | 
     return _contracted(primal, x, residuals, effort, memory)
 
 
-def _approximate_residuals(primal: Primal, effort: Effort, memory: str | int | None) -> Tensor:
+def _approximate_residuals(primal: Iterative, effort: Effort, memory: str | int | None) -> Tensor:
     """eᵢ by the same approximation."""
     residuals = primal.ridge * primal.beta
     found, start = [], 0
@@ -356,7 +356,7 @@ def _approximate_residuals(primal: Primal, effort: Effort, memory: str | int | N
 
 
 def _solved(
-    primal: Primal, x: Inputs, effort: Effort | None, memory: str | int | None
+    primal: Iterative, x: Inputs, effort: Effort | None, memory: str | int | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """J(x) (n, C, P) and (G + ρI)⁻¹ J(x)ᵀ (P, n, C), to convergence or as far as the steps go."""
     if effort is None or effort.steps:
@@ -372,7 +372,7 @@ def _solved(
 
 
 def _contracted(
-    primal: Primal, x: Inputs, residuals: Tensor, effort: Effort | None, memory: str | int | None
+    primal: Iterative, x: Inputs, residuals: Tensor, effort: Effort | None, memory: str | int | None
 ) -> tuple[Tensor, float]:
     """J(x) (G + ρI)⁻¹ Jᵢᵀ eᵢ block by block, (N, T, C), and the largest residual of the solutions."""
     parts, worst = [], 0.0
@@ -388,15 +388,18 @@ def _contracted(
     return torch.cat(parts, 1), worst
 
 
-def _primal_of(fit: LinearFit, system: Any) -> Primal:
+def _primal_of(fit: LinearFit, system: Any) -> Iterative:
     """The same problem without its kernel, started at its solution."""
     tolerance = 1e-10 if fit.module.function.dtype == torch.float64 else 1e-6
-    settings = system.settings if isinstance(system, Primal) else CGSettings(tolerance)
+    settings = system.settings if isinstance(system, Iterative) else CGSettings(tolerance)
     start = fit.module.space.to_flat(fit.delta)
     residual = system.problem.residual.to(fit.module.function.dtype)
     loose = CGSettings(max(settings.tolerance, 1e-4), settings.max_steps, preconditioner="none")
-    primal = Primal(Problem(fit.module.function, fit.x, residual), system.ridge, loose, start)
-    primal.settings, primal._preconditioner = settings, getattr(system, "_preconditioner", None)
+    problem = Problem(fit.module.function, fit.x, residual)
+    primal = Iterative(problem, system.ridge, loose, shared=Shared(start=start))
+    primal.settings = settings
+    if isinstance(system, Iterative):
+        primal.shared.preconditioner = system.shared.preconditioner
     return primal
 
 

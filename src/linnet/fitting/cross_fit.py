@@ -20,7 +20,8 @@ from linnet.fitting.head import example_hashes
 from linnet.fitting.last_layer import RECORD
 from linnet.fitting.softmax_path import solutions
 from linnet.linear.dual import Spectrum
-from linnet.linear.primal import CGSettings, Primal
+from linnet.linear.iteration import CGSettings
+from linnet.linear.iterative import Iterative
 from linnet.linear.problem import Problem
 from linnet.linear.softmax_dual import SoftmaxDual
 from linnet.linear.softmax_loss import ClassLoss
@@ -117,10 +118,10 @@ class CrossFit:
         for function, rest, held in self._each():
             base = base_outputs(Linearized(function), self.x).double()
             x, targets = take(self.x, rest), self.targets[rest].double()
-            system: Primal | SoftmaxPrimal
+            system: Iterative | SoftmaxPrimal
             if squared:
                 residual = (targets - base[rest]).to(function.dtype)
-                system = Primal(Problem(function, x, residual), ridge, replace(settings))
+                system = Iterative(Problem(function, x, residual), ridge, replace(settings))
             else:
                 system = SoftmaxPrimal(function, x, base[rest], ClassLoss(targets), ridge, replace(settings))
             change = JacobianOperator(function, take(self.x, held), found.shape[1]).mv(system.delta)

@@ -17,7 +17,7 @@ from linnet.fitting.evaluation import base_outputs
 from linnet.fitting.linear_fit import LinearFit, Record
 from linnet.fitting.plan import Size, affordable, choose_solver
 from linnet.fitting.remarks import head_remarks, single_remarks
-from linnet.fitting.sketch import sketch_preconditioner, sketched
+from linnet.fitting.sketch import deflated, sketched
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.fitting.softmax_path import check_criterion
 from linnet.fitting.softmax_solve import SoftmaxTask, solve_softmax
@@ -26,10 +26,10 @@ from linnet.fitting.stochastic import solve_stochastically
 from linnet.likelihoods.distribution import require_axis
 from linnet.likelihoods.probabilities import warn_of_probabilities
 from linnet.linear.dual import DualSystem, RidgePath
+from linnet.linear.iterative import Iterative, Shared
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.normal_system import NormalSystem, summed
 from linnet.linear.preconditioner import TRIAL
-from linnet.linear.primal import Primal
 from linnet.linear.problem import Problem
 from linnet.linear.softmax_loss import ClassLoss, class_targets
 from linnet.linear.system import System
@@ -220,11 +220,11 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
     else:
         assert not isinstance(ridge, str), why
         settings = affordable(lin.function, x, settings, memory)
-        solve = solve_stochastically if chosen == "sgd" else Primal
-        start, deflating = None, work.solving.deflating
-        if deflating is not None:
-            operator, start = sketch_preconditioner(lin, problem, deflating, float(ridge), memory)
-        system = solve(problem, ridge, settings, start, operator, memory)
+        solve = solve_stochastically if chosen == "sgd" else Iterative
+        shared = Shared(preconditioner=operator)
+        if work.solving.deflating is not None:
+            shared = deflated(lin, problem, work.solving.deflating, float(ridge), memory)
+        system = solve(problem, ridge, settings, memory, shared)
         reasons["ridge"], reasons["preconditioner"] = "given", _explain_steps(system, asked)
         held = None if folds is None else folds.iterated(system.ridge, system.settings, squared=True)
     seconds["solve"] = time.perf_counter() - started - seconds.get("kernel", 0.0)
@@ -323,7 +323,7 @@ def _explicit(targets: Tensor, f0: Tensor, y: Tensor, loss: str) -> Targets:
     return Targets(made.values, f0.shape[1] if one_hot else None, float(targets.max()))
 
 
-def _explain_steps(system: Primal, asked: str) -> str:
+def _explain_steps(system: Iterative, asked: str) -> str:
     """One sentence about the preconditioner and what it took."""
     name = system.settings.preconditioner
     steps = f"{system.steps} steps"

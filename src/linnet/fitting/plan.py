@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from linnet.linear.cost import NETWORK_PENALTY, forward_operations
+from linnet.linear.iteration import CGSettings
 from linnet.linear.preconditioner import preconditioner_bytes
-from linnet.linear.primal import CGSettings
 from linnet.linear.problem import Memory
 from linnet.memory import Plan, format_bytes, parse_bytes, require
 from linnet.tangent.batch import Inputs, batch_size

@@ -28,6 +28,7 @@ from linnet.fitting.solver import Sketch
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.space import ParameterSpace
+from linnet.linear.iterative import Shared
 from linnet.linear.normal_system import NormalSystem
 from linnet.linear.preconditioner import frozen_curvature
 from linnet.linear.problem import Memory, Problem
@@ -225,7 +226,7 @@ class SketchedNetwork(Coordinates):
 def _kept(function: Functional, small: SketchedNetwork, x: Inputs) -> KeptTrace:
     """The trace of JᵀJ and of its part along the directions, for the network inside."""
     n, outputs = batch_size(x), function.check_runs(take(x, slice(0, 1))).numel()
-    curvature = frozen_curvature(function, x, "diagonal", _expectation(outputs))
+    curvature = frozen_curvature("diagonal", function, x, _expectation(outputs))
     diagonal, slices = curvature.diagonal().double() / n, function.space.slices
     bases = {basis.layer.name: basis for basis in small.bases}
     moved = {name for basis in bases.values() for name in basis.layer.names}
@@ -361,7 +362,7 @@ def sketched(lin: Linearized, x: Inputs, settings: Sketch, memory: Memory = None
         curvature = given
     else:
         structure = "diagonal" if given == "random" else given
-        curvature = frozen_curvature(function, take(x, chosen), structure, _expectation(outputs), memory)
+        curvature = frozen_curvature(structure, function, take(x, chosen), _expectation(outputs), memory)
     if given == "random":
         bases, scales = random_basis(curvature, settings.dim, settings.seed), None
     else:
@@ -446,9 +447,9 @@ class DeflatedInverse(LinearOperator):
         return self
 
 
-def sketch_preconditioner(
+def deflated(
     lin: Linearized, problem: Problem, settings: Sketch, ridge: float, memory: Memory = None
-) -> tuple[LinearOperator, Tensor]:
+) -> Shared:
     """A sketch as the preconditioner of conjugate gradients in all weights, and its solution as their start.
 
     Args:
@@ -459,7 +460,7 @@ def sketch_preconditioner(
         memory: Budget.
 
     Returns:
-        The operator (P x P) and δ (P,).
+        What conjugate gradients begin with.
 
     Source:
         The preconditioner of Rudi, Carratino and Rosasco 2017 (FALKON), with directions in place of samples.
@@ -468,5 +469,5 @@ def sketch_preconditioner(
     system = NormalSystem.solved(replace(problem, function=small.function, known=None), ridge, memory)
     network = small.model
     assert isinstance(network, SketchedNetwork)
-    space = lin.space
-    return DeflatedInverse(system, space), space.to_flat(network.displacement(system.delta))
+    start = lin.space.to_flat(network.displacement(system.delta))
+    return Shared(preconditioner=DeflatedInverse(system, lin.space), name="sketch", start=start)

@@ -14,7 +14,7 @@ from linnet.fitting.remarks import empty_remarks
 from linnet.fitting.softmax_fit import SoftmaxFit, steps_in_words
 from linnet.fitting.softmax_path import SoftmaxPath, as_path, point, softmax_grid, solutions
 from linnet.linalg.operator import LinearOperator
-from linnet.linear.primal import CGSettings
+from linnet.linear.iteration import CGSettings
 from linnet.linear.softmax_dual import SoftmaxDual
 from linnet.linear.softmax_loss import ClassLoss
 from linnet.linear.softmax_primal import SoftmaxPrimal

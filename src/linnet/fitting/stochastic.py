@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from linnet.linalg.operator import LinearOperator
-from linnet.linear.preconditioner import make_preconditioner
-from linnet.linear.primal import CGSettings, Primal, accepted
+from linnet.linear.iteration import CGSettings, accepted
+from linnet.linear.iterative import Iterative, Shared
+from linnet.linear.preconditioner import precondition
 from linnet.linear.problem import Memory, Problem
 from linnet.solvers.cg import relative_residual
 from linnet.solvers.solution import Solution, Status
@@ -33,19 +34,17 @@ def solve_stochastically(
     problem: Problem,
     ridge: float,
     settings: CGSettings,
-    start: Tensor | None = None,
-    operator: LinearOperator | None = None,
     memory: Memory = None,
-) -> Primal:
+    shared: Shared | None = None,
+) -> Iterative:
     """The equations of the fit, solved by stochastic gradients; later solves are by conjugate gradients.
 
     Args:
         problem: The data.
         ridge: ρ > 0.
         settings: Tolerance, most steps, and the preconditioner's name.
-        start: Where to start, (P,); by default at zero.
-        operator: Any approximation of (JᵀJ + ρI)⁻¹; by default the one that the settings name.
         memory: Budget of later solves.
+        shared: Any approximation of (JᵀJ + ρI)⁻¹; by default the one that the settings name.
 
     Returns:
         The solution, its residual computed again.
@@ -56,13 +55,13 @@ def solve_stochastically(
     Source:
         Achille et al., CVPR 2021, sections 3.3 and 4.
     """
-    jacobian = problem.jacobian
+    jacobian, operator = problem.jacobian, None if shared is None else shared.preconditioner
     if operator is None:
-        name, normal = settings.preconditioner, NormalOperator(jacobian)
-        operator = make_preconditioner(name, normal, problem.c, ridge, settings.rank)
-    found = _Descent(jacobian, problem.residual, ridge, operator).run(settings, start)
+        name = settings.preconditioner
+        operator = precondition(name, NormalOperator(jacobian), problem, ridge, settings.rank)
+    found = _Descent(jacobian, problem.residual, ridge, operator).run(settings)
     delta = accepted(found, "the linear fit by stochastic gradients")
-    system = Primal(problem, ridge, settings, delta, operator, memory)
+    system = Iterative(problem, ridge, settings, memory, Shared(preconditioner=operator, start=delta))
     system.steps += found.steps
     return system
 
@@ -88,11 +87,11 @@ class _Descent:
         self.preconditioner, self.n = preconditioner, len(residual)
         self.matrix = NormalOperator(jacobian).damped(ridge)
 
-    def run(self, settings: CGSettings, start: Tensor | None = None) -> Solution[Tensor]:
-        """δ from a start, or zero, an epoch after the other."""
+    def run(self, settings: CGSettings) -> Solution[Tensor]:
+        """δ from zero, an epoch after the other."""
         right = self.jacobian.T.mv(self.residual.reshape(-1))
         velocity, rate = torch.zeros_like(right), 1.0 / self._top(right)
-        delta = torch.zeros_like(right) if start is None else start.clone()
+        delta = torch.zeros_like(right)
         generator = torch.Generator().manual_seed(0)
         batch, steps, residual = min(BATCH, self.n), 0, 1.0 if bool(right.any()) else 0.0
         while settings.tolerance < residual < float("inf") and steps < settings.max_steps:

@@ -26,7 +26,7 @@ from linnet.fitting.fitted import more_data
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.remarks import after_change
 from linnet.linear.constrained_system import ConstrainedSystem
-from linnet.linear.primal import Primal
+from linnet.linear.iterative import Iterative
 from linnet.linear.system import System
 from linnet.solvers.shifted_cg import shifted_cg
 from linnet.tangent.batch import Inputs
@@ -266,7 +266,7 @@ def _curve(fit: LinearFit, validation: Any) -> _Curve:
         )
     if fit.system.factorized is fit.system and not isinstance(fit.system, ConstrainedSystem):
         return _EigenCurve(fit, x, targets, labels)
-    if not isinstance(fit.system, Primal):
+    if not isinstance(fit.system, Iterative):
         raise InputError(
             "the ridge of a primal fit with constraints",
             expected='a fit without constraints, or one with solver="dual"',
@@ -316,7 +316,7 @@ class _PrimalCurve:
     """By conjugate gradients: shifted for a grid, started from the last solution for single ridges."""
 
     def __init__(
-        self, fit: LinearFit, primal: Primal, x: Inputs, targets: Tensor, labels: Tensor | None
+        self, fit: LinearFit, primal: Iterative, x: Inputs, targets: Tensor, labels: Tensor | None
     ) -> None:
         self.primal, self.targets, self.labels, self.x = primal, targets, labels, x
         self.base = fit.predict(x).double() - self._along(primal.delta)
@@ -334,8 +334,9 @@ class _PrimalCurve:
     def many(self, ridges: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Outputs and ‖δ‖ from one Krylov space."""
         primal, settings = self.primal, self.primal.settings
-        right = primal.jacobian.T.mv(primal.residual.to(primal.function.dtype).reshape(-1))
-        found = shifted_cg(primal.normal, right, ridges, settings.tolerance, settings.max_steps)
+        found = shifted_cg(
+            primal.operator, primal.right[:, 0], ridges, settings.tolerance, settings.max_steps
+        )
         delta = found.value
         if found.residual > 100 * settings.tolerance:  # its recursions drift where steps are many
             found.require("the path of ridges by shifted conjugate gradients")
@@ -351,7 +352,7 @@ class _PrimalCurve:
         gap = outputs - self.targets
         return float(gap.square().sum(1).mean()), float(2 * ridge * (gap * slope).sum(1).mean()), outputs
 
-    def system(self, ridge: float) -> Primal:
+    def system(self, ridge: float) -> Iterative:
         """The solution at another ridge, from the last one."""
         if ridge != self.last.ridge:
             self.last = self.last.at(ridge)

@@ -12,7 +12,6 @@ derivative of the evidence itself is followed by L-BFGS, which also converges wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.laplace.posterior import Hyper, Posterior
 from linnet.laplace.prior import Groups
+from linnet.solvers.lbfgs import minimize
 
 LOWEST, HIGHEST = math.log(1e-10), math.log(1e14)  # of every hyper-parameter: some optima lie at infinity
 
@@ -134,47 +134,3 @@ def _fixed_point(posterior: Posterior, groups: Groups, start: Hyper, noise: bool
         at = Hyper(updated, at.scale, after)
         converged = float(changes.max()) < 1e-9
     return Tuned(at, float(posterior.log_evidence(groups, at)), count, converged)
-
-
-def minimize(
-    objective: Callable[[Tensor], tuple[float, Tensor]], start: Tensor, steps: int
-) -> tuple[Tensor, float, int, bool]:
-    """Minimize a smooth function by L-BFGS with a line search by the strong Wolfe conditions.
-
-    Args:
-        objective: From a point to its value and gradient.
-        start: The first point, float64.
-        steps: Most evaluations.
-
-    Returns:
-        The best point seen, its value, the number of evaluations, and whether the search came to rest.
-
-    Example:
-        >>> point, *_ = minimize(lambda x: (float((x**2).sum()), 2 * x), torch.ones(2).double(), 50)
-        >>> bool(point.abs().max() < 1e-6)
-        True
-    """
-    point = start.detach().clone().requires_grad_()
-    best: tuple[float, Tensor] = (math.inf, point.detach().clone())
-    count = 0
-
-    def closure() -> Tensor:
-        nonlocal best, count
-        count += 1
-        value, slope = objective(point.detach())
-        point.grad = slope.detach().clone()
-        if value < best[0]:
-            best = (value, point.detach().clone())
-        return torch.tensor(value, dtype=torch.float64)
-
-    optimizer = torch.optim.LBFGS(
-        [point],
-        max_iter=steps,
-        max_eval=steps,
-        tolerance_grad=1e-8,
-        tolerance_change=1e-12,
-        history_size=20,
-        line_search_fn="strong_wolfe",
-    )
-    optimizer.step(closure)
-    return best[1], best[0], count, count < steps

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.laplace.evidence import HIGHEST, LOWEST, Tuned, maximize_evidence, minimize
+from linnet.laplace.evidence import HIGHEST, LOWEST, Tuned, maximize_evidence
 from linnet.laplace.posterior import Hyper
 from linnet.laplace.scores import Scorer, grid_points
 from linnet.params import choice, integer, refuse, tensor
 from linnet.params import seed as checked_seed
+from linnet.solvers.lbfgs import minimize
 
 METHODS = ("evidence", "validation", "grid", "loo")
 PRIORS = 10.0 ** torch.linspace(-4, 4, 21, dtype=torch.float64)  # the grid, where none is given

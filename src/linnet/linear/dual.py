@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from linnet.linalg.factorize import cholesky, eigh
+from linnet.linear.evidence import at_best_noise
 
 # decades of the grid of ridges, relative to the kernel: below, a fit interpolates; above, it does not move
 LOWEST, HIGHEST = -7, 2
@@ -224,7 +225,8 @@ class DualSystem:
         every, n = self.residual.numel(), counted(self.kernel, self.residual)
         logdet = 2 * float(self.factor.diagonal().log().sum()) * (every // self.kernel.shape[0])
         logdet -= (every - n) * math.log(self.ridge)
-        return -0.5 * (n * (math.log(2 * math.pi * max(self.noise(), 1e-300) / self.ridge) + 1) + logdet)
+        ridge, noise, logdets = torch.tensor([self.ridge, self.noise(), logdet], dtype=torch.float64)
+        return float(at_best_noise(ridge, noise, n, logdets))
 
     def _rows(self, examples: Tensor) -> Tensor:
         """Rows of K that belong to some examples."""
@@ -358,7 +360,8 @@ class Spectrum:
         quadratic = float((weights[:, None] * coordinates**2).sum())
         noise = ridge * quadratic / n
         logdet = -copies * float(weights.log().sum()) - (every - n) * math.log(ridge)
-        evidence = -0.5 * (n * (math.log(2 * math.pi * max(noise, 1e-300) / ridge) + 1) + logdet)
+        point = torch.tensor([ridge, noise, logdet], dtype=torch.float64)
+        evidence = float(at_best_noise(point[0], point[1], n, point[2]))
         right = (
             float(((targets - loo).argmax(1) == targets.argmax(1)).double().mean()) if classes else math.nan
         )

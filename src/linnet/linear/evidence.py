@@ -118,6 +118,25 @@ class Measure:
         return math.exp(golden_section(loss, first, last, steps=45))
 
 
+def at_best_noise(ridge: Tensor, noise: Tensor, count: int, logdet: Tensor) -> Tensor:
+    """The log marginal likelihood where the noise is the best one of its ridge, s = q(ρ)/n.
+
+    −½ [n (log 2πs/ρ + 1) + log det(K̃ + ρI)], in units of the noise.
+
+    Args:
+        ridge: ρ, any shape.
+        noise: s at each.
+        count: n.
+        logdet: log det(K̃ + ρI) at each, over the n targets.
+
+    Returns:
+        One value a ridge.
+    """
+    # residuals that vanish leave no noise
+    level = 2 * math.pi * noise.clamp_min(1e-300) / ridge
+    return -0.5 * (count * (level.log() + 1) + logdet)
+
+
 def from_eigenvalues(values: Tensor, masses: Tensor, squared: float, count: int, log_noise: float) -> Measure:
     """The measure of a spectrum that is known.
 

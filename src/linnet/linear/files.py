@@ -12,10 +12,11 @@ from linnet.files import as_path, load_tensors, save_tensors
 from linnet.linear.constrained_system import ConstrainedSystem
 from linnet.linear.constraints import Constraints, constraint_tensors, constraints_from
 from linnet.linear.dual import DualSystem
-from linnet.linear.iterative import Iteration, Iterative, Panel, Shared
+from linnet.linear.iteration import CGSettings
+from linnet.linear.iterative import Iterative, Shared
 from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.lanczos import Iteration, Panel
 from linnet.linear.normal_system import NormalSystem
-from linnet.linear.primal import CGSettings, Primal
 from linnet.linear.problem import Memory, Problem
 from linnet.linear.softmax_dual import SoftmaxDual
 from linnet.linear.softmax_loss import ClassLoss
@@ -57,7 +58,7 @@ def restored_system(
         problem: The data.
         state: Tensors, among others, and JSON.
         memory: Budget of what is computed later.
-        iteration: Settings of an ``Iterative``.
+        iteration: Settings of a Gaussian process by iterations.
 
     Returns:
         The system.
@@ -74,17 +75,16 @@ def restored_system(
         system = NormalSystem(problem, (tensors["normal"], tensors["right"]), ridge, memory, work)
     elif kind == "cg":
         settings = CGSettings(**how["settings"])
-        system = Primal(problem, ridge, settings, tensors["solution"], None, memory)
+        system = Iterative(problem, ridge, settings, memory, Shared(start=tensors["solution"]))
     else:
         assert iteration is not None
         found = how["panel"]
         panel = found and Panel(tensors["columns"], tensors["values"], found["primal"], found["left_out"])
         status, residual = Status[how["status"]], how["residual"]
         solution = Solution(tensors["solution"], status, how["steps"], residual)
-        shared = Shared(panel=panel, solution=solution)
-        if how["preconditioner"] == "none":
-            shared.name = "none"
-        system = Iterative(problem, ridge, how["space"], iteration, memory, shared)
+        shared = Shared(name=how["preconditioner"], panel=panel, solution=solution)
+        settings = iteration.settings(len(solution.value))
+        system = Iterative(problem, ridge, settings, memory, shared, how["space"], iteration)
         system.work = work
     return system if held is None else ConstrainedSystem(system, held, memory)
 
@@ -131,14 +131,14 @@ def _solved(system: System) -> State:
         return {"kernel": system.dual.kernel, "beta": system.dual.beta}, {"kind": "kernel"}
     if isinstance(system, NormalSystem):
         return {"normal": system.normal, "right": system.right}, {"kind": "normal"}
-    if isinstance(system, Primal):
-        return {"solution": system.delta}, {"kind": "cg", "settings": asdict(system.settings)}
     assert isinstance(system, Iterative)
+    if system.krylov is None:
+        return {"solution": system.delta}, {"kind": "cg", "settings": asdict(system.settings)}
     solution, panel = system.solution, system.shared.panel
     how: dict[str, Any] = {
         "kind": "iterative",
         "space": system.space,
-        "preconditioner": system.shared.name,
+        "preconditioner": system.settings.preconditioner,
         "status": solution.status.name,
         "steps": solution.steps,
         "residual": solution.residual,

@@ -9,7 +9,6 @@ J̃ᵀJ̃ = V diag(λ) Vᵀ, c = Vᵀ J̃ᵀr̃ and Z = J̃V every ridge follows
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import cached_property
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from linnet.linalg.factorize import cholesky, eigh
 from linnet.linear.dual import Along, RidgePath, ridge_grid_of
-from linnet.linear.evidence import Measure, by_primal, from_eigenvalues
+from linnet.linear.evidence import Measure, at_best_noise, by_primal, from_eigenvalues
 from linnet.linear.formed_rows import FormedRows
 from linnet.linear.kernel_system import KernelSystem, kernel_fits
 from linnet.linear.problem import Memory, Problem
@@ -222,7 +221,7 @@ class NormalSystem(System):
         logdet = (values + grid[:, None]).log().sum(1) + (count - len(values)) * grid.log()
         degrees = (values * inverse).sum(1)
         noise = grid * quadratic / count
-        evidence = -0.5 * (count * ((2 * math.pi * noise.clamp_min(1e-300) / grid).log() + 1) + logdet)
+        evidence = at_best_noise(grid, noise, count, logdet)
         error, left, right = torch.zeros_like(grid), torch.zeros_like(grid), torch.zeros_like(grid)
         eye = torch.eye(self.c, dtype=values.dtype, device=values.device)
         solutions = (inverse * coordinates).T  # (P, R)

@@ -1,4 +1,4 @@
-"""K̃ and J̃ᵀJ̃ of a linear model as operators, and their preconditioners."""
+"""K̃ and J̃ᵀJ̃ of a linear model as operators."""
 
 from __future__ import annotations
 
@@ -8,24 +8,12 @@ from torch import Tensor
 from linnet.curvatures.ggn import GaussNewtonOperator, SummedOperator
 from linnet.curvatures.stream import Batches
 from linnet.likelihoods.gaussian import Gaussian
-from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.operator import LinearOperator
-from linnet.linalg.random import make_generator
 from linnet.linalg.structured import Dense
 from linnet.linear.differences import BatchedDifferences
-from linnet.linear.preconditioner import make_preconditioner
 from linnet.linear.problem import Memory, Problem, whitened, whitened_inputs
-from linnet.solvers.nystrom import nystrom_preconditioner
-from linnet.solvers.pivoted_cholesky import pivoted_cholesky
-from linnet.tangent.batch import take
-from linnet.tangent.gram import gram, own_kernels
-from linnet.tangent.jacobian import JacobianOperator, NormalOperator
-
-PRECONDITIONERS = {
-    "function": ("auto", "none", "pivoted-cholesky", "nystrom"),
-    "parameter": ("auto", "none", "nystrom", "ekfac", "kfac", "diagonal"),
-}
-RANK = 100  # of pivoted Cholesky and Nyström
+from linnet.tangent.gram import gram
+from linnet.tangent.jacobian import NormalOperator
 
 
 class KernelOperator(LinearOperator):
@@ -72,7 +60,9 @@ def stored_kernel(problem: Problem, memory: Memory) -> Dense:
     return Dense(problem.weighed(problem.weighed(kernel).T), name="tangent kernel")
 
 
-def fisher(problem: Problem, derivative: str, memory: Memory = None) -> SummedOperator:
+def fisher(
+    problem: Problem, derivative: str = "exact", memory: Memory = None
+) -> SummedOperator | NormalOperator:
     """The Fisher matrix J̃ᵀJ̃ = Σ_i J_iᵀ J_i / σ_i² of the observed outputs, one pass over the data a product.
 
     Args:
@@ -84,6 +74,8 @@ def fisher(problem: Problem, derivative: str, memory: Memory = None) -> SummedOp
     Returns:
         The operator (P x P).
     """
+    if problem.weights is None and derivative == "exact":
+        return NormalOperator(problem.jacobian)
     function = problem.function
     zeros = torch.zeros(problem.n, problem.c, dtype=function.dtype, device=function.device)
     batches = Batches((whitened_inputs(problem), zeros), function.device)
@@ -93,51 +85,3 @@ def fisher(problem: Problem, derivative: str, memory: Memory = None) -> SummedOp
         found.memory = memory
         return found
     return GaussNewtonOperator(network, batches, Gaussian(variance=1.0))
-
-
-def precondition(
-    name: str, operator: LinearOperator, problem: Problem, ridge: float, rank: int, seed: int
-) -> LinearOperator | None:
-    """An approximation of (A + ρI)⁻¹, up to a factor.
-
-    Args:
-        name: One of ``PRECONDITIONERS`` other than "auto".
-        operator: A, one of the two matrices.
-        problem: The data.
-        ridge: ρ.
-        rank: Of pivoted Cholesky and Nyström; 0 for the usual one.
-        seed: Of Nyström.
-
-    Returns:
-        The operator, ``None`` for none.
-    """
-    rank = min(rank or RANK, operator.shape[0])
-    if name == "none":
-        return None
-    if name == "nystrom":
-        return nystrom_preconditioner(operator, ridge, rank, make_generator(seed))
-    if name == "pivoted-cholesky":
-        factor = _partial_factor(operator, problem, rank).to(operator.dtype)
-        return LowRankMatrix.from_factor(factor, diagonal=ridge, name="pivoted Cholesky + ridge").inverse()
-    jacobian = JacobianOperator(whitened(problem.function), whitened_inputs(problem), problem.c)
-    return make_preconditioner(name, NormalOperator(jacobian), problem.c, ridge)
-
-
-def _partial_factor(operator: LinearOperator, problem: Problem, rank: int) -> Tensor:
-    """L with L Lᵀ ≈ K̃."""
-    if isinstance(operator, Dense):
-        matrix = operator.matrix
-        return pivoted_cholesky(matrix.diagonal().clamp_min(0), lambda i: matrix[i], rank)
-    function, x, c = problem.function, problem.x, problem.c
-    diagonal = own_kernels(function, x).diagonal(dim1=1, dim2=2).reshape(-1, 1).double()
-    diagonal = problem.weighed(problem.weighed(diagonal))[:, 0]
-    rows: dict[int, Tensor] = {}
-
-    def row(i: int) -> Tensor:
-        example, output = divmod(i, c)
-        if example not in rows:
-            one = gram(function, take(x, slice(example, example + 1)), x, form="full")[0].reshape(c, -1)
-            rows[example] = problem.weighed(problem.weighed(one.T.double()).T, example).T
-        return rows[example][:, output]
-
-    return pivoted_cholesky(diagonal.clamp_min(0), row, rank)

@@ -1,6 +1,7 @@
-"""Preconditioners of the linear fit by conjugate gradients, (JᵀJ + ρI) δ = Jᵀr.
+"""Preconditioners of a linear model by conjugate gradients, (JᵀJ + ρI) δ = Jᵀr or (K + ρI) β = r.
 
-    "nystrom"                        the largest eigenvalues of JᵀJ, from its product with random vectors
+    "nystrom"                        the largest eigenvalues of JᵀJ or K, from its product with random vectors
+    "pivoted-cholesky"               some columns of K, chosen by what is left of its diagonal
     "ekfac", "kfac", "diagonal"      (G̃ + τI)⁻¹ with G̃ ≈ JᵀJ the curvature of the frozen network under a
                                      Gaussian likelihood of variance 1, and τ = ρ + tr G̃ / P
 
@@ -22,14 +23,21 @@ from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
+from linnet.likelihoods.likelihood import Likelihood
+from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.operator import LinearOperator
-from linnet.linear.problem import Memory
+from linnet.linalg.random import make_generator
+from linnet.linalg.structured import Dense
+from linnet.linear.problem import Problem
 from linnet.solvers.nystrom import nystrom_preconditioner
+from linnet.solvers.pivoted_cholesky import pivoted_cholesky
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.functional import Functional
-from linnet.tangent.jacobian import NormalOperator
+from linnet.tangent.gram import gram, own_kernels
+from linnet.tangent.jacobian import JacobianOperator
 
 NAMES = ("auto", "none", "nystrom", "ekfac", "kfac", "diagonal")
+PRECONDITIONERS = {"function": ("auto", "none", "pivoted-cholesky", "nystrom"), "parameter": NAMES}
 RANK = 50  # of Nyström, where none is requested
 TRIAL = RANK // 2  # steps without a preconditioner, before one is made that costs as much as RANK steps
 FEW = 2 * RANK  # unknowns up to which conjugate gradients end soon anyway
@@ -81,72 +89,143 @@ def preconditioner_bytes(function: Functional, x: Inputs, name: str, rank: int) 
     return numbers * max(4, function.dtype.itemsize)
 
 
-def make_preconditioner(
-    name: str, normal: NormalOperator, outputs: int, ridge: float, rank: int = 0, lifted: bool = True
+def precondition(
+    name: str, operator: LinearOperator, problem: Problem, ridge: float, rank: int = 0, seed: int = 0
 ) -> LinearOperator | None:
-    """An approximation of (JᵀJ + ρI)⁻¹, up to a factor.
+    """An approximation of (A + ρI)⁻¹, up to a factor.
 
     Args:
-        name: ``"none"``, ``"nystrom"``, ``"ekfac"``, ``"kfac"`` or ``"diagonal"``.
-        normal: JᵀJ.
-        outputs: C.
+        name: ``"none"``, ``"nystrom"``, ``"pivoted-cholesky"`` of K̃, or a curvature in place of J̃ᵀJ̃.
+        operator: A, K̃ or J̃ᵀJ̃.
+        problem: The data.
         ridge: ρ.
-        rank: Rank of Nyström; 0 for the usual one.
-        lifted: Whether a curvature is damped by τ; ``False`` for ρ alone, the inverse that it stands for.
+        rank: Of pivoted Cholesky and Nyström; 0 for the usual one.
+        seed: Of Nyström.
 
     Returns:
-        The operator (P x P), ``None`` for none.
+        The operator, ``None`` for none.
 
     Source:
-        George et al. 2018 (EKFAC); Frangella, Tropp and Udell 2023 (Nyström).
+        George et al. 2018 (EKFAC); Frangella, Tropp and Udell 2023 (Nyström); Gardner et al. 2018 (pivoted
+        Cholesky).
     """
-    jacobian = normal.jacobian
-    function, p = jacobian.function, jacobian.shape[1]
     if name == "none":
         return None
+    rank = rank or min(RANK, *problem.jacobian.shape)
     if name == "nystrom":
-        generator = torch.Generator(device=function.device).manual_seed(0)
-        return nystrom_preconditioner(normal, ridge, rank or min(RANK, *jacobian.shape), generator)
-    curvature = frozen_curvature(function, jacobian.x, name, Expectation(Gaussian(variance=1.0)))
-    # τ = ρ + tr G̃ / P
-    tau = ridge + float(curvature.trace()) / p if lifted else ridge
-    return Cast(curvature.damped(tau).inverse(), function.dtype)
+        return nystrom_preconditioner(operator, ridge, rank, make_generator(seed))
+    if name == "pivoted-cholesky":
+        factor = _partial_factor(operator, problem, rank).to(operator.dtype)
+        return LowRankMatrix.from_factor(factor, diagonal=ridge, name="pivoted Cholesky + ridge").inverse()
+    return CurvatureInverse.of(name, problem.scaled_jacobian, ridge)
 
 
-def frozen_curvature(
-    function: Functional, x: Inputs, structure: str, expectation: Expectation, memory: Memory = None
-) -> Curvature:
-    """G̃ ≈ JᵀJ of the frozen network, which takes no targets.
+class CurvatureInverse(LinearOperator):
+    """(G̃ + τI)⁻¹ with τ = ρ + tr G̃ / P, for vectors of the network's type.
 
     Args:
-        function: The network.
-        x: N examples.
-        structure: "diagonal", "kfac" or "ekfac".
-        expectation: Of a Gaussian likelihood.
-        memory: Budget.
-
-    Returns:
-        The curvature.
+        curvature: G̃.
+        ridge: ρ.
+        dtype: Type of the vectors.
+        lifted: Whether G̃ is damped by τ; ``False`` for ρ alone, the inverse that it stands for.
     """
-    own = function.check_runs(take(x, slice(0, 1))).shape[1:]
-    zeros = torch.zeros(batch_size(x), *own, dtype=function.dtype, device=function.device)
-    batches = Batches((x, zeros), function.device)
-    (found,) = by_structure(function, batches, Request(expectation, memory=memory), [(structure, structure)])
-    return found
 
+    def __init__(self, curvature: Curvature, ridge: float, dtype: torch.dtype, lifted: bool = True) -> None:
+        self.curvature, self.dtype, self.lifted = curvature, dtype, lifted
+        tau = ridge + float(curvature.trace()) / curvature.shape[0] if lifted else ridge
+        self.inverse: LinearOperator = curvature.damped(tau).inverse()
+        self.shape, self.device, self.space = curvature.shape, curvature.device, curvature.space
 
-class Cast(LinearOperator):
-    """A symmetric operator for vectors of another type."""
+    @classmethod
+    def of(cls, name: str, jacobian: JacobianOperator, ridge: float, lifted: bool = True) -> CurvatureInverse:
+        """Of the curvature of a network under a Gaussian likelihood of variance 1, which stands for JᵀJ.
 
-    def __init__(self, operator: LinearOperator, dtype: torch.dtype) -> None:
-        self.operator, self.dtype = operator, dtype
-        self.shape, self.device, self.space = operator.shape, operator.device, operator.space
+        Args:
+            name: ``"ekfac"``, ``"kfac"`` or ``"diagonal"``.
+            jacobian: J.
+            ridge: ρ.
+            lifted: Whether the curvature is damped by τ.
+
+        Returns:
+            The operator (P x P).
+        """
+        function = jacobian.function
+        return cls(frozen_curvature(name, function, jacobian.x), ridge, function.dtype, lifted)
+
+    def at(self, ridge: float) -> CurvatureInverse:
+        """At another ρ, the curvature not computed again."""
+        return CurvatureInverse(self.curvature, ridge, self.dtype, self.lifted)
 
     def mm(self, v: Tensor) -> Tensor:
-        """The product, in the operator's own type."""
-        return self.operator.mm(v.to(self.operator.dtype)).to(self.dtype)
+        """The product, in the curvature's own type."""
+        return self.inverse.mm(v.to(self.inverse.dtype)).to(self.dtype)
 
     @property
     def T(self) -> LinearOperator:
         """Itself."""
         return self
+
+
+def frozen_curvature(
+    name: str,
+    function: Functional,
+    x: Inputs,
+    expectation: Expectation | None = None,
+    memory: str | int | None = None,
+) -> Curvature:
+    """G̃ ≈ JᵀJ of a network in one pass over some inputs: its curvature under a Gaussian likelihood.
+
+    Args:
+        name: Its structure.
+        function: The network.
+        x: Inputs, N examples.
+        expectation: Of a Gaussian likelihood of variance 1; all outputs by default.
+        memory: Budget.
+
+    Returns:
+        G̃ (P x P).
+    """
+    own = function.check_runs(take(x, slice(0, 1))).shape[1:]
+    y = torch.zeros(batch_size(x), *own, dtype=function.dtype, device=function.device)
+    request = Request(expectation or Expectation(Gaussian(variance=1.0)), memory=memory)
+    (curvature,) = by_structure(function, Batches((x, y), function.device), request, [(name, name)])
+    return curvature
+
+
+def curvature_of(
+    name: str, function: Functional, data: tuple[Inputs, Tensor], likelihood: Likelihood
+) -> Curvature:
+    """The curvature of a network in one pass over some data.
+
+    Args:
+        name: Its structure.
+        function: The network.
+        data: Inputs and targets.
+        likelihood: What the outputs mean.
+
+    Returns:
+        G̃ (P x P).
+    """
+    batches = Batches(data, function.device)
+    (curvature,) = by_structure(function, batches, Request(Expectation(likelihood)), [(name, name)])
+    return curvature
+
+
+def _partial_factor(operator: LinearOperator, problem: Problem, rank: int) -> Tensor:
+    """L with L Lᵀ ≈ K̃."""
+    if isinstance(operator, Dense):
+        matrix = operator.matrix
+        return pivoted_cholesky(matrix.diagonal().clamp_min(0), lambda i: matrix[i], rank)
+    function, x, c = problem.function, problem.x, problem.c
+    diagonal = own_kernels(function, x).diagonal(dim1=1, dim2=2).reshape(-1, 1).double()
+    diagonal = problem.weighed(problem.weighed(diagonal))[:, 0]
+    rows: dict[int, Tensor] = {}
+
+    def row(i: int) -> Tensor:
+        example, output = divmod(i, c)
+        if example not in rows:
+            one = gram(function, take(x, slice(example, example + 1)), x, form="full")[0].reshape(c, -1)
+            rows[example] = problem.weighed(problem.weighed(one.T.double()).T, example).T
+        return rows[example][:, output]
+
+    return pivoted_cholesky(diagonal.clamp_min(0), row, rank)

@@ -9,14 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet.curvatures.engine import Request, by_structure
-from linnet.curvatures.expectation import Expectation
-from linnet.curvatures.stream import Batches
 from linnet.linalg.operator import LinearOperator
+from linnet.linear.iteration import CGSettings, solve_columns
 from linnet.linear.label_problem import LabelProblem
 from linnet.linear.newton import FORCING, STEPS, Direction, NewtonMethod
-from linnet.linear.preconditioner import FEW, RANK, TRIAL, Cast
-from linnet.linear.primal import CGSettings, solve_columns
+from linnet.linear.preconditioner import FEW, RANK, TRIAL, CurvatureInverse, curvature_of
 from linnet.solvers.nystrom import nystrom_preconditioner
 
 
@@ -133,16 +130,11 @@ class PrimalNewton(NewtonMethod):
         function = problem.function
         if name == "nystrom":
             rank = self.settings.rank or min(RANK, *problem.jacobian.shape)
-            generator = torch.Generator(device=function.device).manual_seed(0)
             matrix = problem.hessian(self.outputs)
-            self.preconditioner = nystrom_preconditioner(matrix, self.ridge, rank, generator)
+            self.preconditioner = nystrom_preconditioner(matrix, self.ridge, rank, 0)
             return
         y = problem.y
         if y.shape == problem.base.shape:
             y = y.to(function.dtype).view(-1, *function.output_shape(problem.x))
-        batches = Batches((problem.x, y), function.device)
-        request = Request(Expectation(problem.likelihood))
-        (curvature,) = by_structure(function, batches, request, [(name, name)])
-        # τ = ρ + tr G̃ / P
-        tau = self.ridge + float(curvature.trace()) / function.space.dim
-        self.preconditioner = Cast(curvature.damped(tau).inverse(), function.dtype)
+        curvature = curvature_of(name, function, (problem.x, y), problem.likelihood)
+        self.preconditioner = CurvatureInverse(curvature, self.ridge, function.dtype)

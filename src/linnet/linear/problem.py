@@ -78,6 +78,13 @@ class Problem:
         """J over the examples, without w."""
         return JacobianOperator(self.function, self.x, self.c)
 
+    @cached_property
+    def scaled_jacobian(self) -> JacobianOperator:
+        """J̃ as the Jacobian of a network of its own."""
+        if self.weights is None:
+            return self.jacobian
+        return JacobianOperator(whitened(self.function), whitened_inputs(self), self.c)
+
     def weighed(self, values: Tensor, start: int = 0) -> Tensor:
         """W ∘ v for columns v of outputs of consecutive examples.
 

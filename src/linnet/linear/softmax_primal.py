@@ -10,13 +10,9 @@ from torch import Tensor
 
 from linnet.errors import NumericalError
 from linnet.linalg.operator import LinearOperator
+from linnet.linear.iteration import STAGNATED, CGSettings, accepted
 from linnet.linear.kernel_system import kernel_fits
 from linnet.linear.label_problem import LabelProblem
-from linnet.linear.primal import (
-    STAGNATED,
-    CGSettings,
-    accepted,
-)
 from linnet.linear.primal_newton import PrimalNewton
 from linnet.linear.softmax_dual import STALLED, SoftmaxDual, one_newton_step
 from linnet.linear.softmax_loss import ClassLoss

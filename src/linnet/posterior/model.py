@@ -14,8 +14,8 @@ from torch import Tensor
 from linnet.errors import NumericalError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.likelihoods.probabilities import warn_of_probabilities
+from linnet.linear.iteration import CGSettings
 from linnet.linear.label_problem import LabelProblem
-from linnet.linear.primal import CGSettings
 from linnet.linear.primal_newton import PrimalNewton
 from linnet.tangent.batch import Inputs, batch_size, map_tensors, split
 from linnet.tangent.functional import Functional

@@ -12,7 +12,7 @@ generalization?", NeurIPS 2021.
 from __future__ import annotations
 
 from linnet.spectrum.alignment import alignment, kernel_norm_bound
-from linnet.spectrum.anisotropy import AnisotropyDirections, anisotropy_directions, separable_data
+from linnet.spectrum.anisotropy import AnisotropyDirections, anisotropy_directions
 from linnet.spectrum.eigenfunctions import (
     Eigenfunctions,
     EigenfunctionTargets,
@@ -57,7 +57,6 @@ __all__ = [
     "KernelNote",
     "anisotropy_directions",
     "AnisotropyDirections",
-    "separable_data",
     "task_linearity",
     "TaskLinearity",
     "LabelEnergy",

@@ -18,12 +18,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 from linnet.errors import InputError, ModelError
 from linnet.linalg.operator import LinearOperator
-from linnet.linalg.random import Seed, make_generator, normal, signs
-from linnet.params import choice, integer, number, refuse, tensor
+from linnet.linalg.random import Seed, normal
 from linnet.solvers.lanczos import eigenpairs
 from linnet.spectrum.kernel_matrix import KERNELS, tangent_of
 from linnet.tangent.batch import EMPTY, check_finite, require_dense, split
@@ -171,55 +169,6 @@ def anisotropy_directions(
     copies = [mixed.outputs] if form == "full" and mixed.outputs > 1 else []
     shaped = directions.reshape(k, *copies, *points.shape[1:])
     return AnisotropyDirections(values, shaped, solution.residual, mismatch)
-
-
-def separable_data(
-    u: Tensor, n: int, epsilon: float = 1.0, sigma: float = 1.0, *, labels: str = "signs", seed: Seed = None
-) -> TensorDataset:
-    """The linearly separable data set D(u): x = ε y u + w with w ~ N(0, σ (I − uuᵀ)) and y = ±1.
-
-    Only the direction u tells the classes apart; how well a network generalizes on D(u) shows how its
-    inductive bias ranks u.
-
-    Args:
-        u: The direction, of the shape of an input; it is normalized here.
-        n: Number of samples.
-        epsilon: ε, half the distance of the classes; 1 in Ortiz-Jimenez et al.
-        sigma: σ, the variance of the noise in all other directions; 1 in Ortiz-Jimenez et al.
-        labels: ``"signs"`` for float −1 and 1, ``"classes"`` for integers 0 and 1.
-        seed: Generator or seed.
-
-    Returns:
-        A data set of x (n, *input shape) and y (n,).
-
-    Raises:
-        InputError: If an argument is out of range.
-
-    Source:
-        Ortiz-Jimenez, Moosavi-Dezfooli, Frossard, NeurIPS 2021, supplement C.1, eq. (1).
-
-    Example:
-        >>> x, y = separable_data(torch.tensor([0.0, 2.0]), 4, seed=0).tensors
-        >>> torch.equal(x[:, 1], y)
-        True
-    """
-    expected = "a finite float tensor: a direction of the shape of an input"
-    tensor("u", u, expected, "pass u.float()", convert=False)
-    if not u.is_floating_point() or not u.numel() or not u.ndim or not bool(u.isfinite().all()):
-        refuse("u", u, expected, "pass u.float()")
-    if float(u.norm()) == 0:
-        raise InputError("u is zero", "a direction", "pass one of AnisotropyDirections.directions")
-    integer("n", n, remedy="pass n=10_000 for the published size")
-    number("epsilon", epsilon, above=0, remedy="leave epsilon= out")
-    sigma = number("sigma", sigma, least=0)
-    choice("labels", labels, ("signs", "classes"), "leave labels= out for signs")
-    seed = make_generator(seed)
-    flat = (u / u.norm()).reshape(-1)
-    y = signs((n,), seed, u.dtype, u.device)
-    noise = normal((n, flat.numel()), seed, u.dtype, u.device)
-    w = sigma**0.5 * (noise - (noise @ flat)[:, None] * flat)  # covariance σ (I − uuᵀ)
-    x = epsilon * y[:, None] * flat + w
-    return TensorDataset(x.reshape(n, *u.shape), (y > 0).long() if labels == "classes" else y)
 
 
 class MixedDerivative(LinearOperator):

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from linnet.errors import InputError
-from linnet.linear.iterative import Iteration
-from linnet.linear.operators import PRECONDITIONERS
+from linnet.linear.lanczos import Iteration
+from linnet.linear.preconditioner import PRECONDITIONERS
 from linnet.memory import parse_bytes
 from linnet.params import integer, number
 from linnet.tangent.functional import OutputAdapter, check_output

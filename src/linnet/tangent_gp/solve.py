@@ -35,10 +35,16 @@ def solve(problem: Problem, ridge: float, options: Options, before: System | Non
         kind = KernelSystem if way.space == "function" else NormalSystem
         return plan, kind.solved(problem, ridge, options.memory, before)
     space = "stored" if way.stored else way.space
-    shared = Shared()
-    if isinstance(before, Iterative) and before.space == space == "parameter":
-        shared.preconditioner, shared.name = before.shared.preconditioner, before.shared.name
-    return plan, Iterative(problem, ridge, space, options.iteration, options.memory, shared)
+    shared, how = Shared(), options.iteration
+    if (
+        isinstance(before, Iterative)
+        and before.space == space == "parameter"
+        and before.shared.preconditioner is not None
+    ):
+        shared = Shared(preconditioner=before.shared.preconditioner, name=before.settings.preconditioner)
+    unknowns = problem.function.space.dim if space == "parameter" else problem.n * problem.c
+    settings = how.settings(unknowns)
+    return plan, Iterative(problem, ridge, settings, options.memory, shared, space, how)
 
 
 def planned(problem: Problem, options: Options) -> GPPlan:
@@ -79,7 +85,7 @@ def describe(plan: GPPlan, system: System, options: Options) -> dict[str, Any]:
         "variance": "exact",
     }
     if isinstance(system, Iterative):
-        found["preconditioner"] = system.shared.name
+        found["preconditioner"] = system.settings.preconditioner
         found["variance"] = options.iteration.variance
         panel = system.shared.panel
         if panel is not None:

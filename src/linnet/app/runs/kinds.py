@@ -9,7 +9,7 @@ from torch import Tensor
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linear.dual import DualSystem
-from linnet.linear.primal import Primal
+from linnet.linear.iterative import Iterative
 from linnet.linear.softmax_dual import SoftmaxDual
 from linnet.linear.system import System
 from linnet.linear.targets import OneHot
@@ -96,7 +96,7 @@ def solved_anew(fit: Fit) -> Tensor | None:
             SoftmaxDual(system.kernel, system.base, system.loss, fit.ridge).outputs - system.outputs
         ).flatten()
     dual = dual_of(fit)
-    if dual is None or isinstance(system, Primal):
+    if dual is None or isinstance(system, Iterative):
         return None
     anew = DualSystem(dual.kernel, dual.residual, fit.ridge)
     # outputs on the training samples are f₀ + Kβ
@@ -124,7 +124,7 @@ def kernel_and_residual(fit: Fit) -> tuple[Tensor, Tensor] | None:
     system = fit.system
     if isinstance(system, SoftmaxDual):
         return system.kernel, -system.loss.gradient(system.base)
-    dual = None if isinstance(system, Primal) else dual_of(fit)
+    dual = None if isinstance(system, Iterative) else dual_of(fit)
     return None if dual is None else (dual.kernel, dual.residual)
 
 
