@@ -148,7 +148,7 @@ def monte_carlo(mean: Tensor, covariance: Tensor, draws: int = 20_000) -> Tensor
         ("mc", 5.0, 0.03, 0.006),
     ],
 )
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_class_probabilities_agree_with_monte_carlo(
     link: str, size: float, largest: float, average: float
 ) -> None:
@@ -295,7 +295,7 @@ def test_heteroscedastic_noise_is_the_expected_one() -> None:
 
 @pytest.mark.parametrize("structure", ["kfac", "full", "diagonal", "low-rank", "ekfac"])
 @pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_gradient_of_mean_and_covariance_in_x(structure: str, joint: bool) -> None:
     la, *_ = fitted(structure, prior_precision=0.4)
     x = real(3, 3, seed=8).requires_grad_()
