@@ -14,7 +14,7 @@ from tests.curvatures.curvature_oracles import Problem
 from tests.curvatures.side_by_side import curvature_of
 from tests.zoo import assert_near, case
 
-DRAWS = 150
+DRAWS = 80
 STRUCTURES = ("kfac", "diagonal", "block", "full")
 
 
