@@ -11,7 +11,7 @@ import builtins
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -406,16 +406,22 @@ def unseeded_draws(source: Source) -> list[str]:
         module, _, function = name.rpartition(".")
         if module not in RANDOM_MODULES:
             continue
-        seeded = "generator" in keywords or (owner is not None and "manual_seed(" in ast.unparse(owner))
+        seeded = "generator" in keywords or (owner is not None and _seeds(owner))
         if function in DRAWS and not seeded:
             if owner is None:
                 breaches.append(f"{source.name}:{node.lineno} {name} draws while tests are collected")
             elif _is_shared_fixture(owner):
                 breaches.append(f"{source.name}:{node.lineno} {name} draws in a fixture shared by tests")
         unseeded = not node.args and not keywords - {"device"}
-        if function in SEEDABLE and unseeded and "manual_seed(" not in ast.unparse(owner or source.tree):
+        if function in SEEDABLE and unseeded and not _seeds(owner or source.tree):
             breaches.append(f"{source.name}:{node.lineno} {name} has no seed")
     return breaches
+
+
+@cache
+def _seeds(node: ast.AST) -> bool:
+    """Whether a seed is set anywhere in it."""
+    return "manual_seed(" in ast.unparse(node)
 
 
 def _calls(node: ast.AST, owner: Function | None) -> Iterator[tuple[Function | None, ast.Call]]:

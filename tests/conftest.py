@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import zlib
@@ -13,11 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+pytest_plugins = ("tests.budget",)
+
 hypothesis.settings.register_profile(
     "linnet", derandomize=True, database=None, deadline=None, max_examples=25, print_blob=True
 )
 hypothesis.settings.load_profile("linnet")
 torch.manual_seed(0)  # modules built while tests are collected
+gc.disable()  # until they are: a quarter of the time of collecting went into looking through what stays
 
 ROOT = Path(__file__).resolve().parents[1]
 MISSING_DATA = pytest.StashKey[dict[str, str]]()
@@ -56,6 +60,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
         for item in cases[kept:]:
             item.add_marker(pytest.mark.long)
+
+
+def pytest_collection_finish() -> None:
+    """Collects garbage from now on, but not among what was made so far, the tests and modules, which stay."""
+    gc.enable()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

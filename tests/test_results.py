@@ -78,18 +78,21 @@ def texts(values: Sequence[float]) -> set[str]:
     return printed(statistics.fmean(values), error)
 
 
+@cache
 def printed(mean: float, error: float | None) -> set[str]:
     """A number, with its error if it has one, in all ways that tables print them."""
     found = set()
-    for (scale, shift), form in itertools.product(SCALES, FORMATS):
-        value = scale * mean + shift
+    for scale, shift in SCALES:
+        value, spread = scale * mean + shift, abs(scale) * (error or 0.0)
         # a number half-way between two may have been rounded either way
-        for text in {format(value * (1 + nudge), form) for nudge in (-1e-12, 1e-12)}:
-            found.add(text)
+        below, above = value * (1 - 1e-12), value * (1 + 1e-12)
+        for form in FORMATS:
+            written = {format(below, form), format(above, form)}
+            found |= written
             if error is not None:
                 ends = {form, ".0e"} if form.endswith("e") else {form}
-                spread = abs(scale) * error
-                found |= {f"{text} ± {spread * (1 + n):{end}}" for end in ends for n in (-1e-12, 1e-12)}
+                spreads = {format(spread * (1 + n), end) for end in ends for n in (-1e-12, 1e-12)}
+                found |= {f"{text} ± {end}" for text in written for end in spreads}
     return found
 
 

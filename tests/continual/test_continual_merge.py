@@ -23,7 +23,7 @@ STRUCTURES = ("kfac", "ekfac", "diagonal", "block", "full", "low-rank", "kfra")
 
 @pytest.mark.parametrize("merge", MERGES)
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_equal_tasks_count_once_each(structure: str, merge: str, float64: torch.dtype) -> None:
     net, task, tasks = small_network(), small_task(0), 4
     method = OnlineLaplace(net, Categorical(), structure, merge=merge, prior_precision=0.0, strength=2.0)

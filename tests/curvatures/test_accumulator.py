@@ -59,7 +59,7 @@ def once(data: tuple[Tensor, Tensor], structure: Any, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_constant_batches_have_no_bias(structure: str, decay: float) -> None:
     """From the first step on, whatever the decay: the same curvature for each example."""
     data, average = batch(0), running(structure, decay)

@@ -69,7 +69,7 @@ def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("way", ["one column", "smallest", "parts of columns", "rows one by one"])
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_parts_add_up_to_the_whole(
     name: str, way: str, sharing: str, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

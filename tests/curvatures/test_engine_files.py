@@ -47,7 +47,7 @@ def assert_same_bits(found: Curvature, expected: Curvature) -> None:
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("name", ["mlp-tanh", "mobilenet"])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_what_is_saved_comes_back_to_the_bit(name: str, structure: str, tmp_path: Path) -> None:
     if name == "mobilenet" and structure == "kfra":
         structure = "kfac"
@@ -160,7 +160,7 @@ def compute(data: Any, structure: Any = "ekfac", file: Path | None = None, **opt
 
 @pytest.mark.parametrize("reads", [*range(7, 39, 5), 100])
 @pytest.mark.usefixtures("at_every_batch")
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_an_interrupted_run_goes_on_to_the_same_bits(reads: int, tmp_path: Path) -> None:
     x, y = long_data()
     structures = ["ekfac", "diagonal", "kfac"]

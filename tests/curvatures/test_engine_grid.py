@@ -74,7 +74,7 @@ def test_exact_structures_are_right_for_every_network(name: str, family: str) ->
 
 
 @every_animal
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_reduced_factors_are_right_for_every_network(name: str) -> None:
     problem = Problem(name, families(name)[-1])
     found = problem.curvature(STRUCTURES, sharing="reduce", block=3)
@@ -96,7 +96,7 @@ def drawn_columns(problem: Problem, expectation: str, samples: int, seed: int, f
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("expectation", ["mc", "random-projection", "empirical"])
 @pytest.mark.parametrize("name", grid(FEW, ("mlp-tanh", "lenet", "tied-linears")))
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_drawn_and_observed_columns(name: str, expectation: str, sharing: str) -> None:
     problem = Problem(name, families(name)[-1])
     options = {"expectation": expectation, "samples": 3, "seed": 7}
@@ -113,7 +113,7 @@ def test_drawn_and_observed_columns(name: str, expectation: str, sharing: str) -
         ("mlp-tanh", "mobilenet", "plain-arithmetic", "tied-linears", "decoder"), ("mlp-tanh", "tied-linears")
     ),
 )
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_operators_conform(name: str, structure: str) -> None:
     G = Problem(name, "gaussian").curvature(structure)
     check_curvature(G, G.dense(), case(name).x2, case(name).j2)

@@ -39,7 +39,7 @@ def assert_all_near(found: dict[str, Curvature], expected: dict[str, Curvature],
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_duplicated_data_double_everything(name: str, sharing: str) -> None:
     problem = Problem(name, families(name)[-1])
     x, y = problem.data
@@ -288,7 +288,7 @@ def test_low_rank_adaptation_and_plain_products_have_the_factors_of_linear_layer
 
 @pytest.mark.parametrize("structure", [*STRUCTURES, "kfra"])
 @pytest.mark.parametrize("name", ["mlp-relu", "lenet"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_a_masked_example_is_left_out(name: str, structure: str) -> None:
     if name == "lenet" and structure == "kfra":
         structure = "kfac"

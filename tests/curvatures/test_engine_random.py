@@ -14,7 +14,7 @@ from tests.curvatures.curvature_oracles import Problem
 from tests.curvatures.side_by_side import curvature_of
 from tests.zoo import assert_near, case
 
-DRAWS = 150
+DRAWS = 80
 STRUCTURES = ("kfac", "diagonal", "block", "full")
 
 
@@ -53,7 +53,7 @@ def test_estimates_are_unbiased_and_samples_are_averaged(expectation: str) -> No
 
 @pytest.mark.parametrize("structure", [*STRUCTURES, "ekfac", "matrix-free", "low-rank"])
 @pytest.mark.parametrize("expectation", ["mc", "random-projection"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_the_same_seed_gives_the_same_bits(structure: str, expectation: str) -> None:
     problem = Problem("lenet", "categorical")
     first, again, other = (

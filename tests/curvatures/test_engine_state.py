@@ -51,7 +51,7 @@ def assert_equal(after: dict[str, Any], before: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "name", ["dropout-train", "resnet-batchnorm", "weight-norm", "lora", "spectral-norm"]
 )
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_the_network_is_left_as_it_was(name: str, structure: Any) -> None:
     if structure == "kfra":
         name = "inplace-relu"

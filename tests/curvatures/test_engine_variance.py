@@ -49,7 +49,7 @@ class Allocations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_it_is_the_jacobians_around_the_matrix(name: str) -> None:
     problem = Problem(name, families(name)[-1])
     expected = case(name)

@@ -80,7 +80,7 @@ def test_contracted_equals_formed(name: str, contract: bool, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", FEW)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_operators_conform(name: str) -> None:
     for family in families(name):
         function, likelihood = function_of(name), likelihood_of(name, family)
@@ -133,7 +133,7 @@ TWICE = [name for name in BY_TANGENTS if name not in ("embedding-bag", "weight-n
 
 
 @pytest.mark.parametrize("name", [*TWICE, "structured-output", "two-inputs", "regression-vector"])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_hessian_is_right(name: str) -> None:
     family = families(name)[-1]
     small = case(name).parameters <= 200

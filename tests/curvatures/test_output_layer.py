@@ -89,7 +89,7 @@ def head_jacobian(model: Headed, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("case", list(LABELS))
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_sums_over_lambda(structure: str, case: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     (likelihood, y), x, model = LABELS[case], inputs(9, 3), Headed(bias=bias)
     y = normal(y)

@@ -386,7 +386,7 @@ def deviations(draws: Tensor, expected: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("expectation", ["mc", "random-projection"])
 @pytest.mark.parametrize("name", CANONICAL)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_sections_4_3_3_and_4_3_4_sampled_factors_are_unbiased(name: str, expectation: str) -> None:
     loss = LOSSES[name]
     network, xs, ys = problem(loss, 3)

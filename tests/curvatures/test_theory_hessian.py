@@ -244,7 +244,7 @@ def expected_hessian(network: FeedForward, xs: Tensor, loss: Loss) -> Tensor:
 
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
 @pytest.mark.parametrize("name", CANONICAL)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_lemma_3_20_gauss_newton_is_the_expected_hessian_for_labels_of_the_model(
     name: str, activation: str
 ) -> None:

@@ -76,7 +76,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("method", RECIPES)
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_every_recipe_learns_in_one_call(method: str) -> None:
     model = net().train()
     before = {name: t.clone() for name, t in model.state_dict().items()}
@@ -188,7 +188,7 @@ def test_training_the_last_layer_on_kept_features_changes_nothing() -> None:
         ({"head": "random"}, "head"),
     ],
 )
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_each_part_of_lqf_can_be_changed(change: dict[str, Any], what: str) -> None:
     plain = finetune(net(), images(), **SHORT)
     changed = finetune(net(), images(), **SHORT, **change)
@@ -213,7 +213,7 @@ def test_rates_follow_the_batch_size_and_the_task_does_not_matter() -> None:
 
 @pytest.mark.parametrize("method", ["lqf", "gaf", "nlft"])
 @pytest.mark.parametrize("kind", ["random-crop", "resized-crop"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_same_seed_same_bits(method: str, kind: str) -> None:
     mode = method == "nlft"
     options = {**SHORT, "augmentation": kind, "training_mode": mode}

@@ -49,7 +49,7 @@ def either_way(monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, 
         ("b-lqf", {"weight_decay": 0.0, "preconditioner": "diagonal", "pooling": Bilinear(channels=4)}),
     ],
 )
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_the_iterates_are_the_same(
     method: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

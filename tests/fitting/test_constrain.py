@@ -267,7 +267,7 @@ def test_forgetting_and_updates_keep_the_equations(solver: str) -> None:
 
 @every_solver
 @pytest.mark.parametrize("weight", [None, 2.0])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_a_saved_fit_keeps_its_equations(solver: str, weight: float | None, tmp_path: Path) -> None:
     fixed = S.fit(ridge=RHO, solver=solver).constrain(X, SMALL, weight=weight)
     fixed.save(tmp_path)

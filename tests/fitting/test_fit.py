@@ -44,7 +44,7 @@ def check_against_oracles(p: Problem, rho: float, solver: str, relative: float =
 @every_solver
 @pytest.mark.parametrize("classes", [True, False])
 @pytest.mark.parametrize("share", [1e-3, 0.1, 30.0])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_fit_against_the_oracles(solver: str, classes: bool, share: float) -> None:
     p = problem(classes=classes)
     # conjugate gradients lose what the condition number takes

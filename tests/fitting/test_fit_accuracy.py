@@ -70,7 +70,7 @@ def off(found: Tensor, right: Tensor) -> float:
 @pytest.mark.parametrize("solver", ["dual", "cg"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("c", "repeated"), [(1, True), (3, True), (1, False)])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_nothing_is_off_by_more_than_its_estimate(
     solver: str, dtype: torch.dtype, c: int, repeated: bool
 ) -> None:

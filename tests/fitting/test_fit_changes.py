@@ -25,7 +25,7 @@ def without(n: int, left_out: list[int]) -> list[int]:
 
 @every_solver
 @pytest.mark.parametrize("left_out", [[0], [6], [2, 5], [5, 0, 3], [6, 5, 4, 3, 2, 1]])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_forgetting_is_fitting_without(solver: str, left_out: list[int]) -> None:
     p = problem()
     fit = p.fit(ridge=RHO, solver=solver)
@@ -224,7 +224,7 @@ def test_the_linearization_of_a_fit_is_its_own(solver: str) -> None:
     ],
 )
 @every_solver
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_indices_that_cannot_be_forgotten(solver: str, indices: object, words: list[str]) -> None:
     fit = problem().fit(ridge=RHO, solver=solver)
     refused(InputError, lambda: fit.forget(indices), "indices", *words)

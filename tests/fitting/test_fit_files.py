@@ -175,6 +175,8 @@ def test_equal_weights_of_another_network(tmp_path: Path) -> None:
     _, path = saved(tmp_path)
     other = nn.Sequential(network()[0], nn.ReLU(), network()[2])  # type: ignore[index]
     refused(FileFormatError, lambda: linnet.load_fit(path, other), "another network", "outputs")
+    unfit = nn.Linear(7, 2).double()
+    refused(FileFormatError, lambda: linnet.load_fit(path, network(), output=unfit), "cannot run", "output=")
 
 
 @pytest.mark.parametrize("solver", ["dual", "cg"])

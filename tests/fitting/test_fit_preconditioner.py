@@ -216,7 +216,7 @@ def test_it_is_made_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMED, "auto"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_saved_and_loaded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit = fitted(name)
     fit.save(tmp_path)

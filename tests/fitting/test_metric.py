@@ -142,7 +142,7 @@ NETWORKS = [(conv, IMAGES), (transposed, IMAGES), (TiedEmbedding, TOKENS % 4), (
 
 @pytest.mark.parametrize(("make", "x"), NETWORKS)
 @pytest.mark.parametrize("moved", [False, True])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_the_kernel_goes_by_the_networks_own_rules(
     make: Any, x: Tensor, moved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,7 +134,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_classifiers_of_text_get_a_head(name: str) -> None:
     net = config(name, **NETWORKS[name])
     ids = torch.randint(3, 12, (6, 5), generator=torch.Generator().manual_seed(0))

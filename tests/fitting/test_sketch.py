@@ -300,7 +300,7 @@ def _full(**_: Any) -> Any:
     raise OSError(28, "No space left on device")
 
 
-def test_a_sketch_preconditions_the_exact_fit() -> None:
+def test_a_sketch_preconditions_the_exact_fit(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(60, 1, 8, 8).double() + torch.linspace(-2, 2, 64).view(8, 8)
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(144, C)).double()
@@ -312,6 +312,9 @@ def test_a_sketch_preconditions_the_exact_fit() -> None:
         near(fit.predict(x), exact.predict(x), 1e-6)
         steps.append(fit.system.steps)
     assert steps[1] < 0.7 * steps[0]
+    assert "a sketch of 150 directions" in fit.summary()["reasons"]["preconditioner"]
+    fit.save(tmp_path)
+    near(linnet.load_fit(tmp_path, net).forget([2]).predict(x), exact.forget([2]).predict(x), 1e-5)
 
 
 def test_auto_sketches_where_no_matrix_fits() -> None:

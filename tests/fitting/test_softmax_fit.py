@@ -29,7 +29,7 @@ every_case = pytest.mark.parametrize("c", CASES.values(), ids=CASES.keys())
 @every_solver
 @every_case
 @pytest.mark.parametrize("share", [1e-3, 0.05, 20.0])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_the_optimum_is_that_of_dense_newton(c: Case, solver: str, share: float) -> None:
     rho = share * c.scale
     fit, delta = c.fit(ridge=rho, solver=solver), c.optimum(rho)
@@ -126,7 +126,7 @@ def test_float32_reaches_its_own_precision() -> None:
 
 
 @pytest.mark.parametrize("name", ["nystrom", "ekfac", "kfac", "diagonal", "none", "auto"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_any_preconditioner_gives_the_same(name: str) -> None:
     c = CASES["classes"]
     fit = c.fit(ridge=0.1, solver="cg", preconditioner=name, rank=5 if name == "nystrom" else 0)
@@ -168,7 +168,7 @@ ANIMALS = {animal.name: animal for animal in ZOO}
 
 
 @pytest.mark.parametrize("name", sorted(ANIMALS)[::6])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_any_network(name: str) -> None:
     """Dual and conjugate gradients agree, and the gradient vanishes by the network's own derivatives."""
     animal: Animal = ANIMALS[name]
@@ -348,7 +348,7 @@ def test_gcv_is_not_defined() -> None:
 
 @every_solver
 @every_case
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_forgetting_equals_refitting(c: Case, solver: str) -> None:
     rho = 0.02 * c.scale
     kept = [0, 2, 3, 5, 6]

@@ -74,6 +74,7 @@ def test_gauss_newton_step(seed: int, structure: str) -> None:
         model, y, given = trainee(net), labels(net, family), likelihood(net, family)
         fixed = Damping(tau=TAU, zeta=ZETA, tau_period=0, zeta_period=0, inversion="exact")
         optimizer = GaussNewton(model, given, structure, "exact", fixed, DECAY, average=0.5)
+        mask = _mask(net, structure)
         average: Tensor | None = None
         for _ in range(2):
             theta = weights(model)
@@ -81,9 +82,8 @@ def test_gauss_newton_step(seed: int, structure: str) -> None:
             loss = nll(net, family, called(model, net.x), y) / net.n
             g = flat_gradient(loss, tracked(model)).detach() + DECAY * theta
             average = G if average is None else _averaged(average, G)
-            approximate = _kept(net, model, average, structure)
             eye = torch.eye(len(G), dtype=torch.float64)
-            d = torch.linalg.solve(approximate + (DECAY + ZETA) * eye, -g)
+            d = torch.linalg.solve(average * mask + (DECAY + ZETA) * eye, -g)
             C = G + (DECAY + TAU) * eye
             alpha = -(d @ g) / (d @ C @ d)
             report = optimizer.step(net.x, y)
@@ -101,22 +101,25 @@ def _averaged(before: Tensor, new: Tensor) -> Tensor:
     return (0.5 * before + new) / 1.5
 
 
-def _kept(net: Network, model: nn.Module, full: Tensor, structure: str) -> Tensor:
-    """The whole matrix, its diagonal, or the blocks of modules."""
+def _mask(net: Network, structure: str) -> Tensor:
+    """Ones where a structure keeps the matrix: all of it, its diagonal, or the blocks of layers.
+
+    The blocks are those that the first batch shows at the first weights, which the average keeps: where a
+    step has switched off every unit of a layer, its weight and bias would no longer be seen together.
+    """
+    size = net.j.shape[2]
     if structure == "full":
-        return full
+        return torch.ones(size, size, dtype=torch.float64)
     if structure == "diagonal":
-        return full.diagonal().diag()
-    found = linnet.curvature(model, (net.x, net.targets), likelihood(net, "gaussian"), "block")
-    mask, places, start = torch.zeros_like(full), {}, 0
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            places[name] = torch.arange(start, start + p.numel())
-            start += p.numel()
+        return torch.eye(size, dtype=torch.float64)
+    found = linnet.curvature(net.model, (net.x, net.targets), likelihood(net, "gaussian"), "block")
+    pieces = torch.arange(size).split([p.numel() for p in tracked(net.model)])
+    places = dict(zip(net.names, pieces, strict=True))
+    mask = torch.zeros(size, size, dtype=torch.float64)
     for part in found.parts:
         rows = torch.cat([places[name] for name in part.layer.names])
         mask[rows[:, None], rows] = 1.0
-    return full * mask
+    return mask
 
 
 # --- iterative linearization ----------------------------------------------------------------------
@@ -154,20 +157,33 @@ def test_iterative_linearization(seed: int) -> None:
 
 
 def _dense_loop(net: Network, make: Any, period: int | None, steps: int) -> tuple[list[float], Tensor]:
-    """The same optimizer on the flat weights of f_s + J_s (θ − θ_s)."""
-    theta = nn.Parameter(weights(net.model))
-    optimizer, losses, at = make([theta]), [], trainee(net)
+    """The same optimizer on the weights of f_s + J_s (θ − θ_s), tensor by tensor.
+
+    As in a plain loop, a tensor that the network never reads has no gradient: optimizers leave it alone, and
+    do not even let it decay.
+    """
+    theta = [nn.Parameter(p.detach().clone()) for p in tracked(net.model)]
+    read = [g is not None for g in _gradients(net)]
+    optimizer, losses, at = make(theta), [], trainee(net)
     for step in range(steps):
+        flat = torch.cat([t.reshape(-1) for t in theta])
         if step == 0 or (period is not None and step % period == 0):
             at = trainee(net)
-            move(at, theta.detach() - weights(at))
-            f, j, anchor = outputs(at, net.x).flatten(1), jacobian(at, net.x), theta.detach().clone()
-        loss = (f + j @ (theta - anchor) - net.targets.flatten(1)).square().mean()
+            move(at, flat.detach() - weights(at))
+            f, j, anchor = outputs(at, net.x).flatten(1), jacobian(at, net.x), flat.detach().clone()
+        loss = (f + j @ (flat - anchor) - net.targets.flatten(1)).square().mean()
         losses.append(float(loss.detach()))
-        optimizer.zero_grad()
-        loss.backward()
+        gradients = torch.autograd.grad(loss, theta)
+        for t, g, counts in zip(theta, gradients, read, strict=True):
+            t.grad = g if counts else None
         optimizer.step()
-    return losses, theta.detach()
+    return losses, torch.cat([t.detach().reshape(-1) for t in theta])
+
+
+def _gradients(net: Network) -> tuple[Tensor | None, ...]:
+    """Autograd's gradients of the sum of the outputs; None for parameters that are never read."""
+    model = trainee(net)
+    return torch.autograd.grad(called(model, net.x).sum(), tracked(model), allow_unused=True)
 
 
 @every_network

@@ -101,7 +101,7 @@ def test_factored_damping_is_that_of_the_engine() -> None:
 
 @pytest.mark.parametrize("damping", ["matrix-normal", "factored"])
 @pytest.mark.parametrize("name", ["mobilenet", "gpt2-eager", "transposed-convs"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_factored_damping_on_other_layouts(name: str, damping: str) -> None:
     """Groups, transposed weights: the precision exceeds the exact one in every direction."""
     case = zoo.case(name)
@@ -222,7 +222,7 @@ def test_the_model_is_not_touched() -> None:
 
 
 @pytest.mark.parametrize("name", [animal.name for animal in zoo.ZOO])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_zoo(name: str) -> None:
     """Every network: variances equal the dense ones, joint and marginal, and everything is finite."""
     case = zoo.case(name)
@@ -264,7 +264,7 @@ def likelihood_cases() -> list[Any]:
 
 @pytest.mark.parametrize(("likelihood", "y"), likelihood_cases())
 @pytest.mark.parametrize("structure", ["kfac", "full"])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_every_likelihood(likelihood: Any, y: Tensor, structure: str) -> None:
     model, x, _ = numbers()
     la = Laplace(model, likelihood, structure).fit((x, y))

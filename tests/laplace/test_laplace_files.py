@@ -32,7 +32,7 @@ L = linnet.likelihoods
         {"0": "kfac", "2": "full"},
     ],
 )
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_everything_comes_back(structure: Any, tmp_path: Path) -> None:
     la, x, y = fitted(structure, data_scale=1.5)
     la.tune("evidence", prior="layer")

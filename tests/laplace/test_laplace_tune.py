@@ -52,7 +52,7 @@ def density(la: Laplace, data: Any) -> float:
 
 @pytest.mark.parametrize("kind", ["classes", "numbers"])
 @pytest.mark.parametrize("structure", ["kfac", "full", "diagonal", "low-rank"])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_grid_finds_the_best_of_all_values(kind: str, structure: str) -> None:
     la, data, held = posterior(structure, kind)
     values = [0.01, 0.1, 1.0, 10.0, 100.0]
@@ -138,7 +138,7 @@ def test_draws_are_the_same_at_every_pass_kept_or_not() -> None:
 @pytest.mark.parametrize("kind", ["classes", "numbers"])
 @pytest.mark.parametrize("criterion", ["validation", "loo"])
 @pytest.mark.parametrize("link", ["probit", "pairwise"])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_gradient_of_predictive_likelihoods_by_finite_differences(
     structure: str, kind: str, criterion: str, link: str
 ) -> None:

@@ -91,7 +91,7 @@ def test_autocast_around_a_step_leaves_dampings_and_curvature_alone(structure: s
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("structure", ["kfac", "kfra", "ekfac", "diagonal", "full"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_weights_of_half_precision_are_trained(structure: str, kind: torch.dtype) -> None:
     net = mlp().to(kind)
     x, y = classes(40)

@@ -28,7 +28,7 @@ STRUCTURES = ["kfac", "kfra", "ekfac", "diagonal", "full"]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_resumes_with_the_same_bits(structure: str) -> None:
     options: dict[str, Any] = {
         "structure": structure,

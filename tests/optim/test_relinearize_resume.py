@@ -37,7 +37,7 @@ PERIODS: dict[str, Any] = {
 
 @pytest.mark.parametrize("period", PERIODS)
 @pytest.mark.parametrize("stop", [4, 6])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_a_resumed_run_has_the_same_bits(period: str, stop: int, tmp_path: Path) -> None:
     data = batches(9, (1, 6, 6), torch.float32)
     net = convnet().eval()

@@ -68,7 +68,7 @@ def _hessian(likelihood: Any, f: Tensor, y: Tensor) -> Tensor:
 
 @BOTH
 @pytest.mark.parametrize("kind", ["categorical", "bernoulli", "gaussian"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_map_is_that_of_dense_newton(kind: str, base: bool) -> None:
     model, x, y, likelihood = problem(kind)
     found = linear_posterior(

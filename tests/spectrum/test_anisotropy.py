@@ -82,7 +82,7 @@ def arranged(m: Tensor, outputs: Kind) -> Tensor:
 
 @pytest.mark.parametrize("points", [1, 4])
 @pytest.mark.parametrize("outputs", KINDS)
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_products_are_those_of_the_dense_matrix(
     outputs: Kind, points: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +98,7 @@ def test_products_are_those_of_the_dense_matrix(
 
 @pytest.mark.parametrize("outputs", KINDS)
 @pytest.mark.parametrize("at", ["origin", "point", "average"])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_directions_are_singular_vectors(outputs: Kind, at: str) -> None:
     model = mlp(outputs=2)
     where = {"origin": torch.zeros(6).double(), "point": real(1, 6, seed=2), "average": real(5, 6, seed=2)}[

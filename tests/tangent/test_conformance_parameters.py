@@ -49,7 +49,7 @@ def test_every_other_second_parameter_by_name_in_reverse(name: str) -> None:
 
 
 @every_animal
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_vectors_and_matrices_by_predicate(name: str) -> None:
     model = case(name).model()
     small = [n for n, p in model.named_parameters() if p.ndim <= 1]

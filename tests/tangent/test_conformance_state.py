@@ -71,7 +71,7 @@ def use_everything(lin: Any, expected: Case) -> None:
 
 
 @every_animal
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_the_users_network_and_random_state_are_untouched(name: str) -> None:
     expected, model = case(name), case(name).model()
     first = next(parameter for parameter in model.parameters() if parameter.requires_grad)

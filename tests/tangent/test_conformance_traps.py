@@ -384,7 +384,7 @@ class Fourier(nn.Module):
 
 
 @pytest.mark.parametrize("module", [Spread, InPlaceUses, Repeated, DeadBranch, Mapped, Fourier])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_unusual_uses_of_parameters(module: Callable[[], nn.Module]) -> None:
     check(build(module), real(4, 4), real(3, 4, seed=1), real(2, 4, seed=2))
 

@@ -68,7 +68,7 @@ def mirrored(kernel: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("outputs", OUTPUTS)
 @pytest.mark.parametrize(("block", "product"), [(1, 1), (2, 3), (3, 4), (5, 7), (4, 64), (64, 2)])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_any_blocking(
     name: str, outputs: Any, block: int, product: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

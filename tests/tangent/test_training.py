@@ -42,7 +42,7 @@ def loss_of(lin: Any, x: Any, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["resnet-batchnorm", "vit-mha", "weight-norm", "lora"])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_any_optimizer_reduces_the_loss(name: str, optimizer: str) -> None:
     lin, x, y = linearize(name), case(name).x1, torch.tensor([0, 2, 1, 0])
     steps = OPTIMIZERS[optimizer](lin.parameters())
@@ -60,7 +60,7 @@ def test_any_optimizer_reduces_the_loss(name: str, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp-tanh", "tied-transpose", "lstm", "bert-eager", "gated"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_training_to_the_end_reaches_the_ridge_solution(name: str) -> None:
     lin, expected, ridge = linearize(name), case(name), 0.5
     targets = torch.randn_like(expected.f1)

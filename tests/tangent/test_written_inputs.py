@@ -96,7 +96,7 @@ USES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_data_are_not_written_to(use: str) -> None:
     net, x = Centered(), real(8, 3)
     before = x.clone()

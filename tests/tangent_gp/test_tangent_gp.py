@@ -24,7 +24,7 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-8) -> None:
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("noise", [0.2, [0.1, 0.4]], ids=["one", "per-output"])
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_is_bayesian_linear_regression(way: dict[str, Any], noise: Any) -> None:
     oracle = dense(noise=noise)
     likelihood = Gaussian(variance=torch.tensor(noise, dtype=torch.float64))
@@ -45,7 +45,7 @@ def test_is_bayesian_linear_regression(way: dict[str, Any], noise: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_without_the_networks_output_it_is_regression_on_the_targets_alone(
     way: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -148,7 +148,7 @@ def test_heteroscedastic_noise_is_what_the_network_predicts(way: dict[str, Any],
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_gradients_in_x_are_those_of_the_moments(way: dict[str, Any]) -> None:
     oracle = dense(n=6)
     gp = TangentGP(oracle.model, Gaussian(variance=0.2), prior_precision=0.7, **way).fit(oracle.x, oracle.y)

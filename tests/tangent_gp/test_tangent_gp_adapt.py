@@ -32,7 +32,7 @@ def same(a: TangentGP, b: TangentGP, x: Tensor, tolerance: float = 1e-8) -> None
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_adapting_is_fitting_the_tasks_data(way: dict[str, Any]) -> None:
     oracle = dense()
     options = {"prior_precision": 0.7, **way}
@@ -145,7 +145,7 @@ def test_more_data_are_all_data(way: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("heteroscedastic", grid((False, True), (True,)))
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_a_saved_process_comes_back(way: dict[str, Any], heteroscedastic: bool, tmp_path: Path) -> None:
     model = network(3, 5, 4)
     x, y, x_test = real(9, 3, seed=1), real(9, 2 if heteroscedastic else 4, seed=2), real(4, 3, seed=3)

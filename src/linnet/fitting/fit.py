@@ -225,7 +225,13 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
         if work.solving.deflating is not None:
             shared = deflated(lin, problem, work.solving.deflating, float(ridge), memory)
         system = solve(problem, ridge, settings, memory, shared)
-        reasons["ridge"], reasons["preconditioner"] = "given", _explain_steps(system, asked)
+        reasons["ridge"] = "given"
+        own = (
+            "an operator"
+            if work.solving.deflating is None
+            else f"a sketch of {work.solving.deflating.dim} directions"
+        )
+        reasons["preconditioner"] = _explain_steps(system, asked, own)
         held = None if folds is None else folds.iterated(system.ridge, system.settings, squared=True)
     seconds["solve"] = time.perf_counter() - started - seconds.get("kernel", 0.0)
     fitted = LinearFit(module, made, system, record)
@@ -323,12 +329,12 @@ def _explicit(targets: Tensor, f0: Tensor, y: Tensor, loss: str) -> Targets:
     return Targets(made.values, f0.shape[1] if one_hot else None, float(targets.max()))
 
 
-def _explain_steps(system: Iterative, asked: str) -> str:
+def _explain_steps(system: Iterative, asked: str, own: str) -> str:
     """One sentence about the preconditioner and what it took."""
     name = system.settings.preconditioner
     steps = f"{system.steps} steps"
     if asked != "auto" or system.settings.rank:
-        return f"{name}: {'set by the user' if asked != 'given' else 'an operator'}, {steps}"
+        return f"{name}: {'set by the user' if asked != 'given' else own}, {steps}"
     if name == "nystrom":
         return f"nystrom: not at the end after {TRIAL} steps without one, {steps} in all"
     return f"none: {steps} without one"

@@ -470,4 +470,4 @@ def deflated(
     network = small.model
     assert isinstance(network, SketchedNetwork)
     start = lin.space.to_flat(network.displacement(system.delta))
-    return Shared(preconditioner=DeflatedInverse(system, lin.space), name="sketch", start=start)
+    return Shared(preconditioner=DeflatedInverse(system, lin.space), start=start)

@@ -159,8 +159,9 @@ def ridge_oracle(j: Tensor, targets: Tensor, f0: Tensor, ridge: float) -> Tensor
     Example:
         One example, one parameter: δ = (t − f₀) J / (J² + ρ).
 
-        >>> ridge_oracle(torch.full((1, 1, 1), 2.0), torch.tensor([[5.0]]), torch.zeros(1, 1), 1.0)
-        tensor([2.0000], dtype=torch.float64)
+        >>> delta = ridge_oracle(torch.full((1, 1, 1), 2.0), torch.tensor([[5.0]]), torch.zeros(1, 1), 1.0)
+        >>> delta.round(decimals=9)
+        tensor([2.], dtype=torch.float64)
     """
     residual = (targets.double() - f0.double()).reshape(-1)
     if ridge == 0:

@@ -32,7 +32,7 @@ DRAWINGS: dict[str, Callable[[], str]] = {
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_figures_are_inline_and_themed(name: str) -> None:
     drawing = DRAWINGS[name]()
     assert drawing.startswith("<svg")

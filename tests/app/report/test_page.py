@@ -197,7 +197,7 @@ def drop(part: str) -> Callable[[Run], Run]:
         ("fit.spectrum.ridge", set()),
     ],
 )
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 def test_any_part_may_be_missing(part: str, gone: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "draw", cached_draw)
     page = Page(render(drop(part)(full())))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +45,7 @@ def write(path: Path, lines: list[dict[str, str]], *without: str) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on such a table, made by a process of its own."""
+    """A run on such a table."""
     folder = tmp_path_factory.mktemp("tables")
     data = write(folder / "people.csv", people())
     words = [
@@ -59,13 +58,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(folder / "run"),
     ]
     words += ["--model-args", f'{{"in_features": {FEATURES}, "outputs": 2}}']
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "linnet", *words], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "texts as categories, a number of zero or one each: city (4), member (2)" in done.stdout
-    assert "columns left out: name (64 different texts)" in done.stdout
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        assert cli.main(words) == 0
+    assert "texts as categories, a number of zero or one each: city (4), member (2)" in told.getvalue()
+    assert "columns left out: name (64 different texts)" in told.getvalue()
     return folder / "run"
 
 
