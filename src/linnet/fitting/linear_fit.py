@@ -201,8 +201,7 @@ class LinearFit(SquaredFit):
         x = checked_inputs(self.module, x)
         residuals = self.system.loo_residuals()
         # f(x) − f₋ᵢ(x) = K(x,X) M_·i (M_ii)⁻¹ β_i
-        parts = (torch.einsum("tcnd,nd->ntc", part, residuals.to(part)) for part in self.system.cross(x))
-        return torch.cat(list(parts), 1)
+        return torch.cat(list(self.system.effects(x, residuals)), 1)
 
     @in_exact_mode
     def informativeness(self, x: Inputs | None = None) -> Tensor:

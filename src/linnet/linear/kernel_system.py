@@ -270,6 +270,11 @@ class KernelSystem(System):
         """K̃(x,X) M of as many examples at a time as the memory budget allows."""
         return map(self.dual.cross, self.kernel_to_train(x))
 
+    def effects(self, x: Inputs, e: Tensor) -> Iterator[Tensor]:
+        """From K̃(x,X) M itself."""
+        for part in self.cross(x):
+            yield torch.einsum("tcnd,nd->ntc", part, e.to(part))
+
     # -- leave-one-out ---------------------------------------------------------------------------
 
     def inverse_blocks(self) -> Tensor:

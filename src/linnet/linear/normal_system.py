@@ -21,7 +21,7 @@ from linnet.linear.evidence import Measure, at_best_noise, by_primal, from_eigen
 from linnet.linear.formed_rows import FormedRows
 from linnet.linear.kernel_system import KernelSystem, kernel_fits
 from linnet.linear.problem import Memory, Problem
-from linnet.linear.system import System
+from linnet.linear.system import System, require_digits
 from linnet.linear.targets import Targets
 from linnet.tangent.batch import Inputs, batch_size
 
@@ -196,6 +196,23 @@ class NormalSystem(System):
             return self.ridge * torch.cat(blocks)
         v = torch.cat(blocks, 1)
         return self.ridge * (v.T @ v).view(n, c, n, c)
+
+    @cached_property
+    def _leverages(self) -> Tensor:
+        """M_ii = (I − J̃_i H⁻¹ J̃_iᵀ)/ρ with H⁻¹ = T Tᵀ: one product with all rows."""
+        if self._spectrum is None:
+            eye = torch.eye(len(self.factor), dtype=self.factor.dtype, device=self.factor.device)
+            turn = torch.linalg.solve_triangular(self.factor, eye, upper=False).T  # L⁻ᵀ
+        else:
+            values, vectors = self._spectrum
+            turn = vectors * (values + self.ridge).rsqrt()  # V (λ + ρ)^(-1/2)
+        parts = []
+        for _, rows in self.own_rows():
+            half = (rows @ turn.to(rows)).view(-1, self.c, rows.shape[1])
+            parts.append((half @ half.mT).double())
+        rest = torch.eye(self.c, dtype=torch.float64, device=self.function.device) - torch.cat(parts)
+        require_digits(rest, 16 * torch.finfo(self.function.dtype).eps, self.ridge)
+        return rest / self.ridge
 
     def grid(self) -> Tensor:
         """Ridges around the mean of the kernel's diagonal, above its rounding, (R,)."""

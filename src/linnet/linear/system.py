@@ -288,6 +288,28 @@ class System(ABC):
             product = torch.cat([own.to(columns) @ columns for _, own in self.own_rows()])  # (N·C, t·C)
             yield product.T.reshape(t, self.c, self.n, self.c)
 
+    def effects(self, x: Inputs, e: Tensor) -> Iterator[Tensor]:
+        """Σ_d [K̃(x,X) M]_id e_id of every training example i: what a change e_i of its target does to f(x).
+
+        Args:
+            x: T examples.
+            e: Changes, (N, C).
+
+        Yields:
+            (N, t, C) of t examples.
+        """
+        if (form := self._elsewhere) is not None:
+            yield from form.effects(x, e)
+            return
+        for rows, solved in self.solved_rows(x, "influence"):
+            columns, t = solved.flatten(1), len(rows)
+            parts = []
+            for place, own in self.own_rows():  # Σ_d first: it makes the product C times smaller
+                each = own.view(-1, self.c, own.shape[1])
+                moved = torch.einsum("ncp,nc->np", each, e[place].to(each))
+                parts.append(moved.to(columns) @ columns)
+            yield torch.cat(parts).view(self.n, t, self.c)
+
     def own_rows(self) -> Iterator[tuple[slice, Tensor]]:
         """J̃ of the training examples: the place of n of them and their rows (n·C, P), block by block."""
         return self.problem.rows(self.memory)
