@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from linnet.distributed import all_rows, current, share_sum
 from linnet.linalg.factorize import cholesky, eigh
 from linnet.linear.dual import Along, RidgePath, ridge_grid_of
 from linnet.linear.evidence import Measure, by_primal, from_eigenvalues
@@ -24,6 +25,9 @@ from linnet.linear.problem import Memory, Problem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets
 from linnet.tangent.batch import Inputs, batch_size
+
+
+PANELS = 16  # in which a symmetric matrix is sent: ½ (1 + 1/16) of its numbers
 
 
 class NormalSystem(System):
@@ -108,8 +112,10 @@ class NormalSystem(System):
     @cached_property
     def beta(self) -> Tensor:
         """β = (r̃ − J̃δ)/ρ, (N, C)."""
-        fitted = torch.cat([rows.double() @ self.solution for _, rows in self.problem.rows(self.memory)])
-        return (self.residual.double() - fitted.view(self.n, self.c)) / self.ridge
+        own = self.problem.own_rows(self.memory)
+        parts = [(rows.double() @ self.solution).view(-1, self.c) for _, rows in own]
+        fitted = all_rows(torch.cat(parts or [self.solution.new_empty(0, self.c)]), self.n)
+        return (self.residual.double() - fitted) / self.ridge
 
     def solve(self, b: Tensor) -> Tensor:
         """(J̃ᵀJ̃ + ρI)⁻¹ b for columns (P, K), in float64."""
@@ -215,7 +221,7 @@ class NormalSystem(System):
         evidence = -0.5 * (count * ((2 * math.pi * noise.clamp_min(1e-300) / grid).log() + 1) + logdet)
         error, left, right = torch.zeros_like(grid), torch.zeros_like(grid), torch.zeros_like(grid)
         eye = torch.eye(self.c, dtype=values.dtype, device=values.device)
-        for place, rows in self.problem.rows(self.memory):
+        for place, rows in self.problem.own_rows(self.memory):
             z = (rows.double() @ vectors).view(-1, self.c, len(values))
             r, t = self.residual[place].double(), targets.values[place].to(values)
             for k, weights in enumerate(inverse):
@@ -224,6 +230,7 @@ class NormalSystem(System):
                 error[k] += out.square().sum()
                 left[k] += rest.square().sum()
                 right[k] += ((t - out).argmax(1) == t.argmax(1)).sum()
+        share_sum([error, left, right])
         gcv = count * left / (count - degrees).clamp_min(1e-300) ** 2
         columns = [grid, error / self.n, gcv, evidence, degrees, noise]
         columns += [right / self.n] if targets.classes is not None else []
@@ -231,7 +238,7 @@ class NormalSystem(System):
 
 
 def summed(problem: Problem, memory: Memory) -> tuple[Tensor, Tensor]:
-    """J̃ᵀJ̃ and J̃ᵀr̃, in float64.
+    """J̃ᵀJ̃ and J̃ᵀr̃, in float64; each process of several sums its share of the examples.
 
     Args:
         problem: The data.
@@ -243,8 +250,23 @@ def summed(problem: Problem, memory: Memory) -> tuple[Tensor, Tensor]:
     p, device = problem.function.space.dim, problem.function.device
     normal = torch.zeros(p, p, dtype=torch.float64, device=device)
     right = normal.new_zeros(p)
-    for place, rows in problem.rows(memory):
+    for place, rows in problem.own_rows(memory):
         wide = rows.double()
         normal.addmm_(wide.T, wide)
         right += wide.T @ problem.residual[place].reshape(-1).double()
+    share_sum([right])
+    _sum_triangle(normal)
     return normal, right
+
+
+def _sum_triangle(matrix: Tensor) -> None:
+    """The sum of a symmetric matrix over all processes, of which panels up to the diagonal are sent."""
+    if current().world == 1:
+        return
+    p = len(matrix)
+    for start in range(0, p, -(-p // PANELS)):
+        panel = slice(start, min(start + -(-p // PANELS), p))
+        sent = matrix[panel, : panel.stop].clone()
+        share_sum([sent])
+        matrix[panel, : panel.stop] = sent
+        matrix[: panel.stop, panel] = sent.T
