@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from linnet.errors import InputError
 from linnet.linalg.operator import FunctionOperator, LinearOperator
 from linnet.params import choice
+from linnet.tangent.alike import in_shares
 from linnet.tangent.batch import (
     EMPTY,
     Inputs,
@@ -22,14 +23,13 @@ from linnet.tangent.batch import (
     check_finite,
     map_tensors,
     require_dense,
-    split,
     take,
     tensors_in,
 )
 from linnet.tangent.captured import Form
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
-from linnet.tangent.jacobian import jvp_columns, vjp_columns
+from linnet.tangent.jacobian import JacobianOperator
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.modes import in_exact_mode
 
@@ -40,6 +40,7 @@ LOOKED_AT = 64  # rows of a given matrix that are compared with its columns
 Source: TypeAlias = Linearized | nn.Module | Tensor | LinearOperator
 
 
+@in_shares("linnet.spectrum.gram")
 @in_exact_mode
 def gram(
     lin_or_model: Linearized | nn.Module,
@@ -314,6 +315,7 @@ class KernelOperator(LinearOperator):
         self.c = torch.Size(check_inputs(function, x)).numel()
         rows = batch_size(x) * (self.c if form == "full" else 1)
         self.shape = (rows, rows)
+        self.jacobian = JacobianOperator(function, x, self.c, block)
         self.dtype, self.device, self.space = function.dtype, function.device, None
 
     def mm(self, v: Tensor) -> Tensor:
@@ -335,14 +337,9 @@ class KernelOperator(LinearOperator):
 
     def _tangent(self, u: Tensor) -> Tensor:
         """J Jᵀ u, (N, C, K) to (N, C, K)."""
-        start, pulled = 0, u.new_zeros(self.function.space.dim, u.shape[2])
-        for part in split(self.x, self.block):
-            n = batch_size(part)
-            pulled += vjp_columns(self.function, part, u[start : start + n])
-            start += n
+        pulled = self.jacobian.T.mm(u.flatten(0, 1))
         with torch.no_grad():
-            parts = [jvp_columns(self.function, part, pulled) for part in split(self.x, self.block)]
-        return torch.cat(parts)
+            return self.jacobian.mm(pulled).view(u.shape)
 
     @property
     def T(self) -> LinearOperator:
