@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -114,8 +115,8 @@ def _described(value: Any) -> str:
     if tensors := _tensors(value):
         sizes = ", ".join(str(tuple(t.shape)) for t in tensors)
         return f"{sizes} with the hash {hash_tensors(tensors)[:_DIGITS]}"
-    if value is None or isinstance(value, bool | int | float | str):
-        return repr(value)
+    if value is None or isinstance(value, bool | int | float | str | os.PathLike):
+        return repr(os.fspath(value) if isinstance(value, os.PathLike) else value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [f"{f.name}={_described(getattr(value, f.name))}" for f in dataclasses.fields(value)]
         return f"{type(value).__name__}({', '.join(fields)})"

@@ -377,7 +377,7 @@ def _opened(
     writer, store = Writer(share.rank, share.world), None
     if share.rank == 0:
         store = GramFile(file, shape, plan.dtype, identity, writer)
-    done, name = gathered((None if store is None else sorted(store.done), Path(file).name))[0]
+    done = gathered([] if store is None else sorted(store.done))[0]
     if store is None:
         if not Path(file).with_suffix(".npy.partial").exists():
             raise InputError(
@@ -493,6 +493,8 @@ def _blocks(
         product = max(1, min(product, -(-n // (2 * processes))))
     left = budget - result
     most = CAPTURE if columns == k else 1
+    if task.part.of > 1:  # steps fine enough to be shared out
+        most = min(most, -(-max(n, m) // (4 * math.isqrt(2 * task.part.of))))
     block = max(1, min(most, n if task.x2 is None else max(n, m), int(0.3 * left) // max(transient, 1)))
     # products of fewer than 8 examples are slow: only where half of the memory would be taken otherwise
     while product > 1 and (
@@ -505,7 +507,8 @@ def _blocks(
     working = block * transient + identity
     side = min(product, n), min(product, m)
     tile = tile_bytes(features, task.form, *side, dtype.itemsize)
-    streams = 0 if task.x2 is None and n * held + working + tile <= left else block * held
+    whole = task.x2 is None and task.part.of == 1 and n * held + working + tile <= left
+    streams = 0 if whole else block * held
     hold = min(n, max(1, (left - working - tile - streams) // max(held, 1)))
     if task.part.of > 1:  # a part has few of the blocks, and captures few examples, if these are small
         hold = min(hold, -(-n // math.isqrt(2 * task.part.of)))

@@ -141,7 +141,7 @@ class GramFile:
         theirs = other.get("identity") or {}
         differ = [name for name, value in self.identity.items() if theirs.get(name) != value]
         raise InputError(
-            f"file={str(self.path)!r} is being made by another run, with other {', '.join(differ) or 'steps'}",
+            f"file={str(self.path)!r} belongs to another run, of other {', '.join(differ) or 'steps'}",
             expected="the same network, examples and form in all parts of one file",
             remedy=f"name another file, or remove {self.partial.name} and the records beside it",
         )
