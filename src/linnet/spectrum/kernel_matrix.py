@@ -126,7 +126,8 @@ def gram_part(
         accumulate: ``"float64"`` keeps sums over parameters in double precision.
 
     Returns:
-        The Gram matrix, memory-mapped, from the part that finishes last; ``None`` from the others.
+        The Gram matrix, memory-mapped, from the part that finishes last, and those that come later; ``None``
+        from the others.
 
     Raises:
         InputError: If an argument has a value that is not listed, or the file belongs to other examples,

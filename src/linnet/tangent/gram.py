@@ -174,7 +174,7 @@ def gram_part(
         accumulate: As for :func:`gram`.
 
     Returns:
-        The kernel from whichever part finishes last, and ``None`` from the others.
+        The kernel from whichever part finishes last, and those that come later; ``None`` from the others.
 
     Raises:
         InputError: If an argument has a value that is not listed, or the file is that of other examples,
@@ -306,11 +306,15 @@ def _compute(
     """Plan, and run every step of this process; ``own`` takes the traces of the rows with themselves."""
     plan = plan_gram(task, memory, to_disk=file is not None)
     require(plan.memory, _ways(task, to_disk=file is not None))
-    if file is not None and (sizes := begun_sizes(file, _identity(task, plan))) is not None:
+    identity: dict[str, object] = {} if file is None else _identity(task)
+    if file is not None and (sizes := begun_sizes(file, identity)) is not None:
         plan = replace(plan, sizes=Sizes(**sizes))
+    identity |= asdict(plan.sizes)
     shape = _shape(*task.sizes, plan.template.outputs.shape[1], task.form)
     share = current()
-    store = _opened(task, plan, file, shape, share) if file is not None else None
+    store = None if file is None else _opened(file, shape, plan.dtype, identity, task.part)
+    if store is not None and store.complete:
+        return store.finished()
     device = task.function.device
     result = torch.empty(shape, dtype=plan.dtype, device=device) if store is None else store.array
     every = in_order(*task.sizes, task.x2 is None, plan.sizes)
@@ -368,15 +372,15 @@ def _run_blocks(
 
 
 def _opened(
-    task: GramTask, plan: GramPlan, file: str | Path, shape: tuple[int, ...], share: Share
+    file: str | Path, shape: tuple[int, ...], dtype: torch.dtype, identity: dict[str, object], part: Writer
 ) -> GramFile:
     """The file, opened by the first process of a group before the others join it."""
-    identity = _identity(task, plan)
+    share = current()
     if share.world == 1:
-        return GramFile(file, shape, plan.dtype, identity, task.part)
+        return GramFile(file, shape, dtype, identity, part)
     writer, store = Writer(share.rank, share.world), None
     if share.rank == 0:
-        store = GramFile(file, shape, plan.dtype, identity, writer)
+        store = GramFile(file, shape, dtype, identity, writer)
     done = gathered([] if store is None else sorted(store.done))[0]
     if store is None:
         if not Path(file).with_suffix(".npy.partial").exists():
@@ -385,7 +389,7 @@ def _opened(
                 expected="a folder that all processes share",
                 remedy="name a folder on a file system of all machines, or leave file= out",
             )
-        store = GramFile(file, shape, plan.dtype, identity, writer)
+        store = GramFile(file, shape, dtype, identity, writer)
     store.done = set(done)
     return store
 
@@ -488,13 +492,13 @@ def _blocks(
         transient = found.inputs + columns * (found.column + 2 * -(-held // k)) + 2 * features.input_bytes
     # at least eight tiles a side, so that half of the products of a symmetric kernel are saved
     product = max(1, min(max(n * k // 8, SMALLEST_PRODUCT), PRODUCT) // k)
-    processes = current().world
-    if processes > 1:  # twice as many tiles a side as there are processes, so that all have as much to do
-        product = max(1, min(product, -(-n // (2 * processes))))
+    processes, sides = current().world, math.isqrt(2 * task.part.of)  # a part has few of sides² blocks
+    if processes * sides > 1:  # tiles small enough to be dealt out
+        product = max(1, min(product, -(-n // (2 * processes * sides))))
     left = budget - result
     most = CAPTURE if columns == k else 1
-    if task.part.of > 1:  # steps fine enough to be shared out
-        most = min(most, -(-max(n, m) // (4 * math.isqrt(2 * task.part.of))))
+    if sides > 1:
+        most = min(most, -(-max(n, m) // (4 * sides)))
     block = max(1, min(most, n if task.x2 is None else max(n, m), int(0.3 * left) // max(transient, 1)))
     # products of fewer than 8 examples are slow: only where half of the memory would be taken otherwise
     while product > 1 and (
@@ -507,11 +511,11 @@ def _blocks(
     working = block * transient + identity
     side = min(product, n), min(product, m)
     tile = tile_bytes(features, task.form, *side, dtype.itemsize)
-    whole = task.x2 is None and task.part.of == 1 and n * held + working + tile <= left
+    whole = task.x2 is None and sides == 1 and n * held + working + tile <= left
     streams = 0 if whole else block * held
     hold = min(n, max(1, (left - working - tile - streams) // max(held, 1)))
-    if task.part.of > 1:  # a part has few of the blocks, and captures few examples, if these are small
-        hold = min(hold, -(-n // math.isqrt(2 * task.part.of)))
+    if sides > 1:  # few examples are captured for a part if its blocks are small
+        hold = min(hold, -(-n // sides))
     if hold < min(n, product):  # a block of few examples has small tiles, and room for more of them
         widest = min(product, m)
 
@@ -692,11 +696,10 @@ def _form_of(x: Inputs) -> list[tuple[torch.Size, torch.dtype]]:
     return [(t.shape[1:], t.dtype) for t in tensors_in(x)]
 
 
-def _identity(task: GramTask, plan: GramPlan) -> dict[str, object]:
-    """The identity of a kernel, which a file must share to be resumed."""
+def _identity(task: GramTask) -> dict[str, object]:
+    """The identity of a kernel, which a file must share to be resumed; the sizes of its steps apart."""
     return {
         "form": task.form,
-        **asdict(plan.sizes),
         "weights": task.function.fingerprint(),
         "output": getattr(task.function.output, "__qualname__", task.function.output),
         "x1": hash_tensors(tensors_in(task.x1)),

@@ -6,7 +6,7 @@ other starts again.
 
 Several processes write to one matrix, each with a record of its own, and whoever finishes the last step
 renames it: the processes of a group, or parts that know nothing of each other, such as the tasks of an array
-job. A lock keeps them apart while they begin and end. Maps of the file must be coherent between its writers,
+job, which leave a note in ``NAME.made.json`` that tells those that come later. A lock keeps them apart while they begin and end. Maps of the file must be coherent between its writers,
 as they are on one machine and on Lustre or GPFS; NFS writes whole pages back, and would lose numbers.
 """
 
@@ -83,8 +83,13 @@ class GramFile:
         self.partial = self.path.with_suffix(".npy.partial")
         of = "" if self.writer.of == 1 else f"-{self.writer.index}-of-{self.writer.of}"
         self.record = self.path.with_suffix(f".npy.steps{of}.json")
+        self.made = self.path.with_suffix(".npy.made.json")
         self.identity = {**identity, "shape": list(shape), "dtype": str(dtype)}
         with self._by_itself():
+            self.complete = self.writer.array and self._is_made()
+            if self.complete:
+                return
+            self.made.unlink(missing_ok=True)
             joined = self._resume()
             remove_partial(self.record)
             if not joined:  # the record of another task must not outlive its matrix
@@ -135,6 +140,12 @@ class GramFile:
         self.done = {key for record in same for key in record.get("done", ())}
         self.own = set(found.get(self.record, {}).get("done", ()))
         return bool(self.done) or self.writer.of > 1
+
+    def _is_made(self) -> bool:
+        """Whether the parts of this matrix have finished it before."""
+        if self.partial.exists() or not (self.path.exists() and self.made.exists()):
+            return False
+        return _fixed(_read(self.made)) == _fixed(self.identity)
 
     def _refuse(self, other: dict[str, Any]) -> NoReturn:
         """Raise the error of a file that another run is making."""
@@ -193,6 +204,8 @@ class GramFile:
 
     def _renamed(self) -> Tensor:
         """The finished matrix, under its own name."""
+        if self.writer.array:
+            write_json(self.made, self.identity)
         os.replace(self.partial, self.path)
         for path in _records(self.path):
             path.unlink(missing_ok=True)
@@ -200,7 +213,7 @@ class GramFile:
         return self.finished()
 
     def finished(self) -> Tensor:
-        """The matrix under its own name, which another process of the group has given it."""
+        """The matrix under its own name, which another process may have given it."""
         return torch.from_numpy(np.lib.format.open_memmap(self.path, mode="r+"))
 
 
@@ -242,13 +255,17 @@ def begun_sizes(file: str | Path, identity: dict[str, Any]) -> dict[str, int] | 
     Returns:
         Sizes by name; ``None`` where no array makes this matrix.
     """
-    path = checked_name(file)
-    fixed = {name: value for name, value in identity.items() if name not in SIZES}
-    for record in map(_read, _records(path)):
+    fixed = _fixed(identity)
+    for record in map(_read, _records(checked_name(file))):
         theirs = record.get("identity") or {}
         if record.get("array") and all(theirs.get(name) == value for name, value in fixed.items()):
             return {name: int(theirs[name]) for name in SIZES}
     return None
+
+
+def _fixed(identity: dict[str, Any]) -> dict[str, Any]:
+    """An identity without the sizes of steps."""
+    return {name: value for name, value in identity.items() if name not in SIZES}
 
 
 def _records(path: Path) -> list[Path]:
