@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from linnet.distributed import agree, current, sharing, world
 from linnet.errors import DataError, InputError, LinnetError, ModelError
-from linnet.tangent.functional import Functional
+from linnet.tangent.functional import Functional, require_whole_weights
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.linearized import Linearized
 
@@ -109,6 +109,7 @@ def _described(value: Any) -> str:
     if isinstance(value, Functional):
         return f"{len(value.names)} parameters with the hash {value.fingerprint()[:_DIGITS]}"
     if isinstance(value, nn.Module):
+        require_whole_weights(value)
         state = value.state_dict()
         held = [state[name] for name in sorted(state) if isinstance(state[name], Tensor)]
         return f"{type(value).__name__} with the hash {hash_tensors(held)[:_DIGITS]}"
