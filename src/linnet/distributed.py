@@ -235,7 +235,7 @@ def together(what: str, shared: bool = True) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # whatever it is, the others wait
-        if getattr(error, _TOLD, False):
+        if is_told(error):
             raise
         failure = error
     finally:
@@ -577,6 +577,22 @@ def _described(failure: BaseException) -> tuple[str, str, str | None, str | None
         ProcessGroupError.__name__, text, "work that succeeds on all processes",
         "see the traceback of that process",
     )  # fmt: skip
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether all processes have an error.
+
+    Args:
+        error: An error that was caught.
+
+    Returns:
+        False for one of this process alone.
+
+    Example:
+        >>> is_told(ValueError("of this process"))
+        False
+    """
+    return bool(getattr(error, _TOLD, False))
 
 
 def _mark_told(error: BaseException) -> None:

@@ -402,7 +402,9 @@ def _finished(store: GramFile, steps: list[Step], array: bool, share: Share) -> 
     gathered(None)  # all have
     found = store.finish(steps) if share.rank == 0 else None
     gathered(None)  # it has its name
-    return store.finished() if found is None else found
+    found = store.finished() if found is None else found
+    gathered(None)  # all have it, whoever takes the name away now
+    return found
 
 
 def _exchange(shares: list[list[Step]], result: Tensor, symmetric: bool, share: Share) -> None:
