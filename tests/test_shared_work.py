@@ -106,7 +106,9 @@ def numbers(folder: Path) -> dict[str, Tensor]:
     for form in ("full", "trace", "sum"):
         pairs = linnet.spectrum.eigenfunctions(net(), X, 2, form, method=free)  # type: ignore[arg-type]
         found[f"spectrum {form}"] = pairs.values
-    found["kernel, little memory"] = linnet.spectrum.gram(lin(), X, memory="24kB", file=folder / "k.npy").clone()
+    found["kernel, little memory"] = linnet.spectrum.gram(
+        lin(), X, memory="24kB", file=folder / "k.npy"
+    ).clone()
     found["kernel, in a file"] = linnet.spectrum.gram(lin(), X, X[2:], file=folder / "l.npy").clone()
     fit = linnet.fit(lin(), (X, T), solver=FINE, ridge=0.3)
     with sharing("leave-one-out"):
@@ -209,7 +211,7 @@ def failures(rank: int, folder: Path) -> dict[str, tuple[Callable[[], object], l
         "adapt": (lambda: linnet.adapt(net(), (X, Y.roll(rank))), ["DataError: processes differ: y is"]),
         "a network": (lambda: linnet.fit(linnet.linearize(Broken(rank)), (X, T), solver=FINE),
                       ["on rank 1", "no such device"]),
-        "a product": (lambda: shared_cg(rank), ["ProcessGroupError: on rank 1: RuntimeError: no such device"]),
+        "a product": (lambda: shared_cg(rank), ["ProcessGroupError: on rank 1: RuntimeError"]),
         "memory": (lambda: linnet.spectrum.gram(lin(), X, memory=100), ["MemoryBudgetError: on rank 0"]),
         "a folder": (lambda: linnet.spectrum.gram(lin(), X, file=folder / f"{rank}" / "k.npy"),
                      ["InputError: processes differ: file is"]),

@@ -51,7 +51,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def iterated(wrap: Wrap, part: slice, period: Any) -> Tensor:
-    """Weights after seven steps of iterative linearization on parts of the data, and when features changed."""
+    """Weights after seven steps of iterative linearization, and when features changed."""
     training = IterativeLinearization(wrap(model := net()), sgd, period, record_gap=True)
     for _ in range(7):
         training.step(lambda module: nn.functional.cross_entropy(module(X[part]), Y[part]))

@@ -97,7 +97,7 @@ class Share:
         return cls() if shard is None else cls(*world(), cut=shard)
 
     def part(self, n: int) -> slice:
-        """The examples of this process among those that all have: one range, as long as the others or one more.
+        """The examples of this process among those that all have: one range of them.
 
         Args:
             n: Their number.
@@ -110,6 +110,27 @@ class Share:
             [slice(0, 1, None), slice(1, 3, None), slice(3, 5, None)]
         """
         return slice(self.rank * n // self.world, (self.rank + 1) * n // self.world)
+
+
+def owners(costs: Sequence[float], parts: int) -> list[int]:
+    """Who does what: the costliest first, each to whoever has least to do.
+
+    Args:
+        costs: Of every task.
+        parts: Number of processes, or of parts.
+
+    Returns:
+        The process of every task.
+
+    Example:
+        >>> owners([1.0, 3.0, 1.0, 1.0], 2)
+        [1, 0, 1, 1]
+    """
+    loads, found = [0.0] * parts, [0] * len(costs)
+    for task in sorted(range(len(costs)), key=lambda task: -costs[task]):
+        found[task] = loads.index(min(loads))
+        loads[found[task]] += costs[task]
+    return found
 
 
 _share: ContextVar[Share | None] = ContextVar("linnet_share", default=None)
@@ -155,9 +176,9 @@ def taking(share: Share) -> Iterator[None]:
 def sharing(what: str = "shared work", device: torch.device | str = "cpu") -> Iterator[Share]:
     """Divide passes over data among all processes, each of which has the same data and comes here.
 
-    ``linnet.fit``, ``TangentGP.fit``, ``linnet.adapt`` and ``linnet.spectrum`` do so by themselves. Put around
-    later questions, such as leave-one-out by conjugate gradients, it divides their passes too. If one process
-    fails, all raise its error. Inside, a budget of memory that is not given is that of the process with the
+    ``linnet.fit``, ``TangentGP.fit``, ``linnet.adapt`` and ``linnet.spectrum`` do so by themselves. Put
+    around later questions, such as leave-one-out by conjugate gradients, it divides their passes too. If one
+    process fails, all raise its error. Inside, a budget of memory that is not given is that of the process with the
     least.
 
     Args:

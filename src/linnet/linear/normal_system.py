@@ -26,7 +26,6 @@ from linnet.linear.system import System
 from linnet.linear.targets import Targets
 from linnet.tangent.batch import Inputs, batch_size
 
-
 PANELS = 16  # in which a symmetric matrix is sent: ½ (1 + 1/16) of its numbers
 
 

@@ -87,7 +87,9 @@ def fisher(problem: Problem, derivative: str, memory: Memory = None) -> SummedOp
     """
     function = problem.function
     zeros = torch.zeros(problem.n, problem.c, dtype=function.dtype, device=function.device)
-    block = min(DEFAULT_BLOCK, -(-problem.n // current().world))  # a batch for each process, where it is in time
+    block = min(
+        DEFAULT_BLOCK, -(-problem.n // current().world)
+    )  # a batch for each process, where it is in time
     batches = Batches((whitened_inputs(problem), zeros), function.device, block)
     network = whitened(function)
     if derivative == "finite-difference":

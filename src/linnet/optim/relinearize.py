@@ -128,9 +128,9 @@ class IterativeLinearization:
             record_gap,
         )
         network: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
-        parallel = isinstance(network, nn.parallel.DistributedDataParallel)
-        self._shared = parallel and world()[1] > 1
-        network = network.module if parallel else network
+        self._shared = False
+        if isinstance(network, nn.parallel.DistributedDataParallel):
+            network, self._shared = network.module, world()[1] > 1
         names = select_parameters(network, params)
         every = dict(network.named_parameters())
         self._network, self._parameters = network, {name: every[name] for name in names}

@@ -4,8 +4,8 @@ A large block of features stays in memory while small ones stream past it, so a 
 features do not fit costs a few more passes over the data instead of more memory. With one data
 set only tiles on one side of the diagonal are computed and the result is symmetric to the bit.
 
-Inside :func:`linnet.distributed.sharing` every process captures its share of a block that stays in memory, and
-all exchange these features; steps are dealt out, and tiles exchanged at the end, or written to one file.
+Inside :func:`linnet.distributed.sharing` every process captures its share of a block that stays in memory,
+and all exchange these features; steps are dealt out, and tiles exchanged at the end, or written to one file.
 :func:`gram_part` does one of several parts without a group: it exchanges nothing but the file.
 """
 
@@ -36,7 +36,7 @@ from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.plan import PROBES
 from linnet.tangent.steps import Range, Sizes, Step, captured_examples, dealt, in_order, ranges, run_of
-from linnet.tangent.store import GramFile, Writer, begun_sizes
+from linnet.tangent.store import GramFile, Writer, begun_sizes, checked_name
 from linnet.tangent.tile import kernel_tile, own_tile, tile_bytes
 
 OUTPUTS = ("full", "trace", "diagonal", "sum")
@@ -181,6 +181,7 @@ def gram_part(
             weights or settings.
         MemoryBudgetError: If not even the smallest tiles fit.
     """
+    checked_name(file)
     task = GramTask(function, x1, x2, form, _accumulation(accumulate), _writer(part))
     _check(task)
     while True:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from linnet.distributed import owners
+
 Range = tuple[int, int]  # first example, last + 1
 
 
@@ -97,13 +99,10 @@ def dealt(steps: Sequence[Step], parts: int) -> list[list[Step]]:
         >>> [[step.own for step in part] for part in dealt(steps, 2)]
         [[(0, 1), (3, 4)], [(1, 2), (2, 3)]]
     """
-    loads, found = [0] * parts, [[] for _ in range(parts)]  # type: tuple[list[int], list[list[Step]]]
-    for step in sorted(steps, key=lambda step: -step.area):
-        least = loads.index(min(loads))
-        loads[least] += step.area
-        found[least].append(step)
-    place = {step.key: i for i, step in enumerate(steps)}
-    return [sorted(part, key=lambda step: place[step.key]) for part in found]
+    found: list[list[Step]] = [[] for _ in range(parts)]
+    for step, owner in zip(steps, owners([step.area for step in steps], parts), strict=True):
+        found[owner].append(step)
+    return found
 
 
 def run_of(steps: Sequence[Step], index: int, parts: int) -> list[Step]:

@@ -5,9 +5,10 @@ it is renamed to ``NAME``. A run with the same weights, data and settings contin
 other starts again.
 
 Several processes write to one matrix, each with a record of its own, and whoever finishes the last step
-renames it: the processes of a group, or parts that know nothing of each other, such as the tasks of an array
-job, which leave a note in ``NAME.made.json`` that tells those that come later. A lock keeps them apart while they begin and end. Maps of the file must be coherent between its writers,
-as they are on one machine and on Lustre or GPFS; NFS writes whole pages back, and would lose numbers.
+renames it: the processes of a group, or parts that know nothing of each other, such as the tasks of an
+array job, which leave a note in ``NAME.made.json`` that tells those that come later. A lock keeps them apart
+while they begin and end. Maps of the file must be coherent between its writers, as they are on one machine
+and on Lustre or GPFS; NFS writes whole pages back, and would lose numbers.
 """
 
 from __future__ import annotations
