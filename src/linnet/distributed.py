@@ -178,8 +178,8 @@ def sharing(what: str = "shared work", device: torch.device | str = "cpu") -> It
 
     ``linnet.fit``, ``TangentGP.fit``, ``linnet.adapt`` and ``linnet.spectrum`` do so by themselves. Put
     around later questions, such as leave-one-out by conjugate gradients, it divides their passes too. If one
-    process fails, all raise its error. Inside, a budget of memory that is not given is that of the process with the
-    least.
+    process fails, all raise its error. Inside, a budget of memory that is not given is that of the process
+    with the least.
 
     Args:
         what: What is done, in words.
