@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 
-import linnet
 from fit import problem
+
+import linnet
 
 
 def main() -> None:
