@@ -33,6 +33,7 @@ from torch import Tensor
 from linnet import errors
 from linnet.errors import InputError, LinnetError, ProcessGroupError
 from linnet.memory import assumed, parse_bytes
+from linnet.progress import waiting
 
 _Result = TypeVar("_Result")
 _LOOK = 0.5  # seconds between two looks at the store: it costs a message, and news may be that old
@@ -201,8 +202,11 @@ def sharing(what: str = "shared work", device: torch.device | str = "cpu") -> It
         yield current()
         return
     share = Share(rank, size)
-    with together(what), assumed(least(parse_bytes(None, device))), taking(share):
-        yield share
+    with together(what):
+        with waiting(f"{what} waits for all {size} processes"):  # says so where one never comes
+            budget = least(parse_bytes(None, device))
+        with assumed(budget), taking(share):
+            yield share
 
 
 @contextlib.contextmanager

@@ -301,7 +301,7 @@ class JacobianOperator(LinearOperator):
 
     def mm(self, v: Tensor) -> Tensor:
         """J v: (P, K) to (N·C, K)."""
-        none = v.new_empty(0, self.outputs, v.shape[1])
+        none = v.new_empty(0, self.outputs, v.shape[1], dtype=self.dtype)
         parts = [jvp_columns(self.function, part, v) for _, part in own_parts(self.x, self.block)]
         return all_rows(torch.cat(parts or [none]), self.shape[0] // self.outputs).flatten(0, 1)
 
