@@ -22,7 +22,7 @@ import linnet
 from linnet.continual import EWC, OnlineLaplace, SynapticIntelligence
 from linnet.errors import LinnetError
 from linnet.likelihoods import Categorical
-from linnet.optim import GaussNewton, IterativeLinearization, OutputGap
+from linnet.optim import GaussNewton, IterativeLinearization, KernelDrift, OutputGap
 from tests.curvatures.side_by_side import grouped
 from tests.ranks import one_of_ranks, run_ranks
 
@@ -90,6 +90,7 @@ def numbers(wrap: Wrap, part: slice) -> dict[str, Tensor]:
     """What processes with a part of the data each must find as one with all."""
     found = {f"iterated, {period}": iterated(wrap, part, period) for period in (1, 3, None)}
     found["iterated, by the gap"] = iterated(wrap, part, OutputGap(0.02))
+    found["iterated, by the kernel"] = iterated(wrap, part, KernelDrift(0.01, X[:6]))
     found |= {f"stepped, {structure}": stepped(wrap, part, structure) for structure in ("kfac", "diagonal")}
     found |= {f"learned, {kind}": learned(wrap, part, kind) for kind in ("ewc", "laplace", "si")}
     found["kernel"] = linnet.linearize(wrap(net())).kernel(X[:5])

@@ -218,8 +218,16 @@ def _read(folder: Path) -> Any:
 
 def test_it_takes_a_linearization_as_well(tmp_path: Path) -> None:
     lin = linnet.linearize(net(), params="0.weight")
-    found = gram_part(lin, X, file=tmp_path / "k.npy", part=(0, 1), accumulate="float64")
+    found = gram_part(lin, X, file=tmp_path / "k.npy", part=(0, 1))
     assert torch.allclose(found, lin.kernel(X), rtol=1e-12, atol=1e-12)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("accumulate", [None, "float64"])
+def test_sums_in_double_precision(accumulate: str | None, tmp_path: Path) -> None:
+    model, x = net().float(), X.float()
+    found = gram_part(model, x, file=tmp_path / "k.npy", part=(0, 1), accumulate=accumulate)
+    assert found is not None
+    assert found.dtype == (torch.float64 if accumulate else torch.float32)
 
 
 if __name__ == "__main__":

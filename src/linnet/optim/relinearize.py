@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from linnet.distributed import of_first, together, world
+from linnet.distributed import apart, of_first, together, world
 from linnet.errors import InputError, ModelError, NumericalError, WeightsError
 from linnet.fitting.fit import fit
 from linnet.fitting.linear_fit import LinearFit
@@ -235,7 +235,8 @@ class IterativeLinearization:
                 lambda: gradient_norm(list(self._parameters.values())),
                 self.output,
             )
-            verdict = self.schedule.judge(moment)
+            with apart():  # by the batch of this process
+                verdict = self.schedule.judge(moment)
             if self._shared:
                 verdict = of_first(verdict, next(iter(self._parameters.values())).device)
         if verdict.kind:
