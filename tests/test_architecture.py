@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("distribution", "params"),
-    ("distributed", "memory", "progress"),
+    ("memory", "progress"),
+    ("distributed",),
     ("disk", "limits"),
     ("files",),
     ("npz",),

@@ -46,7 +46,6 @@ X = torch.randn(N, 4, generator=G, dtype=torch.float64)
 Y = torch.randint(3, (N,), generator=G)
 ROUNDING = 1e-12
 STOPS = ((1, 0), (0, 2), (1, 2))  # passes finished and batches done when the second process is stopped
-LOCAL = {"a fit of a part"}  # errors that each process raises by itself, with its own numbers
 
 
 def net() -> nn.Module:
@@ -116,7 +115,7 @@ def alone() -> dict[str, Tensor]:
     lin = linnet.linearize(net())
     targets = torch.eye(3, dtype=torch.float64)[Y[:12]]
     fit = linnet.fit(lin, (X[:12], targets), ridge=0.5, loss="squared")
-    iterated = linnet.fit(lin, (X[:12], targets), ridge=0.5, solver=CG(preconditioner="kfac"))
+    iterated = linnet.fit(lin, (X[:12], targets), ridge=0.5, solver=CG(1e-12, preconditioner="kfac"))
     gp = linnet.TangentGP(net(), Gaussian(variance=0.5)).fit(X[:12], targets)
     online = OnlineLaplace(network := net(), Categorical())
     online.consolidate((X, Y))
@@ -235,7 +234,7 @@ def failures(rank: int) -> dict[str, tuple[Callable[[], object], list[str]]]:
         "places": (lambda: full((X, Y)) if rank else product @ torch.ones(43).double(),
                    ["ProcessGroupError: processes came to different places"]),
         "a fit of a part": (lambda: linnet.fit(linnet.linearize(net()), parts_of(N, 2, rank), ridge=1.0),
-                            ["DataError", "about 25 of 50 examples"]),
+                            ["DataError: on rank 0", "about 25 of 50 examples"]),
         "a step": (lambda: trained(rank, flawed), ["DataError: on rank 1: x holds NaN"]),
         "optimizers": (lambda: trained(rank, X, damping=0.1 + rank), ["InputError", "damping"]),
         "Laplace": (lambda: linnet.Laplace(net(), Categorical(), **grouped(shard=False)).fit((flawed, Y)),
@@ -302,7 +301,7 @@ def compare(folder: Path, size: int, expected: dict[str, Tensor], ranks: list[in
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             error = float((found[name] - value).abs().max() / value.abs().max())
-            assert error <= (1e-6 if "low-rank" in name else ROUNDING), (
+            assert error <= (1e-6 if "low-rank" in name else 1e-10 if name == "cg" else ROUNDING), (
                 f"{name} on rank {rank} of {size}: {error}"
             )
     assert not list(folder.glob("*sums*"))
@@ -321,7 +320,7 @@ def test_two_processes_have_the_numbers_of_one_and_fail_alike(
     for name, text in first.items():
         assert all(words in text for words in with_words[name]), f"{name}: {text}"
     alike = {name for name in first if first[name] == second[name]}
-    assert alike == first.keys() - LOCAL
+    assert alike == first.keys()
 
 
 @pytest.mark.long

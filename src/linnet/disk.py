@@ -11,6 +11,10 @@ import os
 import platform
 import re
 import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +24,9 @@ from linnet.memory import format_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the largest file allowed
 _NO_CALL = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # the file system cannot reserve
+_BYTE = 1 << 30  # the byte that Windows locks; it need not exist, and what is before it stays readable
+_PAUSE = 0.02  # seconds between two tries to have a lock
+_PATIENCE = 600.0  # seconds to wait for one, which others hold for as long as they reserve a large file
 _ZEROS = 1 << 20  # bytes written at once where a file is reserved by writing it
 
 
@@ -131,6 +138,87 @@ def _free(folder: Path) -> str:
         return f"{format_bytes(shutil.disk_usage(folder).free)} are free there"
     except OSError:
         return "how much is free cannot be found out"
+
+
+def try_lock(file: int, shared: bool = False) -> bool:
+    """Lock an open file at once or not at all; the system gives the lock back when the process ends.
+
+    Args:
+        file: Its descriptor.
+        shared: Whether others may lock it in this way too.
+
+    Returns:
+        Whether it is locked; True as well where the file system has no locks.
+    """
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            os.lseek(file, _BYTE, os.SEEK_SET)
+            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+            os.lseek(file, 0, os.SEEK_SET)
+        else:
+            import fcntl
+
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Be the only process in the block, among those that name the same lock; the others wait.
+
+    Args:
+        path: The file of the lock, which is there meanwhile.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        InputError: Another process has held the lock for ten minutes, or the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, locked(Path(folder) / "k.lock"):
+        ...     [file.name for file in Path(folder).iterdir()]
+        ['k.lock']
+    """
+    end = time.monotonic() + _PATIENCE
+    while (file := _opened_lock(path)) is None:
+        if time.monotonic() > end:
+            raise InputError(
+                f"{path} has been locked by another process for {_PATIENCE:.0f} s",
+                expected="processes that take turns",
+                remedy="end the process that hangs, or remove the file if there is none",
+            )
+        time.sleep(_PAUSE)
+    try:
+        yield
+    finally:
+        if sys.platform == "win32":  # where an open file cannot be removed
+            os.close(file)
+        with suppress(OSError):  # another process' by now
+            path.unlink()
+        if sys.platform != "win32":
+            os.close(file)
+
+
+def _opened_lock(path: Path) -> int | None:
+    """An open file with the lock on it; ``None`` where another process has it."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        refuse_write(path, error)
+    if try_lock(file):
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file), os.stat(path)):
+                return file
+    os.close(file)  # or the process before removed the file before we had it: this one locks nobody out
+    return None
 
 
 def process_mark() -> str:

@@ -8,15 +8,22 @@ every half second whether another has failed (:func:`look_around`). A process th
 the others get torch's connection error, as a :class:`~linnet.errors.ProcessGroupError`.
 
 A process by itself exchanges nothing.
+
+Calls that work on data which every process has (``linnet.fit``, ``TangentGP.fit``, ``linnet.spectrum``) open
+:func:`sharing`. Inside it the passes over data know their :class:`Share` by :func:`current`, and do that
+part; what is asked outside, such as a prediction, each process computes by itself. :func:`apart` makes a
+process one by itself for a while.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,6 +32,8 @@ from torch import Tensor
 
 from linnet import errors
 from linnet.errors import InputError, LinnetError, ProcessGroupError
+from linnet.memory import assumed, parse_bytes
+from linnet.progress import waiting
 
 _Result = TypeVar("_Result")
 _LOOK = 0.5  # seconds between two looks at the store: it costs a message, and news may be that old
@@ -36,13 +45,13 @@ def world() -> tuple[int, int]:
     """This process among those of ``torch.distributed``.
 
     Returns:
-        Its rank and their number; ``(0, 1)`` where no process group was started.
+        Its rank and their number; ``(0, 1)`` where no process group was started, and inside :func:`apart`.
 
     Example:
         >>> world()
         (0, 1)
     """
-    if not _started():
+    if _apart.get() or not _started():
         return 0, 1
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
@@ -88,6 +97,139 @@ class Share:
             )
         return cls() if shard is None else cls(*world(), cut=shard)
 
+    def part(self, n: int) -> slice:
+        """The examples of this process among those that all have: one range of them.
+
+        Args:
+            n: Their number.
+
+        Returns:
+            Their places; an empty range where there are fewer than processes.
+
+        Example:
+            >>> [Share(rank, 3).part(5) for rank in range(3)]
+            [slice(0, 1, None), slice(1, 3, None), slice(3, 5, None)]
+        """
+        return slice(self.rank * n // self.world, (self.rank + 1) * n // self.world)
+
+
+def owners(costs: Sequence[float], parts: int) -> list[int]:
+    """Who does what: the costliest first, each to whoever has least to do.
+
+    Args:
+        costs: Of every task.
+        parts: Number of processes, or of parts.
+
+    Returns:
+        The process of every task.
+
+    Example:
+        >>> owners([1.0, 3.0, 1.0, 1.0], 2)
+        [1, 0, 1, 1]
+    """
+    loads, found = [0.0] * parts, [0] * len(costs)
+    for task in sorted(range(len(costs)), key=lambda task: -costs[task]):
+        found[task] = loads.index(min(loads))
+        loads[found[task]] += costs[task]
+    return found
+
+
+_share: ContextVar[Share | None] = ContextVar("linnet_share", default=None)
+_apart: ContextVar[bool] = ContextVar("linnet_apart", default=False)
+
+
+def current() -> Share:
+    """The share of this process in the work at hand.
+
+    Returns:
+        All of it outside :func:`sharing`.
+
+    Example:
+        >>> current()
+        Share(rank=0, world=1, cut=True)
+    """
+    return _share.get() or Share()
+
+
+@contextlib.contextmanager
+def taking(share: Share) -> Iterator[None]:
+    """Work of which this process has a given share, without telling the others.
+
+    Args:
+        share: The share.
+
+    Yields:
+        Nothing.
+
+    Example:
+        >>> with taking(Share(1, 2)):
+        ...     current().part(10)
+        slice(5, 10, None)
+    """
+    token = _share.set(share)
+    try:
+        yield
+    finally:
+        _share.reset(token)
+
+
+@contextlib.contextmanager
+def sharing(what: str = "shared work", device: torch.device | str = "cpu") -> Iterator[Share]:
+    """Divide passes over data among all processes, each of which has the same data and comes here.
+
+    ``linnet.fit``, ``TangentGP.fit``, ``linnet.adapt`` and ``linnet.spectrum`` do so by themselves. Put
+    around later questions, such as leave-one-out by conjugate gradients, it divides their passes too. If one
+    process fails, all raise its error. Inside, a budget of memory that is not given is that of the process
+    with the least.
+
+    Args:
+        what: What is done, in words.
+        device: Where it is done, for the budget.
+
+    Yields:
+        The share of this process.
+
+    Raises:
+        LinnetError: Another process has failed; the error names it.
+
+    Example:
+        >>> with sharing("leave-one-out") as share:
+        ...     share.world
+        1
+    """
+    rank, size = world()
+    if size == 1 or _share.get() is not None:
+        yield current()
+        return
+    share = Share(rank, size)
+    with together(what):
+        with waiting(f"{what} waits for all {size} processes"):  # says so where one never comes
+            budget = least(parse_bytes(None, device))
+        with assumed(budget), taking(share):
+            yield share
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Be a process by itself, though a process group exists: nothing is divided, and nobody is waited for.
+
+    For what one process does alone, such as a fit on the first one or on data of its own.
+
+    Yields:
+        Nothing.
+
+    Example:
+        >>> with apart():
+        ...     world()
+        (0, 1)
+    """
+    token, alone = _apart.set(True), _share.set(None)
+    try:
+        yield
+    finally:
+        _apart.reset(token)
+        _share.reset(alone)
+
 
 @contextlib.contextmanager
 def together(what: str, shared: bool = True) -> Iterator[None]:
@@ -118,7 +260,7 @@ def together(what: str, shared: bool = True) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # whatever it is, the others wait
-        if getattr(error, _TOLD, False):
+        if is_told(error):
             raise
         failure = error
     finally:
@@ -150,10 +292,24 @@ def all_sum(tensors: Sequence[Tensor]) -> None:
         return
     _meet(f"a sum of {[(str(t.dtype), tuple(t.shape)) for t in tensors]}")
     for tensor in tensors:
-        whole = tensor.contiguous()
-        _carried(torch.distributed.all_reduce, whole)
-        if whole is not tensor:
-            tensor.copy_(whole)
+        with _sent(tensor) as whole:
+            _carried(torch.distributed.all_reduce, whole)
+
+
+def share_sum(tensors: Sequence[Tensor]) -> None:
+    """The same for sums over the shares of :func:`sharing`; a process that computes alone has them already.
+
+    Args:
+        tensors: What to add up, in place.
+
+    Raises:
+        LinnetError: Another process has failed, or is elsewhere.
+
+    Example:
+        >>> share_sum([torch.ones(2)])
+    """
+    if current().world > 1:
+        all_sum(tensors)
 
 
 def all_same(tensors: Sequence[Tensor]) -> None:
@@ -170,12 +326,123 @@ def all_same(tensors: Sequence[Tensor]) -> None:
     """
     if world()[1] == 1:
         return
-    _meet(f"a copy of {[(str(t.dtype), tuple(t.shape)) for t in tensors]}")
-    for tensor in tensors:
-        whole = tensor.contiguous()
-        _carried(torch.distributed.broadcast, whole, 0)
-        if whole is not tensor:
-            tensor.copy_(whole)
+    all_filled([tensors])
+
+
+def all_filled(parts: Sequence[Sequence[Tensor]]) -> None:
+    """Copy to all processes what each has filled.
+
+    Args:
+        parts: The tensors that each process has filled, by rank, of equal shapes on all processes; the lists
+            of later ranks may be missing.
+
+    Raises:
+        LinnetError: Another process has failed, or is elsewhere.
+
+    Example:
+        >>> all_filled([[torch.ones(2)]])
+    """
+    if world()[1] == 1:
+        return
+    _meet(f"a copy of {[[(str(t.dtype), tuple(t.shape)) for t in tensors] for tensors in parts]}")
+    for rank, tensors in enumerate(parts):
+        for tensor in tensors:
+            if tensor.numel():
+                with _sent(tensor) as whole:
+                    _carried(torch.distributed.broadcast, whole, rank)
+
+
+def all_rows(own: Tensor, n: int) -> Tensor:
+    """The rows of all processes, each of which has those of its :meth:`Share.part`.
+
+    Args:
+        own: The rows of this process, (n_own, ...).
+        n: Rows of all.
+
+    Returns:
+        (n, ...); ``own`` itself for a process that computes alone.
+
+    Raises:
+        LinnetError: Another process has failed, or is elsewhere.
+
+    Example:
+        >>> all_rows(torch.ones(2), 2)
+        tensor([1., 1.])
+    """
+    share = current()
+    if share.world == 1:
+        return own
+    whole = own.new_empty(n, *own.shape[1:])
+    parts = [whole[Share(rank, share.world).part(n)] for rank in range(share.world)]
+    parts[share.rank].copy_(own)
+    all_filled([[part] for part in parts])
+    return whole
+
+
+def of_first(value: _Result | None, device: torch.device) -> _Result:
+    """The result of the first process, on all of them.
+
+    Args:
+        value: Tensors and plain values, in dataclasses, dicts, lists and tuples; ignored elsewhere.
+        device: Where the tensors are put.
+
+    Returns:
+        The result.
+
+    Example:
+        >>> of_first((torch.ones(1), "a"), torch.device("cpu"))
+        (tensor([1.]), 'a')
+    """
+    rank, size = world()
+    if size == 1:
+        assert value is not None
+        return value
+    tensors: list[Tensor] = []
+    bare = _bare(value, tensors) if rank == 0 else None
+    bare, forms = gathered((bare, [(t.dtype, tuple(t.shape)) for t in tensors]))[0]
+    if rank:
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in forms]
+    tensors = [t.contiguous() for t in tensors]
+    all_same(tensors)
+    found: _Result = _filled(bare, tensors)
+    return found
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a tensor of a result; ``kind`` a class for what a dict of fields is of."""
+
+    index: int = -1
+    kind: Any = None
+    fields: Any = None
+
+
+def _bare(value: Any, tensors: list[Tensor]) -> Any:
+    """A value with its tensors taken out, into the list."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _bare(getattr(value, f.name), tensors) for f in dataclasses.fields(value)}
+        return _Place(kind=type(value), fields=fields)
+    if isinstance(value, dict):
+        return {key: _bare(one, tensors) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_bare(one, tensors) for one in value)
+    return value
+
+
+def _filled(bare: Any, tensors: Sequence[Tensor]) -> Any:
+    """Undo :func:`_bare`."""
+    if isinstance(bare, _Place):
+        if bare.kind is None:
+            return tensors[bare.index]
+        return bare.kind(**{name: _filled(one, tensors) for name, one in bare.fields.items()})
+    if isinstance(bare, dict):
+        return {key: _filled(one, tensors) for key, one in bare.items()}
+    if type(bare) in (list, tuple):
+        return type(bare)(_filled(one, tensors) for one in bare)
+    return bare
 
 
 def sum_numbers(numbers: Sequence[float]) -> list[float]:
@@ -274,7 +541,7 @@ def look_around() -> None:
         return
     _Calls.looked = time.monotonic()
     store = _store()
-    if store is not None and _carried(store.check, [_word(_Calls.open[-1])]):
+    if store is not None and any(_carried(store.check, [_word(call)]) for call in _Calls.open):
         raise _FailedElsewhere
 
 
@@ -337,6 +604,22 @@ def _described(failure: BaseException) -> tuple[str, str, str | None, str | None
     )  # fmt: skip
 
 
+def is_told(error: BaseException) -> bool:
+    """Whether all processes have an error.
+
+    Args:
+        error: An error that was caught.
+
+    Returns:
+        False for one of this process alone.
+
+    Example:
+        >>> is_told(ValueError("of this process"))
+        False
+    """
+    return bool(getattr(error, _TOLD, False))
+
+
 def _mark_told(error: BaseException) -> None:
     """From now on an error needs no telling."""
     setattr(error, _TOLD, True)
@@ -357,6 +640,17 @@ def _carried(exchange: Callable[..., _Result], *args: Any) -> _Result:
         )
         _mark_told(gone)
         raise gone from error
+
+
+@contextlib.contextmanager
+def _sent(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor as the backend can exchange it; afterwards the tensor holds what came."""
+    whole = tensor.contiguous()
+    if _device().type == "cuda":
+        whole = whole.to(_device())
+    yield whole
+    if whole is not tensor:
+        tensor.copy_(whole)
 
 
 def _gathered(value: _Result) -> list[_Result]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -158,6 +160,31 @@ def _read_number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
+_assumed: ContextVar[int | None] = ContextVar("linnet_assumed_memory", default=None)
+
+
+@contextmanager
+def assumed(amount: int) -> Iterator[None]:
+    """A budget to take where none is given, such as that of the process of several that has the least.
+
+    Args:
+        amount: Bytes.
+
+    Yields:
+        Nothing.
+
+    Example:
+        >>> with assumed(1000):
+        ...     parse_bytes(None), parse_bytes("2kB")
+        (1000, 2000)
+    """
+    token = _assumed.set(amount)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
 def parse_bytes(amount: str | int | None, device: torch.device | str = "cpu") -> int:
     """A memory budget in bytes.
 
@@ -176,6 +203,8 @@ def parse_bytes(amount: str | int | None, device: torch.device | str = "cpu") ->
         >>> parse_bytes("1.5GB"), parse_bytes("512MiB"), parse_bytes(4096)
         (1500000000, 536870912, 4096)
     """
+    if amount is None and (given := _assumed.get()) is not None:
+        return given
     if amount is None:
         return max(available_bytes(device) // 2, 1)
     size = _text_to_bytes(amount) if isinstance(amount, str) else amount

@@ -167,6 +167,7 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "baselines.mc_dropout": lambda: {"model": small.dropout_net(), "samples": 2},
     "baselines.trained": lambda: {"make": small.net, "training": linnet.Training(epochs=1)},
     "spectrum.gram": dict,
+    "spectrum.gram_part": lambda: {"file": "kernel.npy", "part": (0, 1)},
     "spectrum.eigenfunctions": lambda: {"k": 3},
     "spectrum.Decomposition": lambda: {"tolerance": 0.1},
     "spectrum.EigenfunctionTargets": lambda: {"y": small.labels(), "index": 0},

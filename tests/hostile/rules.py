@@ -146,6 +146,8 @@ _NAMES = {
 }
 OF_NAME = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 OF_CALL: dict[str, str] = {
+    "spectrum.gram_part(part)": "word",
+    "spectrum.gram_part(file)": "place",
     "audit.select(batch)": "flag",
     "adapt(weight)": "share or zero",
     "fitting.Dual(file)": "place or none",

@@ -51,6 +51,8 @@ _FLAGS = {
 }
 _SHORT = {"-q": "--quiet", "-v": "--verbose"}
 _REPLAY = "run.yaml"
+_SHARED = ("adapt",)  # commands of which every process that torchrun starts does a part
+_NOTHING = object()
 _SHOWN = 200  # characters of a value in an error
 _ARGUMENTS = "memory|solver|params|ridge|channels|size|mean|std|head|seed|target|shots|tests|device"
 
@@ -86,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LinnetError as error:
         if "--traceback" in words:
             raise
-        _print_error(error)
+        if _rank() == 0 or not _is_told(error):
+            _print_error(error)
         return 2
     except OSError as error:  # a disk that is full for our output, a folder that vanished
         if "--traceback" in words:
@@ -169,12 +172,17 @@ def _execute(command: Command, settings: Settings, flags: AbstractSet[str]) -> i
         check_settings(values, settings.typed, trust)
     if "trust" in command.parameters:
         values["trust"] = trust
-    with _claimed(command, settings):
+    result: Any = _NOTHING
+    with _started(command, values) as goes_on, _claimed(command, settings, goes_on):
+        if not goes_on:
+            return 0
         try:
             silent = as_json or "--quiet" in flags
             with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
                 result = command.function(**values)
         except KeyboardInterrupt:
+            if _rank():
+                raise
             if command.name == "adapt":
                 _write_replay(command.name, settings, folder)
                 raise KeyboardInterrupt("the same command continues where it stopped") from None
@@ -182,16 +190,46 @@ def _execute(command: Command, settings: Settings, flags: AbstractSet[str]) -> i
                 _write_replay(command.name, settings, folder)
             raise
         _write_replay(command.name, settings, folder)
+    if result is _NOTHING:  # of a process that has done its share of another one's command
+        return 0
     if as_json:
         print(json.dumps(_plain(result), indent=2, allow_nan=False))
     sys.stdout.flush()
     return int(isinstance(result, Mapping) and result.get("ok") is False)
 
 
-def _claimed(command: Command, settings: Settings) -> contextlib.AbstractContextManager[None]:
+def _rank() -> int:
+    """The number of this process among those that torchrun started."""
+    return int(os.environ.get("RANK", "0")) if os.environ.get("WORLD_SIZE", "1") != "1" else 0
+
+
+@contextlib.contextmanager
+def _started(command: Command, values: Mapping[str, Any]) -> Iterator[bool]:
+    """The processes of torchrun: all of them where a command shares its work, the first alone elsewhere.
+
+    Yields:
+        Whether this process takes part.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1" or "RANK" not in os.environ:
+        yield True
+    elif command.name not in _SHARED:
+        yield _rank() == 0
+    else:
+        from linnet.app.runs.ranks import Group, Released
+
+        quiet = contextlib.nullcontext() if _rank() == 0 else contextlib.redirect_stdout(io.StringIO())
+        if _rank():
+            os.environ["LINNET_PROGRESS"] = "0"
+        with contextlib.suppress(Released), quiet, Group(f"linnet {command.name}", str(values["device"])):
+            yield True
+
+
+def _claimed(
+    command: Command, settings: Settings, goes_on: bool = True
+) -> contextlib.AbstractContextManager[None]:
     """The folder of a command that writes a run, for this process alone until the settings are in it too."""
     values = settings.values
-    if "overwrite" not in values:
+    if "overwrite" not in values or not goes_on:
         return contextlib.nullcontext()
     from linnet.app.runs.place import claimed
 
@@ -252,6 +290,13 @@ def _overview() -> str:
             "Start with `linnet demo`; `linnet doctor` says what works on this machine.",
         ]
     )
+
+
+def _is_told(error: LinnetError) -> bool:
+    """Whether the first process of several prints this error as well."""
+    from linnet.distributed import is_told
+
+    return is_told(error)
 
 
 def _print_error(error: LinnetError) -> None:

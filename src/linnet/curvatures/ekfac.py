@@ -11,13 +11,18 @@ layer the cheaper is taken by counting multiplications.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
 from linnet.curvatures.layers import layer_factors, require_as_found
 from linnet.curvatures.sums import ROWS_AT_ONCE, Gradients, Sums, layer_rows
-from linnet.linalg.grouped import GroupedKroneckerEigen
+from linnet.distributed import Share, all_filled, owners
+from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.tangent.rules import Factors
 
@@ -27,6 +32,7 @@ class EigenvalueSums(Sums):
 
     Args:
         kronecker: The layer's finished Kronecker factors.
+        solved: Whether to decompose them here; else the basis is room for that of another process.
 
     Attributes:
         basis: Q_B ⊗ Q_A.
@@ -34,14 +40,12 @@ class EigenvalueSums(Sums):
         gradient_basis: Q_B, (R, c, c).
     """
 
-    def __init__(self, kronecker: KroneckerSums) -> None:
+    def __init__(self, kronecker: KroneckerSums, solved: bool = True) -> None:
         self.layer = kronecker.layer
         product = kronecker.block()
-        self.basis = (
-            KroneckerEigen.of(product)
-            if isinstance(product, Kronecker)
-            else GroupedKroneckerEigen.of(product)
-        )
+        kind = KroneckerEigen if isinstance(product, Kronecker) else GroupedKroneckerEigen
+        made: Any = kind.of if solved else partial(_room, kind)
+        self.basis: KroneckerEigen | GroupedKroneckerEigen = made(product)
         left, right = self.basis.left_vectors, self.basis.right_vectors
         if self.layer.groups == 1:
             left, right = left[None], right[None]
@@ -126,12 +130,13 @@ class RowEigenvalueSums(Sums):
 
     Args:
         moments: The layer's finished Kronecker factors.
+        solved: Whether to decompose them here.
     """
 
-    def __init__(self, moments: RowMomentSums) -> None:
+    def __init__(self, moments: RowMomentSums, solved: bool = True) -> None:
         self.layer = moments.layer
         product = moments.block()
-        self.basis = KroneckerEigen.of(product)
+        self.basis = KroneckerEigen.of(product) if solved else _room(KroneckerEigen, product)
         self.tensors = {"values": torch.zeros_like(self.basis.values)}
 
     @property
@@ -155,13 +160,57 @@ def _without_rounding(values: Tensor) -> Tensor:
     return torch.where(values <= torch.finfo(values.dtype).eps * values.max(), 0.0, values)
 
 
-def eigenvalue_sums(first: KroneckerSums | RowMomentSums) -> EigenvalueSums | RowEigenvalueSums:
+def eigenvalue_sums(
+    first: KroneckerSums | RowMomentSums, solved: bool = True
+) -> EigenvalueSums | RowEigenvalueSums:
     """The second pass that belongs to a first one.
 
     Args:
         first: Finished Kronecker factors.
+        solved: Whether to decompose them here.
 
     Returns:
         Sums of eigenvalues, to be filled by one more pass.
     """
-    return EigenvalueSums(first) if isinstance(first, KroneckerSums) else RowEigenvalueSums(first)
+    kind: Any = EigenvalueSums if isinstance(first, KroneckerSums) else RowEigenvalueSums
+    found: EigenvalueSums | RowEigenvalueSums = kind(first, solved)
+    return found
+
+
+def shared_eigenvalue_sums(
+    firsts: Sequence[KroneckerSums | RowMomentSums], share: Share
+) -> list[EigenvalueSums | RowEigenvalueSums]:
+    """The same for several layers, each decomposed by one process and copied to the others.
+
+    So all have one basis to the bit, also where eigenvalues coincide and another machine would find another.
+
+    Args:
+        firsts: Finished Kronecker factors, those of all data on every process.
+        share: This process among the others.
+
+    Returns:
+        Sums of eigenvalues, layer by layer.
+    """
+    costs = [sum(float(t.shape[-1]) ** 3 for t in first.tensors.values() if t.ndim > 1) for first in firsts]
+    ranks = owners(costs, share.world)
+    found = [eigenvalue_sums(first, rank == share.rank) for first, rank in zip(firsts, ranks, strict=True)]
+    if share.world > 1:
+        all_filled(
+            [
+                [
+                    t
+                    for one, owner in zip(found, ranks, strict=True)
+                    if owner == rank
+                    for t in one.basis_tensors
+                ]
+                for rank in range(share.world)
+            ]
+        )
+    return found
+
+
+def _room(kind: Any, product: Kronecker | GroupedKronecker) -> Any:
+    """An eigenbasis without numbers, of the kind that the product's is."""
+    left, right = torch.zeros_like(product.left), torch.zeros_like(product.right)
+    values = left.new_zeros(*left.shape[:-1], right.shape[-1])
+    return kind(left, right, values, product.space, product.name)

@@ -22,7 +22,7 @@ from linnet.curvatures.accumulate import (
 )
 from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.curvature import Curvature, Provenance
-from linnet.curvatures.ekfac import EigenvalueSums, RowEigenvalueSums, eigenvalue_sums
+from linnet.curvatures.ekfac import EigenvalueSums, RowEigenvalueSums, shared_eigenvalue_sums
 from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
 from linnet.curvatures.kfra import RecursionSums
@@ -32,7 +32,7 @@ from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import DEFAULT_BLOCK, Batch, Batches
 from linnet.curvatures.sums import Sums
 from linnet.curvatures.treatments import Structure, by_layer, make_sums, treatment
-from linnet.distributed import all_same, all_sum
+from linnet.distributed import Share, all_sum
 from linnet.memory import Plan, parse_bytes, require
 from linnet.progress import track
 from linnet.tangent.batch import take
@@ -113,10 +113,8 @@ def by_structure(
     few = chunks.examples if closed else None
     passes = Summation(function, batches, request.expectation, chunks.columns, checkpoint, few, request.watch)
     examples = float(passes.run(list(sums.values()), "curvature").examples)
-    corrected = _second_sums(plans, sums)
+    corrected = _second_sums(plans, sums, batches.share)
     if corrected:
-        if batches.share.world > 1:  # where eigenvalues coincide, another machine may find another basis
-            all_same([t for one in corrected.values() for t in one.basis_tensors])
         passes.run(list(corrected.values()), "eigenvalues")
     passes.finish()
     found = []
@@ -231,15 +229,15 @@ def _first_sums(
 
 
 def _second_sums(
-    plans: Sequence[Sequence[Assignment]], sums: Mapping[tuple[str, str], Sums]
+    plans: Sequence[Sequence[Assignment]], sums: Mapping[tuple[str, str], Sums], share: Share
 ) -> dict[tuple[str, str], EigenvalueSums | RowEigenvalueSums]:
     """Eigenvalue statistics of the layers that are eigenvalue-corrected."""
-    found = {}
+    firsts = {}
     for assignment in (a for plan in plans for a in plan if a.how == "ekfac"):
         first = sums[_key(assignment)]
         assert isinstance(first, KroneckerSums | RowMomentSums)
-        found[_key(assignment)] = eigenvalue_sums(first)
-    return found
+        firsts[_key(assignment)] = first
+    return dict(zip(firsts, shared_eigenvalue_sums(list(firsts.values()), share), strict=True))
 
 
 def _part(assignment: Assignment, sums: Mapping[tuple[str, str], Sums]) -> Part:

@@ -13,7 +13,6 @@ from linnet.curvatures.fisher import FiniteDifferenceFisher, FisherOperator
 from linnet.curvatures.ggn import GaussNewtonOperator, SummedOperator
 from linnet.curvatures.hessian import HessianOperator
 from linnet.curvatures.layers import Layer
-from linnet.curvatures.led import led
 from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import Batches
 from linnet.errors import InputError, ModelError
@@ -22,6 +21,7 @@ from linnet.linalg.operator import LinearOperator
 from linnet.linalg.structured import Dense
 from linnet.memory import Plan, parse_bytes, require
 from linnet.solvers.lanczos import eigenpairs
+from linnet.solvers.led import led
 from linnet.solvers.nystrom import nystrom
 from linnet.tangent.functional import Functional
 
@@ -143,7 +143,7 @@ def _low_rank(product: SummedOperator, low: settings.LowRank, request: Request) 
         found = pairs.require("the leading eigenpairs of the curvature")
         return found.vectors, found.values.clamp(min=0)
 
-    basis, values = led(product, solve)
+    basis, values = led(product, solve, product.data.share)
     return LowRankMatrix(basis, values, space=product.space, name="low-rank curvature")
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from linnet.curvatures.accumulate import Accumulator, capped, plan_chunks, require_columns
 from linnet.curvatures.chain import ChainPass
 from linnet.curvatures.curvature import Curvature, Provenance
-from linnet.curvatures.ekfac import EigenvalueSums, RowEigenvalueSums, eigenvalue_sums
+from linnet.curvatures.ekfac import EigenvalueSums, RowEigenvalueSums, shared_eigenvalue_sums
 from linnet.curvatures.engine import everything, layers_of
 from linnet.curvatures.expectation import Expectation, choose_matrix
 from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
@@ -39,7 +39,7 @@ from linnet.curvatures.treatments import (
     resolve,
     treatment,
 )
-from linnet.distributed import all_same, all_sum, together, world
+from linnet.distributed import Share, all_sum, together, world
 from linnet.errors import DataError, InputError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.space import require_params
@@ -174,16 +174,18 @@ class RunningCurvature:
 
     def _renew(self, shared: bool) -> None:
         """Renew the basis, to the same one on all processes that add up."""
+        firsts: dict[int, KroneckerSums | RowMomentSums] = {}
         for i, (_, how, _) in enumerate(self._assigned):
             if how == "ekfac":
                 first = _snapshot(self._first[i])
                 assert isinstance(first, KroneckerSums | RowMomentSums)
-                new = eigenvalue_sums(first)
-                if shared:  # where eigenvalues coincide, another machine may find another basis
-                    all_same(new.basis_tensors)
-                if i in self._second:
-                    _carry(self._second[i], new)
-                self._second[i], self._basis[i] = new, first
+                firsts[i] = first
+        share = Share(*world()) if shared else Share()
+        fresh = shared_eigenvalue_sums(list(firsts.values()), share)
+        for (i, first), new in zip(firsts.items(), fresh, strict=True):
+            if i in self._second:
+                _carry(self._second[i], new)
+            self._second[i], self._basis[i] = new, first
 
     def _check_kind(self, batch: Batch) -> None:
         """Raise if a batch of another shape or type than any before it cannot be run on."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from linnet.distributed import Share, agree, look_around, sum_numbers
+from linnet.distributed import Share, agree, current, look_around, sum_numbers
 from linnet.errors import DataError, InputError
 from linnet.params import integer
 from linnet.tangent.batch import (
@@ -108,8 +108,9 @@ class Batches:
             which dicts hold as ``"labels"`` or ``"label"``.
         device: Where batches are put; ``None`` for where they are.
         block: Largest number of examples in a batch; ``None`` for a loader's own batches and 128 otherwise.
-        share: What other processes do. A loader that gives every process a part is not divided again, and
-            examples with which its sampler fills the parts up are left out.
+        share: What other processes do; by default :func:`linnet.distributed.current`, at each pass. A loader
+            that gives every process a part is not divided again, and examples with which its sampler fills
+            the parts up are left out.
 
     Attributes:
         examples: Examples of the last complete pass, those of all processes together.
@@ -129,12 +130,12 @@ class Batches:
     ) -> None:
         if block is not None:
             block = integer("block", block)
-        share = share or Share()
-        self._part = sharded(data) if share.world > 1 else None
-        if self._part is not None:
+        self._part = sharded(data) if share is not None and share.world > 1 else None
+        if share is not None and self._part is not None:
             share = replace(share, cut=False)
             _check_part(self._part, share)
-        self.device, self.block, self.share = device, block, share
+        self.device, self.block, self._share = device, block, share
+        self._before = self.share  # that of the last pass
         self._streamed = isinstance(data, DataLoader) or (
             is_data_set(data) and not isinstance(data, TensorDataset)
         )
@@ -144,9 +145,16 @@ class Batches:
         self._known = False  # whether the whole has been summed, and cannot change
         self.examples = 0
 
+    @property
+    def share(self) -> Share:
+        """What other processes do."""
+        return current() if self._share is None else self._share
+
     def __iter__(self) -> Iterator[Batch]:
         """One pass; each batch is checked, and the pass as a whole compared with the first."""
         self._now, share = _Sums(), self.share
+        if share != self._before:  # another part of the data, which cannot be compared
+            self._seen, self._known, self._before = None, False, share
         whole = self._whole_sums if self._known else _Sums()
         left = None if self._part is None else self._part.own  # of this process, fillers apart
         index = 0

@@ -13,6 +13,7 @@ from torch import nn
 
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.default_damping import default_damping
+from linnet.distributed import apart
 from linnet.errors import NumericalError
 from linnet.finetuning.augment import Augmentation
 from linnet.finetuning.course import Course, Objective
@@ -440,14 +441,15 @@ def exact(
     ready, view = run.ready(candidate), candidate.augmentation.evaluation
     assert isinstance(ready.module, Linearized)
     scale, decay = plan.recipe.scale, WEIGHT_DECAY if closed.weight_decay is None else closed.weight_decay
-    solved = fit(
-        ready.module,
-        gathered(examples, view),
-        plan.recipe.loss,
-        ridge=examples.n * decay if closed.ridge is None else closed.ridge,
-        targets=OneHot(scale) if plan.recipe.loss == "squared" else None,
-        memory=plan.watched.memory,
-    )
+    with apart():  # like every fine-tuning
+        solved = fit(
+            ready.module,
+            gathered(examples, view),
+            plan.recipe.loss,
+            ridge=examples.n * decay if closed.ridge is None else closed.ridge,
+            targets=OneHot(scale) if plan.recipe.loss == "squared" else None,
+            memory=plan.watched.memory,
+        )
     decay = solved.ridge / examples.n
     objective = Objective(plan.recipe.loss, plan.problem.outputs, scale, decay)
     trainer = Trainer(solved.module, examples, objective, plan.optimization(PLAIN_RATE), Course(1))

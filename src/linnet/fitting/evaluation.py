@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linnet.tangent.batch import Inputs, check_examples, map_tensors, split, take
+from linnet.distributed import all_rows
+from linnet.tangent.batch import Inputs, batch_size, check_examples, map_tensors, own_parts, take
 from linnet.tangent.linearized import Linearized
 
 BATCH = 128  # examples predicted at once
@@ -34,7 +35,7 @@ def checked_inputs(module: Linearized, x: Inputs, name: str = "x") -> Inputs:
 
 @torch.no_grad()
 def base_outputs(module: Linearized, x: Inputs) -> Tensor:
-    """f₀(x), batch by batch.
+    """f₀(x), batch by batch; each process of several has its share of them.
 
     Args:
         module: The network.
@@ -43,7 +44,8 @@ def base_outputs(module: Linearized, x: Inputs) -> Tensor:
     Returns:
         (N, C).
     """
-    return torch.cat([module.base(part) for part in split(x, BATCH)])
+    parts = [module.base(part) for _, part in own_parts(x, BATCH)]
+    return all_rows(torch.cat(parts or [module.base(take(x, slice(0, 1)))[:0]]), batch_size(x))
 
 
 def count_in_words(n: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from linnet.distributed import sharing
 from linnet.errors import InputError
 from linnet.fitting.accuracy import sound_fit
 from linnet.fitting.arguments import check_ridge
@@ -42,6 +43,7 @@ from linnet.linear.targets import (
     position_targets,
 )
 from linnet.progress import waiting
+from linnet.tangent.alike import require_alike
 from linnet.tangent.batch import Inputs, check_finite, gather_data, observe, take
 from linnet.tangent.gram import gram
 from linnet.tangent.linearized import Linearized
@@ -149,12 +151,29 @@ def fit(
         >>> solved.predict(x).shape, solved.solver
         (torch.Size([12, 1]), 'dual')
     """
+    device = lin.function.device if isinstance(lin, Linearized) else "cpu"
+    with sharing("linnet.fit", device):
+        return _shared_fit(lin, data, loss, targets, ridge, Solving.of(solver), axis, memory)
+
+
+def _shared_fit(
+    lin: Linearized,
+    data: Any,
+    loss: str,
+    targets: Tensor | OneHot | None,
+    ridge: float | str,
+    asked: Solving,
+    axis: int | None,
+    memory: str | int | None,
+) -> LinearFit | SoftmaxFit:
+    """The fit, of which each process of several makes its share."""
     scale = targets.scale if isinstance(targets, OneHot) else ALPHA
     given = None if isinstance(targets, OneHot) else targets
-    asked = Solving.of(solver)
     _check(lin, loss, ridge, asked.name, scale)
     _check_axis(axis, loss, given)
     x, y = gather_data(data, lin.function.device)
+    arguments = {"lin": lin, "x": x, "y": y, "loss": loss, "targets": targets, "ridge": ridge}
+    require_alike({**arguments, "solver": asked, "axis": axis, "memory": memory})
     if axis is not None:
         y, counted = position_targets(y, lin.function.output_shape(x), axis, scale)
         x = x if counted is None else observe(x, counted)

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from linnet.distributed import Share, current, share_sum
 from linnet.linalg.operator import LinearOperator
 from linnet.linear.cost import NETWORK_PENALTY, forward_operations
 from linnet.memory import parse_bytes
@@ -226,16 +227,28 @@ class FormedNormal(LinearOperator):
     """
 
     def __init__(self, jacobian: JacobianOperator, memory: str | int | None = None) -> None:
+        self.jacobian, self.memory = jacobian, memory
         self.rows = FormedRows(jacobian.function, jacobian.x, jacobian.outputs, memory)
+        self._own: dict[Share, FormedRows | tuple[()]] = {Share(): self.rows}
         self.shape = (jacobian.shape[1], jacobian.shape[1])
         self.dtype, self.device, self.space = jacobian.dtype, jacobian.device, jacobian.space
 
     def mm(self, v: Tensor) -> Tensor:
         """Σ over blocks of Rᵀ(R v)."""
-        total = torch.zeros_like(v)
-        for _, rows in self.rows:
+        total = torch.zeros_like(v, memory_format=torch.contiguous_format)
+        for _, rows in self._shared(current()):
             total.addmm_(rows.T, rows @ v)
+        share_sum([total])
         return total
+
+    def _shared(self, share: Share) -> FormedRows | tuple[()]:
+        """The rows of the examples that this process has a share in."""
+        if share not in self._own:
+            jacobian = self.jacobian
+            x = take(jacobian.x, share.part(self.rows.n))
+            own = FormedRows(jacobian.function, x, jacobian.outputs, self.memory) if batch_size(x) else ()
+            self._own[share] = own
+        return self._own[share]
 
     @property
     def T(self) -> LinearOperator:

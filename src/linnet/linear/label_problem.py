@@ -11,10 +11,11 @@ from functools import cached_property
 from torch import Tensor
 
 from linnet.curvatures.products import weighted
+from linnet.distributed import current, share_sum
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.operator import LinearOperator
 from linnet.memory import parse_bytes
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import JacobianOperator, jacobian
 
@@ -95,16 +96,30 @@ class OutputHessian(LinearOperator):
         """JᵀΛJ v: (P, K) to (P, K)."""
         problem, f = self.problem, self.outputs
         if (rows := problem.rows) is None:
-            return weighted(problem.function, problem.x, v, self._weigh)
+            return self._differentiated(v)
         flat = rows.flatten(0, 1)
         moved = (flat @ v).T.reshape(v.shape[1], *f.shape)
         return flat.T @ problem.likelihood.product(f, moved, problem.y).reshape(v.shape[1], -1).T
 
-    def _weigh(self, f: Tensor, t: Tensor, place: slice) -> Tensor:
-        """Λ t of some examples, at the outputs that are given."""
-        own = self.outputs[place]
-        moved = self.problem.likelihood.product(own, t.reshape(len(t), *own.shape), self.problem.y[place])
-        return moved.reshape(t.shape)
+    def _differentiated(self, v: Tensor) -> Tensor:
+        """The product from derivatives; each process of several takes its share of the examples."""
+        problem = self.problem
+        share = current()
+        own = share.part(len(self.outputs))
+        f, y = self.outputs[own], problem.y[own]
+
+        def weigh(_: Tensor, t: Tensor, place: slice) -> Tensor:
+            """Λ t of some examples, at the outputs that are given."""
+            at = f[place]
+            return problem.likelihood.product(at, t.reshape(len(t), *at.shape), y[place]).reshape(t.shape)
+
+        if share.world == 1:
+            return weighted(problem.function, problem.x, v, weigh)
+        total = v.new_zeros(v.shape)
+        if len(f):
+            total += weighted(problem.function, take(problem.x, own), v, weigh)
+        share_sum([total])
+        return total
 
     @property
     def T(self) -> LinearOperator:

@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from linnet.distributed import all_rows, current, share_sum
 from linnet.linalg.factorize import cholesky, eigh
 from linnet.linear.dual import Along, RidgePath, ridge_grid_of
 from linnet.linear.evidence import Measure, at_best_noise, by_primal, from_eigenvalues
@@ -27,6 +28,7 @@ from linnet.tangent.batch import Inputs, batch_size
 
 TILE = 512  # columns of a tile of J̃ᵀJ̃: large enough for products at full speed, half of them left out
 PRODUCTS = 1 << 24  # numbers in the products of eigencoordinates that are formed at once
+PANELS = 16  # in which a symmetric matrix is sent: ½ (1 + 1/16) of its numbers
 
 
 class NormalSystem(System):
@@ -113,8 +115,10 @@ class NormalSystem(System):
     @cached_property
     def beta(self) -> Tensor:
         """β = (r̃ − J̃δ)/ρ, (N, C)."""
-        fitted = torch.cat([rows.double() @ self.solution for _, rows in self.problem.rows(self.memory)])
-        return (self.residual.double() - fitted.view(self.n, self.c)) / self.ridge
+        own = self.problem.own_rows(self.memory)
+        parts = [(rows.double() @ self.solution).view(-1, self.c) for _, rows in own]
+        fitted = all_rows(torch.cat(parts or [self.solution.new_empty(0, self.c)]), self.n)
+        return (self.residual.double() - fitted) / self.ridge
 
     def solve(self, b: Tensor) -> Tensor:
         """(J̃ᵀJ̃ + ρI)⁻¹ b for columns (P, K), in float64."""
@@ -243,7 +247,7 @@ class NormalSystem(System):
         eye = torch.eye(self.c, dtype=values.dtype, device=values.device)
         solutions = (inverse * coordinates).T  # (P, R)
         one, two = torch.tril_indices(self.c, self.c, device=values.device)
-        for place, rows in self.problem.rows(self.memory):
+        for place, rows in self.problem.own_rows(self.memory):
             z = (rows @ vectors.to(rows)).view(-1, self.c, len(values))
             r, t = self.residual[place].double(), targets.values[place].to(values)
             rest = r[:, :, None] - (z @ solutions.to(z)).double()  # (n, C, R)
@@ -256,6 +260,7 @@ class NormalSystem(System):
             error += out.square().sum((1, 2))
             left += rest.square().sum((0, 1))
             right += ((t - out).argmax(2) == t.argmax(1)).sum(1)
+        share_sum([error, left, right])
         gcv = count * left / (count - degrees).clamp_min(1e-300) ** 2
         columns = [grid, error / self.n, gcv, evidence, degrees, noise]
         columns += [right / self.n] if targets.classes is not None else []
@@ -263,7 +268,7 @@ class NormalSystem(System):
 
 
 def summed(problem: Problem, memory: Memory) -> tuple[Tensor, Tensor]:
-    """J̃ᵀJ̃ and J̃ᵀr̃, in float64.
+    """J̃ᵀJ̃ and J̃ᵀr̃, in float64; each process of several sums its share of the examples.
 
     Args:
         problem: The data.
@@ -275,10 +280,24 @@ def summed(problem: Problem, memory: Memory) -> tuple[Tensor, Tensor]:
     p, device = problem.function.space.dim, problem.function.device
     normal = torch.zeros(p, p, dtype=torch.float64, device=device)
     right = normal.new_zeros(p)
-    for place, rows in problem.rows(memory):
+    for place, rows in problem.own_rows(memory):
         for start in range(0, p, TILE):  # the half below the diagonal
             tile = slice(start, start + TILE)
             normal[tile, : tile.stop] += rows[:, tile].T @ rows[:, : tile.stop]
         right += rows.double().T @ problem.residual[place].reshape(-1).double()
+    share_sum([right])
+    _sum_triangle(normal)
     normal = normal.tril_()
     return normal + normal.tril(-1).T, right
+
+
+def _sum_triangle(matrix: Tensor) -> None:
+    """The lower triangle of a matrix, summed over all processes in panels up to the diagonal."""
+    if current().world == 1:
+        return
+    p = len(matrix)
+    for start in range(0, p, -(-p // PANELS)):
+        panel = slice(start, min(start + -(-p // PANELS), p))
+        sent = matrix[panel, : panel.stop].contiguous()
+        share_sum([sent])
+        matrix[panel, : panel.stop] = sent

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from linnet.curvatures.ggn import GaussNewtonOperator, SummedOperator
-from linnet.curvatures.stream import Batches
+from linnet.curvatures.stream import DEFAULT_BLOCK, Batches
+from linnet.distributed import current
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.structured import Dense
@@ -78,7 +79,10 @@ def fisher(
         return NormalOperator(problem.jacobian)
     function = problem.function
     zeros = torch.zeros(problem.n, problem.c, dtype=function.dtype, device=function.device)
-    batches = Batches((whitened_inputs(problem), zeros), function.device)
+    block = min(
+        DEFAULT_BLOCK, -(-problem.n // current().world)
+    )  # a batch for each process, where it is in time
+    batches = Batches((whitened_inputs(problem), zeros), function.device, block)
     network = whitened(function)
     if derivative == "finite-difference":
         found = BatchedDifferences(network, batches, Gaussian(variance=1.0))

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linnet.distributed import current
 from linnet.linear.formed_rows import FormedRows, Rows
 from linnet.tangent.batch import Inputs, concatenate, observed, take
 from linnet.tangent.functional import Functional, adapt_outputs, call_arguments
@@ -127,6 +128,29 @@ class Problem:
             vars(self)["kept rows"] = made
         found: Rows = vars(self)["kept rows"]
         return found
+
+    def own_rows(self, memory: Memory = None) -> Iterator[tuple[slice, Tensor]]:
+        """The same of the examples that this process has a share in; all of them where it computes alone.
+
+        Args:
+            memory: Budget.
+
+        Yields:
+            Their place among all examples, and their rows (n·C, P).
+        """
+        share = current()
+        if share.world == 1:
+            yield from self.rows(memory)
+            return
+        own = share.part(self.n)
+        if own.start < own.stop:
+            key = f"rows of {own.start} to {own.stop}"
+            if key not in vars(self):
+                index = torch.arange(own.start, own.stop, device=self.residual.device)
+                vars(self)[key] = self.taken(index)
+            part: Problem = vars(self)[key]
+            for place, rows in part.rows(memory):
+                yield slice(own.start + place.start, own.start + place.stop), rows
 
     def taken(self, index: Tensor) -> Problem:
         """The problem of some of the examples.

@@ -19,6 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from linnet.distributed import all_rows, current
 from linnet.errors import InputError, NumericalError
 from linnet.linear.constraints import Constraints
 from linnet.linear.dual import Along, DualSystem, RidgePath
@@ -354,7 +355,10 @@ class System(ABC):
             return form.columns(index)
         chosen = torch.cat([rows for _, rows in self.problem.taken(index).rows(self.memory)])
         solved = self.solve(chosen.T.contiguous()).double()
-        reach = torch.cat([rows.double() @ solved for _, rows in self.own_rows()]).T  # (k·C, N·C)
+        rows_of = self.problem.own_rows if current().world > 1 else lambda _: self.own_rows()
+        parts = [(rows.double() @ solved).view(-1, c, solved.shape[1]) for _, rows in rows_of(self.memory)]
+        reach = all_rows(torch.cat(parts or [solved.new_empty(0, c, solved.shape[1])]), self.n)
+        reach = reach.flatten(0, 1).T  # (k·C, N·C)
         own = (index[:, None] * c + torch.arange(c, device=index.device)).reshape(-1, 1)
         found = (-reach).scatter_add(1, own, torch.ones_like(reach[:, :1])) / self.ridge
         return found.view(k, c, -1)

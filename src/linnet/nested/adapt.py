@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet import params as check
+from linnet.distributed import sharing
 from linnet.errors import DataError, InputError
 from linnet.fitting.last_layer import ending_linear, last_linear
 from linnet.fitting.record import Record
@@ -19,7 +20,8 @@ from linnet.nested.features import Features
 from linnet.nested.load_nested import read_nested
 from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.tuning import tuned
-from linnet.tangent.batch import gather_data, take
+from linnet.tangent.alike import require_alike
+from linnet.tangent.batch import Inputs, gather_data, take
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector
 
@@ -94,14 +96,32 @@ def adapt(
             expected="both free: held-out folds choose them",
             remedy="leave weight= and ridge= out, or tune=",
         )
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with sharing("linnet.adapt", device):
+        x, y = gather_data(data, device)
+        arguments = {"model": model, "x": x, "y": y, "params": params, "weight": weight, "ridge": ridge}
+        require_alike({**arguments, "seed": seed, "memory": memory, "tune": tune})
+        return _adapted(model, (x, y), params, (weight, ridge), seed, memory, tune)
+
+
+def _adapted(
+    model: nn.Module,
+    data: tuple[Inputs, Tensor],
+    params: Selector,
+    chosen: tuple[float | None, float | None],
+    seed: int,
+    memory: str | int | None,
+    tune: bool,
+) -> NestedFit:
+    """The fit; ``chosen`` are the weight and the ridge that were given."""
     begin = time.perf_counter()
-    x, y = gather_data(data, next((p.device for p in model.parameters()), torch.device("cpu")))
+    x, y = data
     model = ending_linear(model, x)
     targets = task_targets(y, last_linear(model)[1].weight.dtype)
     features = Features(model, HEADS, seed, params)
     features.function.check_runs(take(x, slice(0, 1)))
     record = Record("dual", "loo", {}, single_remarks(targets), {"network": time.perf_counter() - begin})
-    fit = solved(features, x, targets, memory, record, (weight, ridge))
+    fit = solved(features, x, targets, memory, record, chosen)
     return tuned(fit, seed) if tune else fit
 
 

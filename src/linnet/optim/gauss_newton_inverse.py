@@ -12,7 +12,7 @@ from torch import Tensor
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.layers import Layer
 from linnet.curvatures.parts import Part
-from linnet.distributed import all_sum, least, world
+from linnet.distributed import all_sum, least, owners, world
 from linnet.linalg.factorize import cholesky
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen, grouped_factored_damping
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen, factored_damping, kron_mm
@@ -147,11 +147,8 @@ def shares(parts: tuple[Part, ...], processes: int) -> dict[str, int]:
         >>> shares((), 2)
         {}
     """
-    loads, owner = [0.0] * processes, {}
-    for part in sorted(parts, key=lambda part: -_cost(part.operator)):
-        rank = loads.index(min(loads))
-        owner[part.layer.name], loads[rank] = rank, loads[rank] + _cost(part.operator)
-    return owner
+    ranks = owners([_cost(part.operator) for part in parts], processes)
+    return {part.layer.name: rank for part, rank in zip(parts, ranks, strict=True)}
 
 
 def _product_in_two(part: Part, block: Factors, g: Tensor, out: Tensor, space: ParameterSpace) -> None:

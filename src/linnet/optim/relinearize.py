@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from linnet.distributed import apart, of_first, together, world
 from linnet.errors import InputError, ModelError, NumericalError, WeightsError
 from linnet.fitting.fit import fit
 from linnet.fitting.linear_fit import LinearFit
@@ -33,7 +34,13 @@ from linnet.optim.feature_schedules import (
     schedule_of,
 )
 from linnet.optim.gradient_flow import Flow, gradient_flow
-from linnet.optim.relinearize_checks import INDEPENDENT, checked_loss, evaluates, made_optimizer
+from linnet.optim.relinearize_checks import (
+    INDEPENDENT,
+    average_gradients,
+    checked_loss,
+    evaluates,
+    made_optimizer,
+)
 from linnet.optim.relinearize_report import LinearizationReport
 from linnet.params import call, flag, number
 from linnet.tangent.batch import Inputs
@@ -64,6 +71,10 @@ class IterativeLinearization:
     Precision. Since θ is what is kept, updates below its rounding are lost at every K alike, as in a plain
     loop; for very small learning rates use float64. A network with outputs (N,) gives (N, 1) once it is
     linearized.
+
+    Processes. A network inside ``DistributedDataParallel`` is trained by all processes, each with batches of
+    its own: gradients are their mean over the processes, as at K = 1, and features are updated on all when
+    the first says so.
 
     Args:
         model: The network to train, in place.
@@ -117,6 +128,9 @@ class IterativeLinearization:
             record_gap,
         )
         network: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+        self._shared = False
+        if isinstance(network, nn.parallel.DistributedDataParallel):
+            network, self._shared = network.module, world()[1] > 1
         names = select_parameters(network, params)
         every = dict(network.named_parameters())
         self._network, self._parameters = network, {name: every[name] for name in names}
@@ -165,7 +179,7 @@ class IterativeLinearization:
                 expected="a function from the module of the step to its loss",
                 remedy="pass step(lambda module: loss(module(x), y))",
             )
-        with self._only_selected():
+        with together("a step of IterativeLinearization", self._shared), self._only_selected():
             if evaluates(self.optimizer):
                 step: Any = self.optimizer.step
                 value = step(lambda: self._evaluate(closure))
@@ -192,6 +206,8 @@ class IterativeLinearization:
             with self._watched(lin):
                 loss = checked_loss(call("closure", closure, lin, expected=CLOSURE), self.steps)
             loss.backward()
+        if self._shared:
+            average_gradients([delta for delta in lin.delta.values() if delta.requires_grad])
         reached = False
         for name, delta in lin.delta.items():
             # δ = θ − θ₀, so the gradient in θ is the gradient in δ
@@ -219,7 +235,10 @@ class IterativeLinearization:
                 lambda: gradient_norm(list(self._parameters.values())),
                 self.output,
             )
-            verdict = self.schedule.judge(moment)
+            with apart():  # by the batch of this process
+                verdict = self.schedule.judge(moment)
+            if self._shared:
+                verdict = of_first(verdict, next(iter(self._parameters.values())).device)
         if verdict.kind:
             self._measured.append((self.steps, verdict.kind, verdict.value))
         if verdict.due:

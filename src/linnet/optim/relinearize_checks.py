@@ -1,15 +1,17 @@
-"""Checks of the optimizer and the loss in iterative linearization."""
+"""Checks of the optimizer, the loss and the gradients in iterative linearization."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from linnet.distributed import all_sum, world
 from linnet.errors import InputError, NumericalError
 from linnet.params import call, instance, refuse
 
@@ -93,3 +95,24 @@ def checked_loss(loss: Any, steps: int) -> Tensor:
             remedy="lower the learning rate; the weights are those before this step",
         )
     return loss
+
+
+def average_gradients(parameters: Sequence[Tensor]) -> None:
+    """Make the gradients their mean over all processes, zero where one process has none.
+
+    Args:
+        parameters: The same on all processes, in one order.
+
+    Example:
+        >>> p = torch.ones(1, requires_grad=True)
+        >>> average_gradients([p])
+        >>> p.grad
+        tensor([0.])
+    """
+    gradients = []
+    for p in parameters:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        gradients.append(p.grad)
+    all_sum(gradients)
+    for gradient in gradients:
+        gradient /= world()[1]

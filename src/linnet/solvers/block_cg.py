@@ -16,11 +16,13 @@ from linnet.linalg.factorize import cholesky, eigh
 from linnet.linalg.operator import LinearOperator, flatten, unflatten
 from linnet.linalg.space import Vector
 from linnet.solvers.cg import checked_steps, relative_residual
+from linnet.solvers.led import one_leads
 from linnet.solvers.solution import Solution, Status
 
 RESTARTS = 3  # times that the residual is computed again where its recursion has drifted
 
 
+@one_leads
 def block_cg(
     operator: LinearOperator,
     b: Vector,

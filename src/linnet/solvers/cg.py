@@ -15,9 +15,11 @@ from linnet.errors import InputError
 from linnet.linalg.operator import LinearOperator, flatten, unflatten
 from linnet.linalg.space import Vector
 from linnet.params import integer, number
+from linnet.solvers.led import one_leads
 from linnet.solvers.solution import Solution, Status
 
 
+@one_leads
 def cg(
     operator: LinearOperator,
     b: Vector,
@@ -108,6 +110,7 @@ class _State:
         return True
 
 
+@one_leads
 def relative_residual(operator: LinearOperator, x: Tensor, b: Tensor) -> float:
     """The largest ‖b − A x‖ / ‖b‖ over the columns, subtracted and measured in float64.
 

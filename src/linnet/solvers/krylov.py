@@ -17,6 +17,7 @@ from linnet.errors import InputError
 from linnet.linalg.factorize import eigh
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, normal
+from linnet.solvers.led import one_leads
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Krylov:
         return (s - shift).clamp_min(0), e
 
 
+@one_leads
 def krylov(
     operator: LinearOperator, block: int, rank: int, enough: float = math.inf, seed: Seed = None
 ) -> Krylov:

@@ -18,6 +18,7 @@ from linnet.linalg.factorize import eigh
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, normal
 from linnet.solvers.cg import checked_limits
+from linnet.solvers.led import one_leads
 from linnet.solvers.solution import Solution, Status
 
 
@@ -111,6 +112,7 @@ class Eigenpairs:
     vectors: Tensor
 
 
+@one_leads
 def eigenpairs(
     operator: LinearOperator,
     k: int,

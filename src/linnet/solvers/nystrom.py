@@ -13,6 +13,7 @@ from linnet.linalg.factorize import cholesky, require_finite
 from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.operator import LinearOperator, require_damping
 from linnet.linalg.random import Seed, normal
+from linnet.solvers.led import one_leads
 
 
 def nystrom(operator: LinearOperator, rank: int, seed: Seed = None) -> LowRankMatrix:
@@ -77,6 +78,7 @@ def nystrom_preconditioner(
     return LowRankMatrix(basis, ratios, rest=1.0, space=operator.space, name="Nyström preconditioner")
 
 
+@one_leads
 def _decompose(operator: LinearOperator, rank: int, seed: Seed) -> tuple[Tensor, Tensor]:
     """U (n, rank) and λ (rank,), with the small shift ν that keeps the Cholesky factor stable."""
     n = operator.shape[0]

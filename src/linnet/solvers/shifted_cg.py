@@ -13,9 +13,11 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.linalg.operator import LinearOperator
 from linnet.solvers.cg import checked_steps
+from linnet.solvers.led import one_leads
 from linnet.solvers.solution import Solution, Status
 
 
+@one_leads
 def shifted_cg(
     operator: LinearOperator,
     b: Tensor,

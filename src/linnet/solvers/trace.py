@@ -11,11 +11,13 @@ from linnet.errors import InputError
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, make_generator, signs
 from linnet.solvers.lanczos import tridiagonalize
+from linnet.solvers.led import one_leads
 from linnet.solvers.solution import Estimate
 
 _COLUMNS = 32  # random vectors multiplied at once
 
 
+@one_leads
 def hutchinson(operator: LinearOperator, samples: int, seed: Seed = None) -> Estimate:
     """The trace of A as the mean of zᵀ A z over random signs z (Hutchinson 1990).
 
@@ -42,6 +44,7 @@ def hutchinson(operator: LinearOperator, samples: int, seed: Seed = None) -> Est
     return Estimate.of(torch.cat(parts))
 
 
+@one_leads
 def hutchpp(operator: LinearOperator, samples: int, seed: Seed = None) -> Estimate:
     """The trace of A, exact on a random subspace and by Hutchinson outside (Hutch++, Meyer et al. 2021).
 
@@ -77,6 +80,7 @@ def hutchpp(operator: LinearOperator, samples: int, seed: Seed = None) -> Estima
     return Estimate(float(inside) + remainder.mean, remainder.stderr)
 
 
+@one_leads
 def slq(
     operator: LinearOperator,
     function: Callable[[Tensor], Tensor],

@@ -21,7 +21,7 @@ from linnet.spectrum.eigenfunctions import (
 )
 from linnet.spectrum.kernel_distance import centered_alignment, kernel_distance
 from linnet.spectrum.kernel_eigenpairs import Decomposition
-from linnet.spectrum.kernel_matrix import gram
+from linnet.spectrum.kernel_matrix import gram, gram_part
 from linnet.spectrum.recorder import KernelNote, Recorder
 from linnet.spectrum.spectral_density import (
     SpectralDensity,
@@ -40,6 +40,7 @@ from linnet.spectrum.verdict import Verdict
 
 __all__ = [
     "gram",
+    "gram_part",
     "eigenfunctions",
     "Decomposition",
     "Eigenfunctions",

@@ -22,6 +22,7 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.progress import track
 from linnet.spectrum.function_values import FunctionValues, function_values
 from linnet.spectrum.kernel_matrix import check_inputs, check_kernel, tangent_of
+from linnet.tangent.alike import in_shares
 from linnet.tangent.batch import Inputs, batch_size, gather_data, split, take
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.captured import Captured, Form
@@ -36,6 +37,7 @@ CHUNK = 2**27  # bytes of derivatives held at once: 2**26 keeps threads waiting,
 ROWS = 256  # parameters squared at once: a part that stays in the cache
 
 
+@in_shares("linnet.spectrum.alignment")
 @in_exact_mode
 def alignment(
     model: Linearized | nn.Module,
@@ -84,6 +86,7 @@ def alignment(
     return values.shaped(_alpha(task, values, memory, progress))
 
 
+@in_shares("linnet.spectrum.kernel_norm_bound")
 @in_exact_mode
 def kernel_norm_bound(
     model: Linearized | nn.Module,

@@ -36,6 +36,7 @@ from linnet.spectrum.kernel_matrix import (
     tangent_of,
     values_of_one,
 )
+from linnet.tangent.alike import in_shares
 from linnet.tangent.batch import (
     Inputs,
     batch_size,
@@ -293,6 +294,7 @@ def _example(x: Inputs, i: int, n: int) -> Any:
     return map_tensors(lambda t: t[i] if t.ndim and t.shape[0] == n else t, x)
 
 
+@in_shares("linnet.spectrum.eigenfunctions")
 @in_exact_mode
 def eigenfunctions(
     lin_or_model: Linearized | nn.Module,
@@ -366,6 +368,7 @@ def _check_kernel_values(values: Tensor) -> None:
         )
 
 
+@in_shares("linnet.spectrum.energy_concentration")
 @in_exact_mode
 def energy_concentration(
     model: Linearized | nn.Module,

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
 from linnet.spectrum.kernel_matrix import Source, check_kernel, kernel_matrix
+from linnet.tangent.alike import in_shares
 from linnet.tangent.batch import Inputs, batch_size
 from linnet.tangent.captured import Form
 
 ROWS = 1024  # rows of a matrix taken to float64 at once
 
 
+@in_shares("linnet.spectrum.kernel_distance")
 def kernel_distance(
     first: Source,
     second: Source,
@@ -53,6 +55,7 @@ def kernel_distance(
     return 1.0 - _cosine(k1, k2)
 
 
+@in_shares("linnet.spectrum.centered_alignment")
 def centered_alignment(
     first: Source,
     second: Source,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from linnet.errors import InputError
 from linnet.linalg.operator import FunctionOperator, LinearOperator
 from linnet.params import choice
+from linnet.tangent.alike import in_shares
 from linnet.tangent.batch import (
     EMPTY,
     Inputs,
@@ -22,14 +23,14 @@ from linnet.tangent.batch import (
     check_finite,
     map_tensors,
     require_dense,
-    split,
     take,
     tensors_in,
 )
 from linnet.tangent.captured import Form
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram as _gram
-from linnet.tangent.jacobian import jvp_columns, vjp_columns
+from linnet.tangent.gram import gram_part as _gram_part
+from linnet.tangent.jacobian import JacobianOperator
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.modes import in_exact_mode
 
@@ -40,6 +41,7 @@ LOOKED_AT = 64  # rows of a given matrix that are compared with its columns
 Source: TypeAlias = Linearized | nn.Module | Tensor | LinearOperator
 
 
+@in_shares("linnet.spectrum.gram")
 @in_exact_mode
 def gram(
     lin_or_model: Linearized | nn.Module,
@@ -93,6 +95,60 @@ def gram(
         accumulate=accumulate,
         progress=progress,
     )
+
+
+@in_exact_mode
+def gram_part(
+    lin_or_model: Linearized | nn.Module,
+    x: Inputs,
+    x2: Inputs | None = None,
+    form: Form = "full",
+    *,
+    file: str | Path,
+    part: tuple[int, int],
+    memory: str | int | None = None,
+    accumulate: str | None = None,
+) -> Tensor | None:
+    """One part of a Gram matrix, such as a task of an array job; all parts write to one file.
+
+    Parts run at any time, on one machine or several that share the folder, and need no process group. Each
+    has about as much to do as the others and keeps a record of what it has finished: a part that was killed
+    goes on if it is started again, and :func:`gram` with the same ``file`` does what is missing of all.
+
+    Args:
+        lin_or_model: A linearized network, or a network that is linearized in all its parameters.
+        x: N examples.
+        x2: M examples; by default ``x``, and the result is exactly symmetric.
+        form: As for :func:`gram`.
+        file: The ``.npy`` file of all parts.
+        part: Which part, from 0, and their number: ``(3, 64)`` for the fourth of 64.
+        memory: Budget such as ``"4GB"``. The first part plans for all.
+        accumulate: ``"float64"`` keeps sums over parameters in double precision.
+
+    Returns:
+        The Gram matrix, memory-mapped, from the part that finishes last, and those that come later; ``None``
+        from the others.
+
+    Raises:
+        InputError: If an argument has a value that is not listed, or the file belongs to other examples,
+            weights or settings.
+        MemoryBudgetError: If not even the smallest tiles fit.
+
+    Example:
+        >>> import tempfile
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = f"{folder}/kernel.npy"
+        ...     for index in range(2):
+        ...         found = gram_part(net, torch.ones(4, 2), form="trace", file=file, part=(index, 2))
+        ...         print(None if found is None else found.shape)
+        None
+        torch.Size([4, 4])
+    """
+    function = tangent_of(lin_or_model)
+    x = on_device(x, function)
+    x2 = None if x2 is None else on_device(x2, function)
+    return _gram_part(function, x, x2, file, part, form=form, memory=memory, accumulate=accumulate)
 
 
 def tangent_of(lin_or_model: Linearized | nn.Module) -> Functional:
@@ -314,6 +370,7 @@ class KernelOperator(LinearOperator):
         self.c = torch.Size(check_inputs(function, x)).numel()
         rows = batch_size(x) * (self.c if form == "full" else 1)
         self.shape = (rows, rows)
+        self.jacobian = JacobianOperator(function, x, self.c, block)
         self.dtype, self.device, self.space = function.dtype, function.device, None
 
     def mm(self, v: Tensor) -> Tensor:
@@ -335,14 +392,9 @@ class KernelOperator(LinearOperator):
 
     def _tangent(self, u: Tensor) -> Tensor:
         """J Jᵀ u, (N, C, K) to (N, C, K)."""
-        start, pulled = 0, u.new_zeros(self.function.space.dim, u.shape[2])
-        for part in split(self.x, self.block):
-            n = batch_size(part)
-            pulled += vjp_columns(self.function, part, u[start : start + n])
-            start += n
+        pulled = self.jacobian.T.mm(u.flatten(0, 1))
         with torch.no_grad():
-            parts = [jvp_columns(self.function, part, pulled) for part in split(self.x, self.block)]
-        return torch.cat(parts)
+            return self.jacobian.mm(pulled).view(u.shape)
 
     @property
     def T(self) -> LinearOperator:

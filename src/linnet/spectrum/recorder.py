@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linnet.distributed import apart
 from linnet.errors import InputError
 from linnet.memory import parse_bytes
 from linnet.params import integer
@@ -118,6 +119,7 @@ class Recorder:
         self._first: Tensor | None = None
         self._last: Tensor | None = None
 
+    @apart()  # training may be on one process, or on batches of its own
     @in_exact_mode
     def note(self, model: Linearized | nn.Module, step: int) -> KernelNote | None:
         """Record the kernel of a network as it is now.
@@ -186,6 +188,7 @@ class Recorder:
         """Gram matrices by step, where they were kept."""
         return dict(self._grams)
 
+    @apart()
     def distances(self) -> Tensor:
         """Kernel distances between all moments.
 

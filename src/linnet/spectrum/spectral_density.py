@@ -24,6 +24,7 @@ from linnet.solvers.lanczos import eigenpairs, tridiagonalize
 from linnet.solvers.solution import Estimate
 from linnet.solvers.trace import slq
 from linnet.spectrum.kernel_matrix import Source, kernel_matrix, kernel_operator
+from linnet.tangent.alike import in_shares
 from linnet.tangent.batch import Inputs
 from linnet.tangent.captured import Form
 
@@ -122,6 +123,7 @@ class SpectralDensity:
         return points, bumps @ self.weights.reshape(-1) / self.nodes.shape[0]
 
 
+@in_shares("linnet.spectrum.spectral_density")
 def spectral_density(
     source: Source,
     x: Inputs | None = None,
@@ -182,6 +184,7 @@ def spectral_density(
     return SpectralDensity(torch.cat(nodes), torch.cat(weights), operator.shape[0])
 
 
+@in_shares("linnet.spectrum.effective_dimension")
 def effective_dimension(
     source: Source,
     ridge: float,
@@ -239,6 +242,7 @@ def effective_dimension(
     return Estimate(float((values / (values + ridge)).sum()), 0.0)
 
 
+@in_shares("linnet.spectrum.condition_number")
 def condition_number(
     source: Source,
     x: Inputs | None = None,

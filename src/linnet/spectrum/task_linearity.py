@@ -26,6 +26,7 @@ from linnet.spectrum.eigenfunctions import eigenfunctions
 from linnet.spectrum.kernel_eigenpairs import check_count
 from linnet.spectrum.kernel_matrix import check_inputs, flat_gram, gram
 from linnet.spectrum.verdict import Evidence, Verdict, judge
+from linnet.tangent.alike import in_shares
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.modes import in_exact_mode
 
@@ -156,6 +157,7 @@ class TaskLinearity:
         return {**plain, "concentration": self.concentration, "verdict": asdict(self.verdict)}
 
 
+@in_shares("linnet.spectrum.task_linearity")
 @in_exact_mode
 def task_linearity(
     fit: LinearFit,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from linnet.distributed import current, look_around
 from linnet.errors import DataError, InputError
 from linnet.linalg.finite import is_finite
 from linnet.tangent.sharded import require_whole
@@ -247,6 +248,30 @@ def split(x: Inputs, size: int) -> Iterator[Inputs]:
     n = batch_size(x)
     for start in range(0, n, size):
         yield x if size >= n else take(x, slice(start, min(start + size, n)))
+
+
+def own_parts(x: Inputs, size: int) -> Iterator[tuple[slice, Inputs]]:
+    """Consecutive batches of the examples that this process has a share in.
+
+    Args:
+        x: N examples, those of all processes.
+        size: Examples of a batch, at most.
+
+    Yields:
+        The place of a batch among the N, and the batch; all of them for a process that computes alone.
+
+    Example:
+        >>> [place for place, _ in own_parts(torch.ones(3, 1), 2)]
+        [slice(0, 2, None), slice(2, 3, None)]
+    """
+    share = current()
+    own = share.part(batch_size(x))
+    start = own.start
+    for part in split(take(x, own), size) if share.world > 1 else split(x, size):
+        look_around()
+        stop = start + batch_size(part)
+        yield slice(start, stop), part
+        start = stop
 
 
 def gather_data(

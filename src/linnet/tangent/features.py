@@ -67,6 +67,12 @@ class Features:
         return self.rows.nbytes + sum(layer.nbytes for layer in self.layers.values())
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All that is held."""
+        factors = [t for layer in self.layers.values() for t in (layer.factors.a, layer.factors.g)]
+        return [self.rows, *factors, self.outputs]
+
+    @property
     def input_bytes(self) -> int:
         """Bytes of the inputs a of one example, which all cotangents share."""
         return sum(layer.factors.a.nbytes for layer in self.layers.values()) // self.n

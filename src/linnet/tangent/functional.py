@@ -398,6 +398,34 @@ def _frozen_copy(model: nn.Module) -> nn.Module:
     return clone.eval().requires_grad_(False)
 
 
+def require_whole_weights(model: nn.Module) -> None:
+    """Raise on weights of which each process has a part: derivatives need all of them in one place.
+
+    Args:
+        model: The network.
+
+    Raises:
+        ModelError: If it was given to ``fully_shard`` or ``FullyShardedDataParallel``, or made
+            tensor-parallel.
+
+    Example:
+        >>> require_whole_weights(nn.Linear(2, 1))
+    """
+    wrapped = any("FullyShardedDataParallel" in type(module).__name__ for module in model.modules())
+    split = [name for name, t in tensors_by_name(model).items()
+             if any(kind.__name__ == "DTensor" for kind in type(t).__mro__)]  # fmt: skip
+    if not (wrapped or split):
+        return
+    about = f"weights: {split[0]} is a DTensor" if split else "model is wrapped in FullyShardedDataParallel"
+    raise ModelError(
+        f"{about}, of which each process has a part (fully_shard, tensor parallelism)",
+        expected="a network whose weights are whole on every process",
+        remedy="load torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+        "options=StateDictOptions(full_state_dict=True)) into the plain network and pass that; to train in "
+        "parts, fully_shard(linnet.linearize(network))",
+    )
+
+
 def _require_usable(model: nn.Module) -> None:
     """Raise on networks whose operations or weights cannot be seen: scripted, lazy, or on the meta device."""
     if isinstance(model, nn.DataParallel):
@@ -406,6 +434,7 @@ def _require_usable(model: nn.Module) -> None:
             expected="the network itself, on one device",
             remedy="pass model.module",
         )
+    require_whole_weights(model)
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise ModelError(
             f"model ({type(model).__name__}) is compiled TorchScript, whose operations cannot be traced",

@@ -3,19 +3,27 @@
 A large block of features stays in memory while small ones stream past it, so a kernel whose
 features do not fit costs a few more passes over the data instead of more memory. With one data
 set only tiles on one side of the diagonal are computed and the result is symmetric to the bit.
+
+Inside :func:`linnet.distributed.sharing` every process captures its share of a block that stays in memory,
+and all exchange these features; steps are dealt out, and tiles exchanged at the end, or written to one file.
+:func:`gram_part` does one of several parts without a group: it exchanges nothing but the file.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from linnet.distributed import Share, all_filled, all_rows, current, gathered, look_around
 from linnet.errors import InputError
 from linnet.memory import Plan, format_bytes, parse_bytes, require
-from linnet.params import choice
+from linnet.params import choice, integer
 from linnet.progress import track
 from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, take, tensors_in
 from linnet.tangent.budgeted import Fit, treatment_within
@@ -27,8 +35,8 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.plan import PROBES
-from linnet.tangent.steps import Range, Sizes, Step, captured_examples, in_order, ranges
-from linnet.tangent.store import GramFile
+from linnet.tangent.steps import Range, Sizes, Step, captured_examples, dealt, in_order, ranges, run_of
+from linnet.tangent.store import GramFile, Writer, begun_sizes, checked_name
 from linnet.tangent.tile import kernel_tile, own_tile, tile_bytes
 
 OUTPUTS = ("full", "trace", "diagonal", "sum")
@@ -81,6 +89,7 @@ class GramTask:
         x2: Examples of the columns, or ``None`` for the same.
         form: Which kernel.
         accumulate: Type in which sums are kept, or ``None``.
+        part: This part among those that make a file by themselves.
     """
 
     function: Functional
@@ -88,6 +97,7 @@ class GramTask:
     x2: Inputs | None
     form: Form
     accumulate: torch.dtype | None
+    part: Writer = Writer()  # noqa: RUF009
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -132,9 +142,65 @@ def gram(
     _check(task)
     while True:
         try:
-            return _compute(task, memory, file, progress)
+            kernel = _compute(task, memory, file, progress)
+            assert kernel is not None
+            return kernel
         except TreatmentChanged as change:  # a later batch uses a parameter differently: form its gradients
             _form(function, change.name)
+
+
+@in_exact_mode
+def gram_part(
+    function: Functional,
+    x1: Inputs,
+    x2: Inputs | None,
+    file: str | Path,
+    part: tuple[int, int],
+    *,
+    form: Form = "full",
+    memory: str | int | None = None,
+    accumulate: str | None = None,
+) -> Tensor | None:
+    """One of several parts of K(x1, x2), which write to one file and exchange nothing else.
+
+    Args:
+        function: The network and its tracked parameters.
+        x1: N examples.
+        x2: M examples, or ``None`` for those of ``x1``.
+        file: The ``.npy`` file that all parts write to.
+        part: Which part, from 0, and their number.
+        form: Which kernel, as for :func:`gram`.
+        memory: Budget; all parts take the sizes of steps that the first has planned.
+        accumulate: As for :func:`gram`.
+
+    Returns:
+        The kernel from whichever part finishes last, and those that come later; ``None`` from the others.
+
+    Raises:
+        InputError: If an argument has a value that is not listed, or the file is that of other examples,
+            weights or settings.
+        MemoryBudgetError: If not even the smallest tiles fit.
+    """
+    checked_name(file)
+    task = GramTask(function, x1, x2, form, _accumulation(accumulate), _writer(part))
+    _check(task)
+    while True:
+        try:
+            return _compute(task, memory, file, None)
+        except TreatmentChanged as change:
+            _form(function, change.name)
+
+
+def _writer(part: Any) -> Writer:
+    """A part, checked."""
+    if not (isinstance(part, list | tuple) and len(part) == 2):
+        raise InputError(
+            f"part={part!r}",
+            expected="which part, from 0, and the number of parts",
+            remedy="pass part=(3, 64) for the fourth of 64",
+        )
+    of = integer("the number of parts", part[1], 1)
+    return Writer(integer("part", part[0], 0, of - 1), of, array=True)
 
 
 @in_exact_mode
@@ -160,7 +226,9 @@ def gram_and_own(
     while True:
         own = torch.zeros(task.sizes[0], dtype=torch.float64, device=function.device)
         try:
-            return _compute(task, memory, None, None, own), own
+            kernel = _compute(task, memory, None, None, own)
+            assert kernel is not None
+            return kernel, own
         except TreatmentChanged as change:
             _form(function, change.name)
 
@@ -183,13 +251,31 @@ def own_kernels(function: Functional, x: Inputs, memory: str | int | None = None
     task = GramTask(function, x, x, "full", None)
     plan = plan_gram(task, memory, to_disk=True)  # the N × N result is never formed
     require(_own_plan(task, plan), _ways(task, to_disk=True))
+    share, n, k = current(), task.sizes[0], plan.template.k
+    own, parts = share.part(n), [torch.empty(0, k, k, dtype=plan.dtype, device=function.device)]
+    change = None
     try:
-        every = ranges(0, task.sizes[0], plan.capture)
-        parts = [own_tile(_features(task, plan, x, wanted)) for wanted in every]
-    except TreatmentChanged as change:
-        _form(function, change.name)
+        for wanted in ranges(own.start, own.stop, plan.capture):
+            parts.append(own_tile(_features(task, plan, x, wanted)))
+    except TreatmentChanged as found:
+        change = found
+    try:
+        _tell(change, share)
+    except TreatmentChanged as found:
+        _form(function, found.name)
         return own_kernels(function, x, memory)
-    return torch.cat(parts)
+    return all_rows(torch.cat([part.to(parts[-1].dtype) for part in parts]), n)
+
+
+def _tell(change: TreatmentChanged | None, share: Share) -> None:
+    """Raise on all processes what one has found of the network."""
+    if share.world == 1:
+        names = [None if change is None else change.name]
+    else:
+        names = gathered(None if change is None else change.name)
+    for name in names:
+        if name is not None:
+            raise TreatmentChanged(name)
 
 
 def _own_plan(task: GramTask, plan: GramPlan) -> Plan:
@@ -217,36 +303,126 @@ def _compute(
     file: str | Path | None,
     progress: bool | None,
     own: Tensor | None = None,
-) -> Tensor:
-    """Plan, and run every step; ``own`` takes the traces of the rows with themselves."""
+) -> Tensor | None:
+    """Plan, and run every step of this process; ``own`` takes the traces of the rows with themselves."""
     plan = plan_gram(task, memory, to_disk=file is not None)
     require(plan.memory, _ways(task, to_disk=file is not None))
+    identity: dict[str, object] = {} if file is None else _identity(task)
+    if file is not None and (sizes := begun_sizes(file, identity)) is not None:
+        plan = replace(plan, sizes=Sizes(**sizes))
+    identity |= asdict(plan.sizes)
     shape = _shape(*task.sizes, plan.template.outputs.shape[1], task.form)
-    store = GramFile(file, shape, plan.dtype, _identity(task, plan)) if file is not None else None
+    share = current()
+    store = None if file is None else _opened(file, shape, plan.dtype, identity, task.part)
+    if store is not None and store.complete:
+        return store.finished()
     device = task.function.device
     result = torch.empty(shape, dtype=plan.dtype, device=device) if store is None else store.array
-    steps = in_order(*task.sizes, task.x2 is None, plan.sizes)
+    every = in_order(*task.sizes, task.x2 is None, plan.sizes)
+    steps = run_of(every, task.part.index, task.part.of)
     if store is not None:
         steps = [step for step in steps if not store.is_done(step)]
-    rows: tuple[int, int] = (0, 0)
-    held: Features | None = None
     try:
-        for step in track(
-            steps, f"kernel of {task.sizes[0]} × {task.sizes[1]} examples", len(steps), progress
-        ):
-            if held is None or rows != step.rows:
-                held = None  # the old block goes before the new one comes
-                rows, held = step.rows, _hold(task, plan, step.rows)
-                if own is not None:
-                    own[slice(*rows)] = own_tile(held).diagonal(dim1=1, dim2=2).double().sum(1)
-            _run(step, held, task, plan, result)
-            if store is not None:
-                store.mark_done(step)
+        shares = _run_blocks(task, plan, (result, own), steps, store, share, progress)
     except BaseException:
         if store is not None:
             store.write_record()
         raise
-    return result if store is None else store.finish()
+    if store is None:
+        _exchange(shares, result, task.x2 is None, share)
+        return result
+    return _finished(store, every, task.part.array, share)
+
+
+def _run_blocks(
+    task: GramTask,
+    plan: GramPlan,
+    out: tuple[Tensor, Tensor | None],
+    steps: list[Step],
+    store: GramFile | None,
+    share: Share,
+    progress: bool | None,
+) -> list[list[Step]]:
+    """Run the steps of this process, block after block; the steps that each process has run."""
+    shares: list[list[Step]] = [[] for _ in range(share.world)]
+    blocks = [(rows, dealt(list(own), share.world)) for rows, own in groupby(steps, lambda step: step.rows)]
+    for _, parts in blocks:
+        for mine, part in zip(shares, parts, strict=True):
+            mine += part
+    shown = progress if share.rank == 0 else False
+    name = f"kernel of {task.sizes[0]} × {task.sizes[1]} examples"
+    ticks = track(shares[share.rank], name, len(shares[share.rank]), shown)
+    for rows, parts in blocks:
+        held = _hold(task, plan, rows, share)
+        if out[1] is not None:
+            out[1][slice(*rows)] = own_tile(held).diagonal(dim1=1, dim2=2).double().sum(1)
+        change = None
+        try:
+            for _ in parts[share.rank]:
+                step = next(ticks)
+                look_around()
+                _run(step, held, task, plan, out[0])
+                if store is not None:
+                    store.mark_done(step)
+        except TreatmentChanged as found:
+            change = found
+        _tell(change, share)
+        del held  # the old block goes before the new one comes
+    next(ticks, None)
+    return shares
+
+
+def _opened(
+    file: str | Path, shape: tuple[int, ...], dtype: torch.dtype, identity: dict[str, object], part: Writer
+) -> GramFile:
+    """The file, opened by the first process of a group before the others join it."""
+    share = current()
+    if share.world == 1:
+        return GramFile(file, shape, dtype, identity, part)
+    writer, store = Writer(share.rank, share.world), None
+    if share.rank == 0:
+        store = GramFile(file, shape, dtype, identity, writer)
+    done = gathered([] if store is None else sorted(store.done))[0]
+    if store is None:
+        if not Path(file).with_suffix(".npy.partial").exists():
+            raise InputError(
+                f"file={str(file)!r}: rank {share.rank} does not see what rank 0 has begun",
+                expected="a folder that all processes share",
+                remedy="name a folder on a file system of all machines, or leave file= out",
+            )
+        store = GramFile(file, shape, dtype, identity, writer)
+    store.done = set(done)
+    return store
+
+
+def _finished(store: GramFile, steps: list[Step], array: bool, share: Share) -> Tensor | None:
+    """The matrix under its own name; ``None`` where other parts are not done."""
+    if share.world == 1:
+        return store.finish(steps if array else None)
+    store.write_record()
+    gathered(None)  # all have
+    found = store.finish(steps) if share.rank == 0 else None
+    gathered(None)  # it has its name
+    found = store.finished() if found is None else found
+    gathered(None)  # all have it, whoever takes the name away now
+    return found
+
+
+def _exchange(shares: list[list[Step]], result: Tensor, symmetric: bool, share: Share) -> None:
+    """Copy the tiles of every process to all."""
+    if share.world == 1:
+        return
+    axis = 2 if result.ndim == 4 else 1
+
+    def view(step: Step) -> Tensor:
+        (top, bottom), (left, right) = step.region
+        return result.narrow(0, top, bottom - top).narrow(axis, left, right - left)
+
+    all_filled([[view(step) for step in part] for part in shares])
+    for step in (step for part in shares for step in part) if symmetric else ():
+        (top, bottom), (left, right) = step.region
+        mirrored = result.narrow(0, left, right - left).narrow(axis, top, bottom - top)
+        mirrored.copy_(_transposed(view(step).clone()))
 
 
 def _ways(task: GramTask, to_disk: bool) -> dict[str, list[str]]:
@@ -319,8 +495,13 @@ def _blocks(
         transient = found.inputs + columns * (found.column + 2 * -(-held // k)) + 2 * features.input_bytes
     # at least eight tiles a side, so that half of the products of a symmetric kernel are saved
     product = max(1, min(max(n * k // 8, SMALLEST_PRODUCT), PRODUCT) // k)
+    processes, sides = current().world, math.isqrt(2 * task.part.of)  # a part has few of sides² blocks
+    if processes * sides > 1:  # tiles small enough to be dealt out
+        product = max(1, min(product, -(-n // (2 * processes * sides))))
     left = budget - result
     most = CAPTURE if columns == k else 1
+    if sides > 1:
+        most = min(most, -(-max(n, m) // (4 * sides)))
     block = max(1, min(most, n if task.x2 is None else max(n, m), int(0.3 * left) // max(transient, 1)))
     # products of fewer than 8 examples are slow: only where half of the memory would be taken otherwise
     while product > 1 and (
@@ -333,8 +514,11 @@ def _blocks(
     working = block * transient + identity
     side = min(product, n), min(product, m)
     tile = tile_bytes(features, task.form, *side, dtype.itemsize)
-    streams = 0 if task.x2 is None and n * held + working + tile <= left else block * held
+    whole = task.x2 is None and sides == 1 and n * held + working + tile <= left
+    streams = 0 if whole else block * held
     hold = min(n, max(1, (left - working - tile - streams) // max(held, 1)))
+    if sides > 1:  # few examples are captured for a part if its blocks are small
+        hold = min(hold, -(-n // sides))
     if hold < min(n, product):  # a block of few examples has small tiles, and room for more of them
         widest = min(product, m)
 
@@ -404,11 +588,22 @@ def _run(step: Step, held: Features, task: GramTask, plan: GramPlan, result: Ten
             _write(result, tile, step.rows[0] + left[0], step.columns[0], mirror=task.x2 is None)
 
 
-def _hold(task: GramTask, plan: GramPlan, rows: tuple[int, int]) -> Features:
-    """Features of a range of x1, side by side."""
-    held = plan.template.room_for(rows[1] - rows[0], task.function.device)
-    for start, stop in ranges(*rows, plan.capture):
-        _features(task, plan, task.x1, (start, stop), held.part(start - rows[0], stop - rows[0]))
+def _hold(task: GramTask, plan: GramPlan, rows: tuple[int, int], share: Share) -> Features:
+    """Features of a range of x1, side by side; each process captures its share, and all exchange them."""
+    n = rows[1] - rows[0]
+    held = plan.template.room_for(n, task.function.device)
+    own, change = share.part(n), None
+    try:
+        for start, stop in ranges(own.start, own.stop, plan.capture):
+            look_around()
+            wanted = rows[0] + start, rows[0] + stop
+            _features(task, plan, task.x1, wanted, held.part(start, stop))
+    except TreatmentChanged as found:
+        change = found
+    _tell(change, share)
+    if share.world > 1:
+        every = [Share(rank, share.world).part(n) for rank in range(share.world)]
+        all_filled([held.part(part.start, part.stop).tensors for part in every])
     return held
 
 
@@ -504,13 +699,10 @@ def _form_of(x: Inputs) -> list[tuple[torch.Size, torch.dtype]]:
     return [(t.shape[1:], t.dtype) for t in tensors_in(x)]
 
 
-def _identity(task: GramTask, plan: GramPlan) -> dict[str, object]:
-    """The identity of a kernel, which a file must share to be resumed."""
+def _identity(task: GramTask) -> dict[str, object]:
+    """The identity of a kernel, which a file must share to be resumed; the sizes of its steps apart."""
     return {
         "form": task.form,
-        "hold": plan.hold,
-        "capture": plan.capture,
-        "product": plan.product,
         "weights": task.function.fingerprint(),
         "output": getattr(task.function.output, "__qualname__", task.function.output),
         "x1": hash_tensors(tensors_in(task.x1)),

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from linnet.distributed import all_rows, share_sum
 from linnet.errors import InputError
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.space import Vector
 from linnet.memory import Plan, parse_bytes, require
-from linnet.tangent.batch import Inputs, batch_size, split, take
+from linnet.tangent.batch import Inputs, batch_size, own_parts, split, take
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.folding import Folding, Normalization, Unfoldable, find_folds
 from linnet.tangent.forward_mode import (
@@ -282,6 +283,9 @@ def _flat(value: Tensor) -> Tensor:
 class JacobianOperator(LinearOperator):
     """J over a data set, (N·C) × P: one JVP a pass, one VJP for the transpose.
 
+    Inside :func:`linnet.distributed.sharing` each process differentiates its share of the examples, and the
+    product is the same on all of them.
+
     Args:
         function: The network.
         x: N examples.
@@ -297,8 +301,9 @@ class JacobianOperator(LinearOperator):
 
     def mm(self, v: Tensor) -> Tensor:
         """J v: (P, K) to (N·C, K)."""
-        parts = [jvp_columns(self.function, part, v) for part in split(self.x, self.block)]
-        return torch.cat(parts).flatten(0, 1)
+        none = v.new_empty(0, self.outputs, v.shape[1], dtype=self.dtype)
+        parts = [jvp_columns(self.function, part, v) for _, part in own_parts(self.x, self.block)]
+        return all_rows(torch.cat(parts or [none]), self.shape[0] // self.outputs).flatten(0, 1)
 
     @property
     def T(self) -> LinearOperator:
@@ -318,11 +323,9 @@ class _Transposed(LinearOperator):
         """Jᵀ u: (N·C, K) to (P, K)."""
         u = v.reshape(-1, self.forward.outputs, v.shape[1])
         total = v.new_zeros(self.shape[0], v.shape[1])
-        start = 0
-        for part in split(self.forward.x, self.forward.block):
-            n = batch_size(part)
-            total += vjp_columns(self.forward.function, part, u[start : start + n])
-            start += n
+        for place, part in own_parts(self.forward.x, self.forward.block):
+            total += vjp_columns(self.forward.function, part, u[place])
+        share_sum([total])
         return total
 
     @property
@@ -346,9 +349,10 @@ class NormalOperator(LinearOperator):
 
     def mm(self, v: Tensor) -> Tensor:
         """JᵀJ v: (P, K) to (P, K)."""
-        total = torch.zeros_like(v)
-        for part in split(self.jacobian.x, self.jacobian.block):
+        total = torch.zeros_like(v, memory_format=torch.contiguous_format)
+        for _, part in own_parts(self.jacobian.x, self.jacobian.block):
             total += vjp_columns(self.jacobian.function, part, jvp_columns(self.jacobian.function, part, v))
+        share_sum([total])
         if self.on_pass is not None:
             self.on_pass()
         return total

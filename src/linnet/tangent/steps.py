@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from linnet.distributed import owners
 
 Range = tuple[int, int]  # first example, last + 1
 
@@ -39,6 +42,22 @@ class Step:
     columns: Range | None
 
     @property
+    def area(self) -> int:
+        """Pairs of examples that are multiplied, about."""
+        if self.own is not None:
+            return (self.own[1] - self.own[0]) * (self.rows[1] - self.own[0])
+        assert self.columns is not None
+        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
+
+    @property
+    def region(self) -> tuple[Range, Range]:
+        """Rows and columns of the matrix that are computed, their mirror image apart."""
+        if self.own is not None:
+            return self.own, (self.own[0], self.rows[1])
+        assert self.columns is not None
+        return self.rows, self.columns
+
+    @property
     def key(self) -> str:
         """A name for the record of finished steps."""
         return f"{self.rows}-{self.own}-{self.columns}"
@@ -63,6 +82,51 @@ def in_order(n: int, m: int, symmetric: bool, sizes: Sizes) -> list[Step]:
         steps += [Step(rows, part, None) for part in own]
         steps += [Step(rows, None, part) for part in columns]
     return steps
+
+
+def dealt(steps: Sequence[Step], parts: int) -> list[list[Step]]:
+    """Steps of one block in parts of about equal work: the largest first, each to the part that has least.
+
+    Args:
+        steps: The steps.
+        parts: Number of parts.
+
+    Returns:
+        The steps of each part, in order.
+
+    Example:
+        >>> steps = in_order(4, 4, True, Sizes(4, 1, 4, 1))
+        >>> [[step.own for step in part] for part in dealt(steps, 2)]
+        [[(0, 1), (3, 4)], [(1, 2), (2, 3)]]
+    """
+    found: list[list[Step]] = [[] for _ in range(parts)]
+    for step, owner in zip(steps, owners([step.area for step in steps], parts), strict=True):
+        found[owner].append(step)
+    return found
+
+
+def run_of(steps: Sequence[Step], index: int, parts: int) -> list[Step]:
+    """One of several consecutive runs of steps, with about equal work, so that each has few blocks.
+
+    Args:
+        steps: All steps.
+        index: Which run.
+        parts: Number of runs.
+
+    Returns:
+        Its steps; none where there are fewer than runs.
+
+    Example:
+        >>> steps = in_order(4, 4, True, Sizes(4, 1, 4, 1))
+        >>> [[step.own for step in run_of(steps, i, 2)] for i in range(2)]
+        [[(0, 1)], [(1, 2), (2, 3), (3, 4)]]
+    """
+    total, found, done = sum(step.area for step in steps), [], 0
+    for step in steps:  # a step belongs to the run that its middle lies in
+        if (2 * done + step.area) * parts // (2 * max(total, 1)) == index:
+            found.append(step)
+        done += step.area
+    return found
 
 
 def captured_examples(n: int, m: int, symmetric: bool, hold: int) -> int:

@@ -1,8 +1,14 @@
-"""A resumable Gram matrix on disk.
+"""A resumable Gram matrix on disk, which one process makes, or several.
 
 The matrix grows in ``NAME.partial`` beside a record of finished steps; when the last step is done
 it is renamed to ``NAME``. A run with the same weights, data and settings continues the record, any
 other starts again.
+
+Several processes write to one matrix, each with a record of its own, and whoever finishes the last step
+renames it: the processes of a group, or parts that know nothing of each other, such as the tasks of an
+array job, which leave a note in ``NAME.made.json`` that tells those that come later. A lock keeps them apart
+while they begin and end. Maps of the file must be coherent between its writers, as they are on one machine
+and on Lustre or GPFS; NFS writes whole pages back, and would lose numbers.
 """
 
 from __future__ import annotations
@@ -10,24 +16,43 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from linnet.disk import refuse_write, reserve
+from linnet.disk import locked, refuse_write, reserve
 from linnet.errors import InputError, LinnetError
 from linnet.files import as_path, read_json, remove_partial, write_json
 
 RECORD_SECONDS = 5.0  # between two records of finished steps: what a killed run may lose
+SIZES = ("hold", "product", "capture", "columns")  # of an identity: parts take over those of the first
 
 
 class _Keyed(Protocol):
     @property
     def key(self) -> str:
         """A name for the record."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """One of the processes that make a matrix.
+
+    Args:
+        index: Which, from 0.
+        of: Their number.
+        array: Whether they are parts that begin and end by themselves, and not processes of a group.
+    """
+
+    index: int = 0
+    of: int = 1
+    array: bool = False
 
 
 class GramFile:
@@ -37,65 +62,101 @@ class GramFile:
         file: The ``.npy`` file to end with.
         shape: Shape of the matrix.
         dtype: Its type.
-        identity: What the steps depend on; a partial file with another identity is discarded.
+        identity: What the steps depend on; a partial file with another identity is discarded, but refused if
+            it is that of an array, or this is.
+        writer: This process among those that write.
 
     Raises:
-        InputError: If the name does not end in ``.npy``, or the folder does not exist or cannot be written.
+        InputError: If the name does not end in ``.npy``, the folder does not exist or cannot be written, or
+            the file is that of an array of other parts.
         DiskSpaceError: If the disk has no space for the matrix.
     """
 
     def __init__(
-        self, file: str | Path, shape: tuple[int, ...], dtype: torch.dtype, identity: dict[str, Any]
+        self,
+        file: str | Path,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        identity: dict[str, Any],
+        writer: Writer | None = None,
     ) -> None:
-        self.path = as_path(file, "file")
-        if self.path.suffix != ".npy":
-            raise InputError(
-                f"file={str(file)!r}",
-                expected="a name that ends in .npy",
-                remedy=f"pass file={str(self.path.with_suffix('.npy'))!r}",
-            )
-        if not self.path.parent.is_dir():
-            raise InputError(
-                f"file={str(file)!r}: its folder does not exist",
-                expected="an existing folder",
-                remedy=f"create {self.path.parent}",
-            )
+        self.path, self.writer = checked_name(file), writer or Writer()
         self.partial = self.path.with_suffix(".npy.partial")
-        self.record = self.path.with_suffix(".npy.steps.json")
+        of = "" if self.writer.of == 1 else f"-{self.writer.index}-of-{self.writer.of}"
+        self.record = self.path.with_suffix(f".npy.steps{of}.json")
+        self.made = self.path.with_suffix(".npy.made.json")
         self.identity = {**identity, "shape": list(shape), "dtype": str(dtype)}
-        self.done = self._resume()
-        remove_partial(self.record)
-        if not self.done:  # the record of another task must not outlive its matrix
-            self.record.unlink(missing_ok=True)
-        self.map = self._open(shape, torch.empty(0, dtype=dtype).numpy().dtype)
-        self.array = torch.from_numpy(self.map)
-        self.written = time.monotonic()
+        with self._by_itself():
+            self.complete = self.writer.array and self._is_made()
+            if self.complete:
+                return
+            self.made.unlink(missing_ok=True)
+            joined = self._resume()
+            remove_partial(self.record)
+            if not joined:  # the record of another task must not outlive its matrix
+                self.record.unlink(missing_ok=True)
+            self.map = self._open(shape, torch.empty(0, dtype=dtype).numpy().dtype, joined)
+            self.array = torch.from_numpy(self.map)
+            self.written = time.monotonic()
+            if self.writer.of > 1:
+                self.write_record()
 
-    def _open(self, shape: tuple[int, ...], kind: np.dtype[Any]) -> np.memmap[Any, Any]:
+    def _by_itself(self) -> AbstractContextManager[None]:
+        """The time in which no other writer begins or ends."""
+        alone = self.writer.of == 1
+        return nullcontext() if alone else locked(self.path.with_suffix(".npy.lock"))
+
+    def _open(self, shape: tuple[int, ...], kind: np.dtype[Any], joined: bool) -> np.memmap[Any, Any]:
         """The mapped matrix, all of whose blocks are reserved: a full disk is an error, and no signal."""
-        mode: Any = "r+" if self.done else "w+"
+        mode: Any = "r+" if joined else "w+"
         size = math.prod(shape) * kind.itemsize
         try:
             found = np.lib.format.open_memmap(self.partial, mode=mode, dtype=kind, shape=shape)
             reserve(self.partial, found.offset + size)
         except (OSError, InputError) as error:
-            if not self.done:
+            if not joined:
                 self.partial.unlink(missing_ok=True)
             if isinstance(error, LinnetError):
                 raise
             refuse_write(self.partial, error, size)
         return found
 
-    def _resume(self) -> set[str]:
-        """Steps finished by an earlier run of the same task."""
-        if not (self.partial.exists() and self.record.exists()):
-            return set()
-        try:
-            record = read_json(self.record)
-        except ValueError:
-            return set()
-        same = isinstance(record, dict) and record.get("identity") == self.identity
-        return set(record.get("done", ())) if same and self._is_whole() else set()
+    def _resume(self) -> bool:
+        """Take over what was finished of the same task; False where nothing was begun."""
+        self.done: set[str] = set()
+        self.own: set[str] = set()
+        if not self.partial.exists():
+            for path in _records(self.path):
+                path.unlink(missing_ok=True)
+            return False
+        found = {path: _read(path) for path in _records(self.path)}
+        array = self.writer.array or any(record.get("array") for record in found.values())
+        same = [record for record in found.values() if record.get("identity") == self.identity]
+        if array and len(same) < len(found):
+            self._refuse(next(r for r in found.values() if r not in same))
+        if not same or not self._is_whole():
+            for path in found:
+                path.unlink(missing_ok=True)
+            return False
+        self.done = {key for record in same for key in record.get("done", ())}
+        self.own = set(found.get(self.record, {}).get("done", ()))
+        return bool(self.done) or self.writer.of > 1
+
+    def _is_made(self) -> bool:
+        """Whether the parts of this matrix have finished it before."""
+        if self.partial.exists() or not (self.path.exists() and self.made.exists()):
+            return False
+        return _fixed(_read(self.made)) == _fixed(self.identity)
+
+    def _refuse(self, other: dict[str, Any]) -> NoReturn:
+        """Raise the error of a file that another run is making."""
+        theirs = other.get("identity") or {}
+        differ = [name for name, value in self.identity.items() if theirs.get(name) != value]
+        raise InputError(
+            f"file={str(self.path)!r} belongs to another run, of other {', '.join(differ) or 'steps'}",
+            expected="the same network, examples and form in all parts of one file",
+            remedy=f"name another file, or remove {self.partial.name} and the records beside it",
+        )
 
     def _is_whole(self) -> bool:
         """Whether the partial matrix can be opened as what it was begun as."""
@@ -106,29 +167,119 @@ class GramFile:
         return bool(list(found.shape) == self.identity["shape"])
 
     def is_done(self, step: _Keyed) -> bool:
-        """Whether an earlier run finished this step."""
+        """Whether an earlier run, or another part, had finished this step when the file was opened."""
         return step.key in self.done
 
     def mark_done(self, step: _Keyed) -> None:
         """Remember a finished step; the record is written every few seconds."""
         self.done.add(step.key)
+        self.own.add(step.key)
         if time.monotonic() - self.written >= RECORD_SECONDS:
             self.write_record()
 
     def write_record(self) -> None:
         """Flush the matrix, then record the finished steps: never the other way round."""
         self.map.flush()
-        write_json(self.record, {"identity": self.identity, "done": sorted(self.done)})
+        done = sorted(self.done if self.writer.of == 1 else self.own)
+        write_json(self.record, {"identity": self.identity, "array": self.writer.array, "done": done})
         self.written = time.monotonic()
 
-    def finish(self) -> Tensor:
-        """Rename the matrix to its final name and map it again.
+    def finish(self, steps: Collection[_Keyed] | None = None) -> Tensor | None:
+        """Rename the matrix to its final name and map it again, if all steps are done.
+
+        Args:
+            steps: All steps, where other writers may not have finished theirs.
 
         Returns:
-            The matrix, backed by the file.
+            The matrix, backed by the file; ``None`` where steps are missing.
         """
-        self.map.flush()
+        if steps is None:
+            self.map.flush()
+            return self._renamed()
+        with self._by_itself():
+            self.write_record()
+            records = [_read(path) for path in _records(self.path)]
+            same = [record for record in records if record.get("identity") == self.identity]
+            done = {key for record in same for key in record.get("done", ())}
+            return self._renamed() if all(step.key in done for step in steps) else None
+
+    def _renamed(self) -> Tensor:
+        """The finished matrix, under its own name."""
+        if self.writer.array:
+            write_json(self.made, self.identity)
         os.replace(self.partial, self.path)
-        self.record.unlink(missing_ok=True)
+        for path in _records(self.path):
+            path.unlink(missing_ok=True)
         remove_partial(self.record)
+        return self.finished()
+
+    def finished(self) -> Tensor:
+        """The matrix under its own name, which another process may have given it."""
         return torch.from_numpy(np.lib.format.open_memmap(self.path, mode="r+"))
+
+
+def checked_name(file: str | Path) -> Path:
+    """The name of a matrix's file.
+
+    Args:
+        file: What a user passed.
+
+    Returns:
+        A path.
+
+    Raises:
+        InputError: If it does not end in ``.npy``, or its folder does not exist.
+    """
+    path = as_path(file, "file")
+    if path.suffix != ".npy":
+        raise InputError(
+            f"file={str(file)!r}",
+            expected="a name that ends in .npy",
+            remedy=f"pass file={str(path.with_suffix('.npy'))!r}",
+        )
+    if not path.parent.is_dir():
+        raise InputError(
+            f"file={str(file)!r}: its folder does not exist",
+            expected="an existing folder",
+            remedy=f"create {path.parent}",
+        )
+    return path
+
+
+def begun_sizes(file: str | Path, identity: dict[str, Any]) -> dict[str, int] | None:
+    """The sizes of steps with which the first part of an array has begun a matrix.
+
+    Args:
+        file: The matrix.
+        identity: What the steps depend on; its sizes are not compared.
+
+    Returns:
+        Sizes by name; ``None`` where no array makes this matrix.
+    """
+    fixed = _fixed(identity)
+    for record in map(_read, _records(checked_name(file))):
+        theirs = record.get("identity") or {}
+        if record.get("array") and all(theirs.get(name) == value for name, value in fixed.items()):
+            return {name: int(theirs[name]) for name in SIZES}
+    return None
+
+
+def _fixed(identity: dict[str, Any]) -> dict[str, Any]:
+    """An identity without the sizes of steps."""
+    return {name: value for name, value in identity.items() if name not in SIZES}
+
+
+def _records(path: Path) -> list[Path]:
+    """The records beside a matrix that is being made."""
+    start, end = f"{path.name}.steps", ".json"
+    names = [entry.name for entry in path.parent.iterdir()]
+    return sorted(path.with_name(name) for name in names if name.startswith(start) and name.endswith(end))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A record; empty where it cannot be read."""
+    try:
+        record = read_json(path)
+    except (ValueError, LinnetError):
+        return {}
+    return record if isinstance(record, dict) else {}

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linnet.distributed import all_rows
 from linnet.errors import DataError, InputError
 from linnet.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linear.problem import Problem
-from linnet.tangent.batch import Inputs, batch_size, split, take
+from linnet.tangent.batch import Inputs, batch_size, own_parts, take
 from linnet.tangent.functional import Functional, adapt_outputs
 
 BATCH = 128  # examples evaluated at once
@@ -109,7 +110,8 @@ class Observed:
 
     def _outputs(self, x: Inputs) -> Tensor:
         """All outputs of the network, in its own shape."""
-        return torch.cat([self.base.check_runs(part) for part in split(x, BATCH)])
+        parts = [self.base.check_runs(part) for _, part in own_parts(x, BATCH)]
+        return all_rows(torch.cat(parts or [self.base.check_runs(take(x, slice(0, 1)))[:0]]), batch_size(x))
 
     def problem(self, x: Inputs, y: Tensor) -> Problem:
         """Data in units of their noise.

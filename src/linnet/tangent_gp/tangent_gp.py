@@ -16,6 +16,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from linnet.distributed import sharing
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood
@@ -26,6 +27,7 @@ from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
 from linnet.solvers.solution import Estimate
+from linnet.tangent.alike import require_alike
 from linnet.tangent.batch import (
     Inputs,
     check_examples,
@@ -155,7 +157,8 @@ class TangentGP(PredictiveModel):
         """
         twin = copy.copy(self)  # this object stays as it is where the data cannot be used
         twin._observed = Observed(self._functional(), self._likelihood, self._options.mean)
-        vars(self).update(vars(twin._condition(twin._gathered(x, y), None)))
+        with sharing("TangentGP.fit", twin._observed.base.device):
+            vars(self).update(vars(twin._condition(twin._gathered(x, y), None)))
         return self
 
     @in_exact_mode
@@ -180,7 +183,8 @@ class TangentGP(PredictiveModel):
         Source:
             Maddox et al. 2021, section 3 and appendix D.
         """
-        return copy.copy(self)._condition(self._gathered(x, y), self._system)
+        with sharing("TangentGP.adapt", self._observed.base.device):
+            return copy.copy(self)._condition(self._gathered(x, y), self._system)
 
     @in_exact_mode
     def update(self, x: Any, y: Any = None) -> TangentGP:
@@ -196,12 +200,14 @@ class TangentGP(PredictiveModel):
         Raises:
             DataError: If the data are empty, not finite, or do not fit the outputs.
         """
-        system, more = self._fitted, self._observed.problem(*self._gathered(x, y))
-        twin = copy.copy(self)
-        if self.plan.solver == "cholesky":
-            twin._system = system.extended(more)
-            return twin
-        return twin._take(system.problem.joined(more), system)
+        with sharing("TangentGP.update", self._observed.base.device):
+            system, twin, (x, y) = self._fitted, copy.copy(self), self._gathered(x, y)
+            require_alike(self._alike(x, y))
+            more = self._observed.problem(x, y)
+            if self.plan.solver == "cholesky":
+                twin._system = system.extended(more)
+                return twin
+            return twin._take(system.problem.joined(more), system)
 
     def _gathered(self, x: Any, y: Any) -> tuple[Inputs, Tensor]:
         """Data on the network's device, without a graph."""
@@ -213,7 +219,14 @@ class TangentGP(PredictiveModel):
         """Solve for some data."""
         x, y = data
         self._observed.base.check_runs(take(x, slice(0, 1)))
+        require_alike(self._alike(x, y))
         return self._take(self._observed.problem(x, y), before)
+
+    def _alike(self, x: Inputs, y: Tensor) -> dict[str, Any]:
+        """What all processes that share the work must have alike."""
+        scales = {"prior_precision": self.prior_precision, "noise_scale": self.noise_scale}
+        settings = {"likelihood": self._likelihood.describe(), "options": self._options}
+        return {"model": self._observed.base, "x": x, "y": y, **scales, **settings}
 
     def _take(self, problem: Problem, before: System | None) -> TangentGP:
         """Solve a problem."""

@@ -134,7 +134,7 @@ def test_two_at_once_do_not_both_succeed_with_different_settings(folder: Path) -
 def test_a_run_that_appears_where_files_cannot_be_locked(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("linnet.app.runs.lock._lock", lambda *_, **__: True)
+    monkeypatch.setattr("linnet.app.runs.lock.try_lock", lambda *_, **__: True)
     run, out = load_run(workshop / "pictures"), tmp_path / "run"
     with made_folder(out):
         save_run(out, run)

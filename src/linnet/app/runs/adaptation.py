@@ -29,6 +29,7 @@ from linnet.app.runs.kinds import cross_fitted, loss_of
 from linnet.app.runs.metrics import choose_metric, in_metric
 from linnet.app.runs.normalization import normalized
 from linnet.app.runs.place import KERNEL_FILE, check_out, made_folder
+from linnet.app.runs.ranks import leave, shared_fit
 from linnet.app.runs.settings import Network, Settings, Solving, Source
 from linnet.app.runs.solving import solve
 from linnet.app.runs.stages import Stages
@@ -123,6 +124,7 @@ def _adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | Non
         old = ended(old, task, x)
     if nests(settings, task, old, x):
         run, report = _nested(settings, task, old, stages, out)
+        leave()
         if keep:
             keep(run)
         if solving.tune:
@@ -143,8 +145,9 @@ def _adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | Non
         with stages.measure("metric"), waiting("metric"):
             lin, metric, why = in_metric(settings, probe, lin, x, (metric, why))
     solving = replace(solving, metric=metric)
-    with stages.measure("fit"):
+    with stages.measure("fit"), shared_fit(solving.device, network=lin, x=x, y=y):
         fit, pilot = solve(lin, (x, y), solving, out / KERNEL_FILE)
+    leave()
     fit.record.reasons["metric"] = why
     fit.record.reasons["head"] = _why_head(network, init, centered)
     temperatures = None if task.classes is None else temperatures_of(pilot or fit)
@@ -293,7 +296,7 @@ def _nested(
     targets = make_targets(y, outputs, dtype=module.function.dtype)
     record = Record("dual", "loo", {}, single_remarks(targets))
     file = out / KERNEL_FILE
-    with stages.measure("fit"):
+    with stages.measure("fit"), shared_fit(solving.device, network=module.function, x=x, y=y):
         fit = solved(module, x, targets, solving.memory, record, (weight, ridge), file)
     file.unlink(missing_ok=True)
     origin = _origin(network, old, None, False)

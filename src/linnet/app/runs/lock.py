@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from linnet.disk import try_lock
 from linnet.errors import InputError
 
 LOCK = ".linnet.lock"
-BYTE = 1 << 30  # the byte that Windows locks; it need not exist, and the process id before it stays readable
 TRIES = 100  # a folder that a failing process removes is made again; more in a row is no coincidence
 PAUSE = 0.05  # seconds between two tries
 GLANCE = 0.5  # seconds of trying at least: a reader holds the lock for an instant to see whether it is free
@@ -99,7 +99,7 @@ def check_free(folder: Path) -> None:
     except OSError:  # nobody has written there since it was made, or it may not be looked at
         return
     try:
-        if not _lock(file, shared=True):
+        if not try_lock(file, shared=True):
             _refuse(folder)
     finally:
         os.close(file)
@@ -145,7 +145,7 @@ def _take(folder: Path) -> int | None:
             file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:  # the folder was removed in between
             continue
-        if not _lock(file):
+        if not try_lock(file):
             os.close(file)
             return None
         with suppress(FileNotFoundError):
@@ -155,26 +155,6 @@ def _take(folder: Path) -> int | None:
                 return file
         os.close(file)  # the process before removed the file before we had it: this one locks nobody out
     return None
-
-
-def _lock(file: int, shared: bool = False) -> bool:
-    """Lock an open file at once or not at all; True as well where the file system has no locks."""
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            os.lseek(file, BYTE, os.SEEK_SET)
-            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
-            os.lseek(file, 0, os.SEEK_SET)
-        else:
-            import fcntl
-
-            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _refuse(folder: Path) -> NoReturn:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from linnet.app.runs.lock import writing
+from linnet.app.runs.ranks import is_first
 from linnet.errors import InputError
 
 RECORD = "run.json"
@@ -154,13 +155,14 @@ def claimed(
     """
     check_out(out, source)
     with made_folder(out):
-        check_unused(out, command, settings, overwrite)  # nobody else writes from here on
+        if is_first():
+            check_unused(out, command, settings, overwrite)  # nobody else writes from here on
         yield
 
 
 @contextmanager
 def made_folder(out: Path) -> Iterator[None]:
-    """A folder of this process alone that is as it was if anything goes wrong.
+    """A folder of this process alone that is as it was if anything goes wrong; of several, the first has it.
 
     Only an interruption leaves something, a partial kernel from which the same command goes on.
 
@@ -174,6 +176,9 @@ def made_folder(out: Path) -> Iterator[None]:
         InputError: It cannot be made, or not be written, or another process is writing there.
         KeyboardInterrupt: The user interrupted what is done inside.
     """
+    if not is_first():
+        yield
+        return
     made: list[Path] = []
     try:
         try:
