@@ -398,9 +398,10 @@ class Summation:
             if self.batches.share.world > 1:
                 accumulator.share()
             self._data[f"{turn}/data"] = self.batches.passed()
-        self._finished |= _prefixed(accumulator, turn)
-        if self.checkpoint is not None and done is not None:
-            self.checkpoint.write(turn + 1, 0, {**self._finished, **self._data})
+        if self.checkpoint is not None:
+            self._finished |= _prefixed(accumulator, turn)
+            if done is not None:
+                self.checkpoint.write(turn + 1, 0, {**self._finished, **self._data})
         return accumulator
 
     def finish(self) -> None:

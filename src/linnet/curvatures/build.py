@@ -181,9 +181,11 @@ def _computed(
     if share.world > 1:
         settings = {"structure": wanted, "expectation": expectation, "sharing": sharing, "shard": share.cut}
         settings |= {"block": passes.block, "memory": memory, "file": passes.file is not None}
+        settings |= {"widest": passes.widest}
         _require_alike(function, columns, {**settings, **asdict(low), **asdict(free)})
         memory = least(parse_bytes(memory, function.device))  # what it decides, all decide alike
-    request = Request(columns, sharing, memory, None if passes.file is None else Path(passes.file), watch)
+    file = None if passes.file is None else Path(passes.file)
+    request = Request(columns, sharing, memory, file, watch, passes.widest)
     if any(kind in OPERATORS for kind in kinds) or taken == "hessian":
         if len(names) > 1:
             raise InputError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,10 @@ from linnet.curvatures.kfra import RecursionSums
 from linnet.curvatures.layers import Layer, find_layers
 from linnet.curvatures.output_layer import has_closed_form, remembered_inputs
 from linnet.curvatures.parts import Part
+from linnet.curvatures.settings import WIDEST
 from linnet.curvatures.stream import DEFAULT_BLOCK, Batch, Batches
-from linnet.curvatures.sums import Sums
-from linnet.curvatures.treatments import Structure, by_layer, make_sums, treatment
+from linnet.curvatures.sums import Sums, wide
+from linnet.curvatures.treatments import Structure, by_layer, make_sums, sides, treatment
 from linnet.distributed import all_same, all_sum
 from linnet.memory import Plan, parse_bytes, require
 from linnet.progress import track
@@ -40,6 +41,8 @@ from linnet.tangent.capture import planned
 from linnet.tangent.functional import Functional
 from linnet.tangent.plan import PROBES
 from linnet.tangent.trace import Trace, trace
+
+NARROW = 1024  # rows of a Kronecker factor that memory never makes a diagonal of: the matrix has 4 MB
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Request:
         memory: Budget.
         file: Where unfinished sums are kept, or ``None``.
         watch: Is shown outputs and checked labels, batch by batch, where the structures share passes.
+        widest: Rows that a Kronecker factor may have; of a wider side the diagonal is kept.
     """
 
     expectation: Expectation
@@ -59,6 +63,7 @@ class Request:
     memory: str | int | None = None
     file: Path | None = None
     watch: Watch | None = None
+    widest: int = WIDEST
 
     def provenance(self, structure: str, examples: float) -> Provenance:
         """Where a matrix comes from."""
@@ -102,8 +107,7 @@ def by_structure(
     if any(structure == "kfra" for _, structure in wanted):
         return [_recursion(function, batches, request, first)]
     layers = layers_of(function, first, look)
-    plans = [_assign(structure, layers, function) for _, structure in wanted]
-    _require_memory(function, _first_sums(plans, request, function, torch.device("meta")), request)
+    plans, request = _affordable([structure for _, structure in wanted], layers, function, request)
     sums = _first_sums(plans, request, function, function.device)
     f = look.outputs.detach()[:1].view(1, *function.output_shape(first.x))
     closed = _closed_examples(look, first, function, request, sums)
@@ -206,12 +210,39 @@ def everything(function: Functional) -> Layer:
     return Layer("all", {name: tuple(shape) for name, shape in function.space.shapes.items()})
 
 
-def _assign(structure: Structure, layers: Sequence[Layer], function: Functional) -> list[Assignment]:
+def _assign(
+    structure: Structure, layers: Sequence[Layer], function: Functional, widest: int
+) -> list[Assignment]:
     """The treatment of every layer."""
     if structure == "full":
         return [Assignment(everything(function), "full", "")]
     chosen = by_layer(structure, layers)
-    return [Assignment(layer, *treatment(layer, chosen[layer.name])) for layer in layers]
+    return [Assignment(layer, *treatment(layer, chosen[layer.name], widest)) for layer in layers]
+
+
+def _affordable(
+    structures: Sequence[Structure], layers: Sequence[Layer], function: Functional, request: Request
+) -> tuple[list[list[Assignment]], Request]:
+    """The treatments, with diagonals for the widest Kronecker factors if the sums do not fit otherwise."""
+    asked, meta = request, torch.device("meta")
+    while True:
+        plans = [_assign(structure, layers, function, request.widest) for structure in structures]
+        sums = _first_sums(plans, request, function, meta)
+        plan = _memory(function, plans, sums, request)
+        if plan.peak <= plan.budget:
+            return plans, request
+        kept = [size for s in sums.values() for size in _matrices(s) if size > NARROW]
+        if not kept:  # nothing smaller is left; the error is about what was asked for
+            plans = [_assign(structure, layers, function, asked.widest) for structure in structures]
+            _require_memory(_memory(function, plans, _first_sums(plans, asked, function, meta), asked))
+        request = replace(request, widest=max(kept) - 1)
+
+
+def _matrices(statistic: Sums) -> list[int]:
+    """Rows of the Kronecker factors that are matrices and could be diagonals."""
+    if not isinstance(statistic, KroneckerSums | RowMomentSums) or statistic.layer.groups > 1:
+        return []
+    return [size for side, size in sides(statistic.layer).items() if side not in statistic.wide]
 
 
 def _key(assignment: Assignment) -> tuple[str, str]:
@@ -226,19 +257,22 @@ def _first_sums(
     """Empty statistics of all layers and structures, none twice."""
     unique = {_key(a): a for plan in plans for a in plan}
     return {
-        key: make_sums(a.layer, key[1], request.sharing, function.dtype, device) for key, a in unique.items()
+        key: make_sums(a.layer, key[1], request.sharing, function.dtype, device, request.widest)
+        for key, a in unique.items()
     }
 
 
 def _second_sums(
-    plans: Sequence[Sequence[Assignment]], sums: Mapping[tuple[str, str], Sums]
+    plans: Sequence[Sequence[Assignment]], sums: dict[tuple[str, str], Sums]
 ) -> dict[tuple[str, str], EigenvalueSums | RowEigenvalueSums]:
-    """Eigenvalue statistics of the layers that are eigenvalue-corrected."""
-    found = {}
-    for assignment in (a for plan in plans for a in plan if a.how == "ekfac"):
-        first = sums[_key(assignment)]
-        assert isinstance(first, KroneckerSums | RowMomentSums)
-        found[_key(assignment)] = eigenvalue_sums(first)
+    """Eigenvalue statistics of the layers that are eigenvalue-corrected; factors that only they need go."""
+    found: dict[tuple[str, str], EigenvalueSums | RowEigenvalueSums] = {}
+    others = {_key(a) for plan in plans for a in plan if a.how != "ekfac"}
+    for key in (_key(a) for plan in plans for a in plan if a.how == "ekfac"):
+        if key not in found:
+            first = sums[key] if key in others else sums.pop(key)
+            assert isinstance(first, KroneckerSums | RowMomentSums)
+            found[key] = eigenvalue_sums(first)
     return found
 
 
@@ -248,16 +282,25 @@ def _part(assignment: Assignment, sums: Mapping[tuple[str, str], Sums]) -> Part:
     return Part(assignment.layer, own.block(), assignment.how, assignment.note, own.terms)
 
 
-def _require_memory(function: Functional, sums: Mapping[Any, Sums], request: Request) -> None:
-    """Raise if the statistics, here without numbers, would not fit."""
+def _memory(
+    function: Functional,
+    plans: Sequence[Sequence[Assignment]],
+    sums: Mapping[Any, Sums],
+    request: Request,
+) -> Plan:
+    """The memory of the statistics, here without numbers."""
     sizes = [(f"{key[1]} of {key[0]}", sum(t.nbytes for t in s.tensors.values())) for key, s in sums.items()]
     largest = sorted(sizes, key=lambda item: -item[1])
     few = [*largest[:5], ("the other layers", sum(size for _, size in largest[5:]))]
-    plan = Plan(
-        f"curvature of {function.space.dim} parameters",
-        parse_bytes(request.memory, function.device),
-        tuple(few),
-    )
+    corrected = {_key(a): a.layer.size for plan in plans for a in plan if a.how == "ekfac"}
+    if corrected:  # their eigenvectors take the place of the factors
+        few.append(("eigenvalues", sum(corrected.values()) * wide(function.dtype).itemsize))
+    budget = parse_bytes(request.memory, function.device)
+    return Plan(f"curvature of {function.space.dim} parameters", budget, tuple(few))
+
+
+def _require_memory(plan: Plan) -> None:
+    """Raise if the statistics would not fit."""
     require(
         plan,
         [

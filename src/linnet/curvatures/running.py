@@ -412,9 +412,11 @@ def _snapshot(statistic: Sums, empty: bool = False) -> Sums:
 def _carry(old: EigenvalueSums | RowEigenvalueSums, new: EigenvalueSums | RowEigenvalueSums) -> None:
     """The eigenvalues of one basis as the diagonal in another: (Q′_Bᵀ Q_B)² Λ ((Q′_Aᵀ Q_A)²)ᵀ."""
     block = old.block()
-    left = (new.basis.left_vectors.mT @ block.left_vectors).square()
-    right = (new.basis.right_vectors.mT @ block.right_vectors).square()
-    values = left @ block.values @ right.mT
+    values = block.values
+    if new.basis.left_vectors is not None and block.left_vectors is not None:
+        values = (new.basis.left_vectors.mT @ block.left_vectors).square() @ values
+    if new.basis.right_vectors is not None and block.right_vectors is not None:
+        values = values @ (new.basis.right_vectors.mT @ block.right_vectors).square().mT
     if isinstance(new, EigenvalueSums) and new.layer.transposed:
         values = values.mT
     target = new.tensors["values"]

@@ -24,6 +24,7 @@ from linnet.curvatures.stream import usable
 from linnet.curvatures.sums import ROWS_AT_ONCE, layer_rows
 from linnet.errors import DataError
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
+from linnet.linalg.half_diagonal import HalfDiagonal
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.linalg.structured import Diagonal
 from linnet.memory import Plan, parse_bytes, require
@@ -185,7 +186,7 @@ def _is_closed(part: Part) -> bool:
 
 def _has_form(part: Part) -> bool:
     """Whether the block is one of those with a formula above."""
-    products = (Kronecker, KroneckerEigen, GroupedKronecker, GroupedKroneckerEigen)
+    products = (Kronecker, KroneckerEigen, GroupedKronecker, GroupedKroneckerEigen, HalfDiagonal)
     return isinstance(part.operator, products) if part.joined else isinstance(part.operator, Diagonal)
 
 
@@ -205,15 +206,18 @@ class _Form:
     def of(cls, part: Part) -> _Form:
         """The form of a block; matrices (R, d, d) and (R, c, c), values (R, c, d)."""
         operator, layer = part.operator, part.layer
+        left: Tensor | None
+        right: Tensor | None
+        values: Tensor | None
         if isinstance(operator, Diagonal):
             return cls(None, None, _diagonal_values(operator.values, layer))
         if isinstance(operator, Kronecker | GroupedKronecker):
             left, right, values = operator.left, operator.right, None
         else:
-            assert isinstance(operator, KroneckerEigen | GroupedKroneckerEigen)
+            assert isinstance(operator, KroneckerEigen | GroupedKroneckerEigen | HalfDiagonal)
             left, right, values = operator.left_vectors, operator.right_vectors, operator.values
-        if layer.groups == 1 and left.ndim == 2:
-            left, right, values = left[None], right[None], None if values is None else values[None]
+        if not isinstance(operator, GroupedKronecker | GroupedKroneckerEigen):
+            left, right, values = (None if t is None else t[None] for t in (left, right, values))
         if layer.transposed:
             left, right, values = right, left, None if values is None else values.mT
         return cls(right, left, values)
