@@ -135,7 +135,7 @@ def test_every_operation_agrees_with_the_dense_matrix(structure: str, tmp_path: 
     rows = jacobian_oracle(net, data[0]).flatten(2)
     assert_near(M.output_covariance(data[0]), rows @ M.dense() @ rows.mT)
     loaded = linnet.load_curvature(G.save(tmp_path), net)
-    assert torch.equal(loaded.dense(), G.dense())
+    assert_near(loaded.dense(), G.dense())
     assert loaded.coverage() == G.coverage()
 
 
@@ -191,7 +191,7 @@ def test_memory_makes_diagonals_of_the_widest_sides_first() -> None:
     assert isinstance(half, HalfDiagonal)
     assert_near(half.diagonal(), left.diagonal(), 1e-5)
     narrow = nn.Linear(600, 600)
-    with pytest.raises(MemoryBudgetError, match="kfac of all parameters|kfac of weight"):
+    with pytest.raises(MemoryBudgetError, match=r"kfac of (weight|all)"):
         linnet.curvature(
             narrow, torch.randn(4, 600), Categorical(), "kfac", "mc", passes=Passes(memory="1MB")
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.ekfac import EigenvalueSums, RowEigenvalueSums, eigenvalue_sums
 from linnet.curvatures.expectation import Expectation
+from linnet.curvatures.expectation_cost import by_cost, exact_passes
 from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
 from linnet.curvatures.kfra import RecursionSums
 from linnet.curvatures.layers import Layer, find_layers
@@ -33,7 +35,7 @@ from linnet.curvatures.settings import WIDEST
 from linnet.curvatures.stream import DEFAULT_BLOCK, Batch, Batches
 from linnet.curvatures.sums import Sums, wide
 from linnet.curvatures.treatments import Structure, by_layer, make_sums, sides, treatment
-from linnet.distributed import all_same, all_sum
+from linnet.distributed import all_same, all_sum, least
 from linnet.memory import Plan, parse_bytes, require
 from linnet.progress import track
 from linnet.tangent.batch import take
@@ -56,6 +58,7 @@ class Request:
         file: Where unfinished sums are kept, or ``None``.
         watch: Is shown outputs and checked labels, batch by batch, where the structures share passes.
         widest: Rows that a Kronecker factor may have; of a wider side the diagonal is kept.
+        reason: Why the columns are sampled, where that was chosen by their cost.
     """
 
     expectation: Expectation
@@ -64,12 +67,14 @@ class Request:
     file: Path | None = None
     watch: Watch | None = None
     widest: int = WIDEST
+    reason: str = ""
 
     def provenance(self, structure: str, examples: float) -> Provenance:
         """Where a matrix comes from."""
         e = self.expectation
+        described = e.likelihood.describe()
         return Provenance(
-            structure, e.matrix, e.kind, self.sharing, e.likelihood.describe(), examples, e.samples
+            structure, e.matrix, e.kind, self.sharing, described, examples, e.samples, self.reason
         )
 
 
@@ -110,6 +115,7 @@ def by_structure(
     plans, request = _affordable([structure for _, structure in wanted], layers, function, request)
     sums = _first_sums(plans, request, function, function.device)
     f = look.outputs.detach()[:1].view(1, *function.output_shape(first.x))
+    request = _settled(request, layers, look, first, f, list(sums.values()), function, batches)
     closed = _closed_examples(look, first, function, request, sums)
     chunks = _chunks(function, first, f, request, sums, batches.most(first), _fields(plans), closed is None)
     batches.block = batches.block or closed or chunks.examples
@@ -309,6 +315,31 @@ def _require_memory(plan: Plan) -> None:
             "select parameters with linnet.linearize(model, params=...)",
         ],
     )
+
+
+def _settled(
+    request: Request,
+    layers: Sequence[Layer],
+    look: Trace,
+    first: Batch,
+    f: Tensor,
+    sums: Sequence[Sums],
+    function: Functional,
+    batches: Batches,
+) -> Request:
+    """The request with an expectation where the choice was left open; f are the outputs of one example."""
+    if request.expectation.kind != "auto":
+        return request
+    exact = replace(request.expectation, kind="exact")
+    closed = has_closed_form(function, exact, sums)
+    if closed and remembered_inputs(function, look, sums[0].layer.names) is not None:
+        return replace(request, expectation=exact)  # no columns are made
+    count = exact.count(f, exact.targets(f, None if first.y is None else first.y[:1]))
+    passes = exact_passes(layers, count)
+    if batches.share.world > 1:  # the first batches of others may have other shapes; all decide alike
+        passes = -float(least(-math.ceil(passes)))
+    chosen, reason = by_cost(exact, passes)
+    return replace(request, expectation=chosen, reason=reason)
 
 
 def _fields(plans: Sequence[Sequence[Assignment]]) -> int:

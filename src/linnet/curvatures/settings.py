@@ -76,7 +76,7 @@ class MatrixFree:
 
 @dataclass(frozen=True)
 class MonteCarlo:
-    """Labels drawn from the model; ``expectation="mc"`` is one for each example.
+    """Labels drawn from the model; ``expectation="mc"`` is one for each example (and output position).
 
     Args:
         samples: Labels for each example.
@@ -178,8 +178,8 @@ class CurvatureOptions(TypedDict, total=False):
     """Keywords that are handed on to :func:`linnet.curvature`.
 
     Attributes:
-        expectation: "exact", "mc", "random-projection", "empirical" or "recursion", or a ``MonteCarlo`` or
-            ``RandomProjection``.
+        expectation: "auto", "exact", "mc", "random-projection", "empirical" or "recursion", or a
+            ``MonteCarlo`` or ``RandomProjection``.
         sharing: "expand" or "reduce".
         matrix: "gauss-newton", "fisher", "hessian" or "auto".
         passes: A ``Passes``: memory, and how the data are shared out.
@@ -232,7 +232,7 @@ def drawn(expectation: Any) -> tuple[str, int, int]:
     if isinstance(expectation, MonteCarlo | RandomProjection):
         word = "mc" if isinstance(expectation, MonteCarlo) else "random-projection"
         return word, expectation.samples, expectation.seed
-    return choice("expectation", expectation, EXPECTATIONS), 1, 0
+    return choice("expectation", expectation, ("auto", *EXPECTATIONS)), 1, 0
 
 
 def expectation_of(word: str, samples: int = 1, seed: int = 0) -> str | Drawn:

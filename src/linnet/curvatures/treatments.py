@@ -32,7 +32,8 @@ def resolve(structure: str, expectation: str, default: str = "exact") -> tuple[s
 
     Args:
         structure: One of ``STRUCTURES``.
-        expectation: An expectation. "kfra" has one of its own, and takes it where the default is given.
+        expectation: An expectation. "kfra" has one of its own, and takes it where the default is given, or
+            "auto".
         default: What the caller takes if nothing is said.
 
     Returns:
@@ -48,7 +49,7 @@ def resolve(structure: str, expectation: str, default: str = "exact") -> tuple[s
     choice("structure", structure, STRUCTURES, 'pass structure="kfac" if unsure')
     if structure != "kfra":
         return structure, expectation
-    if expectation not in (default, "recursion"):
+    if expectation not in (default, "auto", "recursion"):
         raise InputError(
             f"structure={structure!r} with expectation={expectation!r}",
             expected='expectation="recursion", the only one of this structure',
