@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from linnet.curvatures.parts import Part
-from linnet.curvatures.variance import output_covariance
+from linnet.curvatures.variance import output_covariance, output_variance
 from linnet.errors import InputError, NumericalError
 from linnet.files import save_tensors
 from linnet.linalg.grouped import GroupedKronecker, grouped_factored_damping
@@ -226,6 +226,19 @@ class Curvature(StructuredOperator):
             (N, C, C), outputs flattened.
         """
         return output_covariance(self.function, self.parts, x, memory)
+
+    @in_exact_mode
+    def output_variance(self, x: Inputs, memory: str | int | None = None) -> Tensor:
+        """The diagonal of :meth:`output_covariance`, for outputs too many for a matrix between them.
+
+        Args:
+            x: N examples.
+            memory: Budget such as ``"1GB"``; by default half of what is available.
+
+        Returns:
+            (N, C), outputs flattened.
+        """
+        return output_variance(self.function, self.parts, x, memory)
 
     def save(self, directory: str | Path) -> Path:
         """Write everything to one checksummed file; see :func:`linnet.load_curvature`.
