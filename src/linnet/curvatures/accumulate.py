@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -135,10 +136,14 @@ class Accumulator:
         marks: list[Tensor | None] = []
         widths: list[int] = []
 
-        def columns(flat: Tensor) -> Tensor:
+        def columns(flat: Tensor) -> Tensor | list[Callable[[], Tensor]]:
             f, y = self._outputs(flat, batch)
             self._show(f, y)
             marks.append(None if y is None else self.expectation.likelihood.mask(y))
+            parts = None if self.columns is None else self.expectation.parts(f, y, self.columns)
+            if parts is not None:
+                widths.append(self.expectation.count(f[:1], None if y is None else y[:1]))
+                return [partial(_flat, part) for part in parts]
             u = self.expectation.columns(f, y, batch.index).flatten(2)
             widths.append(len(u))
             return u
@@ -191,6 +196,11 @@ class Accumulator:
     def share(self) -> None:
         """Add up the statistics of all processes."""
         all_sum(list(self.state().values()))
+
+
+def _flat(part: Callable[[], Tensor]) -> Tensor:
+    """Columns with their outputs flattened."""
+    return part().flatten(2)
 
 
 def require_runs(function: Functional, x: Inputs) -> Trace:
@@ -298,7 +308,7 @@ def require_columns(function: Functional, batch: Batch, columns: int, outputs: i
     Args:
         function: The network.
         batch: A batch; a few of its examples are run if none of their shape has been.
-        columns: K, all columns of an example.
+        columns: Columns of an example that are formed together.
         outputs: C.
         budget: Bytes that may be used.
 
@@ -324,7 +334,7 @@ def capped(chunks: Chunks, columns: int, outputs: int, item: int, budget: int) -
 
     Args:
         chunks: The sizes.
-        columns: K.
+        columns: Columns of an example that are formed together.
         outputs: C.
         item: Bytes of a number.
         budget: Bytes that may be used.

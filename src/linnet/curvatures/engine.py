@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -130,9 +131,15 @@ def by_structure(
         passes.run(list(corrected.values()), "eigenvalues")
     passes.finish()
     found = []
+    left = Counter(_place(a) for plan in plans for a in plan)
     for (name, _), plan in zip(wanted, plans, strict=True):
-        parts = tuple(_part(a, corrected if a.how == "ekfac" else sums) for a in plan)
-        found.append(Curvature(parts, function, request.provenance(name, examples)))
+        parts = []
+        for a in plan:
+            left[_place(a)] -= 1
+            held: dict[tuple[str, str], Any] = corrected if a.how == "ekfac" else sums
+            own = held[_key(a)] if left[_place(a)] else held.pop(_key(a))  # sums go as blocks come
+            parts.append(Part(a.layer, own.block(), a.how, a.note, own.terms))
+        found.append(Curvature(tuple(parts), function, request.provenance(name, examples)))
     return found
 
 
@@ -257,6 +264,11 @@ def _key(assignment: Assignment) -> tuple[str, str]:
     return "all parameters" if assignment.how == "full" else assignment.layer.name, how
 
 
+def _place(assignment: Assignment) -> tuple[str, str, bool]:
+    """The statistics that a block is made of, of either pass."""
+    return *_key(assignment), assignment.how == "ekfac"
+
+
 def _first_sums(
     plans: Sequence[Sequence[Assignment]], request: Request, function: Functional, device: torch.device
 ) -> dict[tuple[str, str], Sums]:
@@ -280,12 +292,6 @@ def _second_sums(
             assert isinstance(first, KroneckerSums | RowMomentSums)
             found[key] = eigenvalue_sums(first)
     return found
-
-
-def _part(assignment: Assignment, sums: Mapping[tuple[str, str], Sums]) -> Part:
-    """A finished block."""
-    own = sums[_key(assignment)]
-    return Part(assignment.layer, own.block(), assignment.how, assignment.note, own.terms)
 
 
 def _memory(
@@ -365,10 +371,12 @@ def _chunks(
     columns, outputs = e.count(f, y), f.numel()
     rows = max((_row_numbers(s) for s in sums.values()), default=0) * function.dtype.itemsize
     budget = parse_bytes(request.memory, function.device)
+    alone = e.size(f) is not None  # columns can be formed one by one
     if formed:
-        require_columns(function, first, columns, outputs, budget)
+        require_columns(function, first, 1 if alone else columns, outputs, budget)
     chunks = plan_chunks(function, first, columns, rows, budget, most, fields=fields)
-    return capped(chunks, columns, outputs, function.dtype.itemsize, budget)
+    together = chunks.columns if alone else columns
+    return capped(chunks, together, outputs, function.dtype.itemsize, budget)
 
 
 def _closed_examples(

@@ -239,9 +239,11 @@ class RunningCurvature:
             formed = [a.size for a, how, _ in self._assigned if how in ("block", "full") or not a.factored]
             row = max(formed, default=0) * self.function.dtype.itemsize
             budget = parse_bytes(None, self.function.device)
-            require_columns(self.function, batch, columns, f.numel(), budget)
+            alone = e.size(f) is not None  # columns can be formed one by one
+            require_columns(self.function, batch, 1 if alone else columns, f.numel(), budget)
             chunks = plan_chunks(self.function, batch, columns, row, budget)
-            chunks = capped(chunks, columns, f.numel(), self.function.dtype.itemsize, budget)
+            together = chunks.columns if alone else columns
+            chunks = capped(chunks, together, f.numel(), self.function.dtype.itemsize, budget)
             self._sizes[key] = chunks.examples, chunks.columns
         return self._sizes[key]
 
