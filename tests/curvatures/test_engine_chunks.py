@@ -221,13 +221,13 @@ def test_exact_columns_of_many_outputs_are_never_formed_together(
     x = torch.randn(4, 3).double()
     whole = linnet.curvature(net, x, Categorical(), structure, "exact", passes=Passes(widest=10))
     formed: list[int] = []
-    original = Categorical.root_part
+    original = Categorical._root_part
 
     def noting(self: Any, f: torch.Tensor, start: int, stop: int, y: Any = None) -> torch.Tensor:
         formed.append((stop - start) * f.numel())
         return original(self, f, start, stop, y)
 
-    monkeypatch.setattr(Categorical, "root_part", noting)
+    monkeypatch.setattr(Categorical, "_root_part", noting)
     monkeypatch.setattr(Categorical, "root", lambda *_: pytest.fail("all columns at once"))
     budget = c * c * 8 // 4
     found = linnet.curvature(

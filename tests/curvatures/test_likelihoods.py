@@ -114,13 +114,13 @@ def test_root_squares_to_the_hessian(name: str, shape: tuple[int, ...], axis: in
 def test_columns_of_the_root_by_themselves(name: str, shape: tuple[int, ...], axis: int) -> None:
     """To the bit those of the whole root, also across positions, where their number is known."""
     likelihood, f, y = CLIPPED.get(name, CASES[name]).problem(shape, axis)
-    size, root = likelihood.root_size(f), likelihood.root(f, y)
+    size, root = likelihood._root_size(f), likelihood.root(f, y)
     if not isinstance(likelihood, Bernoulli | Categorical | Gaussian | Poisson):
         assert size is None
         return
     assert size == len(root)
     for part in (1, 2, 5, size):
-        found = [likelihood.root_part(f, i, min(i + part, size), y) for i in range(0, size, part)]
+        found = [likelihood._root_part(f, i, min(i + part, size), y) for i in range(0, size, part)]
         assert torch.equal(torch.cat(found), root)
 
 
@@ -254,8 +254,8 @@ def test_missing_labels_contribute_nothing(name: str) -> None:
     close(likelihood.hessian(f, hidden), expected, **EXACT)
     root = likelihood.root(f, hidden)
     close(blocks(likelihood, root), joined(expected), **EXACT)
-    if likelihood.root_size(f) is not None:
-        assert torch.equal(likelihood.root_part(f, 1, len(root), hidden), root[1:])
+    if likelihood._root_size(f) is not None:
+        assert torch.equal(likelihood._root_part(f, 1, len(root), hidden), root[1:])
     v = torch.randn_like(f)
     close(likelihood.product(f, v, hidden), torch.einsum("ntij,ntj->nti", expected, v), **EXACT)
     drawn = (

@@ -80,14 +80,14 @@ class Expectation:
         if total is None:
             return None
         return [
-            partial(self.likelihood.root_part, f, start, min(start + size, total), y)
+            partial(self.likelihood._root_part, f, start, min(start + size, total), y)
             for start in range(0, total, size)
         ]
 
     def size(self, f: Tensor) -> int | None:
         """The number of exact columns of an example, where they can be formed in parts."""
         known = self.kind == "exact" and (self.matrix != "fisher" or self.likelihood.canonical)
-        return self.likelihood.root_size(f) if known else None
+        return self.likelihood._root_size(f) if known else None
 
     def count(self, f: Tensor, y: Tensor | None) -> int:
         """The number of columns of an example; of very many outputs the most that they can have.

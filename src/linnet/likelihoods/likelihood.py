@@ -148,7 +148,7 @@ class Likelihood(Distribution, ABC):
         """
         return self._spread(self.position_root(f, y), f)
 
-    def root_size(self, f: Tensor) -> int | None:
+    def _root_size(self, f: Tensor) -> int | None:
         """The number K of columns of ``root``, where it is known without forming them.
 
         Args:
@@ -161,8 +161,8 @@ class Likelihood(Distribution, ABC):
         each = self._rank(rows.shape[2])
         return None if each is None else rows.shape[1] * each
 
-    def root_part(self, f: Tensor, start: int, stop: int, y: Tensor | None = None) -> Tensor:
-        """Some columns of ``root``, of likelihoods whose ``root_size`` is known; the others are not formed.
+    def _root_part(self, f: Tensor, start: int, stop: int, y: Tensor | None = None) -> Tensor:
+        """Some columns of ``root``, of likelihoods whose ``_root_size`` is known; the others are not formed.
 
         Args:
             f: Outputs (N, ...).
@@ -175,7 +175,7 @@ class Likelihood(Distribution, ABC):
         """
         rows, labels, counts = self._prepare_second(f, y)
         (n, t, c), each = rows.shape, self._rank(rows.shape[2])
-        assert each is not None, "root_size() has been asked"
+        assert each is not None, "_root_size() has been asked"
         found = []
         for position in range(start // each, -(-stop // each)):
             own = slice(position, position + 1)
