@@ -110,18 +110,25 @@ def gradient_products() -> Callable[[], Any]:
 
 def influence() -> Callable[[], Any]:
     """gᵀ (G + τI)⁻¹ g between the sequences: g of the losses, G the diagonal of the curvature."""
-    body = gpt2()
-    losses = linnet.linearize(Losses(body))
     ids = sequences()
 
     def run() -> Tensor:
-        model = Language(body, last=False)
+        body, passes = gpt2(), Passes(memory=MEMORY)
         G = linnet.curvature(
-            model, ids, Categorical(axis=2), "diagonal", "mc", passes=Passes(memory=MEMORY)
-        ).damped(1e-3)
-        first, second = (losses.function.space.to_flat(losses.vjp(x, torch.ones(1, 1))) for x in ids.split(1))
+            Language(body, last=False), ids, Categorical(axis=2), "diagonal", "mc", passes=passes
+        )
+        G = G.damped(1e-3)
+        lin = linnet.linearize(Losses(body))
+        del body
+
+        def gradient(i: int) -> Tensor:
+            return lin.function.space.to_flat(lin.vjp(ids[i : i + 1], torch.ones(1, 1)))
+
+        first = gradient(0)
         solved = G.solve(first)
-        return torch.stack([first @ solved, second @ solved])
+        own = first @ solved
+        del first
+        return torch.stack([own, gradient(1) @ solved])
 
     return run
 
