@@ -168,7 +168,14 @@ def test_a_posterior_with_a_wide_side(structure: str, tmp_path: Path) -> None:
     assert_near(other.log_evidence(), expected)
     la.save(tmp_path)
     assert torch.equal(linnet.load_laplace(tmp_path, net).predictive(x).probs, la.predictive(x).probs)
-    with pytest.raises(InputError, match="add=True"):
+    if structure == "kfac":
+        balanced = linnet.Laplace(
+            net, Categorical(), "kfac", 2.0, damping="factored", passes=Passes(widest=6)
+        )
+        wide = balanced.fit((x, y)).covariance.parts[1].operator
+        assert_near(wide.dense(), la.covariance.parts[1].operator.dense())
+    refused = "one factor of which is a diagonal" if structure == "kfac" else "ekfac"
+    with pytest.raises(InputError, match=f"add=True .*{refused}"):
         la.fit((x, y), add=True)
 
 
@@ -262,6 +269,15 @@ def test_a_running_average_carries_over_to_a_new_basis(monkeypatch: pytest.Monke
     G = running.curvature(examples=20)
     assert isinstance(G.parts[1].operator, HalfDiagonal)
     assert_near(G.dense(), expected.dense(), 1e-8)
+
+
+def test_an_optimizer_steps_with_a_wide_head() -> None:
+    """Beyond the default limit; the sampled curvature is damped and inverted without a matrix of its size."""
+    net = nn.Linear(3, WIDEST + 8)
+    x, y = torch.randn(8, 3), torch.randint(WIDEST, (8,))
+    optimizer = linnet.optim.GaussNewton(net, Categorical())
+    losses = [optimizer.step(x, y).loss for _ in range(3)]
+    assert losses[-1] < losses[0]
 
 
 def test_every_dense_kind_is_left_alone() -> None:

@@ -150,9 +150,10 @@ def _checkpoint(
     if request.file is None:
         return None
     e = request.expectation
+    settings = structures, e.kind, e.matrix, e.samples, e.seed, request.sharing, request.widest
     identity = {
         "network": function.fingerprint(),
-        "settings": f"{structures} {e.kind} {e.matrix} {e.samples} {e.seed} {request.sharing}",
+        "settings": " ".join(map(str, settings)),
         "likelihood": e.likelihood.describe(),
         "data": batches.identity(),
     }

@@ -68,7 +68,8 @@ class Laplace(PredictiveModel):
         data_scale: s, how often every example counts; the N of eq. 5.14 is s times the number of examples,
             and 1/s is a temperature.
         damping: How λ enters Kronecker products: "exact"; "matrix-normal", (√N Ā + √λ I) ⊗ (√N Ḡ + √λ I);
-            "factored", the same balanced by trace norms. The last two understate uncertainty.
+            "factored", the same balanced by trace norms. The last two understate uncertainty. A layer with a
+            diagonal factor is damped exactly by all three.
         **options: Passed on to :func:`linnet.curvature`: expectation, sharing, matrix, passes; and to
             :func:`linnet.linearize`: params ("last-layer", "lora", names: a subnetwork), output.
 
