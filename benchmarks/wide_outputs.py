@@ -45,9 +45,9 @@ class Language(nn.Module):
         self.body, self.last = body, last
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(N, T, C), or (N, C) of the token that follows."""
+        """(N, T, C), or (N, 1, C) of the token that follows: the last layer's own result."""
         logits: Tensor = self.body(input_ids=ids, use_cache=False, logits_to_keep=int(self.last)).logits
-        return logits[:, 0] if self.last else logits
+        return logits
 
 
 class Losses(nn.Module):
@@ -78,19 +78,19 @@ def sequences() -> Tensor:
     return torch.randint(CLASSES, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
-def curvature(structure: str) -> Callable[[], Any]:
+def curvature(structure: str, widest: int = Passes().widest) -> Callable[[], Any]:
     """The curvature of all parameters, from one label drawn for each token."""
     model, ids = Language(gpt2(), last=False), sequences()
     labels = torch.cat([ids[:, 1:], torch.full((SEQUENCES, 1), -100)], 1)
-    options: dict[str, Any] = {"expectation": "mc", "passes": Passes(memory="4GB")}
+    options: dict[str, Any] = {"expectation": "mc", "passes": Passes(memory="4GB", widest=widest)}
     return lambda: linnet.curvature(model, (ids, labels), Categorical(axis=2), structure, **options)
 
 
 def next_token() -> Callable[[], Any]:
     """Variances of the next token's 50,257 logits under a posterior over the last layer."""
     model, ids = Language(gpt2(), last=True), sequences()
-    la = linnet.Laplace(model, Categorical(), "kfac", params="last-layer", passes=Passes(memory=MEMORY))
-    la.fit((ids[:, :-1], ids[:, -1]))
+    la = linnet.Laplace(model, Categorical(axis=2), "kfac", params="last-layer", passes=Passes(memory=MEMORY))
+    la.fit((ids[:, :-1], ids[:, -1:]))
     return lambda: la.predictive(ids, memory=MEMORY).variance
 
 
@@ -136,6 +136,7 @@ def influence() -> Callable[[], Any]:
 TASKS: dict[str, Callable[[], Callable[[], Any]]] = {
     "K-FAC, sampled labels": lambda: curvature("kfac"),
     "EKFAC, sampled labels": lambda: curvature("ekfac"),
+    "EKFAC, factors of at most 1024 rows": lambda: curvature("ekfac", 1024),
     "diagonal, sampled labels": lambda: curvature("diagonal"),
     "variance of the next token, last layer": next_token,
     "variance of every token, last layer": every_token,
