@@ -15,6 +15,7 @@ with the tiles of one row an example and with those of one row an output, in tur
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import resource
 import subprocess
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.curvatures import Passes
-from linnet.likelihoods import Categorical
+from linnet.likelihoods import Categorical, Gaussian
 
 BOUND = 5.0  # GB
 TOKENS, SEQUENCES, CLASSES = 32, 2, 50_257
@@ -109,26 +110,16 @@ def gradient_products() -> Callable[[], Any]:
 
 
 def influence() -> Callable[[], Any]:
-    """gᵀ (G + τI)⁻¹ g between the sequences: g of the losses, G the diagonal of the curvature."""
-    ids = sequences()
+    """gᵀ (G + τI)⁻¹ g between the sequences: g of the losses, G the diagonal Σ g² of the empirical Fisher."""
+    ids, lin = sequences(), linnet.linearize(Losses(gpt2()))
+
+    def gradient(i: int) -> Tensor:
+        return lin.function.space.to_flat(lin.vjp(ids[i : i + 1], torch.ones(1, 1)))
 
     def run() -> Tensor:
-        body, passes = gpt2(), Passes(memory=MEMORY)
-        G = linnet.curvature(
-            Language(body, last=False), ids, Categorical(axis=2), "diagonal", "mc", passes=passes
-        )
-        G = G.damped(1e-3)
-        lin = linnet.linearize(Losses(body))
-        del body
-
-        def gradient(i: int) -> Tensor:
-            return lin.function.space.to_flat(lin.vjp(ids[i : i + 1], torch.ones(1, 1)))
-
-        first = gradient(0)
-        solved = G.solve(first)
-        own = first @ solved
-        del first
-        return torch.stack([own, gradient(1) @ solved])
+        G = linnet.curvature(lin, ids, Gaussian(), "diagonal", passes=Passes(memory=MEMORY)).damped(1e-3)
+        solved = G.solve(gradient(0))
+        return torch.stack([gradient(i) @ solved for i in range(SEQUENCES)])
 
     return run
 
@@ -141,7 +132,7 @@ TASKS: dict[str, Callable[[], Callable[[], Any]]] = {
     "variance of the next token, last layer": next_token,
     "variance of every token, last layer": every_token,
     "products of loss gradients of the sequences": gradient_products,
-    "influence between the sequences, diagonal curvature": influence,
+    "influence between the sequences, diagonal": influence,
 }
 
 
@@ -168,7 +159,7 @@ def measure(name: str, threads: int) -> Row:
 
 def kernels(repeats: int) -> list[Row]:
     """Trace kernels with either kind of tile, in turns."""
-    module = sys.modules["linnet.tangent.gram"]
+    module = importlib.import_module("linnet.tangent.gram")
     rows_of = module._product_rows
     rows = []
     for c in (128, 512):
