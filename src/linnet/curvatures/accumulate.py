@@ -329,21 +329,25 @@ def require_columns(function: Functional, batch: Batch, columns: int, outputs: i
     )
 
 
-def capped(chunks: Chunks, columns: int, outputs: int, item: int, budget: int) -> Chunks:
-    """The sizes with as many examples as can have all their columns (K, N, C) at once.
+def capped(chunks: Chunks, columns: int, outputs: int, item: int, budget: int, parts: bool) -> Chunks:
+    """The sizes with as many examples as can have their columns (K, N, C) at once.
 
     Args:
         chunks: The sizes.
-        columns: Columns of an example that are formed together.
+        columns: K, all columns of an example.
         outputs: C.
         item: Bytes of a number.
         budget: Bytes that may be used.
+        parts: Whether columns can be formed in parts, of which each has its memory; else all are formed.
 
     Returns:
-        The sizes, of at least one example.
+        The sizes, of at least one example and one column.
     """
-    most = max(1, budget // 4 // max(1, columns * outputs * item))
-    return Chunks(min(chunks.examples, most), chunks.columns)
+    room, each = budget // 4, max(1, outputs * item)
+    if parts:
+        columns = min(chunks.columns, max(1, min(TARGET, room) // each))
+        chunks = Chunks(chunks.examples, columns)
+    return Chunks(min(chunks.examples, max(1, room // max(1, columns * each))), chunks.columns)
 
 
 def _examples(target: int, most: int, each: int) -> int:

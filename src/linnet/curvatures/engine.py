@@ -376,8 +376,7 @@ def _chunks(
     if formed:
         require_columns(function, first, 1 if alone else columns, outputs, budget)
     chunks = plan_chunks(function, first, columns, rows, budget, most, fields=fields)
-    together = chunks.columns if alone else columns
-    return capped(chunks, together, outputs, function.dtype.itemsize, budget)
+    return capped(chunks, columns, outputs, function.dtype.itemsize, budget, alone)
 
 
 def _closed_examples(

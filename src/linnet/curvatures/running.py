@@ -242,8 +242,7 @@ class RunningCurvature:
             alone = e.size(f) is not None  # columns can be formed one by one
             require_columns(self.function, batch, 1 if alone else columns, f.numel(), budget)
             chunks = plan_chunks(self.function, batch, columns, row, budget)
-            together = chunks.columns if alone else columns
-            chunks = capped(chunks, together, f.numel(), self.function.dtype.itemsize, budget)
+            chunks = capped(chunks, columns, f.numel(), self.function.dtype.itemsize, budget, alone)
             self._sizes[key] = chunks.examples, chunks.columns
         return self._sizes[key]
 
