@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from linnet.curvatures import accumulate, diagonal, ekfac, variance
+from linnet.curvatures import Passes, accumulate, diagonal, ekfac, variance
 from linnet.curvatures.accumulate import Accumulator, plan_chunks
 from linnet.curvatures.engine import layers_of
 from linnet.curvatures.expectation import Expectation
@@ -208,3 +208,31 @@ def test_receptive_fields_are_counted_where_they_are_held(spy: Spy, monkeypatch:
     assert sizes["kfac"] > sizes["diagonal"] > sizes["ekfac"]
     assert sizes["diagonal"] < 32
     assert sizes["ekfac"] < 16
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kfac", "ekfac"])
+def test_exact_columns_of_many_outputs_are_never_formed_together(
+    structure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 outputs in a budget that their C² columns are far beyond, as 50,000 are beyond any."""
+    c = 300
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, c)).double()
+    x = torch.randn(4, 3).double()
+    whole = linnet.curvature(net, x, Categorical(), structure, "exact", passes=Passes(widest=10))
+    formed: list[int] = []
+    original = Categorical._root_part
+
+    def noting(self: Any, f: torch.Tensor, start: int, stop: int, y: Any = None) -> torch.Tensor:
+        formed.append((stop - start) * f.numel())
+        return original(self, f, start, stop, y)
+
+    monkeypatch.setattr(Categorical, "_root_part", noting)
+    monkeypatch.setattr(Categorical, "root", lambda *_: pytest.fail("all columns at once"))
+    budget = c * c * 8 // 4
+    found = linnet.curvature(
+        net, x, Categorical(), structure, "exact", passes=Passes(memory=budget, widest=10)
+    )
+    assert_near(found.diagonal(), whole.diagonal())
+    assert max(formed) * 8 <= budget
+    assert sum(formed) >= (c - 1) * c * len(x)

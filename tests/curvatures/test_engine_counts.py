@@ -79,7 +79,9 @@ def test_uses_of_one_input_share_its_moment(monkeypatch: pytest.MonkeyPatch) -> 
     from linnet.curvatures import moments
 
     original: Callable[..., Any] = moments.input_moment
-    monkeypatch.setattr(moments, "input_moment", lambda use: computed.append(use) or original(use))
+    monkeypatch.setattr(
+        moments, "input_moment", lambda use, *rest: computed.append(use) or original(use, *rest)
+    )
     model, x = Projections(), torch.randn(6, 4, dtype=torch.float64)
     G = linnet.curvature(model, x, Categorical(), structure="kfac")
     assert len(computed) == 2  # of x, and of its square

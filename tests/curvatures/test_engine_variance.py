@@ -50,7 +50,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.thinned(6)
-def test_it_is_the_jacobians_around_the_matrix(name: str) -> None:
+def test_it_is_the_jacobians_around_the_matrix(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(name, families(name)[-1])
     expected = case(name)
     for structure, G in problem.curvature(STRUCTURES).items():
@@ -61,6 +61,11 @@ def test_it_is_the_jacobians_around_the_matrix(name: str) -> None:
             found = M.output_covariance(expected.x2)
             assert_near(found, expected.j2 @ M.dense() @ expected.j2.mT, 1e-9)
             assert torch.equal(found, found.mT)
+            own = found.diagonal(dim1=1, dim2=2)
+            assert_near(M.output_variance(expected.x2), own, 1e-9)
+            with monkeypatch.context() as patch:  # one output after the other
+                patch.setattr(variance, "TARGET", 1)
+                assert_near(M.output_variance(expected.x2), own, 1e-9)
 
 
 @pytest.mark.parametrize("structure", ["low-rank", "last-layer", "kfra"])
@@ -81,6 +86,35 @@ def test_mixtures_subsets_and_quadratic_agree() -> None:
     G = problem.curvature("ekfac", params=["3.weight", "9.bias"])
     j = jacobian_oracle(expected.model(), expected.x2, ["3.weight", "9.bias"])
     assert_near(G.output_covariance(expected.x2), j @ G.dense() @ j.mT)
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kfac", "ekfac", "block"])
+def test_variances_form_no_matrix_between_outputs(structure: str) -> None:
+    """Two thousand outputs: C² would be 4 million numbers, a thousand times what the budget has."""
+    c = 2000
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3, bias=False), nn.Tanh(), nn.Linear(3, c))
+    inner = linnet.linearize(net, params=["0.weight", "0.bias", "2.weight"])
+    x = torch.randn(3, 3)
+    M = linnet.curvature(inner, x, Categorical(), structure, "mc").damped(1.0).inverse()
+    expected = jacobian_oracle(net, x, M.function.names)
+    expected = torch.einsum("ncp,pq,ncq->nc", expected, M.dense().double(), expected)
+    M.output_variance(x)
+    with Allocations() as seen:
+        found = M.output_variance(x, memory="600kB")
+    assert_near(found, expected, 1e-4)
+    assert seen.largest < c * c / 10, f"{seen.where} makes {seen.largest} numbers"
+    with pytest.raises(MemoryBudgetError, match="output variances of 3 examples x 2000 outputs"):
+        M.output_variance(x, memory="10kB")
+
+
+def test_variances_refuse_what_covariances_refuse() -> None:
+    problem = Problem("mlp-tanh", "categorical")
+    G = problem.curvature("kfac")
+    x = problem.case.x1
+    with pytest.raises(DataError, match="empty"):
+        G.output_variance(x[:0])
+    with pytest.raises(DataError, match="x"):
+        G.output_variance(torch.full_like(x, torch.nan))
 
 
 def wide_mlp() -> tuple[nn.Module, Tensor, int, int]:

@@ -109,6 +109,21 @@ def test_root_squares_to_the_hessian(name: str, shape: tuple[int, ...], axis: in
     assert not last[:, :-1].any()
 
 
+@pytest.mark.parametrize(("shape", "axis"), SHAPES)
+@pytest.mark.parametrize("name", [*CANONICAL, *CLIPPED])
+def test_columns_of_the_root_by_themselves(name: str, shape: tuple[int, ...], axis: int) -> None:
+    """To the bit those of the whole root, also across positions, where their number is known."""
+    likelihood, f, y = CLIPPED.get(name, CASES[name]).problem(shape, axis)
+    size, root = likelihood._root_size(f), likelihood.root(f, y)
+    if not isinstance(likelihood, Bernoulli | Categorical | Gaussian | Poisson):
+        assert size is None
+        return
+    assert size == len(root)
+    for part in (1, 2, 5, size):
+        found = [likelihood._root_part(f, i, min(i + part, size), y) for i in range(0, size, part)]
+        assert torch.equal(torch.cat(found), root)
+
+
 @pytest.mark.parametrize("name", CANONICAL)
 def test_fisher_of_a_canonical_likelihood_is_its_hessian(name: str) -> None:
     likelihood, f, y = CASES[name].problem((2, 3, 0), -1)
@@ -237,7 +252,10 @@ def test_missing_labels_contribute_nothing(name: str) -> None:
     keep = (~silent).to(f.dtype)
     expected = likelihood.hessian(f, y) * keep[..., :, None] * keep[..., None, :]
     close(likelihood.hessian(f, hidden), expected, **EXACT)
-    close(blocks(likelihood, likelihood.root(f, hidden)), joined(expected), **EXACT)
+    root = likelihood.root(f, hidden)
+    close(blocks(likelihood, root), joined(expected), **EXACT)
+    if likelihood._root_size(f) is not None:
+        assert torch.equal(likelihood._root_part(f, 1, len(root), hidden), root[1:])
     v = torch.randn_like(f)
     close(likelihood.product(f, v, hidden), torch.einsum("ntij,ntj->nti", expected, v), **EXACT)
     drawn = (

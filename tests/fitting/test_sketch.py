@@ -124,6 +124,23 @@ def test_a_large_embedding_keeps_single_entries() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["words", "pictures", "dense"])
+def test_a_wide_side_is_its_own_basis(name: str) -> None:
+    """Factors wider than ``widest`` are diagonal, and what is kept of them are single rows."""
+    net, x, _, _ = case(name)
+    zeros = torch.zeros(N, C, dtype=torch.float64)
+    passes = linnet.curvatures.Passes(widest=8)
+    curvature = linnet.curvature(net, (x, zeros), Gaussian(), structure="ekfac", passes=passes)
+    assert any(type(part.operator).__name__ == "HalfDiagonal" for part in curvature.parts)
+    small = linnet.with_sketch(net, curvature, dim=40)
+    h = directions(small)
+    near(h.T @ h, torch.eye(40, dtype=torch.float64), 1e-12)
+    near(
+        linnet.linearize(small).jacobian(x).flatten(0, 1),
+        linnet.linearize(net).jacobian(x).flatten(0, 1) @ h,
+    )
+
+
 def test_the_directions_are_those_of_the_largest_eigenvalues() -> None:
     net, x, _, _ = case("dense")
     curvature = gauss_newton(net, x, "full")

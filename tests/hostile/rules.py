@@ -162,6 +162,7 @@ OF_CALL: dict[str, str] = {
     "fitting.OneHot(scale)": "positive",
     "curvatures.Passes(block)": "count or none",
     "curvatures.Passes(file)": "place or none",
+    "curvatures.Passes(widest)": "count",
     "LinearFit.calibrate(temperature)": "positive or none",
     "LinearFit.calibrate(point_temperature)": "positive or none",
     "LinearFit.calibrate(noise)": "positive or none",

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import linnet
+from linnet.curvatures import Passes
 from linnet.errors import InputError, MemoryBudgetError
 from linnet.laplace import head as laplace_head
 from linnet.laplace import linearized as laplace_linearized
 from linnet.laplace import outputs as laplace_outputs
 from linnet.laplace.laplace import Laplace
+from linnet.likelihoods import Categorical
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.links import Link, class_probabilities, log_density
 from linnet.predictive.sampled import SampledPredictive
@@ -121,6 +123,45 @@ def test_a_thousand_classes_without_their_covariance(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(laplace_outputs, "spread_blocks", lambda *_: pytest.fail("covariances"))
     x = torch.randn(30, 4)
     near(la.predictive(x).probs.sum(1).double(), torch.ones(30).double(), 1e-5)
+
+
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "diagonal"])
+@pytest.mark.parametrize("widest", [3, 100])
+def test_a_head_at_every_position(structure: str, widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variances of classes at each of three tokens, from the features; also with a diagonal factor."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 6)).double()
+    x, y = real(5, 3, 4, seed=1), torch.arange(15).view(5, 3) % 6
+    la = Laplace(
+        model, Categorical(axis=2), structure, params="last-layer", passes=Passes(widest=widest)
+    ).fit((x, y))
+    j = linnet.linearize(model, params="last-layer").jacobian(x).flatten(1, -2)
+    expected = torch.einsum("ncp,pq,ncq->nc", j, la.covariance.dense(), j)
+    near(la.predictive(x).variance, expected, 1e-9)
+    monkeypatch.setattr(laplace_linearized, "KEPT", 0)
+    monkeypatch.setattr(laplace_outputs, "variance_blocks", lambda *_: pytest.fail("derivatives"))
+    prediction = la.predictive(x)
+    near(prediction.variance, expected, 1e-9)
+    near(prediction.mean, model(x).detach().flatten(1), 1e-12)
+
+
+def test_many_outputs_of_the_whole_network_have_variances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where covariances do not fit, .variance and .probs do, and .covariance says so."""
+    torch.manual_seed(0)
+    c = 7000
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, c))
+    x = torch.randn(2, 3)
+    la = Laplace(model, CATEGORICAL, "diagonal", passes=Passes(memory="1GB")).fit((x, torch.arange(2)))
+    prediction = la.predictive(x, memory="50MB")
+    assert prediction.variance.shape == prediction.probs.shape == (2, c)
+    few = [0, 5, c - 1]
+    j = linnet.linearize(model, output=lambda out: out[:, few]).jacobian(x)
+    expected = torch.einsum("ncp,p,ncp->nc", j, la.covariance.diagonal(), j)
+    near(prediction.variance[:, few].double(), expected.double(), 1e-4)
+    with pytest.raises(MemoryBudgetError, match=r"take .variance or link"):
+        _ = la.predictive(x, memory="50MB").covariance
+    with pytest.raises(MemoryBudgetError, match="output variances"):
+        la.predictive(x, memory="50kB")
 
 
 def gaussian(n: int = 40, c: int = 3, size: float = 1.0) -> tuple[Tensor, Tensor]:

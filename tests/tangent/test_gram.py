@@ -449,3 +449,80 @@ def test_the_kernel_of_a_linearization_is_the_same_gram() -> None:
     assert torch.equal(lin.kernel(x1, x2), gram(function, x1, x2))
     assert torch.equal(lin.kernel(x1, form="trace", memory="1MB"), gram(function, x1, form="trace"))
     assert gram_module is not None
+
+
+# --- many outputs -----------------------------------------------------------------------------------
+
+
+def many_outputs() -> tuple[Functional, Tensor, Tensor, Tensor, Tensor]:
+    """A network of 24 outputs, six and four examples, and their Jacobians."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 24)).double()
+    x1, x2 = real(6, 3, seed=1), real(4, 3, seed=2)
+    return Functional(model), x1, x2, jacobian_oracle(model, x1), jacobian_oracle(model, x2)
+
+
+@pytest.mark.parametrize("outputs", ["trace", "diagonal"])
+def test_outputs_come_in_parts_where_that_is_cheaper_than_other_passes(outputs: Any) -> None:
+    """In float64: the sum over all parts of the outputs is the kernel, on both sides of the diagonal."""
+    function, x1, x2, j1, j2 = many_outputs()
+    seen = set()
+    for second, expected in ((None, kernel_oracle(j1, form=outputs)), (x2, kernel_oracle(j1, j2, outputs))):
+        task = GramTask(function, x1, second, outputs, None)
+        least = smallest(task)
+        for budget in (least, least + 1000, 2 * least, 10**8):
+            plan = plan_gram(task, budget)
+            seen.add(len(plan.parts))
+            assert plan.parts[0][0] == 0
+            assert plan.parts[-1][1] == 24
+            assert plan.memory.peak <= budget
+            kernel = gram(function, x1, second, form=outputs, memory=budget)
+            near(kernel, expected)
+            if second is None:
+                assert torch.equal(kernel, mirrored(kernel))
+    assert 1 in seen
+    assert max(seen) > 2
+    assert "outputs in" in describe_plan(plan_gram(GramTask(function, x1, None, outputs, None), least))
+
+
+def test_parts_need_less_than_all_outputs_at_once(tmp_path: Path) -> None:
+    """A file is written tile by tile and takes all outputs at once; so do kernels between outputs."""
+    function, x1, *_ = many_outputs()
+    whole, apart = (smallest(GramTask(function, x1, None, form, None)) for form in ("full", "trace"))
+    assert apart < whole / 2
+    on_disk = plan_gram(GramTask(function, x1, None, "trace", None), apart, to_disk=True)
+    assert on_disk.parts == [(0, 24)]
+    with pytest.raises(MemoryBudgetError, match="trace"):
+        gram(function, x1, form="trace", memory=apart, file=tmp_path / "k.npy")
+
+
+def test_own_traces_come_with_the_kernel_in_parts() -> None:
+    function, x1, x2, j1, j2 = many_outputs()
+    task = GramTask(function, x1, x2, "trace", None)
+    budget = smallest(task)
+    assert len(plan_gram(task, budget).parts) > 1
+    kernel, own = gram_file.gram_and_own(function, x1, x2, memory=budget)
+    near(
+        kernel,
+        kernel_oracle(j1, j2, "trace"),
+    )
+    near(own, kernel_oracle(j1, form="trace").diagonal())
+
+
+def test_tiles_of_summed_outputs_do_not_shrink_with_their_number() -> None:
+    """A product of a trace kernel has one row an example, one of the full kernel one an output."""
+    function, x1, *_ = many_outputs()
+    x = x1.repeat(100, 1)
+    products = {form: plan_gram(GramTask(function, x, None, form, None), "2GB").product for form in OUTPUTS}
+    assert products["trace"] == products["diagonal"] == products["sum"] > 5 * products["full"]
+
+
+def test_fifty_thousand_outputs_are_refused_before_anything_is_made() -> None:
+    """Cotangents for three examples alone would be 30 GB."""
+    model = nn.Linear(2, 50_257)
+    function, x = Functional(model), torch.randn(3, 2)
+    with pytest.raises(MemoryBudgetError, match=r'GB.*take form="trace"'):
+        gram(function, x, memory="100MB")
+    assert peak_bytes(lambda: plan_gram(GramTask(function, x, None, "full", None), "100MB")) < 10**7
+    summed = gram(function, x, form="sum", memory="100MB")
+    near(summed.double(), 50_257 * (x.double() @ x.double().T + 1), 1e-5)

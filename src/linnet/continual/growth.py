@@ -13,6 +13,7 @@ from torch import Tensor
 from linnet.curvatures.layers import Layer
 from linnet.errors import ModelError
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
+from linnet.linalg.half_diagonal import HalfDiagonal
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
@@ -90,7 +91,9 @@ def grown(operator: StructuredOperator, old: Layer, new: Layer) -> StructuredOpe
     """
     if dict(old.shapes_by_name) == dict(new.shapes_by_name):
         return operator
-    if isinstance(operator, Kronecker | KroneckerEigen | GroupedKronecker | GroupedKroneckerEigen):
+    if isinstance(
+        operator, Kronecker | KroneckerEigen | GroupedKronecker | GroupedKroneckerEigen | HalfDiagonal
+    ):
         left, right, sizes = _sides(old, new)
         return _grown_product(operator, left, right, sizes)
     index = places(old.shapes_by_name, new.shapes_by_name).to(operator.device)
@@ -154,6 +157,15 @@ def _grown_product(
             values,
             name=operator.name,
         )
+    if isinstance(operator, HalfDiagonal):
+        values = operator.values.new_zeros(rows, columns)
+        if operator.side == "left":
+            values[left, : len(right)] = operator.values
+            vectors = _more_vectors(operator.vectors, right, columns)
+        else:
+            values[: len(left), right] = operator.values
+            vectors = _more_vectors(operator.vectors, left, rows)
+        return HalfDiagonal(vectors, values, operator.side, name=operator.name)
     return operator  # groups keep their size
 
 

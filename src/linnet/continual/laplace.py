@@ -175,7 +175,7 @@ class OnlineLaplace(ContinualMethod):
         made = Provenance(
             self._recipe.word,
             "gauss-newton",
-            drawn(self._recipe.options.get("expectation", "exact"))[0],
+            drawn(self._recipe.options.get("expectation", "auto"))[0],
             self._recipe.options.get("sharing", "expand"),
             self._recipe.likelihood.describe(),
             max(block.examples for block in blocks),

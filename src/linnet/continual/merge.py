@@ -15,6 +15,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
+from linnet.linalg.half_diagonal import HalfDiagonal
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.merging import merge
@@ -85,6 +86,8 @@ def summed(
         ]
         left, right = (torch.stack(side) for side in zip(*((g.left, g.right) for g in groups), strict=True))
         return GroupedKronecker(left, right, name=second.name)
+    if isinstance(first, HalfDiagonal) and isinstance(second, HalfDiagonal):
+        return _half_diagonal(first, second) if first.side == second.side else None
     if isinstance(first, KroneckerEigen | GroupedKroneckerEigen):
         return _corrected(first, cast("KroneckerEigen | GroupedKroneckerEigen", second))
     if isinstance(first, LowRankMatrix) and isinstance(second, LowRankMatrix):
@@ -176,6 +179,19 @@ def _corrected(first: Corrected, second: Corrected) -> StructuredOperator:
         ]
     ).sum(0)
     return make(left.to(first.dtype), right.to(first.dtype), values.to(first.dtype))
+
+
+def _half_diagonal(first: HalfDiagonal, second: HalfDiagonal) -> HalfDiagonal:
+    """The same where one side is a diagonal in both: the basis of the other side alone is turned."""
+    pair = [(m.vectors.double(), m.values.double()) for m in (first, second)]
+    if first.side == "right":
+        pair = [(vectors, values.mT) for vectors, values in pair]
+    if torch.equal(first.vectors, second.vectors):
+        return first.with_values(first.values + second.values)
+    basis = torch.linalg.eigh(sum(_spectral(vectors, values.sum(0)) for vectors, values in pair))[1]
+    total = torch.stack([v @ (basis.mT @ q).square().mT for q, v in pair]).sum(0)
+    total = total.mT.contiguous() if first.side == "right" else total
+    return HalfDiagonal(basis.to(first.dtype), total.to(first.dtype), first.side, name=second.name)
 
 
 def _spectral(vectors: Tensor, values: Tensor) -> Tensor:

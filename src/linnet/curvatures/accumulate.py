@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -135,10 +136,14 @@ class Accumulator:
         marks: list[Tensor | None] = []
         widths: list[int] = []
 
-        def columns(flat: Tensor) -> Tensor:
+        def columns(flat: Tensor) -> Tensor | list[Callable[[], Tensor]]:
             f, y = self._outputs(flat, batch)
             self._show(f, y)
             marks.append(None if y is None else self.expectation.likelihood.mask(y))
+            parts = None if self.columns is None else self.expectation.parts(f, y, self.columns)
+            if parts is not None:
+                widths.append(self.expectation.count(f[:1], None if y is None else y[:1]))
+                return [partial(_flat, part) for part in parts]
             u = self.expectation.columns(f, y, batch.index).flatten(2)
             widths.append(len(u))
             return u
@@ -191,6 +196,11 @@ class Accumulator:
     def share(self) -> None:
         """Add up the statistics of all processes."""
         all_sum(list(self.state().values()))
+
+
+def _flat(part: Callable[[], Tensor]) -> Tensor:
+    """Columns with their outputs flattened."""
+    return part().flatten(2)
 
 
 def require_runs(function: Functional, x: Inputs) -> Trace:
@@ -298,7 +308,7 @@ def require_columns(function: Functional, batch: Batch, columns: int, outputs: i
     Args:
         function: The network.
         batch: A batch; a few of its examples are run if none of their shape has been.
-        columns: K, all columns of an example.
+        columns: Columns of an example that are formed together.
         outputs: C.
         budget: Bytes that may be used.
 
@@ -319,21 +329,25 @@ def require_columns(function: Functional, batch: Batch, columns: int, outputs: i
     )
 
 
-def capped(chunks: Chunks, columns: int, outputs: int, item: int, budget: int) -> Chunks:
-    """The sizes with as many examples as can have all their columns (K, N, C) at once.
+def capped(chunks: Chunks, columns: int, outputs: int, item: int, budget: int, parts: bool) -> Chunks:
+    """The sizes with as many examples as can have their columns (K, N, C) at once.
 
     Args:
         chunks: The sizes.
-        columns: K.
+        columns: K, all columns of an example.
         outputs: C.
         item: Bytes of a number.
         budget: Bytes that may be used.
+        parts: Whether columns can be formed in parts, of which each has its memory; else all are formed.
 
     Returns:
-        The sizes, of at least one example.
+        The sizes, of at least one example and one column.
     """
-    most = max(1, budget // 4 // max(1, columns * outputs * item))
-    return Chunks(min(chunks.examples, most), chunks.columns)
+    room, each = budget // 4, max(1, outputs * item)
+    if parts:
+        columns = min(chunks.columns, max(1, min(TARGET, room) // each))
+        chunks = Chunks(chunks.examples, columns)
+    return Chunks(min(chunks.examples, max(1, room // max(1, columns * each))), chunks.columns)
 
 
 def _examples(target: int, most: int, each: int) -> int:
@@ -398,9 +412,10 @@ class Summation:
             if self.batches.share.world > 1:
                 accumulator.share()
             self._data[f"{turn}/data"] = self.batches.passed()
-        self._finished |= _prefixed(accumulator, turn)
-        if self.checkpoint is not None and done is not None:
-            self.checkpoint.write(turn + 1, 0, {**self._finished, **self._data})
+        if self.checkpoint is not None:
+            self._finished |= _prefixed(accumulator, turn)
+            if done is not None:
+                self.checkpoint.write(turn + 1, 0, {**self._finished, **self._data})
         return accumulator
 
     def finish(self) -> None:

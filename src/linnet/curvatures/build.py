@@ -45,7 +45,7 @@ def curvature(
     data: Any,
     likelihood: Likelihood,
     structure: Structure | Sequence[Structure] = "kfac",
-    expectation: str | Drawn = "exact",
+    expectation: str | Drawn = "auto",
     sharing: str = "expand",
     *,
     matrix: str = "auto",
@@ -69,7 +69,11 @@ def curvature(
             "last-layer" and "matrix-free" take calls of their own.
         expectation: How the outputs' curvature Λ is taken: ``"exact"`` (all columns of its root),
             ``"mc"`` (labels drawn from the model), ``"random-projection"``, ``"empirical"`` (observed
-            labels), ``"recursion"`` (of "kfra" alone). Published as KFLR is "kfac" with "exact", as KFAC
+            labels), ``"recursion"`` (of "kfra" alone). By default, ``"auto"``, it is exact unless that
+            would take longer than 128 passes of training, as it does from some hundred outputs on, and
+            then 8 labels drawn for each example, or random projections where labels would give another
+            matrix; ``made.expectation`` and ``coverage()`` say which it was. Published as KFLR is "kfac"
+            with "exact", as KFAC
             (Martens and Grosse 2015) "kfac" with "mc", and as KFRA "kfra". More than one random column:
             a :class:`~linnet.curvatures.MonteCarlo` or :class:`~linnet.curvatures.RandomProjection`.
         sharing: Weights shared over positions: ``"expand"`` takes positions as examples of their own,
@@ -166,7 +170,7 @@ def _computed(
     free: MatrixFree = next((one for one in wanted if isinstance(one, MatrixFree)), MatrixFree())
     wanted = [word_of(one) for one in wanted]
     names = _names(wanted)
-    expectation, samples, seed = drawn(options.get("expectation", "exact"))
+    expectation, samples, seed = drawn(options.get("expectation", "auto"))
     kinds, expectation = _resolve(wanted, expectation)
     sharing = choice("sharing", options.get("sharing", "expand"), ("expand", "reduce"))
     params = options.get("params")
@@ -174,6 +178,8 @@ def _computed(
         params, kinds = _last_layer(model, params, kinds)
     function = _functional(model, params, options.get("output"))
     taken = choose_matrix(likelihood, expectation, options.get("matrix", "auto"))
+    if expectation == "auto" and (taken == "hessian" or any(kind in OPERATORS for kind in kinds)):
+        expectation = "exact"  # products with Λ, which take no columns
     _check_file(passes.file, kinds, taken)
     columns = Expectation(likelihood, expectation, taken, samples, seed)
     batches = Batches(data, function.device, passes.block, share)
@@ -181,9 +187,11 @@ def _computed(
     if share.world > 1:
         settings = {"structure": wanted, "expectation": expectation, "sharing": sharing, "shard": share.cut}
         settings |= {"block": passes.block, "memory": memory, "file": passes.file is not None}
+        settings |= {"widest": passes.widest}
         _require_alike(function, columns, {**settings, **asdict(low), **asdict(free)})
         memory = least(parse_bytes(memory, function.device))  # what it decides, all decide alike
-    request = Request(columns, sharing, memory, None if passes.file is None else Path(passes.file), watch)
+    file = None if passes.file is None else Path(passes.file)
+    request = Request(columns, sharing, memory, file, watch, passes.widest)
     if any(kind in OPERATORS for kind in kinds) or taken == "hessian":
         if len(names) > 1:
             raise InputError(
@@ -267,7 +275,7 @@ def check_options(caller: str, structure: Any, options: Mapping[str, Any]) -> No
     """
     known(caller, options, CurvatureOptions.__annotations__)
     check_structure(structure)
-    expectation = drawn(options.get("expectation", "exact"))[0]
+    expectation = drawn(options.get("expectation", "auto"))[0]
     if not isinstance(structure, Mapping):
         resolve(word_of(structure), expectation)
     choice("sharing", options.get("sharing", "expand"), ("expand", "reduce"))

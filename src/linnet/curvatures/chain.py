@@ -113,19 +113,21 @@ class ChainPass:
             if i:
                 behind = g @ self.theta[self.layers[i].names[0]]
 
-    def captures(self, cotangents: Callable[[Tensor], Tensor], columns: int | None) -> Iterator[Captured]:
+    def captures(
+        self, cotangents: Callable[[Tensor], Tensor | list[Callable[[], Tensor]]], columns: int | None
+    ) -> Iterator[Captured]:
         """The result of ``capture_parts`` for the batch, without another forward pass.
 
         Args:
-            cotangents: From the outputs (N, C) to (K, N, C).
+            cotangents: From the outputs (N, C) to (K, N, C), or to functions that make parts of them.
             columns: Cotangents at once; all by default.
 
         Yields:
             A captured batch for each part of the cotangents, in order.
         """
         u = cotangents(self.outputs.reshape(len(self.outputs), -1))
-        for part in u.split(columns or max(len(u), 1)):
-            yield self._captured(part)
+        for part in u if isinstance(u, list) else u.split(columns or max(len(u), 1)):
+            yield self._captured(part if isinstance(part, Tensor) else part())
 
     def _captured(self, u: Tensor) -> Captured:
         """The uses of all layers with the gradients of cotangents (K, N, C)."""

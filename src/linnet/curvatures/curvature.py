@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from linnet.curvatures.parts import Part
-from linnet.curvatures.variance import output_covariance
+from linnet.curvatures.variance import output_covariance, output_variance
 from linnet.errors import InputError, NumericalError
 from linnet.files import save_tensors
 from linnet.linalg.grouped import GroupedKronecker, grouped_factored_damping
@@ -39,6 +39,7 @@ class Provenance:
         likelihood: The likelihood, described.
         examples: N, the number of examples summed over.
         samples: Random columns for each example, where there are any.
+        reason: Why Λ was taken so, where the choice was left to ``expectation="auto"`` and fell on samples.
     """
 
     structure: str
@@ -48,6 +49,12 @@ class Provenance:
     likelihood: Mapping[str, Any]
     examples: float
     samples: int = 1
+    reason: str = ""
+
+    @property
+    def columns(self) -> str:
+        """How Λ was taken, in words."""
+        return self.expectation if self.samples == 1 else f"{self.expectation} with {self.samples} samples"
 
 
 class Curvature(StructuredOperator):
@@ -88,7 +95,7 @@ class Curvature(StructuredOperator):
         self.name = f"{made.structure} {made.matrix} matrix"
 
     def __repr__(self) -> str:
-        kind = ", ".join((f"{self.made.structure} {self.made.matrix}", self.made.expectation, *self.applied))
+        kind = ", ".join((f"{self.made.structure} {self.made.matrix}", self.made.columns, *self.applied))
         return f"Curvature({kind}, {len(self.parts)} layers, P = {self.shape[0]})"
 
     def __add__(self, other: LinearOperator) -> LinearOperator:
@@ -220,6 +227,19 @@ class Curvature(StructuredOperator):
         """
         return output_covariance(self.function, self.parts, x, memory)
 
+    @in_exact_mode
+    def output_variance(self, x: Inputs, memory: str | int | None = None) -> Tensor:
+        """The diagonal of :meth:`output_covariance`, for outputs too many for a matrix between them.
+
+        Args:
+            x: N examples.
+            memory: Budget such as ``"1GB"``; by default half of what is available.
+
+        Returns:
+            (N, C), outputs flattened.
+        """
+        return output_variance(self.function, self.parts, x, memory)
+
     def save(self, directory: str | Path) -> Path:
         """Write everything to one checksummed file; see :func:`linnet.load_curvature`.
 
@@ -251,6 +271,8 @@ class Curvature(StructuredOperator):
     def coverage(self) -> str:
         """A table: each layer, its parameters, and how it is represented."""
         lines = [repr(self)]
+        if self.made.reason:
+            lines.append(f"  {self.made.columns}: {self.made.reason}")
         width = max(len(part.layer.name) for part in self.parts)
         for part in self.parts:
             size = " + ".join("x".join(map(str, shape)) or "1" for shape in part.layer.shapes)

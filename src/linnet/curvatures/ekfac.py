@@ -23,8 +23,21 @@ from linnet.curvatures.layers import layer_factors, require_as_found
 from linnet.curvatures.sums import ROWS_AT_ONCE, Gradients, Sums, layer_rows
 from linnet.distributed import Share, all_filled, owners
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
+from linnet.linalg.half_diagonal import HalfDiagonal
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.tangent.rules import Factors
+
+Basis = KroneckerEigen | GroupedKroneckerEigen | HalfDiagonal
+
+
+def _basis(product: Kronecker | GroupedKronecker | HalfDiagonal, solved: bool) -> Basis:
+    """A Kronecker product by the eigenvectors of its factors, or room for those of another process."""
+    if isinstance(product, HalfDiagonal):
+        return product
+    kind = KroneckerEigen if isinstance(product, Kronecker) else GroupedKroneckerEigen
+    made: Any = kind.of if solved else partial(_room, kind)
+    found: Basis = made(product)
+    return found
 
 
 class EigenvalueSums(Sums):
@@ -36,31 +49,26 @@ class EigenvalueSums(Sums):
 
     Attributes:
         basis: Q_B ⊗ Q_A.
-        input_basis: Q_A, (R, d, d).
-        gradient_basis: Q_B, (R, c, c).
+        input_basis: Q_A, (R, d, d); ``None`` for the identity, of a side that has a diagonal factor.
+        gradient_basis: Q_B, (R, c, c), or ``None``.
     """
 
     def __init__(self, kronecker: KroneckerSums, solved: bool = True) -> None:
         self.layer = kronecker.layer
-        product = kronecker.block()
-        kind = KroneckerEigen if isinstance(product, Kronecker) else GroupedKroneckerEigen
-        made: Any = kind.of if solved else partial(_room, kind)
-        self.basis: KroneckerEigen | GroupedKroneckerEigen = made(product)
+        self.basis = _basis(kronecker.block(), solved)
         left, right = self.basis.left_vectors, self.basis.right_vectors
         if self.layer.groups == 1:
-            left, right = left[None], right[None]
+            left, right = (None if side is None else side[None] for side in (left, right))
         self.input_basis, self.gradient_basis = (left, right) if self.layer.transposed else (right, left)
         self._turned: list[Tensor] = []  # rotated inputs of the batch in hand
-        self.tensors = {
-            "values": left.new_zeros(
-                self.layer.groups, self.gradient_basis.shape[-1], self.input_basis.shape[-1]
-            )
-        }
+        rows, columns = self.layer.matrix
+        d, c = (rows, columns) if self.layer.transposed else (columns, rows)
+        self.tensors = {"values": self.basis.values.new_zeros(self.layer.groups, c, d)}
 
     @property
     def basis_tensors(self) -> list[Tensor]:
         """Q_A and Q_B, which the sums of all processes must have in common."""
-        return [self.input_basis, self.gradient_basis]
+        return [basis for basis in (self.input_basis, self.gradient_basis) if basis is not None]
 
     def add(self, gradients: Gradients) -> None:
         """Add a batch."""
@@ -77,7 +85,10 @@ class EigenvalueSums(Sums):
         g = [f.g.to(kind) for f in parts]
         if len(parts) == 1 and a[0].shape[2] == 1:
             # (Q_Bᵀ g)² ((Q_Aᵀ a)²)ᵀ
-            gs = torch.einsum("knrc,rce->rkne", g[0][:, :, :, 0], self.gradient_basis).square_().sum(1)
+            if self.gradient_basis is None:
+                gs = g[0][:, :, :, 0].square().sum(0).transpose(0, 1)
+            else:
+                gs = torch.einsum("knrc,rce->rkne", g[0][:, :, :, 0], self.gradient_basis).square_().sum(1)
             self.tensors["values"] += gs.mT @ a[0][:, :, 0].square().transpose(0, 1)
         else:
             self._add_rows(a, g, turned)
@@ -86,14 +97,16 @@ class EigenvalueSums(Sums):
 
     def _inputs_of(self, parts: list[Factors], columns: int, kind: torch.dtype) -> tuple[list[Tensor], bool]:
         """â of every use, and whether it has been rotated: kept for the batch's other columns if so."""
-        k, c, d = columns, self.gradient_basis.shape[-1], self.input_basis.shape[-1]
+        k, (c, d) = columns, self.tensors["values"].shape[1:]
         s = sum(f.a.shape[2] for f in parts)
-        turned = s == 1 or s * (d * d + k * c * c) < k * (c * c * d + c * d * d)
+        on_a = 0 if self.input_basis is None else d * d
+        on_g = 0 if self.gradient_basis is None else c * c
+        turned = s == 1 or s * (on_a + k * on_g) < k * (on_g * d + c * on_a)
         if turned and self._turned:
             return self._turned, True
         a = [self.layer.homogeneous(f.a.to(kind)) for f in parts]  # (N, R, S, d)
         if turned:
-            a = self._turned = [one @ self.input_basis for one in a]
+            a = self._turned = a if self.input_basis is None else [one @ self.input_basis for one in a]
         return a, turned
 
     def _add_rows(self, a: list[Tensor], g: list[Tensor], turned: bool) -> None:
@@ -106,23 +119,24 @@ class EigenvalueSums(Sums):
             total: Tensor | None = None
             for own_a, own_g in zip(a, g, strict=True):
                 part = own_g[:, examples].permute(1, 2, 0, 3, 4)  # (n, R, K, S, c)
-                part = part @ self.gradient_basis[:, None] if turned else part
+                if turned and self.gradient_basis is not None:
+                    part = part @ self.gradient_basis[:, None]
                 # one product for each example and group: (K·c × S)(S × d)
                 rows = part.mT.flatten(0, 1).flatten(1, 2) @ own_a[examples].flatten(0, 1)
                 total = rows if total is None else total + rows
             assert total is not None
             formed = total.view(-1, r, k, c, d)
-            if not turned:
-                formed = self.gradient_basis.mT[:, None] @ (formed @ self.input_basis[:, None])
+            if not turned and self.input_basis is not None:
+                formed = formed @ self.input_basis[:, None]
+            if not turned and self.gradient_basis is not None:
+                formed = self.gradient_basis.mT[:, None] @ formed
             self.tensors["values"] += formed.square_().sum((0, 2))
 
-    def block(self) -> KroneckerEigen | GroupedKroneckerEigen:
+    def block(self) -> Basis:
         """The corrected product."""
         values = _without_rounding(self.tensors["values"])
         values = values.mT if self.layer.transposed else values
-        if isinstance(self.basis, KroneckerEigen):
-            return self.basis.with_values(values[0].contiguous())
-        return self.basis.with_values(values.contiguous())
+        return self.basis.with_values(values.contiguous().view(self.basis.values.shape))
 
 
 class RowEigenvalueSums(Sums):
@@ -135,14 +149,13 @@ class RowEigenvalueSums(Sums):
 
     def __init__(self, moments: RowMomentSums, solved: bool = True) -> None:
         self.layer = moments.layer
-        product = moments.block()
-        self.basis = KroneckerEigen.of(product) if solved else _room(KroneckerEigen, product)
+        self.basis = _basis(moments.block(), solved)
         self.tensors = {"values": torch.zeros_like(self.basis.values)}
 
     @property
     def basis_tensors(self) -> list[Tensor]:
         """Both bases, which the sums of all processes must have in common."""
-        return [self.basis.left_vectors, self.basis.right_vectors]
+        return [v for v in (self.basis.left_vectors, self.basis.right_vectors) if v is not None]
 
     def add(self, gradients: Gradients) -> None:
         """Add a batch."""
@@ -150,7 +163,7 @@ class RowEigenvalueSums(Sums):
         rotated = self.basis.rotate(rows.unflatten(1, tuple(self.basis.values.shape)))
         self.tensors["values"] += rotated.square().sum(0)
 
-    def block(self) -> KroneckerEigen:
+    def block(self) -> Basis:
         """The corrected product."""
         return self.basis.with_values(_without_rounding(self.tensors["values"]))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +26,17 @@ from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.ekfac import EigenvalueSums, RowEigenvalueSums, shared_eigenvalue_sums
 from linnet.curvatures.expectation import Expectation
+from linnet.curvatures.expectation_cost import by_cost, exact_passes
 from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
 from linnet.curvatures.kfra import RecursionSums
 from linnet.curvatures.layers import Layer, find_layers
 from linnet.curvatures.output_layer import has_closed_form, remembered_inputs
 from linnet.curvatures.parts import Part
+from linnet.curvatures.settings import WIDEST
 from linnet.curvatures.stream import DEFAULT_BLOCK, Batch, Batches
-from linnet.curvatures.sums import Sums
-from linnet.curvatures.treatments import Structure, by_layer, make_sums, treatment
-from linnet.distributed import Share, all_sum
+from linnet.curvatures.sums import Sums, wide
+from linnet.curvatures.treatments import Structure, by_layer, make_sums, sides, treatment
+from linnet.distributed import Share, all_sum, least
 from linnet.memory import Plan, parse_bytes, require
 from linnet.progress import track
 from linnet.tangent.batch import take
@@ -40,6 +44,8 @@ from linnet.tangent.capture import planned
 from linnet.tangent.functional import Functional
 from linnet.tangent.plan import PROBES
 from linnet.tangent.trace import Trace, trace
+
+NARROW = 1024  # rows of a Kronecker factor that memory never makes a diagonal of: the matrix has 4 MB
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,8 @@ class Request:
         memory: Budget.
         file: Where unfinished sums are kept, or ``None``.
         watch: Is shown outputs and checked labels, batch by batch, where the structures share passes.
+        widest: Rows that a Kronecker factor may have; of a wider side the diagonal is kept.
+        reason: Why the columns are sampled, where that was chosen by their cost.
     """
 
     expectation: Expectation
@@ -59,12 +67,15 @@ class Request:
     memory: str | int | None = None
     file: Path | None = None
     watch: Watch | None = None
+    widest: int = WIDEST
+    reason: str = ""
 
     def provenance(self, structure: str, examples: float) -> Provenance:
         """Where a matrix comes from."""
         e = self.expectation
+        described = e.likelihood.describe()
         return Provenance(
-            structure, e.matrix, e.kind, self.sharing, e.likelihood.describe(), examples, e.samples
+            structure, e.matrix, e.kind, self.sharing, described, examples, e.samples, self.reason
         )
 
 
@@ -102,10 +113,10 @@ def by_structure(
     if any(structure == "kfra" for _, structure in wanted):
         return [_recursion(function, batches, request, first)]
     layers = layers_of(function, first, look)
-    plans = [_assign(structure, layers, function) for _, structure in wanted]
-    _require_memory(function, _first_sums(plans, request, function, torch.device("meta")), request)
+    plans, request = _affordable([structure for _, structure in wanted], layers, function, request)
     sums = _first_sums(plans, request, function, function.device)
     f = look.outputs.detach()[:1].view(1, *function.output_shape(first.x))
+    request = _settled(request, layers, look, first, f, list(sums.values()), function, batches)
     closed = _closed_examples(look, first, function, request, sums)
     chunks = _chunks(function, first, f, request, sums, batches.most(first), _fields(plans), closed is None)
     batches.block = batches.block or closed or chunks.examples
@@ -118,9 +129,15 @@ def by_structure(
         passes.run(list(corrected.values()), "eigenvalues")
     passes.finish()
     found = []
+    left = Counter(_place(a) for plan in plans for a in plan)
     for (name, _), plan in zip(wanted, plans, strict=True):
-        parts = tuple(_part(a, corrected if a.how == "ekfac" else sums) for a in plan)
-        found.append(Curvature(parts, function, request.provenance(name, examples)))
+        parts = []
+        for a in plan:
+            left[_place(a)] -= 1
+            held: dict[tuple[str, str], Any] = corrected if a.how == "ekfac" else sums
+            own = held[_key(a)] if left[_place(a)] else held.pop(_key(a))  # sums go as blocks come
+            parts.append(Part(a.layer, own.block(), a.how, a.note, own.terms))
+        found.append(Curvature(tuple(parts), function, request.provenance(name, examples)))
     return found
 
 
@@ -131,9 +148,10 @@ def _checkpoint(
     if request.file is None:
         return None
     e = request.expectation
+    settings = structures, e.kind, e.matrix, e.samples, e.seed, request.sharing, request.widest
     identity = {
         "network": function.fingerprint(),
-        "settings": f"{structures} {e.kind} {e.matrix} {e.samples} {e.seed} {request.sharing}",
+        "settings": " ".join(map(str, settings)),
         "likelihood": e.likelihood.describe(),
         "data": batches.identity(),
     }
@@ -204,12 +222,39 @@ def everything(function: Functional) -> Layer:
     return Layer("all", {name: tuple(shape) for name, shape in function.space.shapes.items()})
 
 
-def _assign(structure: Structure, layers: Sequence[Layer], function: Functional) -> list[Assignment]:
+def _assign(
+    structure: Structure, layers: Sequence[Layer], function: Functional, widest: int
+) -> list[Assignment]:
     """The treatment of every layer."""
     if structure == "full":
         return [Assignment(everything(function), "full", "")]
     chosen = by_layer(structure, layers)
-    return [Assignment(layer, *treatment(layer, chosen[layer.name])) for layer in layers]
+    return [Assignment(layer, *treatment(layer, chosen[layer.name], widest)) for layer in layers]
+
+
+def _affordable(
+    structures: Sequence[Structure], layers: Sequence[Layer], function: Functional, request: Request
+) -> tuple[list[list[Assignment]], Request]:
+    """The treatments, with diagonals for the widest Kronecker factors if the sums do not fit otherwise."""
+    asked, meta = request, torch.device("meta")
+    while True:
+        plans = [_assign(structure, layers, function, request.widest) for structure in structures]
+        sums = _first_sums(plans, request, function, meta)
+        plan = _memory(function, plans, sums, request)
+        if plan.peak <= plan.budget:
+            return plans, request
+        kept = [size for s in sums.values() for size in _matrices(s) if size > NARROW]
+        if not kept:  # nothing smaller is left; the error is about what was asked for
+            plans = [_assign(structure, layers, function, asked.widest) for structure in structures]
+            _require_memory(_memory(function, plans, _first_sums(plans, asked, function, meta), asked))
+        request = replace(request, widest=max(kept) - 1)
+
+
+def _matrices(statistic: Sums) -> list[int]:
+    """Rows of the Kronecker factors that are matrices and could be diagonals."""
+    if not isinstance(statistic, KroneckerSums | RowMomentSums) or statistic.layer.groups > 1:
+        return []
+    return [size for side, size in sides(statistic.layer).items() if side not in statistic.wide]
 
 
 def _key(assignment: Assignment) -> tuple[str, str]:
@@ -218,44 +263,54 @@ def _key(assignment: Assignment) -> tuple[str, str]:
     return "all parameters" if assignment.how == "full" else assignment.layer.name, how
 
 
+def _place(assignment: Assignment) -> tuple[str, str, bool]:
+    """The statistics that a block is made of, of either pass."""
+    return *_key(assignment), assignment.how == "ekfac"
+
+
 def _first_sums(
     plans: Sequence[Sequence[Assignment]], request: Request, function: Functional, device: torch.device
 ) -> dict[tuple[str, str], Sums]:
     """Empty statistics of all layers and structures, none twice."""
     unique = {_key(a): a for plan in plans for a in plan}
     return {
-        key: make_sums(a.layer, key[1], request.sharing, function.dtype, device) for key, a in unique.items()
+        key: make_sums(a.layer, key[1], request.sharing, function.dtype, device, request.widest)
+        for key, a in unique.items()
     }
 
 
 def _second_sums(
-    plans: Sequence[Sequence[Assignment]], sums: Mapping[tuple[str, str], Sums], share: Share
+    plans: Sequence[Sequence[Assignment]], sums: dict[tuple[str, str], Sums], share: Share
 ) -> dict[tuple[str, str], EigenvalueSums | RowEigenvalueSums]:
-    """Eigenvalue statistics of the layers that are eigenvalue-corrected."""
+    """Eigenvalue statistics of the layers that are eigenvalue-corrected; factors that only they need go."""
     firsts = {}
-    for assignment in (a for plan in plans for a in plan if a.how == "ekfac"):
-        first = sums[_key(assignment)]
+    others = {_key(a) for plan in plans for a in plan if a.how != "ekfac"}
+    for key in dict.fromkeys(_key(a) for plan in plans for a in plan if a.how == "ekfac"):
+        first = sums[key] if key in others else sums.pop(key)
         assert isinstance(first, KroneckerSums | RowMomentSums)
-        firsts[_key(assignment)] = first
+        firsts[key] = first
     return dict(zip(firsts, shared_eigenvalue_sums(list(firsts.values()), share), strict=True))
 
 
-def _part(assignment: Assignment, sums: Mapping[tuple[str, str], Sums]) -> Part:
-    """A finished block."""
-    own = sums[_key(assignment)]
-    return Part(assignment.layer, own.block(), assignment.how, assignment.note, own.terms)
-
-
-def _require_memory(function: Functional, sums: Mapping[Any, Sums], request: Request) -> None:
-    """Raise if the statistics, here without numbers, would not fit."""
+def _memory(
+    function: Functional,
+    plans: Sequence[Sequence[Assignment]],
+    sums: Mapping[Any, Sums],
+    request: Request,
+) -> Plan:
+    """The memory of the statistics, here without numbers."""
     sizes = [(f"{key[1]} of {key[0]}", sum(t.nbytes for t in s.tensors.values())) for key, s in sums.items()]
     largest = sorted(sizes, key=lambda item: -item[1])
     few = [*largest[:5], ("the other layers", sum(size for _, size in largest[5:]))]
-    plan = Plan(
-        f"curvature of {function.space.dim} parameters",
-        parse_bytes(request.memory, function.device),
-        tuple(few),
-    )
+    corrected = {_key(a): a.layer.size for plan in plans for a in plan if a.how == "ekfac"}
+    if corrected:  # their eigenvectors take the place of the factors
+        few.append(("eigenvalues", sum(corrected.values()) * wide(function.dtype).itemsize))
+    budget = parse_bytes(request.memory, function.device)
+    return Plan(f"curvature of {function.space.dim} parameters", budget, tuple(few))
+
+
+def _require_memory(plan: Plan) -> None:
+    """Raise if the statistics would not fit."""
     require(
         plan,
         [
@@ -264,6 +319,31 @@ def _require_memory(function: Functional, sums: Mapping[Any, Sums], request: Req
             "select parameters with linnet.linearize(model, params=...)",
         ],
     )
+
+
+def _settled(
+    request: Request,
+    layers: Sequence[Layer],
+    look: Trace,
+    first: Batch,
+    f: Tensor,
+    sums: Sequence[Sums],
+    function: Functional,
+    batches: Batches,
+) -> Request:
+    """The request with an expectation where the choice was left open; f are the outputs of one example."""
+    if request.expectation.kind != "auto":
+        return request
+    exact = replace(request.expectation, kind="exact")
+    closed = has_closed_form(function, exact, sums)
+    if closed and remembered_inputs(function, look, sums[0].layer.names) is not None:
+        return replace(request, expectation=exact)  # no columns are made
+    count = exact.count(f, exact.targets(f, None if first.y is None else first.y[:1]))
+    passes = exact_passes(layers, count)
+    if batches.share.world > 1:  # the first batches of others may have other shapes; all decide alike
+        passes = -float(least(-math.ceil(passes)))
+    chosen, reason = by_cost(exact, passes)
+    return replace(request, expectation=chosen, reason=reason)
 
 
 def _fields(plans: Sequence[Sequence[Assignment]]) -> int:
@@ -289,10 +369,11 @@ def _chunks(
     columns, outputs = e.count(f, y), f.numel()
     rows = max((_row_numbers(s) for s in sums.values()), default=0) * function.dtype.itemsize
     budget = parse_bytes(request.memory, function.device)
+    alone = e.size(f) is not None  # columns can be formed one by one
     if formed:
-        require_columns(function, first, columns, outputs, budget)
+        require_columns(function, first, 1 if alone else columns, outputs, budget)
     chunks = plan_chunks(function, first, columns, rows, budget, most, fields=fields)
-    return capped(chunks, columns, outputs, function.dtype.itemsize, budget)
+    return capped(chunks, columns, outputs, function.dtype.itemsize, budget, alone)
 
 
 def _closed_examples(

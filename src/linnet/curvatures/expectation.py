@@ -10,7 +10,9 @@ Every matrix of the engine is Σ_n Σ_k (J_nᵀ u_nk)(J_nᵀ u_nk)ᵀ for such c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,6 +64,31 @@ class Expectation:
             return likelihood.sample_gradients(f, self.samples, generator, y)
         return likelihood.project(f, self.samples, generator, y)
 
+    def parts(self, f: Tensor, y: Tensor | None, size: int) -> list[Callable[[], Tensor]] | None:
+        """Exact columns of a batch in parts, each formed when it is called for.
+
+        Args:
+            f: Outputs in the network's own shape, (N, ...).
+            y: Checked targets, where they are needed.
+            size: Columns of a part.
+
+        Returns:
+            Functions that make u (k, *f.shape), in the order of :meth:`columns`; ``None`` where columns are
+            formed together.
+        """
+        total = self.size(f)
+        if total is None:
+            return None
+        return [
+            partial(self.likelihood._root_part, f, start, min(start + size, total), y)
+            for start in range(0, total, size)
+        ]
+
+    def size(self, f: Tensor) -> int | None:
+        """The number of exact columns of an example, where they can be formed in parts."""
+        known = self.kind == "exact" and (self.matrix != "fisher" or self.likelihood.canonical)
+        return self.likelihood._root_size(f) if known else None
+
     def count(self, f: Tensor, y: Tensor | None) -> int:
         """The number of columns of an example; of very many outputs the most that they can have.
 
@@ -76,6 +103,9 @@ class Expectation:
             return 1
         if self.kind != "exact":
             return self.samples
+        known = self.size(f)
+        if known is not None:
+            return known
         return f.numel() if f.numel() > FORMED else len(self.columns(f, y, 0))
 
     @property

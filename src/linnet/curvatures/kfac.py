@@ -7,10 +7,13 @@ With a the inputs and g the output gradients of the weight's uses, for one colum
 
 where â = [a; 1] when a bias rides along. Both are exact for one example without weight sharing. With all
 columns of Λ^½ this is KFLR, with gradients at sampled labels KFAC (Botev 2020, 4.3.1 and 4.3.3; Martens
-and Grosse 2015; weight sharing: Eschenhagen et al. 2023, eq. 8 and 12).
+and Grosse 2015; weight sharing: Eschenhagen et al. 2023, eq. 8 and 12). Of a side that is too wide for a
+matrix the diagonal of A or B is kept.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -27,8 +30,10 @@ from linnet.curvatures.moments import (
     summed_gradients,
     weighted_input_moment,
 )
-from linnet.curvatures.sums import Gradients, Sums, layer_rows, second_moment, wide
+from linnet.curvatures.sums import Gradients, Sums, layer_rows, second_moment
+from linnet.curvatures.sums import wide as wide_type
 from linnet.linalg.grouped import GroupedKronecker
+from linnet.linalg.half_diagonal import HalfDiagonal
 from linnet.linalg.kronecker import Kronecker
 from linnet.tangent.rules import Factors
 
@@ -41,19 +46,29 @@ class KroneckerSums(Sums):
         sharing: ``"expand"`` or ``"reduce"``.
         dtype: Type of the network.
         device: Where the sums are.
+        wide: Sides of which the diagonal is kept: ``"inputs"`` or ``"gradients"``, of a layer of one group.
     """
 
-    def __init__(self, layer: Layer, sharing: str, dtype: torch.dtype, device: torch.device) -> None:
-        self.layer, self.sharing = layer, sharing
+    def __init__(
+        self,
+        layer: Layer,
+        sharing: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        wide: Collection[str] = (),
+    ) -> None:
+        self.layer, self.sharing, self.wide = layer, sharing, frozenset(wide)
         self._reached: list[Tensor] = []  # positions that the columns of the batch in hand reach
         rows, columns = layer.matrix
         d, c = (rows, columns) if layer.transposed else (columns, rows)
-        r, kind = layer.groups, wide(dtype)
-        self.tensors = {
-            "inputs": torch.zeros(r, d, d, dtype=kind, device=device),
-            "gradients": torch.zeros(r, c, c, dtype=kind, device=device),
-            "count": torch.zeros((), dtype=torch.float64, device=device),
+        r, kind = layer.groups, wide_type(dtype)
+        shapes = {
+            side: (r, size) if side in self.wide else (r, size, size)
+            for side, size in (("inputs", d), ("gradients", c))
         }
+        self.tensors = {
+            side: torch.zeros(shape, dtype=kind, device=device) for side, shape in shapes.items()
+        } | {"count": torch.zeros((), dtype=torch.float64, device=device)}
 
     def add(self, gradients: Gradients) -> None:
         """Add a batch."""
@@ -65,8 +80,8 @@ class KroneckerSums(Sums):
             return
         for use in captured.by_parameter().get(self.layer.names[0], []):
             if gradients.fresh:
-                self.add_inputs(shared_input_moment(use, gradients.shared))
-            self.tensors["gradients"] += gradient_moment(use)
+                self.add_inputs(shared_input_moment(use, gradients.shared, "inputs" in self.wide))
+            self.tensors["gradients"] += gradient_moment(use, "gradients" in self.wide)
 
     def _add_factors(self, gradients: Gradients) -> None:
         """The same where positions are not all alike; inputs once all columns have been seen."""
@@ -83,9 +98,9 @@ class KroneckerSums(Sums):
             # an example that is masked whole has no mean input
             weights = [torch.cat(weights, 2).any(2, keepdim=True)]
         for f, weight in zip(parts, weights, strict=True):
-            self.tensors["gradients"] += output_moment(f)
+            self.tensors["gradients"] += output_moment(f, "gradients" in self.wide)
             if gradients.last:
-                self.add_inputs(weighted_input_moment(f, weight))
+                self.add_inputs(weighted_input_moment(f, weight, "inputs" in self.wide))
 
     def add_inputs(self, moment: InputMoment) -> None:
         """Σ â âᵀ and the number of its terms."""
@@ -98,15 +113,17 @@ class KroneckerSums(Sums):
         return float(self.tensors["count"])
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A, a mean, and B, a sum: (R, d, d) and (R, c, c)."""
+        """A, a mean, and B, a sum: (R, d, d) and (R, c, c), or the diagonal of one."""
         count = max(self.terms, torch.finfo(torch.float32).tiny)  # 0 / 0 would be NaN
         return self.tensors["inputs"] / count, self.tensors["gradients"]
 
-    def block(self) -> Kronecker | GroupedKronecker:
+    def block(self) -> Kronecker | GroupedKronecker | HalfDiagonal:
         """B ⊗ A, or A ⊗ B for a weight stored with its inputs first."""
         inputs, gradients = self.factors()
         left, right = (inputs, gradients) if self.layer.transposed else (gradients, inputs)
         name = f"curvature of {self.layer.name}"
+        if self.wide:
+            return HalfDiagonal.of(left[0], right[0], name)
         if self.layer.groups == 1:
             return Kronecker(left[0], right[0], name=name)
         return GroupedKronecker(left, right, name=name)
@@ -122,26 +139,36 @@ class RowMomentSums(Sums):
         layer: A layer of one parameter with at least two axes.
         dtype: Type of the network.
         device: Where the sums are.
+        wide: The side of which the diagonal is kept, ``"left"`` or ``"right"``, if any.
     """
 
-    def __init__(self, layer: Layer, dtype: torch.dtype, device: torch.device) -> None:
-        self.layer = layer
-        rows, kind = layer.shapes[0][0], wide(dtype)
-        columns = layer.size // rows
-        self.tensors = {
-            "left": torch.zeros(rows, rows, dtype=kind, device=device),
-            "right": torch.zeros(columns, columns, dtype=kind, device=device),
-        }
+    def __init__(
+        self, layer: Layer, dtype: torch.dtype, device: torch.device, wide: Collection[str] = ()
+    ) -> None:
+        self.layer, self.wide = layer, frozenset(wide)
+        rows, kind = layer.shapes[0][0], wide_type(dtype)
+        sizes = {"left": rows, "right": layer.size // rows}
+        shapes = {side: (size,) if side in self.wide else (size, size) for side, size in sizes.items()}
+        self.tensors = {side: torch.zeros(shape, dtype=kind, device=device) for side, shape in shapes.items()}
 
     def add(self, gradients: Gradients) -> None:
         """Add a batch."""
         rows = layer_rows(gradients.captured, self.layer).flatten(0, 1)
         matrices = rows.unflatten(1, (self.layer.shapes[0][0], -1)).to(self.tensors["left"].dtype)
-        self.tensors["left"] += second_moment(matrices.transpose(0, 1).flatten(1))
-        self.tensors["right"] += second_moment(matrices.flatten(0, 1).mT)
+        if "left" in self.wide:
+            self.tensors["left"] += matrices.square().sum((0, 2))
+        else:
+            self.tensors["left"] += second_moment(matrices.transpose(0, 1).flatten(1))
+        if "right" in self.wide:
+            self.tensors["right"] += matrices.square().sum((0, 1))
+        else:
+            self.tensors["right"] += second_moment(matrices.flatten(0, 1).mT)
 
-    def block(self) -> Kronecker:
+    def block(self) -> Kronecker | HalfDiagonal:
         """L ⊗ R."""
         left, right = self.tensors["left"], self.tensors["right"]
-        total = left.trace().clamp(min=torch.finfo(left.dtype).tiny)
-        return Kronecker(left, right / total, name=f"curvature of {self.layer.name}")
+        total = (left.sum() if left.ndim == 1 else left.trace()).clamp(min=torch.finfo(left.dtype).tiny)
+        name = f"curvature of {self.layer.name}"
+        if self.wide:
+            return HalfDiagonal.of(left, right / total, name)
+        return Kronecker(left, right / total, name=name)

@@ -23,6 +23,7 @@ from linnet.curvatures.sums import layer_rows
 from linnet.errors import InputError
 from linnet.linalg.factorize import eigh
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
+from linnet.linalg.half_diagonal import HalfDiagonal
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 from linnet.tangent.captured import Captured
@@ -284,7 +285,7 @@ def leading_basis(curvature: Curvature, dim: int) -> tuple[list[LayerBasis], Ten
     return bases, torch.cat(kept)
 
 
-Vectors = tuple[Tensor, Tensor] | Tensor | None
+Vectors = tuple[Tensor | None, Tensor | None] | Tensor | None
 
 
 def _spectrum(part: Part) -> tuple[Vectors, Tensor]:
@@ -298,6 +299,10 @@ def _spectrum(part: Part) -> tuple[Vectors, Tensor]:
         return (block.left_vectors[None], block.right_vectors[None]), block.values[None]
     if isinstance(block, GroupedKroneckerEigen):
         return (block.left_vectors, block.right_vectors), block.values
+    if isinstance(block, HalfDiagonal):  # one side is its own basis
+        sides = block.left_vectors, block.right_vectors
+        left, right = (None if side is None else side[None] for side in sides)
+        return (left, right), block.values[None]
     if isinstance(block, Diagonal):
         return None, block.values
     if isinstance(block, Dense):
@@ -321,7 +326,18 @@ def _chosen(layer: Layer, vectors: Vectors, shape: Sequence[int], chosen: Tensor
     rows, row = row.unique(return_inverse=True)
     columns, column = column.unique(return_inverse=True)
     index = (group * len(rows) + row) * len(columns) + column
-    return ProductBasis(layer, left[:, :, rows].contiguous(), right[:, :, columns].contiguous(), index)
+    _, n, m = shape
+    return ProductBasis(layer, _columns(left, right, rows, n), _columns(right, left, columns, m), index)
+
+
+def _columns(vectors: Tensor | None, like: Tensor | None, index: Tensor, n: int) -> Tensor:
+    """Some columns of (R, n, n) vectors, of the identity where there are none."""
+    if vectors is not None:
+        return vectors[:, :, index].contiguous()
+    assert like is not None
+    unit = like.new_zeros(1, n, len(index))
+    unit[0, index, torch.arange(len(index), device=index.device)] = 1
+    return unit
 
 
 def random_basis(curvature: Curvature, dim: int, seed: int) -> list[LayerBasis]:

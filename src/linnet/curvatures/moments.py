@@ -25,7 +25,7 @@ class InputMoment:
     """The moment of a layer's inputs that its Kronecker factor A is made of.
 
     Args:
-        second: Σ a aᵀ, (R, d, d).
+        second: Σ a aᵀ, (R, d, d), or its diagonal (R, d).
         first: Σ a, (R, d).
         count: Number of terms.
     """
@@ -35,7 +35,9 @@ class InputMoment:
     count: float
 
     def hatted(self) -> Tensor:
-        """Σ â âᵀ for â = [a; 1], (R, d + 1, d + 1)."""
+        """Σ â âᵀ for â = [a; 1], (R, d + 1, d + 1), or its diagonal (R, d + 1)."""
+        if self.second.ndim == 2:
+            return torch.cat([self.second, torch.full_like(self.first[:, :1], self.count)], 1)
         corner = torch.full_like(self.first[:, :1, None], self.count)
         top = torch.cat([self.second, self.first[:, :, None]], 2)
         return torch.cat([top, torch.cat([self.first[:, None], corner], 2)], 1)
@@ -65,32 +67,39 @@ def counting(reached: Sequence[Tensor], counts: Tensor | None) -> list[Tensor]:
     return [(one | whole) & some for one in reached]
 
 
-def weighted_input_moment(f: Factors, weight: Tensor) -> InputMoment:
+def _moment(x: Tensor, diagonal: bool) -> Tensor:
+    """X Xᵀ of (..., d, M), or its diagonal (..., d)."""
+    return x.square().sum(-1) if diagonal else second_moment(x)
+
+
+def weighted_input_moment(f: Factors, weight: Tensor, diagonal: bool = False) -> InputMoment:
     """Moments of the inputs over the positions that count.
 
     Args:
         f: Factors of one use.
         weight: Which positions count, (N, 1, S).
+        diagonal: Whether the diagonal is wanted alone.
 
     Returns:
         The moments.
     """
     a = f.a.to(wide(f.a.dtype))
     flat = (a * weight[..., None]).transpose(0, 1).flatten(1, 2)  # (R, N·S, d)
-    return InputMoment(second_moment(flat.mT), flat.sum(1), float(weight[:, 0].sum()))
+    return InputMoment(_moment(flat.mT, diagonal), flat.sum(1), float(weight[:, 0].sum()))
 
 
-def output_moment(f: Factors) -> Tensor:
-    """Σ g gᵀ over columns, examples and positions of factors, (R, c, c)."""
+def output_moment(f: Factors, diagonal: bool = False) -> Tensor:
+    """Σ g gᵀ over columns, examples and positions of factors, (R, c, c), or its diagonal (R, c)."""
     g = f.g.to(wide(f.g.dtype))
-    return second_moment(g.permute(2, 4, 0, 1, 3).flatten(2))
+    return _moment(g.permute(2, 4, 0, 1, 3).flatten(2), diagonal)
 
 
-def input_moment(use: Use) -> InputMoment:
+def input_moment(use: Use, diagonal: bool = False) -> InputMoment:
     """Moments of a use's inputs over all examples and positions.
 
     Args:
         use: A use.
+        diagonal: Whether the diagonal is wanted alone.
 
     Returns:
         The moments.
@@ -98,21 +107,23 @@ def input_moment(use: Use) -> InputMoment:
     assert use.a is not None
     a = use.a.to(wide(use.a.dtype))
     if use.kind == "conv":
-        return _patch_moment(a, use.target.shape[2:], use.options)
+        return _patch_moment(a, use.target.shape[2:], use.options, diagonal)
     if use.kind == "conv-transposed":
         a = a.unflatten(1, (use.options["groups"], -1)).flatten(3)  # (B, R, d, S)
-        return InputMoment(pixel_moment(a), a.sum((0, 3)), float(a.shape[0] * a.shape[3]))
+        second = a.square().sum((0, 3)) if diagonal else pixel_moment(a)
+        return InputMoment(second, a.sum((0, 3)), float(a.shape[0] * a.shape[3]))
     a = use.oriented(a)
     flat = a.reshape(-1, a.shape[-1])[None]  # (1, N·S, d): where the examples are makes no difference
-    return InputMoment(second_moment(flat.mT), flat.sum(1), float(flat.shape[1]))
+    return InputMoment(_moment(flat.mT, diagonal), flat.sum(1), float(flat.shape[1]))
 
 
-def shared_input_moment(use: Use, known: dict[Any, InputMoment]) -> InputMoment:
+def shared_input_moment(use: Use, known: dict[Any, InputMoment], diagonal: bool = False) -> InputMoment:
     """The same, once for uses that read the same input: queries, keys and values.
 
     Args:
         use: A use.
         known: Moments of the batch so far; this one is added.
+        diagonal: Whether the diagonal is wanted alone.
 
     Returns:
         The moments.
@@ -120,27 +131,27 @@ def shared_input_moment(use: Use, known: dict[Any, InputMoment]) -> InputMoment:
     a = use.a
     assert a is not None
     options = tuple(sorted((name, str(value)) for name, value in use.options.items()))
-    key = (use.kind, a.data_ptr(), a.shape, a.stride(), use.target.shape[2:], use.layout, options)
+    key = (use.kind, a.data_ptr(), a.shape, a.stride(), use.target.shape[2:], use.layout, options, diagonal)
     if key not in known:
-        known[key] = input_moment(use)
+        known[key] = input_moment(use, diagonal)
     return known[key]
 
 
-def gradient_moment(use: Use) -> Tensor:
-    """Σ g gᵀ over columns, examples and positions, (R, c, c)."""
+def gradient_moment(use: Use, diagonal: bool = False) -> Tensor:
+    """Σ g gᵀ over columns, examples and positions, (R, c, c), or its diagonal (R, c)."""
     assert use.g is not None
     g = use.g.to(wide(use.g.dtype))
     if use.kind == "conv":
         g = g.flatten(0, 1)
-        return pixel_moment(g.unflatten(1, (use.options["groups"], -1)).flatten(3))
+        return pixel_moment(g.unflatten(1, (use.options["groups"], -1)).flatten(3), diagonal)
     if use.kind == "conv-transposed":
         g = patches(g.flatten(0, 1), use.target.shape[2:], use.options)  # (K·B, R, c, S)
-        return pixel_moment(g)
+        return pixel_moment(g, diagonal)
     g = use.oriented(g)
-    return second_moment(g.reshape(1, -1, g.shape[-1]).mT)
+    return _moment(g.reshape(1, -1, g.shape[-1]).mT, diagonal)
 
 
-def pixel_moment(x: Tensor) -> Tensor:
+def pixel_moment(x: Tensor, diagonal: bool = False) -> Tensor:
     """Σ x xᵀ over examples and positions.
 
     Many positions of few channels are multiplied example by example, as they lie in memory; otherwise
@@ -148,10 +159,13 @@ def pixel_moment(x: Tensor) -> Tensor:
 
     Args:
         x: (B, R, c, S).
+        diagonal: Whether the diagonal is wanted alone.
 
     Returns:
-        (R, c, c).
+        (R, c, c), or (R, c).
     """
+    if diagonal:
+        return x.square().sum((0, 3))
     b, r, c, s = x.shape
     if s >= c and c < FEW_CHANNELS:
         flat = x.reshape(b * r, c, s)
@@ -159,13 +173,17 @@ def pixel_moment(x: Tensor) -> Tensor:
     return second_moment(x.permute(1, 2, 0, 3).flatten(2))
 
 
-def _patch_moment(x: Tensor, kernel: Size, options: dict[str, Any]) -> InputMoment:
+def _patch_moment(x: Tensor, kernel: Size, options: dict[str, Any], diagonal: bool) -> InputMoment:
     """Moments of the receptive fields of a convolution's input."""
     first = windows(x.sum(0, keepdim=True), kernel, options)  # (1, R, c, *positions, *kernel)
     axes = len(kernel)
     positions = first.shape[3 : 3 + axes].numel()
-    total = first.sum(tuple(range(3, 3 + axes)))[0].flatten(1)  # (R, c · kernel)
+    places = tuple(range(3, 3 + axes))
+    total = first.sum(places)[0].flatten(1)  # (R, c · kernel)
     count = float(x.shape[0] * positions)
+    if diagonal:
+        squares = windows(x.square().sum(0, keepdim=True), kernel, options)
+        return InputMoment(squares.sum(places)[0].flatten(1), total, count)
     if axes == 2 and options["groups"] == 1 and _rows_pay(x, kernel, options, positions):
         return InputMoment(_moment_by_rows(padded(x, options), kernel, options)[None], total, count)
     fields = windows(x, kernel, options)

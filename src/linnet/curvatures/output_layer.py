@@ -183,8 +183,12 @@ def add_output_layer(sums: Sequence[Sums], own: OutputLayer) -> None:
 def _add_factors(statistic: KroneckerSums, own: OutputLayer) -> None:
     """Σ â âᵀ and Σ Λ."""
     a = own.counted
-    statistic.add_inputs(InputMoment(second_moment(a.mT)[None], a.sum(0)[None], float(len(a))))
-    statistic.tensors["gradients"] += own.likelihood.hessian_sum(own.f, own.y)
+    second = a.square().sum(0) if "inputs" in statistic.wide else second_moment(a.mT)
+    statistic.add_inputs(InputMoment(second[None], a.sum(0)[None], float(len(a))))
+    if "gradients" in statistic.wide:
+        statistic.tensors["gradients"] += own.likelihood.hessian_diagonal(own.f, own.y).flatten(0, -2).sum(0)
+    else:
+        statistic.tensors["gradients"] += own.likelihood.hessian_sum(own.f, own.y)
 
 
 def _add_squares(statistic: DiagonalSums, own: OutputLayer) -> None:
@@ -196,8 +200,13 @@ def _add_squares(statistic: DiagonalSums, own: OutputLayer) -> None:
 
 def _add_eigenvalues(statistic: EigenvalueSums, own: OutputLayer) -> None:
     """Σ diag(Q_Bᵀ Λ Q_B) ((Q_Aᵀ â)²)ᵀ."""
+    on_a = statistic.input_basis
+    turned = (own.inputs if on_a is None else own.inputs @ on_a[0]).square()
+    if statistic.gradient_basis is None:
+        curved = own.likelihood.hessian_diagonal(own.f, own.y).flatten(0, -2)
+        statistic.tensors["values"][0] += curved.mT @ turned
+        return
     q = statistic.gradient_basis[0].to(own.f.dtype)
-    turned = (own.inputs @ statistic.input_basis[0]).square()
     for rows, f, y in own.parts(q.numel()):
         v = q.mT.reshape(len(q), *[1] * (f.ndim - 1), -1).expand(-1, *f.shape)
         # q_jᵀ Λ q_j for every column j of Q_B

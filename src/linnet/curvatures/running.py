@@ -241,9 +241,10 @@ class RunningCurvature:
             formed = [a.size for a, how, _ in self._assigned if how in ("block", "full") or not a.factored]
             row = max(formed, default=0) * self.function.dtype.itemsize
             budget = parse_bytes(None, self.function.device)
-            require_columns(self.function, batch, columns, f.numel(), budget)
+            alone = e.size(f) is not None  # columns can be formed one by one
+            require_columns(self.function, batch, 1 if alone else columns, f.numel(), budget)
             chunks = plan_chunks(self.function, batch, columns, row, budget)
-            chunks = capped(chunks, columns, f.numel(), self.function.dtype.itemsize, budget)
+            chunks = capped(chunks, columns, f.numel(), self.function.dtype.itemsize, budget, alone)
             self._sizes[key] = chunks.examples, chunks.columns
         return self._sizes[key]
 
@@ -414,9 +415,11 @@ def _snapshot(statistic: Sums, empty: bool = False) -> Sums:
 def _carry(old: EigenvalueSums | RowEigenvalueSums, new: EigenvalueSums | RowEigenvalueSums) -> None:
     """The eigenvalues of one basis as the diagonal in another: (Q′_Bᵀ Q_B)² Λ ((Q′_Aᵀ Q_A)²)ᵀ."""
     block = old.block()
-    left = (new.basis.left_vectors.mT @ block.left_vectors).square()
-    right = (new.basis.right_vectors.mT @ block.right_vectors).square()
-    values = left @ block.values @ right.mT
+    values = block.values
+    if new.basis.left_vectors is not None and block.left_vectors is not None:
+        values = (new.basis.left_vectors.mT @ block.left_vectors).square() @ values
+    if new.basis.right_vectors is not None and block.right_vectors is not None:
+        values = values @ (new.basis.right_vectors.mT @ block.right_vectors).square().mT
     if isinstance(new, EigenvalueSums) and new.layer.transposed:
         values = values.mT
     target = new.tensors["values"]

@@ -15,6 +15,7 @@ from linnet.curvatures.block import BlockSums
 from linnet.curvatures.diagonal import DiagonalSums
 from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
 from linnet.curvatures.layers import Layer
+from linnet.curvatures.settings import WIDEST
 from linnet.curvatures.sums import Sums
 from linnet.errors import InputError
 from linnet.params import choice
@@ -31,7 +32,8 @@ def resolve(structure: str, expectation: str, default: str = "exact") -> tuple[s
 
     Args:
         structure: One of ``STRUCTURES``.
-        expectation: An expectation. "kfra" has one of its own, and takes it where the default is given.
+        expectation: An expectation. "kfra" has one of its own, and takes it where the default is given, or
+            "auto".
         default: What the caller takes if nothing is said.
 
     Returns:
@@ -47,7 +49,7 @@ def resolve(structure: str, expectation: str, default: str = "exact") -> tuple[s
     choice("structure", structure, STRUCTURES, 'pass structure="kfac" if unsure')
     if structure != "kfra":
         return structure, expectation
-    if expectation not in (default, "recursion"):
+    if expectation not in (default, "auto", "recursion"):
         raise InputError(
             f"structure={structure!r} with expectation={expectation!r}",
             expected='expectation="recursion", the only one of this structure',
@@ -56,12 +58,53 @@ def resolve(structure: str, expectation: str, default: str = "exact") -> tuple[s
     return structure, "recursion"
 
 
-def treatment(layer: Layer, structure: str) -> tuple[str, str]:
+def sides(layer: Layer) -> dict[str, int]:
+    """Rows of the Kronecker factors that a layer can have.
+
+    Args:
+        layer: The layer.
+
+    Returns:
+        "inputs" and "gradients", or "left" and "right" of a layer that has per-example gradients only.
+
+    Example:
+        >>> from linnet.curvatures.layers import Form
+        >>> sides(Layer("0", {"0.weight": (4, 3), "0.bias": (4,)}, Form("product")))
+        {'inputs': 4, 'gradients': 4}
+    """
+    if layer.factored:
+        rows, columns = layer.matrix
+        d, c = (rows, columns) if layer.transposed else (columns, rows)
+        return {"inputs": d, "gradients": c}
+    rows = layer.shapes[0][0] if layer.shapes[0] else 1
+    return {"left": rows, "right": layer.size // max(1, rows)}
+
+
+def wide_sides(layer: Layer, widest: int = WIDEST) -> tuple[str, ...]:
+    """Sides of a layer whose Kronecker factor is a diagonal.
+
+    Args:
+        layer: The layer.
+        widest: Rows that a factor may have.
+
+    Returns:
+        Their names; those of grouped convolutions are narrow and have matrices always.
+
+    Example:
+        >>> from linnet.curvatures.layers import Form
+        >>> wide_sides(Layer("0", {"0.weight": (50_000, 3)}, Form("product")))
+        ('gradients',)
+    """
+    return tuple(side for side, size in sides(layer).items() if size > widest and layer.groups == 1)
+
+
+def treatment(layer: Layer, structure: str, widest: int = WIDEST) -> tuple[str, str]:
     """The representation of one layer.
 
     Args:
         layer: The layer.
         structure: "block", "diagonal", "kfac" or "ekfac".
+        widest: Rows that a Kronecker factor may have.
 
     Returns:
         "block", "diagonal", "kfac" or "ekfac", and what is worth saying about it.
@@ -72,13 +115,24 @@ def treatment(layer: Layer, structure: str) -> tuple[str, str]:
     """
     if structure in ("block", "diagonal"):
         return structure, ""
+    wide = wide_sides(layer, widest)
     if layer.factored:
-        return structure, _approximations(layer)
+        if len(wide) == 2:
+            return "diagonal", f"both sides have more than {widest} rows: exact diagonal"
+        return structure, ", ".join(note for note in (_approximations(layer), _halved(layer, wide)) if note)
     if layer.size <= SMALL:
         return "block", f"{layer.why}: exact block"
     if layer.embedding or len(layer.names) > 1 or len(layer.shapes[0]) < 2:
         return "diagonal", f"{layer.why}: exact diagonal"
-    return structure, f"{layer.why}: factors from the moments of per-example gradients"
+    if len(wide) == 2:
+        return "diagonal", f"{layer.why}, both sides with more than {widest} rows: exact diagonal"
+    note = f"{layer.why}: factors from the moments of per-example gradients"
+    return structure, ", ".join(part for part in (note, _halved(layer, wide)) if part)
+
+
+def _halved(layer: Layer, wide: Sequence[str]) -> str:
+    """The side that has a diagonal instead of a matrix."""
+    return f"the factor of {sides(layer)[wide[0]]} rows is a diagonal" if wide else ""
 
 
 def _approximations(layer: Layer) -> str:
@@ -138,7 +192,9 @@ def by_layer(structure: Structure, layers: Sequence[Layer]) -> dict[str, str]:
     return chosen
 
 
-def make_sums(layer: Layer, how: str, sharing: str, dtype: torch.dtype, device: torch.device) -> Sums:
+def make_sums(
+    layer: Layer, how: str, sharing: str, dtype: torch.dtype, device: torch.device, widest: int = WIDEST
+) -> Sums:
     """Empty statistics of a layer for the first pass.
 
     Args:
@@ -147,6 +203,7 @@ def make_sums(layer: Layer, how: str, sharing: str, dtype: torch.dtype, device: 
         sharing: "expand" or "reduce".
         dtype: Type of the network.
         device: Where the sums are.
+        widest: Rows that a Kronecker factor may have.
 
     Returns:
         The statistics; "ekfac" starts with those of "kfac".
@@ -155,6 +212,7 @@ def make_sums(layer: Layer, how: str, sharing: str, dtype: torch.dtype, device: 
         return DiagonalSums(layer, dtype, device)
     if how in ("block", "full"):
         return BlockSums(layer, dtype, device)
+    wide = wide_sides(layer, widest)
     if layer.factored:
-        return KroneckerSums(layer, sharing, dtype, device)
-    return RowMomentSums(layer, dtype, device)
+        return KroneckerSums(layer, sharing, dtype, device, wide)
+    return RowMomentSums(layer, dtype, device, wide)

@@ -7,12 +7,13 @@ nothing but small products is needed:
     M = (Q_L ⊗ Q_R) diag(λ) (...)ᵀ      Σ_c g̃_kc g̃_k'c (Σ_d λ_cd ã_d²),   g̃ = g Q_L, ã = a Q_R
     M = diag(λ)                         the same without rotation
 
-With sharing the gradients Σ_s g_s a_sᵀ of one layer are formed, a few examples at once.
+With sharing the gradients Σ_s g_s a_sᵀ of one layer are formed, a few examples at once. Variances alone take
+outputs a few at a time, and never a matrix C x C.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,11 +25,12 @@ from linnet.curvatures.stream import usable
 from linnet.curvatures.sums import ROWS_AT_ONCE, layer_rows
 from linnet.errors import DataError
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
+from linnet.linalg.half_diagonal import HalfDiagonal
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.linalg.structured import Diagonal
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, map_tensors, split, take
-from linnet.tangent.capture import capture, capture_bytes
+from linnet.tangent.capture import capture, capture_bytes, capture_parts
 from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
 from linnet.tangent.rules import Factors, factors
@@ -71,6 +73,68 @@ def output_covariance(
     return torch.cat([batch_covariance(parts, capture(function, block)) for block in split(x, size)])
 
 
+def output_variance(
+    function: Functional, parts: Sequence[Part], x: Inputs, memory: str | int | None = None
+) -> Tensor:
+    """The diagonal of J(x) M J(x)ᵀ for each example; nothing of size C x C is formed.
+
+    Args:
+        function: The network.
+        parts: M, layer by layer.
+        x: N examples.
+        memory: Budget; by default half of what is available.
+
+    Returns:
+        (N, C).
+
+    Raises:
+        DataError: If there is no example, or one is not finite.
+        MemoryBudgetError: If not even one output of one example fits.
+    """
+    if batch_size(x) == 0:
+        raise DataError("x is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
+    check_finite(x, "x")
+    x = map_tensors(lambda t: usable(t, function.device), x)
+    return torch.cat([variance for _, variance in variance_blocks(function, parts, x, memory)])
+
+
+def variance_blocks(
+    function: Functional, parts: Sequence[Part], x: Inputs, memory: str | int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Outputs and their variances, a few examples after the other, and of those a few outputs.
+
+    Args:
+        function: The network.
+        parts: M, layer by layer.
+        x: N examples, on the network's device.
+        memory: Budget; by default half of what is available.
+
+    Yields:
+        (n, C) and (n, C).
+
+    Raises:
+        MemoryBudgetError: If not even one output of one example fits.
+    """
+    n, c = batch_size(x), function.check_runs(take(x, slice(0, 1))).numel()
+    budget, item = parse_bytes(memory, function.device), function.dtype.itemsize
+    shared = [p.layer.size for p in parts if _is_closed(p) and p.layer.form.positions > 1]
+    inputs = capture_bytes(function, x, 0)
+    column = capture_bytes(function, x, 1) - inputs + row_bytes(parts, 1) + c * item
+    column += 2 * max(shared, default=0) * parts[0].operator.dtype.itemsize  # formed, and turned
+    items = (("result", 2 * n * c * item), ("derivatives of one example", inputs + column))
+    plan = Plan(f"output variances of {n} examples x {c} outputs", budget, items)
+    require(plan, ["raise memory=", "use fewer examples at once"])
+    room = min(TARGET, (budget - items[0][1]) // 2)
+    size = max(1, min(256, room // max(1, inputs + c * column)))
+    columns = min(c, max(1, (room - inputs) // max(1, column)))
+    for block in split(x, size):
+        found = []
+        for captured in capture_parts(function, block, "full", columns):
+            outputs = captured.outputs
+            found.append(batch_variance(parts, captured))
+        yield outputs, torch.cat(found, 1)
+
+
 def row_bytes(parts: Sequence[Part], c: int) -> int:
     """Bytes of the gradients of one example that are formed for blocks without closed forms.
 
@@ -100,6 +164,22 @@ def batch_covariance(parts: Sequence[Part], captured: Captured) -> Tensor:
     for part in parts:
         total += _part_covariance(part, captured).to(total.dtype)
     return (total + total.mT) / 2
+
+
+def batch_variance(parts: Sequence[Part], captured: Captured) -> Tensor:
+    """The diagonal of J(x) M J(x)ᵀ for each example of a batch, and for the outputs it was captured for.
+
+    Args:
+        parts: M, layer by layer.
+        captured: The batch.
+
+    Returns:
+        (N, K).
+    """
+    total = torch.zeros(captured.n, captured.k, dtype=parts[0].operator.dtype, device=captured.outputs.device)
+    for part in parts:
+        total += _part_variance(part, captured).to(total.dtype)
+    return total
 
 
 def root_rows(parts: Sequence[Part], captured: Captured) -> Tensor:
@@ -151,6 +231,21 @@ def _part_covariance(part: Part, captured: Captured) -> Tensor:
     return _Form.of(part).covariance(found)
 
 
+def _part_variance(part: Part, captured: Captured) -> Tensor:
+    """One layer's contribution to the variances."""
+    found = as_found(captured, part.layer)
+    if found and _looked_up(part):
+        return _embedding_variance(part, captured)
+    if found and _is_closed(part):
+        parts = _homogeneous(part, captured)
+        if not parts:
+            return torch.zeros((), dtype=part.operator.dtype, device=captured.outputs.device)
+        return _Form.of(part).variance(parts)
+    rows = _ordered_rows(part, captured)
+    half = part.operator._root_transposed(rows.flatten(0, 1).T)  # (size, N·K)
+    return half.square().sum(0).view(rows.shape[:2])
+
+
 def _ordered_rows(part: Part, captured: Captured) -> Tensor:
     """Per-example gradients of a layer in the order of its block, (N, K, size)."""
     if not part.joined or not part.layer.biased:
@@ -166,16 +261,30 @@ def _looked_up(part: Part) -> bool:
 
 def _embedding_covariance(part: Part, captured: Captured) -> Tensor:
     """Σ over the rows v of a table that an example looks up, of g_kv diag(λ_v) g_k'vᵀ."""
-    k, n, rows = captured.k, captured.n, part.layer.shapes[0][0]
+    k, n = captured.k, captured.n
+    total = part.operator.diagonal().new_zeros(n, k, k)
+    for example, sums, weight in _looked_up_rows(part, captured):
+        total.index_add_(0, example, (sums * weight[:, None]) @ sums.mT)
+    return total
+
+
+def _embedding_variance(part: Part, captured: Captured) -> Tensor:
+    """Σ over the rows v of a table that an example looks up, of Σ λ_v g_kv²."""
+    total = part.operator.diagonal().new_zeros(captured.n, captured.k)
+    for example, sums, weight in _looked_up_rows(part, captured):
+        total.index_add_(0, example, (sums.square() @ weight[:, :, None]).squeeze(2))
+    return total
+
+
+def _looked_up_rows(part: Part, captured: Captured) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Example (U,), gradients (U, K, c) and λ_v (U, c) of all rows that are looked up, if any are."""
+    rows = part.layer.shapes[0][0]
     assert isinstance(part.operator, Diagonal)
-    total = part.operator.values.new_zeros(n, k, k)
     uses = captured.by_parameter().get(part.layer.names[0], [])
     if uses:
-        seen, sums = looked_up([factors(use, n) for use in uses], rows)
-        sums = sums.to(total.dtype).transpose(0, 1)  # (U, K, c)
-        weight = part.operator.values.view(rows, -1)[seen % rows]
-        total.index_add_(0, seen // rows, (sums * weight[:, None]) @ sums.mT)
-    return total
+        seen, sums = looked_up([factors(use, captured.n) for use in uses], rows)
+        values = part.operator.values.view(rows, -1)
+        yield seen // rows, sums.to(values.dtype).transpose(0, 1), values[seen % rows]
 
 
 def _is_closed(part: Part) -> bool:
@@ -185,7 +294,7 @@ def _is_closed(part: Part) -> bool:
 
 def _has_form(part: Part) -> bool:
     """Whether the block is one of those with a formula above."""
-    products = (Kronecker, KroneckerEigen, GroupedKronecker, GroupedKroneckerEigen)
+    products = (Kronecker, KroneckerEigen, GroupedKronecker, GroupedKroneckerEigen, HalfDiagonal)
     return isinstance(part.operator, products) if part.joined else isinstance(part.operator, Diagonal)
 
 
@@ -205,15 +314,18 @@ class _Form:
     def of(cls, part: Part) -> _Form:
         """The form of a block; matrices (R, d, d) and (R, c, c), values (R, c, d)."""
         operator, layer = part.operator, part.layer
+        left: Tensor | None
+        right: Tensor | None
+        values: Tensor | None
         if isinstance(operator, Diagonal):
             return cls(None, None, _diagonal_values(operator.values, layer))
         if isinstance(operator, Kronecker | GroupedKronecker):
             left, right, values = operator.left, operator.right, None
         else:
-            assert isinstance(operator, KroneckerEigen | GroupedKroneckerEigen)
+            assert isinstance(operator, KroneckerEigen | GroupedKroneckerEigen | HalfDiagonal)
             left, right, values = operator.left_vectors, operator.right_vectors, operator.values
-        if layer.groups == 1 and left.ndim == 2:
-            left, right, values = left[None], right[None], None if values is None else values[None]
+        if not isinstance(operator, GroupedKronecker | GroupedKroneckerEigen):
+            left, right, values = (None if t is None else t[None] for t in (left, right, values))
         if layer.transposed:
             left, right, values = right, left, None if values is None else values.mT
         return cls(right, left, values)
@@ -227,34 +339,64 @@ class _Form:
         found = [self._with_sharing(parts, slice(i, i + size)) for i in range(0, n, size)]
         return torch.cat(found)
 
+    def variance(self, parts: list[Factors]) -> Tensor:
+        """(N, C) from the factors of all uses."""
+        if len(parts) == 1 and parts[0].a.shape[2] == 1:
+            a, g = parts[0].a[:, :, 0], parts[0].g[:, :, :, 0].permute(1, 2, 0, 3)  # (N, R, d), (N, R, K, c)
+            turned = g if self.gradients is None else g @ self.gradients
+            if self.values is None:
+                return ((turned * g).sum(3) * self._scale(a)[:, :, None]).sum(1)
+            return (turned.square() @ self._weight(a)[..., None]).squeeze(3).sum(1)
+        k, n, r, _, c = parts[0].g.shape
+        size = max(1, ROWS_AT_ONCE // max(1, k * r * c * parts[0].a.shape[-1]))
+        found = []
+        for start in range(0, n, size):
+            plain, turned = self._rows(parts, slice(start, start + size))
+            rows = turned.square() * self.values[:, None] if self.values is not None else plain * turned
+            found.append(rows.flatten(3).sum(3).sum(1))
+        return torch.cat(found)
+
+    def _scale(self, a: Tensor) -> Tensor:
+        """aᵀ R a for a (N, R, d), (N, R)."""
+        mapped = a if self.inputs is None else torch.einsum("nrd,rde->nre", a, self.inputs)
+        return (mapped * a).sum(2)
+
+    def _weight(self, a: Tensor) -> Tensor:
+        """Σ_d λ_cd ã_d² for a (N, R, d), (N, R, c)."""
+        assert self.values is not None
+        mapped = a if self.inputs is None else torch.einsum("nrd,rde->nre", a, self.inputs)
+        return torch.einsum("nrd,rcd->nrc", mapped.square(), self.values)
+
     def _without_sharing(self, a: Tensor, g: Tensor) -> Tensor:
         """A (N, R, d) and g (K, N, R, c)."""
         g = g.permute(1, 2, 0, 3)  # (N, R, K, c)
         turned = g if self.gradients is None else g @ self.gradients
-        mapped = a if self.inputs is None else torch.einsum("nrd,rde->nre", a, self.inputs)
         if self.values is None:
-            scale = (mapped * a).sum(2)  # aᵀ R a
-            return ((turned @ g.mT) * scale[:, :, None, None]).sum(1)
-        weight = torch.einsum("nrd,rcd->nrc", mapped.square(), self.values)
-        return ((turned * weight[:, :, None]) @ turned.mT).sum(1)
+            return ((turned @ g.mT) * self._scale(a)[:, :, None, None]).sum(1)
+        return ((turned * self._weight(a)[:, :, None]) @ turned.mT).sum(1)
 
     def _with_sharing(self, parts: list[Factors], examples: slice) -> Tensor:
         """From the gradients of some examples, formed."""
-        k, _, _, _, c = parts[0].g.shape
-        s, d = sum(f.a.shape[2] for f in parts), parts[0].a.shape[-1]
-        first = s * (d * d + k * c * c) + s * k * c * d < k * (c * c * d + c * d * d)
-        turned = _formed(parts, examples, self.inputs, self.gradients) if first else None
-        if turned is None or self.values is None:
-            plain = _formed(parts, examples)
-        if turned is None:
-            turned = plain if self.inputs is None else plain @ self.inputs[:, None]
-            turned = turned if self.gradients is None else self.gradients.mT[:, None] @ turned
+        plain, turned = self._rows(parts, examples)
         if self.values is None:
             return (plain.flatten(3) @ turned.flatten(3).mT).sum(1)
         if self.roots is None:
             return ((turned * self.values[:, None]).flatten(3) @ turned.flatten(3).mT).sum(1)
         scaled = turned.mul_(self.roots[:, None]).flatten(3)
         return (scaled @ scaled.mT).sum(1)
+
+    def _rows(self, parts: list[Factors], examples: slice) -> tuple[Tensor, Tensor]:
+        """Gradients of some examples as they are, and turned; with eigenvalues the latter alone matter."""
+        k, _, _, _, c = parts[0].g.shape
+        s, d = sum(f.a.shape[2] for f in parts), parts[0].a.shape[-1]
+        first = s * (d * d + k * c * c) + s * k * c * d < k * (c * c * d + c * d * d)
+        turned = _formed(parts, examples, self.inputs, self.gradients) if first else None
+        plain = _formed(parts, examples) if turned is None or self.values is None else None
+        if turned is None:
+            assert plain is not None
+            turned = plain if self.inputs is None else plain @ self.inputs[:, None]
+            turned = turned if self.gradients is None else self.gradients.mT[:, None] @ turned
+        return (turned if plain is None else plain), turned
 
 
 def _formed(

@@ -22,6 +22,7 @@ from linnet.curvatures.parts import Part
 from linnet.errors import InputError, NumericalError
 from linnet.linalg.factorize import cholesky, eigh, nonnegative, nonnegative_each
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
+from linnet.linalg.half_diagonal import HalfDiagonal
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
@@ -294,7 +295,7 @@ def make_block(part: Part, damping: str, examples: float, definite: bool) -> Blo
     operator, name = part.operator, part.layer.name
     if isinstance(operator, Kronecker | GroupedKronecker):
         return _product_block(part, operator, damping, examples)
-    if isinstance(operator, KroneckerEigen | GroupedKroneckerEigen):
+    if isinstance(operator, KroneckerEigen | GroupedKroneckerEigen | HalfDiagonal):
         return EigenBlock(name, operator.values, operator.with_values)
     if isinstance(operator, Diagonal):
         return EigenBlock(name, operator.values, lambda v: Diagonal(v, name=name))

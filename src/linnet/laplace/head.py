@@ -4,8 +4,8 @@ For f = W φ(x) + b the gradient of output k in [W b] is e_k φ̂ᵀ. With M = (
 
     Cov[f] = Q_L diag(w) Q_Lᵀ,  w_c = Σ_d λ_cd (Q_Rᵀ φ̂)_d²
 
-which takes one forward pass, and C numbers an example for the variances. Covariances are formed for a few
-examples at a time.
+which takes one forward pass, and C numbers an example for the variances, at every position where the layer
+has several, such as tokens. Covariances are formed for a few examples at a time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.output_layer import output_inputs
 from linnet.curvatures.parts import Part
+from linnet.linalg.half_diagonal import HalfDiagonal
 from linnet.linalg.kronecker import KroneckerEigen
 from linnet.linalg.structured import Diagonal
 from linnet.tangent.batch import Inputs, split, take
@@ -25,16 +26,18 @@ from linnet.tangent.capture import capture
 from linnet.tangent.channels_last import forward_trace
 from linnet.tangent.trace import trace
 
+EIGEN = (KroneckerEigen, HalfDiagonal)  # blocks in an eigenbasis
 BLOCK = 128  # examples at once
 FORMED = 1 << 21  # numbers in the covariances that are formed at once
 
 
-def is_head(covariance: Curvature, x: Inputs) -> bool:
+def is_head(covariance: Curvature, x: Inputs, positions: bool = False) -> bool:
     """Whether all weights that vary are those of a linear layer whose result is the output.
 
     Args:
         covariance: M.
         x: Examples, on the network's device.
+        positions: Whether the layer may have several positions, which the formula for variances allows.
 
     Returns:
         Whether they are, and M has a form with the formulas above.
@@ -44,8 +47,9 @@ def is_head(covariance: Curvature, x: Inputs) -> bool:
     part, function = covariance.parts[0], covariance.function
     function.output_shape(x)  # raises where the network cannot run on x
     layer, operator = part.layer, part.operator
-    plain = layer.factored and layer.why == "linear" and layer.form.uses == layer.form.positions == 1
-    known = isinstance(operator, Diagonal) or (part.joined and isinstance(operator, KroneckerEigen))
+    once = layer.form.uses == 1 and (positions or layer.form.positions == 1)
+    plain = layer.factored and layer.why == "linear" and once
+    known = isinstance(operator, Diagonal) or (part.joined and isinstance(operator, EIGEN))
     if not plain or not known or layer.groups > 1 or layer.transposed:
         return False
     key = f"outputs of {layer.name}"
@@ -73,7 +77,7 @@ def head_variances(covariance: Curvature, x: Inputs) -> tuple[Tensor, Tensor] | 
         if own is None:
             return None
         means.append(own[0])
-        variances.append(_spread(covariance.parts[0], own[1], diagonal=True))
+        variances.append(_spread(covariance.parts[0], own[1], diagonal=True).view(own[0].shape))
     return torch.cat(means), torch.cat(variances)
 
 
@@ -97,13 +101,12 @@ def head_spreads(covariance: Curvature, block: Inputs) -> Iterator[tuple[Tensor,
 
 
 def _outputs(covariance: Curvature, block: Inputs) -> tuple[Tensor, Tensor] | None:
-    """Outputs (n, C) and φ̂ (n, d) of a block."""
+    """Outputs (n, T·C) and φ̂ (n·T, d) of a block, T positions of an example one after another."""
     layer, run = covariance.parts[0].layer, forward_trace(covariance.function, block)
     a = output_inputs(run, layer.names)
     if a is None:
         return None
-    a = a.reshape(run.n, -1)
-    return run.outputs.detach(), layer.homogeneous(a)
+    return run.outputs.detach(), layer.homogeneous(a.flatten(0, -2))
 
 
 def _spread(part: Part, a: Tensor, diagonal: bool) -> Tensor:
@@ -115,9 +118,11 @@ def _spread(part: Part, a: Tensor, diagonal: bool) -> Tensor:
         shaped = [v.reshape(shape) for v, shape in zip(pieces, layer.shapes, strict=True)]
         variance = a.to(operator.dtype).square() @ layer.join(shaped)[0].T
         return variance if diagonal else torch.diag_embed(variance)
-    assert isinstance(operator, KroneckerEigen), "is_head lets no other through"
-    weight = (a.to(operator.dtype) @ operator.right_vectors).square() @ operator.values.T  # w, (N, C)
-    left = operator.left_vectors
+    assert isinstance(operator, EIGEN), "is_head lets no other through"
+    left, right, a = operator.left_vectors, operator.right_vectors, a.to(operator.dtype)
+    weight = (a if right is None else a @ right).square() @ operator.values.T  # w, (N, C)
+    if left is None:
+        return weight if diagonal else torch.diag_embed(weight)
     if diagonal:
         return weight @ left.square().T
     spread = (left * weight[:, None]) @ left.T

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from linnet.curvatures.build import check_options, watched
 from linnet.curvatures.curvature import Curvature
-from linnet.curvatures.settings import CurvatureOptions, passes_of, reseeded, word_of
+from linnet.curvatures.settings import CurvatureOptions, expectation_of, passes_of, reseeded, word_of
 from linnet.distributed import Share, together
 from linnet.errors import InputError
 from linnet.laplace.evidence import Tuned
@@ -59,15 +59,17 @@ class Laplace(PredictiveModel):
         model: The trained network, or a ``Linearized`` at δ = 0.
         likelihood: What its outputs mean, one of ``linnet.likelihoods``.
         structure: Of the curvature: "kfac", "ekfac", "kfra", "diagonal", "block", "full", "low-rank",
-            "last-layer", or a mapping from parameter patterns to structures. The expectation is "exact"
-            unless it is said, as in :func:`linnet.curvature`; that of ``GaussNewton`` is "mc".
+            "last-layer", or a mapping from parameter patterns to structures. The expectation is "auto"
+            unless it is said, as in :func:`linnet.curvature`: exact, or sampled where that would take too
+            long; that of ``GaussNewton`` is "mc".
         prior_precision: λ: one number; one a layer, by name or (L,); or one a parameter, (P,) or by name,
             where the structure allows it (full, block, diagonal, low-rank).
         prior_mean: μ: a number, (P,), or tensors by parameter name.
         data_scale: s, how often every example counts; the N of eq. 5.14 is s times the number of examples,
             and 1/s is a temperature.
         damping: How λ enters Kronecker products: "exact"; "matrix-normal", (√N Ā + √λ I) ⊗ (√N Ḡ + √λ I);
-            "factored", the same balanced by trace norms. The last two understate uncertainty.
+            "factored", the same balanced by trace norms. The last two understate uncertainty. A layer with a
+            diagonal factor is damped exactly by all three.
         **options: Passed on to :func:`linnet.curvature`: expectation, sharing, matrix, passes; and to
             :func:`linnet.linearize`: params ("last-layer", "lora", names: a subnetwork), output.
 
@@ -158,10 +160,10 @@ class Laplace(PredictiveModel):
         before = self._state if add else None
         structure, options = self._structure, self._options.copy()
         if before is not None:  # other random numbers than those of the first data
-            seen_before, usual = (
-                int(before.posterior.curvature.made.examples),
-                options.get("expectation", "exact"),
-            )
+            made = before.posterior.curvature.made
+            seen_before, usual = int(made.examples), options.get("expectation", "auto")
+            if usual == "auto":  # what the first data took, so that the sums are of one kind
+                usual = expectation_of(made.expectation, made.samples)
             structure, options["expectation"] = reseeded(structure, usual, seen_before)
         seen = Watcher(self._base)
         found: Curvature = watched(seen.see, self._model, data, self._base, structure, **options)

@@ -17,7 +17,7 @@ from torch import Tensor
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.parts import Part
 from linnet.curvatures.sums import layer_rows
-from linnet.curvatures.variance import batch_covariance, row_bytes
+from linnet.curvatures.variance import batch_covariance, row_bytes, variance_blocks
 from linnet.laplace.head import BLOCK, head_spreads, head_variances, is_head
 from linnet.linalg.random import make_generator
 from linnet.memory import Plan, parse_bytes, require
@@ -31,6 +31,18 @@ from linnet.tangent.modes import in_exact_mode
 TARGET = 128 << 20  # bytes of one captured batch
 MOST = 256  # examples captured at once
 SAMPLED = 1 << 26  # numbers in the weights that are drawn at once
+# what to do without covariances between outputs
+_WITHOUT = {
+    "result": ["use fewer examples at once", "raise memory="],
+    "derivatives of one example": [
+        'take .variance or link="probit", which need no covariance',
+        "raise memory=",
+    ],
+    "covariances of one example": [
+        'take .variance or link="probit", which need no covariance',
+        "raise memory=",
+    ],
+}
 
 Moments = tuple[Tensor, Tensor]
 
@@ -64,7 +76,7 @@ def captured_blocks(
             budget,
             (("result", kept * function.dtype.itemsize), ("derivatives of one example", one)),
         ),
-        ["raise memory=", "use fewer examples at once"],
+        _WITHOUT,
     )
     size = max(1, min(MOST, min(TARGET, budget // 2) // max(one, 1)))
     for block in split(x, size):
@@ -87,20 +99,25 @@ def moments(
     """
     check_finite(map_tensors(lambda t: t.detach(), x), "x")
     x, function, n = on_device(covariance.function, x), covariance.function, batch_size(x)
-    if diagonal and is_head(covariance, x):
-        alone = head_variances(covariance, x)
-        if alone is not None:
-            return alone
+    if diagonal:
+        alone = head_variances(covariance, x) if is_head(covariance, x, positions=True) else None
+        return alone or _variances(covariance, x, memory)
     c = function.output_shape(x).numel()
     means, spreads, start = torch.empty(0), torch.empty(0), 0
-    for mean, spread in spread_blocks(covariance, x, memory, n * c * (1 if diagonal else c)):
-        found = mean, spread.diagonal(dim1=1, dim2=2) if diagonal else spread
+    for found in spread_blocks(covariance, x, memory, n * c * c):
         if start == 0:  # what is kept has passed the budget
             means, spreads = (t.new_empty(n, *t.shape[1:]) for t in found)
-        some = slice(start, start + len(mean))
+        some = slice(start, start + len(found[0]))
         means[some], spreads[some] = found
-        start += len(mean)
+        start += len(found[0])
     return means, spreads
+
+
+def _variances(covariance: Curvature, x: Inputs, memory: str | int | None) -> Moments:
+    """Mean and variances of the outputs, without a covariance between them."""
+    blocks = list(variance_blocks(covariance.function, covariance.parts, x, memory))
+    means, variances = (torch.cat(column) for column in zip(*blocks, strict=True))
+    return means, variances
 
 
 def spread_blocks(
@@ -129,7 +146,7 @@ def spread_blocks(
     budget, item = parse_bytes(memory, function.device), covariance.dtype.itemsize
     items = (("result", kept * item), ("covariances of one example", 4 * c * c * item))
     plan = Plan(f"output covariance of {batch_size(x)} examples x {c} outputs", budget, items)
-    require(plan, ["raise memory=", "use fewer examples at once"])
+    require(plan, _WITHOUT)
     for block in split(x, BLOCK):
         own = head_spreads(covariance, block)
         if own is None:  # something follows the layer on these examples

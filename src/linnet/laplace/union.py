@@ -21,6 +21,7 @@ from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.parts import Part
 from linnet.errors import InputError
 from linnet.linalg.grouped import GroupedKronecker
+from linnet.linalg.half_diagonal import HalfDiagonal
 from linnet.linalg.kronecker import Kronecker
 from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
@@ -88,8 +89,9 @@ def _sum(
             return GroupedKronecker(
                 *_product(part, (one.left, one.right), (other.left, other.right), counts), name=name
             )
+    halved = ", one factor of which is a diagonal" if isinstance(one, HalfDiagonal) else ""
     raise InputError(
-        f"add=True with the {part.structure} block of {name}",
+        f"add=True with the {part.structure} block of {name}{halved}",
         expected='a structure that adds up: "kfac", "diagonal", "block", "full" or "low-rank"',
         remedy="fit all data at once",
     )

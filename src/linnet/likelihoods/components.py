@@ -142,6 +142,14 @@ class IndependentComponents(Likelihood, ABC):
     def _root(self, rows: Tensor, labels: Tensor | None) -> Tensor:
         return torch.diag_embed(self._deviation(rows))
 
+    def _rank(self, c: int) -> int | None:
+        return c
+
+    def _root_columns(self, rows: Tensor, labels: Tensor | None, start: int, stop: int) -> Tensor:
+        columns = rows.new_zeros(*rows.shape, stop - start)
+        columns.diagonal(-start, dim1=-2, dim2=-1).copy_(self._deviation(rows)[..., start:stop])
+        return columns
+
     def _project(
         self, rows: Tensor, n: int, generator: torch.Generator | None, labels: Tensor | None
     ) -> Tensor:

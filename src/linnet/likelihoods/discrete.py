@@ -172,17 +172,24 @@ class Categorical(Likelihood):
         return p * (shifted - (p * shifted).sum(-1, keepdim=True))
 
     def _root(self, rows: Tensor, labels: Tensor | None) -> Tensor:
+        return self._root_columns(rows, labels, 0, rows.shape[-1] - 1)
+
+    def _rank(self, c: int) -> int | None:
+        return c - 1
+
+    def _root_columns(self, rows: Tensor, labels: Tensor | None, start: int, stop: int) -> Tensor:
         # Cholesky factor of diag(p) − p pᵀ: Tanabe & Sagae, "An exact Cholesky decomposition and the
         # generalized inverse of the variance-covariance matrix of the multinomial distribution", 1992.
         # With tails q_j = Σ_{i≥j} p_i: L_jj = √(p_j q_{j+1} / q_j), L_ij = −p_i √(p_j / (q_j q_{j+1})).
         log_p = rows.log_softmax(-1).clamp_min(_LEAST_LOG)
         log_q = log_p.flip(-1).logcumsumexp(-1).flip(-1)
-        here, after, own = log_q[..., :-1], log_q[..., 1:], log_p[..., :-1]
+        here, after = log_q[..., start:stop], log_q[..., start + 1 : stop + 1]
+        own = log_p[..., start:stop]
         diagonal, below = 0.5 * (own + after - here), 0.5 * (own - here - after)
         # p_i ≤ q_{j+1}, so that a factor that would overflow meets a p_i that is zero
         below = below.clamp_max(math.log(torch.finfo(rows.dtype).max) - 1)
         factor = log_p.exp()[..., :, None] * -below.exp()[..., None, :]
-        factor.tril_(-1).diagonal(dim1=-2, dim2=-1).copy_(diagonal.exp())
+        factor.tril_(-1 - start).diagonal(-start, dim1=-2, dim2=-1).copy_(diagonal.exp())
         return factor
 
     def _project(

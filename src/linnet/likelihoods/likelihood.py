@@ -148,6 +148,47 @@ class Likelihood(Distribution, ABC):
         """
         return self._spread(self.position_root(f, y), f)
 
+    def _root_size(self, f: Tensor) -> int | None:
+        """The number K of columns of ``root``, where it is known without forming them.
+
+        Args:
+            f: Outputs (N, ...).
+
+        Returns:
+            K, or ``None``.
+        """
+        rows = self._arrange(f)
+        each = self._rank(rows.shape[2])
+        return None if each is None else rows.shape[1] * each
+
+    def _root_part(self, f: Tensor, start: int, stop: int, y: Tensor | None = None) -> Tensor:
+        """Some columns of ``root``, of likelihoods whose ``_root_size`` is known; the others are not formed.
+
+        Args:
+            f: Outputs (N, ...).
+            start: The first column.
+            stop: The last one + 1.
+            y: Labels, as for ``hessian``.
+
+        Returns:
+            (stop − start, *shape of f).
+        """
+        rows, labels, counts = self._prepare_second(f, y)
+        (n, t, c), each = rows.shape, self._rank(rows.shape[2])
+        assert each is not None, "_root_size() has been asked"
+        found = []
+        for position in range(start // each, -(-stop // each)):
+            own = slice(position, position + 1)
+            first, last = max(0, start - position * each), min(each, stop - position * each)
+            columns = self._root_columns(
+                rows[:, own], None if labels is None else labels[:, own], first, last
+            )
+            columns = _masked_rows(columns, None if counts is None else counts[:, own])
+            placed = rows.new_zeros(last - first, n, t, c)
+            placed[:, :, position] = columns[:, 0].permute(2, 0, 1)
+            found.append(placed)
+        return self._restore(torch.cat(found), f.shape)
+
     def project(self, f: Tensor, n: int, seed: Seed = None, y: Tensor | None = None) -> Tensor:
         """Random columns s_i = Λ^½ v_i / √n with E[Σ_i s_i s_iᵀ] = Λ.
 
@@ -250,6 +291,14 @@ class Likelihood(Distribution, ABC):
     @abstractmethod
     def _root(self, rows: Tensor, labels: Tensor | None) -> Tensor:
         """(N, T, C, R)."""
+
+    def _rank(self, c: int) -> int | None:
+        """R for C components, where it has a closed form and so have single columns."""
+        return None
+
+    def _root_columns(self, rows: Tensor, labels: Tensor | None, start: int, stop: int) -> Tensor:
+        """Columns of the root from start to stop, (N, T, C, stop − start)."""
+        return self._root(rows, labels)[..., start:stop]
 
     def _hessian_sum(self, rows: Tensor, labels: Tensor | None, counts: Tensor | None) -> Tensor:
         """Σ Λ, (C, C)."""

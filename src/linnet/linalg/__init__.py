@@ -5,6 +5,7 @@ from linnet.linalg.factorize import eigh as eigh
 from linnet.linalg.grouped import GroupedKronecker as GroupedKronecker
 from linnet.linalg.grouped import GroupedKroneckerEigen as GroupedKroneckerEigen
 from linnet.linalg.grouped import grouped_factored_damping as grouped_factored_damping
+from linnet.linalg.half_diagonal import HalfDiagonal as HalfDiagonal
 from linnet.linalg.kronecker import Kronecker as Kronecker
 from linnet.linalg.kronecker import KroneckerEigen as KroneckerEigen
 from linnet.linalg.kronecker import factored_damping as factored_damping

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from linnet.errors import FileFormatError, InputError, LinnetError
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
+from linnet.linalg.half_diagonal import SIDES, HalfDiagonal
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.operator import LinearOperator, Scaled, Sum
@@ -38,7 +39,7 @@ _PLAIN: dict[str, tuple[Callable[..., StructuredOperator], dict[str, str]]] = {
         {"left_vectors": "rnn", "right_vectors": "rmm", "values": "rnm"},
     ),
 }
-_KINDS = ("block_diagonal", "low_rank", "permuted", "scaled", "sum", *_PLAIN)
+_KINDS = ("block_diagonal", "half_diagonal", "low_rank", "permuted", "scaled", "sum", *_PLAIN)
 
 
 def to_tensors(operator: LinearOperator) -> tuple[Spec, dict[str, Tensor]]:
@@ -161,6 +162,9 @@ def _take_apart(operator: LinearOperator, place: str, tensors: dict[str, Tensor]
         tensors[f"{place}basis"], tensors[f"{place}values"] = operator.basis, operator.values
         if operator.scale is not None:
             tensors[f"{place}scale"] = operator.scale
+    elif isinstance(operator, HalfDiagonal):
+        spec = {"kind": "half_diagonal", "name": operator.name, "side": operator.side}
+        tensors[f"{place}vectors"], tensors[f"{place}values"] = operator.vectors, operator.values
     else:
         spec = _plain_spec(operator, place, tensors)
     if operator.space is not None:
@@ -199,6 +203,13 @@ def _put_together(spec: object, place: str, tensors: dict[str, Tensor]) -> Linea
         name = _entry(spec, "name", str, where)
         if kind == "low_rank":
             return _low_rank(spec, place, where, tensors, space)
+        if kind == "half_diagonal":
+            side = _entry(spec, "side", str, where)
+            if side not in SIDES:
+                _refuse(where, f"has the diagonal side {side!r:.80}", "'left' or 'right'")
+            fields = {"vectors": "mm", "values": "nm" if side == "left" else "mn"}
+            vectors, values = _taken(fields, place, where, tensors)
+            return HalfDiagonal(vectors, values, side, space, name)
         cls, fields = _PLAIN[kind]
         return cls(*_taken(fields, place, where, tensors), space=space, name=name)
     except FileFormatError:

@@ -93,9 +93,10 @@ class GaussNewton(torch.optim.Optimizer):
         likelihood: What its outputs mean; the loss is its mean negative log-likelihood.
         structure: ``"kfac"``, ``"kfra"``, ``"ekfac"``, ``"diagonal"``, ``"block"``, ``"full"`` (tiny
             networks), or a mapping, as in :func:`linnet.curvature`.
-        expectation: As in :func:`linnet.curvature`, whose default is ``"exact"``. Here it is ``"mc"``: one
-            backward pass a step, however many outputs there are. With "kfac" the two are KFAC (Martens and
-            Grosse 2015) and KFLR. Pass ``"exact"`` for "block" and "full"; "kfra" has a recursion of its own.
+        expectation: As in :func:`linnet.curvature`, whose default is ``"auto"``. Here it is ``"mc"``: one
+            backward pass a step, however many outputs there are. With "kfac" it is KFAC (Martens and Grosse
+            2015), and ``"exact"`` is KFLR. Pass ``"exact"`` for "block" and "full"; "kfra" has a recursion of
+            its own.
         damping: τ and ζ at the start, as one number or a :class:`~linnet.optim.Damping`; by default the best
             of a grid at the first step. They move on from there; 0 stays 0.
         weight_decay: λ.

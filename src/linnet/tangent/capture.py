@@ -25,7 +25,8 @@ from linnet.tangent.proof import MOST, disagreeing, random_cotangent
 from linnet.tangent.rules import Use
 from linnet.tangent.trace import Trace, trace, weighed_trace
 
-Cotangents = Tensor | Form | Callable[[Tensor], Tensor]
+Parts = list[Callable[[], Tensor]]
+Cotangents = Tensor | Form | range | Callable[[Tensor], Tensor | Parts]
 LARGE = 4  # a proof on fewer examples is repeated when the first larger batch comes
 
 
@@ -35,8 +36,9 @@ def capture(function: Functional, x: Inputs, cotangents: Cotangents = "full") ->
     Args:
         function: The network.
         x: A batch of N examples.
-        cotangents: (K, N, C), or a function that makes them from the outputs (N, C), or ``"sum"`` for
-            the sum of the outputs (K = 1), otherwise every output (K = C).
+        cotangents: (K, N, C), or a function that makes them from the outputs (N, C), or functions that
+            make parts of them, or a range of outputs, or ``"sum"`` for the sum of the outputs (K = 1),
+            otherwise every output (K = C).
 
     Returns:
         The uses with a and g, and exact gradients where no rule holds.
@@ -114,12 +116,16 @@ def _run(
     """A traced forward pass and the parts of the cotangents at its outputs, each made when it is wanted."""
     run = trace(function, x)
     outputs = run.outputs.detach()
-    if isinstance(cotangents, str) and cotangents != "sum":  # of all outputs: the identity, never whole
-        c = outputs.shape[1]
-        size = columns or max(c, 1)
-        starts = range(0, c, size) or range(1)
-        return run, [partial(_identity_rows, outputs, i, min(i + size, c)) for i in starts]
-    u = _cotangents(outputs, cotangents)
+    if isinstance(cotangents, str) and cotangents != "sum":
+        cotangents = range(outputs.shape[1])
+    if isinstance(cotangents, range):  # rows of the identity, which is never whole
+        first, last = cotangents.start, cotangents.stop
+        size = columns or max(last - first, 1)
+        starts = range(first, last, size) or range(first, first + 1)
+        return run, [partial(_identity_rows, outputs, i, min(i + size, last)) for i in starts]
+    u = cotangents(outputs) if callable(cotangents) else _cotangents(outputs, cotangents)
+    if isinstance(u, list):
+        return run, u
     return run, [partial(_same, part) for part in u.split(columns or max(len(u), 1))]
 
 
@@ -229,11 +235,13 @@ def _planned_uses(run: Trace, plan: Plan) -> list[tuple[Key, Use]]:
     ]
 
 
-def _cotangents(outputs: Tensor, wanted: Cotangents) -> Tensor:
+def _cotangents(outputs: Tensor, wanted: Tensor | Form | range) -> Tensor:
     """Cotangents (K, N, C), in whichever way they were requested."""
     if isinstance(wanted, Tensor):
         return wanted
-    return wanted(outputs) if callable(wanted) else output_cotangents(outputs, wanted)
+    if isinstance(wanted, range):
+        return _identity_rows(outputs, wanted.start, wanted.stop)
+    return output_cotangents(outputs, wanted)
 
 
 def output_cotangents(outputs: Tensor, kind: Form) -> Tensor:

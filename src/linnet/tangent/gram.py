@@ -4,6 +4,9 @@ A large block of features stays in memory while small ones stream past it, so a 
 features do not fit costs a few more passes over the data instead of more memory. With one data
 set only tiles on one side of the diagonal are computed and the result is symmetric to the bit.
 
+Kernels of all outputs together (trace) or apart (diagonal) can also take the outputs in parts, one pass over
+the data each: with thousands of outputs that is cheaper than to differentiate examples again and again.
+
 Inside :func:`linnet.distributed.sharing` every process captures its share of a block that stays in memory,
 and all exchange these features; steps are dealt out, and tiles exchanged at the end, or written to one file.
 :func:`gram_part` does one of several parts without a group: it exchanges nothing but the file.
@@ -37,11 +40,11 @@ from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.plan import PROBES
 from linnet.tangent.steps import Range, Sizes, Step, captured_examples, dealt, in_order, ranges, run_of
 from linnet.tangent.store import GramFile, Writer, begun_sizes, checked_name
-from linnet.tangent.tile import kernel_tile, own_tile, tile_bytes
+from linnet.tangent.tile import kernel_tile, own_tile, own_traces, tile_bytes
 
 OUTPUTS = ("full", "trace", "diagonal", "sum")
 CAPTURE = 64  # examples differentiated at once, memory permitting; products of fewer are too small
-PRODUCT = 512  # rows (examples × outputs) on each side of one matrix product, at most
+PRODUCT = 512  # rows (examples, for full kernels × outputs) on each side of one matrix product, at most
 SMALLEST_PRODUCT = 128  # and at least
 
 
@@ -55,6 +58,7 @@ class GramPlan:
         sizes: How much is taken at once.
         dtype: Type of the result.
         template: Features without numbers, of the kind that is kept.
+        cotangents: K, all of them.
     """
 
     memory: Plan
@@ -62,6 +66,7 @@ class GramPlan:
     sizes: Sizes
     dtype: torch.dtype
     template: Features
+    cotangents: int
 
     @property
     def capture(self) -> int:
@@ -77,6 +82,11 @@ class GramPlan:
     def product(self) -> int:
         """Examples on each side of a matrix product."""
         return self.sizes.product
+
+    @property
+    def parts(self) -> list[Range]:
+        """The cotangents that are taken in one pass over the data after another; most often all in one."""
+        return ranges(0, self.cotangents, self.template.k)
 
 
 @dataclass(frozen=True)
@@ -256,7 +266,7 @@ def own_kernels(function: Functional, x: Inputs, memory: str | int | None = None
     change = None
     try:
         for wanted in ranges(own.start, own.stop, plan.capture):
-            parts.append(own_tile(_features(task, plan, x, wanted)))
+            parts.append(own_tile(_features(task, plan, x, wanted, (0, k))))
     except TreatmentChanged as found:
         change = found
     try:
@@ -317,13 +327,17 @@ def _compute(
     if store is not None and store.complete:
         return store.finished()
     device = task.function.device
-    result = torch.empty(shape, dtype=plan.dtype, device=device) if store is None else store.array
+    new = torch.zeros if len(plan.parts) > 1 else torch.empty
+    result = new(shape, dtype=plan.dtype, device=device) if store is None else store.array
     every = in_order(*task.sizes, task.x2 is None, plan.sizes)
     steps = run_of(every, task.part.index, task.part.of)
     if store is not None:
         steps = [step for step in steps if not store.is_done(step)]
+    shares: list[list[Step]] = []
     try:
-        shares = _run_blocks(task, plan, (result, own), steps, store, share, progress)
+        for part in plan.parts:  # a tile is dealt to the same process for all outputs
+            target = _Target(result, part, len(plan.parts) > 1)
+            shares = _run_blocks(task, plan, (target, own), steps, store, share, progress)
     except BaseException:
         if store is not None:
             store.write_record()
@@ -337,7 +351,7 @@ def _compute(
 def _run_blocks(
     task: GramTask,
     plan: GramPlan,
-    out: tuple[Tensor, Tensor | None],
+    out: tuple[_Target, Tensor | None],
     steps: list[Step],
     store: GramFile | None,
     share: Share,
@@ -353,9 +367,9 @@ def _run_blocks(
     name = f"kernel of {task.sizes[0]} × {task.sizes[1]} examples"
     ticks = track(shares[share.rank], name, len(shares[share.rank]), shown)
     for rows, parts in blocks:
-        held = _hold(task, plan, rows, share)
+        held = _hold(task, plan, rows, out[0].outputs, share)
         if out[1] is not None:
-            out[1][slice(*rows)] = own_tile(held).diagonal(dim1=1, dim2=2).double().sum(1)
+            out[1][slice(*rows)] += own_traces(held).double()
         change = None
         try:
             for _ in parts[share.rank]:
@@ -452,16 +466,45 @@ def plan_gram(task: GramTask, memory: str | int | None = None, to_disk: bool = F
     """
     budget = parse_bytes(memory, task.function.device)
     found = _probe(task)
+    k = found.outline.hollow.k
+    best = _planned(task, found, budget, to_disk, k)
+    # a tile of a file is written once and noted, so that no part of its outputs can be added later
+    if to_disk or task.form not in ("trace", "diagonal"):
+        return best
     (n, m), symmetric = task.sizes, task.x2 is None
+    parts, once = 1, n if symmetric else n + m
+
+    def order(plan: GramPlan, parts: int) -> tuple[int, int]:
+        """Bytes over the budget, then passes: every part of the outputs runs the network again."""
+        captured = captured_examples(n, m, symmetric, plan.hold)
+        return max(0, plan.memory.peak - budget), captured * (parts + k)
+
+    found_order = order(best, 1)
+    while found_order > (0, once * (parts + k)) and parts < k:  # no plan with more parts is cheaper than that
+        parts = min(2 * parts, k)
+        other = _planned(task, found, budget, to_disk, -(-k // parts))
+        if order(other, parts) < found_order:
+            best, found_order = other, order(other, parts)
+    return best
+
+
+def _planned(task: GramTask, found: _Probed, budget: int, to_disk: bool, outputs: int) -> GramPlan:
+    """The plan that takes so many cotangents in one pass over the data."""
+    (n, m), symmetric = task.sizes, task.x2 is None
+    k = found.outline.hollow.k
+
+    def sized(features: Features) -> GramPlan:
+        return _sized(
+            task, found, features if outputs == k else features.columns(0, outputs), budget, to_disk
+        )
 
     def fit(features: Features) -> Fit:
-        sized = _sized(task, found, features, budget, to_disk)
-        captured = captured_examples(n, m, symmetric, sized.hold)
-        return Fit(sized.memory.peak, captured)
+        plan = sized(features)
+        captured = captured_examples(n, m, symmetric, plan.hold)
+        return Fit(plan.memory.peak, captured)
 
     treatment = treatment_within(found.outline, budget, fit, n if symmetric else n + m, symmetric)
-    sized = _sized(task, found, found.outline.features(treatment), budget, to_disk)
-    return replace(sized, treatment=treatment)
+    return replace(sized(found.outline.features(treatment)), treatment=treatment)
 
 
 def _sized(task: GramTask, found: _Probed, features: Features, budget: int, to_disk: bool) -> GramPlan:
@@ -494,7 +537,8 @@ def _blocks(
     if columns < k:
         transient = found.inputs + columns * (found.column + 2 * -(-held // k)) + 2 * features.input_bytes
     # at least eight tiles a side, so that half of the products of a symmetric kernel are saved
-    product = max(1, min(max(n * k // 8, SMALLEST_PRODUCT), PRODUCT) // k)
+    rows = _product_rows(task.form, k)
+    product = max(1, min(max(n * rows // 8, SMALLEST_PRODUCT), PRODUCT) // rows)
     processes, sides = current().world, math.isqrt(2 * task.part.of)  # a part has few of sides² blocks
     if processes * sides > 1:  # tiles small enough to be dealt out
         product = max(1, min(product, -(-n // (2 * processes * sides))))
@@ -538,7 +582,13 @@ def _blocks(
     )
     name = f"kernel ({task.form}) of {n} × {m} examples"
     sizes = Sizes(hold, product, block, columns)
-    return GramPlan(Plan(name, budget, items), Treatment({}, {}), sizes, dtype, features)
+    memory, every = Plan(name, budget, items), found.outline.hollow.k
+    return GramPlan(memory, Treatment({}, {}), sizes, dtype, features, every)
+
+
+def _product_rows(form: Form, k: int) -> int:
+    """Rows of a matrix product that one example has: of the other forms outputs are summed over, or apart."""
+    return k if form == "full" else 1
 
 
 @dataclass(frozen=True)
@@ -577,27 +627,55 @@ def _probe(task: GramTask) -> _Probed:
     return probed
 
 
-def _run(step: Step, held: Features, task: GramTask, plan: GramPlan, result: Tensor) -> None:
+@dataclass(frozen=True)
+class _Target:
+    """The kernel that tiles are written to.
+
+    Args:
+        result: The kernel.
+        outputs: The cotangents in hand.
+        several: Whether there are others, of which kernels are sums, or which have places of their own.
+    """
+
+    result: Tensor
+    outputs: Range
+    several: bool
+
+    def write(self, tile: Tensor, row: int, column: int, mirror: bool) -> None:
+        """Put a tile in its place, and its transpose across the diagonal."""
+        apart = self.several and self.result.ndim == 3
+        place = self.result[..., slice(*self.outputs)] if apart else self.result
+        axis = 2 if place.ndim == 4 else 1
+        n, m = tile.shape[0], tile.shape[axis]
+        both = [(place.narrow(0, row, n).narrow(axis, column, m), tile)]
+        if mirror:
+            both += [(place.narrow(0, column, m).narrow(axis, row, n), _transposed(tile))]
+        for where, what in both:
+            _ = where.copy_(what) if apart or not self.several else where.add_(what)
+
+
+def _run(step: Step, held: Features, task: GramTask, plan: GramPlan, target: _Target) -> None:
     """Compute the tiles of one step."""
     if step.own is not None:
-        _symmetric_tiles(step, held, task, plan, result)
+        _symmetric_tiles(step, held, task, plan, target)
     if step.columns is not None:
-        features = _features(task, plan, task.x1 if task.x2 is None else task.x2, step.columns)
+        x = task.x1 if task.x2 is None else task.x2
+        features = _features(task, plan, x, step.columns, target.outputs)
         for left in ranges(0, held.n, plan.product):
             tile = kernel_tile(held.part(*left), features, task.form, task.accumulate)
-            _write(result, tile, step.rows[0] + left[0], step.columns[0], mirror=task.x2 is None)
+            target.write(tile, step.rows[0] + left[0], step.columns[0], mirror=task.x2 is None)
 
 
-def _hold(task: GramTask, plan: GramPlan, rows: tuple[int, int], share: Share) -> Features:
+def _hold(task: GramTask, plan: GramPlan, rows: Range, outputs: Range, share: Share) -> Features:
     """Features of a range of x1, side by side; each process captures its share, and all exchange them."""
     n = rows[1] - rows[0]
-    held = plan.template.room_for(n, task.function.device)
+    held = _room(plan, n, task.function.device, outputs)
     own, change = share.part(n), None
     try:
         for start, stop in ranges(own.start, own.stop, plan.capture):
             look_around()
             wanted = rows[0] + start, rows[0] + stop
-            _features(task, plan, task.x1, wanted, held.part(start, stop))
+            _features(task, plan, task.x1, wanted, outputs, held.part(start, stop))
     except TreatmentChanged as found:
         change = found
     _tell(change, share)
@@ -607,34 +685,42 @@ def _hold(task: GramTask, plan: GramPlan, rows: tuple[int, int], share: Share) -
     return held
 
 
+def _room(plan: GramPlan, n: int, device: torch.device, outputs: Range) -> Features:
+    """Empty features of n examples and some cotangents."""
+    size = outputs[1] - outputs[0]
+    kind = plan.template if size == plan.template.k else plan.template.columns(0, size)
+    return kind.room_for(n, device)
+
+
 def _features(
-    task: GramTask, plan: GramPlan, x: Inputs, wanted: tuple[int, int], room: Features | None = None
+    task: GramTask, plan: GramPlan, x: Inputs, wanted: Range, outputs: Range, room: Features | None = None
 ) -> Features:
     """Features of a few examples."""
     block = x if wanted == (0, batch_size(x)) else take(x, slice(*wanted))
     names, k = task.function.names, plan.template.k
+    cotangents = task.form if task.form == "sum" else range(*outputs)
     if plan.sizes.columns == k:
-        return reduce(capture(task.function, block, task.form), names, plan.treatment, room)
-    room = room or plan.template.room_for(wanted[1] - wanted[0], task.function.device)
+        return reduce(capture(task.function, block, cotangents), names, plan.treatment, room)
+    room = room or _room(plan, wanted[1] - wanted[0], task.function.device, outputs)
     done = 0
-    for captured in capture_parts_for_products(task.function, block, task.form, plan.sizes.columns):
+    for captured in capture_parts_for_products(task.function, block, cotangents, plan.sizes.columns):
         reduce(captured, names, plan.treatment, room.columns(done, done + captured.k))
         done += captured.k
     return room
 
 
-def _symmetric_tiles(step: Step, held: Features, task: GramTask, plan: GramPlan, result: Tensor) -> None:
+def _symmetric_tiles(step: Step, held: Features, task: GramTask, plan: GramPlan, target: _Target) -> None:
     """Tiles of some rows of a block with the block: on and to the right of the diagonal, then mirrored."""
     assert step.own is not None
     offset = step.rows[0]
     left = (step.own[0] - offset, step.own[1] - offset)
-    pairs = _on_diagonal(*left, max(1, SMALLEST_PRODUCT // held.k))
+    pairs = _on_diagonal(*left, max(1, SMALLEST_PRODUCT // _product_rows(task.form, held.k)))
     pairs += [(left, right) for right in ranges(left[1], held.n, plan.product)]
     for rows, columns in pairs:
         tile = kernel_tile(held.part(*rows), held.part(*columns), task.form, task.accumulate)
         if rows == columns:
             tile = (tile + _transposed(tile)) / 2
-        _write(result, tile, offset + rows[0], offset + columns[0], mirror=rows != columns)
+        target.write(tile, offset + rows[0], offset + columns[0], mirror=rows != columns)
 
 
 def _on_diagonal(start: int, stop: int, smallest: int) -> list[tuple[Range, Range]]:
@@ -650,15 +736,6 @@ def _on_diagonal(start: int, stop: int, smallest: int) -> list[tuple[Range, Rang
 def _transposed(tile: Tensor) -> Tensor:
     """K(x2, x1) from K(x1, x2)."""
     return tile.permute(2, 3, 0, 1) if tile.ndim == 4 else tile.transpose(0, 1)
-
-
-def _write(result: Tensor, tile: Tensor, row: int, column: int, mirror: bool) -> None:
-    """Put a tile in its place, and its transpose across the diagonal."""
-    axis = 2 if result.ndim == 4 else 1
-    n, m = tile.shape[0], tile.shape[axis]
-    result.narrow(0, row, n).narrow(axis, column, m).copy_(tile)
-    if mirror:
-        result.narrow(0, column, m).narrow(axis, row, n).copy_(_transposed(tile))
 
 
 def _shape(n: int, m: int, c: int, form: Form) -> tuple[int, ...]:
@@ -712,8 +789,9 @@ def _identity(task: GramTask) -> dict[str, object]:
 
 def describe_plan(plan: GramPlan) -> str:
     """The plan in words, for the preflight."""
+    several = f"outputs in {len(plan.parts)} parts, " if len(plan.parts) > 1 else ""
     return (
-        f"{plan.memory}\n  blocks of {plan.capture} examples, {plan.hold} kept, "
+        f"{plan.memory}\n  {several}blocks of {plan.capture} examples, {plan.hold} kept, "
         f"products of {plan.product} × {plan.product};"
         f" features {format_bytes(dict(plan.memory.items)['features kept'])}"
     )

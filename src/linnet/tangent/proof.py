@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from linnet.tangent.forward_mode import Params
 from linnet.tangent.rules import Use, pull_back, use_rows
 from linnet.tangent.trace import Trace
 
@@ -59,12 +58,16 @@ def disagreeing(run: Trace, uses: Sequence[Use], cotangent: Tensor) -> set[str]:
         run.outputs, leaves, cotangent[0], retain_graph=True, allow_unused=True
     )
     truth = dict(zip(run.leaves, gradients, strict=True))
-    summed = _summed(run, uses)
+    del gradients
+    own: dict[str, list[Use]] = {}
+    for use in uses:
+        for name in use.sources:
+            own.setdefault(name, []).append(use)
     norms = {name: _norm(g) for name, g in truth.items() if g is not None}
     largest = max(norms.values(), default=0.0)
     found = set()
-    for name, g in truth.items():
-        ruled = summed.get(name)
+    for name in run.leaves:  # what the rules give is formed for one parameter at a time
+        g, ruled = truth.pop(name), _summed(run, name, own.get(name, []))
         if g is None and ruled is None:
             continue
         zero = torch.zeros_like(run.leaves[name])
@@ -75,15 +78,13 @@ def disagreeing(run: Trace, uses: Sequence[Use], cotangent: Tensor) -> set[str]:
     return found
 
 
-def _summed(run: Trace, uses: Sequence[Use]) -> Params:
-    """The gradient of each parameter over the whole batch: all examples are positions of a single one."""
-    total: Params = {}
+def _summed(run: Trace, name: str, uses: Sequence[Use]) -> Tensor | None:
+    """The gradient of a parameter over the whole batch: all examples are positions of a single one."""
+    total: Tensor | None = None
     for use in uses:
         rows = use_rows(use, 1)
-        for name in use.sources:
-            leaf = run.leaves[name]
-            part = (rows if use.direct else pull_back(rows, use.target, leaf))[0, 0]
-            total[name] = total[name] + part if name in total else part
+        part = (rows if use.direct else pull_back(rows, use.target, run.leaves[name]))[0, 0]
+        total = part if total is None else total + part
     return total
 
 

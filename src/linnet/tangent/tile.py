@@ -42,6 +42,16 @@ def own_tile(features: Features) -> Tensor:
     return total
 
 
+def own_traces(features: Features) -> Tensor:
+    """The trace of K of every example with itself, (N,); no K is formed."""
+    total = features.rows.square().sum((1, 2))
+    for i in range(features.n if features.layers else 0):
+        own = features.part(i, i + 1)
+        for layer in own.layers.values():
+            _add_layer(total[i].view(1, 1), layer, layer, "trace")
+    return total
+
+
 def _rows_tile(left: Tensor, right: Tensor, form: Form, accumulate: torch.dtype | None) -> Tensor:
     """Products of gradients that were formed: (N, K, Q) and (M, K, Q)."""
     n, k, q = left.shape

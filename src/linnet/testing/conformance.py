@@ -217,6 +217,8 @@ def check_curvature(
     check_operator(curvature.damped(tau), damped, rtol)
     _equal("dense", curvature.dense(), dense, rtol)
     _equal("output_covariance", curvature.output_covariance(x), jacobian @ dense @ jacobian.mT, rtol)
+    own = (jacobian @ dense @ jacobian.mT).diagonal(dim1=1, dim2=2)
+    _equal("output_variance", curvature.output_variance(x), own, rtol)
     _equal(
         "output_covariance of the inverse",
         curvature.damped(tau).inverse().output_covariance(x),
