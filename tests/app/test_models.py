@@ -1,6 +1,8 @@
 """Networks and weights by name: every source, every format, every way to be wrong."""
 
 import json
+import os
+import py_compile
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +118,19 @@ class TestFactories:
             load_model(f"{path}:f")
         assert caught.value.__cause__ is not None
         assert not [name for name in sys.modules if "broken" in name and name.startswith("_linnet_model")]
+
+    def test_bytecode_beside_the_file_is_never_run(self, tmp_path: Path) -> None:
+        """Whoever sends a folder could hide other code in it than the text that is shown and trusted."""
+        path = tmp_path / "net.py"
+        path.write_text("import torch\ndef f(): return torch.nn.Tanh()\n")
+        good = path.stat()
+        path.write_text("import torch\ndef f(): return torch.nn.ReLU()\n")
+        os.utime(path, ns=(good.st_atime_ns, good.st_mtime_ns))
+        py_compile.compile(str(path))
+        path.write_text("import torch\ndef f(): return torch.nn.Tanh()\n")
+        os.utime(path, ns=(good.st_atime_ns, good.st_mtime_ns))
+        assert (tmp_path / "__pycache__").is_dir()
+        assert isinstance(load_model(f"{path}:f"), torch.nn.Tanh)
 
     def test_a_file_that_is_no_python(self, tmp_path: Path) -> None:
         path = tmp_path / "weights.pt"

@@ -414,7 +414,7 @@ class Command:
 
         Example:
             >>> Command.load("adapt").completions()["--solver"]
-            ('auto', 'dual', 'primal', 'cg')
+            ('auto', 'dual', 'primal', 'sketch', 'cg')
         """
         kinds = self.types
         options = {

@@ -17,8 +17,9 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -157,12 +158,30 @@ def _importable(folder: Path) -> Iterator[None]:
         sys.path.remove(entry)
 
 
+class _FromText(SourceFileLoader):
+    """Runs the text of a file: bytecode beside it may be of another text, which nobody has looked at."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The text of the file, compiled.
+
+        Args:
+            fullname: Name of the module.
+
+        Returns:
+            The code.
+        """
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
 def _execute(path: Path) -> ModuleType:
     """The module that a Python file makes."""
     name = f"_linnet_model_{path.stem}_{abs(hash(path.resolve()))}"
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    if module_spec is None or module_spec.loader is None:
+    if path.suffix != ".py":
         raise ModelError(f"{path} is no Python file", expected="a file that ends in .py")
+    module_spec = importlib.util.spec_from_file_location(name, path, loader=_FromText(name, str(path)))
+    assert module_spec is not None
+    assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module  # dataclasses and pickling look themselves up there
     try:
