@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import linnet
 from linnet.distributed import apart, current, sharing, world
 from linnet.errors import LinnetError
-from linnet.fitting import CG, SGD
+from linnet.fitting import CG, SGD, Sketch
 from linnet.likelihoods import Gaussian
 from linnet.linalg.operator import LinearOperator
 from linnet.solvers import cg
@@ -94,6 +94,8 @@ def numbers(folder: Path) -> dict[str, Tensor]:
     for name in ("nystrom", "ekfac", "kfac", "diagonal"):
         solver = CG(1e-12, preconditioner=name)
         found[name] = linnet.fit(lin(), (X, T), solver=solver, ridge=0.3).predict(X)
+    sketched = linnet.fit(lin(), (X, T), solver=Sketch(dim=12, examples=15), ridge="loo")
+    found["sketch"] = torch.cat([sketched.predict(X), sketched.loo(), sketched.forget([1]).predict(X)])
     steps = linnet.fit(lin(), (X, T), solver=SGD(1e-10, 5000), ridge=3.0)
     found["sgd"] = steps.predict(X)
     found["gp, stored kernel"] = iterated("function", preconditioner="pivoted-cholesky")
