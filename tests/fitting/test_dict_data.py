@@ -13,7 +13,7 @@ import linnet
 from linnet.errors import InputError
 from linnet.laplace.laplace import Laplace
 from linnet.likelihoods import Categorical
-from linnet.tangent.batch import gather_data
+from linnet.tangent.gather import gather_data
 from tests.fitting.problems import refused
 
 N = 12

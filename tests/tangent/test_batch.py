@@ -17,12 +17,12 @@ from linnet.tangent.batch import (
     batch_size,
     check_finite,
     concatenate,
-    gather_data,
     map_tensors,
     split,
     take,
     tensors_in,
 )
+from linnet.tangent.gather import gather_data
 from tests.fitting.problems import real, refused
 
 A, B, SHARED = real(5, 2), real(5, 3, seed=1), real(7, seed=2)

@@ -30,8 +30,9 @@ from linnet.linalg.random import Seed, make_generator, normal
 from linnet.params import instance, integer, number
 from linnet.params import seed as checked_seed
 from linnet.posterior.svi import SVI, Climb, divergence
-from linnet.tangent.batch import Inputs, batch_size, gather_data, take
+from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.gather import gather_data
 from linnet.tangent.modes import in_exact_mode
 
 EPOCHS = 50

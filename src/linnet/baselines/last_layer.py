@@ -21,8 +21,9 @@ from linnet.params import number
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
-from linnet.tangent.batch import Inputs, check_examples, gather_data, map_tensors
+from linnet.tangent.batch import Inputs, check_examples, map_tensors
 from linnet.tangent.functional import Functional
+from linnet.tangent.gather import gather_data
 from linnet.tangent.modes import in_exact_mode
 
 POINTS = 65  # of each grid over ln ρ

@@ -32,8 +32,9 @@ from linnet.predictive.links import Link
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.sampled import SampledPredictive
 from linnet.progress import track
-from linnet.tangent.batch import Inputs, batch_size, check_examples, gather_data, map_tensors, take
+from linnet.tangent.batch import Inputs, batch_size, check_examples, map_tensors, take
 from linnet.tangent.functional import Functional, OutputAdapter
+from linnet.tangent.gather import gather_data
 
 
 class Baseline(PredictiveModel):

@@ -23,8 +23,9 @@ from linnet.errors import InputError, ModelError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.params import function, number, refuse
-from linnet.tangent.batch import gather_data, is_data_set
+from linnet.tangent.batch import is_data_set
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
+from linnet.tangent.gather import gather_data
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.selection import Selector, select_parameters
 

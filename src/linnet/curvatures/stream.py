@@ -29,7 +29,6 @@ from linnet.tangent.batch import (
     batch_size,
     check_finite,
     concatenate,
-    gather_data,
     is_data_set,
     map_tensors,
     require_dense,
@@ -38,6 +37,7 @@ from linnet.tangent.batch import (
     tensors_in,
     without_targets,
 )
+from linnet.tangent.gather import gather_data
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.sharded import Sharded, sharded
 

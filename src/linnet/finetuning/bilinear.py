@@ -22,8 +22,9 @@ from linnet.errors import InputError, ModelError
 from linnet.fitting.head import Probe, with_head
 from linnet.fitting.last_layer import last_linear, replace_module, zero_layer
 from linnet.params import call, choice, instance, integer, number, refuse, tensor
-from linnet.tangent.batch import gather_data, split, take
+from linnet.tangent.batch import split, take
 from linnet.tangent.functional import Functional
+from linnet.tangent.gather import gather_data
 
 ROOTS = ("newton-schulz", "eigen")
 _POOLS = frozenset({"adaptive_avg_pool2d", "avg_pool2d", "mean"})

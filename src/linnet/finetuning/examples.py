@@ -16,12 +16,12 @@ from linnet.tangent.batch import (
     as_pair,
     batch_size,
     concatenate,
-    gather_data,
     is_data_set,
     map_tensors,
     take,
     tensors_in,
 )
+from linnet.tangent.gather import gather_data
 from linnet.tangent.hashing import hash_tensors
 
 EVALUATED = 256  # examples predicted at once

@@ -16,8 +16,9 @@ from linnet.fitting.head import linear_probe
 from linnet.fitting.last_layer import features
 from linnet.linear.targets import make_targets
 from linnet.progress import track
-from linnet.tangent.batch import Inputs, gather_data, split, take
+from linnet.tangent.batch import Inputs, split, take
 from linnet.tangent.functional import Functional
+from linnet.tangent.gather import gather_data
 
 RATES = {"sgd": (0.003, 0.01, 0.03, 0.1), "adam": (1e-4, 3e-4, 1e-3, 3e-3)}
 

@@ -44,7 +44,8 @@ from linnet.linear.targets import (
 )
 from linnet.progress import waiting
 from linnet.tangent.alike import require_alike
-from linnet.tangent.batch import Inputs, check_finite, gather_data, observe, take
+from linnet.tangent.batch import Inputs, check_finite, observe, take
+from linnet.tangent.gather import gather_data
 from linnet.tangent.gram import gram
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -111,9 +112,11 @@ def fit(
 
     Args:
         lin: A linearized network; it is left as it is, the fit has a module of its own.
-        data: Training data: an (x, y) pair, a Dataset or a DataLoader. Integer y are classes and
-            become α-scaled one-hot targets; float y (N, C) are used as they are. For the
-            cross-entropy, y are integer classes or probabilities (N, C); 0 and 1 for one output.
+        data: Training data: an (x, y) pair, a Dataset, a DataLoader, an IterableDataset of samples or an
+            iterator over batches; what exceeds a share of the memory is written to a temporary file once and
+            mapped. Integer y are classes and become α-scaled one-hot targets; float y (N, C) are used as
+            they are. For the cross-entropy, y are integer classes or probabilities (N, C); 0 and 1 for one
+            output.
         loss: ``"squared"``, or ``"cross-entropy"`` of softmax (logistic for one output), which takes a few
             Newton steps and returns a ``SoftmaxFit``.
         targets: Targets (N, C) to use instead of those made from y, probabilities for the cross-entropy; or

@@ -14,8 +14,9 @@ from linnet.linear.targets import Targets, check_arrangement, make_targets, posi
 from linnet.params import number
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.temperature import fit_moderation, fit_temperature
-from linnet.tangent.batch import Inputs, gather_data, observe, take
+from linnet.tangent.batch import Inputs, observe, take
 from linnet.tangent.functional import Functional
+from linnet.tangent.gather import gather_data
 from linnet.tangent.modes import in_exact_mode
 
 

@@ -27,7 +27,8 @@ from linnet.linear.dual import Spectrum
 from linnet.linear.targets import ALPHA, Targets, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, integer, number
-from linnet.tangent.batch import Inputs, gather_data, split, tensors_in
+from linnet.tangent.batch import Inputs, split, tensors_in
+from linnet.tangent.gather import gather_data
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import in_exact_mode
 

@@ -49,12 +49,12 @@ from linnet.tangent.batch import (
     Inputs,
     batch_size,
     concatenate,
-    gather_data,
     split,
     take,
     tensors_in,
 )
 from linnet.tangent.forward_mode import Params
+from linnet.tangent.gather import gather_data
 from linnet.tangent.gram import gram, own_kernels
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.jacobian import JacobianOperator

@@ -21,8 +21,9 @@ from linnet.laplace.laplace import Laplace
 from linnet.likelihoods.likelihood import Likelihood, training_nll
 from linnet.linalg.random import Seed, make_generator
 from linnet.params import call, choice, instance, integer, refuse
-from linnet.tangent.batch import Inputs, as_pair, batch_size, gather_data, map_tensors, take
+from linnet.tangent.batch import Inputs, as_pair, batch_size, map_tensors, take
 from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments
+from linnet.tangent.gather import gather_data
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -21,7 +21,8 @@ from linnet.nested.load_nested import read_nested
 from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.tuning import tuned
 from linnet.tangent.alike import require_alike
-from linnet.tangent.batch import Inputs, gather_data, take
+from linnet.tangent.batch import Inputs, take
+from linnet.tangent.gather import gather_data
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.selection import Selector
 

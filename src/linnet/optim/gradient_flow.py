@@ -27,8 +27,9 @@ from linnet.linear.targets import ALPHA, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import flag, number, shown, tensor
 from linnet.progress import waiting
-from linnet.tangent.batch import Inputs, batch_size, check_finite, gather_data, map_tensors, split, take
+from linnet.tangent.batch import Inputs, batch_size, check_finite, map_tensors, split, take
 from linnet.tangent.forward_mode import Params
+from linnet.tangent.gather import gather_data
 from linnet.tangent.gram import gram
 from linnet.tangent.jacobian import jvp, vjp_columns
 from linnet.tangent.linearized import Linearized

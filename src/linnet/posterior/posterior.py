@@ -34,7 +34,8 @@ from linnet.predictive.links import Link
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.sampled import SampledPredictive
 from linnet.solvers.solution import Estimate
-from linnet.tangent.batch import Inputs, batch_size, check_examples, gather_data
+from linnet.tangent.batch import Inputs, batch_size, check_examples
+from linnet.tangent.gather import gather_data
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 

@@ -23,10 +23,11 @@ from linnet.progress import track
 from linnet.spectrum.function_values import FunctionValues, function_values
 from linnet.spectrum.kernel_matrix import check_inputs, check_kernel, tangent_of
 from linnet.tangent.alike import in_shares
-from linnet.tangent.batch import Inputs, batch_size, gather_data, split, take
+from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.captured import Captured, Form
 from linnet.tangent.functional import Functional
+from linnet.tangent.gather import gather_data
 from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode

@@ -42,12 +42,12 @@ from linnet.tangent.batch import (
     batch_size,
     check_examples,
     check_finite,
-    gather_data,
     map_tensors,
     split,
 )
 from linnet.tangent.captured import Form
 from linnet.tangent.functional import Functional
+from linnet.tangent.gather import gather_data
 from linnet.tangent.gram import gram as _gram
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode

@@ -18,8 +18,9 @@ from linnet.spectrum.eigenfunctions import Eigenfunctions, eigenfunctions
 from linnet.spectrum.function_values import FunctionValues, function_values
 from linnet.spectrum.kernel_distance import centered_alignment, kernel_distance
 from linnet.spectrum.kernel_matrix import check_inputs, check_kernel, flat_gram, gram, tangent_of
-from linnet.tangent.batch import Inputs, batch_size, check_examples, gather_data
+from linnet.tangent.batch import Inputs, batch_size, check_examples
 from linnet.tangent.captured import Form
+from linnet.tangent.gather import gather_data
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 from linnet.distributed import current, look_around
 from linnet.errors import DataError, InputError
 from linnet.linalg.finite import is_finite
-from linnet.tangent.sharded import require_whole
 
 EMPTY = "check the path and the split that the data come from"
 
@@ -274,45 +273,6 @@ def own_parts(x: Inputs, size: int) -> Iterator[tuple[slice, Inputs]]:
         start = stop
 
 
-def gather_data(
-    data: Any, device: torch.device | None = None, missing: bool = False
-) -> tuple[Inputs, Tensor]:
-    """The whole of ``data`` as one (x, y) pair in memory.
-
-    Args:
-        data: An (x, y) pair, a ``Dataset`` of such pairs or a ``DataLoader`` over one. A
-            ``DataLoader`` is read once, in its own order. Dicts are taken for pairs: their
-            ``"labels"`` or ``"label"`` is y, the rest is x.
-        device: Where the result should live; by default where the data are.
-        missing: Whether NaN in y is let through, as a target that is missing.
-
-    Returns:
-        The inputs (N, ...) and the targets (N, ...).
-
-    Raises:
-        DataError: If the data are empty, ragged or not finite, or x and y differ in length.
-        InputError: If ``data`` is none of the kinds above.
-    """
-    x, y = _as_pair(data)
-    y = named_tensor(y, "y")
-    if y.is_complex():
-        raise DataError(f"y has type {y.dtype}", "real targets", "pass y.real, or its parts as two outputs")
-    if batch_size(x) == 0:
-        raise DataError("data is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
-    if y.ndim == 0 or y.shape[0] != batch_size(x):
-        raise DataError(
-            f"data has {batch_size(x)} inputs but targets of shape {tuple(y.shape)}",
-            expected="one target for each input",
-            remedy="check that x and y come from the same split",
-        )
-    check_finite(x, "x")
-    if not missing:
-        check_finite(y, "y")
-    if device is not None:
-        x, y = map_tensors(lambda t: t.to(device), x), y.to(device)
-    return x, y
-
-
 def check_examples(x: Inputs, name: str = "x") -> None:
     """Raise ``DataError`` if there is no example, or one is not finite.
 
@@ -331,25 +291,6 @@ def check_examples(x: Inputs, name: str = "x") -> None:
             f"{name} is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY
         )
     check_finite(map_tensors(lambda t: t.detach(), x), name)
-
-
-def _as_pair(data: Any) -> tuple[Inputs, Any]:
-    """(x, y) from any supported kind of data."""
-    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
-        return data.tensors[0], data.tensors[1]
-    if isinstance(data, DataLoader):
-        require_whole(data)
-        batches = [as_pair(batch, "a batch of the DataLoader") for batch in data]
-    elif is_data_set(data):
-        samples = [as_pair(data[i], f"sample {i} of the data set") for i in range(len(data))]
-        batches = [(as_batch(x), named_tensor(y, "y")[None]) for x, y in samples]
-    else:
-        pair = as_pair(data, "data")
-        return _tensorize(pair[0]), pair[1]
-    if not batches:
-        raise DataError("data is empty: it yields no example", expected="at least one example", remedy=EMPTY)
-    labels = [named_tensor(b[1], "y") for b in batches]
-    return concatenate([b[0] for b in batches]), concatenate(labels)
 
 
 def is_data_set(data: Any) -> bool:
@@ -445,7 +386,7 @@ def as_batch(x: Any) -> Inputs:
         >>> as_batch({"ids": [3, 4]})
         {'ids': tensor([[3, 4]])}
     """
-    return map_tensors(lambda t: t[None], _tensorize(x))
+    return map_tensors(lambda t: t[None], tensorize(x))
 
 
 def _length_of(item: Any) -> str:
@@ -456,12 +397,24 @@ def _length_of(item: Any) -> str:
     return f" of length {len(item)}" if sized else ""
 
 
-def _tensorize(x: Any, name: str = "x") -> Inputs:
-    """Arrays and numbers turned into tensors, structure kept; nested lists of numbers are one array."""
+def tensorize(x: Any, name: str = "x") -> Inputs:
+    """Arrays and numbers turned into tensors, structure kept; nested lists of numbers are one array.
+
+    Args:
+        x: Tensors, arrays or lists of numbers, in any structure.
+        name: What the argument is called.
+
+    Returns:
+        The same of tensors.
+
+    Example:
+        >>> tensorize({"ids": [[3, 4]]})
+        {'ids': tensor([[3, 4]])}
+    """
     if isinstance(x, Mapping):
-        return {key: _tensorize(value, f"{name}[{key!r}]") for key, value in x.items()}
+        return {key: tensorize(value, f"{name}[{key!r}]") for key, value in x.items()}
     if isinstance(x, list | tuple) and _holds_arrays(x):
-        return tuple(_tensorize(value, name) for value in x)
+        return tuple(tensorize(value, name) for value in x)
     return named_tensor(x, name)
 
 

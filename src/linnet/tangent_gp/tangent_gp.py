@@ -31,7 +31,6 @@ from linnet.tangent.alike import require_alike
 from linnet.tangent.batch import (
     Inputs,
     check_examples,
-    gather_data,
     map_tensors,
     split,
     take,
@@ -39,6 +38,7 @@ from linnet.tangent.batch import (
 )
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
+from linnet.tangent.gather import gather_data
 from linnet.tangent.jacobian import jvp
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode

@@ -1,0 +1,154 @@
+"""Streams of data: read once, written out where they are large, and mapped."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import linnet
+from linnet.errors import DataError, DiskSpaceError, InputError
+from linnet.tangent import gather
+from linnet.tangent.gather import Gathered, gather_data
+
+N = 23
+X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0))
+IDS = torch.arange(2 * N).view(N, 2)
+MASK = torch.ones(5, dtype=torch.bool)
+Y = torch.arange(N) % 3
+
+
+class Samples(IterableDataset[Any]):
+    """A stream of single samples."""
+
+    def __init__(self, dicts: bool = False) -> None:
+        self.dicts, self.read = dicts, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(N):
+            self.read += 1
+            yield {"x": X[i], "label": int(Y[i])} if self.dicts else (X[i], Y[i])
+
+
+def batches(size: int = 4) -> Iterator[tuple[Any, Tensor]]:
+    """A stream of batches, with a mask that all examples share."""
+    for start in range(0, N, size):
+        part = slice(start, start + size)
+        yield {"x": X[part], "ids": IDS[part], "mask": MASK}, Y[part]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("limit", [10**9, 200, 1])
+def test_a_stream_is_what_its_batches_are_side_by_side(limit: int, files: Path) -> None:
+    stream = Gathered(limit)
+    for x, y in batches():
+        stream.add(x, y)
+    x, y = stream.whole()
+    assert torch.equal(x["x"], X)
+    assert torch.equal(x["ids"], IDS)
+    assert torch.equal(x["mask"], MASK)
+    assert torch.equal(y, Y)
+    assert x["x"].dtype == X.dtype
+    assert y.dtype == Y.dtype
+    del stream
+    gc.collect()
+    assert not list(files.iterdir())  # mapped, and without a name
+    assert torch.equal(x["x"], X)
+
+
+def test_every_kind_of_stream(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
+    for share in (gather.IN_MEMORY, 0.0):
+        monkeypatch.setattr(gather, "IN_MEMORY", share)
+        pairs = (
+            gather_data(Samples()),
+            gather_data(DataLoader(Samples(), batch_size=5)),
+            gather_data((X[i : i + 7], Y[i : i + 7]) for i in range(0, N, 7)),
+            gather_data(iter([(X.numpy()[:9], Y.numpy()[:9]), (X.numpy()[9:], Y.numpy()[9:])])),
+            gather_data(DataLoader(TensorDataset(X, Y), batch_size=6)),
+        )
+        for x, y in pairs:
+            assert torch.equal(x, X)
+            assert torch.equal(y, Y)
+        x, y = gather_data(Samples(dicts=True))
+        assert torch.equal(x["x"], X)
+        assert torch.equal(y, Y)
+
+
+def test_a_stream_is_read_once_by_everything(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
+    monkeypatch.setattr(gather, "IN_MEMORY", 0.0)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3))
+    lin = linnet.linearize(net)
+    data = Samples()
+    fit = linnet.fit(lin, data, ridge="loo", solver=linnet.fitting.Sketch(20))
+    assert data.read == N
+    expected = linnet.fit(lin, (X, Y), ridge="loo", solver=linnet.fitting.Sketch(20))
+    assert torch.equal(fit.loo(), expected.loo())
+    assert torch.equal(fit.influence(X[:2]), expected.influence(X[:2]))
+    assert fit.forget([1]).update(iter([(X[:2], Y[:2])])).n == N + 1
+    process = linnet.TangentGP(net, linnet.likelihoods.Gaussian())
+    targets = torch.nn.functional.one_hot(Y).float()
+    expected_mean = process.fit(X, targets).predictive(X[:2]).mean
+    fitted = linnet.adapt(net, ((X[i : i + 5], Y[i : i + 5]) for i in range(0, N, 5)), weight=0.5, ridge=0.1)
+    assert fitted.predict(X[:2]).shape == expected_mean.shape
+
+
+def test_streams_that_cannot_be(monkeypatch: pytest.MonkeyPatch, files: Path) -> None:
+    for limit in (10**9, 1):
+        stream = Gathered(limit)
+        with pytest.raises(DataError, match="empty"):
+            stream.whole()
+        stream.add(X[:4], Y[:4])
+        with pytest.raises((DataError, InputError)):
+            _added(stream, X[:4, :2], Y[:4])
+        stream = Gathered(limit)
+        stream.add(X[:4], Y[:4])
+        with pytest.raises(InputError, match="structure"):
+            _added(stream, {"x": X[:4]}, Y[:4])
+    stream = Gathered(1)
+    stream.add(X[:4], Y[:4])
+    with pytest.raises(DataError, match="float64"):
+        stream.add(X[:4].double(), Y[:4])
+    with pytest.raises(DataError, match="empty"):
+        gather_data(iter([]))
+    with pytest.raises(InputError, match="batch 1 of the stream"):
+        gather_data(iter([(X, Y), 3]))
+    with pytest.raises(InputError, match="sample 0 of the stream"):
+        linnet.fit(linnet.linearize(nn.Linear(3, 3)), _Wrong())
+    monkeypatch.setattr(gather._Mapped, "append", _full)
+    with pytest.raises(DiskSpaceError, match="linnet-data-"):
+        Gathered(1).add(X, Y)
+    del stream
+    gc.collect()
+    assert not list(files.iterdir())
+
+
+def _added(stream: Gathered, x: Any, y: Tensor) -> None:
+    """Add a batch and put all together."""
+    stream.add(x, y)
+    stream.whole()
+
+
+def _full(self: Any, rows: Tensor) -> None:
+    """No room on the disk."""
+    gather.refuse_write(self.path, OSError(28, "No space left on device"))
+
+
+class _Wrong(IterableDataset[Any]):
+    """A stream of numbers."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield 3
