@@ -201,7 +201,7 @@ def test_the_metric_beside_other_options(folder: Path, monkeypatch: pytest.Monke
     assert "by evidence" in result(folder / "run")["fit"]["reasons"]["ridge"]
     assert taken(*probe, "--ridge", "loo")[0]
     assert taken(*probe, "--metric", "none") == (False, "set by the user")
-    assert taken(*probe, "--cross-fit", "2")[1].startswith("every fold")
+    assert taken(*probe, "--cross-fit", "2")[1].startswith("each fold")
     assert taken("--solver", "cg")[1] == "conjugate gradients are preconditioned instead"
     monkeypatch.setattr("linnet.app.runs.metrics.SMALL", 0.0)
     assert taken(*probe)[1] == "its eigenvectors would take longer than the kernel"
