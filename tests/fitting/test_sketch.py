@@ -385,3 +385,41 @@ def test_what_cannot_be_sketched() -> None:
         linnet.fit(linnet.linearize(linnet.with_metric(net, curvature)), (x, y), solver="sketch")
     with pytest.raises(InputError, match="cross-entropy"):
         linnet.fit(linnet.linearize(net), (x, y), "cross-entropy", ridge="loo", solver="sketch")
+
+
+@pytest.mark.parametrize("ridge", [1e-4, 1e-2, 1.0])
+def test_the_estimate_of_rounding_bounds_the_error_of_float32(ridge: float) -> None:
+    """And is no more than some hundred times as large."""
+    torch.manual_seed(0)
+    x = torch.randn(400, 6)
+    net = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 2))
+    y = torch.stack([x[:, 0] * x[:, 1], x[:, 2].sin()], 1)
+    single = linnet.linearize(linnet.with_sketch(net, _of_float32(net, x), dim=60))
+    fit = linnet.fit(single, (x, y), ridge=ridge, solver="primal")
+    assert fit.module.function.dtype == torch.float32
+    whole = linnet.linearize(linnet.with_sketch(net, _of_float32(net, x), dim=60).double())
+    exact = linnet.fit(whole, (x.double(), y.double()), ridge=ridge, solver="primal")
+    found = linnet.audit.accuracy(fit)
+    for error, bound in (
+        (float((fit.predict(x) - exact.predict(x.double())).abs().max()), found.predictions),
+        (float((fit.loo() - exact.loo()).abs().max()), found.leave_one_out),
+    ):
+        assert error <= bound <= 500 * error + 1e-5
+
+
+def _of_float32(net: nn.Module, x: Tensor) -> linnet.Curvature:
+    """JᵀJ of a network in float32."""
+    found: linnet.Curvature = linnet.curvature(
+        net, (x, torch.zeros(len(x), 2)), Gaussian(), structure="ekfac"
+    )
+    return found
+
+
+def test_a_sketch_is_made_again_in_float64_where_float32_will_not_do() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(40, 3)
+    net = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Linear(30, 1))
+    fit = linnet.fit(linnet.linearize(net), (x, x.prod(1, keepdim=True)), ridge=1e-9, solver=Sketch(38))
+    assert fit.module.function.dtype == torch.float64
+    assert "float64" in fit.summary()["reasons"]["precision"]
+    assert float((fit.predict(x) - x.prod(1, keepdim=True)).abs().max()) < 0.2

@@ -26,6 +26,7 @@ from linnet.errors import MemoryBudgetError, ModelError, NumericalError
 from linnet.fitting.remarks import ROUNDED
 from linnet.fitting.rounding import PROBED, Rounding, assumed_rounding
 from linnet.fitting.rounding import measured_rounding as measured_rounding
+from linnet.linear.normal_system import NormalSystem
 from linnet.linear.softmax_dual import SoftmaxDual
 from linnet.linear.softmax_primal import SoftmaxPrimal
 from linnet.linear.system import System
@@ -98,6 +99,49 @@ def squared_accuracy(
     off = 0.0 if gap is None else float(weights.norm(dim=2).max()) * float(gap.norm())
     scale = max(_root_mean_square(system.residual), _root_mean_square(e), FAMILIAR * rounding.base)
     return _accuracy(weights, (beta.reshape(-1), left), system.diagonal(), rounding, (scale, off))
+
+
+def normal_accuracy(system: NormalSystem, rounding: Rounding, index: Tensor) -> Accuracy:
+    """The estimate for a fit in weights, whose rows φ have errors of s |φ| in every entry.
+
+    With H = ΦᵀΦ + ρI, dδ = H⁻¹(ρ dΦᵀβ − Φᵀ dΦ δ), so that the variance of φᵀδ is s² times
+
+        ρ² Σ_d (H⁻¹φ)_d² Σ_a β_a² φ_ad²  +  Σ_a (φᵀH⁻¹φ_a)² Σ_d φ_ad² δ_d²  +  Σ_d φ_d² δ_d²
+
+    Args:
+        system: The solution.
+        rounding: Errors of the network.
+        index: Examples that are left out, (k,).
+
+    Returns:
+        The estimate.
+    """
+    c, beta, delta = system.c, system.beta.double(), system.solution
+    phi = torch.cat([rows for _, rows in system.problem.taken(index).rows(system.memory)]).double()
+    solved = system.solve(phi.T)  # H⁻¹φ, (P, k·C)
+    weighted = torch.zeros_like(delta)
+    products, reach = torch.zeros_like(phi[:, 0]), torch.zeros_like(phi[:, 0])
+    for place, rows in system.own_rows():
+        squares = rows.double().square()
+        weighted += squares.T @ beta[place].reshape(-1).square()
+        cross = (rows.double() @ solved).square()
+        products += cross.T @ (squares @ delta.square())
+        reach += cross.sum(0)
+    variance = system.ridge**2 * (solved.square().T @ weighted) + products + phi.square() @ delta.square()
+    solver = math.sqrt(len(delta)) * torch.finfo(torch.float64).eps
+    own = math.hypot(rounding.kernel, solver) * variance.sqrt() + rounding.outputs * (1 + reach.sqrt())
+    each = phi.view(len(index), c, -1)
+    rest = torch.eye(c, dtype=phi.dtype, device=phi.device) - each @ solved.T.reshape(each.shape).mT
+    gain = torch.linalg.matrix_norm(torch.linalg.inv(rest), 2)  # (I − h)⁻¹ of an example left out
+    left_out = torch.linalg.solve(rest, system.ridge * beta[index])
+    scale = max(_root_mean_square(system.residual), _root_mean_square(left_out), FAMILIAR * rounding.base)
+    shown = torch.finfo(rounding.dtype).eps * scale + rounding.outputs
+    predictions = SAFETY * float(own.max()) + shown
+    without = SAFETY * float((own.view(-1, c).amax(1) * gain).max()) + shown
+    name = str(rounding.dtype).removeprefix("torch.")
+    found = (value if math.isfinite(value) else math.inf for value in (predictions, without))
+    predictions, without = found
+    return Accuracy(predictions, without, predictions + without, scale, rounding.kernel, name)
 
 
 def softmax_accuracy(
@@ -195,6 +239,9 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
         return None if same is None else squared_accuracy(same, rounding, index, gap)
     if isinstance(system, SoftmaxDual):
         found, outputs = softmax_accuracy(system, rounding, index), system.outputs
+    elif isinstance(system, NormalSystem):
+        found = normal_accuracy(system, rounding, index)
+        outputs = fit.targets.to(system.beta) - system.ridge * system.beta
     elif isinstance(system, System):
         found = squared_accuracy(system, rounding, index)
         outputs = fit.targets.to(system.beta) - system.ridge * system.beta

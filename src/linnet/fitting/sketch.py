@@ -367,13 +367,16 @@ def sketched(lin: Linearized, x: Inputs, settings: Sketch, memory: Memory = None
         bases, scales = random_basis(curvature, settings.dim, settings.seed), None
     else:
         bases, scales = _leading(curvature, settings.dim, settings.damping)
-    small = _made(function.model, function.names, bases, scales, given == "random")
+    # a network in float64 converts its inputs because it knows where it comes from
+    source = function.source or function
+    small = _made(source.model, function.names, bases, scales, given == "random")
     # others than the basis was made of, if there are any: it was chosen to keep much of those
     others = order[settings.examples :][:SAMPLE]
     sample = others if len(others) >= SAMPLE // 4 else order[:SAMPLE]
     kept = _kept(function, small, take(x, sample))
     said = f"{len(small.epsilon):,} random directions" if small.random else str(kept)
-    return Linearized(Functional(small, None, function.output)), said
+    made = Functional(small, None, function.output)
+    return Linearized(made if function.source is None else made.in_float64()), said
 
 
 def sketch_state(small: SketchedNetwork) -> tuple[dict[str, Tensor], dict[str, Any]]:

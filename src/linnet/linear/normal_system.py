@@ -1,8 +1,7 @@
 """The linear model in weights: (J̃ᵀJ̃ + ρI) δ = J̃ᵀr̃ by a Cholesky factor or eigenvalues, in float64.
 
-J̃ᵀJ̃ is summed over the data, so that examples may be many where weights are few: products of a block of
-rows in the type of the rows, which have been rounded to it anyway, their sum in float64. With
-J̃ᵀJ̃ = V diag(λ) Vᵀ, c = Vᵀ J̃ᵀr̃ and Z = J̃V every ridge follows from one more pass over the data:
+J̃ᵀJ̃ is summed over the data, so that examples may be many where weights are few. With J̃ᵀJ̃ = V diag(λ) Vᵀ,
+c = Vᵀ J̃ᵀr̃ and Z = J̃V every ridge follows from one more pass over the data:
 
     J̃δ = Z (c/(λ + ρ)),    H_ii = Z_i diag(1/(λ + ρ)) Z_iᵀ,    r̃ᵀ M r̃ = (‖r̃‖² − Σ c²/(λ + ρ))/ρ
 """
@@ -281,10 +280,11 @@ def summed(problem: Problem, memory: Memory) -> tuple[Tensor, Tensor]:
     normal = torch.zeros(p, p, dtype=torch.float64, device=device)
     right = normal.new_zeros(p)
     for place, rows in problem.own_rows(memory):
+        wide = rows.double()  # a product rounded to float32 would be 1/ρ times as far off as the rows are
         for start in range(0, p, TILE):  # the half below the diagonal
             tile = slice(start, start + TILE)
-            normal[tile, : tile.stop] += rows[:, tile].T @ rows[:, : tile.stop]
-        right += rows.double().T @ problem.residual[place].reshape(-1).double()
+            normal[tile, : tile.stop].addmm_(wide[:, tile].T, wide[:, : tile.stop])
+        right += wide.T @ problem.residual[place].reshape(-1).double()
     share_sum([right])
     _sum_triangle(normal)
     normal = normal.tril_()
