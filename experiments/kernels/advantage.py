@@ -17,8 +17,9 @@ from linnet.params import call, flag, function, integer, number, refuse
 from linnet.params import seed as checked_seed
 from linnet.progress import track
 from linnet.spectrum.kernel_matrix import check_inputs
-from linnet.tangent.batch import Inputs, gather_data, split, take
+from linnet.tangent.batch import Inputs, split, take
 from linnet.tangent.batch import batch_size as count_examples
+from linnet.tangent.gather import gather_data
 from linnet.tangent.linearized import Linearized, linearize
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -28,8 +28,9 @@ from linnet.optim.gauss_newton_model import Network
 from linnet.optim.gauss_newton_settings import Settings
 from linnet.params import instance, number, refuse
 from linnet.solvers.cg import cg
-from linnet.tangent.batch import gather_data, take
+from linnet.tangent.batch import take
 from linnet.tangent.functional import Functional
+from linnet.tangent.gather import gather_data
 
 PUBLISHED = {"kflr": ("kfac", "exact"), "block": ("block", "exact"), "full": ("full", "exact")}
 EXACT = "block-diagonal"  # the name of the update of the exact blocks

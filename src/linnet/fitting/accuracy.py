@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor
 
+from linnet.distributed import share_sum
 from linnet.errors import MemoryBudgetError, ModelError, NumericalError
 from linnet.fitting.remarks import ROUNDED
 from linnet.fitting.rounding import PROBED, Rounding, assumed_rounding
@@ -121,12 +122,13 @@ def normal_accuracy(system: NormalSystem, rounding: Rounding, index: Tensor) -> 
     solved = system.solve(phi.T)  # H⁻¹φ, (P, k·C)
     weighted = torch.zeros_like(delta)
     products, reach = torch.zeros_like(phi[:, 0]), torch.zeros_like(phi[:, 0])
-    for place, rows in system.own_rows():
+    for place, rows in system.problem.own_rows(system.memory):
         squares = rows.double().square()
         weighted += squares.T @ beta[place].reshape(-1).square()
         cross = (rows.double() @ solved).square()
         products += cross.T @ (squares @ delta.square())
         reach += cross.sum(0)
+    share_sum([weighted, products, reach])
     variance = system.ridge**2 * (solved.square().T @ weighted) + products + phi.square() @ delta.square()
     solver = math.sqrt(len(delta)) * torch.finfo(torch.float64).eps
     own = math.hypot(rounding.kernel, solver) * variance.sqrt() + rounding.outputs * (1 + reach.sqrt())

@@ -303,6 +303,7 @@ def is_data_set(data: Any) -> bool:
         Whether ``data[i]`` is a sample.
 
     Example:
+        >>> from torch.utils.data import TensorDataset
         >>> is_data_set(TensorDataset(torch.ones(2, 1))), is_data_set(torch.ones(2, 1))
         (True, False)
     """
