@@ -54,9 +54,9 @@ class Sent:
             setattr(torch.distributed, name, self._counting(getattr(torch.distributed, name)))
 
     def _counting(self, exchange: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(tensor: torch.Tensor, *arguments: Any) -> Any:
+        def counted(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
             self.total += tensor.nbytes
-            return exchange(tensor, *arguments)
+            return exchange(tensor, *arguments, **options)
 
         return counted
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import pickle
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -293,7 +294,7 @@ def all_sum(tensors: Sequence[Tensor]) -> None:
     _meet(f"a sum of {[(str(t.dtype), tuple(t.shape)) for t in tensors]}")
     for tensor in tensors:
         with _sent(tensor) as whole:
-            _carried(torch.distributed.all_reduce, whole)
+            _exchanged(torch.distributed.all_reduce, whole)
 
 
 def share_sum(tensors: Sequence[Tensor]) -> None:
@@ -349,7 +350,7 @@ def all_filled(parts: Sequence[Sequence[Tensor]]) -> None:
         for tensor in tensors:
             if tensor.numel():
                 with _sent(tensor) as whole:
-                    _carried(torch.distributed.broadcast, whole, rank)
+                    _exchanged(torch.distributed.broadcast, whole, rank)
 
 
 def all_rows(own: Tensor, n: int) -> Tensor:
@@ -521,7 +522,7 @@ def agree(kind: type[LinnetError], settings: Mapping[str, Any], remedy: str) -> 
     _meet(f"a comparison of {', '.join(texts)}")
     own = [_hash(text) for text in texts.values()]
     marks = torch.tensor([*own, *(-h for h in own)], dtype=torch.int64, device=_device())
-    _carried(torch.distributed.all_reduce, marks, torch.distributed.ReduceOp.MAX)
+    _exchanged(torch.distributed.all_reduce, marks, torch.distributed.ReduceOp.MAX)
     most, least_ = marks.view(2, -1).tolist()
     different = [name for name, a, b in zip(texts, most, least_, strict=True) if a != -b]
     if not different:
@@ -555,6 +556,7 @@ class _Calls:
     begun = 0
     open: list[int] = []  # noqa: RUF012
     looked = 0.0
+    last: Any = None
 
 
 def _meet(what: str, failure: BaseException | None = None) -> None:
@@ -562,7 +564,7 @@ def _meet(what: str, failure: BaseException | None = None) -> None:
     own = _hash(what)
     marks = torch.tensor([int(failure is not None), own, -own], dtype=torch.int64, device=_device())
     try:
-        _carried(torch.distributed.all_reduce, marks, torch.distributed.ReduceOp.MAX)
+        _exchanged(torch.distributed.all_reduce, marks, torch.distributed.ReduceOp.MAX)
         failed, most, least_ = marks.tolist()
         if failed:
             raise _common(_gathered(None if failure is None else _described(failure)))
@@ -625,10 +627,10 @@ def _mark_told(error: BaseException) -> None:
     setattr(error, _TOLD, True)
 
 
-def _carried(exchange: Callable[..., _Result], *args: Any) -> _Result:
+def _carried(exchange: Callable[..., _Result], *args: Any, **options: Any) -> _Result:
     """An exchange of torch, whose failure means that a process has gone."""
     try:
-        return exchange(*args)
+        return exchange(*args, **options)
     except RuntimeError as error:
         rank, size = world()
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -655,9 +657,30 @@ def _sent(tensor: Tensor) -> Iterator[Tensor]:
 
 def _gathered(value: _Result) -> list[_Result]:
     """Values of all processes, without a meeting."""
-    found: list[Any] = [None] * world()[1]
-    _carried(torch.distributed.all_gather_object, found, value)
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(_device())
+    sizes = _each(torch.tensor([len(own)], device=own.device))
+    longest = int(max(sizes))
+    texts = _each(torch.nn.functional.pad(own, (0, longest - len(own))))
+    return [pickle.loads(bytes(text[: int(n)].tolist())) for text, n in zip(texts, sizes, strict=True)]
+
+
+def _each(tensor: Tensor) -> list[Tensor]:
+    """A tensor of every process, of one shape, by rank."""
+    found = [torch.empty_like(tensor) for _ in range(world()[1])]
+    _exchanged(torch.distributed.all_gather, found, tensor)
     return found
+
+
+def _exchanged(exchange: Callable[..., Any], *args: Any) -> None:
+    """Carry out a collective of torch to its end.
+
+    The thread of the backend that did it lets go of its tensors a moment after :meth:`wait` returns. Was it
+    the last to hold them, it needs the lock of the interpreter to free them, and where that has ended by
+    then, the process aborts (torch 2.13, "terminate called without an active exception": one exit in ten
+    right after a sum). So the last one stays held here.
+    """
+    _Calls.last = _carried(exchange, *args, async_op=True)
+    _carried(_Calls.last.wait)
 
 
 def _hash(text: str) -> int:
