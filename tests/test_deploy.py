@@ -27,6 +27,7 @@ def run(*words: str, **variables: str) -> str:
 
 
 @pytest.mark.dist
+@pytest.mark.long
 def test_the_fit_is_the_same_on_two_processes(tmp_path: Path) -> None:
     alone = run("fit.py", OUT=str(tmp_path / "one"))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -230,17 +230,17 @@ def test_random_kernels_are_unbiased() -> None:
     """The mean over seeds approaches K as the standard error says."""
     net, x, _, _ = case("dense")
     lin = linnet.linearize(net)
-    exact = lin.kernel(x[:4]).reshape(12, 12)
+    exact, few = lin.kernel(x[:4]).reshape(12, 12), (x[:4], torch.zeros(4, C).double())
     kernels = torch.stack([
         linnet.linearize(
-            linnet.fit(lin, (x, torch.zeros(N, C).double()), solver=Sketch(30, "random", seed=i)).module.model
+            linnet.fit(lin, few, ridge=1.0, solver=Sketch(30, "random", seed=i)).module.model
         ).kernel(x[:4]).reshape(12, 12)
-        for i in range(60)
+        for i in range(24)
     ])  # fmt: skip
-    error = kernels.std(0) / 60**0.5
+    error = kernels.std(0) / 24**0.5
     off = (kernels.mean(0) - exact).abs() / error.clamp_min(1e-12)
     assert float(off.max()) < 5
-    assert float(error.max()) < 0.2 * float(exact.abs().max())
+    assert float(error.max()) < 0.3 * float(exact.abs().max())
 
 
 def test_cross_entropy_along_the_directions() -> None:

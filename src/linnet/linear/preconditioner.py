@@ -23,7 +23,6 @@ from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import InputError
 from linnet.likelihoods.gaussian import Gaussian
-from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.lowrank import LowRankMatrix
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import make_generator
@@ -187,13 +186,15 @@ def frozen_curvature(
     """
     own = function.check_runs(take(x, slice(0, 1))).shape[1:]
     y = torch.zeros(batch_size(x), *own, dtype=function.dtype, device=function.device)
-    request = Request(expectation or Expectation(Gaussian(variance=1.0)), memory=memory)
-    (curvature,) = by_structure(function, Batches((x, y), function.device), request, [(name, name)])
-    return curvature
+    return curvature_of(name, function, (x, y), expectation or Expectation(Gaussian(variance=1.0)), memory)
 
 
 def curvature_of(
-    name: str, function: Functional, data: tuple[Inputs, Tensor], likelihood: Likelihood
+    name: str,
+    function: Functional,
+    data: tuple[Inputs, Tensor],
+    expectation: Expectation,
+    memory: str | int | None = None,
 ) -> Curvature:
     """The curvature of a network in one pass over some data.
 
@@ -201,13 +202,14 @@ def curvature_of(
         name: Its structure.
         function: The network.
         data: Inputs and targets.
-        likelihood: What the outputs mean.
+        expectation: Of a likelihood.
+        memory: Budget.
 
     Returns:
         G̃ (P x P).
     """
-    batches = Batches(data, function.device)
-    (curvature,) = by_structure(function, batches, Request(Expectation(likelihood)), [(name, name)])
+    batches, request = Batches(data, function.device), Request(expectation, memory=memory)
+    (curvature,) = by_structure(function, batches, request, [(name, name)])
     return curvature
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from linnet.curvatures.expectation import Expectation
 from linnet.linalg.operator import LinearOperator
 from linnet.linear.iteration import CGSettings, solve_columns
 from linnet.linear.label_problem import LabelProblem
@@ -136,5 +137,5 @@ class PrimalNewton(NewtonMethod):
         y = problem.y
         if y.shape == problem.base.shape:
             y = y.to(function.dtype).view(-1, *function.output_shape(problem.x))
-        curvature = curvature_of(name, function, (problem.x, y), problem.likelihood)
+        curvature = curvature_of(name, function, (problem.x, y), Expectation(problem.likelihood))
         self.preconditioner = CurvatureInverse(curvature, self.ridge, function.dtype)
