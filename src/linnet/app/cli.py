@@ -36,7 +36,9 @@ from linnet.errors import InputError, LinnetError
 if TYPE_CHECKING:
     import jsonargparse
 
-COMMANDS = ("demo", "adapt", "predict", "explain", "forget", "update", "spectrum", "check", "doctor")
+COMMANDS = (
+    "demo", "adapt", "predict", "explain", "forget", "update", "compare", "spectrum", "check", "doctor",
+)  # fmt: skip
 # Functions that are not called like their command: one called adapt would be taken for linnet.adapt by
 # what reads its options, and torch would be imported for a page of help.
 _FUNCTIONS = {"adapt": "task_adaptation", "spectrum": "task_spectrum"}
@@ -478,6 +480,9 @@ class Command:
         kinds = {name: str(parameter.annotation) for name, parameter in self.parameters.items()}
         result: list[str] = []
         queue = list(words)
+        if "runs" in kinds:  # linnet compare OLD NEW
+            bare = list(itertools.takewhile(lambda word: not word.startswith("-"), queue))
+            queue = [*([f"--runs={json.dumps(bare)}"] if bare else []), *queue[len(bare) :]]
         while queue:
             word = queue.pop(0)
             option, equals, value = word.partition("=")

@@ -128,6 +128,7 @@ class Run:
 
         order = [] if test.uncertainty is None else ranking(test.uncertainty).tolist()
         return {
+            "ids": [name(i) for i in range(len(test.samples))],
             "labels": test.samples.labels,
             "predicted": test.predicted(),
             "mean": test.mean,

@@ -350,12 +350,7 @@ def load_run(
     images = arrays["images"].numpy() if "images" in arrays else None
     samples = TrainingSamples(images, arrays["answers"].numpy(), tuple(names["ids"]))
     _check_network(folder, fit, origin)
-    test = record["test"]
-    if test is not None:
-        columns = None if test["columns"] is None else Table.of(test["columns"])
-        positions = None if test["positions"] is None else tuple(test["positions"])
-        test = TestSource(**{**test, "columns": columns, "positions": positions})
-    classes = None if record["classes"] is None else tuple(record["classes"])
+    classes, test = _task_of(record)
     transforms = (
         _transform(record["transform"]),
         None if record["scale"] is None else Standardize(**record["scale"]),
@@ -367,6 +362,33 @@ def load_run(
     if trust:
         remember_run(folder)
     return SavedRun(origin, fit, samples, classes, transforms, test, temperatures)
+
+
+def tested(folder: Path) -> tuple[tuple[str, ...] | None, TestSource | None]:
+    """What a run was scored on, from its record alone.
+
+    Args:
+        folder: The folder that linnet adapt, forget or update wrote.
+
+    Returns:
+        Names of the classes, None for regression; and its test samples, None where it has none.
+
+    Raises:
+        InputError: There is no such folder.
+        FileFormatError: It holds no run, or files of it are missing or altered.
+    """
+    return _task_of(_read_record(folder))
+
+
+def _task_of(record: dict[str, Any]) -> tuple[tuple[str, ...] | None, TestSource | None]:
+    """Classes and test samples of a record."""
+    classes = None if record["classes"] is None else tuple(record["classes"])
+    test = record["test"]
+    if test is None:
+        return classes, None
+    columns = None if test["columns"] is None else Table.of(test["columns"])
+    positions = None if test["positions"] is None else tuple(test["positions"])
+    return classes, TestSource(**{**test, "columns": columns, "positions": positions})
 
 
 def load_test(run: SavedRun) -> tuple[TaskData | None, str]:

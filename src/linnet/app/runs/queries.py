@@ -106,7 +106,9 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     if path.suffix.lower() == ".json":
         text = json.dumps(rows, indent=2) + "\n"
     else:
-        text = "".join(_line(cells) for cells in (list(rows[0]), *(list(row.values()) for row in rows)))
+        text = "".join(
+            _line(cells) for cells in (*map(list, rows[:1]), *(list(row.values()) for row in rows))
+        )
     write_text(path, text)
 
 

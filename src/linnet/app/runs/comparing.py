@@ -1,0 +1,320 @@
+"""Two runs side by side on the test samples that both have: from what they wrote, without their networks.
+
+Samples are paired, so that the error of a difference is that of the differences, sample by sample: for
+accuracies the variance of +1 (right in the second run alone), −1 (right in the first alone) and 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from linnet.app.report import Comparison
+from linnet.app.report.wording import number
+from linnet.app.runs.folder import TestSource, tested
+from linnet.app.runs.summary import score_table
+from linnet.errors import FileFormatError, InputError
+from linnet.files import read_json
+
+Array = np.ndarray[Any, Any]
+_RESULT = "result.json"
+_LIKELY = 2.0  # standard errors from which a difference is called one
+_SHOWN = 10  # samples of each kind that are named in the text
+
+
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """What a run wrote of itself.
+
+    Args:
+        folder: Where.
+        classes: Names of its classes; None for regression.
+        source: Its test samples.
+        scores: Scores of its fit.
+        settings: What was chosen, by name.
+        ids: Names of the test samples.
+        answers: Their labels, (N,), or targets, (N, D).
+        predicted: Predicted labels or values, in the same shape.
+    """
+
+    folder: Path
+    classes: tuple[str, ...] | None
+    source: TestSource
+    scores: Comparison
+    settings: dict[str, str]
+    ids: tuple[str, ...]
+    answers: Array
+    predicted: Array
+
+    @classmethod
+    def read(cls, folder: Path) -> Finished:
+        """Read a run.
+
+        Args:
+            folder: The folder that linnet adapt, forget or update wrote.
+
+        Returns:
+            The run.
+
+        Raises:
+            FileFormatError: A file is missing or altered.
+            InputError: It has no test samples with answers.
+        """
+        (classes, source), path = tested(folder), folder / _RESULT
+        try:
+            parts = _parts(read_json(path), classes)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise FileFormatError(
+                f"{path} does not hold the result of a run ({type(error).__name__}: {error})",
+                expected="the file as linnet adapt, forget or update wrote it",
+                remedy="run the command again with the same --out",
+            ) from error
+        if parts is None or source is None:
+            raise InputError(
+                f"{folder} has no test samples with answers",
+                expected="two runs that were scored on test samples",
+                remedy="adapt with data that have a test part",
+            )
+        return cls(folder, classes, source, *parts)
+
+    def at(self, places: list[int]) -> tuple[Array, Array]:
+        """Answers and predictions of some test samples."""
+        return self.answers[places], self.predicted[places]
+
+
+def compare_runs(first: Path, second: Path) -> dict[str, Any]:
+    """Compare two runs on the test samples that both have.
+
+    Args:
+        first: The folder of one.
+        second: The folder of the other.
+
+    Returns:
+        Both scores, the difference with its standard error, what was chosen differently, and the samples
+        that one of them predicts better, the clearest first.
+
+    Raises:
+        InputError: They have other classes, or no test sample in common.
+        FileFormatError: A file of theirs is missing or altered.
+    """
+    a, b = Finished.read(first), Finished.read(second)
+    if a.classes != b.classes:
+        raise InputError(
+            f"{first} has {_described(a.classes)}, {second} {_described(b.classes)}",
+            expected="two runs of one task",
+            remedy="compare runs whose data have the same classes",
+        )
+    both = pairs(a, b)
+    left, right = [i for i, _ in both], [j for _, j in both]
+    (answers, mine), (_, yours) = a.at(left), b.at(right)
+    names = [a.ids[i] for i in left]
+    classes = a.classes
+    losses = (
+        (mine != answers, yours != answers)
+        if classes
+        else (_squared(mine, answers), _squared(yours, answers))
+    )
+    change = losses[0].astype(float) - losses[1].astype(float)  # above 0 where the second run is better
+    what = "accuracy" if classes else "mean squared error"
+    gain = float(change.mean()) if classes else -float(change.mean())
+
+    def told(places: Array) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": names[p],
+                "answer": _name(answers[p], classes),
+                "first": _name(mine[p], classes),
+                "second": _name(yours[p], classes),
+            }
+            for p in places.tolist()
+        ]
+
+    order = np.argsort(-np.abs(change), kind="stable")
+    return {
+        "command": "compare",
+        "runs": [str(first), str(second)],
+        "test": len(both),
+        "left_out": [len(a.ids) - len(both), len(b.ids) - len(both)],
+        "scores": [_scores(run, which, len(both)) for run, which in ((a, losses[0]), (b, losses[1]))],
+        "difference": {
+            "what": what,
+            "value": gain,
+            "error": float(change.std(ddof=1) / math.sqrt(len(change))) if len(change) > 1 else None,
+        },
+        "settings": _different(a.settings, b.settings),
+        "worse": told(order[change[order] < 0]),
+        "better": told(order[change[order] > 0]),
+        "classes": _by_class(answers, change, classes),
+    }
+
+
+def print_comparison(result: dict[str, Any]) -> list[str]:
+    """A comparison for people.
+
+    Args:
+        result: The result of :func:`compare_runs`.
+
+    Returns:
+        Lines.
+    """
+    first, second = result["runs"]
+    difference, counted = result["difference"], result["difference"]["what"] == "accuracy"
+    lines = [f"{result['test']} test samples of both runs", *score_table(_rows(result), result["test"])]
+    lines.append(_verdict(difference, first, second))
+    if any(result["left_out"]):
+        lines.append("test samples of one run alone, left out: {} and {}".format(*result["left_out"]))
+    lines += [f"{one['what']}: {one['first']} | {one['second']}" for one in result["settings"]]
+    verb = "right" if counted else "closer"
+    for kind, better, worse in (("worse", first, second), ("better", second, first)):
+        found = result[kind]
+        if not found:
+            continue
+        head = f"{verb} in {better}" + (f", wrong in {worse}" if counted else f" than in {worse}")
+        lines.append(f"{head}: {len(found)}")
+        lines += [
+            f"  {r['id']}: {r['answer']}, predicted {r['first']} | {r['second']}" for r in found[:_SHOWN]
+        ]
+        if len(found) > _SHOWN:
+            lines.append(f"  and {len(found) - _SHOWN} more; --out FILE lists all")
+    moved = [f"{c['name']} {100 * c['difference']:+.1f} points ({c['samples']})" for c in result["classes"]]
+    lines += [f"classes that moved most: {', '.join(moved[:3])}"] if moved else []
+    return [line.replace("\u202f", " ") for line in lines]
+
+
+def comparison_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The samples that one of the runs predicts better, as rows of a table.
+
+    Args:
+        result: The result of :func:`compare_runs`.
+
+    Returns:
+        One a sample, with the folder of the run that is better.
+    """
+    first, second = result["runs"]
+    named = (("worse", first), ("better", second))
+    return [{**row, "better": run} for kind, run in named for row in result[kind]]
+
+
+def _parts(
+    result: dict[str, Any], classes: tuple[str, ...] | None
+) -> tuple[Comparison, dict[str, str], tuple[str, ...], Array, Array] | None:
+    """What is compared, out of the result of a run; None where it has no test samples with answers."""
+    report = result["report"]
+    test, chosen = report["test"], report["choices"]
+    settings = {str(c["what"]): str(c["chosen"]) for c in chosen if c["chosen"] is not None}
+    settings["training samples"] = f"{int(result['train']):,}"
+    if test is None or not test["ids"] or test["labels"] is None:
+        return None
+    kind = np.int64 if classes else np.float64
+    answers, predicted = (
+        np.array(test["labels"], kind),
+        np.array(test["predicted" if classes else "mean"], kind),
+    )
+    if not len(test["ids"]) == len(answers) == len(predicted):
+        raise ValueError("its test samples differ in number")
+    if classes and not (
+        min(answers.min(), predicted.min()) >= 0 and max(answers.max(), predicted.max()) < len(classes)
+    ):
+        raise ValueError("a label is none of the classes")
+    scores = Comparison(**result["scores"][0]) if result["scores"] else Comparison("linear fit")
+    return scores, settings, tuple(map(str, test["ids"])), answers, predicted.reshape(answers.shape)
+
+
+def pairs(a: Finished, b: Finished) -> list[tuple[int, int]]:
+    """Positions of the test samples that both runs have: by name, where the files are the same.
+
+    Args:
+        a: A run.
+        b: Another.
+
+    Returns:
+        A position in each, for every sample of both.
+
+    Raises:
+        InputError: They have none in common.
+    """
+    if a.source.digest == b.source.digest:
+        return [(i, i) for i in range(len(a.ids))]
+    places = {name: j for j, name in enumerate(b.ids)}
+    found = [(i, places[name]) for i, name in enumerate(a.ids) if name in places]
+    same = [(i, j) for i, j in found if np.array_equal(a.answers[i], b.answers[j])]
+    if a.source.path != b.source.path or not found or len(same) < len(found):
+        raise InputError(
+            f"{a.folder} and {b.folder} were scored on different test samples",
+            expected="runs on the same data, with the same test samples or some in common",
+            remedy="adapt again with the same --data, or compare predictions of linnet predict",
+        )
+    return same
+
+
+def _scores(run: Finished, loss: Array, tested: int) -> dict[str, Any]:
+    """Scores of a run on the test samples of both: its own, or of its predictions where it had others too."""
+    if tested == len(run.ids):
+        row = {**vars(run.scores), "note": ""}
+    elif run.classes:
+        row = vars(Comparison("", accuracy=1 - float(loss.mean())))
+    else:
+        row = vars(Comparison("", rmse=float(np.sqrt(loss.mean()))))
+    return {**row, "name": str(run.folder)}
+
+
+def _rows(result: dict[str, Any]) -> list[Comparison]:
+    """The scores as rows of a table."""
+    return [Comparison(**row) for row in result["scores"]]
+
+
+def _verdict(difference: dict[str, Any], first: str, second: str) -> str:
+    """The difference in a sentence."""
+    value, error, what = difference["value"], difference["error"], difference["what"]
+    counted = what == "accuracy"
+    shown = f"{100 * value:+.1f}" if counted else f"{'−' if value < 0 else '+'}{number(abs(value))}"
+    spread = "" if error is None else f" ± {100 * error:.1f}" if counted else f" ± {number(error)}"
+    text = f"{what}: {second} less {first} {shown}{spread}" + " points" * counted
+    if value == 0:
+        return f"{text}: no difference"
+    if error is None or abs(value) < _LIKELY * error:
+        return f"{text}: no more than chance explains"
+    return f"{text}: {second if (value > 0) == counted else first} is better"
+
+
+def _different(a: dict[str, str], b: dict[str, str]) -> list[dict[str, str]]:
+    """Choices that differ."""
+    names = [*a, *(name for name in b if name not in a)]
+    found = [{"what": n, "first": a.get(n, "–"), "second": b.get(n, "–")} for n in names]
+    return [one for one in found if one["first"] != one["second"]]
+
+
+def _by_class(answers: Array, change: Array, classes: tuple[str, ...] | None) -> list[dict[str, Any]]:
+    """Change of the share of right predictions by true class, the largest first; none without one."""
+    found = []
+    for index, name in enumerate(classes or ()):
+        own = change[answers == index]
+        if len(own) and own.mean():
+            found.append({"name": name, "samples": len(own), "difference": float(own.mean())})
+    return sorted(found, key=lambda one: -abs(one["difference"]))
+
+
+def _squared(predicted: Array, answers: Array) -> Array:
+    """Squared error of each sample, summed over its values, (N,)."""
+    squared: Array = (predicted - answers.astype(float)).reshape(len(answers), -1) ** 2
+    return np.asarray(squared.mean(1))
+
+
+def _name(value: Any, classes: tuple[str, ...] | None) -> str:
+    """A label by its name, or values as text."""
+    if classes:
+        return classes[int(value)]
+    return ", ".join(number(float(v)).replace("\u202f", " ") for v in np.ravel(value))
+
+
+def _described(classes: tuple[str, ...] | None) -> str:
+    """Classes in a phrase."""
+    return (
+        "no classes"
+        if not classes
+        else f"{len(classes)} classes ({', '.join(classes[:5])}{', …' * (len(classes) > 5)})"
+    )
