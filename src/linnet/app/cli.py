@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     import jsonargparse
 
 COMMANDS = (
-    "demo", "adapt", "predict", "explain", "forget", "update", "compare", "spectrum", "check", "doctor",
+    "demo", "adapt", "predict", "explain", "forget", "update", "compare", "serve",
+    "spectrum", "check", "doctor",
 )  # fmt: skip
 # Functions that are not called like their command: one called adapt would be taken for linnet.adapt by
 # what reads its options, and torch would be imported for a page of help.

@@ -96,6 +96,12 @@ def test_predict_a_table(workshop: Path, tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("\n".join(without))
     linnet("predict", "--run", workshop / "prices", "--data", tmp_path / "x.csv", "--out", tmp_path / "q.csv")
     assert rows(tmp_path / "q.csv") == table
+    (tmp_path / "one.csv").write_text("\n".join(without[:2]))
+    linnet(
+        "predict", "--run", workshop / "prices", "--data", tmp_path / "one.csv", "--out", tmp_path / "o.csv"
+    )
+    assert [row["id"] for row in rows(tmp_path / "o.csv")] == [table[0]["id"]]
+    assert float(rows(tmp_path / "o.csv")[0]["predicted"]) == pytest.approx(float(table[0]["predicted"]))
 
 
 def test_explain(workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

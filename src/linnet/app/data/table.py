@@ -148,7 +148,9 @@ def survey(path: Path) -> tuple[list[str], set[str]]:
     return names, {n for n, a, b in zip(names, numbers, filled, strict=True) if a < _NUMBERS * b}
 
 
-def read_cells(path: Path, names: Sequence[str], texts: Collection[str], needed: Collection[str]) -> Cells:
+def read_cells(
+    path: Path, names: Sequence[str], texts: Collection[str], needed: Collection[str], least: int = 2
+) -> Cells:
     """Read a whole table.
 
     Args:
@@ -156,6 +158,7 @@ def read_cells(path: Path, names: Sequence[str], texts: Collection[str], needed:
         names: Its columns.
         texts: The columns of texts; the others hold numbers.
         needed: Columns without an empty cell.
+        least: The number of lines that there must be: a task has a training and a test sample.
 
     Returns:
         The cells.
@@ -187,8 +190,12 @@ def read_cells(path: Path, names: Sequence[str], texts: Collection[str], needed:
             expected=f"{len(names)} cells on each line, finite numbers in columns of them, no empty target",
             remedy="correct or remove these lines",
         )
-    if len(lines) < 2:
-        raise DataError(f"{path} has {len(lines)} lines of samples", expected="at least two below the header")
+    if len(lines) < least:
+        raise DataError(
+            f"{path} has {len(lines)} lines of samples",
+            expected=f"at least {('one', 'two')[least - 1]} below the names of the columns",
+            remedy="check that the first line names the columns, and that lines follow it",
+        )
     whole = np.frombuffer(values).reshape(len(lines), len(names))
     columns = {name: whole[:, place] for place, name in enumerate(names)}
     return Cells(columns, {name: tuple(found) for name, found in codes.items()}, tuple(lines))
@@ -296,7 +303,7 @@ def read_like(path: Path, table: Table) -> tuple[Array, dict[str, Array], Cells,
     kinds = {column.name: column.categories is not None for column in table.features}
     worded = {name for name in names if kinds.get(name, name in texts)}
     present = [name for name in table.targets if name in names]
-    cells = read_cells(path, names, worded, present)
+    cells = read_cells(path, names, worded, present, least=1)
     values, findings = [], []
     for column in table.features:
         own, order = cells.values[column.name], np.zeros(0)

@@ -1,0 +1,210 @@
+"""`linnet serve`: the page, its requests, and who may ask."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from linnet.app.runs.folder import load_run
+from linnet.app.serve.server import LARGEST, Server
+from linnet.app.serve.session import Session
+from linnet.errors import InputError
+from tests.app.runs.small_tasks import pictures
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Browser:
+    """What a page does."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    def ask(
+        self, method: str, path: str, body: bytes = b"", **headers: str
+    ) -> tuple[int, http.client.HTTPMessage, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.server_port, timeout=60)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, body, named)
+        with contextlib.closing(connection), connection.getresponse() as answer:
+            return answer.status, answer.headers, answer.read()
+
+    def json(self, path: str, body: bytes = b"", name: str = "", status: int = 200) -> dict[str, Any]:
+        found = self.ask("POST", path, body, X_Linnet_Key=self.server.key, X_Name=name)
+        assert found[0] == status, found[2]
+        value: dict[str, Any] = json.loads(found[2])
+        return value
+
+
+def served(folder: Path) -> Iterator[Browser]:
+    with Server(Session(load_run(folder), folder.name)) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield Browser(server)
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def images(workshop: Path) -> Iterator[Browser]:
+    yield from served(workshop / "pictures")
+
+
+@pytest.fixture
+def rows(workshop: Path) -> Iterator[Browser]:
+    yield from served(workshop / "prices")
+
+
+def png(label: int, seed: int = 7) -> bytes:
+    buffer = io.BytesIO()
+    image = pictures(np.array([label]), seed=seed)[0]
+    Image.fromarray(image.squeeze()).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_an_image_is_predicted_explained_and_its_samples_forgotten(images: Browser, workshop: Path) -> None:
+    about = images.json("/about")
+    assert (about["kind"], about["classes"]) == ("image", ["across", "along", "slanted"])
+    found = images.json("/predict", png(1), "a%20drop.PNG")
+    sample = found["sample"]
+    assert sample["predicted"] == "along"
+    assert sum(c["probability"] for c in sample["classes"]) == pytest.approx(1)
+    assert sample["output"]["std"] > 0
+    assert sample["picture"].startswith("data:image/png;base64,")
+    influences = [n["influence"] for n in sample["up"]]
+    assert influences == sorted(influences, reverse=True)
+    first = sample["up"][0]["id"]
+    after = images.json("/forget", json.dumps([first]).encode())
+    assert after["forgotten"] == [first]
+    assert after["train"] == about["train"] - 1
+    assert after["before"]["classes"] == sample["classes"]
+    assert first not in [n["id"] for n in after["sample"]["up"]]
+    # exactly the run without it, and the run's folder is as it was
+    run = load_run(workshop / "pictures")
+    gone = run.samples.ids.index(first)
+    kept = run.fit.forget([gone])
+    smaller = Session(run.changed(kept, run.samples.take(np.setdiff1d(np.arange(run.fit.n), [gone]))))
+    alone = smaller.predict("x.png", png(1))
+    for one, two in zip(alone["sample"]["classes"], after["sample"]["classes"], strict=True):
+        assert one["name"] == two["name"]
+        assert one["probability"] == pytest.approx(two["probability"])
+    back = images.json("/restore")
+    assert back["forgotten"] == []
+    assert back["sample"]["classes"] == sample["classes"]
+
+
+def test_a_row_is_predicted_with_or_without_the_names_of_its_columns(rows: Browser, workshop: Path) -> None:
+    about = rows.json("/about")
+    assert (about["kind"], about["classes"]) == ("row", None)
+    lines = (workshop / "prices.csv").read_text().splitlines()
+    whole = rows.json("/predict", f"{lines[0]}\n{lines[5]}\n".encode())
+    at = [lines[0].split(",").index(name) for name in about["columns"]]
+    values = [lines[5].split(",")[i] for i in at]
+    for text in (",".join(values), ";".join(values), "\t".join(values)):
+        assert rows.json("/predict", text.encode())["sample"] == whole["sample"]
+    assert whole["sample"]["values"][0]["std"] > 0
+    told = rows.json("/predict", b"1,2", status=400)
+    assert told["error"] == "the row has 2 values"
+    assert about["columns"][0] in told["expected"]
+    assert "row" in rows.json("/predict", ",".join(["none"] * len(values)).encode(), status=400)["error"]
+    assert rows.json("/predict", b" \n", status=400)["error"] == "nothing was sent"
+    assert rows.json("/predict", b"\xff\xfe\x00", status=400)["error"] == "the row is not text"
+
+
+def test_files_that_are_no_images_and_ids_of_no_sample(images: Browser) -> None:
+    assert "sample.png" in images.json("/predict", b"not an image", "a.png", status=400)["error"]
+    assert images.json("/predict", png(0), "../../etc/passwd", status=400)["expected"].startswith(
+        "files ending"
+    )
+    assert "no list" in images.json("/forget", b"{}", status=400)["error"]
+    assert "no list" in images.json("/forget", b"[1]", status=400)["error"]
+    assert "none of" in images.json("/forget", b'["train/999"]', status=400)["error"]
+    everything = json.dumps([f"train/{i}" for i in range(images.json("/about")["train"])]).encode()
+    assert "all" in images.json("/forget", everything, status=400)["error"]
+    assert images.json("/elsewhere", status=404) == {"error": "unknown"}
+
+
+def test_only_the_page_may_ask(images: Browser) -> None:
+    server = images.server
+    here = f"127.0.0.1:{server.server_port}"
+    key = {"X_Linnet_Key": server.key}
+    for headers in (
+        {}, {"X_Linnet_Key": "0" * 32}, {"X_Linnet_Key": "é"},
+        {**key, "Host": "example.org"}, {**key, "Host": f"evil.example:{server.server_port}"},
+        {**key, "Origin": "http://evil.example"}, {**key, "Origin": "null"},
+    ):  # fmt: skip
+        assert images.ask("POST", "/about", **headers)[0] == 403, headers
+    assert images.ask("POST", "/about", **key, Origin=f"http://{here}")[0] == 200
+    assert images.ask("GET", "/")[0] == 403
+    assert images.ask("GET", f"/?key={server.key[:-1]}")[0] == 403
+    assert images.ask("GET", f"/other?key={server.key}")[0] == 404
+    assert images.ask("PUT", "/", **key)[0] == 501
+    assert images.ask("POST", "/predict", **key, Content_Length=str(LARGEST + 1))[0] == 413
+    assert images.ask("POST", "/predict", **key, Content_Length="-1")[0] == 413
+    assert server.server_address[0] == "127.0.0.1"
+
+
+def test_the_page_runs_one_script_and_loads_nothing(images: Browser) -> None:
+    status, headers, content = images.ask("GET", f"/?key={images.server.key}")
+    page = content.decode()
+    assert status == 200
+    policy = headers["Content-Security-Policy"]
+    nonce = re.search(r"script-src 'nonce-([^']+)'", policy)
+    assert nonce is not None
+    assert page.count(f'<script nonce="{nonce[1]}">') == page.count("<script") == 1
+    assert "{nonce}" not in page
+    assert "{key}" not in page
+    assert "http://" not in page
+    assert "https://" not in page
+    assert not re.search(r"\son[a-z]+=|innerHTML|\sstyle=", page)
+    assert headers["Cache-Control"] == "no-store"
+    again = images.ask("GET", f"/?key={images.server.key}")[1]["Content-Security-Policy"]
+    assert again != policy
+
+
+def test_ports_that_cannot_be_had(workshop: Path) -> None:
+    session = Session(load_run(workshop / "prices"))
+    with Server(session) as server, pytest.raises(InputError, match=f"port {server.server_port} cannot"):
+        Server(session, server.server_port)
+
+
+@pytest.mark.long
+def test_the_command_serves_until_it_is_interrupted(workshop: Path) -> None:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "src"),
+        "LINNET_STATE": os.environ.get("LINNET_STATE", ""),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "linnet", "serve", "--run", "prices", "--json", "--trust"],
+        cwd=workshop, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        address = process.stderr.readline().strip()
+        found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\?key=([0-9a-f]{32})", address)
+        assert found is not None, address
+        connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=30)
+        with contextlib.closing(connection):
+            connection.request("POST", "/about", b"", {"X-Linnet-Key": found[2]})
+            assert json.loads(connection.getresponse().read())["name"] == "prices"
+        process.send_signal(signal.SIGINT)
+        assert json.loads(process.communicate(timeout=60)[0])["port"] == int(found[1])
+        assert process.returncode == 0
+    finally:
+        process.kill()
