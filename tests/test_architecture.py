@@ -44,6 +44,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("app.data", "app.models"),
     ("app.report",),
     ("app.runs",),
+    ("app.serve",),
     ("app.commands",),
     ("app.completion", "app.help", "app.settings_file"),
     ("app.cli",),
