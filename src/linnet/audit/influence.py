@@ -17,13 +17,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from linnet.audit.predictors import check_fit
+from linnet.audit.predictors import check_fit, check_fitted
 from linnet.errors import InputError
 from linnet.fitting.arguments import positions
 from linnet.fitting.evaluation import checked_inputs
+from linnet.fitting.fitted import Fitted, SquaredFit
 from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linear.dual import DualSystem
 from linnet.linear.formed_rows import FormedRows
 from linnet.linear.iteration import CGSettings, Effort
@@ -31,6 +34,7 @@ from linnet.linear.iterative import Iterative, Shared
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.preconditioner import CurvatureInverse
 from linnet.linear.problem import Problem
+from linnet.linear.softmax_loss import class_targets
 from linnet.linear.targets import check_arrangement, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import integer
@@ -73,7 +77,7 @@ class Influence:
 @in_exact_mode
 @torch.no_grad()
 def influence(
-    fit: LinearFit,
+    fit: Fitted,
     x: Inputs,
     method: str = "auto",
     labels: Any = None,
@@ -93,9 +97,11 @@ def influence(
     50. ``steps=0`` is that inverse alone, which can be far off.
 
     Args:
-        fit: A linear fit.
+        fit: A fit of ``linnet.fit`` or ``linnet.adapt``; of the cross-entropy, its influence is one exact
+            Newton step from the optimum.
         x: T examples.
         method: ``"exact"`` (dual), ``"cg"``, ``"ekfac"``; ``"auto"`` is exact for a dual fit, else "cg".
+            All but the first two are for fits of squared loss by ``linnet.fit``.
         labels: Classes (T,) or targets (T, C), for the influence on their losses.
         memory: Budget such as ``"4GB"``; by default half of what is available.
         directions: δ − δ₋ᵢ of all examples from :func:`weight_changes`, to ask about many x.
@@ -121,7 +127,9 @@ def influence(
         >>> found.outputs.shape, found.loss.shape, found.method
         (torch.Size([6, 3, 2]), torch.Size([6, 3]), 'exact')
     """
-    fit = check_fit(fit)
+    fit = check_fitted(fit)
+    if not isinstance(fit, LinearFit):
+        return _of_other(fit, x, method, labels, directions is not None or steps is not None)
     x = checked_inputs(fit.module, x)
     chosen = _method(fit, method, directions)
     effort = _effort(steps)
@@ -401,6 +409,50 @@ def _primal_of(fit: LinearFit, system: Any) -> Iterative:
     if isinstance(system, Iterative):
         primal.shared.preconditioner = system.shared.preconditioner
     return primal
+
+
+def _of_other(fit: Fitted, x: Inputs, method: Any, labels: Any, options: bool) -> Influence:
+    """Influence on a fit that has no displacement of one network's weights under squared loss."""
+    if method not in ("auto", "exact") or options:
+        what = f"method={method!r}" if method not in ("auto", "exact") else "directions= or steps="
+        raise InputError(
+            f"{what} of a {type(fit).__name__}",
+            expected='method="exact": this fit has its influence in closed form',
+            remedy="leave method=, directions= and steps= out",
+        )
+    assert isinstance(fit, SoftmaxFit | SquaredFit)
+    outputs = fit.influence(x)  # type: ignore[union-attr]
+    loss = None
+    if labels is not None:
+        targets = _test_targets(fit, batch_size(x), labels).to(outputs)
+        now = fit.predict(x).to(outputs)
+        if isinstance(fit, SquaredFit):
+            loss = -torch.einsum("tc,ntc->nt", targets - now, outputs) - outputs.square().sum(2) / 2
+        else:
+            loss = _cross_entropy(now, targets) - _cross_entropy(now - outputs, targets)
+    return Influence(outputs, loss, "exact", fit._solved.certificate())
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """−Σ t log p of logits (..., C), or of the log odds (..., 1) of the second class."""
+    if outputs.shape[-1] == 1:
+        return (F.softplus(outputs) - targets * outputs)[..., 0]
+    return -(targets * outputs.log_softmax(-1)).sum(-1)
+
+
+def _test_targets(fit: Fitted, n: int, labels: Any) -> Tensor:
+    """Targets of a fit for the labels of n test examples, (n, C)."""
+    y = named_tensor(labels, "labels").to(fit.targets.device)
+    if y.ndim == 0 or len(y) != n:
+        raise InputError(
+            f"labels has shape {tuple(y.shape)} and x {n} examples",
+            expected="one label for each example of x",
+            remedy="pass the labels of these very examples",
+        )
+    made = fit._targets
+    if isinstance(fit, SoftmaxFit):
+        return class_targets(y, fit.targets.shape[1], dtype=fit.targets.dtype).values
+    return make_targets(y, fit.targets.shape[1], made.scale, varied=False, dtype=fit.targets.dtype).values
 
 
 def _losses(fit: LinearFit, x: Inputs, labels: Any, outputs: Tensor) -> Tensor:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from linnet.audit.label_errors import LabelErrors, label_errors
-from linnet.audit.predictors import check_fit
+from linnet.audit.predictors import check_fitted
 from linnet.errors import InputError
-from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.fitted import Fitted, SquaredFit
+from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.tangent.modes import in_exact_mode
 
 SCORES = ("auto", "margin", "residual", "self-influence")
@@ -34,7 +35,7 @@ class LabelRanking:
         scores: Suspicion of each training example, larger is worse, (N,).
         labels: Classes as given, (N,); ``None`` for regression.
         predicted: Classes by the fit without the example, (N,); ``None`` for regression.
-        residual: ‖tᵢ − f₋ᵢ(xᵢ)‖, (N,).
+        residual: ‖tᵢ − f₋ᵢ(xᵢ)‖, (N,); of probabilities under the cross-entropy.
         self_influence: ‖f(xᵢ) − f₋ᵢ(xᵢ)‖, (N,).
         score: Which score it is.
         errors: Which labels look wrong, and how many would by chance; ``None`` for regression.
@@ -120,11 +121,11 @@ def _refuse_regression() -> NoReturn:
 
 @in_exact_mode
 @torch.no_grad()
-def mislabeled(fit: LinearFit, score: str = "auto") -> LabelRanking:
+def mislabeled(fit: Fitted, score: str = "auto") -> LabelRanking:
     """Rank training examples by how much the fit without them contradicts their labels.
 
     Args:
-        fit: A linear fit.
+        fit: A fit of ``linnet.adapt`` or ``linnet.fit``, of either loss.
         score: ``"margin"``, the largest leave-one-out output of another class less that of the given one;
             ``"residual"``, ‖tᵢ − f₋ᵢ(xᵢ)‖; ``"self-influence"``, ‖f(xᵢ) − f₋ᵢ(xᵢ)‖. ``"auto"`` is the margin
             for classes and the residual for regression.
@@ -147,12 +148,18 @@ def mislabeled(fit: LinearFit, score: str = "auto") -> LabelRanking:
         >>> mislabeled(linnet.fit(linnet.linearize(net), (x, y), ridge=0.1)).order[:1]
         tensor([2])
     """
-    fit = check_fit(fit)
-    chosen = _score(fit, score)
-    loo = fit.loo().double()
-    residual = fit.targets.to(loo) - loo
-    # from the fit's own leave-one-out; that of cross-fitted heads has no fit with the example in it
-    own = fit.system.loo_residuals() - fit.system.ridge * fit.system.beta
+    fit = check_fitted(fit)
+    if isinstance(fit, SquaredFit):
+        loo, solved = fit.loo().double(), fit._solved
+        residual = fit.targets.to(loo) - loo
+        # from the fit's own leave-one-out; that of cross-fitted heads has no fit with the example in it
+        own = solved.loo_residuals() - solved.ridge * solved.beta
+    else:
+        assert isinstance(fit, SoftmaxFit)
+        loo = both_logits(fit.loo().double())
+        residual = both_probabilities(fit.targets.to(loo)) - loo.softmax(1)
+        own = fit.system.outputs - fit.system.loo_outputs()
+    chosen = _score(fit.labels, loo.shape[1], score)
     size, change = residual.norm(dim=1), own.double().norm(dim=1)
     labels = fit.labels
     predicted = None if labels is None else loo.argmax(1)
@@ -173,9 +180,33 @@ def _margin(outputs: Tensor, labels: Tensor) -> Tensor:
     return others.amax(1) - given[:, 0]
 
 
-def _score(fit: LinearFit, score: str) -> str:
+def both_logits(outputs: Tensor) -> Tensor:
+    """Logits of all classes: one output is that of the second of two.
+
+    Args:
+        outputs: (N, C).
+
+    Returns:
+        (N, C), or (N, 2) where C is 1.
+    """
+    return outputs if outputs.shape[1] > 1 else torch.cat([torch.zeros_like(outputs), outputs], 1)
+
+
+def both_probabilities(targets: Tensor) -> Tensor:
+    """Probabilities of all classes: one number is that of the second of two.
+
+    Args:
+        targets: (N, C).
+
+    Returns:
+        (N, C), or (N, 2) where C is 1.
+    """
+    return targets if targets.shape[1] > 1 else torch.cat([1 - targets, targets], 1)
+
+
+def _score(labels: Tensor | None, outputs: int, score: str) -> str:
     """The score that is used."""
-    classes = fit.labels is not None and fit.targets.shape[1] > 1
+    classes = labels is not None and outputs > 1
     if score not in SCORES:
         raise InputError(
             f"score={score!r}",

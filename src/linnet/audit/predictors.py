@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError
+from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import LinearFit
 from linnet.params import tensor
 from linnet.tangent.batch import Inputs, batch_size, require_dense, split, tensors_in
@@ -32,8 +33,30 @@ def check_fit(fit: Any, name: str = "fit") -> LinearFit:
     if not isinstance(fit, LinearFit):
         raise InputError(
             f"{name} is {type(fit).__name__}",
-            expected="a LinearFit",
+            expected="a LinearFit: this is about weights δ that solve one system of equations",
             remedy='make one with linnet.fit(lin, data), whose loss is "squared"',
+        )
+    return fit
+
+
+def check_fitted(fit: Any, name: str = "fit") -> Fitted:
+    """Raise unless an argument is a fit, of ``linnet.fit`` or ``linnet.adapt``.
+
+    Args:
+        fit: The argument.
+        name: Its name.
+
+    Returns:
+        The fit.
+
+    Raises:
+        InputError: If it is anything else.
+    """
+    if not isinstance(fit, Fitted):
+        raise InputError(
+            f"{name} is {type(fit).__name__}",
+            expected="a fit",
+            remedy="make one with linnet.adapt(model, data) or linnet.fit(lin, data)",
         )
     return fit
 

@@ -136,7 +136,7 @@ class Finetuned(PredictiveModel):
         raise InputError(
             "predictive(x) of a Finetuned",
             expected="a model with a distribution over its outputs",
-            remedy="linnet.Laplace(tuned.module, likelihood).fit(data).predictive(x), or linnet.fit",
+            remedy="linnet.fit(linnet.linearize(model), data), whose predictive(x) is in closed form",
         )
 
     def summary(self) -> dict[str, Any]:

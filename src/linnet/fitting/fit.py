@@ -17,7 +17,7 @@ from linnet.fitting.cross_fit import CrossFit, find_cross_fit
 from linnet.fitting.evaluation import base_outputs
 from linnet.fitting.linear_fit import LinearFit, Record
 from linnet.fitting.plan import Size, affordable, choose_solver
-from linnet.fitting.remarks import head_remarks, single_remarks
+from linnet.fitting.remarks import head_remarks, held_remarks, single_remarks
 from linnet.fitting.sketch import deflated, sketched
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.fitting.softmax_path import check_criterion
@@ -225,7 +225,8 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
     criterion = ridge if isinstance(ridge, str) else "given"
     of_head = (folds.said,) if folds is not None else head_remarks(lin.model, x, y)
     name = "sketch" if "sketch" in reasons else chosen
-    record = Record(name, criterion, reasons, (*of_head, *single_remarks(made)), seconds)
+    said = (*held_remarks(lin.function), *of_head, *single_remarks(made))
+    record = Record(name, criterion, reasons, said, seconds)
     if loss == "cross-entropy":
         warn_of_probabilities(ClassLoss(made.values).likelihood, f0)
         settings = affordable(lin.function, x, settings, memory) if chosen == "cg" else settings

@@ -112,6 +112,13 @@ class SolvedSquares(Solved, Protocol):
     def loo_variances(self) -> Tensor:
         """Variances of the left-out outputs in units of the noise, (N, C, C)."""
 
+    def loo_residuals(self) -> Tensor:
+        """Target less output without the example, (N, C)."""
+
+    @property
+    def beta(self) -> Tensor:
+        """β, (N, C): the residual of each example is ρβ."""
+
 
 class SquaredFit(Fitted):
     """A fit of the squared loss, whose probabilities are calibrated on leave-one-out outputs.

@@ -33,7 +33,7 @@ from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.problem import Problem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets
-from linnet.params import choice, number
+from linnet.params import choice, flag, number
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.noise import Noise
 from linnet.tangent.batch import (
@@ -145,24 +145,25 @@ class LinearFit(SquaredFit):
         return torch.cat([part.reshape(part.shape[0], -1) for part in parts])
 
     @in_exact_mode
-    def predictive(self, x: Inputs) -> GaussianPredictive:
+    def predictive(self, x: Inputs, joint: bool = False) -> GaussianPredictive:
         """The posterior of the outputs: mean f₀ + Jδ and covariance σ² J (JᵀJ + ρI)⁻¹ Jᵀ.
 
         Args:
             x: T examples.
+            joint: Whether covariances between examples are wanted, (T, C, T, C).
 
         Returns:
-            A Gaussian for each example.
+            A Gaussian for each example, or of all together.
 
         Raises:
             DataError: If x is empty or not finite.
         """
         x = checked_inputs(self.module, x)
-        covariance = self.system.covariance(x) / self.ridge
+        covariance = self.system.covariance(x, flag("joint", joint)) / self.ridge
         mean = self.predict(x)
-        covariance = self.noise * (covariance + covariance.mT) / 2
-        spread, scale = covariance.to(mean.dtype), self.variance_scale
-        return GaussianPredictive(mean, spread, Noise(self.noise, self.temperature, scale))
+        turned = covariance.permute(2, 3, 0, 1) if joint else covariance.mT
+        spread, scale = (self.noise * (covariance + turned) / 2).to(mean.dtype), self.variance_scale
+        return GaussianPredictive(mean, spread, Noise(self.noise, self.temperature, scale), joint=joint)
 
     # -- audits ----------------------------------------------------------------------------------
 

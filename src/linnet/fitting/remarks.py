@@ -9,6 +9,7 @@ from linnet.fitting.head import example_hashes
 from linnet.fitting.last_layer import RECORD
 from linnet.linear.targets import Targets
 from linnet.tangent.batch import Inputs
+from linnet.tangent.functional import Functional
 
 HEAD = "the head was fitted on"
 CROSS = "the head is cross-fitted"
@@ -43,6 +44,24 @@ def head_remarks(model: nn.Module, x: Inputs, y: Tensor) -> tuple[str, ...]:
         f"{HEAD} {again} of these {len(y)} examples, so leave-one-out and the "
         "quantities chosen by it are optimistic, and forgetting an example does not undo its part "
         "in the head",
+    )
+
+
+def held_remarks(function: Functional) -> tuple[str, ...]:
+    """Whether one layer alone varies because the weights of the others require no gradient.
+
+    Args:
+        function: The network and the weights that vary.
+
+    Returns:
+        A sentence, if it does.
+    """
+    layers = {name.rpartition(".")[0] for name in function.names}
+    if not function.held or len(layers) > 1:
+        return ()
+    return (
+        f"only the layer {min(layers)} varies: {function.held:,} other weights require no gradient and stay as "
+        'they are; linearize(model, params="all") lets them vary too',
     )
 
 

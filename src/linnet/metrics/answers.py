@@ -117,7 +117,11 @@ def _check_distribution(p: Tensor) -> None:
         f"{float(total[place]):.4g} and its smallest value is {float(p[place].min()):.4g}; "
         f"these seem to be {kind}",
         expected="rows of non-negative numbers that sum to one",
-        remedy="return outputs.exp()" if likely_log else "return outputs.softmax(-1)",
+        remedy=(
+            "return outputs.exp()"
+            if likely_log
+            else "return outputs.softmax(-1); of a fit, pass the fit itself"
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from linnet.metrics.judged import Judged, join, judge
 from linnet.metrics.reports import RegressionReport, Report
 from linnet.params import choice, function, integer
 from linnet.params import device as checked_device
+from linnet.predictive.model import PredictiveModel
 from linnet.progress import track
 from linnet.tangent.batch import Inputs
 
@@ -22,7 +23,7 @@ Predict = Callable[[Inputs], Any]
 
 
 def evaluate(
-    predict: Predict,
+    predict: Predict | PredictiveModel,
     data: Any,
     *,
     bins: int = 15,
@@ -35,7 +36,8 @@ def evaluate(
     Only a few numbers are kept of each example, so data of any size can be streamed.
 
     Args:
-        predict: Called with the inputs of one batch. For integer labels it returns probabilities (N, C), S
+        predict: A model of linnet, such as a fit, whose ``predictive`` is called; or a callable, called
+            with the inputs of one batch. For integer labels it returns probabilities (N, C), S
             samples of them (S, N, C), or an object with ``.probs``; samples are averaged, and the entropy
             is then split into its expectation and the mutual information. For real targets it returns an
             object with ``.mean`` and ``.variance``, (N,) or (N, D).
@@ -63,6 +65,7 @@ def evaluate(
     """
     choice("noise", noise, ("add", "included"))
     integer("bins", bins)
+    predict = asked(predict)
     judged: list[Judged] = []
     values: list[tuple[Tensor, Tensor, Tensor]] = []
     classes, start = 0, 0
@@ -106,6 +109,23 @@ def _compared(answer: Any, y: Tensor, noise: str, start: int) -> tuple[Tensor, T
             remedy="drop or repair these examples",
         )
     return mean, variance, target
+
+
+def asked(predict: Any) -> Predict:
+    """What is called for the predictions of a batch.
+
+    Args:
+        predict: A callable, or a model of linnet.
+
+    Returns:
+        The callable, or the model's ``predictive``.
+
+    Example:
+        >>> asked(torch.exp) is torch.exp
+        True
+    """
+    callable_: Predict = predict.predictive if isinstance(predict, PredictiveModel) else predict
+    return callable_
 
 
 def batches_of(

@@ -12,10 +12,11 @@ import torch
 from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import DataError, InputError
 from linnet.metrics.answers import ask, class_probabilities
-from linnet.metrics.evaluate import Predict, batches_of, same_classes
+from linnet.metrics.evaluate import Predict, asked, batches_of, same_classes
 from linnet.metrics.judged import SCORES, Judged, join, judge
 from linnet.metrics.ranking import MOST_POINTS, Detection, InverseCumulative, inverse_cumulative
 from linnet.params import choice, integer
+from linnet.predictive.model import PredictiveModel
 from linnet.progress import track
 from linnet.tangent.batch import tensors_in
 
@@ -135,7 +136,7 @@ class Separation:
 
 
 def ood(
-    predict: Predict,
+    predict: Predict | PredictiveModel,
     inside: Any,
     outside: Any,
     *,
@@ -146,7 +147,8 @@ def ood(
     """Compare the uncertainty of predictions inside and outside of the distribution trained on.
 
     Args:
-        predict: Called with the inputs of one batch; returns probabilities (N, C), S samples of them
+        predict: A model of linnet, such as a fit, whose ``predictive`` is called; or a callable, called
+            with the inputs of one batch, that returns probabilities (N, C), S samples of them
             (S, N, C), or an object with ``.probs``.
         inside: Inputs like those trained on, or data with targets, which are not looked at: a tensor, an
             (x, y) pair, a ``Dataset`` or a ``DataLoader``.
@@ -169,6 +171,7 @@ def ood(
         1.0
     """
     choice("score", score, SCORES)
+    predict = asked(predict)
     known, classes, shapes = _judged(predict, batches_of(predict, inside, batch_size, device), "inside", ())
     apart, others, _ = _judged(predict, batches_of(predict, outside, batch_size, device), "outside", shapes)
     if classes != others:

@@ -76,7 +76,12 @@ class Features:
             raise ModelError(
                 f"nothing is below the last linear layer ({name}) in the parameters chosen",
                 expected="a network with weights below its head",
-                remedy="leave params= out, or pass weight=0 for the linear probe alone",
+                remedy=(
+                    'pass params="all", since weights that require no gradient are left out; or weight=0 '
+                    "for the linear probe alone"
+                    if params is None
+                    else "leave params= out, or pass weight=0 for the linear probe alone"
+                ),
             )
         self.heads, self.seed, self.width = heads, seed, old.in_features
         self.layer, self.trained = name, trained

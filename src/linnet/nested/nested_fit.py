@@ -29,6 +29,7 @@ from linnet.nested.prior import Prior
 from linnet.nested.rows import Rows
 from linnet.nested.rungs import Rung
 from linnet.nested.search import choose
+from linnet.params import flag
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.noise import Noise
 from linnet.tangent.batch import (
@@ -138,19 +139,22 @@ class NestedFit(SquaredFit):
         return self._mean(self._to_train(self._checked(x)))
 
     @torch.no_grad()
-    def predictive(self, x: Inputs) -> GaussianPredictive:
+    def predictive(self, x: Inputs, joint: bool = False) -> GaussianPredictive:
         """The posterior of the outputs: mean f and variance σ²/ρ [K(x,x) − K(x,X) M K(X,x)], M = (K + ρI)⁻¹.
 
         Args:
             x: T examples.
+            joint: Whether covariances between examples are wanted, (T, C, T, C).
 
         Returns:
-            A Gaussian for each example; its outputs are independent and of one variance.
+            A Gaussian for each example, or of all together; outputs are independent and of one variance.
 
         Raises:
             DataError: If x is empty or not finite.
         """
         x = self._checked(x)
+        if flag("joint", joint):
+            return self._joint(x)
         names = hash_examples(x)
         cross = self._rows.known(names)
         if cross is None:
@@ -165,6 +169,17 @@ class NestedFit(SquaredFit):
         spread = variance.to(mean.dtype)[:, None, None] * eye
         targets = Noise(self.noise, self.temperature, self.variance_scale)
         return GaussianPredictive(mean, spread, targets)
+
+    def _joint(self, x: Inputs) -> GaussianPredictive:
+        """The posterior of the outputs for all examples together."""
+        cross = self._to_train(x)
+        kernel = self.prior.square(x, self.prior.phi(x))
+        covariance = self.noise / self.ridge * (kernel - self.system.cross(cross) @ cross.T)
+        mean = self._mean(cross)
+        eye = torch.eye(self.system.c, dtype=mean.dtype, device=mean.device)
+        spread = torch.einsum("ij,cd->icjd", ((covariance + covariance.T) / 2).to(mean.dtype), eye)
+        targets = Noise(self.noise, self.temperature, self.variance_scale)
+        return GaussianPredictive(mean, spread, targets, joint=True)
 
     def _checked(self, x: Inputs) -> Inputs:
         """Examples on the network's device, or an error."""

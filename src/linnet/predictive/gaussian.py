@@ -106,7 +106,7 @@ class GaussianPredictive(Predictive):
             raise InputError(
                 "joint_covariance of a prediction without it",
                 expected="predictive(x, joint=True)",
-                remedy="predict again with joint=True, where this model has it",
+                remedy="predict again with joint=True; a fit of the cross-entropy and baselines have none",
             )
         return self.full
 

@@ -65,6 +65,7 @@ class Functional:
         model: The frozen copy, in evaluation mode, without gradients.
         names: Selected parameter names, in the order of ``named_parameters()``.
         space: Their ``ParameterSpace``.
+        held: Number of weights that were left out because they require no gradient.
 
     Raises:
         ModelError: If the network cannot be copied or has weights that are not finite.
@@ -74,6 +75,7 @@ class Functional:
         check_output(output)
         model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
         self.names = select_parameters(model, params)
+        self.held = _held(model, self.names) if params is None else 0
         self.model = _frozen_copy(model)
         self.output = output
         self.recurrent = has_recurrence(model)
@@ -367,6 +369,12 @@ def padding_rows(model: nn.Module, names: list[str]) -> dict[str, tuple[int, boo
             if tracked:
                 found[tracked[0]] = (module.padding_idx, len(owners) > 1)
     return found
+
+
+def _held(model: nn.Module, names: list[str]) -> int:
+    """Weights beside the chosen ones that require no gradient."""
+    chosen = set(names)
+    return sum(p.numel() for n, p in model.named_parameters() if n not in chosen and not p.requires_grad)
 
 
 @in_exact_mode

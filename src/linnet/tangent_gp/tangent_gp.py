@@ -428,6 +428,8 @@ class TangentGP(PredictiveModel):
             "noise scale": self.noise_scale,
             "likelihood": self._likelihood.describe(),
         }
+        if self._plan is None:
+            return {**known, "state": "not fitted"}
         return {**known, **describe(self.plan, self._fitted, self._options)}
 
     def save(self, directory: str | Path) -> Path:

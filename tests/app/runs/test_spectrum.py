@@ -57,6 +57,11 @@ def test_from_a_network_and_data_as_a_process(tmp_path: Path) -> None:
     assert json.loads(again.stdout)["energy"] == printed["energy"]
 
 
+def weights_of(said: str) -> int:
+    """The number of weights of the network that was examined, as the first line tells it."""
+    return int(said.splitlines()[0].rpartition("; ")[2].partition(" weights")[0].replace(",", ""))
+
+
 def test_of_a_run(workshop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = workshop / "pictures"
     before = (run / "report.html").read_bytes()
@@ -66,6 +71,7 @@ def test_of_a_run(workshop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Linear fine-tuning is likely to" in said
     assert "top 7" in said
     assert "one linearization at a random head" in said
+    assert weights_of(said) > json.loads((run / "result.json").read_text())["fit"]["parameters"]
     assert found["scores"][0]["accuracy"] > 0.8
     assert (run / "report.html").read_bytes() == before
 

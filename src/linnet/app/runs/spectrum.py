@@ -155,7 +155,11 @@ def _one_linearization(run: SavedRun) -> SavedRun:
     network = with_head(fit.module.model, fit.system.c, init="random", seed=generator)
     labels = fit.labels
     data = fit.x, fit.targets if labels is None else labels
-    lin, targets = linearize(with_centered_head(network)), OneHot(fit._targets.scale)
+    # what the run was made of: its own choice of weights, which may be frozen, and the head
+    below, head = set(fit.module.function.names), fit.module.layer
+    chosen = [n for n, _ in network.named_parameters() if n in below or n.rpartition(".")[0] == head]
+    lin = linearize(with_centered_head(network), chosen)
+    targets = OneHot(fit._targets.scale)
     linear = fit_linear(lin, data, targets=targets, ridge="loo", memory=fit.memory)
     note = "this is about one linearization at a random head; the run averages several beside a linear probe"
     linear.record = replace(linear.record, warnings=(*linear.record.warnings, note))
