@@ -60,8 +60,8 @@ def held_remarks(function: Functional) -> tuple[str, ...]:
     if not function.held or len(layers) > 1:
         return ()
     return (
-        f"only the layer {min(layers)} varies: {function.held:,} other weights require no gradient and stay as "
-        'they are; linearize(model, params="all") lets them vary too',
+        f"only the layer {min(layers)} varies: {function.held:,} other weights require no gradient and stay "
+        'as they are; linearize(model, params="all") lets them vary too',
     )
 
 
