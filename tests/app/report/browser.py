@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 SECONDS = 60.0  # for one answer
+# The browser reads from descriptor 3 and writes to descriptor 4.
+LAUNCH = """
+import fcntl, os, sys
+reading, writing = (fcntl.fcntl(int(pipe), fcntl.F_DUPFD, 10) for pipe in sys.argv[1:3])
+os.dup2(reading, 3)
+os.dup2(writing, 4)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -83,10 +93,11 @@ class Browser:
         self.call("Emulation.setScriptExecutionDisabled", value=not script)
         self.events.clear()
         self.call("Page.navigate", url=page.resolve().as_uri())
+        end = time.monotonic() + SECONDS
+        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
+            assert time.monotonic() < end, "the page does not load"
+            time.sleep(0.01)
         self.call("Emulation.setScriptExecutionDisabled", value=False)
-        self.run(
-            "new Promise(done => document.readyState == 'complete' ? done() : addEventListener('load', done))"
-        )
 
     def press(self, key: str, code: int) -> None:
         """Press a key."""
@@ -123,7 +134,8 @@ def browsing() -> Iterator[Browser]:
         receiving, to_write = os.pipe()
         process = subprocess.Popen(
             [
-                "/bin/sh", "-c", f'exec "$0" "$@" 3<&{to_read} 4>&{to_write}', program, "--headless", "--no-sandbox",
+                sys.executable, "-c", LAUNCH, str(to_read), str(to_write), program, "--headless",
+                "--no-sandbox",
                 "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe",
                 f"--user-data-dir={home}", "about:blank",
             ],

@@ -125,7 +125,8 @@ def test_steps_of_the_run_come_last() -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ("train/1", "train/2"), ("a b.png",), ("a,b.png", "c.png"), ("'; rm -rf ~; '", "$(reboot)"), ("[x].png",),
+        ("train/1", "train/2"), ("a b.png",), ("a,b.png", "c.png"),
+        ("'; rm -rf ~; '", "$(reboot)"), ("[x].png",),
         ("-out.png",), ('"quoted"', "ümlaut.png"), ("`id`,",),
     ],
 )  # fmt: skip

@@ -12,8 +12,8 @@ from linnet.app.report.tables import Table, tables
 from tests.app.report.material import digits_run, regression_run
 
 EVERY = {
-    "scores", "classes", "confusions", "ridges", "spectrum", "label-errors", "forgetting", "choices", "memory",
-    "parameters", "timings", "predictions",
+    "scores", "classes", "confusions", "ridges", "spectrum", "label-errors", "forgetting", "choices",
+    "memory", "parameters", "timings", "predictions",
 }  # fmt: skip
 
 

@@ -270,7 +270,7 @@ def informativeness_bars(values: Array, labels: Array | None = None, classes: Se
             for index, name in enumerate(classes):
                 axes.bar([0], [0], color=class_color(index), label=brief(name, 18))
             figure.legend(
-                loc="outside upper left", ncols=min(len(classes), 4), handlelength=0.8, handleheight=0.8
+                loc="outside upper left", ncols=min(len(classes), 5), handlelength=0.8, handleheight=0.8
             )
         else:
             colors = [ACCENT] * len(order)

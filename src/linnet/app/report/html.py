@@ -88,14 +88,15 @@ def _text(name: str) -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    """What a browser may do with the page: its own style, its own script, pictures inside it, nothing else."""
+    """What a browser may do with the page: its own style and script, pictures inside it, nothing else."""
 
     def digest(text: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
     return "; ".join((
         "default-src 'none'", "img-src data:", f"script-src {digest(script)}",
-        f"style-src-elem {digest(style)}", "style-src-attr 'unsafe-inline'",  # lengths of bars, colors of dots
+        f"style-src-elem {digest(style)}",
+        "style-src-attr 'unsafe-inline'",  # lengths of bars, colors of dots
         "base-uri 'none'", "form-action 'none'", "require-trusted-types-for 'script'", "trusted-types 'none'",
     ))  # fmt: skip
 
@@ -108,7 +109,7 @@ def _context(run: Run) -> dict[str, Any]:
     return {
         "run": run,
         "fit": run.fit,
-        "summary": summary(run),
+        "summary": [sentence.replace(" ± ", "\u00a0±\u00a0") for sentence in summary(run)],
         "key_numbers": key_numbers(run),
         "steps": steps,
         "bars": bars_,

@@ -2,7 +2,7 @@
 
 // Text that a spreadsheet would take for a formula gets an apostrophe before it; numbers stay numbers.
 const FORMULA = /^[=+\-@\t\r\n]/;
-const FEW = 8; // rows that need no filter
+const FEW = 12; // rows that need no filter
 
 function made(tag, properties = {}, parent = null) {
   const element = Object.assign(document.createElement(tag), properties);
@@ -53,7 +53,7 @@ function filterable(table, announce) {
   const texts = new Map(rows.map((row) => [row, [...row.cells].map((cell) => cell.textContent).join(" ").toLowerCase()]));
   const label = made("label", {}, tools);
   label.append("Filter ");
-  const input = made("input", { type: "search", placeholder: "words that a row must have" }, label);
+  const input = made("input", { type: "search", placeholder: "words of a row" }, label);
   const count = made("span", { textContent: `${rows.length} rows` }, tools);
   input.addEventListener("input", () => {
     const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);

@@ -447,7 +447,7 @@ class Notes:
     """The words of a report.
 
     Args:
-        headline: Sentences for the top of the page, the verdict first; written from the numbers when left out.
+        headline: Sentences for the top of the page, the verdict first; written from the numbers by default.
         warnings: Sentences that a reader must not miss.
         facts: (name, value) pairs for the foot of the page: versions, seed, command.
         steps: What to do next, behind what follows from the numbers.

@@ -115,7 +115,7 @@ def next_steps(run: Run) -> tuple[Step, ...]:
 
 
 def command(name: str, run: str, ids: Sequence[str] = (), **options: str) -> str:
-    """A command of linnet on some samples of a run, as a shell takes it.
+    r"""A command of linnet on some samples of a run, as a shell takes it.
 
     Args:
         name: The command.
@@ -130,7 +130,7 @@ def command(name: str, run: str, ids: Sequence[str] = (), **options: str) -> str
         >>> command("forget", "runs/a", ["train/3", "train/9"], out="runs/b")
         'linnet forget --run runs/a --ids train/3,train/9 --out runs/b'
         >>> command("explain", "my run", ["a,b.png"])
-        'linnet explain --run \\'my run\\' --ids \\'["a,b.png"]\\''
+        'linnet explain --run \'my run\' --ids \'["a,b.png"]\''
     """
     words = ["linnet", name, "--run", run]
     if ids:
@@ -237,8 +237,8 @@ def _check_by_hand(run: Run) -> Step | None:
         return None
     edge = float(np.sort(test.probs.max(1))[count - 1])
     text = (
-        f"Of the {count} test samples with the lowest probability {percent(worst, 0)} are wrong, of the others "
-        f"{percent(rest, 0)}."
+        f"Of the {count} test samples with the lowest probability {percent(worst, 0)} are wrong, "
+        f"of the others {percent(rest, 0)}."
     )
     return Step(f"Have a person check predictions below {percent(edge, 0)}", text)
 

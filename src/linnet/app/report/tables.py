@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from linnet.app.report.judgment import share_error
-from linnet.app.report.measures import ranking
+from linnet.app.report.measures import Array, ranking
 from linnet.app.report.records import DoubtedLabel, HeldOutSet
 from linnet.app.report.run import Run
 from linnet.app.report.steps import class_records
@@ -88,6 +88,11 @@ def _figure(value: Any, form: Callable[[Any], str] = number) -> Cell:
     """A number in its format; texts pass unchanged."""
     known = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     return Cell(form(value), float(value) if known and np.isfinite(value) else None)
+
+
+def _whole(share: float | None) -> str:
+    """A share in whole percent."""
+    return percent(share, 0)
 
 
 def _class(run: Run, value: Any) -> Cell:
@@ -172,7 +177,7 @@ def _confusions(run: Run, count: int = 6) -> Table | None:
     rows = [
         (
             _class(run, true), _class(run, guess), _figure(int(found[true, guess])),
-            _figure(found[true, guess] / totals[true], lambda share: percent(share, 0)),
+            _figure(found[true, guess] / totals[true], _whole),
         )
         for true, guess in pairs
         if found[true, guess]
@@ -188,8 +193,9 @@ def _ridges(run: Run) -> Table | None:
     path = run.fit.path
     if path is None:
         return None
-    every = [
-        (loo_name(run.fit.ridge), path.loo_error, number), ("Leave-one-out accuracy", path.loo_accuracy, percent),
+    every: list[tuple[str, Array | None, Callable[[Any], str]]] = [
+        (loo_name(run.fit.ridge), path.loo_error, number),
+        ("Leave-one-out accuracy", path.loo_accuracy, percent),
         ("Test accuracy", path.test_accuracy, percent), ("Generalized cross-validation", path.gcv, number),
         ("Log evidence (nats)", path.evidence, number),
     ]  # fmt: skip
@@ -245,11 +251,12 @@ def _suspects(run: Run) -> Table | None:
     def row(suspect: DoubtedLabel) -> list[Cell]:
         cells = [
             Cell(train.samples.name(suspect.sample)), _class(run, suspect.given),
-            _class(run, suspect.suggested), _figure(suspect.doubt, lambda share: percent(share, 0)),
+            _class(run, suspect.suggested), _figure(suspect.doubt, _whole),
         ]  # fmt: skip
         return [*cells, Cell({True: "wrong", False: "right", None: "–"}[suspect.flipped])] if known else cells
 
-    columns = ["Sample", "Given", "Rather", ("Likely wrong", "figure"), *(["Known to be"] if known else [])]
+    columns: list[str | tuple[str, str]] = ["Sample", "Given", "Rather", ("Likely wrong", "figure")]
+    columns += ["Known to be"] if known else []
     caption = "Probable label errors, with the probability that the given label is wrong."
     return _table("label-errors", caption, columns, map(row, train.suspects[:_ROWS]))
 

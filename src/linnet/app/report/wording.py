@@ -59,7 +59,7 @@ def measured(value: float, error: float | None, signs: bool = False, most: int =
         Text without a unit, which no line break divides.
 
     Example:
-        >>> measured(14.53, 1.12).replace("\xa0", " "), measured(61234.5, 532.1).replace("\xa0", " ")
+        >>> measured(14.53, 1.12).replace("\u00a0", " "), measured(61234.5, 532.1).replace("\u00a0", " ")
         ('14.5 ± 1.1', '61,230 ± 530')
         >>> measured(0.5, None)
         '0.500'
@@ -69,9 +69,9 @@ def measured(value: float, error: float | None, signs: bool = False, most: int =
         return sign + number(value)
     places = min(1 - math.floor(math.log10(error)), most)  # two digits of the error
     if not -3 <= places <= 6:
-        return f"{sign}{number(value)}\xa0±\xa0{number(error, 2)}"
+        return f"{sign}{number(value)}\u00a0±\u00a0{number(error, 2)}"
     shown, spread = (f"{round(part, places):,.{max(places, 0)}f}" for part in (value, error))
-    return f"{sign}{shown}\xa0±\xa0{spread}".replace("-", "−")
+    return f"{sign}{shown}\u00a0±\u00a0{spread}".replace("-", "−")
 
 
 def measured_share(share: float, error: float | None, unit: str = "%", signs: bool = False) -> str:
@@ -87,13 +87,13 @@ def measured_share(share: float, error: float | None, unit: str = "%", signs: bo
         Text, which no line break divides.
 
     Example:
-        >>> measured_share(0.64667, 0.039).replace("\xa0", " ")
+        >>> measured_share(0.64667, 0.039).replace("\u00a0", " ")
         '64.7 ± 3.9 %'
-        >>> measured_share(-0.0312, 0.012, "points", signs=True).replace("\xa0", " ")
+        >>> measured_share(-0.0312, 0.012, "points", signs=True).replace("\u00a0", " ")
         '−3.1 ± 1.2 points'
     """
     known = None if error is None else 100 * error
-    return f"{measured(100 * share, known, signs, 1)}\xa0{unit}"
+    return f"{measured(100 * share, known, signs, 1)}\u00a0{unit}"
 
 
 def percent(share: float | None, decimals: int = 1) -> str:

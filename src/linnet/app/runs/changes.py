@@ -19,7 +19,7 @@ from linnet.app.runs.folder import SavedRun, TrainingSamples, load_test, test_di
 from linnet.app.runs.kinds import Fit, certificate_of, refit_arguments, solved_anew
 from linnet.app.runs.naming import find_samples, named
 from linnet.app.runs.newdata import NewSamples
-from linnet.app.runs.pages import choices, facts, held_out, place_of, seen, suspects, training_set
+from linnet.app.runs.pages import choices, facts, further, held_out, place_of, seen, suspects, training_set
 from linnet.errors import DataError, InputError
 from linnet.fitting.fit import fit as fit_linear
 from linnet.nested.nested_fit import NestedFit
@@ -233,7 +233,8 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
     )  # fmt: skip
     findings = (*change.notes, *((why,) if why else ()))
     warnings = (*after.fit.record.warnings, *findings)
-    notes = Notes(_headline(change, rows), warnings, facts(after))
+    steps = further(place_of(out), False, after.classes is not None)
+    notes = Notes(_headline(change, rows), warnings, facts(after), steps)
     timings = [Timing(command, change.seconds)]
     if change.refit_seconds is not None:
         timings.append(
@@ -273,7 +274,8 @@ def _headline(change: Change, rows: tuple[Comparison, ...]) -> tuple[str, ...]:
     """The change, in sentences."""
     count = len(change.removed)
     if count:
-        first = f"{count} of {number(change.before.fit.n)} training samples were forgotten in {duration(change.seconds)}."
+        every = number(change.before.fit.n)
+        first = f"{count} of {every} training samples were forgotten in {duration(change.seconds)}."
     else:
         added = change.after.fit.n - change.before.fit.n
         first = f"{added} training samples were added to {change.before.fit.n} in {duration(change.seconds)}."

@@ -111,7 +111,7 @@ def adaptation_page(found: Adaptation, title: str, out: Path, replay: bool = Fal
         ridge=RidgeChoice(run.fit.record.criterion, loss_of(run.fit), cross_fitted(run.fit)),
     )  # fmt: skip
     folder = place_of(out)
-    steps = _further(folder, replay and _is_untuned(run.fit), task.classes is not None)
+    steps = further(folder, replay and _is_untuned(run.fit), task.classes is not None)
     notes = Notes(warnings=(*run.fit.record.warnings, *task.findings), facts=facts(run), steps=steps)
     scores = Scores(found.rows, found.reliability, len(task.test))
     page = Run(title, run.classes, notes, scores, record, train, test, folder)
@@ -138,10 +138,19 @@ def _is_untuned(fit: Fit) -> bool:
     return isinstance(fit, NestedFit) and not fit.trained and not fit.rungs
 
 
-def _further(folder: str, tunable: bool, classes: bool) -> tuple[Step, ...]:
-    """The commands that go on from an adaptation."""
+def further(folder: str, tunable: bool, classes: bool) -> tuple[Step, ...]:
+    """The commands that go on from a run, whatever its numbers are.
+
+    Args:
+        folder: The run's folder, as commands take it.
+        tunable: Whether its adaptation can be repeated with training of the lower layers.
+        classes: Whether it predicts classes.
+
+    Returns:
+        The steps.
+    """
     predict = shlex.join(["linnet", "predict", "--run", folder, "--data", "FOLDER"])
-    text = "FOLDER is an image folder, .npz or .csv like the data; without answers, its page names what to label next."
+    text = "FOLDER is an image folder, .npz or .csv like the data. Without answers, the page names what to label."
     steps = [Step("Predict new samples", text, predict)]
     if tunable:
         words = ["linnet", "adapt", "--config", f"{folder}/run.yaml", "--tune", "true"]
@@ -187,7 +196,7 @@ def suspects(fit: Fit) -> tuple[tuple[DoubtedLabel, ...], float | None]:
         fit: A dual fit.
 
     Returns:
-        The likeliest wrong first, and how many would look wrong if all labels were right; ``None`` for regression.
+        The likeliest wrong first, and how many would look wrong if all were right; ``None`` for regression.
     """
     if fit.labels is None:
         return (), None
