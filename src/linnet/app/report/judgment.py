@@ -70,7 +70,7 @@ def summary(run: Run) -> list[str]:
     Example:
         >>> from linnet.app.report.records import Scores
         >>> summary(Run("x", scores=Scores((Comparison("linear fit", rmse=0.5),))))
-        ['The root mean squared error of the linear fit on the test samples is 0.500.']
+        ['The linear fit: its root mean squared error on the test samples is 0.500.']
     """
     if run.notes.headline:
         return list(run.notes.headline)

@@ -116,7 +116,7 @@ def adaptation_page(found: Adaptation, title: str, out: Path, replay: bool = Fal
     scores = Scores(found.rows, found.reliability, len(task.test))
     page = Run(title, run.classes, notes, scores, record, train, test, folder)
     told = [verdict(page), run.fit.record.reasons.get("verdict", ""), trust(page)]
-    if isinstance(run.fit, NestedFit) and run.fit.body_weight == 0 and told[1]:
+    if isinstance(run.fit, NestedFit) and not (run.fit.trained or run.fit.body_weight) and told[1]:
         told = told[1:]  # the fit is the linear probe: there is nothing to tell apart
     return replace(page, notes=replace(notes, headline=tuple(sentence for sentence in told if sentence)))
 
@@ -150,7 +150,7 @@ def further(folder: str, tunable: bool, classes: bool) -> tuple[Step, ...]:
         The steps.
     """
     predict = shlex.join(["linnet", "predict", "--run", folder, "--data", "FOLDER"])
-    text = "FOLDER is an image folder, .npz or .csv like the data. Without answers, the page names what to label."
+    text = "FOLDER is an image folder, .npz or .csv. Without answers, the page says what to label."
     steps = [Step("Predict new samples", text, predict)]
     if tunable:
         words = ["linnet", "adapt", "--config", f"{folder}/run.yaml", "--tune", "true"]
