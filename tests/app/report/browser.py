@@ -112,9 +112,17 @@ class Browser:
         return [json.dumps(event["params"]) for event in self.events if event["method"] in kept]
 
     def requests(self) -> list[str]:
-        """The addresses that were asked for, but for those inside the page."""
+        """The addresses that were asked for, but for those inside the page and those that its policy blocks."""
+        told = [(event["method"], event["params"]) for event in self.events]
+        blocked = {
+            params["requestId"]
+            for method, params in told
+            if method == "Network.loadingFailed" and params.get("blockedReason") == "csp"
+        }
         asked = [
-            e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"
+            params["request"]["url"]
+            for method, params in told
+            if method == "Network.requestWillBeSent" and params["requestId"] not in blocked
         ]
         return [address for address in asked if not address.startswith(("data:", "blob:"))]
 

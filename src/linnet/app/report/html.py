@@ -14,6 +14,7 @@ import numpy as np
 
 from linnet.app.report import figures, wording
 from linnet.app.report.judgment import key_numbers, least_certain, summary
+from linnet.app.report.measures import FEW
 from linnet.app.report.records import Spectrum
 from linnet.app.report.run import Run
 from linnet.app.report.tables import tables
@@ -161,7 +162,8 @@ def _test_figures(run: Run) -> dict[str, list[str]]:
             figures.uncertainty_histogram(test.uncertainty, test.correct(), uncertainty_name(run))
         ]
     labels, predicted = test.samples.labels, test.predicted()
-    if labels is not None and predicted is not None and run.classes and len(run.classes) <= _MOST_CLASSES:
+    few = len(test.samples) < FEW or not run.classes or len(run.classes) > _MOST_CLASSES
+    if labels is not None and predicted is not None and run.classes and not few:
         drawn["confusion"] = [figures.confusion_matrix(labels, predicted, run.classes)]
     if labels is not None and test.mean is not None and len(labels):
         targets = np.asarray(labels, dtype=float).reshape(np.shape(test.mean))

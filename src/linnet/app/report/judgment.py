@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from linnet.app.report.measures import (
+    FEW,
     Array,
     calibration_and_error,
     interval_coverage,
@@ -20,7 +21,7 @@ from linnet.app.report.run import Run
 from linnet.app.report.wording import doubt_found, duration, measured, measured_share, number, percent
 
 _CLEAR = 2.0  # standard errors from which a difference counts
-_FEW = 20  # test samples below which uncertainty is not judged
+_MATTERS = 0.03  # gap between probabilities and shares of right answers that is worth a word
 
 
 @dataclass(frozen=True)
@@ -136,17 +137,15 @@ def trust(run: Run) -> str:
     error, spread = calibration_and_error(part.confidence, part.correct)
     sure, right = float(part.confidence.mean()), float(part.correct.mean())
     _, uncertain = mean_and_error(np.asarray(part.confidence) - part.correct)
-    if abs(sure - right) > _CLEAR * uncertain:
+    if abs(sure - right) > max(_CLEAR * uncertain, _MATTERS):
         kind = "high" if sure > right else "low"
         return (
             f"Its probabilities are too {kind}: {percent(sure)} on average, where {percent(right)} are right."
         )
-    if error > 0.03 + _CLEAR * spread:
-        return (
-            "Its probabilities are right on average but not one by one "
-            f"(calibration error {measured_share(error, spread)})."
-        )
-    return "Its probabilities can be taken as they are, within the error of this test."
+    shown = measured_share(error, spread)
+    if error > _MATTERS + _CLEAR * spread:
+        return f"Its probabilities are right on average but not one by one (calibration error {shown})."
+    return f"Its probabilities can be taken as they are (calibration error {shown})."
 
 
 def key_numbers(run: Run) -> list[KeyNumber]:
@@ -227,7 +226,7 @@ def least_certain(test: HeldOutSet | None) -> tuple[float, float, int] | None:
         True
     """
     loss = None if test is None else test.loss()
-    if test is None or test.uncertainty is None or loss is None or len(loss) < _FEW:
+    if test is None or test.uncertainty is None or loss is None or len(loss) < FEW:
         return None
     return split_by_uncertainty(test.uncertainty, loss)
 
@@ -280,7 +279,7 @@ def _rmse_and_error(run: Run, row: Comparison) -> tuple[float | None, float | No
 def _is_useless(run: Run) -> bool:
     """Whether the fit is no better than always giving the same answer."""
     own, test = run.scores.comparison[0], run.test
-    if test is None or test.samples.labels is None or len(test.samples) < _FEW:
+    if test is None or test.samples.labels is None or len(test.samples) < FEW:
         return False
     if own.accuracy is not None and run.classes is not None:
         constant = float(np.bincount(test.samples.labels).max() / len(test.samples))

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+FEW = 20  # test samples below which shares of them are not judged
 _BINS = 10  # of confidence
 
 

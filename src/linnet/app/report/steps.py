@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from linnet.app.report.judgment import least_certain
-from linnet.app.report.measures import ranking, wilson_interval
+from linnet.app.report.measures import FEW, ranking, wilson_interval
 from linnet.app.report.records import Samples, Step
 from linnet.app.report.run import Run
 from linnet.app.report.wording import number, percent
 
 _LABELS, _NEXT, _EXAMPLES, _CLASSES = 5, 10, 3, 4  # most samples and classes that a step names
-_FEW = 5  # predictions of a class from which it is judged
+_JUDGED = 5  # predictions of a class from which it is judged
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def class_records(run: Run) -> list[ClassRecord]:
         run: The run.
 
     Returns:
-        One record for each class; none without probabilities and labels.
+        One record for each class; none without probabilities and labels of twenty samples or more.
 
     Example:
         >>> class_records(Run("x"))
@@ -54,6 +54,8 @@ def class_records(run: Run) -> list[ClassRecord]:
     test = run.test
     predicted = None if test is None else test.predicted()
     if test is None or test.samples.labels is None or predicted is None or run.classes is None:
+        return []
+    if len(predicted) < FEW:
         return []
     labels = test.samples.labels
     return [
@@ -84,7 +86,7 @@ def distrusted(run: Run) -> list[ClassRecord]:
         >>> distrusted(Run("x"))
         []
     """
-    every = [record for record in class_records(run) if record.predicted >= _FEW]
+    every = [record for record in class_records(run) if record.predicted >= _JUDGED]
     total = sum(record.predicted for record in every)
     if not total:
         return []

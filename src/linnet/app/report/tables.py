@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from linnet.app.report.judgment import share_error
-from linnet.app.report.measures import Array, ranking
+from linnet.app.report.measures import FEW, Array, ranking
 from linnet.app.report.records import DoubtedLabel, HeldOutSet
 from linnet.app.report.run import Run
 from linnet.app.report.steps import class_records
@@ -167,6 +167,8 @@ def _confusions(run: Run, count: int = 6) -> Table | None:
     """The most frequent confusions of the test samples."""
     predicted = None if run.test is None else run.test.predicted()
     if run.test is None or run.test.samples.labels is None or predicted is None or run.classes is None:
+        return None
+    if len(predicted) < FEW:
         return None
     size = len(run.classes)
     found = np.zeros((size, size), dtype=int)
