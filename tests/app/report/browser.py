@@ -112,7 +112,7 @@ class Browser:
         return [json.dumps(event["params"]) for event in self.events if event["method"] in kept]
 
     def requests(self) -> list[str]:
-        """The addresses that were asked for, but for those inside the page and those that its policy blocks."""
+        """The addresses asked for, but for those inside the page and those that its policy blocks."""
         told = [(event["method"], event["params"]) for event in self.events]
         blocked = {
             params["requestId"]

@@ -46,7 +46,6 @@ def test_proposed_commands_run_as_they_are(tmp_path: Path, monkeypatch: pytest.M
     assert cleaned == "my runs-cleaned"
     left = json.loads((Path(cleaned) / "result.json").read_text())
     assert left["train"] == 36 - len(found["forget"]["training"])
-    run(steps(Path(cleaned))["predict"], FOLDER="new.npz")
 
     run(found["predict"], FOLDER="new.npz")
     told = steps(Path("my runs/predict"))["update"]

@@ -110,7 +110,7 @@ def _context(run: Run) -> dict[str, Any]:
     return {
         "run": run,
         "fit": run.fit,
-        "summary": [sentence.replace(" ± ", "\u00a0±\u00a0") for sentence in summary(run)],
+        "summary": [_unbroken(sentence) for sentence in summary(run)],
         "key_numbers": key_numbers(run),
         "steps": steps,
         "bars": bars_,
@@ -124,6 +124,11 @@ def _context(run: Run) -> dict[str, Any]:
         "forgetting": forgotten,
         "ridge_choice": wording.ridge_choice(run.fit.ridge),
     }
+
+
+def _unbroken(sentence: str) -> str:
+    """The sentence without line breaks inside a number and its error, or before its unit."""
+    return sentence.replace(" ± ", "\u00a0±\u00a0").replace(" %", "\u00a0%")
 
 
 def _figures(run: Run) -> dict[str, list[Any]]:
