@@ -138,4 +138,6 @@ def _gap(gap: float) -> str:
 
 def _percent(share: float) -> str:
     """A share as text."""
+    if 0 < share < 0.001:
+        return "less than 0.1 %"
     return f"{100 * share:.0f} %" if share >= 0.095 or share == 0 else f"{100 * share:.2g} %"

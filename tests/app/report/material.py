@@ -146,12 +146,11 @@ def digits_run(seed: int = 0) -> Run:
     loo = onehot - beta / np.diag(inverse)[:, None]
     # prediction with minus prediction without each training sample: (k M)_i beta_i / M_ii
     influence = (cross @ inverse)[:, :, None] * (beta / np.diag(inverse)[:, None])[None]
-    variance = 1.0 - np.einsum("ij,jk,ik->i", cross, inverse, cross)
     informativeness = np.sqrt((beta**2).sum(1) / np.diag(inverse))
-    uncertainty = -(probs * np.log(probs + 1e-12)).sum(1) + 0.2 * variance
+    uncertainty = 1 - probs.max(1)
     test = HeldOutSet(
         Samples(data.test_images, data.test_labels, data.test_ids), probs, uncertainty=uncertainty,
-        explanations=explanations(influence, probs, data, uncertainty),
+        explanations=explanations(influence, probs, data, uncertainty), unit="%",
     )  # fmt: skip
     train = TrainingSet(
         Samples(data.images, data.labels, data.ids), informativeness, suspects(loo, data), 5,
@@ -171,6 +170,7 @@ def digits_run(seed: int = 0) -> Run:
         record,
         train,
         test,
+        "runs/digits",
     )
 
 
@@ -184,9 +184,8 @@ def explanations(influence: Array, probs: Array, data: Split, uncertainty: Array
 
 def suspects(loo: Array, data: Split) -> tuple[DoubtedLabel, ...]:
     """Training samples whose label loses when they are left out."""
-    own = loo[np.arange(len(loo)), data.labels]
-    doubt = loo.max(1) - own
-    order = [int(i) for i in np.argsort(-doubt) if doubt[i] > 0][:9]
+    doubt = 1 - softmax(loo, 0.45)[np.arange(len(loo)), data.labels]
+    order = [int(i) for i in np.argsort(-doubt) if doubt[i] > 0.5][:9]
     return tuple(
         DoubtedLabel(
             i,

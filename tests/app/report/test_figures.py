@@ -3,11 +3,12 @@
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from linnet.app.report import Comparison, Reliability, RidgePath, Spectrum, figures
+from linnet.app.report import Reliability, RidgePath, Spectrum, figures
 from linnet.app.report.svg import brief, class_color, draw
 
 RNG = np.random.default_rng(0)
@@ -15,12 +16,11 @@ RIDGES = np.logspace(-3, 2, 12)
 PART = Reliability("fit", RNG.uniform(size=60), RNG.uniform(size=60) < 0.7)
 
 DRAWINGS: dict[str, Callable[[], str]] = {
-    "accuracy": lambda: figures.accuracy_bars([Comparison("fit", 0.8), Comparison("none")], 50),
-    "reliability": lambda: figures.reliability_diagram([PART] * 5),
+    "reliability": lambda: figures.reliability_diagram(PART, 4),
     "uncertainty": lambda: figures.uncertainty_histogram(RNG.uniform(size=50), RNG.uniform(size=50) < 0.5),
-    "ridge": lambda: figures.ridge_curve(
+    "ridge": lambda: figures.ridge_curves(
         RidgePath(RIDGES, RIDGES, 0.1, RIDGES / 100, RIDGES / 200, RIDGES, -RIDGES)
-    ),
+    )[1],
     "spectrum": lambda: figures.kernel_spectrum(Spectrum(1 / np.arange(1, 90.0), 0.1)),
     "informativeness": lambda: figures.informativeness_bars(RNG.uniform(size=900)),
     "confusion": lambda: figures.confusion_matrix(
@@ -67,15 +67,10 @@ def test_drawing_leaves_matplotlib_as_it_was() -> None:
 def test_names_are_drawn_as_they_are(text: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        drawing = figures.accuracy_bars([Comparison(text, 0.5)], 10)
+        drawing = figures.reliability_diagram(replace(PART, method=text))
     assert "<script" not in drawing
     assert drawing.count("</svg>") == 1
     assert "<text" in drawing
-
-
-def test_intervals_narrow_with_more_test_samples() -> None:
-    drawings = {figures.accuracy_bars([Comparison("fit", 0.8)], n) for n in (None, 10, 1000)}
-    assert len(drawings) == 3
 
 
 def test_large_scatters_are_pixels() -> None:
@@ -87,13 +82,15 @@ def test_large_scatters_are_pixels() -> None:
 
 
 def test_the_ridge_panels_follow_the_scores_that_are_there() -> None:
-    bare = figures.ridge_curve(RidgePath(RIDGES, RIDGES))
-    assert "Accuracy" not in bare
+    (bare,) = figures.ridge_curves(RidgePath(RIDGES, RIDGES))
     assert "chosen" not in bare
-    full = DRAWINGS["ridge"]()
-    assert "Accuracy" in full
-    assert "Log evidence" in full
-    assert "chosen: 0.1" in full
+    error, accuracy, evidence = figures.ridge_curves(
+        RidgePath(RIDGES, RIDGES, 0.1, RIDGES / 100, RIDGES / 200, RIDGES, -RIDGES)
+    )
+    assert "generalized cross-validation" in error
+    assert "Accuracy" in accuracy
+    assert "Log evidence" in evidence
+    assert all("chosen: 0.100" in drawing for drawing in (error, accuracy, evidence))
 
 
 def test_the_spectrum_marks_ridge_and_degrees_of_freedom() -> None:
@@ -111,8 +108,8 @@ def test_degenerate_input_draws() -> None:
         figures.uncertainty_histogram(np.full(3, np.nan)),
         figures.kernel_spectrum(Spectrum(np.zeros(3), 0.1)),
         figures.informativeness_bars(np.array([np.nan, 1.0])),
-        figures.ridge_curve(RidgePath(np.array([1.0]), np.array([2.0]), 1.0)),
-        figures.reliability_diagram([Reliability("fit", np.array([1.0]), np.array([True]))]),
+        *figures.ridge_curves(RidgePath(np.array([1.0]), np.array([2.0]), 1.0)),
+        figures.reliability_diagram(Reliability("fit", np.array([1.0]), np.array([True]))),
     ):
         assert drawing.startswith("<svg")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +20,7 @@ import pytest
 
 from linnet.app.report import (
     Comparison,
+    DoubtedLabel,
     FitRecord,
     HeldOutSet,
     Notes,
@@ -29,14 +33,15 @@ from linnet.app.report import (
     svg,
     write_report,
 )
-from linnet.app.report.wording import duration, number, percent, summary
+from linnet.app.report.judgment import share_error, summary, verdict
+from linnet.app.report.wording import duration, measured_share, number
 from linnet.errors import InputError
 from tests.app.report.material import digits_run, regression_run
 
 VOID = {"meta", "img", "br", "hr", "input", "link"}
 SECTIONS = (
-    "good", "sure", "ridge", "kernel", "mattered", "why",
-    "doubtful", "forgetting", "choices", "coverage", "timings",
+    "next", "good", "sure", "ridge", "kernel", "mattered", "why",
+    "doubtful", "forgetting", "choices", "coverage", "timings", "predictions",
 )  # fmt: skip
 
 
@@ -48,6 +53,8 @@ class Page(HTMLParser):
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.open: list[str] = []
         self.words: list[str] = []
+        self.scripts: list[str] = []
+        self.styles: list[str] = []
         self.feed(text)
         self.close()
         assert not self.open
@@ -64,7 +71,11 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
+        if "script" in self.open:
+            self.scripts.append(data)
+        elif "style" in self.open:
+            self.styles.append(data)
+        else:
             self.words.append(data)
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
@@ -96,13 +107,14 @@ def test_the_page_is_self_contained(tmp_path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     page = Page(text)
     for tag, attributes in page.tags:
-        assert tag not in ("script", "link", "iframe", "object", "embed", "base")
+        assert tag not in ("link", "iframe", "object", "embed", "base")
         for name in ("src", "href", "srcset", "xlink:href", "action", "poster"):
             address = attributes.get(name)
             assert address is None or address.startswith(("#", "data:image/")), (tag, address)
     assert "http:" not in text
     assert "https:" not in text
     assert "@import" not in text
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
     assert len(text) < 1_000_000
 
 
@@ -112,9 +124,9 @@ def test_the_page_is_accessible() -> None:
     assert len(page.all("h1")) == 1
     images = page.all("img")
     assert len(images) > 40
-    assert all(image.get("alt") for image in images)
+    assert all("alt" in image for image in images)
     figures_ = [tag for tag in page.all("svg") if tag.get("role") == "img"]
-    assert len(figures_) == len(page.all("svg")) == 7
+    assert len(figures_) == len(page.all("svg")) == 10
     assert all(figure.get("aria-label") for figure in figures_)
     tables = page.all("table")
     assert len(page.all("caption")) == len(tables) >= 8
@@ -131,7 +143,8 @@ def test_the_page_says_what_the_run_holds() -> None:
     assert page.sections == SECTIONS
     for row in run.scores.comparison:
         assert row.name in page.text
-        assert percent(row.accuracy).replace("\u202f", " ") in page.text
+        shown = measured_share(row.accuracy or 0.0, share_error(row.accuracy or 0.0, run.tested()))
+        assert page.text.count(shown.replace("\xa0", " ")) >= 2  # its bar, and its row
     assert run.notes.warnings[0] in page.text
     assert run.train is not None
     assert run.test is not None
@@ -146,10 +159,30 @@ def test_the_page_says_what_the_run_holds() -> None:
 
 
 def test_both_themes_are_there() -> None:
-    text = full_page()
-    assert "prefers-color-scheme: dark" in text
-    assert "@media print" in text
-    assert text.count("color-scheme: dark;") == 2  # by the reader's setting, and by data-theme
+    style = Page(full_page()).styles[0]
+    colors = re.findall(r"--(?:paper|card|ink|muted|line|quiet|accent|up|down): light-dark\(", style)
+    assert len(colors) == 9
+    assert '[data-theme="dark"]' in style
+    assert "@media print" in style
+
+
+def test_a_browser_runs_the_page_s_own_script_alone() -> None:
+    page = Page(full_page())
+    policies = [tag["content"] or "" for tag in page.all("meta") if tag.get("http-equiv")]
+    assert len(policies) == len(page.scripts) == len(page.styles) == 1
+    rules = dict(rule.split(" ", 1) for rule in policies[0].split("; "))
+    for name, text in (("script-src", page.scripts[0]), ("style-src-elem", page.styles[0])):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert rules[name] == f"'sha256-{digest}'"
+    assert (
+        rules["default-src"]
+        == rules["base-uri"]
+        == rules["form-action"]
+        == rules["trusted-types"]
+        == "'none'"
+    )
+    assert rules["img-src"] == "data:"
+    assert "innerHTML" not in page.scripts[0]
 
 
 def drop(part: str) -> Callable[[Run], Run]:
@@ -183,13 +216,13 @@ def drop(part: str) -> Callable[[Run], Run]:
         ("train.forgetting", {"forgetting"}),
         ("test.samples.images", set()),
         ("test.samples.labels", set()),
-        ("test.probs", set()),
+        ("test.probs", {"predictions"}),
         ("test.uncertainty", set()),
         ("test.explanations", {"why"}),
         ("notes.warnings", set()),
         ("notes.facts", set()),
         ("train", {"mattered", "doubtful", "forgetting"}),
-        ("test", {"why"}),
+        ("test", {"why", "predictions"}),
         ("fit.path.loo_accuracy", set()),
         ("fit.path.test_accuracy", set()),
         ("fit.path.evidence", set()),
@@ -202,7 +235,7 @@ def test_any_part_may_be_missing(part: str, gone: set[str], monkeypatch: pytest.
     monkeypatch.setattr(figures, "draw", cached_draw)
     page = Page(render(drop(part)(full())))
     assert page.sections == tuple(name for name in SECTIONS if name not in gone)
-    assert all(image.get("alt") for image in page.all("img"))
+    assert all("alt" in image for image in page.all("img"))
     assert "None" not in page.text
     assert " nan" not in page.text
 
@@ -235,7 +268,7 @@ def test_empty_sets_render() -> None:
 
 def test_regression_without_pictures() -> None:
     page = Page(render(regression_run()))
-    assert page.sections == ("good", "sure", "kernel", "mattered", "why")
+    assert page.sections == ("good", "sure", "kernel", "mattered", "why", "predictions")
     assert not page.all("img")
     labels = [figure["aria-label"] or "" for figure in page.all("svg")]
     assert any("predicted values" in text for text in labels)
@@ -259,10 +292,11 @@ def test_hostile_names_stay_text() -> None:
     samples = Samples(images, labels, (bad, bad))
     run = Run(
         bad, (bad, "$b"), Notes((bad,), (bad,), ((bad, bad),)), Scores((Comparison(bad, 0.5, note=bad),)),
-        FitRecord(), TrainingSet(samples, np.ones(2)), HeldOutSet(samples, np.eye(2), uncertainty=np.ones(2)),
+        FitRecord(), TrainingSet(samples, np.ones(2), (DoubtedLabel(0, 0, 1, 0.9),)),
+        HeldOutSet(samples, np.eye(2), uncertainty=np.ones(2)), bad,
     )  # fmt: skip
     page = Page(render(run))
-    assert not page.all("script")
+    assert page.scripts == Page(full_page()).scripts
     assert all("onerror" not in attributes for attributes in page.all("img"))
 
 
@@ -289,13 +323,11 @@ def test_own_headline_takes_the_place_of_the_summary() -> None:
 def test_the_summary_is_short_and_true() -> None:
     run = full()
     sentences = summary(run)
-    assert len(sentences) == 5
-    assert all(
-        sentence.endswith(".") and (sentence[0].isupper() or sentence[0].isdigit()) for sentence in sentences
-    )
+    assert len(sentences) == 3
+    assert all(sentence.endswith(".") and not sentence[0].islower() for sentence in sentences)
     text = " ".join(sentences).replace("\u202f", " ")
-    assert percent(run.scores.comparison[0].accuracy).replace("\u202f", " ") in text
-    assert "plain fine-tuning" in text
+    assert sentences[0] == verdict(run)
+    assert sentences[0].startswith("Use ")
     assert "5 of the 5 that are known to be wrong" in text
     assert "5 training samples were forgotten" in text
 
@@ -305,7 +337,7 @@ def test_the_summary_is_short_and_true() -> None:
     [
         (0.5, {}, "0.500"), (0.5, {"trim": True}, "0.5"), (-1.25, {"digits": 2}, "−1.2"),
         (1e-7, {}, "1.00×10⁻⁷"), (2e9, {}, "2.00×10⁹"), (float("nan"), {}, "–"), (12, {}, "12"),
-        (True, {}, "True"), (999.6, {}, "1000"),
+        (True, {}, "True"), (999.6, {}, "1,000"), (34653.2, {}, "34,653"),
     ],
 )  # fmt: skip
 def test_numbers_read_well(value: object, options: dict[str, Any], text: str) -> None:

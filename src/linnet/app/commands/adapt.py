@@ -116,7 +116,7 @@ def task_adaptation(
         settings = quickened(settings)
         print(f"quick: {few_samples(settings.source)}")
     found = run_adaptation(settings, out, partial(keep_fit, out, overwrite=overwrite))
-    result = keep_adaptation(found, out, f"{data.stem} from {model.rpartition(':')[2]}")
+    result = keep_adaptation(found, out, f"{data.stem} from {model.rpartition(':')[2]}", replay=True)
     for line in print_adaptation(result):
         print(line)
     return result

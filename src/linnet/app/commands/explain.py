@@ -36,9 +36,11 @@ def explain(
         For each sample the training samples with their influence: the predicted output with the sample minus
         without it.
     """
+    from dataclasses import replace
+
     from linnet.app.runs.folder import load_run
     from linnet.app.runs.newdata import read_new
-    from linnet.app.runs.pages import write
+    from linnet.app.runs.pages import place_of, write
     from linnet.app.runs.place import check_out
     from linnet.app.runs.queries import explain as explain_samples
     from linnet.app.runs.settings import check_device
@@ -51,7 +53,7 @@ def explain(
     new = None if data is None else read_new(data, saved, prefer="test")
     found = explain_samples(saved, new, ids, top, f"Why these predictions: {run.name}")
     result = {**found.result, "out": str(folder)}
-    write(folder, result, found.page)
+    write(folder, result, replace(found.page, folder=place_of(run)))
     for line in [*found.lines, *written(folder)]:
         print(line)
     return result

@@ -54,7 +54,7 @@ def predict(
     saved = load_run(run, device, memory, model=model, trust=trust)
     new = read_new(data, saved, prefer="test")
     found = predict_new(saved, new, std)
-    result, page = prediction_page(saved, new, found, f"Predictions for {data.name}")
+    result, page = prediction_page(saved, new, found, f"Predictions for {data.name}", run)
     result |= {"predictions": str(table), "out": str(run / "predict")}
     rows = prediction_rows(saved, new, found)
     write_rows(table, rows)

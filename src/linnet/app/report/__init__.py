@@ -19,6 +19,7 @@ from linnet.app.report.records import (
     Samples,
     Scores,
     Spectrum,
+    Step,
     Timing,
     TrainingSet,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "Samples",
     "Scores",
     "Spectrum",
+    "Step",
     "DoubtedLabel",
     "TaskKernel",
     "Timing",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +16,7 @@ from linnet.app.report.measures import (
     reliability_bins,
     wilson_interval,
 )
-from linnet.app.report.records import Comparison, Reliability, RidgeChoice, RidgePath, Spectrum
+from linnet.app.report.records import Reliability, RidgeChoice, RidgePath, Spectrum
 from linnet.app.report.svg import (
     ACCENT,
     DOWN,
@@ -36,115 +36,65 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_FULL, _HALF = 920.0, 450.0
+_HALF, _PANEL = 450.0, 360.0  # CSS pixels; figures of one panel stay legible on a phone
 _MANY_POINTS = 1500  # a scatter beyond this is drawn as pixels
-_MANY_BARS = 400  # bars beyond this are thinned
+_MANY_BARS = 200  # bars beyond this are thinned
 
 
-def accuracy_bars(rows: Sequence[Comparison], tested: int | None = None) -> str:
-    """Accuracy of each method with its 95 % Wilson interval.
-
-    Args:
-        rows: Methods; those without an accuracy are left out; the first row is emphasized.
-        tested: Number of test examples; without it no intervals are drawn.
-
-    Returns:
-        Inline SVG.
-
-    Example:
-        >>> accuracy_bars([Comparison("linear fit", accuracy=0.9)], 100).startswith("<svg")
-        True
-    """
-    rows = [row for row in rows if row.accuracy is not None]
-    shares = [row.accuracy or 0.0 for row in rows]
-    alt = "Accuracy: " + ", ".join(f"{row.name} {s:.1%}" for row, s in zip(rows, shares, strict=True))
-
-    def paint(figure: Figure) -> None:
-        axes = figure.subplots()
-        places = np.arange(len(rows))[::-1]
-        colors = [ACCENT if row is rows[0] else QUIET for row in rows]
-        axes.barh(places, shares, height=0.52, color=colors)
-        for place, share in zip(places, shares, strict=True):
-            end = share
-            if tested:
-                low, high = wilson_interval(share * tested, tested)
-                axes.plot([low, high], [place, place], color=PAPER, linewidth=5.0, alpha=0.9)
-                axes.plot([low, high], [place, place], color=INK, linewidth=1.6)
-                end = max(high, share)
-            axes.annotate(
-                f"{100 * share:.1f} %", (end, place), xytext=(8, 0), textcoords="offset points", va="center"
-            )
-        axes.set_yticks(places, [brief(row.name) for row in rows])
-        axes.tick_params(axis="y", labelcolor=INK, labelsize=12)
-        axes.grid(False, axis="y")
-        axes.set_xlim(0, 1.08)
-        axes.set_xticks(np.linspace(0, 1, 6), [f"{p} %" for p in range(0, 101, 20)])
-        bare(axes, "left", "bottom")
-
-    return draw("accuracy", alt, (_FULL, 46.0 + 42.0 * len(rows)), paint)
-
-
-def reliability_diagram(methods: Sequence[Reliability]) -> str:
-    """Accuracy against confidence, one panel per method, with counts and 95 % intervals.
+def reliability_diagram(part: Reliability, index: int = 0) -> str:
+    """Accuracy against confidence of one method, with counts and 95 % intervals.
 
     Args:
-        methods: At most four are drawn side by side; further ones on further rows.
+        part: Confidence and correctness of its predictions.
+        index: Place among the methods; the first is emphasized.
 
     Returns:
         Inline SVG.
 
     Example:
         >>> part = Reliability("fit", np.array([0.6, 0.9]), np.array([False, True]))
-        >>> "calibration error" in reliability_diagram([part])
+        >>> "calibration error" in reliability_diagram(part)
         True
     """
-    columns = min(len(methods), 4)
-    rows = math.ceil(len(methods) / 4)
-    binned = [reliability_bins(part.confidence, part.correct) for part in methods]
-    errors = [calibration_error(bins) for bins in binned]
-    words = [f"{m.method} {e:.1%}" for m, e in zip(methods, errors, strict=True)]
-    alt = "Accuracy against confidence; calibration error: " + ", ".join(words)
+    bins = reliability_bins(part.confidence, part.correct)
+    error = f"calibration error {100 * calibration_error(bins):.1f} %"
+    color = MUTED if index else ACCENT
 
     def paint(figure: Figure) -> None:
-        grid = figure.add_gridspec(2 * rows, columns, height_ratios=[4.0, 1.0] * rows)
-        for index, (part, bins) in enumerate(zip(methods, binned, strict=True)):
-            row, column = divmod(index, 4)
-            top = figure.add_subplot(grid[2 * row, column])
-            bottom = figure.add_subplot(grid[2 * row + 1, column], sharex=top)
-            color = ACCENT if index == 0 else MUTED
-            x = [b.confidence for b in bins]
-            top.plot([0, 1], [0, 1], color=QUIET, linewidth=1.0, linestyle=(0, (4, 4)))
-            top.fill_between(x, [b.low for b in bins], [b.high for b in bins], color=color, alpha=0.16, lw=0)
-            top.plot(x, [b.accuracy for b in bins], color=color, marker="o", markersize=4.5)
-            top.set_title(f"{brief(part.method)}\n", pad=2)
-            top.annotate(
-                f"calibration error {100 * errors[index]:.1f} %", (0, 1), xytext=(0, 6), color=MUTED,
-                xycoords="axes fraction", textcoords="offset points", fontsize=10.5,
-            )  # fmt: skip
-            top.set(xlim=(0, 1), ylim=(0, 1.02))
-            _percent_ticks(top, "y", hide=column > 0)
-            top.tick_params(labelbottom=False)
-            counts, edges = np.histogram(np.clip(part.confidence, 0, 1), bins=10, range=(0, 1))
-            bottom.bar(edges[:-1] + 0.05, counts, width=0.088, color=color, alpha=0.55)
-            bottom.grid(False)
-            bottom.set_yticks([int(counts.max())])
-            _percent_ticks(bottom, "x")
-            bare(bottom, "left")
-            if column == 0:
-                top.set_ylabel("correct")
-                bottom.set_ylabel("count")
-            bottom.set_xlabel("confidence")
+        top, bottom = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [4.0, 1.0]})
+        x = [b.confidence for b in bins]
+        top.plot([0, 1], [0, 1], color=QUIET, linewidth=1.0, linestyle=(0, (4, 4)))
+        top.fill_between(x, [b.low for b in bins], [b.high for b in bins], color=color, alpha=0.16, lw=0)
+        top.plot(x, [b.accuracy for b in bins], color=color, marker="o", markersize=4.5)
+        top.set_title(f"{brief(part.method)}\n", pad=2)
+        top.annotate(
+            error, (0, 1), xytext=(0, 6), color=MUTED,
+            xycoords="axes fraction", textcoords="offset points", fontsize=10.5,
+        )  # fmt: skip
+        top.set(xlim=(0, 1), ylim=(0, 1.02))
+        _percent_ticks(top, "y")
+        top.tick_params(labelbottom=False)
+        counts, edges = np.histogram(np.clip(part.confidence, 0, 1), bins=10, range=(0, 1))
+        bottom.bar(edges[:-1] + 0.05, counts, width=0.088, color=color, alpha=0.55)
+        bottom.grid(False)
+        bottom.set_yticks([int(counts.max())])
+        _percent_ticks(bottom, "x")
+        bare(bottom, "left")
+        top.set_ylabel("correct")
+        bottom.set_ylabel("count")
+        bottom.set_xlabel("confidence")
 
-    width = _FULL if columns > 2 else _HALF * columns
-    return draw("reliability", alt, (width, rows * (325.0 if columns > 2 else 380.0)), paint)
+    alt = f"Accuracy against confidence of the {part.method}; {error}"
+    return draw(f"reliability-{index}", alt, (_PANEL, 330.0), paint)
 
 
-def uncertainty_histogram(uncertainty: Array, correct: Array | None = None) -> str:
+def uncertainty_histogram(uncertainty: Array, correct: Array | None = None, name: str = "uncertainty") -> str:
     """Histogram of the predictions' uncertainty, split into right and wrong ones.
 
     Args:
         uncertainty: One number per test sample, (N,).
         correct: Whether each prediction is correct, (N,); without it nothing is split.
+        name: What the uncertainty is, with its unit.
 
     Returns:
         Inline SVG.
@@ -166,30 +116,32 @@ def uncertainty_histogram(uncertainty: Array, correct: Array | None = None) -> s
             right = np.asarray(correct, dtype=bool)
             panels = [("right", kept & right, UP), ("wrong", kept & ~right, DOWN)]
         axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-        for panel, (name, chosen, color) in zip(axes, panels, strict=True):
+        for panel, (which, chosen, color) in zip(axes, panels, strict=True):
             panel.hist(values[chosen], bins=bins, color=color, alpha=0.85, rwidth=0.9)
-            panel.set_title(f"{name} ({int(chosen.sum())})", color=color, pad=3)
+            panel.set_title(f"{which} ({int(chosen.sum())})", color=color, pad=3)
             panel.grid(False, axis="x")
             panel.locator_params(axis="y", nbins=4, integer=True)
             bare(panel, "left")
-        axes[-1].set_xlabel("uncertainty")
+        axes[-1].set_xlabel(name)
+        if name.endswith("%"):
+            axes[-1].xaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}")
 
     return draw("uncertainty", alt, (_HALF, 300.0), paint)
 
 
-def ridge_curve(path: RidgePath, choice: RidgeChoice | None = None) -> str:
-    """Leave-one-out scores over the ridge, with the chosen value marked.
+def ridge_curves(path: RidgePath, choice: RidgeChoice | None = None) -> list[str]:
+    """Scores over the ridge, with the chosen value marked, a figure for each kind of score that is there.
 
     Args:
-        path: Scores of a range of ridges; a panel is drawn for each kind of score that is there.
+        path: Scores of a range of ridges.
         choice: How the ridge was chosen, where that is known.
 
     Returns:
-        Inline SVG.
+        Inline SVG of each.
 
     Example:
-        >>> ridge_curve(RidgePath(np.array([0.1, 1.0]), np.array([2.0, 1.0]), 1.0)).startswith("<svg")
-        True
+        >>> len(ridge_curves(RidgePath(np.array([0.1, 1.0]), np.array([2.0, 1.0]), 1.0)))
+        1
     """
     order = np.argsort(path.ridges)
     ridges = np.asarray(path.ridges, dtype=float)[order]
@@ -203,15 +155,15 @@ def ridge_curve(path: RidgePath, choice: RidgeChoice | None = None) -> str:
     if known:
         panels.append(("Accuracy", known))
     if path.evidence is not None:
-        panels.append(("Log evidence", [("evidence", path.evidence, ACCENT)]))
-    alt = f"{loo_name(choice)} for ridges from {ridges[0]:.3g} to {ridges[-1]:.3g}"
-    alt += "" if path.chosen is None else f"; chosen: {path.chosen:.3g}"
+        panels.append(("Log evidence (nats)", [("evidence", path.evidence, ACCENT)]))
+    ends = f"for ridges from {number(ridges[0])} to {number(ridges[-1])}"
+    ends += "" if path.chosen is None else f"; chosen: {number(path.chosen)}"
 
-    def paint(figure: Figure) -> None:
-        from matplotlib.ticker import MaxNLocator
+    def curve(title: str, lines: list[tuple[str, Array, str]]) -> Callable[[Figure], None]:
+        def paint(figure: Figure) -> None:
+            from matplotlib.ticker import MaxNLocator
 
-        axes = figure.subplots(1, len(panels), squeeze=False, gridspec_kw={"wspace": 0.08})[0]
-        for panel, (title, lines) in zip(axes, panels, strict=True):
+            panel = figure.subplots()
             for name, values, color in lines:
                 main = color == ACCENT
                 style = "-" if main else (0, (4, 3))
@@ -232,8 +184,12 @@ def ridge_curve(path: RidgePath, choice: RidgeChoice | None = None) -> str:
             if len(lines) > 1:
                 panel.legend(loc="best", handlelength=1.6)
 
-    width = _FULL if len(panels) > 1 else _HALF
-    return draw("ridge", alt, (width, 290.0), paint)
+        return paint
+
+    return [
+        draw(f"ridge-{index}", f"{title} {ends}", (_PANEL, 290.0), curve(title, lines))
+        for index, (title, lines) in enumerate(panels)
+    ]
 
 
 def kernel_spectrum(spectrum: Spectrum, name: str = "spectrum") -> str:
@@ -256,7 +212,7 @@ def kernel_spectrum(spectrum: Spectrum, name: str = "spectrum") -> str:
     rank = np.arange(1, len(kept) + 1)
     ridge, effective = spectrum.ridge, spectrum.effective()
     alt = f"{len(kept)} eigenvalues of the kernel by rank"
-    alt += "" if effective is None else f"; effective degrees of freedom {effective:.3g}"
+    alt += "" if effective is None else f"; effective parameters {number(effective)}"
 
     def paint(figure: Figure) -> None:
         axes = figure.subplots()
@@ -275,21 +231,21 @@ def kernel_spectrum(spectrum: Spectrum, name: str = "spectrum") -> str:
         if effective is not None and 0.9 < effective <= len(kept):
             axes.axvline(effective, color=INK, linewidth=0.9, alpha=0.6, linestyle=(0, (1, 2)))
             axes.annotate(
-                f"{number(effective)} effective\ndegrees of freedom", (effective, 1),
+                f"{number(effective)} effective\nparameters", (effective, 1),
                 xycoords=("data", "axes fraction"), textcoords="offset points", va="top",
                 xytext=(-6, -4), ha="right", color=MUTED, fontsize=10.5,
             )  # fmt: skip
         _log_ticks(axes, "x")
         _log_ticks(axes, "y")
 
-    return draw(name, alt, (_HALF + 130, 320.0), paint)
+    return draw(name, alt, (_HALF, 320.0), paint)
 
 
 def informativeness_bars(values: Array, labels: Array | None = None, classes: Sequence[str] = ()) -> str:
     """Bars of how far each training sample moved the fit, from most to least.
 
     Args:
-        values: Informativeness, (N,); beyond 400 samples an evenly spaced selection is drawn.
+        values: Informativeness, (N,); beyond 200 samples an evenly spaced selection is drawn.
         labels: Class indices, (N,), for the colors.
         classes: Class names, for the legend.
 
@@ -314,7 +270,7 @@ def informativeness_bars(values: Array, labels: Array | None = None, classes: Se
             for index, name in enumerate(classes):
                 axes.bar([0], [0], color=class_color(index), label=brief(name, 18))
             figure.legend(
-                loc="outside upper left", ncols=min(len(classes), 8), handlelength=0.8, handleheight=0.8
+                loc="outside upper left", ncols=min(len(classes), 5), handlelength=0.8, handleheight=0.8
             )
         else:
             colors = [ACCENT] * len(order)
@@ -323,11 +279,11 @@ def informativeness_bars(values: Array, labels: Array | None = None, classes: Se
         axes.set_xticks([])
         axes.grid(False, axis="x")
         axes.set_xlabel("training samples, from most to least informative")
-        axes.set_ylabel("informativeness")
+        axes.set_ylabel("mean squared change of the outputs")
         axes.locator_params(axis="y", nbins=5)
         bare(axes, "left", "bottom")
 
-    return draw("informativeness", alt, (_FULL, 230.0), paint)
+    return draw("informativeness", alt, (_HALF, 300.0), paint)
 
 
 def confusion_matrix(labels: Array, predicted: Array, classes: Sequence[str]) -> str:
@@ -448,10 +404,10 @@ def interval_calibration(mean: Array, std: Array, target: Array) -> str:
     return draw("coverage", alt, (_HALF, 340.0), paint)
 
 
-def _percent_ticks(axes: Axes, which: str, hide: bool = False) -> None:
-    """Ticks at whole quarters, written as percentages."""
+def _percent_ticks(axes: Axes, which: str) -> None:
+    """Ticks at the ends and in the middle, written as percentages."""
     places = [0.0, 0.5, 1.0]
-    labels = ["" if hide else f"{100 * place:.0f} %" for place in places]
+    labels = [f"{100 * place:.0f} %" for place in places]
     (axes.set_xticks if which == "x" else axes.set_yticks)(places, labels)
     axes.tick_params(axis="x" if which == "x" else "y", length=0, pad=6)
 

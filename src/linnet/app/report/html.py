@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 from collections import defaultdict
 from importlib.resources import files
@@ -11,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from linnet.app.report import figures, wording
-from linnet.app.report.measures import split_by_uncertainty
+from linnet.app.report.judgment import key_numbers, least_certain, summary
+from linnet.app.report.measures import FEW
 from linnet.app.report.records import Spectrum
 from linnet.app.report.run import Run
+from linnet.app.report.tables import tables
 from linnet.app.report.task_kernel import label_energy
-from linnet.app.report.views import Gallery, confusions, gallery, key_numbers, spectrum_facts
+from linnet.app.report.views import Gallery, bars, gallery, step_views, uncertainty_name
 from linnet.files import write_text
 from linnet.memory import format_bytes
 
@@ -25,8 +29,9 @@ _MOST_CLASSES = 40  # a confusion matrix of more classes could not be read
 def write_report(path: str | os.PathLike[str], run: Run) -> Path:
     """Write the report of a run as one HTML file that needs nothing else.
 
-    Pictures, figures and styles are inside the file; it uses no scripts and no network, follows the
-    reader's light or dark mode, and prints.
+    Pictures, figures and styles are inside the file; it uses no network, follows the reader's light or dark
+    mode, and prints. One script sorts, filters and exports tables, enlarges pictures and copies commands; the
+    page's policy allows that script alone, by its hash, and everything is readable without it.
 
     Args:
         path: The file to write; missing folders above it are made.
@@ -63,6 +68,7 @@ def render(run: Run) -> str:
         '<!DOCTYPE html>'
     """
     import jinja2
+    from markupsafe import Markup
 
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -70,102 +76,116 @@ def render(run: Run) -> str:
     environment.filters.update(
         number=wording.number, percent=wording.percent, duration=wording.duration, size=format_bytes
     )
-    source = files("linnet.app.report").joinpath("template.html.j2").read_text(encoding="utf-8")
-    return environment.from_string(source).render(_context(run))
+    style, script = _text("page.css"), _text("page.js")
+    context = _context(run) | {
+        "style": Markup(style), "script": Markup(script), "policy": _policy(style, script)
+    }  # fmt: skip
+    return environment.from_string(_text("template.html.j2")).render(context)
+
+
+def _text(name: str) -> str:
+    """A file of this package."""
+    return files("linnet.app.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _policy(style: str, script: str) -> str:
+    """What a browser may do with the page: its own style and script, pictures inside it, nothing else."""
+
+    def digest(text: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    return "; ".join((
+        "default-src 'none'", "img-src data:", f"script-src {digest(script)}",
+        f"style-src-elem {digest(style)}",
+        "style-src-attr 'unsafe-inline'",  # lengths of bars, colors of dots
+        "base-uri 'none'", "form-action 'none'", "require-trusted-types-for 'script'", "trusted-types 'none'",
+    ))  # fmt: skip
 
 
 def _context(run: Run) -> dict[str, Any]:
     """Everything that the template reads."""
     tiles = gallery(run)
     forgotten = None if run.train is None else run.train.forgetting
-    drawn = _figures(run)
+    drawn, steps, bars_ = _figures(run), step_views(run), bars(run)
     return {
         "run": run,
         "fit": run.fit,
-        "summary": wording.summary(run),
+        "summary": [_unbroken(sentence) for sentence in summary(run)],
         "key_numbers": key_numbers(run),
-        "figures": defaultdict(str, drawn),
-        "sections": _sections(run, drawn, tiles),
+        "steps": steps,
+        "bars": bars_,
+        "figures": defaultdict(list, drawn),
+        "tables": tables(run),
+        "sections": _sections(run, drawn, tiles, bool(steps)),
         "tiles": tiles,
-        "split": _split(run),
+        "split": least_certain(run.test),
         "doubt": wording.doubt_found(run.train) if run.train else "",
         "more_suspects": len(run.train.suspects) - len(tiles.suspects) if run.train else 0,
         "forgetting": forgotten,
-        "columns": _columns(run),
         "ridge_choice": wording.ridge_choice(run.fit.ridge),
-        "loo_name": wording.loo_name(run.fit.ridge),
-        "confusions": confusions(run),
-        "spectrum_facts": spectrum_facts(run),
-        "longest": max((timing.seconds for timing in run.fit.timings), default=0.0) or 1.0,
     }
 
 
-def _figures(run: Run) -> dict[str, Any]:
+def _unbroken(sentence: str) -> str:
+    """The sentence without line breaks inside a number and its error, or before its unit."""
+    return sentence.replace(" ± ", "\u00a0±\u00a0").replace(" %", "\u00a0%")
+
+
+def _figures(run: Run) -> dict[str, list[Any]]:
     """The figures that the run has data for, by name, as trusted markup."""
     from markupsafe import Markup
 
-    drawn: dict[str, str] = {}
-    scores, fit, train, test = run.scores, run.fit, run.train, run.test
-    if any(row.accuracy is not None for row in scores.comparison):
-        drawn["accuracy"] = figures.accuracy_bars(scores.comparison, run.tested())
+    drawn: dict[str, list[str]] = {}
+    scores, fit, train = run.scores, run.fit, run.train
     known = [part for part in scores.reliability if len(part.confidence)]
     if known:
-        drawn["reliability"] = figures.reliability_diagram(known)
+        drawn["reliability"] = [figures.reliability_diagram(part, i) for i, part in enumerate(known)]
     if fit.path is not None and len(fit.path.ridges):
-        drawn["ridge"] = figures.ridge_curve(fit.path, fit.ridge)
+        drawn["ridge"] = figures.ridge_curves(fit.path, fit.ridge)
     if fit.spectrum is not None and len(fit.spectrum.eigenvalues):
-        drawn["spectrum"] = figures.kernel_spectrum(fit.spectrum)
+        drawn["spectrum"] = [figures.kernel_spectrum(fit.spectrum)]
     if fit.task is not None:
-        drawn["energy"] = label_energy(fit.task)
-        drawn["task"] = figures.kernel_spectrum(Spectrum(fit.task.eigenvalues, *fit.task.levels), "task")
+        drawn["energy"] = [label_energy(fit.task)]
+        drawn["task"] = [figures.kernel_spectrum(Spectrum(fit.task.eigenvalues, *fit.task.levels), "task")]
     if train is not None and train.informativeness is not None and len(train.informativeness):
         labels = train.samples.labels if run.classes else None
-        drawn["informativeness"] = figures.informativeness_bars(
-            train.informativeness, labels, run.classes or ()
-        )
+        drawn["informativeness"] = [
+            figures.informativeness_bars(train.informativeness, labels, run.classes or ())
+        ]
+    drawn |= _test_figures(run)
+    return {name: [Markup(drawing) for drawing in several] for name, several in drawn.items()}
+
+
+def _test_figures(run: Run) -> dict[str, list[str]]:
+    """The figures of the test samples."""
+    test = run.test
     if test is None:
-        return {name: Markup(drawing) for name, drawing in drawn.items()}
+        return {}
+    drawn: dict[str, list[str]] = {}
     if test.uncertainty is not None and len(test.uncertainty):
-        drawn["uncertainty"] = figures.uncertainty_histogram(test.uncertainty, test.correct())
+        drawn["uncertainty"] = [
+            figures.uncertainty_histogram(test.uncertainty, test.correct(), uncertainty_name(run))
+        ]
     labels, predicted = test.samples.labels, test.predicted()
-    if labels is not None and predicted is not None and run.classes and len(run.classes) <= _MOST_CLASSES:
-        drawn["confusion"] = figures.confusion_matrix(labels, predicted, run.classes)
+    few = len(test.samples) < FEW or not run.classes or len(run.classes) > _MOST_CLASSES
+    if labels is not None and predicted is not None and run.classes and not few:
+        drawn["confusion"] = [figures.confusion_matrix(labels, predicted, run.classes)]
     if labels is not None and test.mean is not None and len(labels):
         targets = np.asarray(labels, dtype=float).reshape(np.shape(test.mean))
-        drawn["predicted"] = figures.predicted_against_true(test.mean, targets, test.std)
+        drawn["predicted"] = [figures.predicted_against_true(test.mean, targets, test.std)]
         if test.std is not None:
-            drawn["coverage"] = figures.interval_calibration(test.mean, test.std, targets)
-    return {name: Markup(drawing) for name, drawing in drawn.items()}
+            drawn["coverage"] = [figures.interval_calibration(test.mean, test.std, targets)]
+    return drawn
 
 
-def _split(run: Run) -> tuple[float, float, int] | None:
-    """Mean loss of the most uncertain predictions and of the others."""
-    loss = None if run.test is None else run.test.loss()
-    if run.test is None or run.test.uncertainty is None or loss is None or len(loss) < 20:
-        return None
-    return split_by_uncertainty(run.test.uncertainty, loss)
-
-
-def _columns(run: Run) -> list[tuple[str, str, str]]:
-    """The columns of the comparison that have a value: (field, heading, filter)."""
-    every = [
-        ("accuracy", "Accuracy", "percent"),
-        ("nll", "Log loss", "number"),
-        ("ece", "Calibration error", "percent"),
-        ("rmse", "RMSE", "number"),
-        ("seconds", "Time", "duration"),
-        ("note", "Note", "text"),
-    ]
-    rows = run.scores.comparison
-    return [column for column in every if any(getattr(row, column[0]) not in (None, "") for row in rows)]
-
-
-def _sections(run: Run, drawn: dict[str, Any], tiles: Gallery) -> list[tuple[str, str]]:
+def _sections(run: Run, drawn: dict[str, Any], tiles: Gallery, steps: bool) -> list[tuple[str, str]]:
     """The sections that have something to show: (id, heading)."""
     fit = run.fit
     pictures = run.train is not None and run.train.samples.images is not None
+    known = run.test is not None and (run.test.probs is not None or run.test.mean is not None)
     sure = {"reliability", "uncertainty", "coverage"} & set(drawn) or tiles.uncertain
     every = [
+        ("next", "What to do next", steps),
         ("linear", "Is this task linear", fit.task is not None),
         ("good", "How good is it", run.scores.comparison or {"predicted", "confusion"} & set(drawn)),
         ("sure", "How sure is it", sure),
@@ -182,5 +202,6 @@ def _sections(run: Run, drawn: dict[str, Any], tiles: Gallery) -> list[tuple[str
         ("choices", "What was chosen and why", fit.choices),
         ("coverage", "Network coverage", fit.preflight is not None),
         ("timings", "Timings", fit.timings),
+        ("predictions", "Every prediction", run.test is not None and len(run.test.samples) and known),
     ]
     return [(anchor, heading) for anchor, heading, present in every if present]

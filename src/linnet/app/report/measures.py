@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+FEW = 20  # test samples below which shares of them are not judged
+_BINS = 10  # of confidence
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def wilson_interval(successes: float, trials: int, level: float = 0.95) -> tuple
     return max(center - half, 0.0), min(center + half, 1.0)
 
 
-def reliability_bins(confidence: Array, correct: Array, bins: int = 10) -> list[ReliabilityBin]:
+def reliability_bins(confidence: Array, correct: Array, bins: int = _BINS) -> list[ReliabilityBin]:
     """Bins of equal width over confidence; empty ones are left out.
 
     Args:
@@ -112,6 +114,48 @@ def calibration_error(bins: list[ReliabilityBin]) -> float:
     """
     total = sum(b.count for b in bins)
     return sum(b.count * abs(b.accuracy - b.confidence) for b in bins) / total if total else 0.0
+
+
+def mean_and_error(values: Array) -> tuple[float, float]:
+    """A mean with its standard error.
+
+    Args:
+        values: Numbers, (N,).
+
+    Returns:
+        The mean, and the standard deviation over √N; 0 for fewer than two numbers.
+
+    Example:
+        >>> mean_and_error(np.array([0.0, 0.0, 1.0, 1.0]))
+        (0.5, 0.25)
+    """
+    values = np.asarray(values, dtype=float)
+    if not values.size:
+        return 0.0, 0.0
+    return float(values.mean()), float(values.std() / math.sqrt(values.size))
+
+
+def calibration_and_error(confidence: Array, correct: Array) -> tuple[float, float]:
+    """The expected calibration error with its standard error.
+
+    With the bins and the sign of each gap held fixed it is a mean over the predictions, Σ s(bin) (correct −
+    confidence) / N, whose standard error is that of a mean.
+
+    Args:
+        confidence: Confidence of each prediction, (N,), in [0, 1].
+        correct: Whether each prediction is correct, (N,), bool or 0/1.
+
+    Returns:
+        The error, and its standard error.
+
+    Example:
+        >>> calibration_and_error(np.full(4, 0.75), np.array([1, 1, 0, 0]))
+        (0.25, 0.25)
+    """
+    confidence, correct = np.asarray(confidence, dtype=float), np.asarray(correct, dtype=float)
+    place = np.clip((confidence * _BINS).astype(int), 0, _BINS - 1)
+    gap = np.bincount(place, correct - confidence, minlength=_BINS)  # (correct - confidence) summed in a bin
+    return mean_and_error(np.sign(gap)[place] * (correct - confidence))
 
 
 def interval_coverage(mean: Array, std: Array, target: Array, levels: Array) -> Array:

@@ -275,7 +275,7 @@ class DoubtedLabel:
         sample: Position in the training set.
         given: The given label: class index, or regression target.
         suggested: The label that the fit would give from all other samples.
-        doubt: How strongly it disagrees; larger is more doubtful.
+        doubt: Probability that the given label is wrong, in [0, 1].
         flipped: Whether the label is known to be wrong, when the truth is known.
     """
 
@@ -382,6 +382,7 @@ class HeldOutSet:
         std: Standard deviation of each predicted value, noise included (regression).
         uncertainty: One number per sample, larger is less sure, (N,).
         explanations: Chosen samples and the training samples behind their predictions.
+        unit: Unit of the uncertainty; ``"%"`` where it is the probability of a wrong prediction, in [0, 1].
     """
 
     samples: Samples
@@ -390,6 +391,7 @@ class HeldOutSet:
     std: Array | None = None
     uncertainty: Array | None = None
     explanations: tuple[Explanation, ...] = ()
+    unit: str = ""
 
     def __post_init__(self) -> None:
         count = len(self.samples)
@@ -422,18 +424,39 @@ class HeldOutSet:
 
 
 @dataclass(frozen=True)
+class Step:
+    """Something to do next.
+
+    Args:
+        title: What to do, as an order.
+        text: Why, and what it brings, in sentences.
+        command: A line for the shell that does it; empty where there is none.
+        training: Positions of the training samples that it is about.
+        tested: Positions of the test samples that it is about.
+    """
+
+    title: str
+    text: str = ""
+    command: str = ""
+    training: tuple[int, ...] = ()
+    tested: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Notes:
     """The words of a report.
 
     Args:
-        headline: Sentences for the top of the page; written from the numbers when left out.
+        headline: Sentences for the top of the page, the verdict first; written from the numbers by default.
         warnings: Sentences that a reader must not miss.
         facts: (name, value) pairs for the foot of the page: versions, seed, command.
+        steps: What to do next, behind what follows from the numbers.
     """
 
     headline: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
+    steps: tuple[Step, ...] = ()
 
 
 def check_length(name: str, value: Array | None, other: str, count: int) -> None:

@@ -43,6 +43,7 @@ class Run:
         fit: How the fit was made.
         train: Training samples.
         test: Test samples.
+        folder: The run's folder as commands take it; without it the page has no commands of its own.
 
     Raises:
         InputError: A part does not fit the others: labels without a class name, probabilities of
@@ -62,6 +63,7 @@ class Run:
     fit: FitRecord = field(default_factory=FitRecord)
     train: TrainingSet | None = None
     test: HeldOutSet | None = None
+    folder: str = ""
 
     def __post_init__(self) -> None:
         if self.test is not None and self.train is not None and len(self.train.samples):

@@ -14,20 +14,21 @@ from linnet.errors import InputError
 if TYPE_CHECKING:
     from PIL import Image
 
-# A photograph of this many bytes as PNG is sent as JPEG instead: a page holds a hundred of them.
+# A photograph of more bytes as PNG is sent as JPEG instead: a page holds a hundred of them.
 _LARGE_PNG = 9000
+_QUALITY = 84
 
 
-def thumbnail(image: Array, pixels: int = 128) -> str:
-    """One picture as a ``data:`` address of about the given size.
+def thumbnail(image: Array, pixels: int = 128, png: int = _LARGE_PNG) -> str:
+    """One picture as a ``data:`` address, of at most the given size.
 
-    Tiny pictures are enlarged by a whole factor without smoothing, so that every pixel stays a crisp
-    square; large ones are reduced with a Lanczos filter. The encoding is PNG, or JPEG where a PNG
-    would be large (photographs).
+    Large pictures are reduced with a Lanczos filter, others stay as they are: the page enlarges them. The
+    encoding is PNG, or JPEG where a PNG would be large (photographs).
 
     Args:
         image: Picture, (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), uint8.
-        pixels: Wanted length of the longer side in pixels, positive.
+        pixels: Greatest length of the longer side in pixels, positive.
+        png: Most bytes of a PNG where a JPEG would be smaller.
 
     Returns:
         ``data:image/png;base64,...`` or ``data:image/jpeg;base64,...``.
@@ -42,11 +43,11 @@ def thumbnail(image: Array, pixels: int = 128) -> str:
     if pixels < 1:
         raise InputError(f"pixels is {pixels}", expected="a positive number", remedy="pass pixels=128")
     picture = _resized(_picture(np.asarray(image)), pixels)
-    png = _encode(picture, "PNG", optimize=True)
-    if len(png) <= _LARGE_PNG or picture.mode == "RGBA":
-        return _address("png", png)
-    jpeg = _encode(picture, "JPEG", quality=88)
-    return _address("jpeg", jpeg) if len(jpeg) < len(png) else _address("png", png)
+    exact = _encode(picture, "PNG", optimize=True)
+    if len(exact) <= png or picture.mode == "RGBA":
+        return _address("png", exact)
+    jpeg = _encode(picture, "JPEG", quality=_QUALITY, optimize=True)
+    return _address("jpeg", jpeg) if len(jpeg) < len(exact) else _address("png", exact)
 
 
 def _picture(image: Array) -> Image.Image:
@@ -62,23 +63,21 @@ def _picture(image: Array) -> Image.Image:
             expected="uint8 of shape (H, W) or (H, W, C) with 1, 3 or 4 channels",
             remedy="scale to 0...255, convert to uint8 and move the channels last",
         )
+    if image.shape[-1] == 4 and image.ndim == 3 and (image[..., 3] == 255).all():
+        image = image[..., :3]
     return Image.fromarray(np.ascontiguousarray(image))
 
 
 def _resized(picture: Image.Image, pixels: int) -> Image.Image:
-    """The picture enlarged by a whole factor, reduced, or as it is."""
+    """The picture reduced, or as it is."""
     from PIL import Image
 
     longest = max(picture.size)
-    factor = pixels // longest
-    if factor > 1:
-        size = (picture.width * factor, picture.height * factor)
-        return picture.resize(size, Image.Resampling.NEAREST)
-    if longest > pixels:
-        scale = pixels / longest
-        size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
-        return picture.resize(size, Image.Resampling.LANCZOS)
-    return picture
+    if longest <= pixels:
+        return picture
+    scale = pixels / longest
+    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+    return picture.resize(size, Image.Resampling.LANCZOS)
 
 
 def _encode(picture: Image.Image, kind: str, **options: int) -> bytes:

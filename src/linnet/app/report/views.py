@@ -7,15 +7,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from linnet.app.report.measures import Array, calibration_error, ranking, reliability_bins
-from linnet.app.report.records import DoubtedLabel, Explanation, HeldOutSet, Neighbor, Samples
+from linnet.app.report.judgment import share_error
+from linnet.app.report.measures import Array, ranking, wilson_interval
+from linnet.app.report.records import DoubtedLabel, Explanation, HeldOutSet, Neighbor, Samples, Step
 from linnet.app.report.run import Run
+from linnet.app.report.steps import next_steps
 from linnet.app.report.svg import class_color
 from linnet.app.report.thumbnails import thumbnail
-from linnet.app.report.wording import duration, number, percent, signed
+from linnet.app.report.wording import measured_share, number, percent, signed
 
 _LONG = 40  # characters of an id that a tile has room for, on a few lines
-_TILE, _LARGE = 160, 320  # pixels of the pictures, twice what the page shows or about that
+_TILE, _LARGE = 192, 320  # most pixels of the pictures, twice what the page shows or about that
+_TINY = 40  # pixels up to which a picture is no photograph but squares
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,14 @@ class Face:
         full: Whole id.
         picture: ``data:`` address; empty when there is no picture.
         alt: What the picture is.
+        tiny: Whether it is so small that its pixels are shown as squares.
     """
 
     name: str
     full: str
     picture: str = ""
     alt: str = ""
+    tiny: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,25 @@ class Tile:
     bar: float | None = None
     sign: str = ""
     mark: str = ""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The accuracy of one method, as lengths in percent of the whole width.
+
+    Args:
+        name: Name of the method.
+        text: The accuracy with its standard error.
+        length: The accuracy.
+        low: Lower end of its 95 % interval.
+        high: Upper end of that interval.
+    """
+
+    name: str
+    text: str
+    length: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -151,11 +175,14 @@ def face(run: Run, samples: Samples, index: int, kind: str, pixels: int = _TILE)
         'a/b.png'
     """
     full = samples.name(index)
-    picture = "" if samples.images is None else thumbnail(samples.images[index], pixels)
+    picture, tiny = "", False
+    if samples.images is not None:
+        picture = thumbnail(samples.images[index], pixels)
+        tiny = max(samples.images.shape[1:3]) <= _TINY
     described = f"{kind} sample {full}"
     if samples.labels is not None:
         described += f", labeled {label(run, samples.labels[index]).text}"
-    return Face(name=_short(full), full=full, picture=picture, alt=described)
+    return Face(_short(full), full, picture, described, tiny)
 
 
 def gallery(run: Run, count: int = 8) -> Gallery:
@@ -187,118 +214,72 @@ def gallery(run: Run, count: int = 8) -> Gallery:
     )
 
 
-def key_numbers(run: Run) -> list[tuple[str, str]]:
-    """The few numbers at the top of the page.
+def bars(run: Run) -> list[Bar]:
+    """The test accuracy of each method.
 
     Args:
         run: The run.
 
     Returns:
-        (value, name) pairs, at most five.
+        One bar for each method with an accuracy.
 
     Example:
-        >>> key_numbers(Run("x"))
+        >>> bars(Run("x"))
         []
     """
-    found: list[tuple[str, str]] = []
-    if run.scores.comparison:
-        row = run.scores.comparison[0]
-        if row.accuracy is not None:
-            found.append((percent(row.accuracy), "test accuracy"))
-        if row.rmse is not None:
-            found.append((number(row.rmse), "test error (RMSE)"))
-        error = row.ece if row.ece is not None else _first_calibration(run)
-        if error is not None:
-            found.append((percent(error), "calibration error"))
-    task = run.fit.task
-    if task is not None:
-        found.append((percent(task.share, 0), f"of the labels on {task.top} directions"))
-        found.append((number(task.levels[1]), "degrees of freedom"))
-    if run.train is not None and len(run.train.samples):
-        found.append((str(len(run.train.samples)), "training samples"))
-    spectrum = run.fit.spectrum
-    effective = None if spectrum is None else spectrum.effective()
-    if effective is not None:
-        found.append((number(effective), "degrees of freedom"))
-    if run.fit.timings:
-        found.append((duration(sum(t.seconds for t in run.fit.timings)), "in all"))
-    return found[:5]
+    tested, made = run.tested(), []
+    for row in run.scores.comparison:
+        if row.accuracy is None:
+            continue
+        low, high = wilson_interval(row.accuracy * tested, tested) if tested else (row.accuracy, row.accuracy)
+        text = measured_share(row.accuracy, share_error(row.accuracy, tested))
+        made.append(Bar(row.name, text, 100 * row.accuracy, 100 * low, 100 * high))
+    return made
 
 
-def spectrum_facts(run: Run) -> list[tuple[str, str]]:
-    """The facts of the kernel's spectrum.
+def step_views(run: Run) -> list[tuple[Step, tuple[Tile, ...]]]:
+    """What to do next, with the samples that each step is about.
 
     Args:
         run: The run.
 
     Returns:
-        (name, value) pairs; empty without eigenvalues.
+        Steps and their tiles.
 
     Example:
-        >>> from linnet.app.report.records import FitRecord, Spectrum
-        >>> run = Run("x", fit=FitRecord(spectrum=Spectrum(np.array([3.0, 1.0]), 1.0)))
-        >>> spectrum_facts(run)[0]
-        ('largest eigenvalue', '3')
-    """
-    spectrum = run.fit.spectrum
-    if spectrum is None or not len(spectrum.eigenvalues):
-        return []
-    values = np.sort(np.clip(np.asarray(spectrum.eigenvalues, dtype=float), 0.0, None))[::-1]
-    found = [("largest eigenvalue", number(float(values[0]), trim=True))]
-    total = np.cumsum(values)
-    if total[-1] > 0:
-        for share in (0.5, 0.9):
-            count = int(np.searchsorted(total, share * total[-1])) + 1
-            found.append((f"directions that hold {percent(share, 0)} of the trace", str(count)))
-    effective = spectrum.effective()
-    if spectrum.ridge is not None:
-        found.append(("ridge", number(spectrum.ridge, trim=True)))
-        found.append(("eigenvalues above the ridge", str(int((values > spectrum.ridge).sum()))))
-    if effective is not None:
-        found.append(("effective degrees of freedom", f"{number(effective)} of {len(values)}"))
-    return found
-
-
-def confusions(run: Run, count: int = 6) -> list[tuple[Label, Label, int, str]]:
-    """The most frequent confusions of the test set.
-
-    Args:
-        run: The run.
-        count: Most rows to return.
-
-    Returns:
-        (true class, predicted class, number, share of the true class), most frequent first.
-
-    Example:
-        >>> confusions(Run("x"))
+        >>> step_views(Run("x"))
         []
     """
-    predicted = None if run.test is None else run.test.predicted()
-    if run.test is None or run.test.samples.labels is None or predicted is None or run.classes is None:
-        return []
-    table = np.zeros((len(run.classes), len(run.classes)), dtype=int)
-    np.add.at(table, (run.test.samples.labels, predicted), 1)
-    totals = table.sum(axis=1)
-    np.fill_diagonal(table, 0)
-    pairs = [divmod(int(i), len(run.classes)) for i in ranking(table.reshape(-1))[:count]]
-    return [
-        (
-            label(run, true),
-            label(run, guess),
-            int(table[true, guess]),
-            percent(table[true, guess] / totals[true], 0),
-        )
-        for true, guess in pairs
-        if table[true, guess]
-    ]
+    doubted = {} if run.train is None else {suspect.sample: suspect for suspect in run.train.suspects}
+    made = []
+    for step in next_steps(run):
+        tiles = [
+            _suspect(run, doubted[index]) if index in doubted else _training_tile(run, index)
+            for index in step.training
+        ]
+        if run.test is not None:
+            tiles += [_tested(run, run.test, index) for index in step.tested]
+        made.append((step, tuple(tiles)))
+    return made
 
 
-def _first_calibration(run: Run) -> float | None:
-    """The calibration error of the fit, from its reliability data."""
-    if not run.scores.reliability:
-        return None
-    part = run.scores.reliability[0]
-    return calibration_error(reliability_bins(part.confidence, part.correct))
+def uncertainty_name(run: Run) -> str:
+    """What the uncertainty of the test samples is, with its unit.
+
+    Args:
+        run: The run.
+
+    Returns:
+        A name for an axis.
+
+    Example:
+        >>> uncertainty_name(Run("x", test=HeldOutSet(Samples(), unit="%")))
+        'probability of being wrong, %'
+    """
+    unit = "" if run.test is None else run.test.unit
+    if unit == "%":
+        return "probability of being wrong, %"
+    return f"uncertainty, {unit}" if unit else "uncertainty"
 
 
 def _informative(run: Run, count: int) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
@@ -334,7 +315,7 @@ def _suspect(run: Run, suspect: DoubtedLabel) -> Tile:
     if suspect.suggested is not None:
         labels.append(("rather", label(run, suspect.suggested)))
     mark = {True: "known wrong", False: "known right", None: ""}[suspect.flipped]
-    value = "" if suspect.doubt is None else f"score {number(suspect.doubt)}"
+    value = "" if suspect.doubt is None else f"{percent(suspect.doubt, 0)} likely wrong"
     return Tile(base, tuple(labels), value, mark=mark)
 
 
@@ -343,13 +324,18 @@ def _uncertain(run: Run, count: int) -> tuple[Tile, ...]:
     test = run.test
     if test is None or test.uncertainty is None:
         return ()
-    found = []
-    for index in ranking(test.uncertainty)[:count]:
-        base = face(run, test.samples, int(index), "test")
-        labels, wrong = _prediction(run, test, int(index))
-        value = number(float(test.uncertainty[index]))
-        found.append(Tile(base, labels, value, mark=wrong))
-    return tuple(found)
+    return tuple(_tested(run, test, int(index)) for index in ranking(test.uncertainty)[:count])
+
+
+def _tested(run: Run, test: HeldOutSet, index: int) -> Tile:
+    """A test sample with its prediction and how sure that is."""
+    labels, wrong = _prediction(run, test, index)
+    value = ""
+    if test.unit == "%" and test.probs is not None:
+        value = f"{percent(float(np.max(test.probs[index])), 0)} sure"
+    elif test.uncertainty is not None and test.std is None:
+        value = f"uncertainty {number(float(test.uncertainty[index]))}"
+    return Tile(face(run, test.samples, index, "test"), labels, value, mark=wrong)
 
 
 def _prediction(run: Run, test: HeldOutSet, index: int) -> tuple[tuple[tuple[str, Label], ...], str]:

@@ -1,17 +1,10 @@
-"""Number formats of the report, and the summary at its top."""
+"""Number formats of the report, and the sentences of its sections."""
 
 from __future__ import annotations
 
 import math
 
-from linnet.app.report.measures import (
-    calibration_error,
-    reliability_bins,
-    split_by_uncertainty,
-    wilson_interval,
-)
 from linnet.app.report.records import RidgeChoice, TrainingSet
-from linnet.app.report.run import Run
 
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _SPACE = "\u202f"  # narrow, and never a line break
@@ -30,7 +23,7 @@ def number(value: object, digits: int = 3, trim: bool = False) -> str:
 
     Example:
         >>> number(0.012345), number(15234.0), number(None), number("full")
-        ('0.0123', '15234', '–', 'full')
+        ('0.0123', '15,234', '–', 'full')
         >>> number(2.1e-14, 2), number(0.1, trim=True)
         ('2.1×10⁻¹⁴', '0.1')
     """
@@ -42,15 +35,65 @@ def number(value: object, digits: int = 3, trim: bool = False) -> str:
     if not math.isfinite(figure):
         return "–"
     if figure == int(figure) and abs(figure) < 1e6:
-        return str(int(figure)).replace("-", "−")
+        return f"{int(figure):,}".replace("-", "−")
     exponent = math.floor(math.log10(abs(figure)))
     plain = -3 <= exponent < 6
     mantissa = figure if plain else figure / 10.0**exponent
-    text = f"{mantissa:.{max(0, digits - 1 - (exponent if plain else 0))}f}"
+    text = f"{mantissa:,.{max(0, digits - 1 - (exponent if plain else 0))}f}"
     if trim and "." in text:
         text = text.rstrip("0").rstrip(".")
     text = text.replace("-", "−")
     return text if plain else f"{text}×10{str(exponent).translate(SUPERSCRIPTS)}"
+
+
+def measured(value: float, error: float | None, signs: bool = False, most: int = 6) -> str:
+    """A number with its standard error, as many digits as the error allows.
+
+    Args:
+        value: The number.
+        error: Its standard error; None or 0 where it is not known.
+        signs: Whether a positive number gets its sign.
+        most: Most digits behind the point.
+
+    Returns:
+        Text without a unit, which no line break divides.
+
+    Example:
+        >>> measured(14.53, 1.12).replace("\u00a0", " "), measured(61234.5, 532.1).replace("\u00a0", " ")
+        ('14.5 ± 1.1', '61,230 ± 530')
+        >>> measured(0.5, None)
+        '0.500'
+    """
+    sign = "+" if signs and value > 0 else ""
+    if not error or not math.isfinite(error):
+        return sign + number(value)
+    places = min(1 - math.floor(math.log10(error)), most)  # two digits of the error
+    if not -3 <= places <= 6:
+        return f"{sign}{number(value)}\u00a0±\u00a0{number(error, 2)}"
+    shown, spread = (f"{round(part, places):,.{max(places, 0)}f}" for part in (value, error))
+    return f"{sign}{shown}\u00a0±\u00a0{spread}".replace("-", "−")
+
+
+def measured_share(share: float, error: float | None, unit: str = "%", signs: bool = False) -> str:
+    """A share with its standard error, as a percentage.
+
+    Args:
+        share: A share, or a difference of two.
+        error: Its standard error; None or 0 where it is not known.
+        unit: What stands behind the number.
+        signs: Whether a positive number gets its sign.
+
+    Returns:
+        Text, which no line break divides.
+
+    Example:
+        >>> measured_share(0.64667, 0.039).replace("\u00a0", " ")
+        '64.7 ± 3.9 %'
+        >>> measured_share(-0.0312, 0.012, "points", signs=True).replace("\u00a0", " ")
+        '−3.1 ± 1.2 points'
+    """
+    known = None if error is None else 100 * error
+    return f"{measured(100 * share, known, signs, 1)}\u00a0{unit}"
 
 
 def percent(share: float | None, decimals: int = 1) -> str:
@@ -64,12 +107,15 @@ def percent(share: float | None, decimals: int = 1) -> str:
         Text with a narrow space before the sign; a dash for None.
 
     Example:
-        >>> percent(0.9123).replace("\u202f", " ")
-        '91.2 %'
+        >>> percent(0.9123).replace("\u202f", " "), percent(0.9999, 0).replace("\u202f", " ")
+        ('91.2 %', '>99 %')
     """
     if share is None or not math.isfinite(share):
         return "–"
-    return f"{100 * share:.{decimals}f}{_SPACE}%"
+    text, least = f"{100 * share:.{decimals}f}", 10.0**-decimals
+    if 0 < share < 1 and float(text) in (0.0, 100.0):  # nearly none and nearly all are neither
+        text = f"<{least:.{decimals}f}" if share < 0.5 else f">{100 - least:.{decimals}f}"
+    return f"{text}{_SPACE}%"
 
 
 def duration(seconds: float | None) -> str:
@@ -112,108 +158,6 @@ def signed(value: float) -> str:
         ('+0.420', '−0.420')
     """
     return ("+" if value > 0 else "") + number(value)
-
-
-def summary(run: Run) -> list[str]:
-    """The sentences at the top of the page: those given, else up to five from the numbers.
-
-    Args:
-        run: The run.
-
-    Returns:
-        Whole sentences, the most important first.
-
-    Example:
-        >>> from linnet.app.report.records import Comparison, Scores
-        >>> summary(Run("x", scores=Scores((Comparison("linear fit", rmse=0.5),))))
-        ['The root mean squared error on the test set is 0.500.']
-    """
-    if run.notes.headline:
-        return list(run.notes.headline)
-    sentences = [_result(run), _beside(run), _trust(run), _freedom(run), _labels(run)]
-    return [sentence for sentence in sentences if sentence]
-
-
-def _result(run: Run) -> str:
-    """The sentence on the fit's score."""
-    if not run.scores.comparison:
-        return ""
-    row, tested = run.scores.comparison[0], run.tested()
-    if row.accuracy is None:
-        return (
-            "" if row.rmse is None else f"The root mean squared error on the test set is {number(row.rmse)}."
-        )
-    sentence = f"The {row.name} predicts the right class for {percent(row.accuracy)}"
-    if not tested:
-        return sentence + " of the test samples."
-    low, high = wilson_interval(row.accuracy * tested, tested)
-    return sentence + f" of {tested} test samples (95{_SPACE}% interval {100 * low:.1f} to {percent(high)})."
-
-
-def _beside(run: Run) -> str:
-    """The sentence on the comparison with the other methods."""
-    if len(run.scores.comparison) < 2:
-        return ""
-    own, others = run.scores.comparison[0], run.scores.comparison[1:]
-    if own.accuracy is not None:
-        parts = [f"{row.name} {percent(row.accuracy)}" for row in others if row.accuracy is not None]
-    elif own.rmse is not None:
-        parts = [f"{row.name} {number(row.rmse)}" for row in others if row.rmse is not None]
-    else:
-        parts = []
-    return f"For comparison: {_listed(parts)}." if parts else ""
-
-
-def _trust(run: Run) -> str:
-    """The sentence on the calibration of its probabilities."""
-    parts = []
-    if run.scores.reliability:
-        part = run.scores.reliability[0]
-        error = calibration_error(reliability_bins(part.confidence, part.correct))
-        gap = float(part.confidence.mean()) - float(part.correct.mean())
-        manner = "over-confident" if gap > 0 else "under-confident"
-        verdict = "well calibrated" if error < 0.03 else manner if abs(gap) > 0.02 else "unevenly calibrated"
-        parts.append(f"it is {verdict} (calibration error {percent(error)})")
-    test = run.test
-    correct = None if test is None else test.correct()
-    if test is not None and test.uncertainty is not None and correct is not None and len(correct) >= 20:
-        worst, rest, _ = split_by_uncertainty(test.uncertainty, ~correct)
-        parts.append(
-            f"the error rate is {percent(worst, 0)} among the 10{_SPACE}% least certain predictions "
-            f"and {percent(rest)} among the others"
-        )
-    text = "; ".join(parts)
-    return text[:1].upper() + text[1:] + "." if text else ""
-
-
-def _freedom(run: Run) -> str:
-    """Effective number of parameters."""
-    spectrum, path = run.fit.spectrum, run.fit.path
-    ridge = path.chosen if path is not None else spectrum.ridge if spectrum is not None else None
-    if ridge is None:
-        return ""
-    effective = None if spectrum is None else spectrum.effective()
-    if effective is None or spectrum is None:
-        return f"The ridge is {number(ridge, trim=True)}."
-    count = len(spectrum.eigenvalues)
-    known = number(ridge, trim=True)
-    return f"Effective parameters: {number(effective)} of {count} (ridge {known})."
-
-
-def _labels(run: Run) -> str:
-    """Label errors and forgetting."""
-    if run.train is None:
-        return ""
-    parts = []
-    if run.train.suspects:
-        parts.append(doubt_found(run.train))
-    forgotten = run.train.forgetting
-    if forgotten is not None:
-        count = len(forgotten.removed)
-        taken = "" if forgotten.seconds is None else f" in {duration(forgotten.seconds)}"
-        parts.append(f"{count} training sample{'s were' if count != 1 else ' was'} forgotten{taken}")
-    text = "; ".join(parts)
-    return text[:1].upper() + text[1:] + "." if text else ""
 
 
 def loo_name(choice: RidgeChoice | None) -> str:
@@ -322,8 +266,3 @@ def doubt_found(train: TrainingSet) -> str:
         return text
     known = f"{sum(found)} of the {train.flipped}" if train.flipped is not None else f"{sum(found)}"
     return f"{text}, among them {known} that are known to be wrong"
-
-
-def _listed(parts: list[str]) -> str:
-    """Parts joined as in a sentence."""
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

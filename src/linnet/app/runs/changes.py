@@ -13,13 +13,13 @@ import torch
 
 from linnet.app.data import TaskData
 from linnet.app.report import Comparison, FitRecord, Forgetting, Notes, Run, Scores, Timing, TrainingSet
-from linnet.app.report.wording import duration
+from linnet.app.report.wording import duration, number, percent
 from linnet.app.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.app.runs.folder import SavedRun, TrainingSamples, load_test, test_digest
 from linnet.app.runs.kinds import Fit, certificate_of, refit_arguments, solved_anew
 from linnet.app.runs.naming import find_samples, named
 from linnet.app.runs.newdata import NewSamples
-from linnet.app.runs.pages import choices, facts, held_out, seen, suspects, training_set
+from linnet.app.runs.pages import choices, facts, further, held_out, place_of, seen, suspects, training_set
 from linnet.errors import DataError, InputError
 from linnet.fitting.fit import fit as fit_linear
 from linnet.nested.nested_fit import NestedFit
@@ -228,12 +228,13 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
     if task is not None and shown is not None:
         chosen: list[int] | None = [] if change.removed else None
         test = held_out(after, task.test, shown, task.image_mode is not None, chosen)
-    diagrams = () if shown is None or shown.probs is None or task is None else (
-        reliability("after", shown.probs, task.test.y),
+    diagrams = () if task is None else tuple(
+        reliability(row.name, found.probs, task.test.y) for row, found in scores if found.probs is not None
     )  # fmt: skip
     findings = (*change.notes, *((why,) if why else ()))
     warnings = (*after.fit.record.warnings, *findings)
-    notes = Notes(_headline(change, rows), warnings, facts(after))
+    steps = further(place_of(out), False, after.classes is not None)
+    notes = Notes(_headline(change, rows), warnings, facts(after), steps)
     timings = [Timing(command, change.seconds)]
     if change.refit_seconds is not None:
         timings.append(
@@ -242,7 +243,7 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
             )
         )
     record = FitRecord(choices=choices(after), timings=tuple(timings))
-    page = Run(title, after.classes, notes, Scores(rows, diagrams), record, train, test)
+    page = Run(title, after.classes, notes, Scores(rows, diagrams), record, train, test, place_of(out))
     summary = after.fit.summary()
     result = {
         "command": command, "train_before": before.fit.n, "train": after.fit.n,
@@ -273,9 +274,8 @@ def _headline(change: Change, rows: tuple[Comparison, ...]) -> tuple[str, ...]:
     """The change, in sentences."""
     count = len(change.removed)
     if count:
-        first = (
-            f"{count} of {change.before.fit.n} training samples were forgotten in {duration(change.seconds)}."
-        )
+        every = number(change.before.fit.n)
+        first = f"{count} of {every} training samples were forgotten in {duration(change.seconds)}."
     else:
         added = change.after.fit.n - change.before.fit.n
         first = f"{added} training samples were added to {change.before.fit.n} in {duration(change.seconds)}."
@@ -283,9 +283,9 @@ def _headline(change: Change, rows: tuple[Comparison, ...]) -> tuple[str, ...]:
         return (first,)
     now, then = rows
     if now.accuracy is not None and then.accuracy is not None:
-        was, becomes = 100 * then.accuracy, 100 * now.accuracy
-        return first, f"The test accuracy was {was:.1f} % before and is {becomes:.1f} % after."
-    return first, f"The test RMSE was {then.rmse:.4g} before and is {now.rmse:.4g} after."
+        was, becomes = percent(then.accuracy), percent(now.accuracy)
+        return first, f"The test accuracy was {was} before and is {becomes} after."
+    return first, f"The test RMSE was {number(then.rmse)} before and is {number(now.rmse)} after."
 
 
 def _forgetting(change: Change, scores: list[tuple[Comparison, Predictions]]) -> Forgetting:
@@ -294,7 +294,11 @@ def _forgetting(change: Change, scores: list[tuple[Comparison, Predictions]]) ->
     table: list[tuple[str, float | str, float | str]] = [("training samples", before.n, after.n)]
     if scores:
         (now, _), (then, _) = scores
-        for what, field in (("test accuracy", "accuracy"), ("test log loss", "nll"), ("test RMSE", "rmse")):
+        for what, field in (
+            ("test accuracy", "accuracy"),
+            ("test log loss, nats", "nll"),
+            ("test RMSE", "rmse"),
+        ):
             if getattr(now, field) is not None:
                 table.append((what, getattr(then, field), getattr(now, field)))
     table.append((certificate_of(after), before.system.certificate(), after.system.certificate()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,15 @@ from linnet.app.report import (
     Samples,
     Scores,
     Spectrum,
+    Step,
     Timing,
     TrainingSet,
     write_report,
 )
+from linnet.app.report.judgment import trust, verdict
 from linnet.app.report.measures import ranking
-from linnet.app.report.wording import summary
+from linnet.app.report.steps import beside, next_steps
+from linnet.app.report.wording import number
 from linnet.app.runs.adaptation import Adaptation
 from linnet.app.runs.evaluation import Predictions, ridge_path, softmax_path, spectrum_of
 from linnet.app.runs.folder import SavedRun, TrainingSamples
@@ -46,6 +50,7 @@ from linnet.nested.nested_fit import NestedFit
 from linnet.tangent.preflight import Preflight
 
 Array = np.ndarray[Any, Any]
+TARGET = "standard deviation in the unit of the target"  # what a regression's uncertainty is
 _NEIGHBORS = 5  # training samples shown on each side of an explanation
 _EXPLAINED = 6  # test samples explained in a report
 
@@ -60,15 +65,30 @@ def write(folder: Path, result: dict[str, Any], page: Run) -> None:
     """
     with writing(folder, wait=True):  # both of one process
         write_report(folder / "report.html", page)
-        write_json(folder / "result.json", {**result, "report": page.to_dict()})
+        write_json(folder / "result.json", {**result, "next": _named_steps(page), "report": page.to_dict()})
 
 
-def adaptation_page(found: Adaptation, title: str) -> Run:
+def _named_steps(page: Run) -> list[dict[str, Any]]:
+    """What the page says to do next, with samples by their ids."""
+    train = Samples() if page.train is None else page.train.samples
+    test = Samples() if page.test is None else page.test.samples
+    return [
+        {
+            "title": step.title, "text": step.text, "command": step.command,
+            "training": [train.name(i) for i in step.training], "test": [test.name(i) for i in step.tested],
+        }
+        for step in next_steps(page)
+    ]  # fmt: skip
+
+
+def adaptation_page(found: Adaptation, title: str, out: Path, replay: bool = False) -> Run:
     """The report of an adaptation.
 
     Args:
         found: What was found.
         title: Title of the page.
+        out: The run's folder.
+        replay: Whether its ``run.yaml`` holds the settings of the adaptation.
 
     Returns:
         The report.
@@ -90,13 +110,54 @@ def adaptation_page(found: Adaptation, title: str) -> Run:
         tuple(Timing(name, seconds) for name, seconds in _timings(found).items()),
         ridge=RidgeChoice(run.fit.record.criterion, loss_of(run.fit), cross_fitted(run.fit)),
     )  # fmt: skip
-    notes = Notes(warnings=(*run.fit.record.warnings, *task.findings), facts=facts(run))
+    folder = place_of(out)
+    steps = further(folder, replay and _is_untuned(run.fit), task.classes is not None)
+    notes = Notes(warnings=(*run.fit.record.warnings, *task.findings), facts=facts(run), steps=steps)
     scores = Scores(found.rows, found.reliability, len(task.test))
-    page = Run(title, run.classes, notes, scores, record, train, test)
-    verdict = run.fit.record.reasons.get("verdict")
-    if verdict is None:
-        return page
-    return replace(page, notes=replace(notes, headline=(verdict, *summary(page))))
+    page = Run(title, run.classes, notes, scores, record, train, test, folder)
+    told = [verdict(page), run.fit.record.reasons.get("verdict", ""), trust(page)]
+    if isinstance(run.fit, NestedFit) and not (run.fit.trained or run.fit.body_weight) and told[1]:
+        told = told[1:]  # the fit is the linear probe: there is nothing to tell apart
+    return replace(page, notes=replace(notes, headline=tuple(sentence for sentence in told if sentence)))
+
+
+def place_of(folder: Path) -> str:
+    """A run's folder as commands take it.
+
+    Args:
+        folder: The folder, as it was given.
+
+    Returns:
+        The same; its whole path where it was given as "." or "..", which has no name.
+    """
+    return str(folder if folder.name not in ("", "..") else folder.resolve())
+
+
+def _is_untuned(fit: Fit) -> bool:
+    """Whether training of the lower layers was not tried."""
+    return isinstance(fit, NestedFit) and not fit.trained and not fit.rungs
+
+
+def further(folder: str, tunable: bool, classes: bool) -> tuple[Step, ...]:
+    """The commands that go on from a run, whatever its numbers are.
+
+    Args:
+        folder: The run's folder, as commands take it.
+        tunable: Whether its adaptation can be repeated with training of the lower layers.
+        classes: Whether it predicts classes.
+
+    Returns:
+        The steps.
+    """
+    predict = shlex.join(["linnet", "predict", "--run", folder, "--data", "FOLDER"])
+    text = "FOLDER is an image folder, .npz or .csv. Without answers, the page says what to label."
+    steps = [Step("Predict new samples", text, predict)]
+    if tunable:
+        words = ["linnet", "adapt", "--config", f"{folder}/run.yaml", "--tune", "true"]
+        line = shlex.join([*words, "--out", beside(folder, "tuned")])
+        why = "Trains the lower layers as well, and uses that where held-out folds have less error."
+        steps.insert(0, Step("Try for more accuracy" if classes else "Try for less error", why, line))
+    return tuple(steps) if folder.isprintable() else ()
 
 
 def training_set(run: SavedRun) -> TrainingSet:
@@ -135,15 +196,14 @@ def suspects(fit: Fit) -> tuple[tuple[DoubtedLabel, ...], float | None]:
         fit: A dual fit.
 
     Returns:
-        Most doubtful first, and how many would look wrong if all labels were right; ``None`` for regression.
+        The likeliest wrong first, and how many would look wrong if all were right; ``None`` for regression.
     """
     if fit.labels is None:
         return (), None
     errors = label_errors(fit.loo(), fit.labels)
-    chosen = set(errors.indices.tolist())
-    given, suggested, doubt = fit.labels.cpu(), errors.suggested.cpu(), doubts(fit)
-    order = [int(i) for i in ranking(doubt) if int(i) in chosen]
-    found = tuple(DoubtedLabel(i, int(given[i]), int(suggested[i]), float(doubt[i])) for i in order)
+    given, suggested, wrong = fit.labels.cpu(), errors.suggested.cpu(), errors.wrong.cpu()
+    order = errors.indices.tolist()
+    found = tuple(DoubtedLabel(i, int(given[i]), int(suggested[i]), float(wrong[i])) for i in order)
     return found, errors.expected
 
 
@@ -169,8 +229,8 @@ def held_out(
     if chosen and run.fit.solver == "dual":
         explained = explanations(run, part.take(np.asarray(chosen)).x, chosen, found)
     if found.probs is not None:
-        return HeldOutSet(samples, probs=found.probs, uncertainty=found.uncertainty, explanations=explained)
-    return HeldOutSet(samples, None, found.mean, found.std, found.uncertainty, explained)
+        return HeldOutSet(samples, found.probs, None, None, found.uncertainty, explained, "%")
+    return HeldOutSet(samples, None, found.mean, found.std, found.uncertainty, explained, TARGET)
 
 
 def explanations(
@@ -244,7 +304,7 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
         Choice("head", _head(run), reasons.get("head", "")),
         Choice("solver", fit.solver, reasons.get("solver", "")),
         # a change of the training samples keeps the ridge, and so what was said of the samples before
-        Choice("ridge", f"{fit.ridge:.4g}", f"of the fit before: {ridge}" if "change" in reasons else ridge),
+        Choice("ridge", number(fit.ridge), f"of the fit before: {ridge}" if "change" in reasons else ridge),
     ]
     if isinstance(fit, NestedFit):
         made[0] = Choice("head", f"new, {fit.system.c} outputs", "a linear probe, part of the fit")
@@ -263,10 +323,10 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
     else:
         trained = isinstance(fit, NestedFit) and fit.trained
         why = "error on held-out folds" if trained else "highest evidence at this ridge"
-        made.append(Choice("noise variance", f"{fit.noise:.4g}", why))
+        made.append(Choice("noise variance", number(fit.noise), why))
     if run.temperatures is not None and not isinstance(fit, SoftmaxFit):
         made.append(
-            Choice("softmax temperature", f"{run.temperatures[0]:.4g}", _moderation(fit, run.temperatures[2]))
+            Choice("softmax temperature", number(run.temperatures[0]), _moderation(fit, run.temperatures[2]))
         )
     if "change" in reasons:
         made.append(Choice("change", reasons["change"], "by linear algebra on the fit before"))
@@ -306,9 +366,9 @@ def facts(run: SavedRun) -> tuple[tuple[str, str], ...]:
         ("torch", torch.__version__),
         ("Python", platform.python_version()),
         ("network", Path(run.origin.spec).name),
-        ("weights fitted", f"{fit.module.space.dim:,}"),
-        ("training samples", str(fit.n)),
-        (certificate_of(fit), f"{fit.system.certificate():.1e}"),
+        ("weights fitted", number(fit.module.space.dim)),
+        ("training samples", number(fit.n)),
+        (certificate_of(fit), number(fit.system.certificate(), 2)),
     )
 
 

@@ -19,7 +19,7 @@ from linnet.app.runs.evaluation import Predictions, predict, reliability, score_
 from linnet.app.runs.folder import SavedRun, load_test
 from linnet.app.runs.naming import answer_in_words, find_samples, named
 from linnet.app.runs.newdata import NewSamples
-from linnet.app.runs.pages import explanations, facts, held_out, seen
+from linnet.app.runs.pages import TARGET, explanations, facts, held_out, place_of, seen
 from linnet.errors import InputError
 from linnet.files import write_text
 
@@ -154,7 +154,7 @@ def check_table(path: Path) -> None:
 
 
 def prediction_page(
-    run: SavedRun, new: NewSamples, found: Predictions, title: str
+    run: SavedRun, new: NewSamples, found: Predictions, title: str, folder: Path
 ) -> tuple[dict[str, Any], Run]:
     """The result and the page of predictions.
 
@@ -163,6 +163,7 @@ def prediction_page(
         new: The samples.
         found: Their predictions.
         title: Title of the page.
+        folder: The run's folder.
 
     Returns:
         The result as plain values, and the report.
@@ -178,13 +179,17 @@ def prediction_page(
     images = new.x if run.samples.images is not None else None
     std = found.std if found.probs is None else None
     mean = found.mean if found.probs is None else None
-    test = HeldOutSet(Samples(images, new.y, new.ids), found.probs, mean, std, found.uncertainty)
+    unit = "%" if found.probs is not None else TARGET
+    samples = Samples(images, new.y, new.ids)
+    test = HeldOutSet(samples, found.probs, mean, std, found.uncertainty, (), unit)
     headline = (
         () if new.y is not None else (f"{len(new.ids)} samples were predicted; their answers are not known.",)
     )
     findings = (*new.findings, *((found.note,) if found.note else ()))
     warnings = (*run.fit.record.warnings, *findings)
-    page = Run(title, run.classes, Notes(headline, warnings, facts(run)), scores, test=test)
+    page = Run(
+        title, run.classes, Notes(headline, warnings, facts(run)), scores, test=test, folder=place_of(folder)
+    )
     counts = None
     if run.classes is not None:
         counts = {name: int((found.predicted == label).sum()) for label, name in enumerate(run.classes)}
@@ -242,7 +247,7 @@ def explain(run: SavedRun, new: NewSamples | None, ids: Sequence[str], top: int,
     made = explanations(run, chosen.x, list(range(len(chosen.ids))), found, top)
     base = held_out(run, chosen, found, images, [])
     samples = base.samples if answered else Samples(base.samples.images, None, chosen.ids)
-    test = HeldOutSet(samples, base.probs, base.mean, base.std, None, made)
+    test = HeldOutSet(samples, base.probs, base.mean, base.std, None, made, base.unit)
     headline = (f"The training samples behind {len(chosen.ids)} predictions.",)
     train = TrainingSet(seen(run.samples))
     page = Run(

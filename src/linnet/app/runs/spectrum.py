@@ -300,7 +300,7 @@ def table_of(found: Examined) -> list[tuple[str, str]]:
         (f"energy concentration on the top {energy.top} (norms)", percent(task.concentration)),
         ("target alignment α(y)", number(task.alignment)),
         ("alignment over that of random labels", number(task.lift)),
-        ("effective dimension at the ridge", f"{number(task.effective_dimension)} of {energy.rows}"),
+        ("effective dimension at the ridge", f"{number(task.effective_dimension)} of {number(energy.rows)}"),
         ("ridge", number(task.ridge, trim=True)),
     ]
     if held is not None:
@@ -318,7 +318,7 @@ def table_of(found: Examined) -> list[tuple[str, str]]:
     if gap.agreement is not None:
         rows.append(("same class by network and linear model", percent(gap.agreement)))
     if energy.samples < run.fit.n:
-        rows.append(("samples the kernel was taken on", f"{energy.samples} of {run.fit.n}"))
+        rows.append(("samples the kernel was taken on", f"{number(energy.samples)} of {number(run.fit.n)}"))
     return rows
 
 

@@ -14,18 +14,19 @@ from linnet.app.runs.naming import lines_of
 from linnet.app.runs.pages import adaptation_page, write
 
 
-def keep_adaptation(found: Adaptation, out: Path, title: str) -> dict[str, Any]:
+def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = False) -> dict[str, Any]:
     """Write the report of an adaptation whose fit is kept already.
 
     Args:
         found: What was found.
         out: The folder.
         title: Title of the report.
+        replay: Whether its ``run.yaml`` holds the settings of the adaptation.
 
     Returns:
         The result as plain values.
     """
-    page = adaptation_page(found, title)
+    page = adaptation_page(found, title, out, replay)
     task, fit = found.task, found.run.fit
     result = {
         "command": "adapt",

@@ -1,0 +1,278 @@
+"""What to do next: labels to look at, samples to label, classes not to trust, and the commands for it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from linnet.app.report.judgment import least_certain
+from linnet.app.report.measures import FEW, ranking, wilson_interval
+from linnet.app.report.records import Samples, Step
+from linnet.app.report.run import Run
+from linnet.app.report.wording import number, percent
+
+_LABELS, _NEXT, _EXAMPLES, _CLASSES = 5, 10, 3, 4  # most samples and classes that a step names
+_JUDGED = 5  # predictions of a class from which it is judged
+
+
+@dataclass(frozen=True)
+class ClassRecord:
+    """How often predictions of one class are right.
+
+    Args:
+        index: The class.
+        predicted: How often it was predicted.
+        right: How often that was right.
+        tested: How many test samples are of this class.
+        found: How many of these were predicted so.
+    """
+
+    index: int
+    predicted: int
+    right: int
+    tested: int
+    found: int
+
+
+def class_records(run: Run) -> list[ClassRecord]:
+    """How often predictions of each class are right, on the test samples.
+
+    Args:
+        run: The run.
+
+    Returns:
+        One record for each class; none without probabilities and labels of twenty samples or more.
+
+    Example:
+        >>> class_records(Run("x"))
+        []
+    """
+    test = run.test
+    predicted = None if test is None else test.predicted()
+    if test is None or test.samples.labels is None or predicted is None or run.classes is None:
+        return []
+    if len(predicted) < FEW:
+        return []
+    labels = test.samples.labels
+    return [
+        ClassRecord(
+            c,
+            int((predicted == c).sum()),
+            int(((predicted == c) & (labels == c)).sum()),
+            int((labels == c).sum()),
+            int(((labels == c) & (predicted == c)).sum()),
+        )
+        for c in range(len(run.classes))
+    ]
+
+
+def distrusted(run: Run) -> list[ClassRecord]:
+    """Classes whose predictions are right clearly less often than predictions on the whole.
+
+    The 95 % interval of each is widened for the number of classes, so that on average one run in twenty
+    names a class without cause.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The classes, the worst first.
+
+    Example:
+        >>> distrusted(Run("x"))
+        []
+    """
+    every = [record for record in class_records(run) if record.predicted >= _JUDGED]
+    total = sum(record.predicted for record in every)
+    if not total:
+        return []
+    whole = sum(record.right for record in every) / total
+    level = 1 - 0.05 / len(every)
+    below = [
+        r for r in every
+        if r.right / r.predicted < whole and wilson_interval(r.right, r.predicted, level)[1] < whole
+    ]  # fmt: skip
+    return sorted(below, key=lambda r: r.right / r.predicted)
+
+
+def next_steps(run: Run) -> tuple[Step, ...]:
+    """What to do next, by what the run holds.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The steps, the most useful first: those that follow from the numbers, then those given with the run.
+
+    Example:
+        >>> next_steps(Run("x"))
+        ()
+    """
+    made = (_look_at_labels(run), _label_next(run), _distrust(run), _check_by_hand(run), _look_behind(run))
+    return (*(step for step in made if step is not None), *run.notes.steps)
+
+
+def command(name: str, run: str, ids: Sequence[str] = (), **options: str) -> str:
+    r"""A command of linnet on some samples of a run, as a shell takes it.
+
+    Args:
+        name: The command.
+        run: The run's folder.
+        ids: Ids of samples.
+        options: Further options.
+
+    Returns:
+        One line, every word quoted where it needs to be.
+
+    Example:
+        >>> command("forget", "runs/a", ["train/3", "train/9"], out="runs/b")
+        'linnet forget --run runs/a --ids train/3,train/9 --out runs/b'
+        >>> command("explain", "my run", ["a,b.png"])
+        'linnet explain --run \'my run\' --ids \'["a,b.png"]\''
+    """
+    words = ["linnet", name, "--run", run]
+    if ids:
+        odd = any("," in sample or sample[:1] in ("", "[", "-", " ") for sample in ids)
+        words += ["--ids", json.dumps(list(ids), ensure_ascii=False) if odd else ",".join(ids)]
+    for option, value in options.items():
+        words += [f"--{option}", value]
+    return shlex.join(words)
+
+
+def beside(run: str, ending: str) -> str:
+    """A folder beside that of a run.
+
+    Args:
+        run: The run's folder.
+        ending: What its name gets.
+
+    Returns:
+        The folder.
+
+    Example:
+        >>> beside("runs/a/", "cleaned")
+        'runs/a-cleaned'
+    """
+    return f"{run.rstrip('/')}-{ending}"
+
+
+def _of(run: Run, name: str, samples: Samples, chosen: Sequence[int], **options: str) -> str:
+    """A command on samples; empty where the run's folder or the ids are not known, or cannot be typed."""
+    if not run.folder or samples.ids is None:
+        return ""
+    named = [samples.name(i) for i in chosen]
+    # a pasted line break or escape character could end the line early, an invisible one could mislead
+    if not named or not all(sample.isprintable() for sample in (run.folder, *named)):
+        return ""
+    return command(name, run.folder, named, **options)
+
+
+def _look_at_labels(run: Run) -> Step | None:
+    """Probable label errors."""
+    train = run.train
+    if train is None:
+        return None
+    gone = set() if train.forgetting is None else set(train.forgetting.removed)
+    doubted = [suspect.sample for suspect in train.suspects if suspect.sample not in gone]
+    if not doubted:
+        return None
+    chosen = doubted[:_LABELS]
+    text = f"{_counted(len(doubted), 'training label')} look{'' if len(doubted) > 1 else 's'} wrong"
+    if train.by_chance is not None:
+        text += f", where {number(train.by_chance, 2)} would if all were right"
+        if len(doubted) < train.by_chance + 2 * max(train.by_chance, 1.0) ** 0.5:
+            text += ": most may just be hard"
+    made = _of(run, "forget", train.samples, chosen, out=beside(run.folder, "cleaned"))
+    text += ". Correct them in the data"
+    text += ", or forget those that are wrong, without training again:" if made else "."
+    return Step(f"Look at {_these(len(chosen), 'label')}", text, made, tuple(chosen))
+
+
+def _label_next(run: Run) -> Step | None:
+    """New samples whose labels would tell most."""
+    test = run.test
+    if test is None or test.uncertainty is None or test.samples.labels is not None or test.explanations:
+        return None
+    chosen = tuple(int(i) for i in ranking(test.uncertainty)[:_NEXT])
+    if not chosen:
+        return None
+    kind = "image" if test.samples.images is not None else "sample"
+    text = f"The fit is least sure of {'them' if len(chosen) > 1 else 'it'}"
+    if not run.folder or not run.folder.isprintable():
+        return Step(f"Label {_these(len(chosen), kind)} next", f"{text}.", tested=chosen)
+    text += ". Put them with their answers into a folder, and add them without training again:"
+    line = shlex.join(["linnet", "update", "--run", run.folder, "--data", "FOLDER", "--out",
+                       beside(run.folder, "more")])  # fmt: skip
+    return Step(f"Label {_these(len(chosen), kind)} next", text, line, tested=chosen)
+
+
+def _distrust(run: Run) -> Step | None:
+    """Classes whose predictions are often wrong."""
+    records, classes, test = distrusted(run)[:_CLASSES], run.classes, run.test
+    if not records or classes is None or test is None or test.probs is None:
+        return None
+    told = [
+        f"{classes[r.index]} ({percent(r.right / r.predicted, 0)} of {r.predicted} right)" for r in records
+    ]
+    predicted, labels = test.probs.argmax(1), test.samples.labels
+    wrong = np.flatnonzero((predicted != labels) & np.isin(predicted, [r.index for r in records]))
+    surest = wrong[ranking(test.probs[wrong].max(1))][:_EXAMPLES]
+    chosen = tuple(int(i) for i in surest)
+    title = "Do not trust this class" if len(records) == 1 else f"Do not trust these {len(records)} classes"
+    text = f"Where it says {_listed(told)}, it is wrong more often than elsewhere. The surest mistakes"
+    made = _of(run, "explain", test.samples, chosen)
+    text += ", and the training samples behind them:" if made else ":"
+    return Step(title, text, made, tested=chosen)
+
+
+def _check_by_hand(run: Run) -> Step | None:
+    """The tenth that a person should check, where it holds clearly more mistakes."""
+    split, test = least_certain(run.test), run.test
+    if split is None or test is None or test.uncertainty is None or test.probs is None:
+        return None
+    worst, rest, count = split
+    if worst <= rest or wilson_interval(worst * count, count)[0] <= rest:
+        return None
+    edge = float(np.sort(test.probs.max(1))[count - 1])
+    text = (
+        f"Of the {count} test samples with the lowest probability {percent(worst, 0)} are wrong, "
+        f"of the others {percent(rest, 0)}."
+    )
+    return Step(f"Have a person check predictions below {percent(edge, 0)}", text)
+
+
+def _look_behind(run: Run) -> Step | None:
+    """Training samples that pushed wrong predictions, on a page of explanations."""
+    test, train = run.test, run.train
+    if test is None or train is None or run.scores.comparison or not test.explanations:
+        return None
+    correct = test.correct()
+    if correct is None:
+        return None
+    wrong = [e for e in test.explanations if not correct[e.sample] and e.up]
+    chosen = list(dict.fromkeys(e.up[0].sample for e in wrong))[:_LABELS]
+    if not chosen:
+        return None
+    text = "They did most for the wrong predictions below. If their labels are wrong too, forget them:"
+    made = _of(run, "forget", train.samples, chosen, out=beside(run.folder, "cleaned"))
+    title = f"Look at {_these(len(chosen), 'training sample')}"
+    return Step(title, text if made else text.partition(".")[0] + ".", made, tuple(chosen))
+
+
+def _these(count: int, noun: str) -> str:
+    """A number of things at hand."""
+    return f"this {noun}" if count == 1 else f"these {count} {noun}s"
+
+
+def _counted(count: int, noun: str) -> str:
+    """A number of things."""
+    return f"{number(count)} {noun}{'s' * (count != 1)}"
+
+
+def _listed(parts: list[str]) -> str:
+    """Parts joined as in a sentence."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} or {parts[-1]}"
