@@ -396,9 +396,9 @@ def _opened(
     writer, store = Writer(share.rank, share.world), None
     if share.rank == 0:
         store = GramFile(file, shape, dtype, identity, writer)
-    done = gathered([] if store is None else sorted(store.done))[0]
+    done, complete = gathered(([], False) if store is None else (sorted(store.done), store.complete))[0]
     if store is None:
-        if not Path(file).with_suffix(".npy.partial").exists():
+        if not complete and not Path(file).with_suffix(".npy.partial").exists():
             raise InputError(
                 f"file={str(file)!r}: rank {share.rank} does not see what rank 0 has begun",
                 expected="a folder that all processes share",
