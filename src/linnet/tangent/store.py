@@ -7,8 +7,8 @@ other starts again.
 Several processes write to one matrix, each with a record of its own, and whoever finishes the last step
 renames it: the processes of a group, or parts that know nothing of each other, such as the tasks of an
 array job, which leave a note in ``NAME.made.json`` by which whoever comes later takes the matrix as it is. A
-lock keeps them apart while they begin and end. Maps of the file must be coherent between its writers, as they are on one machine
-and on Lustre or GPFS; NFS writes whole pages back, and would lose numbers.
+lock keeps them apart while they begin and end. Maps of the file must be coherent between its writers, as they
+are on one machine and on Lustre or GPFS; NFS writes whole pages back, and would lose numbers.
 """
 
 from __future__ import annotations
@@ -250,8 +250,9 @@ def missing_parts(file: str | Path) -> list[int]:
     parts = {name: record for name, record in records.items() if record.get("array")}
     of = max((int(record["of"]) for record in parts.values()), default=0)
     ended = {name.name for name, record in parts.items() if record.get("ended")}
-    single = f"{path.name}.steps.json"
-    return [i for i in range(of) if (single if of == 1 else f"{path.name}.steps-{i}-of-{of}.json") not in ended]
+    if of == 1:
+        return [] if ended else [0]
+    return [i for i in range(of) if f"{path.name}.steps-{i}-of-{of}.json" not in ended]
 
 
 def checked_name(file: str | Path) -> Path:
