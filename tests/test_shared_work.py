@@ -24,6 +24,7 @@ from linnet.distributed import apart, current, sharing, world
 from linnet.errors import LinnetError
 from linnet.fitting import CG, SGD, Sketch
 from linnet.likelihoods import Gaussian
+from linnet.linalg import dealt
 from linnet.linalg.operator import LinearOperator
 from linnet.solvers import cg
 from linnet.spectrum import Decomposition
@@ -151,7 +152,24 @@ def work(rank: int) -> dict[str, float]:
     gram_module.capture = counting
     linnet.spectrum.gram(model, x)
     gram_module.capture = capture
-    return {**found, "captured": float(captured[0])}
+    return {**found, "captured": float(captured[0]), **decomposed(model, (x, y))}
+
+
+def decomposed(model: linnet.Linearized, data: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """Σ n³ of the factors that this process decomposes, for a metric and for a sketch."""
+    costs, found, eigh = [0.0], {}, dealt.eigh
+
+    def counting(matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        costs[0] += float(matrix.shape[-1]) ** 3
+        return eigh(matrix, name)
+
+    dealt.eigh = counting
+    for name, solver in (("kfac", CG(1e-3, preconditioner="kfac")), ("ekfac", Sketch(dim=12, examples=15))):
+        costs[0] = 0.0
+        linnet.fit(model, data, solver=solver, ridge=1.0)
+        found[f"decompositions, {name}"] = costs[0]
+    dealt.eigh = eigh
+    return found
 
 
 # --- failures -----------------------------------------------------------------------------------------
@@ -295,6 +313,10 @@ def check_work(folder: Path, size: int, ranks: list[int]) -> None:
     whole = work(0)
     shares = [json.loads((folder / f"work{rank}.json").read_text()) for rank in ranks]
     for name, total in whole.items():
+        if name.startswith("decompositions"):  # each factor by one process, and the largest is most of all
+            assert sum(share[name] for share in shares) == pytest.approx(total * len(ranks) / size)
+            assert all(share[name] < total for share in shares)
+            continue
         largest = max(share[name] for share in shares)
         assert largest < 1.25 * total / size, f"{name}: {largest / total:.3f} of all on one of {size}"
         # several processes have smaller tiles, which save more of a symmetric kernel
