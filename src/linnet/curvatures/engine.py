@@ -22,7 +22,6 @@ from linnet.curvatures.accumulate import (
     require_columns,
     require_runs,
 )
-from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.ekfac import EigenvalueSums, RowEigenvalueSums, shared_eigenvalue_sums
 from linnet.curvatures.expectation import Expectation
@@ -44,6 +43,7 @@ from linnet.tangent.capture import planned
 from linnet.tangent.functional import Functional
 from linnet.tangent.plan import PROBES
 from linnet.tangent.trace import Trace, trace
+from linnet.unfinished import Checkpoint, checkpoint
 
 NARROW = 1024  # rows of a Kronecker factor that memory never makes a diagonal of: the matrix has 4 MB
 
@@ -120,9 +120,9 @@ def by_structure(
     closed = _closed_examples(look, first, function, request, sums)
     chunks = _chunks(function, first, f, request, sums, batches.most(first), _fields(plans), closed is None)
     batches.block = batches.block or closed or chunks.examples
-    checkpoint = _checkpoint(function, batches, request, [structure for _, structure in wanted])
+    kept = _checkpoint(function, batches, request, [structure for _, structure in wanted])
     few = chunks.examples if closed else None
-    passes = Summation(function, batches, request.expectation, chunks.columns, checkpoint, few, request.watch)
+    passes = Summation(function, batches, request.expectation, chunks.columns, kept, few, request.watch)
     examples = float(passes.run(list(sums.values()), "curvature").examples)
     corrected = _second_sums(plans, sums, batches.share)
     if corrected:
@@ -145,21 +145,24 @@ def _checkpoint(
     function: Functional, batches: Batches, request: Request, structures: Sequence[Structure]
 ) -> Checkpoint | None:
     """Where unfinished sums are kept, and what they belong to."""
-    if request.file is None:
-        return None
-    e = request.expectation
+    e, share = request.expectation, batches.share
     settings = structures, e.kind, e.matrix, e.samples, e.seed, request.sharing, request.widest
-    identity = {
-        "network": function.fingerprint(),
-        "settings": " ".join(map(str, settings)),
-        "likelihood": e.likelihood.describe(),
-        "data": batches.identity(),
-    }
+
+    def identity() -> dict[str, Any]:
+        return {
+            "network": function.fingerprint(),
+            "settings": " ".join(map(str, settings)),
+            "likelihood": e.likelihood.describe(),
+            "number of examples": batches.count(),
+            "data": batches.identity(),
+        }
+
+    if request.file is None:
+        return checkpoint("curvature", share, identity)
     file = request.file
-    share = batches.share
     if share.world > 1:
         file = file.with_name(f"{file.stem}-{share.rank}-of-{share.world}{file.suffix}")
-    return Checkpoint(file, identity)
+    return Checkpoint(file, identity())
 
 
 def _recursion(function: Functional, batches: Batches, request: Request, first: Batch) -> Curvature:

@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -281,6 +281,17 @@ def checked_name(file: str | Path) -> Path:
             remedy=f"create {path.parent}",
         )
     return path
+
+
+def discard(file: Path) -> None:
+    """Remove a finished matrix and the note of it; maps of it stay what they are.
+
+    Args:
+        file: The matrix.
+    """
+    for path in (file, file.with_suffix(".npy.made.json")):
+        with suppress(OSError):  # a system on which a mapped file cannot be removed
+            path.unlink()
 
 
 def begun_sizes(file: str | Path, identity: dict[str, Any]) -> dict[str, int] | None:
