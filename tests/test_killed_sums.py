@@ -55,12 +55,12 @@ def kernel(file: Path | None) -> Tensor:
 def fits(file: Path | None) -> Tensor:
     """A fit by a sketch and one by the kernel, in many blocks."""
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(N, *case("lenet").x1.shape[1:], generator=generator, dtype=torch.float64)
-    targets = torch.randn(N, 3, generator=generator, dtype=torch.float64)
+    x = torch.randn(N // 2, *case("lenet").x1.shape[1:], generator=generator, dtype=torch.float64)
+    targets = torch.randn(N // 2, 4, generator=generator, dtype=torch.float64)
     formed_rows.LARGEST = 2
     lin = linnet.linearize(case("lenet").model())
     with nullcontext() if file is None else resumable(file, interval=0):
-        solver = Sketch(dim=60, basis="kfac", examples=20)
+        solver = Sketch(dim=60, basis="kfac", examples=10)
         sketched = linnet.fit(lin, (x, targets), solver=solver, ridge="loo")
         dual = linnet.fit(lin, (x, targets), solver="dual", ridge=10.0)
     return torch.cat([sketched.predict(x), dual.predict(x)])

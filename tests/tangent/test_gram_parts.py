@@ -187,6 +187,32 @@ def test_the_first_part_plans_for_all(tmp_path: Path) -> None:
     assert torch.allclose(found, gram(net(), X), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("memory", [None, "1GB"])
+def test_a_run_whose_memory_is_not_given_goes_on_with_the_steps_it_began(
+    memory: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free memory changes from one run to the next; with a budget that is given, another one begins anew."""
+    file, run, names = tmp_path / "k.npy", gram_module._run, list[str]()
+    monkeypatch.setattr(gram_module, "SMALLEST_PRODUCT", 6)
+    monkeypatch.setattr(gram_module, "PRODUCT", 6)
+
+    def failing(step: Any, *arguments: Any) -> None:
+        if len(names) == 2:
+            raise KeyboardInterrupt
+        names.append(step.key)
+        run(step, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gram_module, "_run", failing)
+        with pytest.raises(KeyboardInterrupt):
+            gram(net(), X, form="trace", file=file, memory=memory)
+    monkeypatch.setattr(gram_module, "PRODUCT", 5)  # as less memory would
+    again = noted(monkeypatch)
+    found = gram(net(), X, form="trace", file=file, memory=memory)
+    assert len(again) == (5 if memory is None else 8)
+    assert torch.allclose(found, gram(net(), X, form="trace"), rtol=1e-12, atol=1e-12)
+
+
 OTHERS: dict[str, Callable[[Path], object]] = {
     "x1": lambda file: gram_part(net(), X + 1, file=file, part=(1, 4)),
     "weights": lambda file: gram_part(net(0.5), X, file=file, part=(1, 4)),

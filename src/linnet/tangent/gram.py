@@ -327,7 +327,10 @@ def _compute(
     plan = plan_gram(task, memory, to_disk=file is not None)
     require(plan.memory, _ways(task, to_disk=file is not None))
     identity: dict[str, object] = {} if file is None else _identity(task)
-    if file is not None and (sizes := begun_sizes(file, identity)) is not None:
+    sizes = None if file is None else begun_sizes(file, identity, memory is None)
+    if file is not None and current().world > 1:
+        sizes = gathered(sizes)[0]  # before any process changes what is there
+    if sizes is not None:
         plan = replace(plan, sizes=Sizes(**sizes))
     identity |= asdict(plan.sizes)
     shape = _shape(*task.sizes, plan.template.outputs.shape[1], task.form)

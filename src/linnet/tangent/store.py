@@ -294,20 +294,22 @@ def discard(file: Path) -> None:
             path.unlink()
 
 
-def begun_sizes(file: str | Path, identity: dict[str, Any]) -> dict[str, int] | None:
-    """The sizes of steps with which the first part of an array has begun a matrix.
+def begun_sizes(file: str | Path, identity: dict[str, Any], free: bool) -> dict[str, int] | None:
+    """The sizes of steps with which a matrix was begun, that the memory of another moment must not change.
 
     Args:
         file: The matrix.
         identity: What the steps depend on; its sizes are not compared.
+        free: Whether no budget is given, so that also those of a single run are taken, and not only those of
+            the first part of an array.
 
     Returns:
-        Sizes by name; ``None`` where no array makes this matrix.
+        Sizes by name; ``None`` where there are none.
     """
     fixed = _fixed(identity)
     for record in map(_read, _records(checked_name(file))):
         theirs = record.get("identity") or {}
-        if record.get("array") and all(theirs.get(name) == value for name, value in fixed.items()):
+        if (free or record.get("array")) and all(theirs.get(name) == value for name, value in fixed.items()):
             return {name: int(theirs[name]) for name in SIZES}
     return None
 
