@@ -272,6 +272,17 @@ def test_a_loader_that_shuffles_is_refused(tmp_path: Path) -> None:
     assert not file.exists()
 
 
+@pytest.mark.parametrize("name", ["sums-0-of-2.safetensors", "sums-11-of-12.safetensors"])
+def test_sums_of_another_number_of_processes_are_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    (tmp_path / "sums-of-mine.safetensors").touch()
+    with pytest.raises(InputError, match=rf"(?s){name} holds the sums of another number .*start as many"):
+        compute(long_data(), "kfac", tmp_path / "sums.safetensors")
+    (tmp_path / name).unlink()
+    compute(long_data(), "kfac", tmp_path / "sums.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["sums-of-mine.safetensors"]
+
+
 def test_the_file_must_be_named_for_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"(?s)file='.*sums\.pt'.*\.safetensors"):
         compute(long_data(), "kfac", tmp_path / "sums.pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from linnet.curvatures.stream import DEFAULT_BLOCK, Batch, Batches
 from linnet.curvatures.sums import Sums, wide
 from linnet.curvatures.treatments import Structure, by_layer, make_sums, sides, treatment
 from linnet.distributed import Share, all_sum, least
+from linnet.errors import InputError
 from linnet.memory import Plan, parse_bytes, require
 from linnet.progress import track
 from linnet.tangent.batch import take
@@ -160,9 +162,25 @@ def _checkpoint(
     if request.file is None:
         return checkpoint("curvature", share, identity)
     file = request.file
+    _require_as_many(file, share.world)
     if share.world > 1:
         file = file.with_name(f"{file.stem}-{share.rank}-of-{share.world}{file.suffix}")
     return Checkpoint(file, identity())
+
+
+def _require_as_many(file: Path, processes: int) -> None:
+    """Raise if sums of another number of processes lie there: each goes on with its own share."""
+    own = f"-of-{processes}{file.suffix}" if processes > 1 else file.name
+    for entry in sorted(file.parent.iterdir()) if file.parent.is_dir() else ():
+        name = entry.name
+        ranked = re.fullmatch(r"-\d+-of-\d+", name.removeprefix(file.stem).removesuffix(file.suffix))
+        of_this = name == file.name or (name.startswith(file.stem) and ranked is not None)
+        if of_this and not name.endswith(own):
+            raise InputError(
+                f"file={str(file)!r}: {name} holds the sums of another number of processes than {processes}",
+                expected="as many processes as have begun",
+                remedy="start as many, or delete it to start over",
+            )
 
 
 def _recursion(function: Functional, batches: Batches, request: Request, first: Batch) -> Curvature:
