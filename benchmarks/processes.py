@@ -3,7 +3,8 @@
     python benchmarks/processes.py --json processes.json
 
 Each call runs on one process and on two of one machine (gloo, one thread each), in turns. Operations are
-torch's count of matrix products in the process that has most of them; bytes are those that a process hands to
+torch's count of matrix products in the process that has most of them, and n³ summed over the matrices whose
+eigenvectors a process computes; bytes are those that a process hands to
 ``all_reduce`` and ``broadcast``. Times are the least of all turns, and processor times those of the process
 that takes most; on a machine of two busy cores two processes cannot take half of the time.
 """
@@ -27,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import linnet
 from linnet.fitting import CG
+from linnet.linalg import dealt
 
 EXAMPLES = 240
 
@@ -36,12 +38,13 @@ def calls() -> dict[str, Callable[[], object]]:
     torch.manual_seed(0)
     x, y = torch.randn(EXAMPLES, 3, 32, 32), torch.randn(EXAMPLES, 2)
     lin = linnet.linearize(lenet(2))
-    few = CG(1e-2, preconditioner="none")
+    few, kfac = CG(1e-2, preconditioner="none"), CG(0.5, preconditioner="kfac")
     return {
         "kernel, full": lambda: linnet.spectrum.gram(lin, x),
         "kernel, trace": lambda: linnet.spectrum.gram(lin, x, form="trace"),
         "fit by the kernel": lambda: linnet.fit(lin, (x, y), solver="dual", ridge=100.0),
         "fit by conjugate gradients": lambda: linnet.fit(lin, (x, y), solver=few, ridge=100.0),
+        "preconditioner of K-FAC": lambda: linnet.fit(lin, (x, y), solver=kfac, ridge=100.0),
     }
 
 
@@ -61,21 +64,36 @@ class Sent:
         return counted
 
 
+class Decomposed:
+    """Sums n³ over the Kronecker factors that this process decomposes."""
+
+    def __init__(self) -> None:
+        self.total, self.eigh = 0.0, dealt.eigh
+        dealt.eigh = self
+
+    def __call__(self, matrix: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decompose and count."""
+        self.total += float(matrix.numel() * matrix.shape[-1])
+        return self.eigh(matrix, name)
+
+
 def run_rank(rank: int, world: int, folder: Path) -> None:
     """One process: every call once to warm up, then counted and timed."""
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(folder / "store"), world)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    sent, found = Sent(), {}
+    sent, decomposed, found = Sent(), Decomposed(), {}
     for name, call in calls().items():
         call()
-        before = sent.total
+        before, cubes = sent.total, decomposed.total
         with FlopCounterMode(display=False) as counter:
             call()
+        cubes = decomposed.total - cubes
         between, begin, used = sent.total, time.perf_counter(), time.process_time()
         call()
         found[name] = {
             "operations": counter.get_total_flops(),
+            "cubes": cubes,
             "bytes": between - before,
             "seconds": time.perf_counter() - begin,
             "processor": time.process_time() - used,
@@ -111,7 +129,9 @@ def rows(repeats: int) -> list[Row]:
             most = max(rank[name]["operations"] for rank in runs[0])
             sent = max(rank[name]["bytes"] for rank in runs[0])
             used = min(max(rank[name]["processor"] for rank in run) for run in runs)
+            cubes = max(rank[name]["cubes"] for rank in runs[0])
             note = f"{most / 1e9:.2f} G operations, {sent / 1e6:.1f} MB sent, processor {used:.2f} s"
+            note += f", decompositions {cubes / 1e6:.1f} M n³" if cubes else ""
             share, bound = most / alone["operations"], 0.6 if world > 1 else 1.0
             found.append(Row(f"{name}, {world} process(es)", seconds, share, "<=", bound, note))
     return found

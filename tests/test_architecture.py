@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("distributed",),
     ("disk", "limits"),
     ("files",),
-    ("npz",),
+    ("npz", "unfinished"),
     ("linalg",),
     ("solvers",),
     ("likelihoods",),

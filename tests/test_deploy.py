@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.app.runs.small_tasks import write_nets, write_pictures
+
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 
 
@@ -44,6 +46,40 @@ def test_the_parts_of_the_kernel_end_in_one_file(tmp_path: Path) -> None:
     assert "is complete: (300, 300)" in second
     kernel = np.load(file)
     assert np.array_equal(kernel, kernel.T)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="runs a script of bash")
+@pytest.mark.long
+def test_the_array_job_and_its_report(tmp_path: Path) -> None:
+    """Tasks 0 and 63 of 64, one of them again among fewer tasks, and the report of all."""
+    write_nets(tmp_path)
+    write_pictures(tmp_path / "pictures.npz", train=12)
+    (tmp_path / "srun").write_text('#!/bin/sh\nexec "$@"\n')
+    (tmp_path / "linnet").write_text(f'#!/bin/sh\nexec {sys.executable} -m linnet "$@"\n')
+    for name in ("srun", "linnet"):
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        **os.environ, "PYTHONPATH": str(DEPLOY.parent / "src"), "OMP_NUM_THREADS": "1", "DEVICE": "cpu",
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SCRATCH": str(tmp_path),
+    }  # fmt: skip
+
+    def submitted(**variables: str) -> str:
+        words = ["bash", str(DEPLOY / "slurm_array.sh"), f"{tmp_path / 'nets.py'}:conv"]
+        done = subprocess.run(
+            [*words, str(tmp_path / "pictures.npz")], cwd=tmp_path, env={**environment, **variables},
+            capture_output=True, text=True, timeout=240,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    file = tmp_path / "kernel.npy"
+    said = submitted(SLURM_ARRAY_TASK_ID="63", SLURM_ARRAY_TASK_COUNT="64")
+    assert said == f"part 63 of 64 of {file} is done; missing: 0-62\n"
+    said = submitted(SLURM_ARRAY_TASK_ID="3", SLURM_ARRAY_TASK_COUNT="2")
+    assert said == f"part 3 of 64 of {file} is done; missing: 0-2, 4-62\n"
+    assert "training samples" in submitted(SLURM_ARRAY_TASK_ID="0", OUT="verdict")
+    assert np.load(file).shape == (36, 3, 36, 3)
+    assert (tmp_path / "verdict" / "report.html").exists()
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in DEPLOY.glob("*.sh")))

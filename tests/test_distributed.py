@@ -29,13 +29,13 @@ from torch.utils.data import (
 import linnet
 from linnet import memory
 from linnet.continual.laplace import OnlineLaplace
-from linnet.curvatures.checkpoint import Checkpoint
 from linnet.distributed import Share, all_same, all_sum, gathered, least, look_around, sum_numbers, together
 from linnet.errors import InputError, LinnetError
 from linnet.fitting import CG
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.optim.gauss_newton import GaussNewton
 from linnet.tangent.sharded import sharded
+from linnet.unfinished import Checkpoint
 from tests.curvatures.side_by_side import curvature_of, grouped
 from tests.ranks import one_of_ranks, run_ranks
 

@@ -14,16 +14,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from linnet.curvatures.checkpoint import Checkpoint
+import linnet
+from linnet.fitting import Sketch
 from linnet.likelihoods import Categorical
+from linnet.linear import formed_rows
 from linnet.tangent import store
 from linnet.tangent.gram import gram
+from linnet.unfinished import Checkpoint, resumable
 from tests.curvatures.side_by_side import curvature_of
 from tests.tangent.test_gram import streaming
 from tests.zoo import case
@@ -48,6 +52,20 @@ def kernel(file: Path | None) -> Tensor:
     return gram(function, x, memory=budget, file=file).clone()
 
 
+def fits(file: Path | None) -> Tensor:
+    """A fit by a sketch and one by the kernel, in many blocks."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(N // 2, *case("lenet").x1.shape[1:], generator=generator, dtype=torch.float64)
+    targets = torch.randn(N // 2, 4, generator=generator, dtype=torch.float64)
+    formed_rows.LARGEST = 2
+    lin = linnet.linearize(case("lenet").model())
+    with nullcontext() if file is None else resumable(file, interval=0):
+        solver = Sketch(dim=60, basis="kfac", examples=10)
+        sketched = linnet.fit(lin, (x, targets), solver=solver, ridge="loo")
+        dual = linnet.fit(lin, (x, targets), solver="dual", ridge=10.0)
+    return torch.cat([sketched.predict(x), dual.predict(x)])
+
+
 # what is computed, the file of the result, and that of unfinished work
 KINDS: dict[str, tuple[Callable[[Path | None], Tensor], str, str]] = {
     "curvature": (
@@ -56,6 +74,7 @@ KINDS: dict[str, tuple[Callable[[Path | None], Tensor], str, str]] = {
         "sums.safetensors",
     ),
     "gram": (kernel, "kernel.npy", "kernel.npy.steps.json"),
+    "fit": (fits, "sums", "sums/0-of-1"),
 }
 
 
@@ -105,7 +124,7 @@ def kill(kind: str, moments: int, folder: Path) -> None:
 
         assert os.waitpid(forked(go_on), 0)[1] == 0
         left = {path.name for path in own.iterdir()}
-        assert left <= {name} - {unfinished}, left
+        assert left <= {name} - {unfinished} - {"sums"}, left
         killed += 1
         if killed == moments:
             return
@@ -115,7 +134,7 @@ def kill(kind: str, moments: int, folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes to kill on this system")
 @pytest.mark.parametrize("moments", [3, 20])
-@pytest.mark.parametrize("kind", ["curvature", "gram"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_random_moments(kind: str, moments: int, tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "LINNET_PROGRESS": "0"}
@@ -125,7 +144,7 @@ def test_killed_at_random_moments(kind: str, moments: int, tmp_path: Path) -> No
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        expected = KINDS[kind][0](tmp_path / KINDS[kind][1])
+        expected = KINDS[kind][0](None if kind == "fit" else tmp_path / KINDS[kind][1])
     finally:
         torch.set_num_threads(threads)
     for moment in range(moments):

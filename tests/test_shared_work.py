@@ -5,12 +5,13 @@ Run as a script (``RANK WORLD FOLDER``) this file is one rank.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,13 @@ from linnet.distributed import apart, current, sharing, world
 from linnet.errors import LinnetError
 from linnet.fitting import CG, SGD, Sketch
 from linnet.likelihoods import Gaussian
+from linnet.linalg import dealt
 from linnet.linalg.operator import LinearOperator
+from linnet.linear import formed_rows
 from linnet.solvers import cg
 from linnet.spectrum import Decomposition
 from linnet.tangent import gram as gram_module
+from linnet.unfinished import resumable
 from tests.ranks import one_of_ranks, run_ranks
 
 N = 23  # no multiple of two or three
@@ -116,6 +120,57 @@ def numbers(folder: Path) -> dict[str, Tensor]:
     with sharing("leave-one-out"):
         found["loo by cg"] = fit.loo()
     found["loo alone"] = fit.loo()
+    return found | resumed(folder)
+
+
+@contextlib.contextmanager
+def breaking(place: Any, name: str, after: int) -> Iterator[None]:
+    """Work that fails on the last process when it calls something for so many times."""
+    call, left = getattr(place, name), [after]
+
+    def counted(*args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if world()[0] == world()[1] - 1 and left[0] < 0:
+            raise RuntimeError("broken off")
+        return call(*args, **options)
+
+    setattr(place, name, counted)
+    try:
+        with contextlib.suppress(LinnetError, RuntimeError):
+            yield
+    finally:
+        setattr(place, name, call)
+
+
+def resumed(folder: Path) -> dict[str, Tensor]:
+    """Work that fails on one process and is taken up again, the others having done more, or less."""
+    sums, largest, formed_rows.LARGEST = folder / "sums", formed_rows.LARGEST, 3
+
+    def sketched() -> Tensor:
+        solver = Sketch(dim=12, basis="ekfac", examples=15)
+        fit = linnet.fit(lin(), (X, T), solver=solver, ridge="loo")
+        return torch.cat([fit.predict(X), fit.loo()])
+
+    def kernel() -> Tensor:
+        return linnet.spectrum.gram(lin(), X, memory="24kB").clone()
+
+    places: dict[str, list[tuple[Any, str, int]]] = {
+        "sketched": [(formed_rows, "form_rows", 2), (formed_rows, "form_rows", 1)],
+        "kernel": [(gram_module, "_run", 1)],
+    }
+    found = {}
+    for name, work in {"sketched": sketched, "kernel": kernel}.items():
+        with resumable(folder / "whole", interval=0):
+            whole = work()
+        for place in places[name]:
+            with breaking(*place), resumable(sums, interval=0):
+                work()
+            assert list(sums.rglob("*.safetensors" if name == "sketched" else "*.npy*"))
+        with resumable(sums, interval=0):
+            again = work()
+        found[f"{name}, resumed"] = again
+        found[f"{name}, bits that differ"] = 1.0 + (again != whole).sum()
+    formed_rows.LARGEST = largest
     return found
 
 
@@ -151,7 +206,24 @@ def work(rank: int) -> dict[str, float]:
     gram_module.capture = counting
     linnet.spectrum.gram(model, x)
     gram_module.capture = capture
-    return {**found, "captured": float(captured[0])}
+    return {**found, "captured": float(captured[0]), **decomposed(model, (x, y))}
+
+
+def decomposed(model: linnet.Linearized, data: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """Σ n³ of the factors that this process decomposes, for a metric and for a sketch."""
+    costs, found, eigh = [0.0], {}, dealt.eigh
+
+    def counting(matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        costs[0] += float(matrix.shape[-1]) ** 3
+        return eigh(matrix, name)
+
+    dealt.eigh = counting
+    for name, solver in (("kfac", CG(1e-3, preconditioner="kfac")), ("ekfac", Sketch(dim=12, examples=15))):
+        costs[0] = 0.0
+        linnet.fit(model, data, solver=solver, ridge=1.0)
+        found[f"decompositions, {name}"] = costs[0]
+    dealt.eigh = eigh
+    return found
 
 
 # --- failures -----------------------------------------------------------------------------------------
@@ -295,6 +367,10 @@ def check_work(folder: Path, size: int, ranks: list[int]) -> None:
     whole = work(0)
     shares = [json.loads((folder / f"work{rank}.json").read_text()) for rank in ranks]
     for name, total in whole.items():
+        if name.startswith("decompositions"):  # each factor by one process, and the largest is most of all
+            assert sum(share[name] for share in shares) == pytest.approx(total * len(ranks) / size)
+            assert all(share[name] < total for share in shares)
+            continue
         largest = max(share[name] for share in shares)
         assert largest < 1.25 * total / size, f"{name}: {largest / total:.3f} of all on one of {size}"
         # several processes have smaller tiles, which save more of a symmetric kernel

@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import linnet
 from linnet.curvatures import stream
-from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.curvature import Curvature
 from linnet.errors import DataError, FileFormatError, InputError
 from linnet.files import load_tensors, save_tensors
 from linnet.likelihoods import Categorical, Gaussian
 from linnet.linalg.stored import to_tensors
+from linnet.unfinished import Checkpoint
 from tests.curvatures.curvature_oracles import Problem
 from tests.curvatures.side_by_side import curvature_of
 from tests.zoo import BY_NAME, assert_near, case
@@ -191,8 +191,8 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
     file = tmp_path / "sums.safetensors"
     with pytest.raises(Stop):
         compute(Breaking(x, y, 11), "kfac", file)
-    _, metadata = load_tensors(file, "curvature-sums")
-    done = metadata["batches"]
+    _, metadata = load_tensors(file, "unfinished-sums")
+    done = metadata["place"]
     assert 1 <= done < 5
     added, original = [], Accumulator.add
 
@@ -255,7 +255,7 @@ def test_data_that_change_after_the_first_pass_are_refused(reads: int, tmp_path:
     file = tmp_path / "sums.safetensors"
     with pytest.raises(Stop):
         compute(Breaking(x, y, reads), "ekfac", file)
-    assert load_tensors(file, "curvature-sums")[1]["pass"] == 1
+    assert load_tensors(file, "unfinished-sums")[1]["pass"] == 1
     later = x.clone()
     later[9] += 1.0  # read in the first pass, and not yet in the second
     with pytest.raises((InputError, DataError), match="data"):
@@ -266,10 +266,21 @@ def test_data_that_change_after_the_first_pass_are_refused(reads: int, tmp_path:
 def test_a_loader_that_shuffles_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "sums.safetensors"
     pairs = TensorDataset(*long_data())
-    with pytest.raises(InputError, match=r"(?s)file= with a DataLoader that shuffles.*shuffle=False"):
+    with pytest.raises(InputError, match=r"(?s)a DataLoader that shuffles.*shuffle=False"):
         compute(DataLoader(pairs, 2, shuffle=True), "kfac", file)
     compute(DataLoader(pairs, 2), "kfac", file)
     assert not file.exists()
+
+
+@pytest.mark.parametrize("name", ["sums-0-of-2.safetensors", "sums-11-of-12.safetensors"])
+def test_sums_of_another_number_of_processes_are_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    (tmp_path / "sums-of-mine.safetensors").touch()
+    with pytest.raises(InputError, match=rf"(?s){name} holds the sums of another number .*start as many"):
+        compute(long_data(), "kfac", tmp_path / "sums.safetensors")
+    (tmp_path / name).unlink()
+    compute(long_data(), "kfac", tmp_path / "sums.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["sums-of-mine.safetensors"]
 
 
 def test_the_file_must_be_named_for_what_it_is(tmp_path: Path) -> None:
@@ -280,7 +291,7 @@ def test_the_file_must_be_named_for_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match="truncated"):
         compute(long_data(), "kfac", damaged)
     foreign = Problem("mlp-tanh", "gaussian").curvature("kfac").save(tmp_path)
-    with pytest.raises(FileFormatError, match="curvature-sums"):
+    with pytest.raises(FileFormatError, match="unfinished-sums"):
         compute(long_data(), "kfac", foreign)
 
 
@@ -297,7 +308,7 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from linnet.curvatures import stream
-from linnet.curvatures.checkpoint import Checkpoint
+from linnet.unfinished import Checkpoint
 from tests.curvatures.test_engine_files import Breaking, compute, long_data
 
 class Slow(Breaking):
@@ -328,8 +339,8 @@ def test_a_killed_process_leaves_sums_to_go_on_from(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait(30)
-    _, metadata = load_tensors(file, "curvature-sums")
-    assert metadata["batches"] >= 1
+    _, metadata = load_tensors(file, "unfinished-sums")
+    assert metadata["place"] >= 1
     G = compute(Breaking(*long_data(), None), "ekfac", file)
     assert torch.equal(G.dense(), compute(Breaking(*long_data(), None), "ekfac").dense())
     assert not file.exists()

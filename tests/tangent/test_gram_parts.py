@@ -18,7 +18,7 @@ from linnet.errors import InputError
 from linnet.spectrum import gram, gram_part
 from linnet.tangent import gram as gram_module
 from linnet.tangent.steps import Sizes, in_order, run_of
-from linnet.tangent.store import GramFile
+from linnet.tangent.store import GramFile, missing_parts
 from tests.fitting.problems import refused
 
 N = 37
@@ -105,7 +105,44 @@ def test_gram_does_what_parts_have_left(tmp_path: Path, monkeypatch: pytest.Monk
     whole = gram(net(), X, form="trace", file=file, memory="1GB")
     assert 0 < before < len(names) == len(set(names)), "steps were run again"
     assert torch.allclose(whole, expected, rtol=1e-12, atol=1e-12)
-    assert [path.name for path in tmp_path.iterdir()] == ["k.npy"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["k.npy", "k.npy.made.json"]
+    names.clear()
+    assert torch.equal(gram(net(), X, form="trace", file=file), whole)
+    assert not names, "a matrix that is there was computed again"
+
+
+def test_a_finished_matrix_keeps_its_numbers_whatever_is_done_with_it(tmp_path: Path) -> None:
+    file, expected = tmp_path / "k.npy", gram(net(), X, form="trace")
+    (found,) = parts(file, 1, [0], form="trace")
+    found.zero_()
+    assert torch.allclose(gram(net(), X, form="trace", file=file), expected, rtol=1e-12, atol=1e-12)
+    other = gram(net(), X[:5], form="trace", file=file)
+    assert torch.allclose(other, expected[:5, :5], rtol=1e-12, atol=1e-12)
+
+
+def test_parts_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "k.npy"
+    assert missing_parts(file) == []
+    parts(file, 5, [3, 0])
+    assert missing_parts(file) == [1, 2, 4]
+
+    def failing(step: Any, *arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gram_module, "_run", failing)
+        with pytest.raises(KeyboardInterrupt):
+            parts(file, 5, [1])
+    assert missing_parts(file) == [1, 2, 4]
+    parts(file, 5, [1, 2, 4])
+    assert missing_parts(file) == []
+
+
+def test_a_part_among_another_number_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "k.npy"
+    parts(file, 4, [0])
+    refused(InputError, lambda: parts(file, 2, [1]), "k.npy", "is made in 4 parts", "one of 2", "one of 4")
+    assert missing_parts(file) == [1, 2, 3]
 
 
 def test_a_part_that_comes_too_late_computes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +185,32 @@ def test_the_first_part_plans_for_all(tmp_path: Path) -> None:
     found = gram_part(net(), X, file=file, part=(1, 2), memory="1GB")
     assert found is not None
     assert torch.allclose(found, gram(net(), X), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("memory", [None, "1GB"])
+def test_a_run_whose_memory_is_not_given_goes_on_with_the_steps_it_began(
+    memory: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free memory changes from one run to the next; with a budget that is given, another one begins anew."""
+    file, run, names = tmp_path / "k.npy", gram_module._run, list[str]()
+    monkeypatch.setattr(gram_module, "SMALLEST_PRODUCT", 6)
+    monkeypatch.setattr(gram_module, "PRODUCT", 6)
+
+    def failing(step: Any, *arguments: Any) -> None:
+        if len(names) == 2:
+            raise KeyboardInterrupt
+        names.append(step.key)
+        run(step, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gram_module, "_run", failing)
+        with pytest.raises(KeyboardInterrupt):
+            gram(net(), X, form="trace", file=file, memory=memory)
+    monkeypatch.setattr(gram_module, "PRODUCT", 5)  # as less memory would
+    again = noted(monkeypatch)
+    found = gram(net(), X, form="trace", file=file, memory=memory)
+    assert len(again) == (5 if memory is None else 8)
+    assert torch.allclose(found, gram(net(), X, form="trace"), rtol=1e-12, atol=1e-12)
 
 
 OTHERS: dict[str, Callable[[Path], object]] = {

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from linnet.curvatures.chain import ChainPass
-from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.output_layer import OutputLayer, add_output_layer, has_closed_form, remembered_inputs
 from linnet.curvatures.stream import Batch, Batches
@@ -26,6 +25,7 @@ from linnet.tangent.channels_last import forward_trace
 from linnet.tangent.functional import Functional
 from linnet.tangent.plan import expected_plan
 from linnet.tangent.trace import Trace, weighed_trace
+from linnet.unfinished import Checkpoint
 
 TARGET = 64 << 20  # bytes of one captured batch: more does not run faster where that holds BUSY examples
 BUSY = 64  # examples of a captured batch below which several threads wait for one another
@@ -403,19 +403,23 @@ class Summation:
         accumulator = Accumulator(self.function, self.expectation, sums, self.columns, self.few, watch)
         done = self._restore(accumulator, turn)
         if done is not None:
+            found = done == 0  # what was summed before
             for batch in track(self.batches, what, total=self.batches.length()):
-                if batch.index >= done:
+                if batch.index + 1 == done:
+                    self._require_same_data(turn)
+                    found = True
+                elif batch.index >= done:
                     accumulator.add(batch)
                     self._note(turn, batch.index + 1, accumulator)
-                elif batch.index + 1 == done:
-                    self._require_same_data(turn)
+            if not found:
+                self._require_same_data(turn, ended=True)
             if self.batches.share.world > 1:
                 accumulator.share()
             self._data[f"{turn}/data"] = self.batches.passed()
         if self.checkpoint is not None:
             self._finished |= _prefixed(accumulator, turn)
             if done is not None:
-                self.checkpoint.write(turn + 1, 0, {**self._finished, **self._data})
+                self.checkpoint.end_pass(turn + 1, {**self._finished, **self._data})
         return accumulator
 
     def finish(self) -> None:
@@ -448,11 +452,15 @@ class Summation:
             data = {**self._data, f"{turn}/data": self.batches.passed()}
             self.checkpoint.note(turn, done, {**self._finished, **_prefixed(accumulator, turn), **data})
 
-    def _require_same_data(self, turn: int) -> None:
-        """Raise if the batches that were summed before the interruption held other data."""
+    def _require_same_data(self, turn: int, ended: bool = False) -> None:
+        """Raise if the batches that were summed before the interruption held other data, or more."""
         assert self._saved is not None
         assert self.checkpoint is not None
-        if not self.batches.has_passed(self._saved[2][f"{turn}/data"]):
+        before = self._saved[2][f"{turn}/data"]
+        if ended:
+            now = int(self.batches.passed()[0])
+            self.checkpoint.refuse([f"data ({int(before[0])} examples had been summed, now there are {now})"])
+        if not self.batches.has_passed(before):
             self.checkpoint.refuse(["data"])
 
 

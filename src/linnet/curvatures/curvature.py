@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.curvatures.parts import Part
+from linnet.curvatures.parts import Part, in_eigenbases
 from linnet.curvatures.variance import output_covariance, output_variance
 from linnet.errors import InputError, NumericalError
 from linnet.files import save_tensors
@@ -138,7 +138,8 @@ class Curvature(StructuredOperator):
     @in_exact_mode
     def damped(self, tau: float) -> Curvature:
         """G + τ I, exactly; Kronecker products by their eigendecompositions."""
-        return self._with(lambda block: block.damped(tau), "damped", tau)
+        whole = Curvature(in_eigenbases(self.parts), self.function, self.made, self.applied)
+        return whole._with(lambda block: block.damped(tau), "damped", tau)
 
     @in_exact_mode
     def factored_damped(self, tau: float) -> Curvature:

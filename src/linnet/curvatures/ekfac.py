@@ -11,9 +11,7 @@ layer the cheaper is taken by counting multiplications.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,23 +19,14 @@ from torch import Tensor
 from linnet.curvatures.kfac import KroneckerSums, RowMomentSums
 from linnet.curvatures.layers import layer_factors, require_as_found
 from linnet.curvatures.sums import ROWS_AT_ONCE, Gradients, Sums, layer_rows
-from linnet.distributed import Share, all_filled, owners
-from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
+from linnet.distributed import Share, all_same
+from linnet.linalg.dealt import eigenbases
+from linnet.linalg.grouped import GroupedKroneckerEigen
 from linnet.linalg.half_diagonal import HalfDiagonal
-from linnet.linalg.kronecker import Kronecker, KroneckerEigen
+from linnet.linalg.kronecker import KroneckerEigen
 from linnet.tangent.rules import Factors
 
 Basis = KroneckerEigen | GroupedKroneckerEigen | HalfDiagonal
-
-
-def _basis(product: Kronecker | GroupedKronecker | HalfDiagonal, solved: bool) -> Basis:
-    """A Kronecker product by the eigenvectors of its factors, or room for those of another process."""
-    if isinstance(product, HalfDiagonal):
-        return product
-    kind = KroneckerEigen if isinstance(product, Kronecker) else GroupedKroneckerEigen
-    made: Any = kind.of if solved else partial(_room, kind)
-    found: Basis = made(product)
-    return found
 
 
 class EigenvalueSums(Sums):
@@ -45,7 +34,7 @@ class EigenvalueSums(Sums):
 
     Args:
         kronecker: The layer's finished Kronecker factors.
-        solved: Whether to decompose them here; else the basis is room for that of another process.
+        basis: Their eigenvectors.
 
     Attributes:
         basis: Q_B ⊗ Q_A.
@@ -53,9 +42,9 @@ class EigenvalueSums(Sums):
         gradient_basis: Q_B, (R, c, c), or ``None``.
     """
 
-    def __init__(self, kronecker: KroneckerSums, solved: bool = True) -> None:
+    def __init__(self, kronecker: KroneckerSums, basis: Basis) -> None:
         self.layer = kronecker.layer
-        self.basis = _basis(kronecker.block(), solved)
+        self.basis = basis
         left, right = self.basis.left_vectors, self.basis.right_vectors
         if self.layer.groups == 1:
             left, right = (None if side is None else side[None] for side in (left, right))
@@ -64,11 +53,6 @@ class EigenvalueSums(Sums):
         rows, columns = self.layer.matrix
         d, c = (rows, columns) if self.layer.transposed else (columns, rows)
         self.tensors = {"values": self.basis.values.new_zeros(self.layer.groups, c, d)}
-
-    @property
-    def basis_tensors(self) -> list[Tensor]:
-        """Q_A and Q_B, which the sums of all processes must have in common."""
-        return [basis for basis in (self.input_basis, self.gradient_basis) if basis is not None]
 
     def add(self, gradients: Gradients) -> None:
         """Add a batch."""
@@ -144,18 +128,13 @@ class RowEigenvalueSums(Sums):
 
     Args:
         moments: The layer's finished Kronecker factors.
-        solved: Whether to decompose them here.
+        basis: Their eigenvectors.
     """
 
-    def __init__(self, moments: RowMomentSums, solved: bool = True) -> None:
+    def __init__(self, moments: RowMomentSums, basis: Basis) -> None:
         self.layer = moments.layer
-        self.basis = _basis(moments.block(), solved)
+        self.basis = basis
         self.tensors = {"values": torch.zeros_like(self.basis.values)}
-
-    @property
-    def basis_tensors(self) -> list[Tensor]:
-        """Both bases, which the sums of all processes must have in common."""
-        return [v for v in (self.basis.left_vectors, self.basis.right_vectors) if v is not None]
 
     def add(self, gradients: Gradients) -> None:
         """Add a batch."""
@@ -173,57 +152,26 @@ def _without_rounding(values: Tensor) -> Tensor:
     return torch.where(values <= torch.finfo(values.dtype).eps * values.max(), 0.0, values)
 
 
-def eigenvalue_sums(
-    first: KroneckerSums | RowMomentSums, solved: bool = True
-) -> EigenvalueSums | RowEigenvalueSums:
-    """The second pass that belongs to a first one.
-
-    Args:
-        first: Finished Kronecker factors.
-        solved: Whether to decompose them here.
-
-    Returns:
-        Sums of eigenvalues, to be filled by one more pass.
-    """
-    kind: Any = EigenvalueSums if isinstance(first, KroneckerSums) else RowEigenvalueSums
-    found: EigenvalueSums | RowEigenvalueSums = kind(first, solved)
-    return found
-
-
 def shared_eigenvalue_sums(
     firsts: Sequence[KroneckerSums | RowMomentSums], share: Share
 ) -> list[EigenvalueSums | RowEigenvalueSums]:
-    """The same for several layers, each decomposed by one process and copied to the others.
-
-    So all have one basis to the bit, also where eigenvalues coincide and another machine would find another.
+    """The second pass that belongs to a first one, with bases that all processes have in common.
 
     Args:
         firsts: Finished Kronecker factors, those of all data on every process.
-        share: This process among the others.
+        share: This process among the others, each of which decomposes some of the factors.
 
     Returns:
-        Sums of eigenvalues, layer by layer.
+        Sums of eigenvalues layer by layer, to be filled by one more pass.
     """
-    costs = [sum(float(t.shape[-1]) ** 3 for t in first.tensors.values() if t.ndim > 1) for first in firsts]
-    ranks = owners(costs, share.world)
-    found = [eigenvalue_sums(first, rank == share.rank) for first, rank in zip(firsts, ranks, strict=True)]
-    if share.world > 1:
-        all_filled(
-            [
-                [
-                    t
-                    for one, owner in zip(found, ranks, strict=True)
-                    if owner == rank
-                    for t in one.basis_tensors
-                ]
-                for rank in range(share.world)
-            ]
-        )
-    return found
-
-
-def _room(kind: Any, product: Kronecker | GroupedKronecker) -> Any:
-    """An eigenbasis without numbers, of the kind that the product's is."""
-    left, right = torch.zeros_like(product.left), torch.zeros_like(product.right)
-    values = left.new_zeros(*left.shape[:-1], right.shape[-1])
-    return kind(left, right, values, product.space, product.name)
+    blocks = [first.block() for first in firsts]
+    products = [block for block in blocks if not isinstance(block, HalfDiagonal)]
+    made: Iterator[Basis] = iter(eigenbases(products, share))
+    bases: list[Basis] = [block if isinstance(block, HalfDiagonal) else next(made) for block in blocks]
+    halves = [basis.vectors for basis in bases if isinstance(basis, HalfDiagonal)]
+    if share.world > 1 and halves:
+        all_same(halves)
+    return [
+        EigenvalueSums(first, basis) if isinstance(first, KroneckerSums) else RowEigenvalueSums(first, basis)
+        for first, basis in zip(firsts, bases, strict=True)
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,6 @@ from linnet.curvatures.accumulate import (
     require_columns,
     require_runs,
 )
-from linnet.curvatures.checkpoint import Checkpoint
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.ekfac import EigenvalueSums, RowEigenvalueSums, shared_eigenvalue_sums
 from linnet.curvatures.expectation import Expectation
@@ -37,6 +37,7 @@ from linnet.curvatures.stream import DEFAULT_BLOCK, Batch, Batches
 from linnet.curvatures.sums import Sums, wide
 from linnet.curvatures.treatments import Structure, by_layer, make_sums, sides, treatment
 from linnet.distributed import Share, all_sum, least
+from linnet.errors import InputError
 from linnet.memory import Plan, parse_bytes, require
 from linnet.progress import track
 from linnet.tangent.batch import take
@@ -44,6 +45,7 @@ from linnet.tangent.capture import planned
 from linnet.tangent.functional import Functional
 from linnet.tangent.plan import PROBES
 from linnet.tangent.trace import Trace, trace
+from linnet.unfinished import Checkpoint, checkpoint
 
 NARROW = 1024  # rows of a Kronecker factor that memory never makes a diagonal of: the matrix has 4 MB
 
@@ -120,9 +122,9 @@ def by_structure(
     closed = _closed_examples(look, first, function, request, sums)
     chunks = _chunks(function, first, f, request, sums, batches.most(first), _fields(plans), closed is None)
     batches.block = batches.block or closed or chunks.examples
-    checkpoint = _checkpoint(function, batches, request, [structure for _, structure in wanted])
+    kept = _checkpoint(function, batches, request, [structure for _, structure in wanted])
     few = chunks.examples if closed else None
-    passes = Summation(function, batches, request.expectation, chunks.columns, checkpoint, few, request.watch)
+    passes = Summation(function, batches, request.expectation, chunks.columns, kept, few, request.watch)
     examples = float(passes.run(list(sums.values()), "curvature").examples)
     corrected = _second_sums(plans, sums, batches.share)
     if corrected:
@@ -145,21 +147,40 @@ def _checkpoint(
     function: Functional, batches: Batches, request: Request, structures: Sequence[Structure]
 ) -> Checkpoint | None:
     """Where unfinished sums are kept, and what they belong to."""
-    if request.file is None:
-        return None
-    e = request.expectation
+    e, share = request.expectation, batches.share
     settings = structures, e.kind, e.matrix, e.samples, e.seed, request.sharing, request.widest
-    identity = {
-        "network": function.fingerprint(),
-        "settings": " ".join(map(str, settings)),
-        "likelihood": e.likelihood.describe(),
-        "data": batches.identity(),
-    }
+
+    def identity() -> dict[str, Any]:
+        return {
+            "network": function.fingerprint(),
+            "settings": " ".join(map(str, settings)),
+            "likelihood": e.likelihood.describe(),
+            "number of examples": batches.count(),
+            "data": batches.identity(),
+        }
+
+    if request.file is None:
+        return checkpoint("curvature", share, identity)
     file = request.file
-    share = batches.share
+    _require_as_many(file, share.world)
     if share.world > 1:
         file = file.with_name(f"{file.stem}-{share.rank}-of-{share.world}{file.suffix}")
-    return Checkpoint(file, identity)
+    return Checkpoint(file, identity())
+
+
+def _require_as_many(file: Path, processes: int) -> None:
+    """Raise if sums of another number of processes lie there: each goes on with its own share."""
+    own = f"-of-{processes}{file.suffix}" if processes > 1 else file.name
+    for entry in sorted(file.parent.iterdir()) if file.parent.is_dir() else ():
+        name = entry.name
+        ranked = re.fullmatch(r"-\d+-of-\d+", name.removeprefix(file.stem).removesuffix(file.suffix))
+        of_this = name == file.name or (name.startswith(file.stem) and ranked is not None)
+        if of_this and not name.endswith(own):
+            raise InputError(
+                f"file={str(file)!r}: {name} holds the sums of another number of processes than {processes}",
+                expected="as many processes as have begun",
+                remedy="start as many, or delete it to start over",
+            )
 
 
 def _recursion(function: Functional, batches: Batches, request: Request, first: Batch) -> Curvature:

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.layers import Layer, as_found
-from linnet.curvatures.parts import Part
+from linnet.curvatures.parts import Part, in_eigenbases
 from linnet.curvatures.sums import layer_rows
 from linnet.errors import InputError
 from linnet.linalg.factorize import eigh
-from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
+from linnet.linalg.grouped import GroupedKroneckerEigen
 from linnet.linalg.half_diagonal import HalfDiagonal
-from linnet.linalg.kronecker import Kronecker, KroneckerEigen
+from linnet.linalg.kronecker import KroneckerEigen
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
 from linnet.tangent.captured import Captured
 from linnet.tangent.rules import Use, factors, padded
@@ -269,7 +269,7 @@ def leading_basis(curvature: Curvature, dim: int) -> tuple[list[LayerBasis], Ten
     Raises:
         InputError: If a block has no eigenvectors that can be listed.
     """
-    spectra = [_spectrum(part) for part in curvature.parts]
+    spectra = [_spectrum(part) for part in in_eigenbases(curvature.parts)]
     values = torch.cat([values.flatten() for _, values in spectra])
     least = values.topk(min(dim, len(values))).values[-1].clamp_min(torch.finfo(values.dtype).tiny)
     # equal eigenvalues at the limit: the first ones, so that there are D in all
@@ -291,10 +291,6 @@ Vectors = tuple[Tensor | None, Tensor | None] | Tensor | None
 def _spectrum(part: Part) -> tuple[Vectors, Tensor]:
     """Eigenvectors (a pair for a product, ``None`` for unit vectors) and eigenvalues of one block."""
     block = part.operator
-    if isinstance(block, Kronecker):
-        block = KroneckerEigen.of(block)
-    elif isinstance(block, GroupedKronecker):
-        block = GroupedKroneckerEigen.of(block)
     if isinstance(block, KroneckerEigen):
         return (block.left_vectors[None], block.right_vectors[None]), block.values[None]
     if isinstance(block, GroupedKroneckerEigen):

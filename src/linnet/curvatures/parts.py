@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from linnet.curvatures.layers import Layer
+from linnet.distributed import current
+from linnet.linalg.dealt import eigenbases
+from linnet.linalg.grouped import GroupedKronecker
+from linnet.linalg.kronecker import Kronecker
 from linnet.linalg.space import ParameterSpace
 from linnet.linalg.structured import StructuredOperator
 
@@ -67,3 +72,24 @@ class Part:
             pieces = list(rows.split(sizes))
         for name, piece in zip(self.layer.names, pieces, strict=True):
             out[space.slices[name]] = piece
+
+
+def in_eigenbases(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """The same blocks with Kronecker products by their eigenvectors.
+
+    Inside :func:`linnet.distributed.sharing` each factor is decomposed by one process for all.
+
+    Args:
+        parts: Blocks.
+
+    Returns:
+        Blocks.
+    """
+    products = [part.operator for part in parts if isinstance(part.operator, Kronecker | GroupedKronecker)]
+    made = iter(eigenbases(products, current()))
+    return tuple(
+        replace(part, operator=next(made))
+        if isinstance(part.operator, Kronecker | GroupedKronecker)
+        else part
+        for part in parts
+    )

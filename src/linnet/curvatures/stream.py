@@ -251,6 +251,13 @@ class Batches:
             return first.size
         return len(self._data) if self._streamed else batch_size(self._data[0])
 
+    def count(self) -> int | None:
+        """Number of examples of a pass of all processes, where it can be told in advance."""
+        if not self._streamed:
+            return batch_size(self._data[0])
+        data: Any = self._data.dataset if isinstance(self._data, DataLoader) else self._data
+        return len(data) if is_data_set(data) and hasattr(data, "__len__") else None
+
     def length(self) -> int | None:
         """Number of batches of a pass of this process, where it can be told in advance."""
         if isinstance(self._data, DataLoader) or self._streamed:
@@ -271,9 +278,9 @@ class Batches:
         """
         if isinstance(self._data, DataLoader) and isinstance(self._data.sampler, RandomSampler):
             raise InputError(
-                "file= with a DataLoader that shuffles",
+                "sums that can be taken up again, over a DataLoader that shuffles",
                 expected="batches in the same order when an interrupted pass goes on",
-                remedy="pass shuffle=False, or leave file= out",
+                remedy="pass shuffle=False, or leave file= or linnet.unfinished.resumable out",
             )
         first = self.first()
         return [float(first.size), float(self.block or 0), *_fingerprint(first)]

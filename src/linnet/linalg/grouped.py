@@ -64,17 +64,22 @@ class GroupedKronecker(StructuredOperator):
         self.shape, self.dtype, self.device = (size, size), left.dtype, left.device
         self.space, self.name = require_space(space, size), name
 
+    @property
+    def factor_names(self) -> tuple[str, str]:
+        """What all L_r and all R_r are called in errors."""
+        return f"left factors of {self.name}", f"right factors of {self.name}"
+
     @cached_property
     def _choleskys(self) -> tuple[Tensor, Tensor]:
         """The Cholesky factors of all L_r and R_r."""
-        left = cholesky(self.left, f"left factors of {self.name}")
-        return left, cholesky(self.right, f"right factors of {self.name}")
+        left, right = self.factor_names
+        return cholesky(self.left, left), cholesky(self.right, right)
 
     @cached_property
     def _roots(self) -> tuple[Tensor, Tensor]:
         """The square roots of all L_r and R_r."""
-        left = root(self.left, f"left factors of {self.name}")
-        return left, root(self.right, f"right factors of {self.name}")
+        left, right = self.factor_names
+        return root(self.left, left), root(self.right, right)
 
     def mm(self, v: Tensor) -> Tensor:
         """vec(L_r V_r R_rᵀ)."""
@@ -170,18 +175,23 @@ class GroupedKroneckerEigen(EigenbasisOperator):
         self.space, self.name = require_space(space, values.numel()), name
 
     @classmethod
-    def of(cls, product: GroupedKronecker) -> GroupedKroneckerEigen:
+    def of(
+        cls,
+        product: GroupedKronecker,
+        known: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    ) -> GroupedKroneckerEigen:
         """The eigendecomposition of a Kronecker product for each group.
 
         Args:
             product: All L_r ⊗ R_r.
+            known: Eigenvalues and eigenvectors of all L_r and of all R_r, if they were found before.
 
         Returns:
             The same matrix, λ_r = λ_Lr λ_Rrᵀ.
         """
-        left_name, right_name = f"left factors of {product.name}", f"right factors of {product.name}"
-        left_values, left_vectors = eigh(product.left, left_name)
-        right_values, right_vectors = eigh(product.right, right_name)
+        left_name, right_name = product.factor_names
+        left, right = known or (eigh(product.left, left_name), eigh(product.right, right_name))
+        (left_values, left_vectors), (right_values, right_vectors) = left, right
         left_values = nonnegative_each(left_values, left_name)
         right_values = nonnegative_each(right_values, right_name)
         values = left_values[:, :, None] * right_values[:, None]

@@ -68,18 +68,22 @@ class Kronecker(StructuredOperator):
         self.shape, self.dtype, self.device = (size, size), left.dtype, left.device
         self.space, self.name = require_space(space, size), name
 
+    @property
+    def factor_names(self) -> tuple[str, str]:
+        """What L and R are called in errors."""
+        return f"left factor of {self.name}", f"right factor of {self.name}"
+
     @cached_property
     def _choleskys(self) -> tuple[Tensor, Tensor]:
         """The Cholesky factors of L and R."""
-        left = cholesky(self.left, f"left factor of {self.name}")
-        return left, cholesky(self.right, f"right factor of {self.name}")
+        left, right = self.factor_names
+        return cholesky(self.left, left), cholesky(self.right, right)
 
     @cached_property
     def _roots(self) -> tuple[Tensor, Tensor]:
         """The square roots of L and R."""
-        return root(self.left, f"left factor of {self.name}"), root(
-            self.right, f"right factor of {self.name}"
-        )
+        left, right = self.factor_names
+        return root(self.left, left), root(self.right, right)
 
     def mm(self, v: Tensor) -> Tensor:
         """vec(L V Rᵀ)."""
@@ -174,18 +178,21 @@ class KroneckerEigen(EigenbasisOperator):
         self.space, self.name = require_space(space, values.numel()), name
 
     @classmethod
-    def of(cls, product: Kronecker) -> KroneckerEigen:
+    def of(
+        cls, product: Kronecker, known: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    ) -> KroneckerEigen:
         """The eigendecomposition of a Kronecker product.
 
         Args:
             product: L ⊗ R.
+            known: Eigenvalues and eigenvectors of L and of R, if they were found before.
 
         Returns:
             The same matrix, λ = λ_L λ_Rᵀ.
         """
-        left_name, right_name = f"left factor of {product.name}", f"right factor of {product.name}"
-        left_values, left_vectors = eigh(product.left, left_name)
-        right_values, right_vectors = eigh(product.right, right_name)
+        left_name, right_name = product.factor_names
+        left, right = known or (eigh(product.left, left_name), eigh(product.right, right_name))
+        (left_values, left_vectors), (right_values, right_vectors) = left, right
         values = torch.outer(nonnegative(left_values, left_name), nonnegative(right_values, right_name))
         return cls(left_vectors, right_vectors, values, product.space, product.name)
 

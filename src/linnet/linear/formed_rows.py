@@ -49,6 +49,18 @@ class Rows(ABC):
     def __iter__(self) -> Iterator[Block]:
         """Each block's place among the examples, and its rows (n·C, P)."""
 
+    def after(self, start: int, size: int) -> Iterator[Block]:
+        """The blocks from an example on.
+
+        Args:
+            start: The example, at which a block begins.
+            size: Examples of a block in the pass that came there.
+
+        Returns:
+            The blocks.
+        """
+        return ((place, block) for place, block in self if place.start >= start)
+
     def without(self, keep: Tensor) -> Rows:
         """The rows of some of the examples, in their order.
 
@@ -120,9 +132,21 @@ class FormedRows(Rows):
 
     def __iter__(self) -> Iterator[Block]:
         """Each block's place among the examples, and its rows (n·C, P)."""
+        return self._from(0)
+
+    def after(self, start: int, size: int) -> Iterator[Block]:
+        """The blocks from an example on, of as many examples as those before it; those are not formed."""
+        self.size = size
+        return self._from(start)
+
+    def _from(self, first: int) -> Iterator[Block]:
+        """The blocks from an example on."""
         start = 0
         for part in split(self.x, self.size):
             place = slice(start, start + batch_size(part))
+            if start < first:
+                start = place.stop
+                continue
             block = self._blocks.get(start)
             if block is None and start in self._written:
                 block = self._read(start)

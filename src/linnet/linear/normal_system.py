@@ -246,7 +246,9 @@ class NormalSystem(System):
         eye = torch.eye(self.c, dtype=values.dtype, device=values.device)
         solutions = (inverse * coordinates).T  # (P, R)
         one, two = torch.tril_indices(self.c, self.c, device=values.device)
-        for place, rows in self.problem.own_rows(self.memory):
+        sums = {"error": error, "left": left, "right": right}
+        given = {"ridges": grid, "labels": targets.values}
+        for place, rows in self.problem.summed_rows("path", sums, self.memory, **given):
             z = (rows @ vectors.to(rows)).view(-1, self.c, len(values))
             r, t = self.residual[place].double(), targets.values[place].to(values)
             rest = r[:, :, None] - (z @ solutions.to(z)).double()  # (n, C, R)
@@ -279,7 +281,7 @@ def summed(problem: Problem, memory: Memory) -> tuple[Tensor, Tensor]:
     p, device = problem.function.space.dim, problem.function.device
     normal = torch.zeros(p, p, dtype=torch.float64, device=device)
     right = normal.new_zeros(p)
-    for place, rows in problem.own_rows(memory):
+    for place, rows in problem.summed_rows("normal", {"normal": normal, "right": right}, memory):
         wide = rows.double()  # a product rounded to float32 would be 1/ρ times as far off as the rows are
         for start in range(0, p, TILE):  # the half below the diagonal
             tile = slice(start, start + TILE)

@@ -11,7 +11,7 @@ that is missing has w = 0, and takes no part in anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from linnet.distributed import current
 from linnet.linear.formed_rows import FormedRows, Rows
-from linnet.tangent.batch import Inputs, concatenate, observed, take
+from linnet.tangent.batch import Inputs, concatenate, observed, take, tensors_in
 from linnet.tangent.functional import Functional, adapt_outputs, call_arguments
-from linnet.tangent.hashing import hash_examples
+from linnet.tangent.hashing import hash_examples, hash_tensors
 from linnet.tangent.jacobian import JacobianOperator
+from linnet.unfinished import Begun, checkpoint, summing
 
 Memory = str | int | None
 
@@ -109,16 +110,18 @@ class Problem:
         """J̃ᵀ u for columns u, (N·C, K) to (P, K), in the network's type."""
         return self.jacobian.T.mm(self.weighed(u).to(self.function.dtype))
 
-    def rows(self, memory: Memory = None) -> Iterator[tuple[slice, Tensor]]:
+    def rows(self, memory: Memory = None, begun: Begun | None = None) -> Iterator[tuple[slice, Tensor]]:
         """J̃, as many examples at a time as the memory budget allows.
 
         Args:
             memory: Budget.
+            begun: Examples that are left out at the start, and of how many the blocks are.
 
         Yields:
             The place of n examples, and their rows (n·C, P).
         """
-        for place, rows in self._rows(memory):
+        found = self._rows(memory)
+        for place, rows in iter(found) if begun is None else found.after(*begun):
             yield place, self.weighed(rows, place.start)
 
     def _rows(self, memory: Memory = None) -> Rows:
@@ -129,18 +132,19 @@ class Problem:
         found: Rows = vars(self)["kept rows"]
         return found
 
-    def own_rows(self, memory: Memory = None) -> Iterator[tuple[slice, Tensor]]:
+    def own_rows(self, memory: Memory = None, begun: Begun | None = None) -> Iterator[tuple[slice, Tensor]]:
         """The same of the examples that this process has a share in; all of them where it computes alone.
 
         Args:
             memory: Budget.
+            begun: Where among all examples to begin, and of how many the blocks are.
 
         Yields:
             Their place among all examples, and their rows (n·C, P).
         """
         share = current()
         if share.world == 1:
-            yield from self.rows(memory)
+            yield from self.rows(memory, begun)
             return
         own = share.part(self.n)
         if own.start < own.stop:
@@ -149,8 +153,42 @@ class Problem:
                 index = torch.arange(own.start, own.stop, device=self.residual.device)
                 vars(self)[key] = self.taken(index)
             part: Problem = vars(self)[key]
-            for place, rows in part.rows(memory):
+            here = None if begun is None else (begun[0] - own.start, begun[1])
+            for place, rows in part.rows(memory, here):
                 yield slice(own.start + place.start, own.start + place.stop), rows
+
+    def summed_rows(
+        self, what: str, tensors: Mapping[str, Tensor], memory: Memory = None, **settings: Tensor
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """The rows of this process for a sum, which inside ``resumable`` goes on where it was killed.
+
+        Args:
+            what: The sum, in a word.
+            tensors: What the caller adds each block to, in place; zero, or the sums of before.
+            memory: Budget.
+            **settings: What the sum depends on besides.
+
+        Returns:
+            Their place among all examples, and their rows (n·C, P).
+        """
+
+        def identity() -> dict[str, Any]:
+            own = {name: hash_tensors([value]) for name, value in settings.items()}
+            return {**self._identity, **own}
+
+        kept = checkpoint(what, current(), identity)
+        return summing(tensors, kept, lambda begun: self.own_rows(memory, begun))
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        """What a sum over the examples belongs to."""
+        noise = [] if self.weights is None else [self.weights]
+        return {
+            "number of examples": self.n,
+            "network": self.function.fingerprint(),
+            "x": hash_tensors(tensors_in(self.x)),
+            "targets": hash_tensors([self.residual, *noise]),
+        }
 
     def taken(self, index: Tensor) -> Problem:
         """The problem of some of the examples.

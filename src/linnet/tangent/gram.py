@@ -15,6 +15,7 @@ and all exchange these features; steps are dealt out, and tiles exchanged at the
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -39,8 +40,9 @@ from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.plan import PROBES
 from linnet.tangent.steps import Range, Sizes, Step, captured_examples, dealt, in_order, ranges, run_of
-from linnet.tangent.store import GramFile, Writer, begun_sizes, checked_name
+from linnet.tangent.store import GramFile, Writer, begun_sizes, checked_name, discard
 from linnet.tangent.tile import kernel_tile, own_tile, own_traces, tile_bytes
+from linnet.unfinished import keeper
 
 OUTPUTS = ("full", "trace", "diagonal", "sum")
 CAPTURE = 64  # examples differentiated at once, memory permitting; products of fewer are too small
@@ -315,10 +317,20 @@ def _compute(
     own: Tensor | None = None,
 ) -> Tensor | None:
     """Plan, and run every step of this process; ``own`` takes the traces of the rows with themselves."""
+    keeps, begin = keeper(), time.monotonic()
+    if keeps is not None and file is None and own is None:
+        kept = keeps.place("kernel", current(), ".npy")
+        found = _compute(replace(task, part=Writer(array=True)), memory, kept, progress)
+        if time.monotonic() - begin < keeps.interval and current().rank == 0:
+            discard(kept)
+        return found
     plan = plan_gram(task, memory, to_disk=file is not None)
     require(plan.memory, _ways(task, to_disk=file is not None))
     identity: dict[str, object] = {} if file is None else _identity(task)
-    if file is not None and (sizes := begun_sizes(file, identity)) is not None:
+    sizes = None if file is None else begun_sizes(file, identity, memory is None)
+    if file is not None and current().world > 1:
+        sizes = gathered(sizes)[0]  # before any process changes what is there
+    if sizes is not None:
         plan = replace(plan, sizes=Sizes(**sizes))
     identity |= asdict(plan.sizes)
     shape = _shape(*task.sizes, plan.template.outputs.shape[1], task.form)
@@ -393,12 +405,12 @@ def _opened(
     share = current()
     if share.world == 1:
         return GramFile(file, shape, dtype, identity, part)
-    writer, store = Writer(share.rank, share.world), None
+    writer, store = Writer(share.rank, share.world, part.array), None
     if share.rank == 0:
         store = GramFile(file, shape, dtype, identity, writer)
-    done = gathered([] if store is None else sorted(store.done))[0]
+    done, complete = gathered(([], False) if store is None else (sorted(store.done), store.complete))[0]
     if store is None:
-        if not Path(file).with_suffix(".npy.partial").exists():
+        if not complete and not Path(file).with_suffix(".npy.partial").exists():
             raise InputError(
                 f"file={str(file)!r}: rank {share.rank} does not see what rank 0 has begun",
                 expected="a folder that all processes share",

@@ -6,9 +6,9 @@ other starts again.
 
 Several processes write to one matrix, each with a record of its own, and whoever finishes the last step
 renames it: the processes of a group, or parts that know nothing of each other, such as the tasks of an
-array job, which leave a note in ``NAME.made.json`` that tells those that come later. A lock keeps them apart
-while they begin and end. Maps of the file must be coherent between its writers, as they are on one machine
-and on Lustre or GPFS; NFS writes whole pages back, and would lose numbers.
+array job, which leave a note in ``NAME.made.json`` by which whoever comes later takes the matrix as it is. A
+lock keeps them apart while they begin and end. Maps of the file must be coherent between its writers, as they
+are on one machine and on Lustre or GPFS; NFS writes whole pages back, and would lose numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -86,8 +86,11 @@ class GramFile:
         self.record = self.path.with_suffix(f".npy.steps{of}.json")
         self.made = self.path.with_suffix(".npy.made.json")
         self.identity = {**identity, "shape": list(shape), "dtype": str(dtype)}
+        self.done: set[str] = set()
+        self.own: set[str] = set()
+        self.array_made = self.writer.array  # whether parts have begun it, whoever ends it
         with self._by_itself():
-            self.complete = self.writer.array and self._is_made()
+            self.complete = self._is_made()
             if self.complete:
                 return
             self.made.unlink(missing_ok=True)
@@ -123,8 +126,6 @@ class GramFile:
 
     def _resume(self) -> bool:
         """Take over what was finished of the same task; False where nothing was begun."""
-        self.done: set[str] = set()
-        self.own: set[str] = set()
         if not self.partial.exists():
             for path in _records(self.path):
                 path.unlink(missing_ok=True)
@@ -134,7 +135,11 @@ class GramFile:
         same = [record for record in found.values() if record.get("identity") == self.identity]
         if array and len(same) < len(found):
             self._refuse(next(r for r in found.values() if r not in same))
-        if not same or not self._is_whole():
+        for record in same if self.writer.array else ():
+            if record.get("array") and record["of"] != self.writer.of:
+                self._refuse_parts(record["of"])
+        self.array_made = array
+        if not same or not self._is_whole(self.partial):
             for path in found:
                 path.unlink(missing_ok=True)
             return False
@@ -146,7 +151,7 @@ class GramFile:
         """Whether the parts of this matrix have finished it before."""
         if self.partial.exists() or not (self.path.exists() and self.made.exists()):
             return False
-        return _fixed(_read(self.made)) == _fixed(self.identity)
+        return _fixed(_read(self.made)) == _fixed(self.identity) and self._is_whole(self.path)
 
     def _refuse(self, other: dict[str, Any]) -> NoReturn:
         """Raise the error of a file that another run is making."""
@@ -158,10 +163,18 @@ class GramFile:
             remedy=f"name another file, or remove {self.partial.name} and the records beside it",
         )
 
-    def _is_whole(self) -> bool:
-        """Whether the partial matrix can be opened as what it was begun as."""
+    def _refuse_parts(self, of: int) -> NoReturn:
+        """Raise the error of a part among others than those that have begun the file."""
+        raise InputError(
+            f"file={str(self.path)!r} is made in {of} parts, and this is one of {self.writer.of}",
+            expected="the same number in all parts of one file",
+            remedy=f"name it as one of {of}, or compute the rest without parts",
+        )
+
+    def _is_whole(self, path: Path) -> bool:
+        """Whether a matrix can be opened as what it was begun as."""
         try:
-            found = np.lib.format.open_memmap(self.partial, mode="r")
+            found = np.lib.format.open_memmap(path, mode="r")
         except (ValueError, OSError):
             return False
         return bool(list(found.shape) == self.identity["shape"])
@@ -177,11 +190,16 @@ class GramFile:
         if time.monotonic() - self.written >= RECORD_SECONDS:
             self.write_record()
 
-    def write_record(self) -> None:
-        """Flush the matrix, then record the finished steps: never the other way round."""
+    def write_record(self, ended: bool = False) -> None:
+        """Flush the matrix, then record the finished steps: never the other way round.
+
+        Args:
+            ended: Whether these are all steps of this writer.
+        """
         self.map.flush()
         done = sorted(self.done if self.writer.of == 1 else self.own)
-        write_json(self.record, {"identity": self.identity, "array": self.writer.array, "done": done})
+        part = {"array": self.writer.array, "of": self.writer.of, "ended": ended}
+        write_json(self.record, {"identity": self.identity, **part, "done": done})
         self.written = time.monotonic()
 
     def finish(self, steps: Collection[_Keyed] | None = None) -> Tensor | None:
@@ -197,7 +215,7 @@ class GramFile:
             self.map.flush()
             return self._renamed()
         with self._by_itself():
-            self.write_record()
+            self.write_record(ended=True)
             records = [_read(path) for path in _records(self.path)]
             same = [record for record in records if record.get("identity") == self.identity]
             done = {key for record in same for key in record.get("done", ())}
@@ -205,7 +223,7 @@ class GramFile:
 
     def _renamed(self) -> Tensor:
         """The finished matrix, under its own name."""
-        if self.writer.array:
+        if self.array_made:
             write_json(self.made, self.identity)
         os.replace(self.partial, self.path)
         for path in _records(self.path):
@@ -214,8 +232,27 @@ class GramFile:
         return self.finished()
 
     def finished(self) -> Tensor:
-        """The matrix under its own name, which another process may have given it."""
-        return torch.from_numpy(np.lib.format.open_memmap(self.path, mode="r+"))
+        """The matrix under its own name, which another process may have given it; changes stay in memory."""
+        return torch.from_numpy(np.lib.format.open_memmap(self.path, mode="c"))
+
+
+def missing_parts(file: str | Path) -> list[int]:
+    """The parts that have not finished their steps of a matrix.
+
+    Args:
+        file: The matrix.
+
+    Returns:
+        Their places, from 0; none where the matrix is complete, or no parts make it.
+    """
+    path = checked_name(file)
+    records = {found: _read(found) for found in _records(path)}
+    parts = {name: record for name, record in records.items() if record.get("array")}
+    of = max((int(record["of"]) for record in parts.values()), default=0)
+    ended = {name.name for name, record in parts.items() if record.get("ended")}
+    if of == 1:
+        return [] if ended else [0]
+    return [i for i in range(of) if f"{path.name}.steps-{i}-of-{of}.json" not in ended]
 
 
 def checked_name(file: str | Path) -> Path:
@@ -246,20 +283,33 @@ def checked_name(file: str | Path) -> Path:
     return path
 
 
-def begun_sizes(file: str | Path, identity: dict[str, Any]) -> dict[str, int] | None:
-    """The sizes of steps with which the first part of an array has begun a matrix.
+def discard(file: Path) -> None:
+    """Remove a finished matrix and the note of it; maps of it stay what they are.
+
+    Args:
+        file: The matrix.
+    """
+    for path in (file, file.with_suffix(".npy.made.json")):
+        with suppress(OSError):  # a system on which a mapped file cannot be removed
+            path.unlink()
+
+
+def begun_sizes(file: str | Path, identity: dict[str, Any], free: bool) -> dict[str, int] | None:
+    """The sizes of steps with which a matrix was begun, that the memory of another moment must not change.
 
     Args:
         file: The matrix.
         identity: What the steps depend on; its sizes are not compared.
+        free: Whether no budget is given, so that also those of a single run are taken, and not only those of
+            the first part of an array.
 
     Returns:
-        Sizes by name; ``None`` where no array makes this matrix.
+        Sizes by name; ``None`` where there are none.
     """
     fixed = _fixed(identity)
     for record in map(_read, _records(checked_name(file))):
         theirs = record.get("identity") or {}
-        if record.get("array") and all(theirs.get(name) == value for name, value in fixed.items()):
+        if (free or record.get("array")) and all(theirs.get(name) == value for name, value in fixed.items()):
             return {name: int(theirs[name]) for name in SIZES}
     return None
 

@@ -7,12 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from linnet.app import cli
+from linnet.tangent import gram as gram_module
 from tests.app.report.test_page import Page
 from tests.app.runs.small_tasks import write_nets, write_pictures, write_table
+
+PART = ["--model", "nets.py:conv", "--data", "pictures.npz", "--kernel", "k.npy"]
 
 
 def spectrum(*words: object) -> int:
@@ -140,6 +144,18 @@ def test_the_page(workshop: Path) -> None:
         (["--model", "nets.py:noisy", "--data", "pictures.npz", "--out", "o"], "cannot be linearized"),
         (["--model", "nets.py:conv", "--data", "pictures.npz", "--out", "o", "--ridge", "-1"], "ridge is -1"),
         (["--model", "nets.py:conv", "--data", "pictures.npz", "--out", "o", "--head", "hydra"], "hydra"),
+        (["--model", "nets.py:conv", "--data", "pictures.npz", "--part", "3/64"], "without --kernel"),
+        ([*PART, "--part", "3/3"], "part is '3/3'"),
+        ([*PART, "--part", "-1/3"], "part is '-1/3'"),
+        ([*PART, "--part", "three"], "part is 'three'"),
+        ([*PART, "--part", "0/2", "--out", "o"], "--part given together with --out"),
+        ([*PART, "--part", "0/2", "--run", "run"], "--part given together with --run"),
+        ([*PART[:2], *PART[4:], "--part", "0/2"], "--data must be given"),
+        ([*PART, "--part", "0/2", "--solver", "cg", "--ridge", "1"], "a fit that forms the kernel"),
+        ([*PART, "--part", "0/2", "--ridge", "1"], "pass --solver dual"),
+        ([*PART[:-1], "absent/k.npy", "--part", "0/2"], "its folder does not exist"),
+        ([*PART[:-1], "k.bin", "--part", "0/2"], "a name that ends in .npy"),
+        (["--run", "run", "--kernel", "k.npy"], "--kernel given together with --run"),
     ],
 )
 def test_wrong_input(
@@ -157,6 +173,46 @@ def test_wrong_input(
     assert "expected:" in said.err
     assert "Traceback" not in said.err
     assert not (workshop / "o").exists()
+
+
+def test_a_kernel_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tasks of an array job, of which one never ran; then the report, which computes what is missing."""
+    write_nets(tmp_path)
+    write_pictures(tmp_path / "pictures.npz")
+    kernel, run, steps = tmp_path / "kernel.npy", gram_module._run, list[str]()
+
+    def noting(step: Any, held: Any, task: Any, *others: Any) -> None:
+        steps.extend([step.key] if task.x2 is None else [])  # those of test samples come anew each time
+        run(step, held, task, *others)
+
+    monkeypatch.setattr(gram_module, "_run", noting)
+    words = ["--model", f"{tmp_path / 'nets.py'}:conv", "--data", tmp_path / "pictures.npz"]
+    for part, missing in ((3, "0-2"), (1, "0, 2")):
+        assert spectrum(*words, "--kernel", kernel, "--part", f"{part}/4") == 0
+        said = capsys.readouterr().out
+        assert said == f"part {part} of 4 of {kernel} is done; missing: {missing}\n"
+    assert spectrum(*words, "--kernel", kernel, "--part", "0/4", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["missing"] == [2]
+    assert spectrum(*words, "--kernel", kernel, "--part", "1/2") == 2
+    assert "is made in 4 parts, and this is one of 2" in capsys.readouterr().err
+    assert spectrum(*words, "--kernel", kernel, "--part", "2/4", "--head", "probe") == 2
+    assert "belongs to another run, of other weights" in capsys.readouterr().err
+    before = len(steps)
+    assert spectrum(*words, "--kernel", kernel, "--out", tmp_path / "found") == 0
+    assert 0 < before < len(steps) == len(set(steps)), "steps were computed twice"
+    assert spectrum(*words, "--kernel", kernel, "--part", "2/4") == 0
+    assert "the kernel is complete" in capsys.readouterr().out
+    steps.clear()
+    assert spectrum(*words, "--kernel", kernel, "--out", tmp_path / "again", "--top", 5) == 0
+    assert not steps
+    assert spectrum(*words, "--out", tmp_path / "whole") == 0
+    found, whole = read(tmp_path / "found"), read(tmp_path / "whole")
+    assert found["effective_dimension"] == pytest.approx(whole["effective_dimension"], rel=1e-4)
+    assert found["scores"] == whole["scores"]
+    assert kernel.exists()
+    assert not list((tmp_path / "whole").glob("kernel*"))
 
 
 def test_a_table_without_a_run(tmp_path: Path) -> None:

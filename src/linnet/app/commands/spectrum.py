@@ -28,6 +28,8 @@ def task_spectrum(
     damaged: Literal["error", "skip"] = "error",
     top: int | None = None,
     samples: int | None = None,
+    kernel: Path | None = None,
+    part: str | None = None,
     memory: str | None = None,
     device: str = "cpu",
     seed: int = 0,
@@ -60,6 +62,9 @@ def task_spectrum(
         top: Leading directions of the kernel to speak of; 50 by default, or a fifth of all if fewer.
         samples: Training samples to take the spectrum on, drawn at random; by default all, or as many as the
             memory and a few seconds allow where the kernel is not there already.
+        kernel: A file for the kernel, NAME.npy, which stays; what parts have made of it is taken.
+        part: Compute one part of the kernel into that file, and nothing else: 3/64 is the fourth of 64, such
+            as a task of an array job. Afterwards the same command without --part, and with --out, goes on.
         memory: The budget, such as 2GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.
         seed: Seed of the split and of the draws.
@@ -67,10 +72,11 @@ def task_spectrum(
 
     Returns:
         Eigenvalues, the labels' share of the leading directions, their alignment, leave-one-out, the
-        linearity gap, and the verdict with its reasons.
+        linearity gap, and the verdict with its reasons; of a part, which others are missing.
 
     Raises:
-        InputError: Neither a run nor a network with data is named, or both.
+        InputError: Neither a run nor a network with data is named, or both; or the kernel's file is that of
+            another run.
     """
     from linnet.app.runs.pages import write
     from linnet.app.runs.settings import check_device
@@ -80,14 +86,19 @@ def task_spectrum(
         examine,
         from_run,
         from_settings,
+        made_part,
         page_of,
         print_spectrum,
         result_of,
     )
 
-    _check_subject(run, model, data, out)
+    chosen = None if part is None else _part(part, kernel)
+    _check_subject(run, model, data, out, chosen is not None)
+    if kernel is not None:
+        _check_kernel(run, solver, ridge)
     folder = out if out is not None else Path(run or "") / "spectrum"
-    check_place(folder, run)
+    if chosen is None:
+        check_place(folder, run)
     check_counts(top, samples)
     is_new = not folder.exists()
     check_device(device)
@@ -103,8 +114,13 @@ def task_spectrum(
         settings = Settings(
             Network(model, weights, model_args or {}, head),
             Source(data, transform, shots, tests, seed, target, damaged, mean == "auto"),
-            Solving(ridge, solver, params, memory, device, metric="none", method="linear"),
+            Solving(ridge, solver, params, memory, device, metric="none", method="linear", kernel=kernel),
         )
+        if chosen is not None:
+            assert kernel is not None
+            result, said = made_part(settings, kernel, chosen)
+            print(said)
+            return result
         subject = from_settings(settings, folder)
         title = f"Is {data.stem} linear for {model.rpartition(':')[2]}?"
     try:
@@ -126,11 +142,57 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _check_subject(run: Path | None, model: str | None, data: Path | None, out: Path | None) -> None:
+def _part(part: str, kernel: Path | None) -> tuple[int, int]:
+    """Which part of how many, and a file that it is of."""
+    from linnet.errors import InputError
+
+    index, _, of = part.partition("/")
+    if not (index.isdecimal() and of.isdecimal() and int(index) < int(of)):
+        raise InputError(
+            f"part is {part!r}",
+            expected="which part, from 0, and the number of parts",
+            remedy="pass --part 3/64 for the fourth of 64",
+        )
+    if kernel is None:
+        raise InputError(
+            "--part is given without --kernel",
+            expected="the file of the kernel that all parts write to",
+            remedy="pass --kernel kernel.npy, on a file system that all parts share",
+        )
+    return int(index), int(of)
+
+
+def _check_kernel(run: Path | None, solver: str, ridge: float | str) -> None:
+    """Require a fit that forms the kernel."""
+    from linnet.errors import InputError
+
+    if run is not None:
+        raise InputError(
+            "--kernel given together with --run",
+            expected="a network with data: the fit of a run has its kernel",
+            remedy="leave one of the two out",
+        )
+    if solver not in ("auto", "dual") or (solver == "auto" and not isinstance(ridge, str)):
+        raise InputError(
+            f"--kernel given with --solver {solver} and --ridge {ridge}",
+            expected="a fit that forms the kernel",
+            remedy="pass --solver dual, or leave --kernel out",
+        )
+
+
+def _check_subject(
+    run: Path | None, model: str | None, data: Path | None, out: Path | None, is_part: bool
+) -> None:
     """Require a run, or a network with its data and a folder for the report, and not both."""
     from linnet.errors import InputError
 
     given = {"--model": model, "--data": data}
+    if is_part and (run or out) is not None:
+        raise InputError(
+            f"--part given together with --{'run' if run is not None else 'out'}",
+            expected="a network with data and the file of its kernel",
+            remedy="leave it out; the report is of the same command without --part",
+        )
     if run is not None:
         if data is not None:
             raise InputError(
@@ -139,7 +201,8 @@ def _check_subject(run: Path | None, model: str | None, data: Path | None, out: 
                 remedy="leave one of the two out",
             )
         return
-    missing = [name for name, value in {**given, "--out": out}.items() if value is None]
+    needed = given if is_part else {**given, "--out": out}
+    missing = [name for name, value in needed.items() if value is None]
     if missing:
         raise InputError(
             f"{' and '.join(missing)} must be given where there is no --run",

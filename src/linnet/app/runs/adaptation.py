@@ -49,6 +49,7 @@ from linnet.nested.nested_fit import NestedFit, solved
 from linnet.nested.tuning import HEAD_SCALE, tuned
 from linnet.predictive.temperature import fit_temperature, probabilities
 from linnet.progress import waiting
+from linnet.spectrum.kernel_matrix import gram_part
 from linnet.tangent.batch import split
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized, linearize
@@ -111,7 +112,61 @@ def adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | None
 
 def _adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | None) -> Adaptation:
     """The steps, in order."""
-    stages, network, solving = Stages(), settings.network, settings.solving
+    stages, network = Stages(), settings.network
+    task, old, (x, y) = _started(settings, stages)
+    if nests(settings, task, old, x):
+        run, report = _nested(settings, task, old, stages, out)
+        leave()
+        if keep:
+            keep(run)
+        if settings.solving.tune:
+            run = _tuned(run, settings, stages, keep)
+        return _evaluated(run, task, report, _Others(settings, task, old, old), True, True, stages)
+    made = _linearized(settings, task, old, (x, y), stages)
+    lin, probe, head, solving = made.lin, made.probe, made.head, made.solving
+    with stages.measure("fit"), shared_fit(solving.device, network=lin, x=x, y=y):
+        fit, pilot = solve(lin, (x, y), solving, out / KERNEL_FILE)
+    leave()
+    fit.record.reasons["metric"] = made.why
+    fit.record.reasons["head"] = _why_head(network, made.init, made.centered)
+    temperatures = None if task.classes is None else temperatures_of(pilot or fit)
+    if made.centered and not cross_fitted(fit):
+        fit.record = replace(fit.record, warnings=(*fit.record.warnings, PROBED))
+    origin = replace(_origin(network, old, head, made.centered, lin.model), init=made.init)
+    run = SavedRun(
+        origin, fit, _samples(task), task.classes,
+        (task.transform, task.targets), _test_source(settings.source, task), temperatures,
+    )  # fmt: skip
+    if keep:
+        keep(run)
+    others = _Others(settings, task, probe, old)
+    return _evaluated(run, task, made.report, others, head is not None, pilot is None, stages)
+
+
+def kernel_part(settings: Settings, file: Path, part: tuple[int, int]) -> bool:
+    """One part of the kernel that the fit of one linearization is made of; no process group is needed.
+
+    Args:
+        settings: What is requested, the same for all parts and the fit.
+        file: The ``.npy`` file of all parts.
+        part: Which part, from 0, and their number.
+
+    Returns:
+        Whether the kernel is complete.
+
+    Raises:
+        LinnetError: Whatever is wrong with the network, its weights, the data or the arguments, or the file
+            is that of another run.
+    """
+    stages = Stages()
+    task, old, data = _started(settings, stages)
+    lin = _linearized(settings, task, old, data, stages).lin
+    return gram_part(lin, data[0], file=file, part=part, memory=settings.solving.memory) is not None
+
+
+def _started(settings: Settings, stages: Stages) -> tuple[TaskData, nn.Module, tuple[Tensor, Tensor]]:
+    """The data, the network as it was trained, and training inputs and answers where it is."""
+    network, solving = settings.network, settings.solving
     torch.manual_seed(settings.source.seed)  # factories without weights start at random
     with stages.measure("reading the data"), waiting("reading the data"):
         task = _read(settings.source)
@@ -121,15 +176,39 @@ def _adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | Non
         old = load_model(network.spec, network.weights, network.arguments).to(solving.device)
         task = normalized(task, old, settings.source.normalizes)
         x, y = (t.to(solving.device) for t in task.tensors("train"))
-        old = ended(old, task, x)
-    if nests(settings, task, old, x):
-        run, report = _nested(settings, task, old, stages, out)
-        leave()
-        if keep:
-            keep(run)
-        if solving.tune:
-            run = _tuned(run, settings, stages, keep)
-        return _evaluated(run, task, report, _Others(settings, task, old, old), True, True, stages)
+        return task, ended(old, task, x), (x, y)
+
+
+@dataclass(frozen=True, eq=False)
+class _Linearization:
+    """A network with the head of a task, linearized.
+
+    Args:
+        lin: It, in the metric of the ridge.
+        probe: The network with its head.
+        head: Outputs of a new head.
+        init: Where the head comes from.
+        centered: Whether only its derivatives are taken from the head.
+        report: The check of the network.
+        solving: How to fit, with the metric that was chosen.
+        why: Why that metric.
+    """
+
+    lin: Linearized
+    probe: nn.Module
+    head: int | None
+    init: str
+    centered: bool
+    report: Preflight
+    solving: Solving
+    why: str
+
+
+def _linearized(
+    settings: Settings, task: TaskData, old: nn.Module, data: tuple[Tensor, Tensor], stages: Stages
+) -> _Linearization:
+    """The head, the linearization, its check and the metric."""
+    (x, y), network, solving = data, settings.network, settings.solving
     with stages.measure("building the head"), waiting("building the head"):
         probe, head = _headed(old, network, task, (x, y))
         init = "keep" if head is None else getattr(probe, RECORD)["init"]
@@ -145,23 +224,7 @@ def _adapt(settings: Settings, out: Path, keep: Callable[[SavedRun], None] | Non
         with stages.measure("metric"), waiting("metric"):
             lin, metric, why = in_metric(settings, probe, lin, x, (metric, why))
     solving = replace(solving, metric=metric)
-    with stages.measure("fit"), shared_fit(solving.device, network=lin, x=x, y=y):
-        fit, pilot = solve(lin, (x, y), solving, out / KERNEL_FILE)
-    leave()
-    fit.record.reasons["metric"] = why
-    fit.record.reasons["head"] = _why_head(network, init, centered)
-    temperatures = None if task.classes is None else temperatures_of(pilot or fit)
-    if centered and not cross_fitted(fit):
-        fit.record = replace(fit.record, warnings=(*fit.record.warnings, PROBED))
-    origin = replace(_origin(network, old, head, centered, lin.model), init=init)
-    run = SavedRun(
-        origin, fit, _samples(task), task.classes,
-        (task.transform, task.targets), _test_source(settings.source, task), temperatures,
-    )  # fmt: skip
-    if keep:
-        keep(run)
-    others = _Others(settings, task, probe, old)
-    return _evaluated(run, task, report, others, head is not None, pilot is None, stages)
+    return _Linearization(lin, probe, head, init, centered, report, solving, why)
 
 
 def _evaluated(

@@ -105,6 +105,8 @@ class Solving:
             the other has.
         weight: Share of the lower layers in the nested kernel, 0 to 1, or ``"auto"``.
         tune: Whether to train the lower layers of a nested fit where held-out folds say that it helps.
+        kernel: A ``.npy`` file of the kernel, which parts may have made and which stays; by default one in
+            the run's folder, until the fit is there.
 
     Raises:
         InputError: The ridge, the solver, the loss, the metric, the method, the weight or the device makes no
@@ -121,6 +123,7 @@ class Solving:
     method: str = "auto"
     weight: float | str = "auto"
     tune: bool = False
+    kernel: Path | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in ("weight", "ridge") if getattr(self, name) != "auto"]

@@ -32,7 +32,7 @@ def solve(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file: 
         lin: The network.
         data: Training inputs and answers.
         solving: How to fit.
-        file: File of the kernel while it grows.
+        file: File of the kernel while it grows, where none is named.
 
     Returns:
         The fit, and the pilot fit that chose for it where the kernel is too large.
@@ -40,13 +40,14 @@ def solve(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file: 
     Raises:
         InputError: The cross-entropy of a regression is requested.
     """
-    y = data[1]
+    y, kept = data[1], solving.kernel
     if y.is_floating_point() and solving.loss == "cross-entropy":
         raise InputError(
             "loss is 'cross-entropy' for a regression",
             expected="classes: the cross-entropy is that of their probabilities",
             remedy="leave --loss out, or pass --loss squared",
         )
+    file = kept or file
     try:
         if solving.loss != "auto":
             return _solve(lin, data, solving, file)
@@ -56,7 +57,8 @@ def solve(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file: 
             return found
         return _better(lin, data, solving, file)
     finally:
-        file.unlink(missing_ok=True)  # the fit has it from here on; a partial one stays for the next run
+        if kept is None:
+            file.unlink(missing_ok=True)  # the fit has it from here on; a partial one stays for the next run
 
 
 def _better(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file: Path) -> Solved:
@@ -87,8 +89,7 @@ def _solve(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file:
         return _by_gradients(lin, data, solving, "set by the user")
     criterion, why = _criterion(solving, lin, data[1])
     searched = isinstance(criterion, str)
-    kernel = solving.solver == "dual" or (searched and solving.solver == "auto")
-    tries: list[Solver] = [Dual(file) if kernel else solving.solver]
+    tries: list[Solver] = [Dual(file) if forms_kernel(solving) else solving.solver]
     if solving.solver == "auto" and searched and solving.loss == "squared":
         tries += ["primal"] if isinstance(lin.model, Coordinates) else ["primal", "sketch"]
     told = ""
@@ -110,6 +111,22 @@ def _solve(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file:
             return found, None
         told = found.record.reasons["solver"]
     return _by_gradients(lin, data, solving, told)
+
+
+def forms_kernel(solving: Solving) -> bool:
+    """Whether the kernel is formed first: where it is asked for, or a ridge is to be chosen.
+
+    Args:
+        solving: How to fit.
+
+    Returns:
+        False where the solver may be another one.
+
+    Example:
+        >>> forms_kernel(Solving(ridge=1.0)), forms_kernel(Solving())
+        (False, True)
+    """
+    return solving.solver == "dual" or (solving.solver == "auto" and isinstance(solving.ridge, str))
 
 
 def _by_gradients(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, reason: str) -> Solved:

@@ -11,7 +11,7 @@ import torch
 from linnet.app.data import Part
 from linnet.app.report import Comparison, FitRecord, Notes, Run, Scores, TaskKernel, Timing, TrainingSet
 from linnet.app.report.wording import duration, number, percent
-from linnet.app.runs.adaptation import adapt
+from linnet.app.runs.adaptation import adapt, kernel_part
 from linnet.app.runs.folder import SavedRun, load_run, load_test
 from linnet.app.runs.pages import choices, facts, seen
 from linnet.app.runs.place import RECORD, check_out
@@ -29,6 +29,7 @@ from linnet.nested.nested_fit import NestedFit
 from linnet.spectrum.task_linearity import TaskLinearity, task_linearity
 from linnet.tangent.batch import split
 from linnet.tangent.linearized import linearize
+from linnet.tangent.store import missing_parts
 
 BATCH = 128  # samples predicted at once
 
@@ -144,6 +145,40 @@ def from_settings(settings: Settings, out: Path) -> Subject:
     """
     found = adapt(replace(settings, solving=replace(settings.solving, method="linear")), out)
     return Subject(found.run, found.task.test, found.task.findings, found.stages)
+
+
+def made_part(settings: Settings, file: Path, part: tuple[int, int]) -> tuple[dict[str, Any], str]:
+    """Compute one part of the kernel of a fit.
+
+    Args:
+        settings: What is requested, the same for all parts.
+        file: The file of the kernel.
+        part: Which part, from 0, and their number.
+
+    Returns:
+        Result as plain values, and in words.
+    """
+    complete = kernel_part(settings, file, part)
+    missing = [] if complete else missing_parts(file)
+    result = {
+        "command": "spectrum", "part": list(part), "kernel": str(file), "complete": complete,
+        "missing": missing,
+    }  # fmt: skip
+    index, of = part
+    left = f"missing: {_spans(missing) or 'none by now'}"
+    said = "the kernel is complete" if complete else left
+    return result, f"part {index} of {of} of {file} is done; {said}"
+
+
+def _spans(numbers: list[int]) -> str:
+    """Sorted numbers with runs joined."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and runs[-1][-1] == n - 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _one_linearization(run: SavedRun) -> SavedRun:

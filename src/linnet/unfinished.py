@@ -1,0 +1,326 @@
+"""Long sums over data that go on where a killed process had come to.
+
+Whatever sums over data asks here for a :class:`Checkpoint`: a file with the sums so far and the place in the
+data that they stand for, written now and then. Inside :func:`resumable` every such sum has one, whatever the
+call, and every Gram matrix a file of its own; the files are named by the order in which the work comes to
+them, which is the same when the same call is made again. What takes less than the time between two writes
+leaves none.
+
+Each process of a group has sums of its own, and so files of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from linnet.distributed import Share, agree, world
+from linnet.errors import InputError
+from linnet.files import load_tensors, remove_partial, save_tensors
+from linnet.params import number, path
+from linnet.progress import waiting
+
+INTERVAL = 15.0  # seconds between writes
+SHARE = 0.05  # of the time that writing may take
+KIND = "unfinished-sums"
+COMMON = "kernels"  # the files that all processes of a group write to
+_SHOWN = 40  # characters of a setting in an error
+
+Begun = tuple[int, int]  # examples that are done, and the size of the blocks
+Block = tuple[slice, Tensor]
+
+
+class Checkpoint:
+    """Sums on disk, with the place in the data that they stand for.
+
+    Args:
+        file: The file, ending in ``.safetensors``.
+        identity: What the sums belong to: network, settings, data. A file of anything else is refused.
+        interval: Seconds between writes.
+        stays: Whether the file stays when the sum is complete, until other work is that needs it.
+
+    Raises:
+        InputError: If the file's name does not end in ``.safetensors``.
+    """
+
+    def __init__(
+        self, file: str | Path, identity: Mapping[str, Any], interval: float = INTERVAL, stays: bool = False
+    ) -> None:
+        self.path, self.identity, self.interval = Path(file), dict(identity), interval
+        self.stays = stays
+        if self.path.suffix != ".safetensors":
+            raise InputError(
+                f"file={str(file)!r}", expected="a name that ends in .safetensors", remedy="rename it"
+            )
+        self._written, self._took = time.monotonic(), 0.0
+
+    def read(self) -> tuple[int, int, dict[str, Tensor]] | None:
+        """The pass, the place in it and the tensors; ``None`` if there is no file.
+
+        Returns:
+            What was last written.
+
+        Raises:
+            FileFormatError: If the file is damaged.
+            InputError: If it belongs to something else.
+        """
+        if not self.path.exists():
+            return None
+        tensors, metadata = load_tensors(self.path, KIND)
+        found = metadata.get("identity", {})
+        different = [key for key, value in self.identity.items() if found.get(key) != value]
+        if different:
+            self.refuse([_change(key, found.get(key), self.identity[key]) for key in different])
+        return int(metadata["pass"]), int(metadata["place"]), tensors
+
+    def refuse(self, different: Sequence[str]) -> NoReturn:
+        """Raise because the file belongs to something else.
+
+        Args:
+            different: In what it differs.
+
+        Raises:
+            InputError: Always.
+        """
+        raise InputError(
+            f"file={str(self.path)!r} holds sums with another {', '.join(different)}",
+            expected="the file of this very computation",
+            remedy="delete it to start over, or choose another name",
+        )
+
+    def note(self, turn: int, place: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write, if the last write is long enough ago, and writing takes little of the time.
+
+        Args:
+            turn: Which pass over the data.
+            place: How far it has come.
+            tensors: The sums.
+        """
+        if time.monotonic() - self._written >= max(self.interval, self._took / SHARE):
+            self.write(turn, place, tensors)
+
+    def write(self, turn: int, place: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write now.
+
+        Args:
+            turn: Which pass over the data.
+            place: How far it has come.
+            tensors: The sums.
+        """
+        begin = time.monotonic()
+        metadata = {"identity": self.identity, "pass": turn, "place": place}
+        save_tensors(self.path.parent, self.path.stem, tensors, metadata, KIND)
+        self._written = time.monotonic()
+        self._took = self._written - begin if self.interval else 0.0
+
+    def end_pass(self, turn: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write the sums of a whole pass; of several that stay, those that took long.
+
+        Args:
+            turn: The pass that comes next.
+            tensors: The sums.
+        """
+        (self.note if self.stays else self.write)(turn, 0, tensors)
+
+    def remove(self) -> None:
+        """Delete the file, and what a killed run left of writing it: the result is complete."""
+        if self.stays:
+            return
+        self.path.unlink(missing_ok=True)
+        if self.path.parent.is_dir():
+            remove_partial(self.path)
+
+
+def _change(key: str, before: Any, now: Any) -> str:
+    """What differs, with its values where they are short."""
+    values = [str(value) for value in (before, now)]
+    if before is None or any(len(value) > _SHOWN for value in values):
+        return key
+    return f"{key} ({values[0]}, now {values[1]})"
+
+
+class Keeper:
+    """The files of the work inside one :func:`resumable`.
+
+    Args:
+        folder: Where they are.
+        interval: Seconds between writes.
+    """
+
+    def __init__(self, folder: Path, interval: float) -> None:
+        self.folder, self.interval = folder, interval
+        self.rank, self.world = world()
+        self._own, self._common = folder / f"{self.rank}-of-{self.world}", folder / COMMON
+        self._begun: Counter[str] = Counter()
+
+    def open(self) -> None:
+        """Begin, or take up what was begun by as many processes, once all of them are here."""
+        if self.world > 1:
+            with waiting(f"resumable waits for all {self.world} processes"):
+                agree(InputError, {"folder": self.folder}, "name the same folder on all processes")
+        for name in sorted(entry.name for entry in self.folder.iterdir()) if self.folder.is_dir() else ():
+            rank, _, of = name.partition("-of-")
+            if name != COMMON and not (rank.isdecimal() and of.isdecimal()):
+                raise InputError(
+                    f"folder={str(self.folder)!r} holds other files, first {name}",
+                    expected="a folder of its own for unfinished sums, new or empty",
+                    remedy="name another one",
+                )
+            if name != COMMON and int(of) != self.world:
+                raise InputError(
+                    f"folder={str(self.folder)!r} holds the sums of {of} processes; there are {self.world}",
+                    expected="as many processes as have begun: each goes on with its own share",
+                    remedy=f"start {of} processes, or remove the folder to begin again",
+                )
+        try:
+            for place in (self._own, self._common):
+                place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"folder={str(self.folder)!r} cannot be made: {error.strerror or type(error).__name__}",
+                expected="a folder for unfinished sums",
+                remedy="name another one",
+            ) from error
+
+    def place(self, what: str, share: Share, suffix: str) -> Path:
+        """The file of the next work.
+
+        Args:
+            what: What it is, in a word; a kernel is one file of all processes that share it.
+            share: This process among those that do it.
+            suffix: Of the name.
+
+        Returns:
+            The file.
+        """
+        shared = share.world == self.world
+        kind = "together" if shared else "alone"
+        count, self._begun[kind] = self._begun[kind], self._begun[kind] + 1
+        folder = self._common if shared and suffix == ".npy" else self._own
+        return folder / f"{count:04}-{kind}-{what}{suffix}"
+
+    def close(self) -> None:
+        """Remove the files of this process, and with the last of them the folder."""
+        shutil.rmtree(self._own, ignore_errors=True)
+        if self.rank == 0:
+            shutil.rmtree(self._common, ignore_errors=True)
+        with contextlib.suppress(OSError):  # others are not done
+            self.folder.rmdir()
+
+
+_keeper: ContextVar[Keeper | None] = ContextVar("linnet_keeper", default=None)
+
+
+@contextlib.contextmanager
+def resumable(folder: str | Path, interval: float = INTERVAL) -> Iterator[None]:
+    """Keep unfinished sums in a folder: after a kill the same calls go on where they were, to the same bits.
+
+    Sums over data of :func:`linnet.curvature`, of JᵀJ, ridge paths and sketches of :func:`linnet.fit`, and
+    tiles of Gram matrices are written now and then, whichever call makes them. If the process ends before the
+    block does, however it ends, the same block with the same folder goes on from what was last written. Where
+    network, settings or data are others, it says so. The folder goes when the block is done. Iterations such
+    as conjugate gradients, and decompositions, begin again.
+
+    Args:
+        folder: A folder of its own, made if it is missing. All processes of a group come here and name the
+            same, on a file system that they share.
+        interval: Seconds between writes; less often where writing takes more than a twentieth of the time.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        InputError: The folder holds other files, or the sums of other work or of another number of processes.
+
+    Example:
+        >>> import linnet, tempfile
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> x = torch.linspace(-1, 1, 80).view(40, 2)
+        >>> with tempfile.TemporaryDirectory() as parent, resumable(f"{parent}/sums"):
+        ...     solved = linnet.fit(linnet.linearize(net), (x, x[:, :1]), solver="primal", ridge="loo")
+        >>> solved.predict(x).shape
+        torch.Size([40, 1])
+    """
+    place = path("folder", folder, 'pass folder="runs/sums"')
+    keeper = Keeper(place, number("interval", interval, least=0))
+    keeper.open()
+    token = _keeper.set(keeper)
+    try:
+        yield
+    finally:
+        _keeper.reset(token)
+    keeper.close()
+
+
+def keeper() -> Keeper | None:
+    """What keeps unfinished work, inside :func:`resumable`.
+
+    Returns:
+        ``None`` outside.
+
+    Example:
+        >>> keeper() is None
+        True
+    """
+    return _keeper.get()
+
+
+def checkpoint(what: str, share: Share, identity: Callable[[], Mapping[str, Any]]) -> Checkpoint | None:
+    """A file for the next sum over data.
+
+    Args:
+        what: What it is, in a word.
+        share: This process among those that add up.
+        identity: Finds what the sum belongs to.
+
+    Returns:
+        ``None`` outside :func:`resumable`.
+
+    Example:
+        >>> checkpoint("sums", Share(), dict) is None
+        True
+    """
+    own = _keeper.get()
+    if own is None:
+        return None
+    return Checkpoint(own.place(what, share, ".safetensors"), identity(), own.interval, stays=True)
+
+
+def summing(
+    tensors: Mapping[str, Tensor], kept: Checkpoint | None, blocks: Callable[[Begun | None], Iterator[Block]]
+) -> Iterator[Block]:
+    """The blocks of data that are still to be added to some tensors, which then hold the sums of all before.
+
+    Args:
+        tensors: What the caller adds each block to, in place; zero, or the sums before.
+        kept: Their file; ``None`` for all blocks.
+        blocks: The blocks from an example on, and of the size of those before.
+
+    Yields:
+        The place of a block among the examples, and the block.
+
+    Example:
+        >>> [place for place, _ in summing({}, None, lambda begun: iter([(slice(0, 2), torch.ones(2))]))]
+        [slice(0, 2, None)]
+    """
+    found = None if kept is None else kept.read()
+    begun: Begun | None = None
+    if found is not None:
+        for name, tensor in tensors.items():
+            tensor.copy_(found[2][name])
+        begun = found[1], int(found[2]["size"])
+    size = 0 if begun is None else begun[1]
+    for place, block in blocks(begun):
+        yield place, block
+        size = max(size, place.stop - place.start)
+        if kept is not None:
+            kept.note(0, place.stop, {**tensors, "size": torch.tensor(size)})
