@@ -316,12 +316,11 @@ class GradientStore:
 
     def _solved(self, queries: Any, damping: float | None, metric: str) -> Tensor:
         """(Ĝ + λI)⁻¹ φ of the queries, (Q, D)."""
-        inverse = self._inverse(damping, metric)
         gradients = LossGradients(self.function, self.likelihood, self.memory)
         rows = [gradients.rows(x, y) for x, y in stream(queries)]
         if not rows:
             raise DataError("queries is empty: it yields no example", "at least one example", EMPTY)
-        return inverse(torch.cat(rows).to(self._dtype))
+        return self._inverse(damping, metric)(torch.cat(rows).to(self._dtype))
 
     def _inverse(self, damping: float | None, metric: str) -> _Inverse:
         """(Ĝ + λI)⁻¹."""
