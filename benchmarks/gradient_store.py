@@ -15,6 +15,7 @@ projector for CPUs, run where they are installed:
 
 ``large`` stores gradients of GPT-2 small from its configuration, random weights, in the weights of its blocks
 (85 of 124 million): seconds a sequence as a multiple of one forward and backward pass of the same sequence.
+``search`` asks a store of random gradients for the ten largest scores of 16 queries.
 Seconds are those of the processor, of all threads, since they mean something on a shared machine too.
 """
 
@@ -44,7 +45,7 @@ from linnet.curvatures import MonteCarlo
 from linnet.likelihoods import Categorical
 from linnet.solvers import cg
 
-PARTS = ("small", "large")
+PARTS = ("small", "large", "search")
 WORDS, LENGTH, WIDTH = 300, 24, 32
 LIKELIHOOD = Categorical(axis=-1)
 IGNORED = -100
@@ -413,6 +414,27 @@ def large(options: argparse.Namespace) -> list[Row]:
     ]
 
 
+def search(options: argparse.Namespace) -> list[Row]:
+    """Seconds and memory of asking a store that is larger than what it is asked with."""
+    net, likelihood = nn.Linear(63, 64), linnet.likelihoods.Gaussian()  # 4,096 weights
+    x = torch.randn(options.rows, 63)
+    data, queries = (x, torch.randn(options.rows, 64)), (x[:16], torch.randn(16, 64))
+    with tempfile.TemporaryDirectory() as folder:
+        made, store = busy(lambda: linnet.audit.GradientStore(folder, net, likelihood).add(data))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        first, _ = busy(lambda: store.top(queries, 10))
+        again, _ = busy(lambda: store.top(queries, 10))
+        peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e6
+        size = sum(file.stat().st_size for file in Path(folder).glob("rows-*")) / 1e6
+    return [
+        Row(f"{options.rows:,} rows of {store.folder.dim:,} numbers stored", made, note=f"{size:.0f} MB"),
+        Row(
+            "the ten largest scores of 16 queries, first time", first, note="with the curvature of the store"
+        ),
+        Row("every other time", again, note=f"files checked and read, peak {peak:.2f} GB above the start"),
+    ]
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
     result = parser(__doc__ or "", threads=1)
@@ -427,6 +449,7 @@ def arguments() -> argparse.Namespace:
     result.add_argument("--tokens", type=int, default=64)
     result.add_argument("--batch", type=int, default=4, help="sequences of a pass of the large network")
     result.add_argument("--directions", type=int, default=4096, help="D of the large network")
+    result.add_argument("--rows", type=int, default=20_000, help="of the store that is searched")
     result.add_argument("--memory", default="4GB")
     return result.parse_args()
 
@@ -435,11 +458,15 @@ def main() -> None:
     """Entry point."""
     options = arguments()
     setup(options.threads)
+    parts = {
+        "small": (small, "Influence on a small decoder"),
+        "large": (large, "Gradients of GPT-2 small"),
+        "search": (search, "A store that is searched"),
+    }
     for part in options.parts:
-        rows = small(options) if part == "small" else large(options)
-        title = "Influence on a small decoder" if part == "small" else "Gradients of GPT-2 small"
+        run, title = parts[part]
         path = options.json and options.json.with_stem(f"{options.json.stem}_{part}")
-        publish(title, rows, path)
+        publish(title, run(options), path)
 
 
 if __name__ == "__main__":

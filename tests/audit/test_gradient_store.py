@@ -298,6 +298,7 @@ def test_data_of_any_kind(tmp_path: Path) -> None:
     (x, y), count = batches(1)[0], torch.float64
     forms: list[Any] = [
         (x, y), TensorDataset(x, y), DataLoader(TensorDataset(x, y), batch_size=2),
+        [(x[:2], y[:2]), (x[2:], y[2:])], list(DataLoader(TensorDataset(x, y), batch_size=2)),
         iter([{"ids": x[:2], "labels": y[:2]}, {"ids": x[2:], "labels": y[2:]}]),
     ]  # fmt: skip
     found = []

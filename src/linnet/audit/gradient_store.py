@@ -144,6 +144,7 @@ class GradientStore:
         self.function = _matching(folder, model, output)
         self.likelihood = _settled(folder, likelihood, dtype, shard_size)
         self._moment: Tensor | None = None
+        self._last: tuple[str, float, _Inverse] | None = None  # metric and damping of the last question
 
     def __len__(self) -> int:
         return self.folder.examples or 0
@@ -184,7 +185,7 @@ class GradientStore:
         index, parts = _checked_part(part)
         gradients = LossGradients(self.function, self.likelihood, self.memory)
         whole, shard, count = hashlib.sha256(), _Shard(0), 0
-        self._moment = None
+        self._moment = self._last = None
         for x, y in track(stream(data), "gradients"):
             start, n = 0, batch_size(x)
             while start < n:
@@ -335,13 +336,15 @@ class GradientStore:
                 expected="directions that are eigenvectors of a curvature: linnet.with_sketch without seed=",
                 remedy='pass metric="gradients"',
             )
-        mean = self._gradient_moment() if metric == "gradients" or values is None else values.double()
+        used = "gradients" if metric == "gradients" or values is None else "curvature"
+        mean = self._gradient_moment() if values is None or used == "gradients" else values.double()
         spread = float((mean.diagonal() if mean.ndim == 2 else mean).mean())
         tau = SHARE_OF_MEAN * spread if damping is None else damping
-        if mean.ndim == 1:
-            return _Inverse(mean + tau)
-        eye = torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
-        return _Inverse(cholesky(mean + tau * eye, "the mean of the gradients' outer products"))
+        if self._last is None or self._last[:2] != (used, tau):
+            damped = mean + (tau if mean.ndim == 1 else tau * torch.eye(len(mean)).to(mean))
+            factor = damped if mean.ndim == 1 else cholesky(damped, "the curvature of the store")
+            self._last = used, tau, _Inverse(factor)
+        return self._last[2]
 
     def _gradient_moment(self) -> Tensor:
         """The mean of φφᵀ, (D, D) in float64, computed once."""

@@ -50,8 +50,8 @@ def stream(data: Any) -> Iterator[Pair]:
     """The batches of any kind of data, one after the other; nothing is gathered.
 
     Args:
-        data: An (x, y) pair, or a dict with ``"labels"``; a ``Dataset`` of samples; a ``DataLoader`` or any
-            other iterable of such batches, which may differ in the length of their sequences.
+        data: An (x, y) pair, or a dict with ``"labels"``; a ``Dataset`` of samples; a ``DataLoader``, a list
+            or another iterable of such batches, which may differ in the length of their sequences.
 
     Yields:
         Inputs (n, ...) and targets (n, ...).
@@ -94,10 +94,17 @@ def _pairs(data: Any) -> Iterator[tuple[Any, Any]]:
     elif is_data_set(data):
         samples = (as_pair(data[i], f"sample {i} of the data set") for i in range(len(data)))
         yield from _batched(samples)
-    elif isinstance(data, Iterable) and not isinstance(data, (list, tuple, str, bytes, Mapping, Tensor)):
+    elif _of_batches(data):
         yield from (as_pair(batch, f"batch {i} of data") for i, batch in enumerate(data))
     else:
         yield as_pair(data, "data")
+
+
+def _of_batches(data: Any) -> bool:
+    """Whether it yields batches, and is none itself."""
+    if isinstance(data, list):
+        return all(isinstance(one, list | tuple | Mapping) for one in data)
+    return isinstance(data, Iterable) and not isinstance(data, tuple | str | bytes | Mapping | Tensor)
 
 
 def _batched(samples: Iterator[tuple[Any, Any]]) -> Iterator[Pair]:
