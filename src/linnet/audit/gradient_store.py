@@ -82,7 +82,8 @@ class GradientStore:
         model: The sketched network, or a network or ``Linearized`` for the gradients in its own parameters.
             To open a store, the network itself is enough: the directions are in the folder.
         likelihood: What the outputs mean, such as ``Categorical(axis=-1)`` for logits (N, T, C) with labels
-            (N, T), of which −100 are ignored. Needed to begin a store, and to open one of a ``Custom``.
+            (N, T): the token after each position, −100 where there is none. Needed to begin a store, and to
+            open one of a ``Custom``.
         dtype: The type in which rows are stored, their lengths apart: ``torch.bfloat16`` by default, or
             float16, float32 or float64.
         shard_size: Examples in a file, 256 by default.
@@ -171,7 +172,8 @@ class GradientStore:
             data: An (x, y) pair, or a dict with ``"labels"``; a ``Dataset``, a ``DataLoader`` that does not
                 shuffle, or any other iterable of batches. Batches may differ in the length of their
                 sequences.
-            part: Which part, from 0, and their number: ``(3, 64)`` for the fourth of 64.
+            part: Which part, from 0, and their number: ``(3, 64)`` for the fourth of 64; of a process group
+                its rank and size.
 
         Returns:
             The store.
