@@ -17,6 +17,7 @@ from linnet.errors import FileFormatError, InputError, MemoryBudgetError
 from linnet.fitting import CG, SGD, Sketch
 from linnet.fitting.sketch import SketchedNetwork
 from linnet.likelihoods import Gaussian
+from linnet.memory import assumed
 
 N, C = 30, 3
 
@@ -385,6 +386,31 @@ def test_what_cannot_be_sketched() -> None:
         linnet.fit(linnet.linearize(linnet.with_metric(net, curvature)), (x, y), solver="sketch")
     with pytest.raises(InputError, match="cross-entropy"):
         linnet.fit(linnet.linearize(net), (x, y), "cross-entropy", ridge="loo", solver="sketch")
+
+
+def test_random_directions_of_a_seed() -> None:
+    net, x, _, _ = case("words")
+    curvature = gauss_newton(net, x)
+    one, again, other = (linnet.with_sketch(net, curvature, dim=40, seed=seed) for seed in (3, 3, 4))
+    assert (one.random, one.orthonormal, one.eigenvalues) == (True, False, None)
+    assert torch.equal(directions(one), directions(again))
+    assert directions(one).shape == directions(other).shape
+    assert not torch.equal(directions(one), directions(other))
+    with pytest.raises(InputError, match=r"damping=0\.1 with seed=3"):
+        linnet.with_sketch(net, curvature, dim=40, damping=0.1, seed=3)
+    with assumed(10), pytest.raises(MemoryBudgetError, match="random directions of"):
+        linnet.with_sketch(net, curvature, dim=40, seed=3)
+
+
+def test_eigenvalues_of_the_mean_curvature_come_with_the_directions() -> None:
+    net, x, _, _ = case("dense")
+    G = gauss_newton(net, x, "full")
+    for damping in (None, 0.3):
+        small = linnet.with_sketch(net, G, dim=12, damping=damping)
+        H = directions(small)
+        values = small.eigenvalues
+        assert values is not None
+        assert torch.allclose(H.T @ G.dense() @ H / N, torch.diag(values), atol=1e-10)
 
 
 @pytest.mark.parametrize("ridge", [1e-4, 1e-2, 1.0])

@@ -204,6 +204,9 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "audit influence": lambda s: linnet.audit.influence(s.fit(), s.x),
     "loss influence": lambda s: linnet.audit.loss_influence(s.fit(), s.x, s.y),
     "weight changes": lambda s: linnet.audit.weight_changes(s.fit()),
+    "gradient store": lambda s: (
+        linnet.audit.GradientStore(tempfile.mkdtemp(), s.model, Categorical()).add(s.data).top(s.data, 2)
+    ),
     "mislabeled": lambda s: linnet.audit.mislabeled(s.fit()),
     "summarize": lambda s: linnet.audit.summarize(s.fit(), 2),
     "tune ridge": lambda s: linnet.audit.tune_ridge(s.fit(), s.data),

@@ -102,7 +102,7 @@ _NAMES = {
     "layer "
     "form link matrix mechanism merge method name neighbors of parametrization pin predict prior psd "
     "recipe reduction root schedule score search sharing solver source space structure structures "
-    "to variant keep preconditioner loss names mode like",
+    "to variant keep preconditioner loss names mode like metric",
     "made": "curvature fit forgotten lin likelihood moment param_group report seen description "
     "augmentation memory device dtype candidates gram directions pooling training run inference passes",
     "selector": "params",
@@ -140,7 +140,7 @@ _NAMES = {
     "adapter": "output",
     "inputs": "example inside outside pool x x1 x2 z at",
     "targets": "after before groups old_outputs targets y labels",
-    "pair": "data validation",
+    "pair": "data queries validation",
     "vector": "b flat rows u v vector covariance f g mean other",
     "entries": "state state_dict optimizer",
 }
@@ -149,6 +149,10 @@ OF_CALL: dict[str, str] = {
     "spectrum.gram_part(part)": "word",
     "spectrum.gram_part(file)": "place",
     "audit.select(batch)": "flag",
+    "audit.GradientStore(shard_size)": "count",
+    "audit.GradientStore.add(part)": "word",
+    "audit.GradientStore.top(k)": "count",
+    "audit.GradientStore.top(lowest)": "flag",
     "adapt(weight)": "share or zero",
     "fitting.Dual(file)": "place or none",
     "fitting.Sketch(basis)": "word",

@@ -10,6 +10,7 @@ from linnet.audit.compatibility import Compatible, Flips, compatible, flips
 from linnet.audit.counterfactuals import Counterfactual, counterfactual
 from linnet.audit.fairness import GroupMeans, group_means
 from linnet.audit.forgetting import ForgettingCertificate, forgetting_certificate
+from linnet.audit.gradient_store import GradientStore, TopExamples
 from linnet.audit.influence import Influence, influence, weight_changes
 from linnet.audit.label_errors import LabelErrors, label_errors
 from linnet.audit.loss_influence import loss_influence
@@ -27,6 +28,8 @@ __all__ = [
     "influence",
     "Influence",
     "weight_changes",
+    "GradientStore",
+    "TopExamples",
     "mislabeled",
     "label_errors",
     "LabelErrors",

@@ -26,6 +26,7 @@ from linnet.linalg.grouped import GroupedKroneckerEigen
 from linnet.linalg.half_diagonal import HalfDiagonal
 from linnet.linalg.kronecker import KroneckerEigen
 from linnet.linalg.structured import Dense, Diagonal, StructuredOperator
+from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.captured import Captured
 from linnet.tangent.rules import Use, factors, padded
 
@@ -349,6 +350,9 @@ def random_basis(curvature: Curvature, dim: int, seed: int) -> list[LayerBasis]:
 
     Returns:
         The directions of each layer.
+
+    Raises:
+        MemoryBudgetError: If those of a layer without factors, such as a large embedding, do not fit.
     """
     generator = torch.Generator().manual_seed(seed)
     traces = torch.stack([part.operator.trace().double() for part in curvature.parts]).cpu()
@@ -361,6 +365,7 @@ def random_basis(curvature: Curvature, dim: int, seed: int) -> list[LayerBasis]:
             continue
 
         if not layer.factored or share == layer.size:
+            _require_dense(layer, share, block)
             bases.append(DenseBasis(layer, _normal(generator, block, layer.size, share) / share**0.5))
             continue
         (rows, columns), r = layer.matrix, max(1, round((share / layer.groups) ** 0.5))
@@ -372,6 +377,14 @@ def random_basis(curvature: Curvature, dim: int, seed: int) -> list[LayerBasis]:
         two = _normal(generator, block, layer.groups, columns, right) / right**0.5
         bases.append(ProductBasis(layer, one, two, index))
     return bases
+
+
+def _require_dense(layer: Layer, share: int, block: StructuredOperator) -> None:
+    """Raise where the directions of a layer without factors do not fit."""
+    size = layer.size * share * (8 + block.dtype.itemsize)  # drawn in float64
+    name = f"{share:,} random directions of {layer.name}"
+    plan = Plan(name, parse_bytes(None, block.device), (("directions", size),))
+    require(plan, ["leave the layer out with linnet.linearize(network, params=...)", "take eigenvectors"])
 
 
 def _normal(generator: torch.Generator, like: StructuredOperator, *shape: int) -> Tensor:

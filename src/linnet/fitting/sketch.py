@@ -33,6 +33,7 @@ from linnet.linear.normal_system import NormalSystem
 from linnet.linear.preconditioner import frozen_curvature
 from linnet.linear.problem import Memory, Problem
 from linnet.params import integer, number
+from linnet.params import seed as checked_seed
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import Cotangents, capture
 from linnet.tangent.captured import Captured
@@ -111,13 +112,16 @@ class SketchedNetwork(Coordinates):
         bases: Orthonormal directions, layer by layer.
         scales: Length of each direction, (D,), where the ridge is that of a curvature's metric.
         random: Whether the directions are random instead, orthonormal only in expectation.
+        eigenvalues: Of the mean curvature, Hᵀ(G/N)H = diag(λ), where the directions are its eigenvectors.
 
     Attributes:
         network: The network.
         epsilon: ε, (D,), zero at first.
+        eigenvalues: λ, (D,), or ``None``.
     """
 
     scales: Tensor | None
+    eigenvalues: Tensor | None
 
     def __init__(
         self,
@@ -126,6 +130,7 @@ class SketchedNetwork(Coordinates):
         bases: Sequence[LayerBasis],
         scales: Tensor | None = None,
         random: bool = False,
+        eigenvalues: Tensor | None = None,
     ) -> None:
         super().__init__(network, names, sum(basis.size for basis in bases))
         self.random = random
@@ -135,7 +140,8 @@ class SketchedNetwork(Coordinates):
             for name, tensor in basis.tensors.items():
                 own = tensor.to(self.epsilon.dtype) if tensor.is_floating_point() else tensor
                 self.register_buffer(f"basis_{i}_{name}", own.to(self.epsilon.device))
-        self.register_buffer("scales", None if scales is None else scales.to(self.epsilon))
+        for name, given in (("scales", scales), ("eigenvalues", eigenvalues)):
+            self.register_buffer(name, None if given is None else given.to(self.epsilon))
 
     @property
     def orthonormal(self) -> bool:
@@ -267,7 +273,11 @@ def _cotangents(outputs: int) -> Cotangents:
 
 @in_exact_mode
 def with_sketch(
-    model: nn.Module, curvature: Curvature, dim: int = 2048, damping: float | None = None
+    model: nn.Module,
+    curvature: Curvature,
+    dim: int = 2048,
+    damping: float | None = None,
+    seed: int | None = None,
 ) -> SketchedNetwork:
     """The same network moved along D directions only, the leading eigenvectors of a curvature.
 
@@ -282,6 +292,8 @@ def with_sketch(
             With a Gaussian likelihood the directions are those of the tangent kernel.
         dim: D, the number of directions, of all layers together; eigenvalues that are zero take none.
         damping: τ, for the ridge of :func:`linnet.with_metric`, ρ δᵀ(G/N + τI)δ, in place of ρ‖δ‖².
+        seed: Takes random directions in place of eigenvectors, of each layer as many as is its share of the
+            trace.
 
     Returns:
         The network with one parameter ε, in evaluation mode, equal to ``model`` at ε = 0;
@@ -308,25 +320,41 @@ def with_sketch(
     integer("dim", dim, least=1)
     if damping is not None:
         number("damping", damping, above=0, remedy="leave damping= out for the plain ridge")
-    bases, scales = _leading(curvature, dim, damping)
-    return _made(network, list(curvature.function.theta), bases, scales)
+    names = list(curvature.function.theta)
+    if seed is None:
+        return _leading(network, names, curvature, dim, damping)
+    checked_seed("seed", seed)
+    if damping is not None:
+        raise InputError(
+            f"damping={damping!r} with seed={seed!r}",
+            expected="eigenvectors of a curvature, whose metric is damped",
+            remedy="leave seed= out for eigenvectors, or damping= for random directions",
+        )
+    return _made(network, names, random_basis(curvature, dim, seed), random=True)
 
 
-def _leading(curvature: Curvature, dim: int, damping: float | None) -> tuple[list[LayerBasis], Tensor | None]:
-    """Leading directions, and their lengths in the metric of a damped curvature, H = Q (λ/N + τ)^(-1/2)."""
+def _leading(
+    network: nn.Module, names: Sequence[str], curvature: Curvature, dim: int, damping: float | None
+) -> SketchedNetwork:
+    """The network along leading directions, of length one or in the metric of a damped curvature."""
     bases, values = leading_basis(curvature, dim)
-    return bases, None if damping is None else (values / curvature.made.examples + damping).rsqrt()
+    values = values / curvature.made.examples
+    if damping is None:
+        return _made(network, names, bases, eigenvalues=values)
+    scales = (values + damping).rsqrt()  # H = Q (λ/N + τ)^(-1/2)
+    return _made(network, names, bases, scales, eigenvalues=values * scales.square())
 
 
 def _made(
     network: nn.Module,
     names: Sequence[str],
     bases: Sequence[LayerBasis],
-    scales: Tensor | None,
+    scales: Tensor | None = None,
     random: bool = False,
+    eigenvalues: Tensor | None = None,
 ) -> SketchedNetwork:
     """The sketched network, with what is known of its head."""
-    made = SketchedNetwork(network, names, bases, scales, random).eval()
+    made = SketchedNetwork(network, names, bases, scales, random, eigenvalues).eval()
     head = {key: value for key, value in getattr(network, RECORD, {}).items() if key != "folds"}
     setattr(made, RECORD, {"init": "keep", "layer": "", "examples": frozenset(), **head})
     return made
@@ -363,13 +391,13 @@ def sketched(lin: Linearized, x: Inputs, settings: Sketch, memory: Memory = None
     else:
         structure = "diagonal" if given == "random" else given
         curvature = frozen_curvature(structure, function, take(x, chosen), _expectation(outputs), memory)
-    if given == "random":
-        bases, scales = random_basis(curvature, settings.dim, settings.seed), None
-    else:
-        bases, scales = _leading(curvature, settings.dim, settings.damping)
     # a network in float64 converts its inputs because it knows where it comes from
-    source = function.source or function
-    small = _made(source.model, function.names, bases, scales, given == "random")
+    model = (function.source or function).model
+    if given == "random":
+        bases = random_basis(curvature, settings.dim, settings.seed)
+        small = _made(model, function.names, bases, random=True)
+    else:
+        small = _leading(model, function.names, curvature, settings.dim, settings.damping)
     # others than the basis was made of, if there are any: it was chosen to keep much of those
     others = order[settings.examples :][:SAMPLE]
     sample = others if len(others) >= SAMPLE // 4 else order[:SAMPLE]
@@ -415,7 +443,8 @@ def restored_sketch(
         layer, prefix = Layer(entry["layer"], shapes, Form(**entry["form"])), f"basis_{i}_"
         own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         bases.append(restored_basis(entry["kind"], layer, own))
-    return _made(network, told["parameters"], bases, tensors.get("scales"), told["random"])
+    own_values = tensors.get("scales"), told["random"], tensors.get("eigenvalues")
+    return _made(network, told["parameters"], bases, *own_values)
 
 
 class DeflatedInverse(LinearOperator):

@@ -1,0 +1,183 @@
+"""Gradients of the loss of every example of a stream, and the stream itself, batch by batch.
+
+The gradient of example i is J(x_i)ᵀ u_i with u_i that of its negative log-likelihood in the outputs, summed
+over the positions that have a label. In the coordinates of a sketched network it is formed along its D
+directions from captured inputs and output gradients, Q_Lᵀ (Σ_s g_s a_sᵀ) Q_R, with one backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+
+from linnet.curvatures.stream import usable
+from linnet.errors import DataError, InputError
+from linnet.likelihoods.likelihood import Likelihood
+from linnet.memory import parse_bytes
+from linnet.tangent.batch import (
+    EMPTY,
+    Inputs,
+    as_batch,
+    as_pair,
+    batch_size,
+    check_finite,
+    concatenate,
+    example_shapes,
+    is_data_set,
+    map_tensors,
+    named_tensor,
+    split,
+    take,
+    tensorize,
+)
+from linnet.tangent.capture import capture, capture_bytes
+from linnet.tangent.functional import Functional
+from linnet.tangent.independence import require_own_rows
+from linnet.tangent.sharded import require_whole
+
+Pair = tuple[Inputs, Tensor]
+
+TOGETHER = 32  # samples of a data set that are put side by side
+LARGEST = 64  # examples differentiated at once, at most
+SHARE = 0.5  # of the budget that one captured batch may take
+
+
+def stream(data: Any) -> Iterator[Pair]:
+    """The batches of any kind of data, one after the other; nothing is gathered.
+
+    Args:
+        data: An (x, y) pair, or a dict with ``"labels"``; a ``Dataset`` of samples; a ``DataLoader``, a list
+            or another iterable of such batches, which may differ in the length of their sequences.
+
+    Yields:
+        Inputs (n, ...) and targets (n, ...).
+
+    Raises:
+        DataError: If a batch is empty or not finite, or its targets are not as many as its inputs.
+        InputError: If ``data`` is none of these, or a loader that shuffles.
+    """
+    for i, (x, y) in enumerate(_pairs(data)):
+        x, y = tensorize(x), named_tensor(y, "y")
+        n = batch_size(x)
+        if n == 0:
+            raise DataError(f"batch {i} of data is empty", expected="at least one example", remedy=EMPTY)
+        if y.is_complex() or y.ndim == 0 or len(y) != n:
+            raise DataError(
+                f"batch {i} of data has {n} inputs and targets of type {y.dtype} and shape {tuple(y.shape)}",
+                expected="real targets, one (or one sequence of them) for each input",
+                remedy="check that x and y come from the same split",
+            )
+        check_finite(x, "x")
+        check_finite(y, "y")
+        yield x, y
+
+
+def _pairs(data: Any) -> Iterator[tuple[Any, Any]]:
+    """(x, y) of every batch, as it comes."""
+    if isinstance(data, DataLoader):
+        require_whole(data)
+        if isinstance(data.sampler, RandomSampler):
+            raise InputError(
+                "data is a DataLoader that shuffles",
+                expected="examples in an order that can be found again: answers name their places in it",
+                remedy="pass shuffle=False",
+            )
+        yield from (as_pair(batch, "a batch of the DataLoader") for batch in data)
+    elif isinstance(data, TensorDataset) and len(data.tensors) == 2:
+        yield data.tensors[0], data.tensors[1]
+    elif isinstance(data, IterableDataset):
+        yield from _batched(as_pair(one, f"sample {i} of the stream") for i, one in enumerate(data))
+    elif is_data_set(data):
+        samples = (as_pair(data[i], f"sample {i} of the data set") for i in range(len(data)))
+        yield from _batched(samples)
+    elif _of_batches(data):
+        yield from (as_pair(batch, f"batch {i} of data") for i, batch in enumerate(data))
+    else:
+        yield as_pair(data, "data")
+
+
+def _of_batches(data: Any) -> bool:
+    """Whether it yields batches, and is none itself."""
+    if isinstance(data, list):
+        return all(isinstance(one, list | tuple | Mapping) for one in data)
+    return isinstance(data, Iterable) and not isinstance(data, tuple | str | bytes | Mapping | Tensor)
+
+
+def _batched(samples: Iterator[tuple[Any, Any]]) -> Iterator[Pair]:
+    """Samples side by side, as many as have one shape, and no more than a few."""
+    held: list[Pair] = []
+    for x, y in samples:
+        own = as_batch(x), named_tensor(y, "y")[None]
+        if held and (len(held) == TOGETHER or example_shapes(held[0]) != example_shapes(own)):
+            yield _joined(held)
+            held = []
+        held.append(own)
+    if held:
+        yield _joined(held)
+
+
+def _joined(pairs: list[Pair]) -> Pair:
+    """Batches side by side."""
+    return concatenate([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
+
+
+class LossGradients:
+    """The gradient of the loss of every example, in the parameters of a network.
+
+    Args:
+        function: The network; that of a sketched network has D parameters.
+        likelihood: What the outputs mean: the loss of an example is −log p(y | f(x)) over all its positions.
+        memory: Budget; by default half of what is available.
+    """
+
+    def __init__(self, function: Functional, likelihood: Likelihood, memory: str | int | None = None) -> None:
+        self.function, self.likelihood = function, likelihood
+        self._budget = parse_bytes(memory, function.device)
+        self._sizes: dict[object, int] = {}  # examples at once, by their shapes
+
+    def rows(self, x: Inputs, y: Tensor) -> Tensor:
+        """The gradients of a batch.
+
+        Args:
+            x: Inputs of n examples.
+            y: Their targets.
+
+        Returns:
+            (n, P).
+
+        Raises:
+            DataError: If the targets are none of the likelihood's.
+            ModelError: If the network cannot run on x, or its examples influence each other.
+        """
+        device = self.function.device
+        x, y = map_tensors(lambda t: usable(t, device), x), usable(y, device)
+        size = self._size(x)
+        pieces = zip(split(x, size), y.split(size), strict=True)
+        return torch.cat([self._of_piece(part, labels) for part, labels in pieces])
+
+    def _of_piece(self, x: Inputs, y: Tensor) -> Tensor:
+        """The gradients of examples that are differentiated at once."""
+        function, n = self.function, batch_size(x)
+        shape = function.output_shape(x)
+
+        def cotangents(outputs: Tensor) -> Tensor:
+            f = outputs.view(n, *shape)
+            u: Tensor = self.likelihood.gradient(f, self.likelihood.check(f, y))
+            return u.reshape(1, n, -1).to(outputs.dtype)
+
+        captured = capture(function, x, cotangents)
+        return torch.cat([captured.rows(name).reshape(n, -1) for name in function.names], 1)
+
+    def _size(self, x: Inputs) -> int:
+        """Examples at once; a kind of batch is looked at when it first comes."""
+        kind = example_shapes(x)
+        if kind not in self._sizes:
+            self.function.output_shape(x)  # raises in words where the network cannot run
+            require_own_rows(self.function, x)
+            own = capture_bytes(self.function, take(x, slice(0, 1)), 1)
+            self._sizes[kind] = max(1, min(LARGEST, int(SHARE * self._budget) // max(own, 1)))
+        return self._sizes[kind]
