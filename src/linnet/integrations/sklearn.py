@@ -194,8 +194,8 @@ class _Regressor(_Estimator):
     """A regressor by closed-form fine-tuning of a network, which is linearized and never changed.
 
     Without a network it is one hidden layer of 256 random units on standardized features: the exact optimum
-    of a linear model that no label has formed, so that leave-one-out is honest. Its time grows with the cube
-    of the examples; two thousand take half a minute on one core.
+    of a linear model that no label has formed, so that leave-one-out is honest. It is for up to a few
+    thousand examples, of which the time grows with the cube.
 
     Args:
         network: A trained network, a function (n_features, n_outputs) that makes one, or ``None``.
@@ -301,8 +301,7 @@ class _Classifier(_Estimator):
 
     Without a network it is one hidden layer of 256 random units on standardized features: the exact optimum
     of a linear model that no label has formed, so that leave-one-out is honest, and probabilities are
-    calibrated by it. Its time grows with the cube of the examples; two thousand take half a minute on one
-    core.
+    calibrated by it. It is for up to a few thousand examples, of which the time grows with the cube.
 
     Args:
         network: A trained network, a function (n_features, n_outputs) that makes one, or ``None``.
