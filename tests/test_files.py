@@ -253,3 +253,11 @@ class TestAtomicWriting:
         assert torch.equal(tensors["w"], torch.full((400_000,), float(metadata["step"])))
         save_tensors(tmp_path, "fit", {"w": torch.ones(1)}, {"step": -1})  # what was left does no harm
         assert load_tensors(first, "fit")[1] == {"step": -1}
+
+
+def test_one_number_of_a_long_tensor_is_saved(tmp_path: Path) -> None:
+    """A copy of it keeps its stride, unless it is told otherwise."""
+    number = torch.arange(8.0)[4::4]
+    assert number.stride() == (4,)
+    saved = save_tensors(tmp_path, "one", {"number": number}, {})
+    assert torch.equal(load_tensors(saved, "one")[0]["number"], number)

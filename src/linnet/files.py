@@ -251,7 +251,7 @@ def _own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         plain = tensor.detach().cpu().contiguous()
         storage = plain.untyped_storage()
         if storage.data_ptr() in taken or storage.nbytes() != plain.numel() * plain.element_size():
-            plain = plain.clone()
+            plain = plain.clone(memory_format=torch.contiguous_format)  # the stride of one element too
         taken.add(plain.untyped_storage().data_ptr())
         owned[name] = plain
     return owned

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -155,6 +157,40 @@ def test_groups_frozen_parameters_and_optimizers() -> None:
     assert model[0].bias.grad is None
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_closures_are_preconditioned_at_every_evaluation(named: bool) -> None:
+    """``optimizer.step(closure)`` sees the gradients that a plain step sees; LBFGS asks several times."""
+    ends = []
+    for way in ("plain", "closure", "lbfgs"):
+        model, x, y, G = problem()
+        many = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        optimizer = many if way == "lbfgs" else torch.optim.SGD(model.parameters(), lr=0.1)
+        seen: list[Tensor] = []
+
+        def closure(model: nn.Module = model, x: Tensor = x, y: Tensor = y, o: Any = optimizer) -> Tensor:
+            o.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            return loss
+
+        preconditioner = KroneckerPreconditioner(G, model)
+        multiply = preconditioner.multiply
+        preconditioner.multiply = lambda v, f=multiply, s=seen: s.append(v) or f(v)  # type: ignore
+        handle = preconditioner.attach(optimizer)
+        if way == "plain":
+            loss = closure()
+            optimizer.step()
+        else:
+            loss = optimizer.step(closure=closure) if named else optimizer.step(closure)
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        assert float(loss.detach()) > 0
+        assert len(seen) == (1 if way != "lbfgs" else many.state[many._params[0]]["func_evals"])
+        handle.remove()
+        optimizer.step(closure)
+        assert len(seen) == (1 if way != "lbfgs" else 3)
+    near(ends[0], ends[1])
+
+
 def test_preconditioner_refuses() -> None:
     model, x, _, G = problem()
     refused(InputError, lambda: KroneckerPreconditioner("G", model), "curvature='G'")
@@ -163,9 +199,6 @@ def test_preconditioner_refuses() -> None:
     refused(InputError, lambda: KroneckerPreconditioner(G, model, reduction="max"), "reduction=")
     other = torch.optim.SGD(network().parameters(), lr=0.1)
     refused(InputError, lambda: KroneckerPreconditioner(G, model).attach(other), "covers")
-    attached = torch.optim.SGD(model.parameters(), lr=0.1)
-    KroneckerPreconditioner(G, model).attach(attached)
-    refused(InputError, lambda: attached.step(lambda: 0.0), "closure")
     zero = linnet.curvature(model, 0 * x, linnet.likelihoods.Gaussian(), structure="kfac").scaled(0.0)
     refused(NumericalError, lambda: KroneckerPreconditioner(zero, model), "mean eigenvalue")
 

@@ -357,6 +357,9 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "follow": lambda: {"report": small.step_report()},
     "judge": lambda: {"moment": small.moment()},
     "optim.IterativeLinearization.load_state_dict": lambda: {"state": small.relinearized().state_dict()},
+    "optim.IterativeLinearization.backward": lambda: {
+        "closure": lambda module: module(small.x()).square().sum()
+    },
     "optim.IterativeLinearization.step": lambda: {"closure": lambda module: module(small.x()).square().sum()},
     "binarized": lambda: {"index": 0},
     "spectrum.Eigenfunctions.energy_concentration": lambda: {"y": small.targets()},

@@ -124,6 +124,49 @@ def test_closure_and_given_gradients_are_the_same_step() -> None:
     assert torch.allclose(weights[0], weights[2], rtol=1e-9)
 
 
+@pytest.mark.parametrize("way", ["before", "inside", "keyword", "parts", "no closure"])
+def test_step_of_a_closure_takes_the_batch_that_was_named(way: str) -> None:
+    """As torch documents ``step(closure)``: the batch is named before the step or inside the closure."""
+    x, y = classes()
+    ends, calls = [], []
+    for own in (True, False):
+        net = mlp()
+        optimizer = classifier(net, damping=Damping(0.1, 0.1, tau_period=1))
+
+        def closure(net: nn.Module = net, optimizer: GaussNewton = optimizer) -> Tensor:
+            if way in ("inside", "parts"):
+                optimizer.accumulate(x[3:], y[3:]) if way == "parts" else optimizer.accumulate(x, y)
+            calls.append(1)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(x), y)
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            if own:
+                report = optimizer.step(x, y)
+                continue
+            if way == "parts":
+                optimizer.accumulate(x[:3], y[:3])
+            elif way != "inside":
+                optimizer.accumulate(x, y)
+            if way == "keyword":
+                report = optimizer.step(closure=closure)
+            elif way == "no closure":
+                report = optimizer.step(None)
+            else:
+                report = optimizer.step(closure)
+        ends.append((flat(net), report.loss, report.tau, report.examples))
+    assert torch.allclose(ends[0][0], ends[1][0], rtol=1e-9)
+    assert ends[0][1:] == pytest.approx(ends[1][1:], rel=1e-9)
+    assert len(calls) == {"inside": 3, "parts": 3, "no closure": 0}.get(way, 6)
+
+
+def test_a_closure_that_names_no_batch() -> None:
+    with pytest.raises(InputError, match="no examples"):
+        classifier(mlp()).step(lambda: 1.0)
+
+
 def test_mixed_precision_touches_loss_and_gradient_alone() -> None:
     def run(enabled: bool) -> tuple[Any, Tensor]:
         net = mlp().float()

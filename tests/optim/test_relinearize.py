@@ -257,3 +257,34 @@ def test_outputs_are_picked_by_the_adapter() -> None:
     run(IterativeLinearization(net, OPTIMIZERS["adam"], 2, output="value"), data)
     run(IterativeLinearization(twin, OPTIMIZERS["adam"], 2), data)
     assert torch.equal(values(net), values(twin))
+
+
+@pytest.mark.parametrize("period", [1, 3])
+def test_steps_of_another_loop_are_those_of_its_own(period: int) -> None:
+    """``backward`` of both halves of a batch, and a step of the optimizer by somebody else."""
+    x, y = real(12, 4, seed=1), real(12, 3, seed=2)
+    ends = []
+    for way in ("step", "backward", "copy"):
+        training = IterativeLinearization(mlp(), lambda p: torch.optim.SGD(p, 0.05, 0.9), period)
+        if way == "copy":
+            training = copy.deepcopy(training)
+        optimizer = training.optimizer
+        assert optimizer is not None
+        for _ in range(7):
+            if way == "step":
+                loss = training.step(lambda module: (module(x) - y).square().sum())
+                continue
+            optimizer.zero_grad()
+            halves = [
+                training.backward(lambda module, p=part: (module(x[p]) - y[p]).square().sum())
+                for part in (slice(0, 5), slice(5, 12))
+            ]
+            loss = halves[0] + halves[1]
+            optimizer.step()
+        optimizer.step()  # no gradients of its own: not a step of training
+        assert training.steps == 7
+        ends.append((torch.cat([p.detach().flatten() for p in training.model.parameters()]), loss))
+        assert len(training.report.updates) == 7 // period
+    for weights, loss in ends[1:]:
+        near(weights, ends[0][0])
+        near(loss, ends[0][1])

@@ -30,6 +30,7 @@ from linnet.optim.gauss_newton_model import (
     Network,
     Quadratic,
     combined,
+    evaluated,
     given_gradient,
     in_parts,
     with_pending,
@@ -66,7 +67,8 @@ class GaussNewton(torch.optim.Optimizer):
 
     It is a ``torch.optim.Optimizer``: ``param_groups`` (each with ``lr``, a factor on the step, and
     ``weight_decay``), schedulers of ``lr``, ``add_param_group`` and ``state_dict`` work as ever. Only
-    ``step`` takes the batch: the curvature needs inputs and targets, not just gradients.
+    ``step`` takes the batch: the curvature needs inputs and targets, not just gradients. Loops that call
+    ``step()`` or ``step(closure)`` themselves name it by ``accumulate(x, y)`` where they compute the loss.
     Weight decay is the objective's: E = mean loss + ½ λ‖θ‖². It is in gradient, step size and curvature.
 
     Mode. Loss and gradient use the network in the mode it is in: in training mode BatchNorm takes the
@@ -199,10 +201,13 @@ class GaussNewton(torch.optim.Optimizer):
         """One update of the parameters.
 
         Args:
-            x: A batch of N examples; what was accumulated belongs to it.
+            x: A batch of N examples; what was accumulated belongs to it. Or the closure, as for torch's
+                optimizers: ``step(closure)``.
             y: Targets.
             closure: Computes the mean loss of the batch and its gradients, in ``.grad``, as for torch's
-                optimizers; by default the likelihood does. Weight decay is not to be part of it.
+                optimizers; by default the likelihood does. Weight decay is not to be part of it. It may call
+                ``accumulate`` itself, as in loops of other libraries: then it is called once, and the
+                likelihood says what the loss is after the step.
             loss: The mean loss of the batch, where its gradients are in ``.grad`` already.
 
         Returns:
@@ -215,6 +220,8 @@ class GaussNewton(torch.optim.Optimizer):
                 be taken back; the weights are those of before.
             ProcessGroupError: If another process has gone; an error on one is raised on all.
         """
+        if closure is None and y is None and callable(x):
+            x, closure = None, x
         with together("GaussNewton.step", self._network.shared):
             if self._network.shared and self._fresh:
                 require_alike(self._running, self.settings, (self.damping, self.defaults, self.steps))
@@ -223,10 +230,16 @@ class GaussNewton(torch.optim.Optimizer):
 
     def _step(self, x: Inputs, y: Tensor | None, closure: Closure | None, loss: Any) -> StepReport:
         """One update of the parameters, of all processes together."""
-        parts = self._batch(x, y, closure, loss)
+        check_given(closure, loss)
+        rng, first = self._network.random_state(), loss
+        if closure is not None and x is None:
+            known = len(self._pending)
+            first = evaluated(closure)
+            if len(self._pending) > known:  # the closure names the batch: it is not asked again
+                closure, loss = None, first
+        parts = self._batch(x, y)
         self._resume(parts)
-        rng = self._network.random_state()
-        value, gradient, n = self._measure(parts, closure, loss)
+        value, gradient, n = self._measure(parts, closure if first is None else None, first)
         rejected = not self._acceptable(value, gradient)
         if rejected:
             self._take_back(value)
@@ -273,9 +286,8 @@ class GaussNewton(torch.optim.Optimizer):
 
     # -- loss ------------------------------------------------------------------------------------
 
-    def _batch(self, x: Inputs, y: Tensor | None, closure: Closure | None, loss: Any) -> list[Examples]:
+    def _batch(self, x: Inputs, y: Tensor | None) -> list[Examples]:
         """The examples of the step, in the parts in which they are differentiated."""
-        check_given(closure, loss)
         self._network.check_parameters(self._raw)
         return in_parts(with_pending(self._pending, x, y), self.settings.examples)
 

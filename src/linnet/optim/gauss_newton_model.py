@@ -364,6 +364,21 @@ def combined(directions: Sequence[Tensor], alpha: Tensor) -> Tensor:
     return total
 
 
+def evaluated(closure: Callable[[], Any]) -> Any:
+    """The loss that a closure computes, with gradients left in ``.grad``.
+
+    Args:
+        closure: A function without arguments.
+
+    Returns:
+        What it returns, one real number.
+    """
+    with torch.enable_grad():
+        loss = call("closure", closure, expected="a function without arguments that gives the loss")
+    check_loss("the result of closure", loss)
+    return loss
+
+
 def given_gradient(
     network: Network, closure: Callable[[], Any] | None, loss: Any, n: int
 ) -> tuple[float, Tensor, int]:
@@ -382,9 +397,7 @@ def given_gradient(
         InputError: If there is no number, or no parameter has a gradient.
     """
     if closure is not None:
-        with torch.enable_grad():
-            loss = call("closure", closure, expected="a function without arguments that gives the loss")
-        check_loss("the result of closure", loss)
+        loss = evaluated(closure)
     check_gradients(network.parameters)
     grads = [
         torch.zeros_like(p) if p.grad is None or not p.requires_grad else p.grad

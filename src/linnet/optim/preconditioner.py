@@ -145,7 +145,8 @@ class KroneckerPreconditioner:
         """Precondition before every ``optimizer.step()``.
 
         Args:
-            optimizer: Any optimizer that is called without a closure.
+            optimizer: Any optimizer. Where its step takes a closure, the gradients are preconditioned each
+                time that the closure has made them.
 
         Returns:
             A handle; ``handle.remove()`` ends it.
@@ -161,14 +162,24 @@ class KroneckerPreconditioner:
                 remedy="pass the network whose parameters the optimizer has as module=",
             )
 
-        def before(taking: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if any(callable(one) for one in (*args, kwargs.get("closure"))):
-                raise InputError(
-                    "optimizer.step(closure) with a preconditioner attached",
-                    expected="gradients that are there before the step",
-                    remedy="run the closure first, then optimizer.step(); or call step() inside the closure",
-                )
-            self.step(taking)
+        def before(taking: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+            if not any(callable(one) for one in (*args, kwargs.get("closure"))):
+                self.step(taking)
+                return None
+
+            def preconditioned(closure: Any) -> Any:
+                if not callable(closure):
+                    return closure
+
+                def evaluate() -> Any:
+                    loss = closure()
+                    self.step(taking)
+                    return loss
+
+                return evaluate
+
+            named = {k: preconditioned(v) if k == "closure" else v for k, v in kwargs.items()}
+            return tuple(preconditioned(one) for one in args), named
 
         return optimizer.register_step_pre_hook(before)
 

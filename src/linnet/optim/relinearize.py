@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from linnet.distributed import apart, of_first, together, world
 from linnet.errors import InputError, ModelError, NumericalError, WeightsError
@@ -147,6 +148,7 @@ class IterativeLinearization:
         self._updates: list[int] = []
         self._measured: list[tuple[int, str, float]] = []
         self._lin: Linearized | None = None if self._is_plain else self._linearized()
+        self._waiting: RemovableHandle | None = None  # for another loop to take a step
 
     # -- training --------------------------------------------------------------------------------
 
@@ -167,6 +169,66 @@ class IterativeLinearization:
             NumericalError: If the loss is not finite; the weights are those of before (of the last
                 evaluation, for an optimizer that evaluates several times).
         """
+        optimizer = self._ready(closure)
+        self._end_waiting()
+        with together("a step of IterativeLinearization", self._shared), self._only_selected():
+            if evaluates(optimizer):
+                step: Any = optimizer.step
+                value = step(lambda: self._evaluate(closure))
+            else:
+                value = self._evaluate(closure)
+                optimizer.step()
+        loss = torch.as_tensor(value).detach()
+        self._count(float(loss))
+        return loss
+
+    def backward(self, closure: Closure) -> Tensor:
+        """The first half of a step: gradients for an optimizer that another loop steps.
+
+        They are added to those that are there, as by ``loss.backward()``. When ``optimizer`` takes its step,
+        whoever calls it, the step is counted and features are updated if they are due.
+
+        Args:
+            closure: As for ``step``.
+
+        Returns:
+            The loss, detached.
+
+        Raises:
+            InputError: If the closure returns no scalar, or a loss that does not depend on the module.
+            NumericalError: If the loss is not finite.
+
+        Example:
+            >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+            >>> x = torch.linspace(-1, 1, 10)[:, None] * torch.ones(1, 2)
+            >>> training = IterativeLinearization(net, lambda p: torch.optim.SGD(p, lr=0.01), period=5)
+            >>> for _ in range(10):
+            ...     training.optimizer.zero_grad()
+            ...     loss = training.backward(lambda module: (module(x) - x[:, :1]).square().sum())
+            ...     training.optimizer.step()
+            >>> print(training.report)
+            Every(5): 10 steps, 2 feature updates, one in 5.0 steps
+        """
+        optimizer = self._ready(closure)
+        with together("a step of IterativeLinearization", self._shared), self._only_selected():
+            loss = self._evaluate(closure, fresh=False)
+
+        def after(*_: Any) -> None:
+            self._end_waiting()
+            self._count(float(loss))
+
+        self._end_waiting()
+        self._waiting = optimizer.register_step_post_hook(after)
+        return loss
+
+    def _end_waiting(self) -> None:
+        """No step of another loop is waited for any more."""
+        if self._waiting is not None:
+            self._waiting.remove()
+        self._waiting = None
+
+    def _ready(self, closure: Any) -> Optimizer:
+        """The optimizer, or an error where there is none or the closure is no function."""
         if self.optimizer is None:
             raise InputError(
                 "make_optimizer was None",
@@ -179,24 +241,20 @@ class IterativeLinearization:
                 expected="a function from the module of the step to its loss",
                 remedy="pass step(lambda module: loss(module(x), y))",
             )
-        with together("a step of IterativeLinearization", self._shared), self._only_selected():
-            if evaluates(self.optimizer):
-                step: Any = self.optimizer.step
-                value = step(lambda: self._evaluate(closure))
-            else:
-                value = self._evaluate(closure)
-                self.optimizer.step()
-        loss = torch.as_tensor(value).detach()
+        return self.optimizer
+
+    def _count(self, loss: float) -> None:
+        """One step more."""
         self.steps += 1
         if not self._is_plain:
             self._age += 1
-            self._finish_step(float(loss))
-        return loss
+            self._finish_step(loss)
 
-    def _evaluate(self, closure: Closure) -> Tensor:
+    def _evaluate(self, closure: Closure, fresh: bool = True) -> Tensor:
         """Loss and gradients at the present weights; gradients end up on the network's parameters."""
         assert self.optimizer is not None
-        self.optimizer.zero_grad()
+        if fresh:
+            self.optimizer.zero_grad()
         with torch.enable_grad():
             if self._lin is None or self._is_plain:
                 loss = checked_loss(call("closure", closure, self.model, expected=CLOSURE), self.steps)

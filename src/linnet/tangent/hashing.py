@@ -16,7 +16,9 @@ def hash_tensors(tensors: Iterable[Tensor]) -> str:
     digest = hashlib.sha256()
     for t in tensors:
         digest.update(f"{tuple(t.shape)}{t.dtype}".encode())
-        digest.update(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        # a copy of one element in a tensor of many keeps their stride, unless it is told otherwise
+        plain = t.detach().cpu().clone(memory_format=torch.contiguous_format)
+        digest.update(plain.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -1,0 +1,452 @@
+"""Linear fits as scikit-learn estimators; needs ``pip install 'linnet-torch[sklearn]'``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from linnet import params as check
+from linnet.curvatures.build import curvature
+from linnet.distribution import install_command
+from linnet.errors import DataError, DependencyError, InputError
+from linnet.fitting.fit import fit
+from linnet.fitting.metric import with_metric
+from linnet.likelihoods import Categorical, Gaussian
+from linnet.likelihoods.likelihood import Likelihood
+from linnet.nested.adapt import adapt
+from linnet.tangent.batch import split
+from linnet.tangent.linearized import linearize
+
+if TYPE_CHECKING:
+    LinnetClassifier: Any
+    LinnetRegressor: Any
+
+WIDTH = 256  # hidden units of the network that is made where none is given
+METHODS = ("adapt", "fit")
+BATCH = 1024  # examples that are predicted at once
+FLOATS = (np.float64, np.float32)
+
+
+class _Standardize(nn.Module):
+    """(x − m)/s with the mean and the standard deviation of each feature.
+
+    Args:
+        x: Examples (N, D).
+    """
+
+    mean: Tensor
+    spread: Tensor
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        spread = x.std(0, correction=0)
+        self.register_buffer("mean", x.mean(0))
+        self.register_buffer("spread", torch.where(spread > 0, spread, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Standardized features (N, D)."""
+        found: Tensor = (x - self.mean) / self.spread
+        return found
+
+
+def _random_network(x: Tensor, outputs: int) -> nn.Module:
+    """One hidden layer of random weights on standardized features; it has seen no label."""
+    flat = x.flatten(1)
+    hidden, head = nn.Linear(flat.shape[1], WIDTH), nn.Linear(WIDTH, outputs)
+    nn.init.kaiming_normal_(hidden.weight, nonlinearity="relu")
+    nn.init.normal_(hidden.bias, std=0.1)
+    return nn.Sequential(nn.Flatten(), _Standardize(flat), hidden, nn.ReLU(), head).to(x.dtype)
+
+
+class _Estimator(ABC):
+    """What the classifier and the regressor share."""
+
+    network: nn.Module | Callable[[int, int], nn.Module] | None
+    method: str
+    ridge: float | str
+    solver: Any
+    metric: str | None
+    tune: bool
+    random_state: Any
+    n_features_in_: int
+    fit_: Any
+    _validated: Callable[..., Any]  # scikit-learn's own
+
+    @property
+    @abstractmethod
+    def _loss(self) -> str:
+        """The loss, as ``linnet.fit`` names it."""
+
+    @property
+    @abstractmethod
+    def _likelihood(self) -> Likelihood:
+        """The likelihood of a metric's curvature."""
+
+    def inputs(self, X: Any) -> Tensor:
+        """Examples as ``fit_`` takes them, such as for ``fit_.influence``.
+
+        Args:
+            X: (T, ...), like those of the fit.
+
+        Returns:
+            A tensor of the network's type on its device.
+        """
+        from sklearn.utils.validation import check_is_fitted
+
+        check_is_fitted(self)
+        return self._tensor(self._validated(X, reset=False, dtype=FLOATS, allow_nd=True))
+
+    def _tensor(self, array: Any) -> Tensor:
+        """An array of its own for the network."""
+        return torch.from_numpy(np.array(array)).to(device=self._device, dtype=self._dtype)
+
+    def _fit(self, X: Any, y: Tensor, outputs: int) -> None:
+        """Make ``fit_`` of C outputs."""
+        from sklearn.utils import check_random_state
+
+        self._check()
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        network = self._made(X, outputs, seed)
+        parameter = next((p for p in network.parameters() if p.is_floating_point()), torch.zeros(1))
+        self._device, self._dtype = parameter.device, parameter.dtype
+        x = self._tensor(X)
+        data = x, y.to(parameter) if y.is_floating_point() else y
+        if self.method == "adapt":
+            ridge = None if self.ridge == "loo" else self.ridge
+            self.fit_ = adapt(network, data, ridge=ridge, seed=seed, tune=self.tune)  # type: ignore[arg-type]
+            return
+        if self.metric is not None:
+            metric = curvature(network, data, self._likelihood, structure=self.metric)
+            network = with_metric(network, metric)
+        self.fit_ = fit(linearize(network), data, loss=self._loss, ridge=self.ridge, solver=self.solver)
+        found = self.fit_.targets.shape[1]
+        if found != outputs and not (found == 1 and outputs == 2):
+            raise InputError(
+                f"the network has {found} outputs for {outputs} classes",
+                expected="as many outputs as classes, in the order of classes_",
+                remedy='leave method="adapt", which gives the network a head of its own',
+            )
+
+    def _check(self) -> None:
+        """Raise on settings that do not go together."""
+        check.choice("method", self.method, METHODS)
+        check.flag("tune", self.tune)
+        other: dict[str, tuple[Any, Any]]
+        if self.method == "fit":
+            other = {"tune": (self.tune, False)}
+            if self.network is None:
+                raise InputError(
+                    "method='fit' without a network",
+                    expected="a trained network, or a function that makes one",
+                    remedy='pass network=, or leave method="adapt"',
+                )
+        else:
+            other = {
+                "loss": (self._loss, "squared"),
+                "solver": (self.solver, "auto"),
+                "metric": (self.metric, None),
+            }
+            if isinstance(self.ridge, str):
+                check.choice("ridge", self.ridge, ("loo",), remedy='pass ridge="loo", or ρ > 0')
+        for name, (value, kept) in other.items():
+            if value is not kept and value != kept:
+                raise InputError(
+                    f"{name}={value!r} with method={self.method!r}",
+                    expected=f"{name}={kept!r}",
+                    remedy=f"leave {name}= out, or pass method={METHODS[self.method == 'adapt']!r}",
+                )
+
+    def _made(self, X: Any, outputs: int, seed: int) -> nn.Module:
+        """The network: the one given, or made from the seed without touching torch's own."""
+        given = self.network
+        if isinstance(given, nn.Module):
+            return given
+        expected = "a torch.nn.Module, a function (n_features, n_outputs) that makes one, or None"
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # of this device alone
+            if given is None:
+                return _random_network(torch.from_numpy(np.array(X)), outputs)
+            if not callable(given):
+                check.refuse("network", given, expected, "pass the network itself")
+            made = check.call("network", given, self.n_features_in_, outputs, expected=expected)
+        check.instance("network(n_features, n_outputs)", made, nn.Module, expected, "return the network")
+        found: nn.Module = made
+        return found
+
+    def _predict(self, X: Any, what: Callable[[Any, Tensor], tuple[Tensor, ...]]) -> list[Any]:
+        """Arrays of what is asked of the fit, batch by batch."""
+        parts = [what(self.fit_, part) for part in split(self.inputs(X), BATCH)]
+        return [torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)]
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()  # type: ignore[misc]
+        tags.input_tags.three_d_array = True
+        return tags
+
+
+class _Regressor(_Estimator):
+    """A regressor by closed-form fine-tuning of a network, which is linearized and never changed.
+
+    Without a network it is one hidden layer of 256 random units on standardized features: the exact optimum
+    of a linear model that no label has formed, so that leave-one-out is honest. It is for up to a few
+    thousand examples, of which the time grows with the cube.
+
+    Args:
+        network: A trained network, a function (n_features, n_outputs) that makes one, or ``None``.
+        method: ``"adapt"`` (:func:`linnet.adapt`: a new head, and the lower layers where leave-one-out says
+            that they help), or ``"fit"`` (:func:`linnet.fit`: the network with the head that it has).
+        ridge: ρ > 0, or ``"loo"`` to choose it by leave-one-out; for ``method="fit"`` also ``"gcv"`` and
+            ``"evidence"``.
+        solver: For ``method="fit"``, as there.
+        metric: For ``method="fit"``, the structure of the curvature that is the ridge's metric, such as
+            ``"kfac"``; see :func:`linnet.with_metric`.
+        tune: For ``method="adapt"``, whether to train the lower layers where held-out folds say that it
+            helps.
+        random_state: Seed of random networks, heads and folds of ``tune``.
+
+    Attributes:
+        fit_: The fit, with ``loo``, ``influence``, ``forget``, ``update`` and more; it takes ``inputs(X)``.
+        n_features_in_: Size of the first axis of an example.
+        feature_names_in_: Names of the features, where X has names that are all strings.
+
+    Example:
+        >>> from linnet.integrations.sklearn import LinnetRegressor
+        >>> X = np.linspace(-3, 3, 60)[:, None]
+        >>> model = LinnetRegressor(random_state=0).fit(X, np.sin(X[:, 0]))
+        >>> mean, std = model.predict(X, return_std=True)
+        >>> bool(abs(mean - np.sin(X[:, 0])).max() < 0.1), model.fit_.forget([0]).n
+        (True, 59)
+    """
+
+    def __init__(
+        self,
+        network: nn.Module | Callable[[int, int], nn.Module] | None = None,
+        *,
+        method: str = "adapt",
+        ridge: float | str = "loo",
+        solver: Any = "auto",
+        metric: str | None = None,
+        tune: bool = False,
+        random_state: Any = None,
+    ) -> None:
+        self.network, self.method, self.ridge, self.solver = network, method, ridge, solver
+        self.metric, self.tune, self.random_state = metric, tune, random_state
+
+    @property
+    def _loss(self) -> str:
+        """The squared loss."""
+        return "squared"
+
+    @property
+    def _likelihood(self) -> Likelihood:
+        """Normal noise."""
+        return Gaussian()
+
+    def fit(self, X: Any, y: Any) -> Any:
+        """Solve for the optimum.
+
+        Args:
+            X: (N, n_features), or (N, ...) as the network takes it.
+            y: (N,) or (N, C).
+
+        Returns:
+            The estimator.
+        """
+        options = {"dtype": FLOATS, "allow_nd": True, "multi_output": True, "y_numeric": True}
+        X, y = self._validated(X, y, ensure_min_samples=2, **options)
+        targets = np.asarray(y, dtype=np.float64)
+        self._single = targets.ndim == 1
+        targets = targets.reshape(len(targets), -1)
+        self._fit(X, torch.from_numpy(targets), targets.shape[1])
+        return self
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """Predict targets.
+
+        Args:
+            X: (T, ...), like those of the fit.
+            return_std: Whether to return the standard deviation of a new target too, its noise included.
+
+        Returns:
+            (T,) or (T, C), like y; with ``return_std`` a pair of them.
+        """
+        if not return_std:
+            return self._shaped(self._predict(X, lambda fit, x: (fit.predict(x),))[0])
+
+        def moments(fit: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+            prediction = fit.predictive(x).with_noise()
+            return prediction.mean, prediction.variance.clamp_min(0).sqrt()
+
+        mean, std = self._predict(X, moments)
+        return self._shaped(mean), self._shaped(std)
+
+    def _shaped(self, values: Any) -> Any:
+        """(T, C), or (T,) where y was."""
+        return values[:, 0] if self._single else values
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+
+class _Classifier(_Estimator):
+    """A classifier by closed-form fine-tuning of a network, which is linearized and never changed.
+
+    Without a network it is one hidden layer of 256 random units on standardized features: the exact optimum
+    of a linear model that no label has formed, so that leave-one-out is honest, and probabilities are
+    calibrated by it. It is for up to a few thousand examples, of which the time grows with the cube.
+
+    Args:
+        network: A trained network, a function (n_features, n_outputs) that makes one, or ``None``.
+        method: ``"adapt"`` (:func:`linnet.adapt`: a new head, and the lower layers where leave-one-out says
+            that they help), or ``"fit"`` (:func:`linnet.fit`: the network with the head that it has, whose
+            outputs are the classes in the order of ``classes_``).
+        loss: ``"squared"``, or ``"cross-entropy"`` for ``method="fit"``.
+        ridge: ρ > 0, or ``"loo"`` to choose it by leave-one-out; for ``method="fit"`` also ``"gcv"`` and
+            ``"evidence"``.
+        solver: For ``method="fit"``, as there.
+        metric: For ``method="fit"``, the structure of the curvature that is the ridge's metric, such as
+            ``"kfac"``; see :func:`linnet.with_metric`.
+        tune: For ``method="adapt"``, whether to train the lower layers where held-out folds say that it
+            helps.
+        random_state: Seed of random networks, heads and folds of ``tune``.
+
+    Attributes:
+        classes_: The labels, sorted.
+        fit_: The fit, with ``loo``, ``influence``, ``forget``, ``update`` and more; it takes ``inputs(X)``.
+        n_features_in_: Size of the first axis of an example.
+        feature_names_in_: Names of the features, where X has names that are all strings.
+
+    Example:
+        >>> from linnet.integrations.sklearn import LinnetClassifier
+        >>> X = np.linspace(-3, 3, 60)[:, None]
+        >>> model = LinnetClassifier(random_state=0).fit(X, np.where(abs(X[:, 0]) < 1, "in", "out"))
+        >>> model.predict([[0.0], [2.5]]), model.predict_proba([[0.0]]).shape
+        (array(['in', 'out'], dtype='<U3'), (1, 2))
+    """
+
+    classes_: Any
+
+    def __init__(
+        self,
+        network: nn.Module | Callable[[int, int], nn.Module] | None = None,
+        *,
+        method: str = "adapt",
+        loss: str = "squared",
+        ridge: float | str = "loo",
+        solver: Any = "auto",
+        metric: str | None = None,
+        tune: bool = False,
+        random_state: Any = None,
+    ) -> None:
+        self.network, self.method, self.loss, self.ridge = network, method, loss, ridge
+        self.solver, self.metric, self.tune, self.random_state = solver, metric, tune, random_state
+
+    @property
+    def _loss(self) -> str:
+        """The loss."""
+        return self.loss
+
+    @property
+    def _likelihood(self) -> Likelihood:
+        """A draw of one class."""
+        return Categorical()
+
+    def fit(self, X: Any, y: Any) -> Any:
+        """Solve for the optimum.
+
+        Args:
+            X: (N, n_features), or (N, ...) as the network takes it.
+            y: Labels (N,), of any type that can be sorted.
+
+        Returns:
+            The estimator.
+
+        Raises:
+            DataError: If there is one class only.
+        """
+        from sklearn.utils.multiclass import check_classification_targets
+
+        X, y = self._validated(X, y, dtype=FLOATS, allow_nd=True)
+        check_classification_targets(y)
+        self.classes_, labels = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise DataError(
+                f"y holds one class only ({self.classes_[0]})",
+                expected="examples of at least two classes",
+                remedy="add examples of another class",
+            )
+        self._fit(X, torch.from_numpy(labels.reshape(-1)), len(self.classes_))
+        return self
+
+    def decision_function(self, X: Any) -> Any:
+        """Outputs of the linear model.
+
+        Args:
+            X: (T, ...), like those of the fit.
+
+        Returns:
+            (T, C), the largest of which is the prediction; for two classes (T,), positive for the second.
+        """
+        outputs = self._predict(X, lambda fit, x: (fit.predict(x),))[0]
+        if len(self.classes_) > 2:
+            return outputs
+        return outputs[:, 1] - outputs[:, 0] if outputs.shape[1] == 2 else outputs[:, 0]
+
+    def predict(self, X: Any) -> Any:
+        """Predict labels.
+
+        Args:
+            X: (T, ...), like those of the fit.
+
+        Returns:
+            Labels (T,).
+        """
+        scores = self.decision_function(X)
+        return self.classes_[scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(int)]
+
+    def predict_proba(self, X: Any) -> Any:
+        """Probabilities of the classes, the uncertainty of the outputs averaged over.
+
+        Args:
+            X: (T, ...), like those of the fit.
+
+        Returns:
+            (T, C), in the order of ``classes_``.
+        """
+        probs = self._predict(X, lambda fit, x: (fit.predictive(x).probs,))[0]
+        return probs / probs.sum(1, keepdims=True)
+
+
+@cache
+def _class(name: str) -> Any:
+    """An estimator, made when it is first needed."""
+    try:
+        from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+        from sklearn.utils.validation import validate_data  # since 1.6
+    except ImportError as error:
+        raise DependencyError(
+            f"{name} needs scikit-learn 1.6 or later, which is not installed",
+            remedy=install_command("sklearn"),
+        ) from error
+
+    own, mixin = {
+        "LinnetClassifier": (_Classifier, ClassifierMixin),
+        "LinnetRegressor": (_Regressor, RegressorMixin),
+    }[name]
+    members = {"__module__": __name__, "__doc__": own.__doc__, "_validated": validate_data}
+    return type(name, (own, mixin, BaseEstimator), members)
+
+
+def __getattr__(name: str) -> Any:
+    """The estimators, made on first use."""
+    if name in ("LinnetClassifier", "LinnetRegressor"):
+        return _class(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

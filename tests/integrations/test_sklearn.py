@@ -1,0 +1,319 @@
+"""The estimators of scikit-learn: its own conformance checks, its tools, and linnet's own fits as oracles."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import linnet
+from linnet.errors import DataError, DependencyError, InputError
+from linnet.integrations import sklearn as adapter
+from linnet.likelihoods import Categorical, Gaussian
+
+sklearn = pytest.importorskip("sklearn")
+from sklearn.base import clone  # noqa: E402
+from sklearn.calibration import CalibratedClassifierCV  # noqa: E402
+from sklearn.linear_model import Ridge  # noqa: E402
+from sklearn.model_selection import (  # noqa: E402
+    GridSearchCV,
+    cross_val_score,
+    permutation_test_score,
+)
+from sklearn.pipeline import make_pipeline  # noqa: E402
+from sklearn.preprocessing import StandardScaler  # noqa: E402
+from sklearn.utils.estimator_checks import parametrize_with_checks  # noqa: E402
+
+from linnet.integrations.sklearn import LinnetClassifier, LinnetRegressor  # noqa: E402
+
+
+class Small:
+    """Makes small networks in float64; its name is the same in every process."""
+
+    def __call__(self, features: int, outputs: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(features, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
+
+    def __repr__(self) -> str:
+        return "small"
+
+
+make_network = Small()
+
+
+def allowed(estimator: Any) -> dict[str, str]:
+    """What the estimators do otherwise, and why."""
+    why = "probabilities average over the variance of the outputs, so that two of them may change places"
+    return {"check_decision_proba_consistency": why} if hasattr(estimator, "predict_proba") else {}
+
+
+@pytest.mark.thinned(25)
+@pytest.mark.filterwarnings("default")  # scikit-learn's own
+@parametrize_with_checks(
+    [
+        LinnetRegressor(random_state=3),
+        LinnetClassifier(random_state=3),
+        LinnetRegressor(make_network, method="fit", random_state=3),
+        LinnetClassifier(make_network, method="fit", random_state=3),
+        LinnetClassifier(make_network, method="fit", loss="cross-entropy", random_state=3),
+    ],
+    expected_failed_checks=allowed,
+)
+def test_conforms(estimator: Any, check: Any) -> None:
+    check(estimator)
+
+
+def numbers(n: int = 40, d: int = 3, seed: int = 0) -> Any:
+    """Inputs (n, d)."""
+    return np.random.default_rng(seed).normal(size=(n, d))
+
+
+def values(X: Any) -> Any:
+    """A function with a bend."""
+    return np.abs(X[:, 0]) + X[:, 1]
+
+
+def names(X: Any) -> Any:
+    """Three classes, of which no line separates the first."""
+    return np.select([np.abs(X[:, 0]) < 0.6, X[:, 0] > 0], ["middle", "above"], "below")
+
+
+def network(outputs: int = 1) -> nn.Module:
+    """One of three features, as if it were trained."""
+    torch.manual_seed(3)
+    return make_network(3, outputs)
+
+
+class TestRegressor:
+    def test_is_the_adapted_network(self) -> None:
+        X, new = numbers(), numbers(7, seed=1)
+        net, y = network(), values(X)
+        model = LinnetRegressor(net, random_state=5).fit(X, y)
+        seed = int(np.random.RandomState(5).randint(2**31 - 1))
+        fit = linnet.adapt(net, (torch.as_tensor(X), torch.as_tensor(y)[:, None]), seed=seed)
+        mean, std = model.predict(new, return_std=True)
+        expected = fit.predictive(torch.as_tensor(new)).with_noise()
+        np.testing.assert_allclose(mean, expected.mean[:, 0])
+        np.testing.assert_allclose(std, expected.variance[:, 0].sqrt())
+        np.testing.assert_allclose(model.predict(new), mean)
+
+    @pytest.mark.parametrize("ridge", [0.3, "loo", "gcv"])
+    def test_is_the_fitted_network(self, ridge: float | str) -> None:
+        X, net = numbers(), network()
+        model = LinnetRegressor(net, method="fit", ridge=ridge).fit(X, values(X))
+        data = torch.as_tensor(X), torch.as_tensor(values(X))[:, None]
+        fit = linnet.fit(linnet.linearize(net), data, ridge=ridge)
+        np.testing.assert_allclose(model.predict(X), fit.predict(data[0])[:, 0])
+
+    def test_has_a_metric(self) -> None:
+        X, net = numbers(), network()
+        data = torch.as_tensor(X), torch.as_tensor(values(X))[:, None]
+        G = linnet.curvature(net, data, Gaussian(), structure="kfac")
+        fit = linnet.fit(linnet.linearize(linnet.with_metric(net, G)), data, ridge=0.1)
+        model = LinnetRegressor(net, method="fit", metric="kfac", ridge=0.1).fit(X, values(X))
+        np.testing.assert_allclose(model.predict(X), fit.predict(data[0])[:, 0])
+        plain = LinnetRegressor(net, method="fit", ridge=0.1).fit(X, values(X))
+        assert abs(plain.predict(X) - model.predict(X)).max() > 1e-3
+
+    def test_without_a_network_it_bends(self) -> None:
+        X, new = numbers(120), numbers(200, seed=1)
+        score = LinnetRegressor(random_state=0).fit(X, values(X)).score(new, values(new))
+        assert score > 0.95 > 0.8 > Ridge().fit(X, values(X)).score(new, values(new))
+
+    def test_units_do_not_matter(self) -> None:
+        X = numbers()
+        one = LinnetRegressor(random_state=0).fit(X, values(X))
+        other = LinnetRegressor(random_state=0).fit(1e3 * X + 1e5, 50 + 1e-3 * values(X))
+        new = numbers(9, seed=1)
+        np.testing.assert_allclose(other.predict(1e3 * new + 1e5), 50 + 1e-3 * one.predict(new), rtol=1e-6)
+
+    def test_several_targets(self) -> None:
+        X = numbers()
+        y = np.stack([values(X), -X[:, 2]], 1)
+        mean, std = LinnetRegressor(random_state=0).fit(X, y).predict(X[:5], return_std=True)
+        assert mean.shape == std.shape == (5, 2)
+        assert LinnetRegressor(random_state=0).fit(X, y[:, :1]).predict(X).shape == (40, 1)
+
+    def test_float32_stays(self) -> None:
+        X = numbers().astype(np.float32)
+        assert LinnetRegressor(random_state=0).fit(X, values(X)).predict(X).dtype == np.float32
+
+    def test_many_examples_are_predicted_in_parts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        X = numbers()
+        model = LinnetRegressor(random_state=0).fit(X, values(X))
+        whole = model.predict(X, return_std=True)
+        monkeypatch.setattr(adapter, "BATCH", 7)
+        for one, other in zip(whole, model.predict(X, return_std=True), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-7)
+
+
+class TestClassifier:
+    @pytest.mark.parametrize("labels", [["c", "a", "b"], [7, -1, 3], [2.0, 0.0, 1.0]])
+    def test_labels_of_any_type(self, labels: list[Any]) -> None:
+        X = numbers(60)
+        position = np.searchsorted(["above", "below", "middle"], names(X))
+        model = LinnetClassifier(random_state=0).fit(X, np.array(labels)[position])
+        assert model.classes_.tolist() == sorted(labels)
+        assert model.score(X, np.array(labels)[position]) > 0.9
+        reference = LinnetClassifier(random_state=0).fit(X, names(X))
+        columns = [labels.index(label) for label in sorted(labels)]
+        np.testing.assert_allclose(model.predict_proba(X), reference.predict_proba(X)[:, columns], rtol=1e-6)
+
+    def test_two_classes(self) -> None:
+        X = numbers(60)
+        y = names(X) == "middle"
+        model = LinnetClassifier(random_state=0).fit(X, y)
+        scores = model.decision_function(X)
+        assert scores.shape == (60,)
+        np.testing.assert_array_equal(scores > 0, model.predict(X))
+        np.testing.assert_array_equal(model.predict_proba(X)[:, 1] > 0.5, model.predict(X))
+
+    def test_the_probabilities_are_those_of_the_fit(self) -> None:
+        X, net = numbers(), network(3)
+        model = LinnetClassifier(net, method="fit", metric="kfac").fit(X, names(X))
+        data = torch.as_tensor(X), torch.as_tensor(np.unique(names(X), return_inverse=True)[1])
+        G = linnet.curvature(net, data, Categorical(), structure="kfac")
+        fit = linnet.fit(linnet.linearize(linnet.with_metric(net, G)), data, ridge="loo")
+        np.testing.assert_allclose(model.predict_proba(X), fit.predictive(data[0]).probs)
+        np.testing.assert_allclose(model.decision_function(X), fit.predict(data[0]))
+
+    def test_cross_entropy_with_one_output(self) -> None:
+        X, net = numbers(), network()
+        y = np.where(X[:, 0] + X[:, 1] > 0, "up", "down")
+        model = LinnetClassifier(net, method="fit", loss="cross-entropy", ridge=0.1).fit(X, y)
+        data = torch.as_tensor(X), torch.as_tensor(y == "up").long()
+        fit = linnet.fit(linnet.linearize(net), data, loss="cross-entropy", ridge=0.1)
+        np.testing.assert_allclose(model.decision_function(X), fit.predict(data[0])[:, 0])
+        np.testing.assert_allclose(model.predict_proba(X), fit.predictive(data[0]).probs)
+        assert model.score(X, y) > 0.9
+
+    def test_images_and_an_encoder(self) -> None:
+        X = np.random.default_rng(0).normal(size=(30, 2, 6, 6)).astype(np.float32)
+        y = np.where(X[:, 0].mean((1, 2)) > 0, "light", "dark")
+        torch.manual_seed(0)
+        encoder = nn.Sequential(nn.Conv2d(2, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        model = LinnetClassifier(encoder, random_state=0).fit(X, y)
+        assert model.score(X, y) > 0.8
+        assert LinnetClassifier(random_state=0).fit(X, y).predict(X).shape == (30,)
+
+    def test_one_class(self) -> None:
+        with pytest.raises(DataError, match="one class only"):
+            LinnetClassifier().fit(numbers(), np.full(40, "a"))
+
+
+class TestWithScikitLearn:
+    def test_pipeline_and_grid_search(self) -> None:
+        X = numbers(60)
+        pipeline = make_pipeline(StandardScaler(), LinnetClassifier(network(2), random_state=0))
+        own = "linnetclassifier__"
+        grid = {own + "ridge": np.array([0.01, 1e3]), own + "network": [network(), make_network]}
+        search = GridSearchCV(pipeline, grid, cv=2).fit(X, names(X))
+        assert search.best_params_[own + "ridge"] == 0.01
+        assert search.best_estimator_[-1].fit_.n == 60
+
+    def test_cross_validation_is_near_leave_one_out(self) -> None:
+        X = numbers(80)
+        y = values(X) + 0.3 * numbers(80, 1, seed=2)[:, 0]
+        model = LinnetRegressor(random_state=0)
+        scores = cross_val_score(model, X, y, cv=5, scoring="neg_mean_squared_error")
+        left_out = model.fit(X, y).fit_.loo()[:, 0].numpy()
+        assert abs(-scores.mean() / np.square(y - left_out).mean() - 1) < 0.3
+
+    def test_calibration(self) -> None:
+        X = numbers(60)
+        model = CalibratedClassifierCV(LinnetClassifier(random_state=0), cv=3).fit(X, names(X))
+        assert model.score(X, names(X)) > 0.9
+
+    def test_permutations_of_the_labels(self) -> None:
+        X = numbers(60)
+        score, permuted, p = permutation_test_score(
+            LinnetClassifier(random_state=0), X, names(X), cv=2, n_permutations=4, random_state=0
+        )
+        assert score > permuted.max() + 0.1
+        assert p == 0.2
+
+    def test_clones_have_the_settings_and_no_fit(self) -> None:
+        X = numbers()
+        model = LinnetRegressor(network(), ridge=0.5, random_state=1).fit(X, values(X))
+        copy = clone(model)
+        assert not hasattr(copy, "fit_")
+        assert copy.network is not model.network
+        np.testing.assert_allclose(copy.fit(X, values(X)).predict(X), model.predict(X))
+
+    def test_sparse_arrays_are_refused_in_its_words(self) -> None:
+        sparse = pytest.importorskip("scipy.sparse").csr_array(numbers())
+        with pytest.raises(TypeError, match="dense data is required"):
+            LinnetRegressor().fit(sparse, values(numbers()))
+
+
+@pytest.mark.parametrize("method", ["adapt", "fit"])
+def test_pickled_estimators_answer_as_before(method: str) -> None:
+    X = numbers()
+    model = LinnetClassifier(network(3), method=method, random_state=0).fit(X, names(X))
+    again = pickle.loads(pickle.dumps(model))
+    np.testing.assert_array_equal(again.predict_proba(X), model.predict_proba(X))
+    x = again.inputs(X[:2])
+    assert torch.equal(again.fit_.influence(x), model.fit_.influence(x))
+    assert again.fit_.forget([0]).n == 39
+
+
+def test_nothing_given_is_changed() -> None:
+    X, net = numbers(), network()
+    before = [p.clone() for p in net.parameters()]
+    y, state = values(X), torch.random.get_rng_state()
+    model = LinnetRegressor(net, tune=True).fit(X, y)
+    LinnetRegressor(make_network).fit(X, y)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+    X[:] = 0
+    assert model.fit_.x.abs().min() > 0
+
+
+def test_the_seed_decides() -> None:
+    X = numbers()
+    one, same, other = (LinnetRegressor(random_state=s).fit(X, values(X)).predict(X) for s in (1, 1, 2))
+    np.testing.assert_array_equal(one, same)
+    assert abs(one - other).max() > 1e-6
+
+
+def fails(features: int, outputs: int) -> nn.Module:
+    """A factory with a fault."""
+    raise RuntimeError("no such layer")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"method": "train"}, "method='train'"),
+        ({"method": "fit"}, "without a network"),
+        ({"solver": "cg"}, "solver='cg' with method='adapt'"),
+        ({"metric": "kfac"}, "metric='kfac' with method='adapt'"),
+        ({"loss": "cross-entropy"}, "loss='cross-entropy' with method='adapt'"),
+        ({"ridge": "gcv"}, "ridge='gcv'"),
+        ({"ridge": -1.0}, "ridge"),
+        ({"tune": 1}, "tune=1"),
+        ({"method": "fit", "network": make_network, "tune": True}, "tune=True with method='fit'"),
+        ({"network": 3}, "network=3"),
+        ({"network": fails}, "no such layer"),
+        ({"network": lambda features, outputs: None}, "return the network"),
+        ({"method": "fit", "network": lambda d, c: make_network(d, c + 1)}, "4 outputs for 3 classes"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], said: str) -> None:
+    X = numbers()
+    with pytest.raises(InputError, match=said):
+        LinnetClassifier(**settings).fit(X, names(X))
+
+
+def test_without_scikit_learn_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter._class.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "sklearn.base", None)
+        with pytest.raises(DependencyError, match=r"pip install 'linnet-torch\[sklearn\]'"):
+            _ = adapter.LinnetRegressor
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = adapter.nothing

@@ -1,0 +1,30 @@
+"""Fingerprints are of values, however a tensor lies in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from linnet.tangent.hashing import hash_examples, hash_tensors
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (6, 1), (1,), (1, 1), ()])
+def test_strides_do_not_count(shape: tuple[int, ...]) -> None:
+    values = torch.arange(24.0)[: max(1, torch.Size(shape).numel())].reshape(shape)
+    wide = torch.zeros(*shape, 5)
+    wide[..., 0] = values
+    strided = wide[..., 0]
+    assert hash_tensors([strided]) == hash_tensors([values])
+
+
+def test_one_column_of_a_wider_table() -> None:
+    """Each of its rows is one number whose stride is the table's width."""
+    table = torch.arange(12.0).reshape(4, 3)
+    column = table[:, :1]
+    rows = torch.as_strided(table, (4, 1), (3, 3))
+    assert hash_examples(rows) == hash_examples(column) == hash_examples(column.clone())
+
+
+def test_values_and_shapes_count() -> None:
+    one = torch.ones(2, 1)
+    assert len({hash_tensors([t]) for t in (one, 2 * one, one.T, one.double())}) == 4
