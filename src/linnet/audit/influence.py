@@ -34,6 +34,7 @@ from linnet.linear.problem import Problem
 from linnet.linear.targets import check_arrangement, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import integer
+from linnet.shown import Record
 from linnet.solvers.cg import relative_residual
 from linnet.tangent.batch import Inputs, batch_size, named_tensor, split, take
 from linnet.tangent.modes import in_exact_mode
@@ -41,11 +42,12 @@ from linnet.tangent.modes import in_exact_mode
 METHODS = ("auto", "exact", "cg", "ekfac")
 NEAR = 0.1  # relative residual at which conjugate gradients from EKFAC end
 MOST_STEPS = 50  # that they take at the most
+TOLD = 6  # training examples that are named where the result is shown
 TOGETHER = 64  # columns of the inverse contracted at once
 
 
-@dataclass(frozen=True)
-class Influence:
+@dataclass(frozen=True, repr=False)
+class Influence(Record):
     """Influence of each training example on each prediction.
 
     Args:
@@ -68,6 +70,19 @@ class Influence:
     loss: Tensor | None
     method: str
     residual: float
+
+    def _shown(self) -> dict[str, Any]:
+        n, t, c = self.outputs.shape
+        size = self.outputs.abs().amax(1).amax(1)
+        return {
+            "training examples": n,
+            "predictions": t,
+            "outputs": c,
+            "method": self.method,
+            "residual": self.residual,
+            "largest": float(size.max()),
+            "most influential": size.argsort(descending=True)[:TOLD],
+        }
 
 
 @in_exact_mode

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +24,15 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.params import refuse, tensor
 from linnet.predictive.temperature import golden_section, probabilities
+from linnet.shown import Record
 
 STEPS = 60  # of expectation maximization for η at each temperature
+TOLD = 6  # labels that are named where the result is shown
 EVEN = 0.5  # probability of being wrong from which a label is doubted
 
 
-@dataclass(frozen=True)
-class LabelErrors:
+@dataclass(frozen=True, repr=False)
+class LabelErrors(Record):
     """Labels that look wrong.
 
     Args:
@@ -54,6 +57,19 @@ class LabelErrors:
     expected: float
     rate: float
     temperature: float
+
+    def _shown(self) -> dict[str, Any]:
+        found = self.indices[:TOLD].tolist()
+        return {
+            "labels": len(self.wrong),
+            "look wrong": len(self.indices),
+            "expected if all were right": self.expected,
+            "share of wrong labels": self.rate,
+            "likeliest wrong": {
+                f"example {i}": f"{float(self.wrong[i]):.3f}, rather class {int(self.suggested[i])}"
+                for i in found
+            },
+        }
 
 
 def label_errors(outputs: Tensor, labels: Tensor) -> LabelErrors:

@@ -11,7 +11,7 @@ nothing; a head that was fitted on the same labels hides some, which cross-fitte
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,13 +20,15 @@ from linnet.audit.label_errors import LabelErrors, label_errors
 from linnet.audit.predictors import check_fit
 from linnet.errors import InputError
 from linnet.fitting.linear_fit import LinearFit
+from linnet.shown import Record
 from linnet.tangent.modes import in_exact_mode
 
+TOLD = 6  # examples that are named where the result is shown
 SCORES = ("auto", "margin", "residual", "self-influence")
 
 
-@dataclass(frozen=True)
-class LabelRanking:
+@dataclass(frozen=True, repr=False)
+class LabelRanking(Record):
     """Training examples in the order in which their labels should be looked at.
 
     Args:
@@ -81,6 +83,10 @@ class LabelRanking:
         doubted = torch.zeros_like(self.order, dtype=torch.bool)
         doubted[self.errors.indices] = True
         return self.order[doubted[self.order]]
+
+    def _shown(self) -> dict[str, Any]:
+        known = {"examples": len(self), "score": self.score, "most suspect": self.order[:TOLD]}
+        return known if self.errors is None else {**known, **self.errors._shown(), "examples": len(self)}
 
     def __str__(self) -> str:
         """The number of labels that look wrong, in words."""

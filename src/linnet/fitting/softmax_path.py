@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +14,14 @@ from linnet.errors import InputError, NumericalError
 from linnet.linear.softmax_dual import SoftmaxDual
 from linnet.linear.softmax_primal import SoftmaxPrimal
 from linnet.progress import track
+from linnet.shown import Record
 
 DECADES = (-5, 1)  # ridges of a path, relative to the mean diagonal of the kernel
 ROUNDING = 4.0  # units of roundoff of the kernel's largest eigenvalue, below which a ridge is no ridge
 
 
-@dataclass(frozen=True)
-class SoftmaxPath:
+@dataclass(frozen=True, repr=False)
+class SoftmaxPath(Record):
     """Every criterion along a path of ridges.
 
     Args:
@@ -40,6 +42,10 @@ class SoftmaxPath:
     certificate: Tensor
     steps: Tensor
 
+    def _shown(self) -> dict[str, Any]:
+        best = {name: self.best(name) for name in ("loo", "evidence")}
+        return {"ridges": self.ridges, **{f"best by {name}": ridge for name, ridge in best.items()}}
+
     def best(self, criterion: str) -> float:
         """The ridge that a criterion prefers.
 
@@ -57,8 +63,8 @@ class SoftmaxPath:
         return float(self.ridges[int(score.argmin())])
 
 
-@dataclass(frozen=True)
-class LeftOut:
+@dataclass(frozen=True, repr=False)
+class LeftOut(Record):
     """Leave-one-out by one Newton step beside refitting, for some examples.
 
     Args:

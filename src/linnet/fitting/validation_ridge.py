@@ -28,6 +28,7 @@ from linnet.fitting.remarks import after_change
 from linnet.linear.constrained_system import ConstrainedSystem
 from linnet.linear.iterative import Iterative
 from linnet.linear.system import System
+from linnet.shown import Record
 from linnet.solvers.shifted_cg import shifted_cg
 from linnet.tangent.batch import Inputs
 from linnet.tangent.jacobian import jvp_columns
@@ -39,8 +40,8 @@ ACCURACY = 1e-3  # of log ρ
 SCALED = 32  # examples that tell the scale of the kernel
 
 
-@dataclass(frozen=True)
-class ValidationPath:
+@dataclass(frozen=True, repr=False)
+class ValidationPath(Record):
     """The fit on validation data along a path of ridges.
 
     Args:

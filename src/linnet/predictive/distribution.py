@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from typing import Any
 
 from torch import Tensor
 
 from linnet.linalg.random import Seed
+from linnet.shown import Shown
 
 
-class Predictive(ABC):
+class Predictive(Shown):
     """The distribution of the outputs f(x) of N examples, given the data.
 
     Every ``predictive`` of linnet returns one: a :class:`linnet.GaussianPredictive` where the network is
@@ -94,6 +96,10 @@ class Predictive(ABC):
         Returns:
             (N,).
         """
+
+    def _shown(self) -> dict[str, Any]:
+        """The mean alone: nothing is computed to be shown."""
+        return {"examples": self.mean.shape[0], "outputs": self.mean.shape[1], "mean": self.mean}
 
     def __repr__(self) -> str:
         """The kind of the distribution and its number of examples."""
