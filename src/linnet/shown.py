@@ -28,7 +28,7 @@ class Shown(ABC):
         ...         return {"slope": 2 / 3, "points": torch.arange(9.0), "why": ["two", "reasons"]}
         >>> Line()
         Line(slope=0.6667, points=(9,) from 0 to 8)
-        >>> "<td>0.6667</td>" in Line()._repr_html_()
+        >>> ">0.6667</td>" in Line()._repr_html_()
         True
     """
 

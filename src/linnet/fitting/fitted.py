@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from linnet.errors import DataError
+from linnet.fitting.plots import FitPlots
 from linnet.fitting.record import Record
+from linnet.fitting.softmax_path import SoftmaxPath
+from linnet.linear.dual import RidgePath
 from linnet.linear.targets import Targets, check_arrangement, make_targets, position_targets
 from linnet.params import number
 from linnet.predictive.model import PredictiveModel
@@ -84,6 +87,24 @@ class Fitted(PredictiveModel):
     @abstractmethod
     def noise(self) -> float:
         """The noise variance σ²; 0 for the cross-entropy."""
+
+    @property
+    @abstractmethod
+    def labels(self) -> Tensor | None:
+        """Training classes (N,), ``None`` for regression."""
+
+    @abstractmethod
+    def path(self, ridges: Tensor | list[float] | None = None) -> RidgePath | SoftmaxPath:
+        """Every criterion along a path of ridges."""
+
+    @abstractmethod
+    def influence(self, x: Inputs) -> Tensor:
+        """Influence of each training example on each prediction, (N, T, C)."""
+
+    @property
+    def plot(self) -> FitPlots:
+        """Plots: ``ridge``, ``spectrum``, ``influence``, ``calibration``, ``predicted`` and ``curve``."""
+        return FitPlots(self)
 
     def _summary(self, parameters: int) -> dict[str, Any]:
         """Size, choices and their reasons, as plain numbers and text."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.predictive.distribution import Predictive
+from linnet.predictive.plots import ModelPlots
 from linnet.shown import Shown
 from linnet.tangent.batch import Inputs
 
@@ -65,6 +66,11 @@ class PredictiveModel(Shown):
             expected="a LinearFit, SoftmaxFit, NestedFit, Laplace, TangentGP or Finetuned",
             remedy=f"keep the data and the network's state_dict, and make the {name} again from them",
         )
+
+    @property
+    def plot(self) -> ModelPlots:
+        """Plots of its predictions: ``calibration``, ``predicted`` and ``curve``."""
+        return ModelPlots(self)
 
     def _shown(self) -> dict[str, Any]:
         return self.summary()

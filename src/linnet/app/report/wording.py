@@ -12,8 +12,8 @@ from linnet.app.report.measures import (
 )
 from linnet.app.report.records import RidgeChoice, TrainingSet
 from linnet.app.report.run import Run
+from linnet.plots.style import SUPERSCRIPTS
 
-SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _SPACE = "\u202f"  # narrow, and never a line break
 
 
