@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up. Parts of one floor do not import each other; files inside one part may, without cycles.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("distribution", "params", "shown"),
+    ("distribution", "frames", "params", "shown"),
     ("memory", "plots", "progress"),
     ("distributed",),
     ("disk", "limits"),

@@ -113,6 +113,10 @@ def test_a_chosen_path_is_not_solved_again(monkeypatch: pytest.MonkeyPatch) -> N
 def test_other_scores_of_the_path() -> None:
     fit = fitted("classes")
     path = fit.path()
+    cross_validation = fit.plot.ridge().scores["generalized cross-validation"]
+    assert np.allclose(cross_validation, 2 * path.gcv)  # summed over two outputs
+    # at a large ridge both are the mean squared residual of an example
+    assert cross_validation[-1] == pytest.approx(float(path.loo_error[-1]), rel=0.2)
     evidence = fit.plot.ridge(of="evidence")
     assert np.allclose(evidence.scores["evidence"], path.evidence)
     accuracy = fit.plot.ridge(of="accuracy")

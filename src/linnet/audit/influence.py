@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from linnet.errors import InputError
 from linnet.fitting.arguments import positions
 from linnet.fitting.evaluation import checked_inputs
 from linnet.fitting.linear_fit import LinearFit
+from linnet.frames import frame
 from linnet.linear.dual import DualSystem
 from linnet.linear.formed_rows import FormedRows
 from linnet.linear.iteration import CGSettings, Effort
@@ -38,6 +39,9 @@ from linnet.shown import Record
 from linnet.solvers.cg import relative_residual
 from linnet.tangent.batch import Inputs, batch_size, named_tensor, split, take
 from linnet.tangent.modes import in_exact_mode
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 METHODS = ("auto", "exact", "cg", "ekfac")
 NEAR = 0.1  # relative residual at which conjugate gradients from EKFAC end
@@ -70,6 +74,21 @@ class Influence(Record):
     loss: Tensor | None
     method: str
     residual: float
+
+    def to_frame(self) -> DataFrame:
+        """A pandas table, one row for each training example, prediction and output.
+
+        Returns:
+            ``training``, ``test``, ``output``, ``influence`` and, where labels were given, ``loss``.
+
+        Raises:
+            DependencyError: If pandas is missing.
+        """
+        n, t, c = self.outputs.shape
+        training, test, output = torch.cartesian_prod(*map(torch.arange, (n, t, c))).unbind(1)
+        columns = {"training": training, "test": test, "output": output, "influence": self.outputs.flatten()}
+        loss = None if self.loss is None else self.loss[:, :, None].expand(n, t, c).flatten()
+        return frame({**columns, "loss": loss}, "row")
 
     def _shown(self) -> dict[str, Any]:
         n, t, c = self.outputs.shape

@@ -32,6 +32,10 @@ class Fit(Predicting, Protocol):
         """ρ."""
 
     @property
+    def targets(self) -> Tensor:
+        """t, (N, C)."""
+
+    @property
     def labels(self) -> Tensor | None:
         """Training classes."""
 
@@ -91,7 +95,8 @@ class FitPlots(ModelPlots):
         found = {"leave-one-out": path.loo_error}
         label = "log loss" if isinstance(path, SoftmaxPath) else "mean squared error"
         if of == "error" and isinstance(path, RidgePath):
-            found["generalized cross-validation"] = path.gcv
+            # of an example, as leave-one-out: the score itself is of one output
+            found["generalized cross-validation"] = path.gcv * self._fit.targets.shape[1]
         elif of == "evidence":
             found, label = {"evidence": path.evidence}, "log evidence"
         elif of == "accuracy":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor
 
 from linnet.errors import DataError, InputError
@@ -17,13 +16,12 @@ from linnet.plots.displays import (
     axes_of,
 )
 from linnet.plots.measures import Array
+from linnet.predictive.classes import exclusive
 from linnet.predictive.distribution import Predictive
 from linnet.tangent.batch import Inputs, check_finite
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-_SURE = 1e-3  # how far the probabilities of an example may sum from one
 
 
 class Predicting(Protocol):
@@ -151,15 +149,7 @@ def _probabilities(prediction: Predictive) -> Tensor | None:
         p = prediction.probs
     except InputError:
         return None
-    if p.ndim == 2 and p.shape[1] == 1:
-        p = torch.cat([1 - p, p], 1)
-    if p.ndim != 2 or bool(((p.sum(1) - 1).abs() > _SURE).any()):
-        raise InputError(
-            f"probabilities of shape {tuple(p.shape)}",
-            expected="one class for each example: (N, C), each row with the sum one",
-            remedy="draw the positions of an example as examples, or score them with linnet.evaluate",
-        )
-    return p
+    return exclusive(p)
 
 
 def _labels(y: Any, p: Tensor) -> Tensor:
