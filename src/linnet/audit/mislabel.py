@@ -112,7 +112,8 @@ class LabelRanking(Record):
 
     def _shown(self) -> dict[str, Any]:
         known = {"examples": len(self), "score": self.score, "most suspect": self.order[:TOLD]}
-        return known if self.errors is None else {**known, **self.errors._shown(), "examples": len(self)}
+        found = {} if self.errors is None else self.errors._shown()
+        return known | {name: value for name, value in found.items() if name != "labels"}
 
     def __str__(self) -> str:
         """The number of labels that look wrong, in words."""
