@@ -18,6 +18,7 @@ from linnet.plots.displays import (
 from linnet.plots.measures import Array
 from linnet.predictive.classes import exclusive
 from linnet.predictive.distribution import Predictive
+from linnet.shown import Shown
 from linnet.tangent.batch import Inputs, check_finite
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Predicting(Protocol):
         """The distribution of the outputs."""
 
 
-class ModelPlots:
+class ModelPlots(Shown):
     """Plots of a model's predictions; ``model.plot`` makes it.
 
     Every method takes matplotlib axes, by default those of a new figure, and returns a display: its ``ax_``
@@ -51,6 +52,10 @@ class ModelPlots:
 
     def __init__(self, model: Predicting) -> None:
         self._model = model
+
+    def _shown(self) -> dict[str, Any]:
+        drawn = [name for name in dir(self) if not name.startswith("_")]
+        return {"of": type(self._model).__name__, "draws": drawn}
 
     def calibration(
         self, x: Inputs, y: Any, ax: Axes | None = None, *, bins: int = 10
@@ -122,7 +127,7 @@ class ModelPlots:
             InputError: If an example of x is more than one number, or there is no such output.
         """
         axes = axes_of(ax)
-        if not isinstance(x, Tensor) or not len(x) or x[0].numel() != 1:
+        if not isinstance(x, Tensor) or not x.ndim or not len(x) or x[0].numel() != 1:
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise InputError(
                 f"x is {shape}",
