@@ -201,8 +201,8 @@ class PredictionDisplay(Display):
         target: True values, (N, C).
 
     Example:
-        >>> PredictionDisplay(np.array([1.0, 2.0]), np.ones(2), np.array([1.1, 1.9])).rmse.round(3)
-        0.1
+        >>> PredictionDisplay(np.array([1.0, 2.0]), np.ones(2), np.array([1.5, 1.5])).rmse
+        0.5
     """
 
     mean: Array

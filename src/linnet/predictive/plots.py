@@ -42,7 +42,7 @@ class ModelPlots(Shown):
         model: A fitted model.
 
     Example:
-        >>> import linnet
+        >>> import torch, linnet
         >>> x = torch.linspace(-2, 2, 20)[:, None]
         >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         >>> process = linnet.TangentGP(net, linnet.likelihoods.Gaussian(variance=0.1)).fit(x, x.sin())
