@@ -112,11 +112,14 @@ class RidgeDisplay(Display):
     chosen: float
     label: str
 
+    def _shown(self) -> Mapping[str, Any]:
+        ends = {"from": float(np.min(self.ridges)), "to": float(np.max(self.ridges))}
+        known = {"score": self.label, "ridges": len(self.ridges), **ends}
+        return {**known, "chosen": self.chosen, "lines": list(self.scores)}
+
     def _paint(self, axes: Axes) -> None:
-        colors = [ACCENT] + [QUIET] * (len(self.scores) - 1)
-        lines = [
-            (name, values, color) for (name, values), color in zip(self.scores.items(), colors, strict=True)
-        ]
+        first = next(iter(self.scores))
+        lines = [(name, values, ACCENT if name == first else QUIET) for name, values in self.scores.items()]
         panels.over_ridges(axes, self.ridges, lines, self.chosen)
         axes.set_ylabel(self.label)
         if len(lines) > 1:
