@@ -58,6 +58,7 @@ KINDS = ("classes", "primal", "cg", "values", "adapted", "cross-entropy", "chose
 
 @pytest.fixture(autouse=True)
 def closed_figures() -> Any:
+    plt.close("all")
     yield
     plt.close("all")
 
