@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the ground up. Parts of one floor do not import each other; files inside one part may, without cycles.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("distribution", "params"),
-    ("memory", "progress"),
+    ("distribution", "frames", "params", "shown"),
+    ("memory", "plots", "progress"),
     ("distributed",),
     ("disk", "limits"),
     ("files",),
@@ -53,7 +53,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 FORBIDDEN_NAMES = ("utils", "util", "core", "base", "common", "helpers", "misc")
 # Imported inside the function that needs them, so that `import linnet` costs what torch costs.
-HEAVY = ("scipy", "matplotlib", "jinja2", "PIL", "jsonargparse", "tqdm", "yaml")
+HEAVY = ("scipy", "matplotlib", "pandas", "jinja2", "PIL", "jsonargparse", "tqdm", "yaml")
 # Imported by integrations/ alone, lazily.
 OPTIONAL = (
     "transformers", "timm", "torchvision", "sklearn", "gpytorch", "botorch", "linear_operator",
@@ -64,6 +64,7 @@ LIGHT = ("__init__", "errors", "app.commands", "app.cli")
 # Dotted names of classes that may extend a concrete class of the package, each with its reason.
 MAY_EXTEND_CONCRETE: dict[str, str] = {
     "linnet.laplace.training.LaplaceOptions": "keywords, to which others are added",
+    "linnet.fitting.plots.FitPlots": "the plots of every model, to which those of a fit are added",
 }
 # Dotted names of records with a wide constructor, each with its reason.
 MAY_BE_WIDE: dict[str, str] = {

@@ -103,7 +103,7 @@ _NAMES = {
     "form link matrix mechanism merge method name neighbors of parametrization pin predict prior psd "
     "recipe reduction root schedule score search sharing solver source space structure structures "
     "to variant keep preconditioner loss names mode like metric",
-    "made": "curvature fit forgotten lin likelihood moment param_group report seen description "
+    "made": "ax curvature fit forgotten lin likelihood moment param_group report seen description "
     "augmentation memory device dtype candidates gram directions pooling training run inference passes",
     "selector": "params",
     "flag": "adaptive add base canonical clamps discrete flip inplace joint masked momentum per_output tune "
@@ -215,6 +215,11 @@ OF_CALL: dict[str, str] = {
     "TangentGP.tune(prior)": "flag",
     "TangentGP (parameter).tune(prior)": "flag",
     "audit.group_means(fit)": "model",
+    "FitPlots.influence(output)": "count from zero",
+    "FitPlots.influence(top)": "count",
+    "ModelPlots.curve(output)": "count from zero",
+    "ModelPlots.calibration(y)": "targets",
+    "ModelPlots.predicted(y)": "targets",
     "Recipe(scale)": "positive",
     "Grid(prior_precision)": "precisions",
     "Grid(data_scale)": "precisions",
@@ -242,6 +247,8 @@ OF_CALL: dict[str, str] = {
 # Callables that refuse even valid arguments: this kind of object cannot do what is asked.
 ALWAYS_REFUSED = frozenset({
     "SoftmaxFit.constrain",
+    "FitPlots.curve",
+    "FitPlots.predicted",
     "Finetuned.predictive",
     "LinearPosterior.save",
     "baselines.DeepEnsemble.save",

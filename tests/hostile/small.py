@@ -165,6 +165,23 @@ def flow() -> Any:
     return linnet.gradient_flow(lin(), classes(), [0.5, 1.0])
 
 
+def axes() -> Any:
+    """Axes of a figure that pyplot does not know."""
+    from matplotlib.figure import Figure
+
+    return Figure().subplots()
+
+
+def places() -> Tensor:
+    return torch.linspace(-1, 1, 5, dtype=torch.float64)[:, None]
+
+
+@cache
+def on_a_line() -> Any:
+    net = _seeded(lambda: nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)))
+    return linnet.TangentGP(net, linnet.likelihoods.Gaussian()).fit(places(), places())
+
+
 def probabilities(inputs: Any) -> Tensor:
     """A predictor of the user's own."""
     with torch.no_grad():

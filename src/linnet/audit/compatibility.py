@@ -12,11 +12,12 @@ from linnet.audit.predictors import check_fit, class_labels, outputs_of
 from linnet.errors import InputError
 from linnet.fitting.linear_fit import LinearFit
 from linnet.params import integer, number
+from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, take
 
 
-@dataclass(frozen=True)
-class Flips:
+@dataclass(frozen=True, repr=False)
+class Flips(Record):
     """Answers that changed from one predictor to another.
 
     Args:
@@ -106,8 +107,8 @@ def flips(before: Any, after: Any, x: Inputs, y: Any) -> Flips:
     )
 
 
-@dataclass(frozen=True)
-class Compatible:
+@dataclass(frozen=True, repr=False)
+class Compatible(Record):
     """A fit that takes back few of the old answers, or none.
 
     Args:
@@ -132,6 +133,10 @@ class Compatible:
     after: Flips
     pinned: Tensor
     rounds: int
+
+    def _shown(self) -> dict[str, Any]:
+        held = {"outputs held": len(self.pinned), "rounds": self.rounds}
+        return {"examples": self.fit.n, **held, "before": self.before, "after": self.after}
 
 
 def compatible(

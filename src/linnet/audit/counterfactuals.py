@@ -14,14 +14,15 @@ from linnet.fitting.arguments import positions
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.remarks import after_change
 from linnet.linear.targets import Targets, make_targets
+from linnet.shown import Record
 from linnet.tangent.batch import Inputs
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
 
-@dataclass(frozen=True)
-class Counterfactual:
+@dataclass(frozen=True, repr=False)
+class Counterfactual(Record):
     """A fit as if some labels had been others.
 
     Args:

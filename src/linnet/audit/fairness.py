@@ -11,11 +11,12 @@ from torch import Tensor
 from linnet.audit.predictors import outputs_of
 from linnet.errors import InputError
 from linnet.linear.equations import group_numbers
+from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size
 
 
-@dataclass(frozen=True)
-class GroupMeans:
+@dataclass(frozen=True, repr=False)
+class GroupMeans(Record):
     """Mean outputs of groups.
 
     Args:

@@ -14,13 +14,14 @@ from linnet.errors import InputError
 from linnet.fitting.head import example_hashes
 from linnet.fitting.last_layer import RECORD
 from linnet.fitting.linear_fit import LinearFit
+from linnet.shown import Record
 from linnet.tangent.batch import take
 from linnet.tangent.jacobian import JacobianOperator
 from linnet.tangent.modes import in_exact_mode
 
 
-@dataclass(frozen=True)
-class ForgettingCertificate:
+@dataclass(frozen=True, repr=False)
+class ForgettingCertificate(Record):
     """Bounds on the distance to a fit that never saw the forgotten examples.
 
     The objective is ρ-strongly convex, so the distance is at most the norm of its gradient over ρ: a bound

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from linnet.fitting.evaluation import checked_inputs
 from linnet.fitting.fitted import Fitted, SquaredFit
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.frames import frame
 from linnet.linear.dual import DualSystem
 from linnet.linear.formed_rows import FormedRows
 from linnet.linear.iteration import CGSettings, Effort
@@ -38,18 +39,23 @@ from linnet.linear.softmax_loss import class_targets
 from linnet.linear.targets import check_arrangement, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import integer
+from linnet.shown import Record
 from linnet.solvers.cg import relative_residual
 from linnet.tangent.batch import Inputs, batch_size, named_tensor, split, take
 from linnet.tangent.modes import in_exact_mode
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 METHODS = ("auto", "exact", "cg", "ekfac")
 NEAR = 0.1  # relative residual at which conjugate gradients from EKFAC end
 MOST_STEPS = 50  # that they take at the most
+TOLD = 6  # training examples that are named where the result is shown
 TOGETHER = 64  # columns of the inverse contracted at once
 
 
-@dataclass(frozen=True)
-class Influence:
+@dataclass(frozen=True, repr=False)
+class Influence(Record):
     """Influence of each training example on each prediction.
 
     Args:
@@ -72,6 +78,34 @@ class Influence:
     loss: Tensor | None
     method: str
     residual: float
+
+    def to_frame(self) -> DataFrame:
+        """A pandas table, one row for each training example, prediction and output.
+
+        Returns:
+            ``training``, ``test``, ``output``, ``influence`` and, where labels were given, ``loss``.
+
+        Raises:
+            DependencyError: If pandas is missing.
+        """
+        n, t, c = self.outputs.shape
+        training, test, output = torch.cartesian_prod(*map(torch.arange, (n, t, c))).unbind(1)
+        columns = {"training": training, "test": test, "output": output, "influence": self.outputs.flatten()}
+        loss = None if self.loss is None else self.loss[:, :, None].expand(n, t, c).flatten()
+        return frame({**columns, "loss": loss}, "row")
+
+    def _shown(self) -> dict[str, Any]:
+        n, t, c = self.outputs.shape
+        size = self.outputs.abs().amax(1).amax(1)
+        return {
+            "training examples": n,
+            "predictions": t,
+            "outputs": c,
+            "method": self.method,
+            "residual": self.residual,
+            "largest": float(size.max()),
+            "most influential": size.argsort(descending=True)[:TOLD],
+        }
 
 
 @in_exact_mode
@@ -421,7 +455,7 @@ def _of_other(fit: Fitted, x: Inputs, method: Any, labels: Any, options: bool) -
             remedy="leave method=, directions= and steps= out",
         )
     assert isinstance(fit, SoftmaxFit | SquaredFit)
-    outputs = fit.influence(x)  # type: ignore[union-attr]
+    outputs = fit.influence(x)
     loss = None
     if labels is not None:
         targets = _test_targets(fit, batch_size(x), labels).to(outputs)

@@ -16,20 +16,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from linnet.errors import InputError
+from linnet.frames import frame
 from linnet.params import refuse, tensor
 from linnet.predictive.temperature import golden_section, probabilities
+from linnet.shown import Record
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 STEPS = 60  # of expectation maximization for η at each temperature
+TOLD = 6  # labels that are named where the result is shown
 EVEN = 0.5  # probability of being wrong from which a label is doubted
 
 
-@dataclass(frozen=True)
-class LabelErrors:
+@dataclass(frozen=True, repr=False)
+class LabelErrors(Record):
     """Labels that look wrong.
 
     Args:
@@ -54,6 +61,33 @@ class LabelErrors:
     expected: float
     rate: float
     temperature: float
+
+    def to_frame(self) -> DataFrame:
+        """A pandas table, one row a label.
+
+        Returns:
+            The probability that it is wrong, the class that it rather is (-1 where none is likely), and
+            whether it is doubted.
+
+        Raises:
+            DependencyError: If pandas is missing.
+        """
+        doubted = torch.zeros_like(self.suggested, dtype=torch.bool)
+        doubted[self.indices] = True
+        return frame({"wrong": self.wrong, "suggested": self.suggested, "doubted": doubted})
+
+    def _shown(self) -> dict[str, Any]:
+        found = self.indices[:TOLD].tolist()
+        return {
+            "labels": len(self.wrong),
+            "look wrong": len(self.indices),
+            "expected if all were right": self.expected,
+            "share of wrong labels": self.rate,
+            "likeliest wrong": {
+                f"example {i}": f"{float(self.wrong[i]):.3f}, rather class {int(self.suggested[i])}"
+                for i in found
+            },
+        }
 
 
 def label_errors(outputs: Tensor, labels: Tensor) -> LabelErrors:

@@ -11,7 +11,7 @@ nothing; a head that was fitted on the same labels hides some, which cross-fitte
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,13 +21,19 @@ from linnet.audit.predictors import check_fitted
 from linnet.errors import InputError
 from linnet.fitting.fitted import Fitted, SquaredFit
 from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.frames import frame
+from linnet.shown import Record
 from linnet.tangent.modes import in_exact_mode
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+TOLD = 6  # examples that are named where the result is shown
 SCORES = ("auto", "margin", "residual", "self-influence")
 
 
-@dataclass(frozen=True)
-class LabelRanking:
+@dataclass(frozen=True, repr=False)
+class LabelRanking(Record):
     """Training examples in the order in which their labels should be looked at.
 
     Args:
@@ -82,6 +88,33 @@ class LabelRanking:
         doubted = torch.zeros_like(self.order, dtype=torch.bool)
         doubted[self.errors.indices] = True
         return self.order[doubted[self.order]]
+
+    def to_frame(self) -> DataFrame:
+        """A pandas table, one row a training example, most suspect first.
+
+        Returns:
+            The score, the two parts that it is made of, and for classes the label, the class by the fit
+            without the example, and the probability that the label is wrong.
+
+        Raises:
+            DependencyError: If pandas is missing.
+        """
+        columns = {
+            "example": torch.arange(len(self), device=self.order.device),
+            "score": self.scores,
+            "residual": self.residual,
+            "self influence": self.self_influence,
+            "label": self.labels,
+            "left out": self.predicted,
+            "wrong": None if self.errors is None else self.errors.wrong,
+        }
+        at = self.order.cpu()
+        return frame({name: None if value is None else value.cpu()[at] for name, value in columns.items()})
+
+    def _shown(self) -> dict[str, Any]:
+        known = {"examples": len(self), "score": self.score, "most suspect": self.order[:TOLD]}
+        found = {} if self.errors is None else self.errors._shown()
+        return known | {name: value for name, value in found.items() if name != "labels"}
 
     def __str__(self) -> str:
         """The number of labels that look wrong, in words."""

@@ -24,6 +24,7 @@ from linnet.fitting.linear_fit import LinearFit
 from linnet.linear.dual import DualSystem
 from linnet.linear.kernel_system import KernelSystem
 from linnet.params import number
+from linnet.shown import Record
 from linnet.tangent.batch import Inputs
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.jacobian import JacobianOperator
@@ -45,8 +46,8 @@ NOT_PROTECTED = (
 )
 
 
-@dataclass(frozen=True)
-class PrivacyCertificate:
+@dataclass(frozen=True, repr=False)
+class PrivacyCertificate(Record):
     """Privacy guarantee of a release, with the constants behind it.
 
     Args:
@@ -95,8 +96,8 @@ class PrivacyCertificate:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Release:
+@dataclass(frozen=True, repr=False)
+class Release(Record):
     """Weights that may be published, with their certificate.
 
     Args:
@@ -117,6 +118,9 @@ class Release:
     module: Linearized
     certificate: PrivacyCertificate
     private: dict[str, float]
+
+    def _shown(self) -> dict[str, Any]:
+        return {"weights": self.module.space.dim, "certificate": self.certificate}
 
     @property
     def delta(self) -> Params:

@@ -22,6 +22,7 @@ from linnet.fitting.linear_fit import LinearFit
 from linnet.linalg.factorize import cholesky
 from linnet.memory import parse_bytes
 from linnet.params import choice, flag, integer
+from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.modes import in_exact_mode
 
@@ -31,8 +32,8 @@ WHOLE = 0.1  # share of the memory budget up to which the covariance of a pool i
 CHUNK = 1 << 22  # numbers formed at once by a score
 
 
-@dataclass(frozen=True)
-class Selection:
+@dataclass(frozen=True, repr=False)
+class Selection(Record):
     """The examples to label next.
 
     Args:

@@ -25,6 +25,7 @@ from linnet.fitting.sketch import SketchedNetwork
 from linnet.linalg.operator import LinearOperator
 from linnet.linear.system import System
 from linnet.params import instance
+from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size
 from linnet.tangent.coordinates import moved_network
 from linnet.tangent.functional import Functional
@@ -32,8 +33,8 @@ from linnet.tangent.jacobian import JacobianOperator
 from linnet.tangent.modes import in_exact_mode
 
 
-@dataclass(frozen=True)
-class SketchError:
+@dataclass(frozen=True, repr=False)
+class SketchError(Record):
     """Bounds on the distance of a sketched fit from that of all weights.
 
     Args:

@@ -25,14 +25,15 @@ from linnet.fitting.linear_fit import LinearFit
 from linnet.linear.dual import DualSystem
 from linnet.memory import Plan, parse_bytes, require
 from linnet.progress import track
+from linnet.shown import Record
 from linnet.tangent.batch import Inputs, named_tensor
 from linnet.tangent.modes import in_exact_mode
 
 METHODS = ("greedy", "informative")
 
 
-@dataclass(frozen=True)
-class Summary:
+@dataclass(frozen=True, repr=False)
+class Summary(Record):
     """A few training examples that stand for all.
 
     Args:
@@ -59,6 +60,10 @@ class Summary:
     scores: Tensor
     distance: float
     fit: LinearFit
+
+    def _shown(self) -> dict[str, Any]:
+        chosen, left = len(self.indices), len(self.rest)
+        return {"chosen": chosen, "of": chosen + left, "indices": self.indices, "distance": self.distance}
 
 
 @in_exact_mode

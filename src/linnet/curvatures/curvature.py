@@ -94,6 +94,18 @@ class Curvature(StructuredOperator):
         self.dtype, self.device = parts[0].operator.dtype, parts[0].operator.device
         self.name = f"{made.structure} {made.matrix} matrix"
 
+    def _shown(self) -> dict[str, Any]:
+        made = self.made
+        return {
+            "structure": made.structure,
+            "matrix": made.matrix,
+            "columns": made.columns,
+            "P": self.shape[0],
+            "examples": made.examples,
+            "changes": list(self.applied),
+            "layers": {part.layer.name: type(part.operator).__name__ for part in self.parts},
+        }
+
     def __repr__(self) -> str:
         kind = ", ".join((f"{self.made.structure} {self.made.matrix}", self.made.columns, *self.applied))
         return f"Curvature({kind}, {len(self.parts)} layers, P = {self.shape[0]})"

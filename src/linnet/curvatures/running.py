@@ -46,6 +46,7 @@ from linnet.linalg.space import require_params
 from linnet.memory import parse_bytes
 from linnet.params import choice, flag, instance, integer, number, refuse
 from linnet.params import seed as checked_seed
+from linnet.shown import Shown
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, take, tensors_in
 from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized
@@ -55,7 +56,7 @@ RENEWAL = 10  # batches between two bases of EKFAC
 KEPT = ("plans", "plans by shape", "output shapes")  # what is known of the architecture, whatever the weights
 
 
-class RunningCurvature:
+class RunningCurvature(Shown):
     """A curvature as an exponential average over batches, for optimizers and continual learners.
 
     Args:
@@ -121,6 +122,10 @@ class RunningCurvature:
         self._sizes: dict[Any, tuple[int, int]] = {}
         self._kinds: set[Any] = set()
         self._basis: dict[int, Sums] = {}  # the factors that the bases were made of
+
+    def _shown(self) -> dict[str, Any]:
+        known = {"structure": self.structure, "P": self.function.space.dim, "batches": self.batches}
+        return {**known, "examples": float(self.examples), "decay": self.decay}
 
     # -- averaging -------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class Settings:
     classes: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Finetuned(PredictiveModel):
     """A fine-tuned network. ``linnet.finetune`` makes it.
 

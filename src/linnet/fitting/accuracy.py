@@ -31,6 +31,7 @@ from linnet.linear.normal_system import NormalSystem
 from linnet.linear.softmax_dual import SoftmaxDual
 from linnet.linear.softmax_primal import SoftmaxPrimal
 from linnet.linear.system import System
+from linnet.shown import Record
 from linnet.tangent.batch import take
 from linnet.tangent.linearized import Linearized
 
@@ -45,8 +46,8 @@ WORST = 1e-2  # and up to which a fit that was changed is returned, with a remar
 STEP = 10**0.5  # from one ridge to the next, when the smallest one is looked for
 
 
-@dataclass(frozen=True)
-class Accuracy:
+@dataclass(frozen=True, repr=False)
+class Accuracy(Record):
     """Estimated largest absolute errors of a fit by rounding, in units of the outputs.
 
     Args:

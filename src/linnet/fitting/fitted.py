@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from linnet.errors import DataError
+from linnet.fitting.plots import FitPlots
 from linnet.fitting.record import Record
+from linnet.fitting.softmax_path import SoftmaxPath
+from linnet.frames import frame, outputs
+from linnet.linear.dual import RidgePath
 from linnet.linear.targets import Targets, check_arrangement, make_targets, position_targets
 from linnet.params import number
 from linnet.predictive.model import PredictiveModel
@@ -18,6 +22,9 @@ from linnet.tangent.batch import Inputs, observe, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import gather_data
 from linnet.tangent.modes import in_exact_mode
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 class Solved(Protocol):
@@ -85,6 +92,49 @@ class Fitted(PredictiveModel):
     def noise(self) -> float:
         """The noise variance σ²; 0 for the cross-entropy."""
 
+    @property
+    @abstractmethod
+    def labels(self) -> Tensor | None:
+        """Training classes (N,), ``None`` for regression."""
+
+    @abstractmethod
+    def loo(self) -> Tensor:
+        """Leave-one-out outputs, (N, C)."""
+
+    @abstractmethod
+    def path(self, ridges: Tensor | list[float] | None = None) -> RidgePath | SoftmaxPath:
+        """Every criterion along a path of ridges."""
+
+    @abstractmethod
+    def influence(self, x: Inputs) -> Tensor:
+        """Influence of each training example on each prediction, (N, T, C)."""
+
+    @property
+    def plot(self) -> FitPlots:
+        """Plots: ``ridge``, ``spectrum``, ``influence``, ``calibration``, ``predicted`` and ``curve``."""
+        return FitPlots(self)
+
+    def to_frame(self) -> DataFrame:
+        """A pandas table of the training examples and what the fit without each says of it.
+
+        Returns:
+            One row an example: its class or target, the prediction by the fit without it, whether that is
+            right or how far it is off, and the outputs of that fit.
+
+        Raises:
+            DependencyError: If pandas is missing.
+        """
+        out = self.loo()
+        labels = self.labels
+        if labels is None:
+            off = self.targets.to(out) - out
+            return frame(
+                outputs("target", self.targets) | outputs("left out", out) | outputs("residual", off)
+            )
+        predicted = out.argmax(1) if out.shape[1] > 1 else (out[:, 0] > 0).long()
+        known = {"label": labels, "left out": predicted, "right": predicted == labels.to(predicted.device)}
+        return frame(known | outputs("output", out))
+
     def _summary(self, parameters: int) -> dict[str, Any]:
         """Size, choices and their reasons, as plain numbers and text."""
         return {
@@ -138,10 +188,6 @@ class SquaredFit(Fitted):
     @abstractmethod
     def _solved(self) -> SolvedSquares:
         """The solved equations."""
-
-    @abstractmethod
-    def loo(self) -> Tensor:
-        """Leave-one-out outputs, (N, C)."""
 
     @property
     def classes(self) -> int | None:

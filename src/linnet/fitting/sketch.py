@@ -34,6 +34,7 @@ from linnet.linear.preconditioner import frozen_curvature
 from linnet.linear.problem import Memory, Problem
 from linnet.params import integer, number
 from linnet.params import seed as checked_seed
+from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import Cotangents, capture
 from linnet.tangent.captured import Captured
@@ -47,8 +48,8 @@ COLUMNS = 16  # outputs up to which all are differentiated for the basis; beyond
 BLOCK = 64  # examples differentiated at once where the trace is measured
 
 
-@dataclass(frozen=True)
-class LayerShare:
+@dataclass(frozen=True, repr=False)
+class LayerShare(Record):
     """What a sketch keeps of one layer.
 
     Args:
@@ -66,8 +67,8 @@ class LayerShare:
     kept: float
 
 
-@dataclass(frozen=True)
-class KeptTrace:
+@dataclass(frozen=True, repr=False)
+class KeptTrace(Record):
     """The share of the kernel's trace that a sketch keeps, computed exactly on some examples.
 
     Args:
@@ -86,6 +87,10 @@ class KeptTrace:
     def share(self) -> float:
         """Of all layers together, between 0 and 1."""
         return sum(one.kept for one in self.layers) / max(sum(one.trace for one in self.layers), 1e-300)
+
+    def _shown(self) -> dict[str, Any]:
+        layers = {one.layer: f"{one.directions:,} of {one.parameters:,}" for one in self.layers}
+        return {"share": self.share, "examples": self.examples, "directions": layers}
 
     def __str__(self) -> str:
         directions = sum(one.directions for one in self.layers)

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
+from linnet.frames import frame
 from linnet.linear.softmax_dual import SoftmaxDual
 from linnet.linear.softmax_primal import SoftmaxPrimal
 from linnet.progress import track
+from linnet.shown import Record
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 DECADES = (-5, 1)  # ridges of a path, relative to the mean diagonal of the kernel
 ROUNDING = 4.0  # units of roundoff of the kernel's largest eigenvalue, below which a ridge is no ridge
 
 
-@dataclass(frozen=True)
-class SoftmaxPath:
+@dataclass(frozen=True, repr=False)
+class SoftmaxPath(Record):
     """Every criterion along a path of ridges.
 
     Args:
@@ -40,6 +46,24 @@ class SoftmaxPath:
     certificate: Tensor
     steps: Tensor
 
+    def to_frame(self) -> DataFrame:
+        """A pandas table, one row a ridge.
+
+        Returns:
+            The ridge as index, and every criterion.
+
+        Raises:
+            DependencyError: If pandas is missing.
+        """
+        columns = {
+            "ridge" if one.name == "ridges" else one.name: getattr(self, one.name) for one in fields(self)
+        }
+        return frame(columns, "ridge")
+
+    def _shown(self) -> dict[str, Any]:
+        best = {name: self.best(name) for name in ("loo", "evidence")}
+        return {"ridges": self.ridges, **{f"best by {name}": ridge for name, ridge in best.items()}}
+
     def best(self, criterion: str) -> float:
         """The ridge that a criterion prefers.
 
@@ -57,8 +81,8 @@ class SoftmaxPath:
         return float(self.ridges[int(score.argmin())])
 
 
-@dataclass(frozen=True)
-class LeftOut:
+@dataclass(frozen=True, repr=False)
+class LeftOut(Record):
     """Leave-one-out by one Newton step beside refitting, for some examples.
 
     Args:

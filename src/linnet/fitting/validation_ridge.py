@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,22 +25,27 @@ from linnet.fitting.arguments import ridge_grid
 from linnet.fitting.fitted import more_data
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.remarks import after_change
+from linnet.frames import frame
 from linnet.linear.constrained_system import ConstrainedSystem
 from linnet.linear.iterative import Iterative
 from linnet.linear.system import System
+from linnet.shown import Record
 from linnet.solvers.shifted_cg import shifted_cg
 from linnet.tangent.batch import Inputs
 from linnet.tangent.jacobian import jvp_columns
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 DECADES = 4  # of the grid of a primal fit, to each side of its ridge
 ACCURACY = 1e-3  # of log ρ
 SCALED = 32  # examples that tell the scale of the kernel
 
 
-@dataclass(frozen=True)
-class ValidationPath:
+@dataclass(frozen=True, repr=False)
+class ValidationPath(Record):
     """The fit on validation data along a path of ridges.
 
     Args:
@@ -66,6 +71,21 @@ class ValidationPath:
     outputs: Tensor
     accuracy: Tensor | None = None
     gradient: Tensor | None = None
+
+    def _shown(self) -> dict[str, Any]:
+        return {"ridges": self.ridges, "best": self.best(), "least loss": float(self.loss.min())}
+
+    def to_frame(self) -> DataFrame:
+        """A pandas table, one row a ridge.
+
+        Returns:
+            The ridge as index, and every criterion.
+
+        Raises:
+            DependencyError: If pandas is missing.
+        """
+        columns = {"ridge": self.ridges, "loss": self.loss, "distance": self.distance}
+        return frame({**columns, "accuracy": self.accuracy, "gradient": self.gradient}, "ridge")
 
     def best(self) -> float:
         """The ridge of lowest loss."""

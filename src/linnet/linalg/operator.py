@@ -6,7 +6,7 @@ parameter space, Params. Sums, multiples, products and transposes of operators a
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, overload
@@ -17,9 +17,10 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.linalg.space import ParameterSpace, Vector
 from linnet.params import instance, number, refuse
+from linnet.shown import Shown
 
 
-class LinearOperator(ABC):
+class LinearOperator(Shown):
     """A linear map from n to m numbers.
 
     A subclass sets the attributes, and defines ``mm`` and ``T``.
@@ -148,8 +149,12 @@ class LinearOperator(ABC):
             rmatmat=lambda v: _on_numpy(self.T.mm, self, v),
         )
 
+    def _shown(self) -> dict[str, Any]:
+        shape = f"{self.shape[0]} x {self.shape[1]}"
+        return {"shape": shape, "dtype": str(self.dtype), "device": str(self.device)}
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.shape[0]} x {self.shape[1]}, {self.dtype}, {self.device})"
+        return f"{type(self).__name__}({', '.join(self._shown().values())})"
 
 
 def _on_numpy(function: Callable[[Tensor], Tensor], operator: LinearOperator, array: Any) -> Any:

@@ -14,12 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from linnet.frames import frame
 from linnet.linalg.factorize import cholesky, eigh
 from linnet.linear.evidence import at_best_noise
+from linnet.shown import Record
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 # decades of the grid of ridges, relative to the kernel: below, a fit interpolates; above, it does not move
 LOWEST, HIGHEST = -7, 2
@@ -27,8 +33,8 @@ PER_DECADE = 4
 DRIFT = 1e-12  # relative residual above which a solution without some examples is solved for again
 
 
-@dataclass(frozen=True)
-class RidgePath:
+@dataclass(frozen=True, repr=False)
+class RidgePath(Record):
     """Every criterion along a path of ridges.
 
     Args:
@@ -48,6 +54,24 @@ class RidgePath:
     degrees_of_freedom: Tensor
     noise: Tensor
     loo_accuracy: Tensor | None = None
+
+    def to_frame(self) -> DataFrame:
+        """A pandas table, one row a ridge.
+
+        Returns:
+            The ridge as index, and every criterion.
+
+        Raises:
+            DependencyError: If pandas is missing.
+        """
+        columns = {
+            "ridge" if one.name == "ridges" else one.name: getattr(self, one.name) for one in fields(self)
+        }
+        return frame(columns, "ridge")
+
+    def _shown(self) -> dict[str, Any]:
+        best = {name: self.best(name) for name in ("loo", "gcv", "evidence")}
+        return {"ridges": self.ridges, **{f"best by {name}": ridge for name, ridge in best.items()}}
 
     def best(self, criterion: str) -> float:
         """The ridge that a criterion prefers.

@@ -18,12 +18,13 @@ from linnet.metrics.judged import Judged, join, judge
 from linnet.metrics.reports import Report
 from linnet.params import integer, refuse, tensor
 from linnet.progress import track
+from linnet.shown import Record
 
 POINT = 1000  # bytes of a point of an attack at the least: its label, report and tensors
 
 
-@dataclass(frozen=True, eq=False)
-class AttackPoint:
+@dataclass(frozen=True, eq=False, repr=False)
+class AttackPoint(Record):
     """One point on the curve of an attack.
 
     Args:
@@ -44,7 +45,7 @@ class AttackPoint:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Attack:
+class Attack(Record):
     """Predictions along an attack.
 
     Args:
@@ -144,6 +145,11 @@ class Attack:
             values = "".join(f"  {column[k]:>8.4f}" for column in columns.values())
             rows.append(f"{point.step:>10.4g}  {point.iterations:>10}{values}")
         return "\n".join([head, *rows])
+
+    def _shown(self) -> dict[str, Any]:
+        counts = {"examples": self.clean.examples.n, "left out": self.excluded, "unmoved": self.unmoved}
+        known = {**counts, "target": self.target, "clean": self.clean, "points": list(self.points)}
+        return known
 
     __repr__ = __str__
 

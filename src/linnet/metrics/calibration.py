@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from linnet.params import integer
+from linnet.shown import Record
 
 
-@dataclass(frozen=True, eq=False)
-class CalibrationBins:
+@dataclass(frozen=True, eq=False, repr=False)
+class CalibrationBins(Record):
     """Predictions sorted into bins of confidence, as a reliability diagram shows them.
 
     Args:

@@ -18,13 +18,14 @@ from linnet.metrics.ranking import MOST_POINTS, Detection, InverseCumulative, in
 from linnet.params import choice, integer
 from linnet.predictive.model import PredictiveModel
 from linnet.progress import track
+from linnet.shown import Record
 from linnet.tangent.batch import tensors_in
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Separation:
+class Separation(Record):
     """Separation of in-distribution and out-of-distribution data by predictive uncertainty.
 
     Args:
@@ -131,6 +132,11 @@ class Separation:
             f"{self.entropy_inside:.4f} inside, {self.entropy_outside:.4f} outside"
         )
         return "\n".join([head, *(str(found) for found in self.detections.values())])
+
+    def _shown(self) -> dict[str, Any]:
+        counts = {"inside": self.inside.n, "outside": self.outside.n}
+        entropies = {"entropy inside": self.entropy_inside, "entropy outside": self.entropy_outside}
+        return {**counts, **entropies, "detections": [str(found) for found in self.detections.values()]}
 
     __repr__ = __str__
 

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from linnet.errors import DataError, InputError
 from linnet.metrics.calibration import tied_mean
+from linnet.shown import Record
 
 MOST_POINTS = 1 << 20  # thresholds of a curve: more than any figure or table shows
 
 
-@dataclass(frozen=True, eq=False)
-class Detection:
+@dataclass(frozen=True, eq=False, repr=False)
+class Detection(Record):
     """Detection metrics: how well a score separates two sets.
 
     The score should be larger outside. Outside is the positive class: a true positive is an outside
@@ -133,6 +134,9 @@ class Detection:
         counts = {"score": self.score, "inside": self.inside.numel(), "outside": self.outside.numel()}
         return {**counts, **{name: plain(getattr(self, name)) for name in names}}
 
+    def _shown(self) -> dict[str, Any]:
+        return self.to_dict()
+
     def __str__(self) -> str:
         """One line."""
         return (
@@ -165,8 +169,8 @@ def _average_precision(true: Tensor, false: Tensor) -> float:
     return float((gained * precision).sum() / true[-1])
 
 
-@dataclass(frozen=True, eq=False)
-class RiskCoverage:
+@dataclass(frozen=True, eq=False, repr=False)
+class RiskCoverage(Record):
     """The error rate of a classifier that answers only when it is certain enough.
 
     Args:
@@ -242,8 +246,8 @@ def risk_coverage(uncertainty: Tensor, loss: Tensor) -> RiskCoverage:
     return RiskCoverage(k / n, ordered.cumsum(0) / k)
 
 
-@dataclass(frozen=True, eq=False)
-class InverseCumulative:
+@dataclass(frozen=True, eq=False, repr=False)
+class InverseCumulative(Record):
     """The share of examples whose value is above c: one minus the empirical distribution function.
 
     Args:

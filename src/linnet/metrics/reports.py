@@ -25,6 +25,7 @@ from linnet.metrics.ranking import (
 )
 from linnet.params import choice, flag, integer, refuse, tensor
 from linnet.params import seed as checked_seed
+from linnet.shown import Record
 from linnet.solvers.solution import Estimate
 
 _MEANS = ("accuracy", "nll", "brier", "entropy", "expected_entropy", "mutual_information")
@@ -32,7 +33,7 @@ _NEED_LABELS = ("accuracy", "nll", "brier", "ece", "adaptive_ece", "entropy_corr
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Report:
+class Report(Record):
     """Scores of class probabilities: accuracy, calibration and uncertainty.
 
     Everything follows from a few numbers kept of each example. Logarithms are natural; entropies and
@@ -242,6 +243,9 @@ class Report:
             rows.append(f"aurc      {self.aurc:.4f}")
         return "\n".join(rows)
 
+    def _shown(self) -> dict[str, Any]:
+        return _with_errors(self.to_dict())
+
     __repr__ = __str__
 
     def _column(self, name: str) -> Tensor:
@@ -270,7 +274,7 @@ class Report:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RegressionReport:
+class RegressionReport(Record):
     """Scores of Gaussian predictions of real targets. Each of the N·D target values counts alike.
 
     Args:
@@ -362,9 +366,19 @@ class RegressionReport:
             f"width     {self.width:.4f} (mean standard deviation)",
         ])  # fmt: skip
 
+    def _shown(self) -> dict[str, Any]:
+        return _with_errors(self.to_dict())
+
     __repr__ = __str__
 
     def _log_losses(self) -> Tensor:
         """½ log 2πσ² + (t − μ)² / 2σ², (N, D)."""
         distance = (self.target - self.mean).square() / self.variance
         return 0.5 * ((2 * math.pi * self.variance).log() + distance)
+
+
+def _with_errors(scores: dict[str, Any]) -> dict[str, Any]:
+    """Scores with their standard errors beside them."""
+    errors = scores.pop("stderr")
+    known = {name: f"{scores[name]:.4f} ± {error:.4f}" for name, error in errors.items() if error is not None}
+    return {"examples": scores.pop("n"), **scores, **known}

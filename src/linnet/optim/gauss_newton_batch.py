@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from linnet.errors import InputError
 from linnet.optim.gauss_newton_settings import StepReport
 from linnet.params import instance, integer, refuse, tensor
 from linnet.params import seed as checked_seed
+from linnet.shown import Shown
 from linnet.tangent.batch import Inputs, batch_size, check_examples, check_finite, take
 
 
@@ -41,7 +43,7 @@ def suggested_batch(examples: int, noise: float, reduction: float) -> int:
     return min(max(examples, math.ceil(examples * (noise / reduction) ** 2)), 2 * examples)
 
 
-class GrowingBatches:
+class GrowingBatches(Shown):
     """Endless shuffled batches whose size follows what the optimizer suggests.
 
     Args:
@@ -81,6 +83,10 @@ class GrowingBatches:
         self.x, self.y, self.size, self.largest, self.patience = x, y, size, largest, patience
         self._generator = torch.Generator().manual_seed(checked_seed("seed", seed))
         self._asked: list[int] = []
+
+    def _shown(self) -> dict[str, Any]:
+        known = {"examples": batch_size(self.x), "size": self.size, "largest": self.largest}
+        return {**known, "patience": self.patience}
 
     def follow(self, report: StepReport) -> None:
         """Grow if the last few reports all ask for more.

@@ -27,6 +27,7 @@ from linnet.linear.targets import ALPHA, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import flag, number, shown, tensor
 from linnet.progress import waiting
+from linnet.shown import Shown
 from linnet.tangent.batch import Inputs, batch_size, check_finite, map_tensors, split, take
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.gather import gather_data
@@ -38,7 +39,7 @@ BATCH = 128  # examples differentiated at once
 EIGEN_RATE = 5e10  # operations a second that the progress of an eigendecomposition assumes
 
 
-class Flow:
+class Flow(Shown):
     """The path of a linear model under gradient flow or gradient descent. ``gradient_flow`` makes it.
 
     Args:
@@ -91,6 +92,10 @@ class Flow:
         residuals = torch.stack(paths) if paths else spectrum.residual.new_zeros(0, *targets.shape)
         self.outputs = (targets.to(residuals) - residuals).to(targets.dtype)
         self.losses = 0.5 * residuals.square().sum((1, 2))
+
+    def _shown(self) -> dict[str, Any]:
+        known = {"examples": self.n, "times": self.times, "losses": self.losses}
+        return {**known, "learning rate": self.learning_rate, "in steps": self.discrete}
 
     @property
     def n(self) -> int:

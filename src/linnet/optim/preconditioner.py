@@ -14,10 +14,11 @@ from linnet.curvatures.default_damping import default_damping
 from linnet.errors import InputError
 from linnet.linalg.space import require_params
 from linnet.params import choice, instance, number, refuse, tensor
+from linnet.shown import Shown
 from linnet.tangent.linearized import Linearized
 
 
-class KroneckerPreconditioner:
+class KroneckerPreconditioner(Shown):
     """Multiplies gradients by (s G + τ I)⁻¹ before an optimizer takes its step.
 
     The inverse is formed once; each step then costs two small matrix products a layer. A layer's weight and
@@ -74,6 +75,10 @@ class KroneckerPreconditioner:
         self.gain = 1.0
         self._names = {id(p): name for name, p in self.parameters.items()}
         self.refresh(curvature, damping)
+
+    def _shown(self) -> dict[str, Any]:
+        known = {"P": self.curvature.shape[0], "parameters": len(self.parameters), "damping": self.damping}
+        return {**known, "inversion": self.inversion, "gain": self.gain, "curvature": str(self.curvature)}
 
     def refresh(self, curvature: Curvature, damping: float | None = None) -> None:
         """Take another curvature of the same network, or another damping.

@@ -44,6 +44,7 @@ from linnet.optim.relinearize_checks import (
 )
 from linnet.optim.relinearize_report import LinearizationReport
 from linnet.params import call, flag, number
+from linnet.shown import Shown
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import OutputAdapter, check_output, tensors_by_name
 from linnet.tangent.linearized import Linearized, linearize
@@ -55,7 +56,7 @@ VERSION = 1  # of the state that is saved
 _STOCHASTIC = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 
 
-class IterativeLinearization:
+class IterativeLinearization(Shown):
     """Trains a network through a sequence of its linearizations.
 
     ``step`` hands the module of the step to a closure, takes the loss it returns, differentiates it and
@@ -149,6 +150,10 @@ class IterativeLinearization:
         self._measured: list[tuple[int, str, float]] = []
         self._lin: Linearized | None = None if self._is_plain else self._linearized()
         self._waiting: RemovableHandle | None = None  # for another loop to take a step
+
+    def _shown(self) -> dict[str, Any]:
+        known = {"P": sum(p.numel() for p in self._parameters.values()), "schedule": repr(self.schedule)}
+        return {**known, "steps": self.steps, "new features": len(self._updates), "report": str(self.report)}
 
     # -- training --------------------------------------------------------------------------------
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from linnet.shown import Record
 
-@dataclass(frozen=True)
-class LinearizationReport:
+
+@dataclass(frozen=True, repr=False)
+class LinearizationReport(Record):
     """Feature updates and their measurements.
 
     Args:

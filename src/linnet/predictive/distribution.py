@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from linnet.errors import InputError
+from linnet.frames import frame, outputs
 from linnet.linalg.random import Seed
+from linnet.predictive.classes import exclusive
+from linnet.shown import Shown
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
-class Predictive(ABC):
+class Predictive(Shown):
     """The distribution of the outputs f(x) of N examples, given the data.
 
     Every ``predictive`` of linnet returns one: a :class:`linnet.GaussianPredictive` where the network is
@@ -94,6 +102,29 @@ class Predictive(ABC):
         Returns:
             (N,).
         """
+
+    def to_frame(self) -> DataFrame:
+        """A pandas table, one row an example.
+
+        Returns:
+            For classes the likeliest, its probability and that of every class; for values their means and
+            standard deviations, the noise of targets not counted.
+
+        Raises:
+            DependencyError: If pandas is missing.
+        """
+        try:
+            p = exclusive(self.probs)
+        except InputError:
+            deviation = self.variance.clamp_min(0).sqrt()
+            return frame(outputs("mean", self.mean) | outputs("standard deviation", deviation))
+        likeliest = p.max(1)
+        known = {"predicted": likeliest.indices, "probability": likeliest.values}
+        return frame(known | outputs("class", p))
+
+    def _shown(self) -> dict[str, Any]:
+        """The mean alone: nothing is computed to be shown."""
+        return {"examples": self.mean.shape[0], "outputs": self.mean.shape[1], "mean": self.mean}
 
     def __repr__(self) -> str:
         """The kind of the distribution and its number of examples."""

@@ -75,6 +75,14 @@ class GaussianPredictive(Predictive):
         self._mean, self._second, self._variance, self._probs = mean, covariance, variance, probs
         self.targets, self.joint = targets, joint
 
+    def _shown(self) -> dict[str, Any]:
+        known: dict[str, Any] = super()._shown()
+        if self._variance is not None or isinstance(self._second, Tensor) or "full" in self.__dict__:
+            known["standard deviation"] = self.variance.clamp_min(0).sqrt()
+        if self._probs is not None or "probs" in self.__dict__:
+            known["probability of the likeliest class"] = self.probs.max(-1).values
+        return known
+
     def __getstate__(self) -> dict[str, Any]:
         """Everything, with the covariance computed."""
         return {**self.__dict__, "_second": self.full}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from html import escape
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,12 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.predictive.distribution import Predictive
+from linnet.predictive.plots import ModelPlots
+from linnet.shown import Shown
 from linnet.tangent.batch import Inputs
 
 
-class PredictiveModel(ABC):
+class PredictiveModel(Shown):
     """A fitted model: ``predict`` gives outputs, ``predictive`` their distribution."""
 
     @abstractmethod
@@ -66,28 +67,10 @@ class PredictiveModel(ABC):
             remedy=f"keep the data and the network's state_dict, and make the {name} again from them",
         )
 
-    def __repr__(self) -> str:
-        """The numbers that matter."""
-        known = {k: v for k, v in self.summary().items() if isinstance(v, int | float | str)}
-        shown = [f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in known.items()]
-        return f"{type(self).__name__}({', '.join(shown)})"
+    @property
+    def plot(self) -> ModelPlots:
+        """Plots of its predictions: ``calibration``, ``predicted`` and ``curve``."""
+        return ModelPlots(self)
 
-    def _repr_html_(self) -> str:
-        """A table of the summary, for notebooks."""
-        rows = "".join(
-            f"<tr><th style='text-align:left'>{escape(str(key))}</th><td>{_cell(value)}</td></tr>"
-            for key, value in self.summary().items()
-            if value not in (None, "", [], {})
-        )
-        return f"<table><caption>{type(self).__name__}</caption>{rows}</table>"
-
-
-def _cell(value: Any) -> str:
-    """A value of a summary as HTML: numbers with four digits, lists and dicts line by line."""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, dict):
-        return "<br>".join(f"{escape(str(key))}: {_cell(inner)}" for key, inner in value.items())
-    if isinstance(value, list | tuple):
-        return "<br>".join(_cell(inner) for inner in value)
-    return escape(str(value))
+    def _shown(self) -> dict[str, Any]:
+        return self.summary()

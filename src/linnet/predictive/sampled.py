@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,10 @@ class SampledPredictive(Predictive):
 
     def __init__(self, outputs: Tensor, targets: Labels) -> None:
         self.outputs, self.targets = outputs, targets
+
+    def _shown(self) -> dict[str, Any]:
+        known: dict[str, Any] = {"samples": len(self.outputs), **super()._shown()}
+        return known if len(self.outputs) < 2 else {**known, "standard deviation": self.variance.sqrt()}
 
     def __repr__(self) -> str:
         s, n, c = self.outputs.shape

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from linnet.errors import InputError, ModelError
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, normal
+from linnet.shown import Record
 from linnet.solvers.lanczos import eigenpairs
 from linnet.spectrum.kernel_matrix import KERNELS, tangent_of
 from linnet.tangent.batch import EMPTY, check_finite, require_dense, split
@@ -38,8 +39,8 @@ STEP = 1e-8  # of differences: so short that next to no unit of a wide network c
 WRONG = 0.5  # relative difference beyond which a derivative is not one
 
 
-@dataclass(frozen=True)
-class AnisotropyDirections:
+@dataclass(frozen=True, repr=False)
+class AnisotropyDirections(Record):
     """Neural anisotropy directions, strongest first.
 
     Args:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from linnet.errors import InputError, NumericalError
 from linnet.memory import parse_bytes
 from linnet.params import choice, flag, integer, refuse, tensor
+from linnet.shown import Record
 from linnet.spectrum.function_values import FunctionValues, function_values
 from linnet.spectrum.kernel_eigenpairs import (
     Decomposition,
@@ -55,8 +56,8 @@ from linnet.tangent.modes import in_exact_mode
 INDEFINITE = 1e-3  # share of the largest eigenvalue below zero from which a matrix is no kernel's
 
 
-@dataclass(frozen=True)
-class Eigenfunctions:
+@dataclass(frozen=True, repr=False)
+class Eigenfunctions(Record):
     """Leading eigenfunctions φ_j of the tangent kernel on a data set.
 
     Args:
@@ -83,6 +84,10 @@ class Eigenfunctions:
     form: Form
     method: str
     residual: float
+
+    def _shown(self) -> dict[str, Any]:
+        known = {"k": self.k, "examples": batch_size(self.x), "method": self.method}
+        return {**known, "residual": self.residual, "values": self.values}
 
     @property
     def k(self) -> int:

@@ -14,6 +14,7 @@ from linnet.errors import InputError
 from linnet.memory import parse_bytes
 from linnet.params import integer
 from linnet.params import path as checked_path
+from linnet.shown import Record, Shown
 from linnet.spectrum.eigenfunctions import Eigenfunctions, eigenfunctions
 from linnet.spectrum.function_values import FunctionValues, function_values
 from linnet.spectrum.kernel_distance import centered_alignment, kernel_distance
@@ -25,8 +26,8 @@ from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
 
-@dataclass(frozen=True)
-class KernelNote:
+@dataclass(frozen=True, repr=False)
+class KernelNote(Record):
     """The kernel at one moment of training; scales are means over the examples.
 
     Args:
@@ -52,7 +53,7 @@ class KernelNote:
     centered: dict[str, float] = field(default_factory=dict)
 
 
-class Recorder:
+class Recorder(Shown):
     """Follows the tangent kernel of a network through training.
 
     Each ``note`` linearizes the network where it is, computes the Gram matrix on a fixed set of examples
@@ -119,6 +120,10 @@ class Recorder:
         self._grams: dict[int, Tensor] = {}
         self._first: Tensor | None = None
         self._last: Tensor | None = None
+
+    def _shown(self) -> dict[str, Any]:
+        known = {"examples": batch_size(self.x), "form": self.form, "every": self.every, "kept": self.keep}
+        return {**known, "notes": len(self.notes), "last": self.notes[-1] if self.notes else None}
 
     @apart()  # training may be on one process, or on batches of its own
     @in_exact_mode

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, make_generator, signs
 from linnet.params import call, choice, integer, number, refuse, tensor
 from linnet.params import function as checked_function
+from linnet.shown import Record
 from linnet.solvers.lanczos import eigenpairs, tridiagonalize
 from linnet.solvers.solution import Estimate
 from linnet.solvers.trace import slq
@@ -31,8 +33,8 @@ from linnet.tangent.captured import Form
 COLUMNS = 16  # Lanczos processes side by side
 
 
-@dataclass(frozen=True)
-class SpectralDensity:
+@dataclass(frozen=True, repr=False)
+class SpectralDensity(Record):
     """The distribution of the eigenvalues of a symmetric operator, estimated from S random vectors.
 
     Args:
@@ -49,6 +51,11 @@ class SpectralDensity:
     nodes: Tensor
     weights: Tensor
     dimension: int
+
+    def _shown(self) -> dict[str, Any]:
+        mean = self.expectation(lambda t: t)
+        known = {"dimension": self.dimension, "mean eigenvalue": str(mean)}
+        return {**known, "largest": float(self.nodes.max()), "samples": len(self.nodes)}
 
     def expectation(self, function: Callable[[Tensor], Tensor]) -> Estimate:
         """The mean of f over the eigenvalues, tr f(A) / n, with its standard error.

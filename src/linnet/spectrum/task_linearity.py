@@ -21,6 +21,7 @@ from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linalg.factorize import cholesky
 from linnet.linear.kernel_system import KernelSystem
 from linnet.memory import parse_bytes
+from linnet.shown import Record
 from linnet.spectrum.alignment import alignment
 from linnet.spectrum.eigenfunctions import eigenfunctions
 from linnet.spectrum.kernel_eigenpairs import check_count
@@ -36,8 +37,8 @@ MOST_ROWS = 6000  # a kernel of more is taken on some of the examples, so that t
 BATCH = 128  # examples predicted at once
 
 
-@dataclass(frozen=True)
-class LabelEnergy:
+@dataclass(frozen=True, repr=False)
+class LabelEnergy(Record):
     """The kernel's leading spectrum, and where in it the labels lie.
 
     Args:
@@ -62,8 +63,8 @@ class LabelEnergy:
     trace: float
 
 
-@dataclass(frozen=True)
-class HeldOut:
+@dataclass(frozen=True, repr=False)
+class HeldOut(Record):
     """Leave-one-out predictions of the training examples.
 
     Args:
@@ -82,8 +83,8 @@ class HeldOut:
     chance: float | None = None
 
 
-@dataclass(frozen=True)
-class LinearityGap:
+@dataclass(frozen=True, repr=False)
+class LinearityGap(Record):
     """Distance of the network with the fitted weights from its linear model: E‖f − f_lin‖² / E‖f_lin − f₀‖².
 
     Args:
@@ -102,8 +103,8 @@ class LinearityGap:
     agreement: float | None = None
 
 
-@dataclass(frozen=True)
-class TaskLinearity:
+@dataclass(frozen=True, repr=False)
+class TaskLinearity(Record):
     """Result of ``task_linearity``: statistics of the kernel, the labels and the fit.
 
     Args:

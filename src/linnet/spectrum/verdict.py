@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from linnet.shown import Record
+
 # Rules of thumb: the skill of leave-one-out (see ``Evidence.skill``) from which a fit does well, and below
 # which it does poorly. In experiments/kernels/verdict.py the skill on test samples was 0.45 to 0.83 for the
 # tasks in between and at most 0.51 for those below; no task there was above.
@@ -15,8 +17,8 @@ OPEN = (
 )
 
 
-@dataclass(frozen=True)
-class Verdict:
+@dataclass(frozen=True, repr=False)
+class Verdict(Record):
     """A judgment in words.
 
     Args:

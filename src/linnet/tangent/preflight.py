@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from linnet.errors import DataError, ModelError
-from linnet.memory import Plan
+from linnet.memory import Plan, format_bytes
+from linnet.shown import Record
 from linnet.tangent.batch import EMPTY, Inputs, batch_size, take
 from linnet.tangent.capture import proved_plan
 from linnet.tangent.coordinates import moved_network
@@ -32,8 +33,8 @@ NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class Coverage:
+@dataclass(frozen=True, repr=False)
+class Coverage(Record):
     """Treatment of one parameter.
 
     Args:
@@ -51,8 +52,8 @@ class Coverage:
     exact: bool
 
 
-@dataclass(frozen=True)
-class Preflight:
+@dataclass(frozen=True, repr=False)
+class Preflight(Record):
     """Result of the preflight check; print it.
 
     Args:
@@ -77,6 +78,19 @@ class Preflight:
     findings: tuple[str, ...]
     ok: bool
     memory: Plan
+
+    def _shown(self) -> dict[str, Any]:
+        return {
+            "network": self.model,
+            "parameters": len(self.parameters),
+            "P": self.total,
+            "outputs": self.outputs,
+            "directional derivatives": self.jvp,
+            "memory": f"{format_bytes(self.memory.peak)} of {format_bytes(self.memory.budget)}",
+            "verdict": "ready" if self.ok else "NOT ready",
+            "notes": list(self.findings),
+            "treatment": {one.name: one.treatment for one in self.parameters},
+        }
 
     @property
     def total(self) -> int:

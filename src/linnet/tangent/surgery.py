@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError
 from linnet.params import flag, instance, number
+from linnet.shown import Record
 from linnet.tangent.batch import Inputs
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.rectifiers import CALLS, RELU, CappedLeakyReLU, Leaking, make_leaking, mentions
@@ -27,8 +28,8 @@ from linnet.tangent.rectifiers import CALLS, RELU, CappedLeakyReLU, Leaking, mak
 RECORD = "_linnet_surgery"  # attribute of a network after surgery: its report
 
 
-@dataclass(frozen=True)
-class Activation:
+@dataclass(frozen=True, repr=False)
+class Activation(Record):
     """One place where a network rectifies.
 
     Args:
@@ -48,8 +49,8 @@ class Activation:
     times: int | None = None
 
 
-@dataclass(frozen=True)
-class SurgeryReport:
+@dataclass(frozen=True, repr=False)
+class SurgeryReport(Record):
     """Report of replaced and kept activations.
 
     Args:

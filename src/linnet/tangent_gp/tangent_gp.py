@@ -126,6 +126,11 @@ class TangentGP(PredictiveModel):
         self._system: System | None = None
         self._plan: GPPlan | None = None
 
+    def _shown(self) -> dict[str, Any]:
+        if self._plan is not None:
+            return self.summary()
+        return {"likelihood": self._likelihood.describe(), "prior precision": self.prior_precision}
+
     def __repr__(self) -> str:
         state = f"{self._plan.chosen.space} space, {self._problem.n} examples" if self._plan else "not fitted"
         return f"TangentGP({self._likelihood!r}, prior_precision={self.prior_precision:.4g}, {state})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,15 +13,12 @@ from linnet.app.report.measures import (
     interval_coverage,
     ranking,
     reliability_bins,
-    wilson_interval,
 )
 from linnet.app.report.records import Reliability, RidgeChoice, RidgePath, Spectrum
 from linnet.app.report.svg import (
     ACCENT,
     DOWN,
-    INK,
     MUTED,
-    PAPER,
     QUIET,
     UP,
     bare,
@@ -30,14 +26,14 @@ from linnet.app.report.svg import (
     class_color,
     draw,
 )
-from linnet.app.report.wording import SUPERSCRIPTS, loo_name, number
+from linnet.app.report.wording import loo_name, number
+from linnet.plots import panels
+from linnet.plots.style import percent_ticks
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _HALF, _PANEL = 450.0, 360.0  # CSS pixels; figures of one panel stay legible on a phone
-_MANY_POINTS = 1500  # a scatter beyond this is drawn as pixels
 _MANY_BARS = 200  # bars beyond this are thinned
 
 
@@ -62,23 +58,19 @@ def reliability_diagram(part: Reliability, index: int = 0) -> str:
 
     def paint(figure: Figure) -> None:
         top, bottom = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [4.0, 1.0]})
-        x = [b.confidence for b in bins]
-        top.plot([0, 1], [0, 1], color=QUIET, linewidth=1.0, linestyle=(0, (4, 4)))
-        top.fill_between(x, [b.low for b in bins], [b.high for b in bins], color=color, alpha=0.16, lw=0)
-        top.plot(x, [b.accuracy for b in bins], color=color, marker="o", markersize=4.5)
+        panels.reliability(top, bins, color)
         top.set_title(f"{brief(part.method)}\n", pad=2)
         top.annotate(
             error, (0, 1), xytext=(0, 6), color=MUTED,
             xycoords="axes fraction", textcoords="offset points", fontsize=10.5,
         )  # fmt: skip
-        top.set(xlim=(0, 1), ylim=(0, 1.02))
-        _percent_ticks(top, "y")
+        percent_ticks(top, "y")
         top.tick_params(labelbottom=False)
         counts, edges = np.histogram(np.clip(part.confidence, 0, 1), bins=10, range=(0, 1))
         bottom.bar(edges[:-1] + 0.05, counts, width=0.088, color=color, alpha=0.55)
         bottom.grid(False)
         bottom.set_yticks([int(counts.max())])
-        _percent_ticks(bottom, "x")
+        percent_ticks(bottom, "x")
         bare(bottom, "left")
         top.set_ylabel("correct")
         bottom.set_ylabel("count")
@@ -143,20 +135,18 @@ def ridge_curves(path: RidgePath, choice: RidgeChoice | None = None) -> list[str
         >>> len(ridge_curves(RidgePath(np.array([0.1, 1.0]), np.array([2.0, 1.0]), 1.0)))
         1
     """
-    order = np.argsort(path.ridges)
-    ridges = np.asarray(path.ridges, dtype=float)[order]
-    panels: list[tuple[str, list[tuple[str, Array, str]]]] = []
+    drawn: list[tuple[str, list[tuple[str, Array, str]]]] = []
     error = [("leave-one-out", path.loo_error, ACCENT)]
     if path.gcv is not None:
         error.append(("generalized cross-validation", path.gcv, QUIET))
-    panels.append((loo_name(choice), error))
+    drawn.append((loo_name(choice), error))
     accuracy = [("leave-one-out", path.loo_accuracy, ACCENT), ("test", path.test_accuracy, QUIET)]
     known = [(name, values, color) for name, values, color in accuracy if values is not None]
     if known:
-        panels.append(("Accuracy", known))
+        drawn.append(("Accuracy", known))
     if path.evidence is not None:
-        panels.append(("Log evidence (nats)", [("evidence", path.evidence, ACCENT)]))
-    ends = f"for ridges from {number(ridges[0])} to {number(ridges[-1])}"
+        drawn.append(("Log evidence (nats)", [("evidence", path.evidence, ACCENT)]))
+    ends = f"for ridges from {number(min(path.ridges))} to {number(max(path.ridges))}"
     ends += "" if path.chosen is None else f"; chosen: {number(path.chosen)}"
 
     def curve(title: str, lines: list[tuple[str, Array, str]]) -> Callable[[Figure], None]:
@@ -164,20 +154,8 @@ def ridge_curves(path: RidgePath, choice: RidgeChoice | None = None) -> list[str
             from matplotlib.ticker import MaxNLocator
 
             panel = figure.subplots()
-            for name, values, color in lines:
-                main = color == ACCENT
-                style = "-" if main else (0, (4, 3))
-                y = np.asarray(values, dtype=float)[order]
-                panel.plot(ridges, y, color=color, linestyle=style, label=name, lw=2.0 if main else 1.4)
-            if path.chosen is not None:
-                y = np.interp(math.log(path.chosen), np.log(ridges), np.asarray(lines[0][1])[order])
-                panel.axvline(path.chosen, color=INK, linewidth=0.9, alpha=0.6, linestyle=(0, (1, 2)))
-                panel.plot([path.chosen], [y], marker="o", ms=8, color=ACCENT, mec=PAPER, mew=1.8)
+            panels.over_ridges(panel, path.ridges, lines, path.chosen)
             panel.set_title(title)
-            panel.set_xscale("log")
-            _log_ticks(panel, "x")
-            panel.set_xlabel("ridge")
-            panel.margins(y=0.12)
             if title == "Accuracy":
                 panel.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
                 panel.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
@@ -188,7 +166,7 @@ def ridge_curves(path: RidgePath, choice: RidgeChoice | None = None) -> list[str
 
     return [
         draw(f"ridge-{index}", f"{title} {ends}", (_PANEL, 290.0), curve(title, lines))
-        for index, (title, lines) in enumerate(panels)
+        for index, (title, lines) in enumerate(drawn)
     ]
 
 
@@ -206,37 +184,14 @@ def kernel_spectrum(spectrum: Spectrum, name: str = "spectrum") -> str:
         >>> kernel_spectrum(Spectrum(np.array([4.0, 1.0, 0.1]), ridge=0.5)).startswith("<svg")
         True
     """
-    values = np.sort(np.asarray(spectrum.eigenvalues, dtype=float))[::-1]
-    # what lies below the round-off of the largest eigenvalue is zero
-    kept = values[values > values[0] * np.finfo(np.float32).eps] if values.size else values
-    rank = np.arange(1, len(kept) + 1)
     ridge, effective = spectrum.ridge, spectrum.effective()
-    alt = f"{len(kept)} eigenvalues of the kernel by rank"
+    alt = f"{len(panels.positive(spectrum.eigenvalues))} eigenvalues of the kernel by rank"
     alt += "" if effective is None else f"; effective parameters {number(effective)}"
+    level = None if ridge is None else (ridge, f"ridge {number(ridge, trim=True)}")
+    count = None if effective is None else (effective, f"{number(effective)} effective\nparameters")
 
     def paint(figure: Figure) -> None:
-        axes = figure.subplots()
-        axes.set(xscale="log", yscale="log", xlabel="rank", ylabel="eigenvalue")
-        axes.plot(rank, kept, color=ACCENT, marker="o" if len(kept) <= 60 else "", markersize=3)
-        if not len(kept):
-            return
-        low = min(kept[-1], ridge or kept[-1]) / 2
-        axes.set_ylim(low, kept[0] * 2.5)
-        axes.set_xlim(0.9, max(len(kept) * 1.1, 2))
-        if ridge is not None and ridge > 0:
-            axes.axhline(ridge, color=DOWN, linewidth=1.2, linestyle=(0, (4, 3)))
-            note = f"ridge {number(ridge, trim=True)}"
-            axes.annotate(note, (0.95, ridge), xytext=(2, 5), textcoords="offset points", color=DOWN)
-            axes.fill_between(rank, np.maximum(kept, ridge), ridge, color=ACCENT, alpha=0.12, linewidth=0)
-        if effective is not None and 0.9 < effective <= len(kept):
-            axes.axvline(effective, color=INK, linewidth=0.9, alpha=0.6, linestyle=(0, (1, 2)))
-            axes.annotate(
-                f"{number(effective)} effective\nparameters", (effective, 1),
-                xycoords=("data", "axes fraction"), textcoords="offset points", va="top",
-                xytext=(-6, -4), ha="right", color=MUTED, fontsize=10.5,
-            )  # fmt: skip
-        _log_ticks(axes, "x")
-        _log_ticks(axes, "y")
+        panels.spectrum(figure.subplots(), spectrum.eigenvalues, level, count)
 
     return draw(name, alt, (_HALF, 320.0), paint)
 
@@ -351,22 +306,10 @@ def predicted_against_true(mean: Array, target: Array, std: Array | None = None)
         >>> predicted_against_true(np.array([1.0, 2.0]), np.array([1.1, 1.9])).startswith("<svg")
         True
     """
-    x = np.asarray(target, dtype=float).reshape(-1)
-    y = np.asarray(mean, dtype=float).reshape(-1)
-    many = len(x) > _MANY_POINTS
-    alt = f"{len(x)} predicted values against the true ones"
+    alt = f"{np.size(target)} predicted values against the true ones"
 
     def paint(figure: Figure) -> None:
-        axes = figure.subplots()
-        ends = [float(np.nanmin([x, y])), float(np.nanmax([x, y]))] if x.size else [0.0, 1.0]
-        axes.plot(ends, ends, color=QUIET, linewidth=1.0, linestyle=(0, (4, 4)))
-        if std is not None and not many:
-            half = np.asarray(std, dtype=float).reshape(-1)
-            axes.vlines(x, y - half, y + half, color=ACCENT, alpha=0.25, linewidth=1.2)
-        size = 4.0 if many else 16.0
-        axes.scatter(x, y, s=size, color=ACCENT, alpha=0.25 if many else 0.65, linewidths=0, rasterized=many)
-        axes.set(xlabel="true value", ylabel="predicted value")
-        axes.locator_params(nbins=6)
+        panels.against_truth(figure.subplots(), mean, target, std)
 
     return draw("predicted", alt, (_HALF, 340.0), paint)
 
@@ -389,48 +332,9 @@ def interval_calibration(mean: Array, std: Array, target: Array) -> str:
     levels = np.linspace(0.05, 0.95, 19)
     observed = interval_coverage(mean, std, target, levels)
     trials = int(np.asarray(target).size)
-    bands = np.array([wilson_interval(share * trials, trials) for share in observed])
     alt = f"Observed against nominal coverage; 90 % intervals hold {observed[17]:.0%} of the true values"
 
     def paint(figure: Figure) -> None:
-        axes = figure.subplots()
-        axes.plot([0, 1], [0, 1], color=QUIET, linewidth=1.0, linestyle=(0, (4, 4)))
-        axes.fill_between(levels, bands[:, 0], bands[:, 1], color=ACCENT, alpha=0.16, linewidth=0)
-        axes.plot(levels, observed, color=ACCENT, marker="o", markersize=4)
-        axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="predictive interval", ylabel="true values inside")
-        _percent_ticks(axes, "x")
-        _percent_ticks(axes, "y")
+        panels.coverage(figure.subplots(), levels, observed, trials)
 
     return draw("coverage", alt, (_HALF, 340.0), paint)
-
-
-def _percent_ticks(axes: Axes, which: str) -> None:
-    """Ticks at the ends and in the middle, written as percentages."""
-    places = [0.0, 0.5, 1.0]
-    labels = [f"{100 * place:.0f} %" for place in places]
-    (axes.set_xticks if which == "x" else axes.set_yticks)(places, labels)
-    axes.tick_params(axis="x" if which == "x" else "y", length=0, pad=6)
-
-
-def _log_ticks(axes: Axes, which: str) -> None:
-    """Ticks at powers of ten, written without formulas, and no minor ticks."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    low, high = axis.get_view_interval()
-    subs = (1.0, 2.0, 5.0) if 0 < low < high < 60 * low else (1.0,)
-    axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=7))
-    axis.set_major_formatter(lambda value, _: _power(value))
-    axis.set_minor_locator(NullLocator())
-
-
-def _power(value: float) -> str:
-    """A tick of a logarithmic axis: plain near one, with an exponent far from it."""
-    if value <= 0:
-        return ""
-    if 0.01 <= value < 10_000:
-        return f"{value:g}"
-    exponent = math.floor(math.log10(value) + 1e-9)
-    mantissa = round(value / 10.0**exponent)
-    power = f"10{str(exponent).translate(SUPERSCRIPTS)}"
-    return power if mantissa == 1 else f"{mantissa}·{power}"

@@ -13,23 +13,20 @@ from collections.abc import Callable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from linnet.plots.style import ACCENT, DOWN, INK, LINE, MUTED, PAPER, QUIET, UP, bare, brief, class_color
+
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colors of the light page; in the SVG each becomes the CSS variable of the same name.
-INK, MUTED, LINE, PAPER = "#23272f", "#6b7280", "#e3e1dc", "#fdfcfa"
-ACCENT, UP, DOWN, QUIET = "#33658a", "#3d8573", "#b9603f", "#a9adb6"
+__all__ = [
+    "ACCENT", "DOWN", "INK", "LINE", "MUTED", "PAPER", "QUIET", "UP", "bare", "brief", "class_color", "draw",
+]  # fmt: skip
+
+# In the SVG each color of the light page becomes the CSS variable of the same name.
 _VARIABLES = {
     INK: "ink", MUTED: "muted", LINE: "line", PAPER: "paper",
     ACCENT: "accent", UP: "up", DOWN: "down", QUIET: "quiet",
 }  # fmt: skip
-
-# Mid-tones of equal weight, legible on white and on black.
-_CLASS_COLORS = (
-    "#5b8db8", "#d08a4e", "#6aa06c", "#c4686d", "#8d7bb8",
-    "#a07d62", "#cb88ad", "#8a919c", "#a79f4b", "#4fa3a8",
-)  # fmt: skip
 
 _POINTS_PER_INCH = 72  # one unit of the SVG is one point, and is shown as one CSS pixel
 _STYLE: dict[Any, Any] = {
@@ -72,49 +69,6 @@ _STYLE: dict[Any, Any] = {
     "lines.linewidth": 1.8,
     "lines.solid_capstyle": "round",
 }
-
-
-def class_color(index: int) -> str:
-    """The color of a class, the same in every figure and on the page.
-
-    Args:
-        index: Class index, not negative.
-
-    Returns:
-        A color such as ``#5b8db8``; classes beyond the tenth take hues spread by the golden angle.
-
-    Example:
-        >>> class_color(0), class_color(10) != class_color(11)
-        ('#5b8db8', True)
-    """
-    if index < len(_CLASS_COLORS):
-        return _CLASS_COLORS[index]
-    import colorsys
-
-    hue = (0.11 + index * 0.381966) % 1.0
-    red, green, blue = colorsys.hls_to_rgb(hue, 0.56, 0.36)
-    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
-
-
-def brief(text: str, longest: int = 28) -> str:
-    """A text on one line, shortened in the middle when it is long.
-
-    Args:
-        text: Any text.
-        longest: Most characters to keep.
-
-    Returns:
-        The text to draw.
-
-    Example:
-        >>> brief("a very long name of a class", 12)
-        'a very…class'
-    """
-    text = " ".join(text.split())
-    if len(text) <= longest:
-        return text
-    tail = (longest - 1) // 2
-    return f"{text[: longest - 1 - tail]}…{text[-tail:]}"
 
 
 def draw(name: str, alt: str, size: tuple[float, float], paint: Callable[[Figure], None]) -> str:
@@ -173,15 +127,3 @@ def _with_variables(style: re.Match[str]) -> str:
     for color, variable in _VARIABLES.items():
         text = text.replace(color, f"var(--{variable})")
     return text
-
-
-def bare(axes: Axes, *sides: str) -> None:
-    """Remove spines and their ticks from axes.
-
-    Args:
-        axes: The axes.
-        sides: Any of ``"left"``, ``"bottom"``, ``"right"``, ``"top"``.
-    """
-    for side in sides:
-        axes.spines[side].set_visible(False)
-        axes.tick_params(axis="y" if side in ("left", "right") else "x", length=0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from linnet.app.report.records import RidgeChoice, TrainingSet
+from linnet.plots.style import SUPERSCRIPTS
 
-SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _SPACE = "\u202f"  # narrow, and never a line break
 
 

@@ -106,7 +106,7 @@ def adaptation_page(found: Adaptation, title: str, out: Path, replay: bool = Fal
         train = training_set(run)
         test = held_out(run, task.test, found.predictions, task.image_mode is not None)
     record = FitRecord(
-        path, _spectrum(run.fit, eigen), choices(run), _preflight(found.preflight),
+        path, spectrum_record(run.fit, eigen), choices(run), _preflight(found.preflight),
         tuple(Timing(name, seconds) for name, seconds in _timings(found).items()),
         ridge=RidgeChoice(run.fit.record.criterion, loss_of(run.fit), cross_fitted(run.fit)),
     )  # fmt: skip
@@ -372,8 +372,16 @@ def facts(run: SavedRun) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _spectrum(fit: Fit, eigen: Eigen | None) -> Spectrum | None:
-    """The kernel's eigenvalues."""
+def spectrum_record(fit: Fit, eigen: Eigen | None) -> Spectrum | None:
+    """The kernel's eigenvalues.
+
+    Args:
+        fit: The fit.
+        eigen: The eigendecomposition of its kernel, where there is one.
+
+    Returns:
+        The part of the report.
+    """
     return None if eigen is None else Spectrum(eigen.values.cpu().numpy(), fit.ridge)
 
 

@@ -1,0 +1,189 @@
+"""Drawings of one thing on one pair of axes, for the plots of the library and the figures of the report.
+
+Each takes axes and numbers, and changes nothing but the axes. Sizes and fonts are those of the figure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from linnet.plots.measures import Array, ReliabilityBin, wilson_interval
+from linnet.plots.style import ACCENT, DOWN, INK, MUTED, PAPER, QUIET, log_ticks, percent_ticks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DASHED = (0, (4, 4))
+_MANY_POINTS = 1500  # a scatter beyond this is drawn as pixels
+
+
+def over_ridges(
+    axes: Axes, ridges: Array, lines: Sequence[tuple[str, Array, str]], chosen: float | None = None
+) -> None:
+    """Scores over the ridge, with the chosen one marked.
+
+    Args:
+        axes: Where to draw.
+        ridges: ρ, (R,), in any order.
+        lines: Name, scores (R,) and color of each line; the mark lies on the first.
+        chosen: The ridge that was taken.
+    """
+    order = np.argsort(ridges)
+    x = np.asarray(ridges, dtype=float)[order]
+    for name, values, color in lines:
+        main = color == ACCENT
+        y = np.asarray(values, dtype=float)[order]
+        style = "-" if main else (0, (4, 3))
+        axes.plot(x, y, color=color, linestyle=style, label=name, lw=2.0 if main else 1.4)
+    if chosen is not None:
+        height = np.interp(math.log(chosen), np.log(x), np.asarray(lines[0][1], dtype=float)[order])
+        axes.axvline(chosen, color=INK, linewidth=0.9, alpha=0.6, linestyle=(0, (1, 2)))
+        axes.plot([chosen], [height], marker="o", ms=8, color=ACCENT, mec=PAPER, mew=1.8)
+    axes.set_xscale("log")
+    log_ticks(axes, "x")
+    axes.set_xlabel("ridge")
+    axes.margins(y=0.12)
+
+
+def reliability(axes: Axes, bins: Sequence[ReliabilityBin], color: str = ACCENT) -> None:
+    """Accuracy against confidence with 95 % intervals, beside the diagonal of perfect calibration.
+
+    Args:
+        axes: Where to draw.
+        bins: Bins of the predictions.
+        color: Of the line.
+    """
+    x = [b.confidence for b in bins]
+    axes.plot([0, 1], [0, 1], color=QUIET, linewidth=1.0, linestyle=DASHED)
+    axes.fill_between(x, [b.low for b in bins], [b.high for b in bins], color=color, alpha=0.16, lw=0)
+    axes.plot(x, [b.accuracy for b in bins], color=color, marker="o", markersize=4.5)
+    axes.set(xlim=(0, 1), ylim=(0, 1.02))
+
+
+def coverage(axes: Axes, levels: Array, observed: Array, trials: int) -> None:
+    """Shares of true values inside predictive intervals, beside the diagonal.
+
+    Args:
+        axes: Where to draw.
+        levels: Nominal levels, (L,).
+        observed: Observed shares, (L,).
+        trials: Number of values that they are shares of.
+    """
+    bands = np.array([wilson_interval(share * trials, trials) for share in observed])
+    axes.plot([0, 1], [0, 1], color=QUIET, linewidth=1.0, linestyle=DASHED)
+    axes.fill_between(levels, bands[:, 0], bands[:, 1], color=ACCENT, alpha=0.16, linewidth=0)
+    axes.plot(levels, observed, color=ACCENT, marker="o", markersize=4)
+    axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="predictive interval", ylabel="true values inside")
+    percent_ticks(axes, "x")
+    percent_ticks(axes, "y")
+
+
+def spectrum(
+    axes: Axes, eigenvalues: Array, ridge: tuple[float, str] | None, effective: tuple[float, str] | None
+) -> None:
+    """Eigenvalues by rank, both on logarithmic scales.
+
+    Args:
+        axes: Where to draw.
+        eigenvalues: In any order; those below the rounding of the largest are left out, (M,).
+        ridge: The ridge of the fit and what is written at it.
+        effective: Effective degrees of freedom and what is written at them.
+    """
+    values = positive(eigenvalues)
+    rank = np.arange(1, len(values) + 1)
+    axes.set(xscale="log", yscale="log", xlabel="rank", ylabel="eigenvalue")
+    axes.plot(rank, values, color=ACCENT, marker="o" if len(values) <= 60 else "", markersize=3)
+    if not len(values):
+        return
+    low = min(values[-1], ridge[0] if ridge and ridge[0] else values[-1]) / 2
+    axes.set_ylim(low, values[0] * 2.5)
+    axes.set_xlim(0.9, max(len(values) * 1.1, 2))
+    if ridge is not None and ridge[0] > 0:
+        height, note = ridge
+        axes.axhline(height, color=DOWN, linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.annotate(note, (0.95, height), xytext=(2, 5), textcoords="offset points", color=DOWN)
+        axes.fill_between(rank, np.maximum(values, height), height, color=ACCENT, alpha=0.12, linewidth=0)
+    if effective is not None and 0.9 < effective[0] <= len(values):
+        place, note = effective
+        axes.axvline(place, color=INK, linewidth=0.9, alpha=0.6, linestyle=(0, (1, 2)))
+        axes.annotate(
+            note, (place, 1), xycoords=("data", "axes fraction"), textcoords="offset points", va="top",
+            xytext=(-6, -4), ha="right", color=MUTED, fontsize=10.5,
+        )  # fmt: skip
+    log_ticks(axes, "x")
+    log_ticks(axes, "y")
+
+
+def positive(eigenvalues: Array) -> Array:
+    """Eigenvalues that are told from rounding, the largest first.
+
+    Args:
+        eigenvalues: In any order, (M,).
+
+    Returns:
+        Those above the round-off of the largest in single precision.
+
+    Example:
+        >>> positive(np.array([1e-12, 2.0, 4.0])).tolist()
+        [4.0, 2.0]
+    """
+    values = np.sort(np.asarray(eigenvalues, dtype=float))[::-1]
+    return values[values > values[0] * np.finfo(np.float32).eps] if values.size else values
+
+
+def against_truth(axes: Axes, mean: Array, target: Array, std: Array | None = None) -> None:
+    """Predicted against true values, with one standard deviation where it is known.
+
+    Args:
+        axes: Where to draw.
+        mean: Predicted values, any shape; more than 1500 are drawn as pixels.
+        target: True values, the same shape.
+        std: Standard deviations, the same shape.
+    """
+    x, y = np.asarray(target, dtype=float).reshape(-1), np.asarray(mean, dtype=float).reshape(-1)
+    many = len(x) > _MANY_POINTS
+    ends = [float(np.nanmin([x, y])), float(np.nanmax([x, y]))] if x.size else [0.0, 1.0]
+    axes.plot(ends, ends, color=QUIET, linewidth=1.0, linestyle=DASHED)
+    if std is not None and not many:
+        half = np.asarray(std, dtype=float).reshape(-1)
+        axes.vlines(x, y - half, y + half, color=ACCENT, alpha=0.25, linewidth=1.2)
+    size = 4.0 if many else 16.0
+    axes.scatter(x, y, s=size, color=ACCENT, alpha=0.25 if many else 0.65, linewidths=0, rasterized=many)
+    axes.set(xlabel="true value", ylabel="predicted value")
+    axes.locator_params(nbins=6)
+
+
+def influences(axes: Axes, names: Sequence[str], values: Array) -> None:
+    """Bars of what each training example adds to a prediction, the first on top.
+
+    Args:
+        axes: Where to draw.
+        names: Of the examples, (K,).
+        values: What they add, (K,).
+    """
+    places = np.arange(len(names))[::-1]
+    axes.barh(places, values, height=0.7, color=[ACCENT if value >= 0 else DOWN for value in values])
+    axes.axvline(0, color=INK, linewidth=0.9)
+    axes.set_yticks(places, names)
+    axes.grid(False, axis="y")
+    axes.set(xlabel="prediction with the example minus without it", ylabel="training example")
+
+
+def band(axes: Axes, x: Array, mean: Array, std: Array, color: str = ACCENT) -> None:
+    """A function of one variable with two standard deviations on each side.
+
+    Args:
+        axes: Where to draw.
+        x: Places, (T,), in any order.
+        mean: Values there, (T,).
+        std: Their standard deviations, (T,).
+        color: Of the line and the band.
+    """
+    order = np.argsort(x)
+    at, middle, half = (np.asarray(part, dtype=float)[order] for part in (x, mean, 2 * np.asarray(std)))
+    axes.fill_between(at, middle - half, middle + half, color=color, alpha=0.16, linewidth=0)
+    axes.plot(at, middle, color=color)

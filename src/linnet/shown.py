@@ -1,0 +1,133 @@
+"""What a prompt and a notebook show of an object: its kind, its sizes, and the numbers that matter.
+
+A class says what that is once, in ``_shown``; the line of ``repr`` and the table of ``_repr_html_`` follow.
+For a :class:`Record` it is the fields. Large tensors are told by shape and range, never printed whole.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import Field, fields
+from html import escape
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+_WHOLE = 6  # entries of a tensor that are shown as they are
+_ROWS = 12  # parts of a list or a dict in a cell
+
+
+class Shown(ABC):
+    """An object that tells what it is.
+
+    Example:
+        >>> class Line(Shown):
+        ...     def _shown(self):
+        ...         return {"slope": 2 / 3, "points": torch.arange(9.0), "why": ["two", "reasons"]}
+        >>> Line()
+        Line(slope=0.6667, points=(9,) from 0 to 8)
+        >>> ">0.6667</td>" in Line()._repr_html_()
+        True
+    """
+
+    @abstractmethod
+    def _shown(self) -> Mapping[str, Any]:
+        """Names and values: numbers, texts, tensors, records, and lists and dicts of them."""
+
+    def __repr__(self) -> str:
+        """The kind and what is told in a line; lists and dicts are for the table."""
+        told = {name: value for name, value in self._shown().items() if _short(value)}
+        line = ", ".join(f"{name}={in_line(value)}" for name, value in told.items())
+        return f"{type(self).__name__}({line})"
+
+    def _repr_html_(self) -> str:
+        """A table of everything that is told, for notebooks."""
+        return f"<table><caption>{escape(type(self).__name__)}</caption>{_rows(self._shown())}</table>"
+
+
+class Record(Shown, ABC):
+    """A dataclass that tells its fields.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True, repr=False)
+        ... class Found(Record):
+        ...     at: Tensor
+        ...     error: float
+        >>> Found(torch.tensor([4, 2]), 1e-9)
+        Found(at=[4, 2], error=1e-09)
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def _shown(self) -> Mapping[str, Any]:
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+def in_line(value: Any) -> str:
+    """A value in few characters.
+
+    Args:
+        value: A number, text, tensor, record or other object.
+
+    Returns:
+        Floats with four digits, tensors of more than a few entries by shape and range, objects by their kind.
+
+    Example:
+        >>> in_line(1 / 3), in_line(torch.ones(2, 5)), in_line(torch.nn.Tanh())
+        ('0.3333', '(2, 5) from 1 to 1', 'Tanh')
+    """
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Tensor):
+        return _tensor(value.detach())
+    if isinstance(value, tuple):
+        parts = [in_line(part) for part in value[:_WHOLE]]
+        return f"({', '.join(parts)}{', …' if len(value) > _WHOLE else ''})"
+    if isinstance(value, int | str | torch.dtype | torch.device) or value is None:
+        return str(value)
+    return repr(value) if isinstance(value, Record) else type(value).__name__
+
+
+def _short(value: Any) -> bool:
+    """Whether a value belongs into a line: tuples of numbers do, lists, dicts and what is missing do not."""
+    if isinstance(value, tuple):
+        return bool(value) and all(isinstance(part, int | float) for part in value)
+    return value is not None and not isinstance(value, dict | list)
+
+
+def _tensor(value: Tensor) -> str:
+    """The entries of a small tensor, shape and range of a large one."""
+    if value.numel() <= _WHOLE and value.ndim <= 1:
+        entries = value.tolist()
+        return in_line(entries) if value.ndim == 0 else f"[{', '.join(map(in_line, entries))}]"
+    shape = f"({', '.join(map(str, value.shape))}{',' if value.ndim == 1 else ''})"
+    if not value.numel() or value.is_complex():
+        return shape
+    return f"{shape} from {in_line(value.min().item())} to {in_line(value.max().item())}"
+
+
+def _rows(told: Mapping[str, Any]) -> str:
+    """The rows of a table; what is missing or empty has none."""
+    return "".join(
+        f"<tr><th style='text-align:left'>{escape(str(name))}</th>"
+        f"<td style='text-align:left'>{_cell(value)}</td></tr>"
+        for name, value in told.items()
+        if not (value is None or (isinstance(value, str | list | tuple | dict) and not value))
+    )
+
+
+def _cell(value: Any) -> str:
+    """A value as HTML: records as tables, lists and dicts line by line as far as there is room."""
+    if isinstance(value, Record):
+        return f"<table>{_rows(value._shown())}</table>"
+    if isinstance(value, dict):
+        lines = [f"{escape(str(name))}: {_cell(inner)}" for name, inner in value.items()]
+    elif isinstance(value, list | tuple):
+        lines = [_cell(inner) for inner in value]
+    else:
+        return escape(in_line(value))
+    more = [f"… {len(lines) - _ROWS} more"] if len(lines) > _ROWS else []
+    return "<br>".join([*lines[:_ROWS], *more])
