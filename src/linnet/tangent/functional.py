@@ -6,6 +6,7 @@ import contextlib
 import copy
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from linnet.errors import InputError, LinnetError, ModelError, WeightsError
 from linnet.linalg.finite import is_finite
+from linnet.linalg.host import read
 from linnet.linalg.space import ParameterSpace
 from linnet.memory import reuse_freed_memory
 from linnet.tangent.batch import (
@@ -27,6 +29,7 @@ from linnet.tangent.batch import (
     example_shapes,
     map_tensors,
     observed,
+    on_device,
     take,
     tensors_in,
 )
@@ -175,14 +178,15 @@ class Functional:
 
     @contextlib.contextmanager
     def inputs(self, x: Inputs) -> Iterator[Inputs]:
-        """Inputs that the network may write to: copies of x, until it is known not to.
+        """Inputs on the network's device, which it may write to: copies of x, until it is known not to.
 
         Args:
-            x: A batch.
+            x: A batch, wherever it is.
 
         Yields:
             The batch to run the network on, once.
         """
+        x = on_device(x, self.device)
         if self.source is not None:
             x = map_tensors(lambda t: t.to(self.dtype) if t.is_floating_point() else t, x)
         if not torch.compiler.is_compiling() and not STRIDES_KEPT.get():
@@ -458,7 +462,11 @@ def _require_usable(model: nn.Module) -> None:
 
 def _check_weights(model: nn.Module) -> None:
     """Raise if any parameter or buffer is not finite, naming the first."""
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    sums = [t.detach().sum() for _, t in named if t.is_floating_point() and t.numel()]
+    if {s.device for s in sums} == {sums[0].device} and all(map(math.isfinite, read(sums))):
+        return  # a sum is finite only if all its terms are; one of a device is asked for once
+    for name, tensor in named:
         _check_finite(name, tensor)
 
 
