@@ -1,8 +1,8 @@
 """A pretend accelerator: numbers of the CPU that say another device, refuse to mix with it, and are counted.
 
-``PRETEND`` is a device like ``cuda:0``: networks and data move to it by ``.to``, every kernel runs, and one that gets
-tensors of both devices raises the error of CUDA. ``counted()`` tells how many kernels a call starts, where it waits
-for one of them (a number read back), and how many bytes each line of linnet carries to the device.
+``PRETEND`` is a device like ``cuda:0``: networks and data move to it by ``.to``, every kernel runs, and one
+that gets tensors of both devices raises the error of CUDA. ``counted()`` tells how many kernels a call starts,
+where it waits for one of them (a number read back), and how many bytes each line of linnet carries there.
 
 Torch starts one thread a device with its first backward pass, so that this file has to be imported before it.
 """
@@ -10,6 +10,7 @@ Torch starts one thread a device with its first backward pass, so that this file
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -25,8 +26,9 @@ MEMORY = 8 << 30  # what the device says it has left
 
 # Kernels whose result has a size or a value that the host must know before it goes on.
 WAITS = frozenset({
-    "_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_consecutive", "unique_dim",
-    "is_nonzero", "_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "linalg_lstsq", "bincount",
+    "_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "bincount",
+    "_unique2", "unique_consecutive", "unique_dim",
+    "_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "linalg_lstsq",
 })  # fmt: skip
 INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
 MIXED = "Expected all tensors to be on the same device, but found at least two devices, pretend:0 and cpu"
@@ -129,7 +131,7 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
 class Backend:
     """What torch asks the module of a device for."""
 
-    class device(contextlib.nullcontext):  # noqa: N801
+    class device(contextlib.nullcontext):
         """The current device is always this one."""
 
     def is_available(self) -> bool:
@@ -183,18 +185,22 @@ class DeviceTensor(torch.Tensor):
         values: The tensor on the CPU.
     """
 
-    values: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> DeviceTensor:
-        made = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
+        return torch.Tensor._make_subclass(  # type: ignore[attr-defined,no-any-return]
             cls, values, False, dispatch_device=True, device_for_backend_keys=PRETEND
         )
-        made.values = values
-        return made  # type: ignore[no-any-return]
 
     def __init__(self, values: torch.Tensor) -> None:
         super().__init__()
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The numbers, as a tensor on the CPU over the same memory."""
+        place = self.untyped_storage(), self.storage_offset(), self.shape, self.stride()
+        return torch.empty(0, dtype=self.dtype).set_(*place)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -227,6 +233,11 @@ def _values(value: Any) -> Any:
     return value.values if isinstance(value, DeviceTensor) else value
 
 
+def _layout(t: torch.Tensor) -> tuple[Any, ...]:
+    """Where and how a tensor lies in memory."""
+    return t.shape, t.stride(), t.data_ptr()
+
+
 def _refuse_mixing(name: str, args: Any, flat: list[Any]) -> None:
     """Raise where CUDA would: tensors of the CPU with an axis among those of the device."""
     there = [v for v in flat if isinstance(v, torch.Tensor) and not _is_ours(v) and v.ndim > 0]
@@ -235,7 +246,9 @@ def _refuse_mixing(name: str, args: Any, flat: list[Any]) -> None:
     if there:
         raise RuntimeError(f"{MIXED}! ({name} at {_line()})")
     if any(isinstance(v, torch._C.Generator) and v._cdata not in Generator.ours for v in flat):
-        raise RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu' ({name} at {_line()})")
+        raise RuntimeError(
+            f"Expected a '{NAME}' device type for generator but found 'cpu' ({name} at {_line()})"
+        )
 
 
 def _waits(name: str, args: Any) -> bool:
@@ -271,11 +284,12 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
         _waited()
     if wanted is not None:
         kwargs["device"] = torch.device("cpu")
-    result = func(*tree_map(_values, args), **tree_map(_values, kwargs))
+    plain = tree_map(_values, (args, kwargs))
+    result = func(*plain[0], **plain[1])
     if func._schema.is_mutable:
-        for one in filter(_is_ours, flat):
-            if one.shape != one.values.shape or one.stride() != one.values.stride():  # it was resized
-                one.data = DeviceTensor(one.values)
+        for one, values in zip(flat, tree_iter(plain), strict=True):
+            if _is_ours(one) and _layout(one) != _layout(values):  # it was resized
+                one.data = DeviceTensor(values)
     if func._schema.is_mutable and len(func._schema.returns) == 1:  # in place: the same tensor is returned
         return kwargs.get("out", args[0]) if func._schema.returns[0].alias_info is not None else result
     if not here:
@@ -286,5 +300,6 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
 _everything = torch.library.Library("_", "IMPL")
 _everything.fallback(_run, "PrivateUse1")
 _copies = torch.library.Library("aten", "IMPL")
-for _name in ("copy_", "_to_copy"):  # torch has them for every device, by kernels that this one lacks
-    _copies.impl(_name, lambda *a, _op=getattr(torch.ops.aten, _name).default, **k: _run(_op, *a, **k), "PrivateUse1")
+for _copy in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
+    # torch has them for every device, by kernels that this one lacks
+    _copies.impl(_copy._schema.name, functools.partial(_run, _copy), "PrivateUse1")
