@@ -73,6 +73,8 @@ class Size:
         language: Its configuration.
         many: Examples of the sketched fit.
         dim: Directions of it.
+        networks: Those whose curvature is computed.
+        repeats: Timed calls of each contestant.
     """
 
     square: int
@@ -86,6 +88,8 @@ class Size:
     language: dict[str, int]
     many: int
     dim: int
+    networks: tuple[str, ...] = ("lenet", "resnet20", "transformer")
+    repeats: int = 3
 
 
 VIT_B = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
@@ -100,7 +104,7 @@ SIZES = {
         {**SHALLOW, "image_size": 32},
         6, 5,
         {**SHALLOW, "num_key_value_heads": 1, "vocab_size": 50},
-        64, 8,
+        64, 8, ("lenet",), 1,
     ),
     "quick": Size(8192, 256, 512, 1000, 64, VIT_B, 64, 128, LLAMA_1B, 50_000, 2048),
     "full": Size(16_384, 256, 2048, 1000, 512, VIT_B, 256, 256, LLAMA_1B, 50_000, 8192),
@@ -139,9 +143,11 @@ class Place:
 
         return run
 
-    def turns(self, calls: dict[str, Callable[[], Any]], repeats: int = 3) -> dict[str, Timing]:
+    def turns(self, calls: dict[str, Callable[[], Any]]) -> dict[str, Timing]:
         """Seconds of several calls, in turns."""
-        return time_in_turns({name: self.finished(call) for name, call in calls.items()}, repeats, limit=60)
+        return time_in_turns(
+            {name: self.finished(call) for name, call in calls.items()}, self.size.repeats, limit=60
+        )
 
     def measured(self, call: Callable[[], Any]) -> tuple[float, int | None, Any]:
         """Seconds of one call, the peak of its memory above what was held, and its result."""
@@ -189,7 +195,7 @@ def rates(place: Place) -> list[Row]:
     half = torch.randn(n, n).to(place.device)
     matrix = half @ half.T / n
     both = place.turns(
-        {str(d): lambda d=d: torch.linalg.eigh(matrix.to(d)) for d in (torch.float32, torch.float64)}, 2
+        {str(d): lambda d=d: torch.linalg.eigh(matrix.to(d)) for d in (torch.float32, torch.float64)}
     )
     ratio = both["torch.float64"].median / both["torch.float32"].median
     rows.append(Row(f"eigh of {n} in float64", both["torch.float64"].median, ratio, note="times float32's"))
@@ -224,7 +230,7 @@ def kernel(place: Place) -> list[Row]:
 def curvature(place: Place) -> list[Row]:
     """Passes over the data of three networks, beside the plain pass and the peers."""
     rows, here = [], place.device
-    for name in ("lenet", "resnet20", "transformer"):
+    for name in place.size.networks:
         given = problem(name, examples=place.size.curved)
         given = replace(given, model=given.model.to(here), x=given.x.to(here), y=given.y.to(here))
         for task in ("kfac-exact", "kfac-mc", "ekfac-mc", "diagonal-exact"):

@@ -1,8 +1,8 @@
 """A pretend accelerator: numbers of the CPU that say another device, refuse to mix with it, and are counted.
 
 ``PRETEND`` is a device like ``cuda:0``: networks and data move to it by ``.to``, every kernel runs, and one
-that gets tensors of both devices raises the error of CUDA. ``counted()`` tells how many kernels a call starts,
-where it waits for one of them (a number read back), and how many bytes each line of linnet carries there.
+that gets tensors of both devices raises the error of CUDA. ``counted()`` tells how many kernels a call
+starts, where it waits for one of them (a number read back), and how many bytes each line carries there.
 
 Torch starts one thread a device with its first backward pass, so that this file has to be imported before it.
 """
@@ -233,6 +233,13 @@ def _values(value: Any) -> Any:
     return value.values if isinstance(value, DeviceTensor) else value
 
 
+def _there(value: Any) -> Any:
+    """A result of the CPU on the device; zeros that stand for themselves without memory are written out."""
+    if type(value) is not torch.Tensor:
+        return value
+    return DeviceTensor(torch.zeros_like(value) if value._is_zerotensor() else value)
+
+
 def _layout(t: torch.Tensor) -> tuple[Any, ...]:
     """Where and how a tensor lies in memory."""
     return t.shape, t.stride(), t.data_ptr()
@@ -294,7 +301,7 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
         return kwargs.get("out", args[0]) if func._schema.returns[0].alias_info is not None else result
     if not here:
         return result
-    return tree_map(lambda v: DeviceTensor(v) if type(v) is torch.Tensor else v, result)
+    return tree_map(_there, result)
 
 
 _everything = torch.library.Library("_", "IMPL")
