@@ -7,6 +7,7 @@ takes a real one, where only the counts cannot be seen.
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, cached_property
@@ -147,7 +148,7 @@ def numbers(found: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.thinned(16)
+@pytest.mark.thinned(20)
 def test_a_call_gives_the_numbers_of_the_cpu_wherever_the_data_are(name: str) -> None:
     expected = numbers(EVERY[name](Placed("cpu", "cpu")))
     for data in (DEVICE, torch.device("cpu")):
@@ -262,6 +263,27 @@ def test_what_a_call_waits_for_besides() -> None:
     }
     found = {name: counts(call).syncs for name, call in calls.items()}
     assert {name: n for name, n in found.items() if n > most[name]} == {}
+
+
+@pretended
+def test_what_a_step_waits_for() -> None:
+    model, (x, y) = network(), data(24)
+    lin = linnet.linearize(model)
+
+    def solved(tolerance: float) -> tuple[int, int]:
+        with counted() as found:
+            fit = linnet.fit(lin, (x, y), solver=CG(tolerance=tolerance), ridge=100.0)
+        (steps,) = re.findall(r"(\d+) steps", fit.record.reasons["preconditioner"])
+        return found.syncs, int(steps)
+
+    solved(1e-2)
+    few, many = solved(1e-1), solved(1e-6)
+    assert many[1] > few[1]
+    # the curvature along the direction, and the residual, after a pass over the data each
+    assert many[0] - few[0] <= 3 * (many[1] - few[1])
+    optimizer = linnet.optim.GaussNewton(model, Categorical())
+    steps = [counts(lambda: optimizer.step(x, y)).syncs for _ in range(7)]
+    assert min(steps) <= 30
 
 
 @pretended

@@ -86,7 +86,7 @@ class Functional:
         self._takes_targets = _takes_targets(model)
         self._walked: tuple[nn.Module, dict[str, nn.Parameter], dict[str, tuple[str, ...]]] | None = None
         theta = self.theta
-        _check_weights(self.model)
+        _check_finite(tensors_by_name(self.model))
         self.space = ParameterSpace.of(theta)
         reuse_freed_memory()
 
@@ -141,7 +141,7 @@ class Functional:
                     expected=f"{tuple(old.shape)}",
                     remedy="pass the weights of the network that was linearized",
                 )
-            _check_finite(name, new)
+        _check_finite({name: new for name, (_, new) in given.items()})
         fixed = {name for name in given if name not in self.names}
         same = all(torch.equal(given[name][0], given[name][1].to(given[name][0])) for name in fixed)
         twin = self if in_place else self.copy()
@@ -460,24 +460,19 @@ def _require_usable(model: nn.Module) -> None:
             )
 
 
-def _check_weights(model: nn.Module) -> None:
-    """Raise if any parameter or buffer is not finite, naming the first."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    sums = [t.detach().sum() for _, t in named if t.is_floating_point() and t.numel()]
-    if {s.device for s in sums} == {sums[0].device} and all(map(math.isfinite, read(sums))):
-        return  # a sum is finite only if all its terms are; one of a device is asked for once
-    for name, tensor in named:
-        _check_finite(name, tensor)
-
-
-def _check_finite(name: str, tensor: Tensor) -> None:
-    """Raise if a parameter or buffer is not finite."""
-    if tensor.is_floating_point() and not is_finite(tensor):
-        raise ModelError(
-            f"weights: {name} of shape {tuple(tensor.shape)} holds NaN or infinite values",
-            expected="finite weights",
-            remedy="load an intact checkpoint",
-        )
+def _check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raise if a parameter or buffer is not finite, naming the first."""
+    floating = {name: t.detach() for name, t in tensors.items() if t.is_floating_point() and t.numel()}
+    # a sum is finite only if all its terms are; all sums are read together, in one wait for the device
+    if all(map(math.isfinite, read([t.sum() for t in floating.values()]))):
+        return
+    for name, tensor in floating.items():
+        if not is_finite(tensor):
+            raise ModelError(
+                f"weights: {name} of shape {tuple(tensor.shape)} holds NaN or infinite values",
+                expected="finite weights",
+                remedy="load an intact checkpoint",
+            )
 
 
 def _takes_targets(model: nn.Module) -> bool:
