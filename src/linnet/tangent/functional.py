@@ -164,12 +164,12 @@ class Functional:
     @property
     def device(self) -> torch.device:
         """Where the parameters live."""
-        return next(iter(self.theta.values())).device
+        return next(iter(self._members()[0].values())).device
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the parameters."""
-        return next(iter(self.theta.values())).dtype
+        return next(iter(self._members()[0].values())).dtype
 
     def __call__(self, params: Params, x: Inputs) -> Tensor:
         """f(θ, x), shape (N, ...); a network with outputs (N,) gives (N, 1)."""
