@@ -118,6 +118,7 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
     def __new__(cls, device: Any = "cpu") -> Generator:
         made = torch._C.Generator.__new__(cls, "cpu")
         made.place = torch.device(device)
+        Generator.ours.discard(made._cdata)  # of one that is gone
         if made.place.type == NAME:
             Generator.ours.add(made._cdata)
         return made
