@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -13,6 +14,9 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+
+with contextlib.suppress(ImportError):  # a torch without devices made in Python
+    import tests.device  # noqa: F401  # before any backward pass: torch starts its threads of devices then
 
 pytest_plugins = ("tests.budget",)
 

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,16 +49,18 @@ def available_bytes(device: torch.device | str = "cpu") -> int:
         True
     """
     device = torch.device(device)
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free) + _cuda_cached(device)
     if device.type in ("cpu", "mps"):  # mps shares the main memory
         return min([_system_available(), *_cgroup_available(), *_limits_available()])
-    raise InputError(
-        f"device is {str(device)!r}, whose free memory linnet cannot query",
-        expected="a cpu, cuda or mps device",
-        remedy="pass the budget as a number, for example memory='4GB'",
-    )
+    module: Any = getattr(torch, device.type, None)  # torch.cuda, torch.xpu, ...: one module a kind of device
+    if not hasattr(module, "mem_get_info"):
+        raise InputError(
+            f"device is {str(device)!r}, whose free memory linnet cannot query",
+            expected="a cpu or mps device, or one of which torch tells the free memory, such as cuda",
+            remedy="pass the budget as a number, for example memory='4GB'",
+        )
+    free, _ = module.mem_get_info(device)
+    # and what torch's allocator has reserved from the driver and can hand out again
+    return int(free + module.memory_reserved(device) - module.memory_allocated(device))
 
 
 @cache
@@ -73,11 +76,6 @@ def reuse_freed_memory() -> None:
         >>> reuse_freed_memory()
     """
     torch.empty(_LARGEST_KEPT, dtype=torch.uint8)
-
-
-def _cuda_cached(device: torch.device) -> int:
-    """Bytes that torch's allocator has reserved from the driver and can hand out again."""
-    return int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def _system_available() -> int:

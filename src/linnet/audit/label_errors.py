@@ -23,6 +23,7 @@ from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.frames import frame
+from linnet.linalg.host import searched
 from linnet.params import refuse, tensor
 from linnet.predictive.temperature import golden_section, probabilities
 from linnet.shown import Record
@@ -153,6 +154,7 @@ def _wrong(q: Tensor, rate: float) -> Tensor:
 
 def _most_likely(outputs: Tensor, labels: Tensor) -> tuple[float, float]:
     """T and η of highest likelihood, with one more example that is of no class, as for other temperatures."""
+    outputs, labels = searched(outputs, labels)
     scale = float(outputs.std(correction=0)) + 1e-12
 
     def solved(log_t: float) -> tuple[float, float]:

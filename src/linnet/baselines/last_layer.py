@@ -21,7 +21,7 @@ from linnet.params import number
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.noise import Noise
-from linnet.tangent.batch import Inputs, check_examples, map_tensors
+from linnet.tangent.batch import Inputs, check_examples
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import gather_data
 from linnet.tangent.modes import in_exact_mode
@@ -75,8 +75,7 @@ class LastLayerRegression(PredictiveModel):
             DataError: If x is empty or not finite.
         """
         check_examples(x)
-        device = self.weights.device
-        phi = _with_constant(features(self._model, map_tensors(lambda t: t.to(device), x)))
+        phi = _with_constant(features(self._model, x))
         # φᵀ Cov[w] φ, the same for every output
         variance = ((phi @ self.covariance) * phi).sum(1).clamp_min(0)
         mean = phi @ self.weights

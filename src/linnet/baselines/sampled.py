@@ -32,7 +32,7 @@ from linnet.predictive.links import Link
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.sampled import SampledPredictive
 from linnet.progress import track
-from linnet.tangent.batch import Inputs, batch_size, check_examples, map_tensors, take
+from linnet.tangent.batch import Inputs, batch_size, check_examples, map_tensors, on_device, take
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gather import gather_data
 
@@ -98,7 +98,7 @@ class Baseline(PredictiveModel):
         """
         check_examples(x)
         with torch.set_grad_enabled(requires_gradient(x)):
-            f = self._outputs(map_tensors(lambda t: t.to(self.device), x))
+            f = self._outputs(x)
         return SampledPredictive(f.flatten(2), Labels(self.likelihood, tuple(f.shape[2:]), Link()))
 
     def _check_runs(self, x: Inputs) -> None:
@@ -353,8 +353,8 @@ def trained(
         model.train()
         for _ in range(epochs):
             for index in torch.randperm(n).split(min(size, n)):
-                own = index.to(weights[0].device)
-                f = call("the network", _run, model, take(x, own), expected="a network that can run on x")
+                part, own = on_device(take(x, index), y.device), index.to(y.device)
+                f = call("the network", _run, model, part, expected="a network that can run on x")
                 # 1/B Σ nll + λ/2N ‖θ‖²
                 squares = torch.stack([p.square().sum() for p in weights]).sum()
                 loss = training_nll(likelihood, f, y[own]).mean() + prior_precision / (2 * n) * squares

@@ -11,6 +11,7 @@ sums of all parts are compared with those of the whole, as every process has rea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from linnet.distributed import Share, agree, current, look_around, sum_numbers
 from linnet.errors import DataError, InputError
+from linnet.linalg.host import read
 from linnet.params import integer
 from linnet.tangent.batch import (
     EMPTY,
@@ -167,12 +169,11 @@ class Batches:
                     if left is not None:
                         batch = batch.part(slice(0, left))
                         left -= batch.size
-                    _check(batch)
-                    total = _fingerprint(batch)
+                    total = _checked(batch)
                     self._now = self._now.plus(batch.size, *total)
                     yield batch
                 elif share.cut and not self._known:
-                    total = _fingerprint(Batch(index, part_x, part_y))
+                    total = _sums(Batch(index, part_x, part_y))[:2]
                     whole = whole.plus(batch_size(part_x), *total)
                 index += 1
                 if share.world > 1:
@@ -216,7 +217,7 @@ class Batches:
         for x, y in self._whole():
             for part_x, part_y in self._parts(x, y):
                 batch = Batch(0, *_moved(part_x, part_y, self.device))
-                _check(batch)
+                _checked(batch)
                 if self.share.world > 1:
                     self._require_alike(batch)
                 return batch
@@ -283,7 +284,7 @@ class Batches:
                 remedy="pass shuffle=False, or leave file= or linnet.unfinished.resumable out",
             )
         first = self.first()
-        return [float(first.size), float(self.block or 0), *_fingerprint(first)]
+        return [float(first.size), float(self.block or 0), *_sums(first)[:2]]
 
     def passed(self) -> Tensor:
         """A fingerprint of the examples of the pass so far: their number and sums over them, (3,)."""
@@ -417,17 +418,24 @@ def usable(t: Tensor, device: torch.device | None) -> Tensor:
     return moved.clone() if moved.is_inference() else moved
 
 
-def _check(batch: Batch) -> None:
-    """Raise on empty or non-finite inputs."""
+def _checked(batch: Batch) -> tuple[float, float]:
+    """Σ v and Σ v² over the inputs and targets of the examples; raises on empty or non-finite inputs."""
     if batch.size == 0:
         raise DataError("data has an empty batch", expected="at least one example", remedy=EMPTY)
-    check_finite(batch.x, "x")
-
-
-def _fingerprint(batch: Batch) -> tuple[float, float]:
-    """Σ v and Σ v² over the inputs and targets of the examples."""
-    values = [*tensors_in(batch.x), *([] if batch.y is None else [batch.y])]
-    owned = [v.detach().nan_to_num() for v in values if v.ndim and v.shape[0] == batch.size]
-    first = sum(float(v.sum(dtype=torch.float64)) for v in owned)
-    second = sum(float(v.double().square().sum()) for v in owned if v.numel() <= 1 << 24)
+    first, second, inputs = _sums(batch)
+    if not math.isfinite(inputs):
+        check_finite(batch.x, "x")
     return first, second
+
+
+def _sums(batch: Batch) -> tuple[float, float, float]:
+    """Σ v and Σ v² of what is finite in the examples, and Σ x, which is finite only if all inputs are."""
+    inputs = tensors_in(batch.x)
+    values = [*inputs, *([] if batch.y is None else [batch.y])]
+    owned = [v.detach().nan_to_num() for v in values if v.ndim and v.shape[0] == batch.size]
+    first = [v.sum(dtype=torch.float64) for v in owned]
+    second = [v.double().square().sum() for v in owned if v.numel() <= 1 << 24]
+    every = [v.detach().sum(dtype=torch.float64) for v in inputs if v.is_floating_point()]
+    found = read([*first, *second, *every])  # in one wait for the device
+    n, m = len(first), len(first) + len(second)
+    return sum(found[:n]), sum(found[n:m]), sum(found[m:])

@@ -59,7 +59,7 @@ def output_covariance(
     if batch_size(x) == 0:
         raise DataError("x is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
     check_finite(x, "x")
-    x = map_tensors(lambda t: usable(t, function.device), x)
+    x = map_tensors(lambda t: usable(t, None), x)
     c = function.check_runs(take(x, slice(0, 1))).numel()
     budget = parse_bytes(memory, function.device)
     one = capture_bytes(function, x, c) + row_bytes(parts, c)
@@ -94,7 +94,7 @@ def output_variance(
     if batch_size(x) == 0:
         raise DataError("x is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
     check_finite(x, "x")
-    x = map_tensors(lambda t: usable(t, function.device), x)
+    x = map_tensors(lambda t: usable(t, None), x)
     return torch.cat([variance for _, variance in variance_blocks(function, parts, x, memory)])
 
 

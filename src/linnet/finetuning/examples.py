@@ -17,7 +17,7 @@ from linnet.tangent.batch import (
     batch_size,
     concatenate,
     is_data_set,
-    map_tensors,
+    on_device,
     take,
     tensors_in,
 )
@@ -87,10 +87,9 @@ class Examples:
         """The examples at some positions."""
         rows = index if self.index is None else self.index[index]
         if self._set is None:
-            rows = rows.to(self.device)
-            return take(self._x, rows), self._y[rows]
+            return on_device(take(self._x, rows), self.device), self._y[rows.to(self.device)]
         x, y = as_pair(self._collate([self._set[i] for i in rows.tolist()]))
-        return map_tensors(lambda t: t.to(self.device), x), torch.as_tensor(y).to(self.device)
+        return on_device(x, self.device), torch.as_tensor(y).to(self.device)
 
     def batches(self, size: int = EVALUATED) -> Iterator[tuple[Inputs, Tensor]]:
         """All examples, in order."""

@@ -20,7 +20,7 @@ from linnet.fitting.linear_fit import LinearFit
 from linnet.params import integer
 from linnet.predictive.distribution import Predictive
 from linnet.predictive.model import PredictiveModel
-from linnet.tangent.batch import Inputs, check_examples, map_tensors, split
+from linnet.tangent.batch import Inputs, check_examples, on_device, split
 from linnet.tangent.functional import OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.surgery import leaky_relu
@@ -114,7 +114,7 @@ class Finetuned(PredictiveModel):
         view, device = self.settings.augmentation.evaluation, next(self.module.parameters()).device
         was_training = self.module.training
         self.module.eval()
-        parts = [map_tensors(lambda t: t.to(device), view(part)) for part in split(x, batch)]
+        parts = [on_device(view(part), device) for part in split(x, batch)]
         found = torch.cat([outputs_of(self.module, part, self._adapter) for part in parts])
         self.module.train(was_training)
         return found

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet import params as check
-from linnet.tangent.batch import Inputs, split, take
+from linnet.tangent.batch import Inputs, on_device, split, take
 from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments
 
 CLIP = 1.0  # largest norm of a gradient; keeps a high rate from destroying a small network
@@ -111,7 +111,7 @@ def outputs_of(module: nn.Module, x: Inputs, output: OutputAdapter = None) -> Te
     Returns:
         The outputs, flattened.
     """
-    arguments, keywords = call_arguments(x)
+    arguments, keywords = call_arguments(on_device(x, next(module.parameters()).device))
     value = adapt_outputs(module(*arguments, **keywords), output)
     return value.reshape(value.shape[0], -1)
 

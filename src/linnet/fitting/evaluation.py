@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from linnet.distributed import all_rows
-from linnet.tangent.batch import Inputs, batch_size, check_examples, map_tensors, own_parts, take
+from linnet.tangent.batch import Inputs, batch_size, check_examples, own_parts, take
 from linnet.tangent.linearized import Linearized
 
 BATCH = 128  # examples predicted at once
 
 
 def checked_inputs(module: Linearized, x: Inputs, name: str = "x") -> Inputs:
-    """Examples on the network's device, or an error.
+    """Examples that the network runs on, or an error.
 
     Args:
         module: The network.
@@ -28,7 +28,6 @@ def checked_inputs(module: Linearized, x: Inputs, name: str = "x") -> Inputs:
         ModelError: If the network cannot run on them.
     """
     check_examples(x, name)
-    x = map_tensors(lambda t: t.to(module.function.device), x)
     module.function.check_runs(take(x, slice(0, 1)))
     return x
 

@@ -27,7 +27,7 @@ from linnet.linear.dual import Spectrum
 from linnet.linear.targets import ALPHA, Targets, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, integer, number
-from linnet.tangent.batch import Inputs, split, tensors_in
+from linnet.tangent.batch import Inputs, on_device, split, tensors_in
 from linnet.tangent.gather import gather_data
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.modes import in_exact_mode
@@ -176,6 +176,7 @@ def _fold_heads(
 
 def example_hashes(x: Inputs, y: Tensor) -> list[str]:
     """A fingerprint of every labeled example, whatever integer type or shape its label comes in."""
+    x, y = on_device(x, torch.device("cpu")), y.cpu()  # in one copy, not one an example
     labels = y.reshape(len(y), -1) if y.is_floating_point() else y.long().flatten()
     return [hash_tensors([*tensors_in(part), labels[i]]) for i, part in enumerate(split(x, 1))]
 

@@ -16,7 +16,7 @@ from linnet.linear.files import read_solution, restored_softmax, restored_system
 from linnet.linear.problem import Problem
 from linnet.linear.softmax_loss import ClassLoss
 from linnet.linear.targets import Targets
-from linnet.tangent.batch import Inputs, map_tensors, take
+from linnet.tangent.batch import Inputs, take
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import matching_function, require_parameters
@@ -74,7 +74,6 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
     function = matching_function(model, metadata, output, path, OTHER)
     function = function.in_float64() if metadata["float64"] else function
     device = function.device
-    x = map_tensors(lambda t: t.to(device), x)
     tensors = {key: t.to(device) for key, t in tensors.items()}
     values, state = tensors["targets"], (tensors, metadata["solved"])
     targets = Targets(values, metadata["classes"], metadata["scale"], metadata["axis"])

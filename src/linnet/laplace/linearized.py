@@ -11,10 +11,10 @@ from linnet.laplace.outputs import (
     differentiable_moments,
     joint_covariance,
     moments,
-    on_device,
     plain_outputs,
     requires_gradient,
     spread_blocks,
+    without_graph,
 )
 from linnet.likelihoods.discrete import Categorical
 from linnet.params import flag
@@ -59,7 +59,7 @@ def _is_kept(covariance: Curvature, x: Inputs, numbers: int) -> bool:
     if not min(KEPT, KEPT_OF_HEAD) < numbers <= KEPT:
         return numbers <= KEPT
     check_finite(x, "x")
-    return not is_head(covariance, on_device(covariance.function, x))
+    return not is_head(covariance, without_graph(x))
 
 
 def _wide(covariance: Curvature, x: Inputs, labels: Labels, memory: str | int | None) -> GaussianPredictive:

@@ -66,7 +66,7 @@ def captured_blocks(
         MemoryBudgetError: If not even one example fits.
     """
     check_finite(x, "x")
-    x = on_device(function, x)
+    x = without_graph(x)
     c = function.check_runs(take(x, slice(0, 1))).numel()
     budget = parse_bytes(memory, function.device)
     one = capture_bytes(function, x, c) + row_bytes(parts, c) + c * c * function.dtype.itemsize
@@ -98,7 +98,7 @@ def moments(
         (N, C), and (N, C, C), or (N, C) for variances.
     """
     check_finite(map_tensors(lambda t: t.detach(), x), "x")
-    x, function, n = on_device(covariance.function, x), covariance.function, batch_size(x)
+    x, function, n = without_graph(x), covariance.function, batch_size(x)
     if diagonal:
         alone = head_variances(covariance, x) if is_head(covariance, x, positions=True) else None
         return alone or _variances(covariance, x, memory)
@@ -137,7 +137,7 @@ def spread_blocks(
     Raises:
         MemoryBudgetError: If not even one example fits.
     """
-    x, function, parts = on_device(covariance.function, x), covariance.function, covariance.parts
+    x, function, parts = without_graph(x), covariance.function, covariance.parts
     if not is_head(covariance, x):
         for captured in captured_blocks(function, parts, x, memory, kept):
             yield captured.outputs, batch_covariance(parts, captured)
@@ -172,7 +172,7 @@ def joint_covariance(covariance: Curvature, x: Inputs, memory: str | int | None 
         MemoryBudgetError: If the result and two tiles do not fit.
     """
     function, parts, n = covariance.function, covariance.parts, batch_size(x)
-    x = on_device(function, x)
+    x = without_graph(x)
     check_finite(x, "x")
     c = function.check_runs(take(x, slice(0, 1))).numel()
     budget, item = parse_bytes(memory, function.device), covariance.dtype.itemsize
@@ -231,7 +231,6 @@ def differentiable_moments(
         (N, C), and (N, C, C) or (N, C, N, C).
     """
     function = covariance.function
-    x = map_tensors(lambda t: t.to(function.device), x)
     mean = _exact(function, function.theta, x)
     apply: Callable[..., Tensor] = _Spread.apply
     spread = apply(covariance, x, joint, memory, *_tracked(x))
@@ -248,20 +247,19 @@ def plain_outputs(function: Functional, x: Inputs) -> Tensor:
     Returns:
         (N, C), outputs flattened.
     """
-    return torch.cat([function.check_runs(part).flatten(1) for part in split(on_device(function, x), MOST)])
+    return torch.cat([function.check_runs(part).flatten(1) for part in split(without_graph(x), MOST)])
 
 
-def on_device(function: Functional, x: Inputs) -> Inputs:
-    """Examples on the network's device, without a graph.
+def without_graph(x: Inputs) -> Inputs:
+    """Examples without a graph.
 
     Args:
-        function: The network.
         x: Examples.
 
     Returns:
-        The same, moved.
+        The same numbers.
     """
-    return map_tensors(lambda t: t.detach().to(function.device), x)
+    return map_tensors(lambda t: t.detach(), x)
 
 
 def requires_gradient(x: Inputs) -> bool:
@@ -409,7 +407,6 @@ def outputs_under(
         MemoryBudgetError: If the result does not fit.
     """
     check_finite(map_tensors(lambda t: t.detach(), x), "x")
-    x = map_tensors(lambda t: t.to(function.device), x)
     c = function.check_runs(map_tensors(lambda t: t.detach(), take(x, slice(0, 1)))).numel()
     size = samples * batch_size(x) * c * function.dtype.itemsize
     plan = Plan(

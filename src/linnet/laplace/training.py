@@ -21,7 +21,7 @@ from linnet.laplace.laplace import Laplace
 from linnet.likelihoods.likelihood import Likelihood, training_nll
 from linnet.linalg.random import Seed, make_generator
 from linnet.params import call, choice, instance, integer, refuse
-from linnet.tangent.batch import Inputs, as_pair, batch_size, map_tensors, take
+from linnet.tangent.batch import Inputs, as_pair, batch_size, on_device, take
 from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments
 from linnet.tangent.gather import gather_data
 
@@ -147,7 +147,7 @@ def train_with_evidence(
         model.train()
         for x, y in _batches(held, size, source):
             optimizer.zero_grad()
-            f = _outputs(model, map_tensors(lambda t: t.to(place), x), options.get("output"))
+            f = _outputs(model, on_device(x, place), options.get("output"))
             # −1/n of the log posterior, in which every example counts s times, over s
             loss = training_nll(la.likelihood, f, y).mean() + penalty(model) / (la.data_scale * n)
             loss.backward()
@@ -183,7 +183,7 @@ def _batches(data: Any, size: int, source: torch.Generator | None) -> Iterator[t
         return
     x, y = data
     for index in torch.randperm(len(y), generator=source).split(min(size, len(y))):
-        yield take(x, index), y[index]
+        yield take(x, index), y[index.to(y.device)]
 
 
 def _outputs(model: nn.Module, x: Inputs, output: OutputAdapter) -> Tensor:

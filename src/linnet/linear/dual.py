@@ -363,40 +363,31 @@ class Spectrum:
         Returns:
             The path.
         """
-        points = [self._point(float(ridge), classes, targets.to(self.values.dtype)) for ridge in ridges]
-        columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*points, strict=True)]
-        loo, gcv, evidence, degrees, noise, accuracy = columns
+        targets = targets.to(self.values.dtype)
+        points = [self._point(ridge, classes, targets) for ridge in ridges.to(self.values)]
+        loo, gcv, evidence, degrees, noise, accuracy = torch.stack(points, 1).cpu().double()
         return RidgePath(
             ridges.double().cpu(), loo, gcv, evidence, degrees, noise, accuracy if classes else None
         )
 
-    def _point(self, ridge: float, classes: bool, targets: Tensor) -> tuple[float, ...]:
-        """Loo error, gcv, evidence, degrees of freedom, noise, loo accuracy at one ridge."""
+    def _point(self, ridge: Tensor, classes: bool, targets: Tensor) -> Tensor:
+        """Loo error, gcv, evidence, degrees of freedom, noise, loo accuracy at one ridge, (6,)."""
         n, every = self.counted, self.residual.numel()
         weights = 1 / (self.values + ridge)  # eigenvalues of M
         copies = every // len(weights)  # of every eigenvalue: C where the outputs share the kernel, else 1
         coordinates = self.coordinates.reshape(len(weights), -1)
         beta = (self.vectors @ (weights[:, None] * coordinates)).view(self.n, self.c)
         loo = self._loo(weights, beta)
-        trace = copies * float(weights.sum()) - (every - n) / ridge
+        trace = copies * weights.sum() - (every - n) / ridge
         # I − H = ρM; GCV = n ‖ρMr‖² / (tr ρM)²    (Golub, Heath, Wahba 1979)
-        gcv = n * float(beta.square().sum()) / max(trace, 1e-300) ** 2
-        quadratic = float((weights[:, None] * coordinates**2).sum())
-        noise = ridge * quadratic / n
-        logdet = -copies * float(weights.log().sum()) - (every - n) * math.log(ridge)
-        point = torch.tensor([ridge, noise, logdet], dtype=torch.float64)
-        evidence = float(at_best_noise(point[0], point[1], n, point[2]))
-        right = (
-            float(((targets - loo).argmax(1) == targets.argmax(1)).double().mean()) if classes else math.nan
-        )
-        return (
-            float((loo**2).sum(1).mean()),
-            gcv,
-            evidence,
-            copies * float((self.values * weights).sum()),
-            noise,
-            right,
-        )
+        gcv = n * beta.square().sum() / trace.clamp_min(1e-300) ** 2
+        noise = ridge * (weights[:, None] * coordinates**2).sum() / n
+        logdet = -copies * weights.log().sum() - (every - n) * ridge.log()
+        right = torch.full_like(ridge, math.nan)
+        if classes:
+            right = ((targets - loo).argmax(1) == targets.argmax(1)).to(ridge.dtype).mean()
+        evidence, degrees = at_best_noise(ridge, noise, n, logdet), copies * (self.values * weights).sum()
+        return torch.stack([(loo**2).sum(1).mean(), gcv, evidence, degrees, noise, right])
 
     def loo_residuals(self, ridge: float) -> Tensor:
         """Leave-one-out residuals at a ridge, (N, C)."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import NumericalError
+from linnet.linalg.host import read
 from linnet.linear.dual import Spectrum
 from linnet.linear.targets import Targets
 
@@ -250,10 +251,11 @@ def best_ridge(kernel: Tensor, targets: Targets, weight: float, ridge: float | N
         return _candidate(spectrum, targets, weight, ridge)
     lowest = max(LOWEST * PER_DECADE, math.ceil(PER_DECADE * math.log10(max(smallest, 1e-300))))
     low, high, errors = max(LOW * PER_DECADE, lowest), HIGH * PER_DECADE, dict[int, float]()
+    judged = counting.nonzero()[:, 0]
     while True:
-        for step in range(low, high + 1):
-            if step not in errors:
-                errors[step] = _score(spectrum, 10 ** (step / PER_DECADE), counting)
+        fresh = [step for step in range(low, high + 1) if step not in errors]
+        scores = read([_score(spectrum, 10 ** (step / PER_DECADE), judged) for step in fresh])
+        errors.update(zip(fresh, scores, strict=True))
         best = min(errors, key=errors.__getitem__)
         if best == low and low > lowest:
             low = max(low - PER_DECADE, lowest)
@@ -272,15 +274,15 @@ def counted(targets: Targets) -> Tensor:
     return labels.bincount()[labels] > 1
 
 
-def _score(spectrum: Spectrum, ridge: float, counting: Tensor) -> float:
+def _score(spectrum: Spectrum, ridge: float, judged: Tensor) -> Tensor:
     """Mean leave-one-out error at a ridge, or the evidence with its sign turned where no sample counts."""
-    if counting.any():
-        return float(spectrum.loo_residuals(ridge)[counting].square().sum(1).mean())
+    if len(judged):
+        return spectrum.loo_residuals(ridge)[judged].square().sum(1).mean()
     n = spectrum.residual.numel()
     weights = 1 / (spectrum.values + ridge)
-    quadratic = float((weights[:, None] * spectrum.coordinates.reshape(len(weights), -1).square()).sum())
+    quadratic = (weights[:, None] * spectrum.coordinates.reshape(len(weights), -1).square()).sum()
     # −2/n log N(t; 0, σ²/ρ (K + ρI)) at the best σ², less constants
-    return math.log(max(quadratic / n, 1e-300)) - float(weights.log().mean())
+    return (quadratic / n).clamp_min(1e-300).log() - weights.log().mean()
 
 
 def _candidate(

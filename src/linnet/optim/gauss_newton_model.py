@@ -25,7 +25,7 @@ from linnet.likelihoods.likelihood import Likelihood, training_nll
 from linnet.optim.gauss_newton_checks import check_gradients, check_loss
 from linnet.optim.gauss_newton_vectors import remember
 from linnet.params import call
-from linnet.tangent.batch import Inputs, batch_size, check_finite, concatenate, split
+from linnet.tangent.batch import Inputs, batch_size, check_finite, concatenate, on_device, split
 from linnet.tangent.functional import Functional, OutputAdapter, adapt_outputs, call_arguments
 from linnet.tangent.jacobian import jvp
 from linnet.tangent.modes import in_exact_mode
@@ -68,7 +68,7 @@ class Network:
 
     def losses(self, x: Inputs, y: Tensor) -> Tensor:
         """ℓ of every example, (N,); NaN where the outputs are not finite."""
-        args, kwargs = call_arguments(x)
+        args, kwargs = call_arguments(on_device(x, next(iter(self.parameters.values())).device))
         f = adapt_outputs(self.model(*args, **kwargs), self.output)
         try:
             return training_nll(self.likelihood, f.to(_wide(f)), y)

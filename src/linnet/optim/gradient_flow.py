@@ -28,7 +28,7 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.params import flag, number, shown, tensor
 from linnet.progress import waiting
 from linnet.shown import Shown
-from linnet.tangent.batch import Inputs, batch_size, check_finite, map_tensors, split, take
+from linnet.tangent.batch import Inputs, batch_size, check_finite, split, take
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.gather import gather_data
 from linnet.tangent.gram import gram
@@ -166,7 +166,6 @@ class Flow(Shown):
             raise InputError("x is empty", "at least one example", "check the path and the split")
         check_finite(x, "x")
         function, delta = self.lin.function, self.delta(time)
-        x = map_tensors(lambda t: t.to(function.device), x)
         function.check_runs(take(x, slice(0, 1)))
         parts = [sum(jvp(function, part, delta)) for part in split(x, BATCH)]
         return torch.cat([part.reshape(part.shape[0], -1) for part in parts])  # type: ignore[union-attr]

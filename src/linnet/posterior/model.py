@@ -17,7 +17,7 @@ from linnet.likelihoods.probabilities import warn_of_probabilities
 from linnet.linear.iteration import CGSettings
 from linnet.linear.label_problem import LabelProblem
 from linnet.linear.primal_newton import PrimalNewton
-from linnet.tangent.batch import Inputs, batch_size, map_tensors, split
+from linnet.tangent.batch import Inputs, batch_size, split
 from linnet.tangent.functional import Functional
 from linnet.tangent.jacobian import jvp_columns
 
@@ -77,7 +77,6 @@ class LinearModel:
         Returns:
             (M, C), or (K, M, C); outputs flattened.
         """
-        x = map_tensors(lambda t: t.to(self.function.device), x)
         delta = delta.to(device=self.function.device, dtype=self.function.dtype)
         with torch.no_grad():
             found = [(self.start(part), jvp_columns(self.function, part, delta)) for part in split(x, BLOCK)]

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from linnet.linalg.host import searched
+
 SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)  # of the variance, in probabilities
 NATS = 1.0  # that another scale than one must gain
 
@@ -50,6 +52,8 @@ def fit_temperature(outputs: Tensor, labels: Tensor, variance: Tensor | None = N
     Returns:
         T, found by a grid over ten e-foldings (four decades) and a golden-section refinement.
     """
+    outputs, labels, *rest = searched(outputs, labels, *([] if variance is None else [variance]))
+    variance = rest[0] if rest else None
     scale = float(outputs.double().std()) + 1e-12
 
     def loss(log_t: float) -> float:
@@ -82,6 +86,7 @@ def fit_moderation(outputs: Tensor, labels: Tensor, variance: Tensor) -> tuple[f
         >>> fit_moderation(outputs, labels, torch.full((6, 2), 1e3))[1] < 1
         True
     """
+    outputs, labels, variance = searched(outputs, labels, variance)
     found = []
     for scale in SCALES:
         t = fit_temperature(outputs, labels, scale * variance)

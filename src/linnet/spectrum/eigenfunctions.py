@@ -31,9 +31,9 @@ from linnet.spectrum.kernel_eigenpairs import (
     kernel_eigenpairs,
 )
 from linnet.spectrum.kernel_matrix import (
+    check_dense,
     check_inputs,
     check_kernel,
-    on_device,
     tangent_of,
     values_of_one,
 )
@@ -126,7 +126,8 @@ class Eigenfunctions(Record):
             NumericalError: If an eigenvalue is zero, so that there is no extension.
         """
         chosen = self._chosen(indices)
-        check_inputs(self.function, x := on_device(x, self.function))
+        check_dense(x)
+        check_inputs(self.function, x)
         n = self.vectors.shape[0]
         weights = self._flat[:, chosen] * (math.sqrt(n) / (n * self._positive(chosen)))
         size = weights.shape[0] * values_of_one(tuple(self.vectors.shape[1:-1]), self.form)
@@ -352,7 +353,7 @@ def eigenfunctions(
     if progress is not None:
         flag("progress", progress)
     function = tangent_of(lin_or_model)
-    x = on_device(x, function)
+    check_dense(x)
     q, n = values_of_one(check_inputs(function, x), form), batch_size(x)
     request = Request(function, x, form, n * q, n * q if k is None else k, how)
     pairs = kernel_eigenpairs(request, gram, memory, progress)

@@ -21,7 +21,6 @@ from linnet.tangent.batch import (
     Inputs,
     batch_size,
     check_finite,
-    map_tensors,
     require_dense,
     take,
     tensors_in,
@@ -83,8 +82,7 @@ def gram(
         torch.Size([4, 4])
     """
     function = tangent_of(lin_or_model)
-    x = on_device(x, function)
-    x2 = None if x2 is None else on_device(x2, function)
+    check_dense(x, x2)
     return _gram(
         function,
         x,
@@ -146,8 +144,7 @@ def gram_part(
         torch.Size([4, 4])
     """
     function = tangent_of(lin_or_model)
-    x = on_device(x, function)
-    x2 = None if x2 is None else on_device(x2, function)
+    check_dense(x, x2)
     return _gram_part(function, x, x2, file, part, form=form, memory=memory, accumulate=accumulate)
 
 
@@ -156,12 +153,10 @@ def tangent_of(lin_or_model: Linearized | nn.Module) -> Functional:
     return (lin_or_model if isinstance(lin_or_model, Linearized) else linearize(lin_or_model)).function
 
 
-def on_device(x: Inputs, function: Functional) -> Inputs:
-    """Inputs where the network's parameters live."""
-    here = function.device
-    for t in tensors_in(x):
+def check_dense(*batches: Inputs) -> None:
+    """Raise on inputs whose examples cannot be taken one by one."""
+    for t in tensors_in(batches):
         require_dense(t, "x")
-    return map_tensors(lambda t: t.to(here), x)
 
 
 def check_kernel(form: str) -> None:

@@ -43,6 +43,26 @@ def map_tensors(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
     return x
 
 
+def on_device(x: Inputs, device: torch.device) -> Inputs:
+    """A batch where a network lives; what is there already is not copied.
+
+    Data stay where the user has them, and every batch comes here on its way into a network.
+
+    Args:
+        x: A batch.
+        device: Where its tensors should be.
+
+    Returns:
+        The batch there.
+
+    Example:
+        >>> on_device({"ids": torch.ones(1)}, torch.device("cpu"))
+        {'ids': tensor([1.])}
+    """
+    # from pinned memory the copy goes on beside the host's own work, and kernels wait for it by themselves
+    return map_tensors(lambda t: t.to(device, non_blocking=device.type == "cuda"), x)
+
+
 def tensors_in(x: Inputs) -> list[Tensor]:
     """Every tensor in ``x``, in order."""
     if isinstance(x, Tensor):
@@ -146,6 +166,9 @@ def take(x: Inputs, index: slice | Tensor | Sequence[int]) -> Inputs:
     """The examples of ``x`` at ``index``; tensors without the example axis stay whole."""
     n = batch_size(x)
     rows = torch.as_tensor(index) if not isinstance(index, slice | Tensor) else index
+    if isinstance(rows, Tensor):
+        places = {device: rows.to(device) for device in {t.device for t in tensors_in(x)}}
+        return map_tensors(lambda t: t[places[t.device]] if t.ndim > 0 and t.shape[0] == n else t, x)
     return map_tensors(lambda t: t[rows] if t.ndim > 0 and t.shape[0] == n else t, x)
 
 
@@ -239,7 +262,7 @@ def _catenated(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
             expected="examples of one shape",
             remedy="resize or pad them",
         )
-    return torch.cat(list(tensors))
+    return torch.cat([t.to(tensors[0].device) for t in tensors])
 
 
 def split(x: Inputs, size: int) -> Iterator[Inputs]:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from linnet.errors import InputError, LinnetError, ModelError, WeightsError
 from linnet.linalg.finite import is_finite
+from linnet.linalg.host import read
 from linnet.linalg.space import ParameterSpace
 from linnet.memory import reuse_freed_memory
 from linnet.tangent.batch import (
@@ -27,6 +29,7 @@ from linnet.tangent.batch import (
     example_shapes,
     map_tensors,
     observed,
+    on_device,
     take,
     tensors_in,
 )
@@ -85,7 +88,7 @@ class Functional:
         self._takes_targets = _takes_targets(model)
         self._walked: tuple[nn.Module, dict[str, nn.Parameter], dict[str, tuple[str, ...]]] | None = None
         theta = self.theta
-        _check_weights(self.model)
+        _check_finite(tensors_by_name(self.model))
         self.space = ParameterSpace.of(theta)
         reuse_freed_memory()
 
@@ -140,7 +143,7 @@ class Functional:
                     expected=f"{tuple(old.shape)}",
                     remedy="pass the weights of the network that was linearized",
                 )
-            _check_finite(name, new)
+        _check_finite({name: new for name, (_, new) in given.items()})
         fixed = {name for name in given if name not in self.names}
         same = all(torch.equal(given[name][0], given[name][1].to(given[name][0])) for name in fixed)
         twin = self if in_place else self.copy()
@@ -163,12 +166,12 @@ class Functional:
     @property
     def device(self) -> torch.device:
         """Where the parameters live."""
-        return next(iter(self.theta.values())).device
+        return next(iter(self._members()[0].values())).device
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the parameters."""
-        return next(iter(self.theta.values())).dtype
+        return next(iter(self._members()[0].values())).dtype
 
     def __call__(self, params: Params, x: Inputs) -> Tensor:
         """f(θ, x), shape (N, ...); a network with outputs (N,) gives (N, 1)."""
@@ -177,14 +180,15 @@ class Functional:
 
     @contextlib.contextmanager
     def inputs(self, x: Inputs) -> Iterator[Inputs]:
-        """Inputs that the network may write to: copies of x, until it is known not to.
+        """Inputs on the network's device, which it may write to: copies of x, until it is known not to.
 
         Args:
-            x: A batch.
+            x: A batch, wherever it is.
 
         Yields:
             The batch to run the network on, once.
         """
+        x = on_device(x, self.device)
         if self.source is not None:
             x = map_tensors(lambda t: t.to(self.dtype) if t.is_floating_point() else t, x)
         if not torch.compiler.is_compiling() and not STRIDES_KEPT.get():
@@ -464,20 +468,19 @@ def _require_usable(model: nn.Module) -> None:
             )
 
 
-def _check_weights(model: nn.Module) -> None:
-    """Raise if any parameter or buffer is not finite, naming the first."""
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        _check_finite(name, tensor)
-
-
-def _check_finite(name: str, tensor: Tensor) -> None:
-    """Raise if a parameter or buffer is not finite."""
-    if tensor.is_floating_point() and not is_finite(tensor):
-        raise ModelError(
-            f"weights: {name} of shape {tuple(tensor.shape)} holds NaN or infinite values",
-            expected="finite weights",
-            remedy="load an intact checkpoint",
-        )
+def _check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raise if a parameter or buffer is not finite, naming the first."""
+    floating = {name: t.detach() for name, t in tensors.items() if t.is_floating_point() and t.numel()}
+    # a sum is finite only if all its terms are; all sums are read together, in one wait for the device
+    if all(map(math.isfinite, read([t.sum() for t in floating.values()]))):
+        return
+    for name, tensor in floating.items():
+        if not is_finite(tensor):
+            raise ModelError(
+                f"weights: {name} of shape {tuple(tensor.shape)} holds NaN or infinite values",
+                expected="finite weights",
+                remedy="load an intact checkpoint",
+            )
 
 
 def _takes_targets(model: nn.Module) -> bool:

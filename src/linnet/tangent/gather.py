@@ -50,7 +50,8 @@ def gather_data(
             of samples, or any other iterator over batches. Loaders and iterators are read once, in their own
             order; where they yield more than a share of the memory, they are written to a temporary file and
             mapped. Dicts are taken for pairs: their ``"labels"`` or ``"label"`` is y, the rest is x.
-        device: Where the result should live; by default where the data are.
+        device: Where the targets should live; by default where the data are. The inputs stay where they are:
+            each batch of them is moved when it is needed, so that a device holds one batch.
         missing: Whether NaN in y is let through, as a target that is missing.
 
     Returns:
@@ -75,9 +76,7 @@ def gather_data(
     check_finite(x, "x")
     if not missing:
         check_finite(y, "y")
-    if device is not None:
-        x, y = map_tensors(lambda t: t.to(device), x), y.to(device)
-    return x, y
+    return x, y if device is None else y.to(device)
 
 
 def _as_pair(data: Any) -> tuple[Inputs, Any]:

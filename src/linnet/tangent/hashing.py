@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from linnet.tangent.batch import Inputs, split, tensors_in
+from linnet.tangent.batch import Inputs, on_device, split, tensors_in
 
 
 def hash_tensors(tensors: Iterable[Tensor]) -> str:
@@ -31,4 +31,5 @@ def hash_examples(x: Inputs) -> list[str]:
     Returns:
         N fingerprints, equal for examples of equal values.
     """
+    x = on_device(x, torch.device("cpu"))  # in one copy, not one an example
     return [hash_tensors(tensors_in(part)) for part in split(x, 1)]

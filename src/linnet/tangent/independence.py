@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import ModelError
+from linnet.linalg.host import read
 from linnet.tangent.batch import SHARED, Inputs, ambiguity, batch_size, example_shapes, map_tensors, take
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
@@ -157,11 +158,12 @@ def require_own_gradients(
     rows = [i % len(weights) for i in places]
     alone = exact_rows(function, take(few, rows), list(together), weights[rows][None])
     parts = {name: (alone[name][:, 0], g[rows]) for name, g in together.items()}
-    norms = {name: float(torch.linalg.vector_norm(g)) for name, (_, g) in parts.items()}
-    whole = sum(norm**2 for norm in norms.values()) ** 0.5
-    for name, (own, g) in parts.items():
+    norms = read([torch.linalg.vector_norm(g) for _, g in parts.values()])
+    whole = sum(norm**2 for norm in norms) ** 0.5
+    differences = read([torch.linalg.vector_norm(own - g) for own, g in parts.values()])
+    for (name, (_, g)), norm, difference in zip(parts.items(), norms, differences, strict=True):
         tolerance = SWITCHING.get(g.dtype, COARSE)
-        if float(torch.linalg.vector_norm(own - g)) > tolerance * (norms[name] + 0.1 * whole):
+        if difference > tolerance * (norm + 0.1 * whole):
             raise ModelError(
                 f"model ({type(function.model).__name__}) gives an example another gradient when its batch "
                 f"changes, in {name}",

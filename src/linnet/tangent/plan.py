@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linnet.linalg.host import read
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
 from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
@@ -350,10 +351,10 @@ def _compared(
             largest.append(expected.abs().max())
             if rows is not None:
                 missed.append(((rows[part] if rows.ndim else rows) - expected).abs_().max())
-    return (
-        float(torch.stack(largest).max()) if largest else 0.0,
-        float(torch.stack(missed).max()) if missed else 0.0,  # NaN stays NaN
-    )
+    none = probe.outputs.new_zeros(())
+    both = [torch.stack(each).max() if each else none for each in (largest, missed)]  # NaN stays NaN
+    size, error = read(both)
+    return size, error
 
 
 def _matches(expected: float, missed: float, largest: float, dtype: torch.dtype) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from linnet.linalg.host import read
 from linnet.tangent.rules import Use, pull_back, use_rows
 from linnet.tangent.trace import Trace
 
@@ -64,18 +65,22 @@ def disagreeing(run: Trace, uses: Sequence[Use], cotangent: Tensor) -> set[str]:
         for name in use.sources:
             own.setdefault(name, []).append(use)
     norms = {name: _norm(g) for name, g in truth.items() if g is not None}
-    largest = max(norms.values(), default=0.0)
-    found = set()
+    missed: dict[str, tuple[float, Tensor]] = {}
     for name in run.leaves:  # what the rules give is formed for one parameter at a time
         g, ruled = truth.pop(name), _summed(run, name, own.get(name, []))
         if g is None and ruled is None:
             continue
         zero = torch.zeros_like(run.leaves[name])
         g, ruled = zero if g is None else g, zero if ruled is None else ruled
-        allowed = TOLERANCE.get(g.dtype, COARSE) * (norms.get(name, 0.0) + FLOOR * largest)
-        if _norm(ruled - g) > allowed:
-            found.add(name)
-    return found
+        missed[name] = (TOLERANCE.get(g.dtype, COARSE), _norm(ruled - g))
+    every = read([*norms.values(), *(difference for _, difference in missed.values())])  # in one wait
+    known = dict(zip(norms, every, strict=False))
+    largest = max(known.values(), default=0.0)
+    return {
+        name
+        for (name, (tolerance, _)), difference in zip(missed.items(), every[len(norms) :], strict=True)
+        if difference > tolerance * (known.get(name, 0.0) + FLOOR * largest)
+    }
 
 
 def _summed(run: Trace, name: str, uses: Sequence[Use]) -> Tensor | None:
@@ -88,9 +93,10 @@ def _summed(run: Trace, name: str, uses: Sequence[Use]) -> Tensor | None:
     return total
 
 
-def _norm(t: Tensor) -> float:
+def _norm(t: Tensor) -> Tensor:
     """The Euclidean norm, summed in double precision where single might overflow or lose digits."""
-    return float(torch.linalg.vector_norm(t.detach(), dtype=torch.promote_types(t.dtype, torch.float32)))
+    norm: Tensor = torch.linalg.vector_norm(t.detach(), dtype=torch.promote_types(t.dtype, torch.float32))
+    return norm
 
 
 def sharing(names: set[str], uses: Sequence[Use]) -> set[str]:

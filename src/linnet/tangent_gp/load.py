@@ -11,7 +11,6 @@ from linnet.fitting.load_fit import OTHER
 from linnet.likelihoods import from_description
 from linnet.linear.files import read_solution, restored_system
 from linnet.linear.problem import Problem
-from linnet.tangent.batch import map_tensors
 from linnet.tangent.functional import OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.matching import matching_function
@@ -65,7 +64,6 @@ def load_gp(directory: str | Path, model: nn.Module, output: OutputAdapter = Non
         metadata["noise_scale"],
         **given,
     )
-    x = map_tensors(lambda t: t.to(base.device), x)
     residual, weights, y = (tensors[key] for key in ("residual", "weights", "y"))
     problem = Problem(gp._observed.function, x, residual, weights, metadata["log_noise"], y)
     state, options = (tensors, metadata["solved"]), gp._options

@@ -309,11 +309,9 @@ class TangentGP(PredictiveModel):
         return torch.cat(found)
 
     def _checked(self, x: Inputs) -> Inputs:
-        """X on the network's device, or an error."""
+        """X, or an error."""
         check_examples(x)
-        base = self._observed.base
-        x = map_tensors(lambda t: t.to(base.device), x)
-        base.check_runs(take(x, slice(0, 1)))
+        self._observed.base.check_runs(take(x, slice(0, 1)))
         return x
 
     # -- hyper-parameters ------------------------------------------------------------------------

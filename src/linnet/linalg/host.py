@@ -1,0 +1,48 @@
+"""Few waits for a device: many numbers read back at once, and small searches done by the processor itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SMALL = 1 << 18  # numbers that the processor works through in less time than a device takes to be asked
+
+
+def read(values: Sequence[Tensor]) -> list[float]:
+    """Several numbers in one copy from the device, which has to finish what it was given only once.
+
+    Args:
+        values: Tensors of one number each.
+
+    Returns:
+        The numbers.
+
+    Example:
+        >>> read([torch.tensor(1.0), torch.tensor(2)])
+        [1.0, 2.0]
+    """
+    if not values:
+        return []
+    dtype = functools.reduce(torch.promote_types, (v.dtype for v in values))
+    like = values[0].new_empty((), dtype=dtype)
+    return [float(v) for v in torch.stack([v.detach().reshape(()).to(like) for v in values]).tolist()]
+
+
+def searched(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors where a search that looks at every value it finds is quickest: small ones with the processor.
+
+    Args:
+        *tensors: What is searched over.
+
+    Returns:
+        The same, on the CPU if they are small together.
+
+    Example:
+        >>> searched(torch.ones(2))[0].device
+        device(type='cpu')
+    """
+    small = sum(t.numel() for t in tensors) <= SMALL
+    return tuple(t.cpu() for t in tensors) if small else tensors
