@@ -29,6 +29,7 @@ from linnet.nested.prior import Prior
 from linnet.nested.rows import Rows
 from linnet.nested.rungs import Rung
 from linnet.nested.search import choose
+from linnet.params import no_targets
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.noise import Noise
 from linnet.tangent.batch import (
@@ -325,6 +326,7 @@ class NestedFit(SquaredFit):
             InputError: If ``ridge`` is neither.
         """
         start = time.perf_counter()
+        no_targets("ridge", ridge)
         if ridge not in (None, "loo"):
             raise InputError(
                 f"ridge={ridge!r}",
