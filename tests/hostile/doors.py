@@ -12,10 +12,7 @@ import torch
 import linnet
 from tests.hostile import small
 
-NAMESPACES = (
-    "audit", "baselines", "continual", "curvatures", "fitting", "likelihoods", "metrics", "optim", "spectrum",
-    "surgery",
-)  # fmt: skip
+NAMESPACES = tuple(name for name in linnet.__all__ if inspect.ismodule(getattr(linnet, name)))
 OPERATIONS = ("__call__", "__matmul__", "__add__", "__sub__", "__mul__")
 Arguments = dict[str, Any]
 
@@ -31,7 +28,9 @@ MADE_BY_LINNET = frozenset({
     "spectrum.Eigenfunctions", "spectrum.SpectralDensity", "spectrum.KernelNote",
     "spectrum.AnisotropyDirections",
     "spectrum.TaskLinearity", "spectrum.LabelEnergy", "spectrum.HeldOut", "spectrum.LinearityGap",
-    "spectrum.Verdict", "surgery.SurgeryReport", "surgery.Activation",
+    "spectrum.Verdict", "fitting.RidgePath", "fitting.SoftmaxPath", "fitting.LeftOut", "fitting.KeptTrace",
+    "fitting.LayerShare", "fitting.MetricNetwork", "fitting.SketchedNetwork",
+    "surgery.SurgeryReport", "surgery.Activation",
 })  # fmt: skip
 # Classes to derive from: their methods are tried in the classes that derive from them.
 ABSTRACT = frozenset({"Predictive", "likelihoods.Likelihood", "continual.ContinualMethod", "optim.Schedule"})
@@ -72,6 +71,7 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "fitting.SGD": dict,
     "fitting.Nystrom": lambda: {"rank": 2},
     "fitting.OneHot": dict,
+    "examples.load_digits": dict,
     "curvatures.LowRank": dict,
     "curvatures.MatrixFree": dict,
     "curvatures.MonteCarlo": dict,
@@ -436,7 +436,7 @@ def named() -> Iterator[str]:
     """Every public function and class."""
     for name in linnet.__all__:
         if name in NAMESPACES:
-            inside = getattr(linnet, name).__all__
+            inside = getattr(getattr(linnet, name), "__all__", ())
             yield from (f"{name}.{inner}" for inner in inside if inner not in linnet.__all__)
         elif name != "__version__":
             yield name
