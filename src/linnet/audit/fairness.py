@@ -11,6 +11,7 @@ from torch import Tensor
 from linnet.audit.predictors import outputs_of
 from linnet.errors import InputError
 from linnet.linear.equations import group_numbers
+from linnet.params import record_repr
 from linnet.tangent.batch import Inputs, batch_size
 
 
@@ -35,6 +36,8 @@ class GroupMeans:
     counts: Tensor
     means: Tensor
     before: Tensor | None = None
+
+    __repr__ = record_repr
 
     @property
     def gaps(self) -> Tensor:
