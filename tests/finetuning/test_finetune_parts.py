@@ -83,7 +83,7 @@ def test_augmentation_refuses() -> None:
     refused(InputError, lambda: Augmentation(size=0), "size=0")
     refused(InputError, lambda: Augmentation(area=0.0), "area=")
     refused(InputError, lambda: Augmentation("center")(torch.ones(2, 3)), "(2, 3)")
-    refused(InputError, lambda: Augmentation("random-crop")(torch.ones(2, 3, 8, 8)), "generator")
+    refused(InputError, lambda: Augmentation("random-crop")(torch.ones(2, 3, 8, 8)), "seed")
 
 
 # The preconditioner ----------------------------------------------------------------------------------------

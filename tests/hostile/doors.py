@@ -133,7 +133,7 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "audit.forgetting_certificate": lambda: {"forgotten": small.fit().forget([1])},
     "audit.release": lambda: {
         "fit": small.regression_fit(), "epsilon": 1.0, "delta": 1e-3, "clip": (1.0, 10.0),
-        "generator": torch.Generator().manual_seed(0),
+        "seed": torch.Generator().manual_seed(0),
     },
     "continual.OnlineLaplace": dict,
     "continual.NonOnlineLaplace": dict,
@@ -368,7 +368,7 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "ParameterSpace.select": lambda: {"names": ["0.weight"]},
     "to_flat": lambda: {"vector": small.params()},
     "to_params": lambda: {"vector": small.normal(26)},
-    "Augmentation.__call__": lambda: {"x": small.images(), "generator": torch.Generator().manual_seed(0)},
+    "Augmentation.__call__": lambda: {"x": small.images(), "seed": torch.Generator().manual_seed(0)},
     "Laplace predictive.log_density": lambda: {"y": small.labels()},
     "GaussianPredictive.log_density": lambda: {"y": small.targets()},
     "SampledPredictive.log_density": lambda: {"y": small.labels()},

@@ -308,7 +308,7 @@ def last_layer() -> Any:
 @cache
 def release() -> Any:
     return linnet.audit.release(
-        regression_fit(), 1.0, 1e-3, clip=(1.0, 10.0), generator=torch.Generator().manual_seed(0)
+        regression_fit(), 1.0, 1e-3, clip=(1.0, 10.0), seed=torch.Generator().manual_seed(0)
     )
 
 

@@ -363,8 +363,8 @@ class Laplace(PredictiveModel):
             **known,
             "parameters": self.covariance.function.space.dim,
             "examples": self.examples,
-            "prior precision": prior if isinstance(prior, float) else f"{len(prior)} numbers",
-            "data scale": float(self.data_scale),
+            "prior_precision": prior if isinstance(prior, float) else f"{len(prior)} numbers",
+            "data_scale": float(self.data_scale),
         }
 
     def _labels(self, link: Link) -> Labels:

@@ -266,7 +266,7 @@ class LinearPosterior(PredictiveModel):
             "outputs": "f₀ + J δ" if self._model.base else "J δ",
             "likelihood": self._model.likelihood.describe(),
             "parameters": len(self.mean),
-            "prior precision": self.prior_precision,
+            "prior_precision": self.prior_precision,
         }
         return known if not self.bounds else {**known, "bound": self.bounds[-1]}
 
