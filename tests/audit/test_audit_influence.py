@@ -213,5 +213,5 @@ def test_predictions_that_are_no_outputs(p: Problem) -> None:
 def test_a_seed_is_no_source_of_privacy(p: Problem) -> None:
     seed: Any = 3
     fit = p.fit(ridge=1.0)
-    call = lambda: audit.release(fit, 1.0, 1e-5, clip=(5.0, 5.0), seed=seed)  # noqa: E731
+    call = lambda: audit.release(fit, 1.0, 1e-5, clip=(5.0, 5.0), generator=seed)  # noqa: E731
     refused(InputError, call, "generator is int")

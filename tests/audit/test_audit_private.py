@@ -77,7 +77,7 @@ def clipped_gradient(j: Tensor, r: Tensor, at: Tensor, rho: float, clip: tuple[f
 def test_the_clipped_optimum_has_no_gradient(clip: tuple[float, float]) -> None:
     p = problem(n=9, seed=2)
     fit = p.fit(ridge=RHO, solver="dual")
-    found = audit.release(fit, 1.0, 0.05, clip=clip, seed=generator())
+    found = audit.release(fit, 1.0, 0.05, clip=clip, generator=generator())
     d = flat(found.delta)
     d = d - found.certificate.noise * torch.randn(len(d), generator=generator(), dtype=torch.float64)
     start = clipped_gradient(p.j, p.t - p.f0, torch.zeros_like(d), RHO, clip)
@@ -90,7 +90,7 @@ def test_the_clipped_optimum_has_no_gradient(clip: tuple[float, float]) -> None:
 def test_where_nothing_is_clipped_the_release_is_the_fit() -> None:
     p = problem()
     fit = p.fit(ridge=RHO, solver="dual")
-    noise = audit.release(fit, 5.0, 0.1, clip=(1e3, 1e3), seed=generator(1))
+    noise = audit.release(fit, 5.0, 0.1, clip=(1e3, 1e3), generator=generator(1))
     scale = noise.certificate.noise
     expected = flat(fit.delta) + scale * torch.randn(38, generator=generator(1), dtype=torch.float64)
     near(flat(noise.delta), expected, 1e-9)
@@ -163,18 +163,18 @@ def test_the_noise_has_the_size_that_the_certificate_says() -> None:
     model = nn.Linear(60, 20).double()
     x, t = 0.1 * real(12, 60), real(12, 20)
     fit = linnet.fit(linnet.linearize(model), (x, t), ridge=5.0, solver="dual")
-    drawn = [audit.release(fit, 1.0, 0.01, clip=(1.0, 1.0), seed=generator(s)) for s in (1, 2)]
+    drawn = [audit.release(fit, 1.0, 0.01, clip=(1.0, 1.0), generator=generator(s)) for s in (1, 2)]
     difference = flat(drawn[0].delta) - flat(drawn[1].delta)
     measured = float(difference.std()) / math.sqrt(2)
     assert measured == pytest.approx(drawn[0].certificate.noise, rel=0.08)  # 1,220 numbers: 2 %
-    again = audit.release(fit, 1.0, 0.01, clip=(1.0, 1.0), seed=generator(1))
+    again = audit.release(fit, 1.0, 0.01, clip=(1.0, 1.0), generator=generator(1))
     assert torch.equal(flat(again.delta), flat(drawn[0].delta))
 
 
 def test_objective_perturbation_solves_the_perturbed_problem() -> None:
     p = problem(n=9, seed=2)
     fit = p.fit(ridge=60.0, solver="dual")
-    found = audit.release(fit, 4.0, 0.05, "objective", clip=CLIP, seed=generator(7))
+    found = audit.release(fit, 4.0, 0.05, "objective", clip=CLIP, generator=generator(7))
     b = found.certificate.noise * torch.randn(38, generator=generator(7), dtype=torch.float64)
     gradient = clipped_gradient(p.j, p.t - p.f0, flat(found.delta), 60.0, CLIP) + b
     assert float(gradient.norm()) < 1e-9 * float(b.norm())
@@ -243,8 +243,8 @@ def test_a_certificate_says_what_it_covers() -> None:
 def test_single_precision() -> None:
     p = problem()
     fit = linnet.fit(linnet.linearize(network().float()), (p.x.float(), p.y), ridge=RHO, solver="dual")
-    found = audit.release(fit, 1.0, 0.05, clip=CLIP, seed=generator())
-    exact = audit.release(p.fit(ridge=RHO, solver="dual"), 1.0, 0.05, clip=CLIP, seed=generator())
+    found = audit.release(fit, 1.0, 0.05, clip=CLIP, generator=generator())
+    exact = audit.release(p.fit(ridge=RHO, solver="dual"), 1.0, 0.05, clip=CLIP, generator=generator())
     near(flat(found.delta), flat(exact.delta), 1e-4)
 
 

@@ -133,7 +133,7 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "audit.forgetting_certificate": lambda: {"forgotten": small.fit().forget([1])},
     "audit.release": lambda: {
         "fit": small.regression_fit(), "epsilon": 1.0, "delta": 1e-3, "clip": (1.0, 10.0),
-        "seed": torch.Generator().manual_seed(0),
+        "generator": torch.Generator().manual_seed(0),
     },
     "continual.OnlineLaplace": dict,
     "continual.NonOnlineLaplace": dict,
@@ -303,6 +303,9 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "surgery.CappedLeakyReLU": lambda: linnet.surgery.CappedLeakyReLU(0.2, 6.0),
     "surgery.SquareRootPooling": linnet.surgery.SquareRootPooling,
     "MetricNetwork": small.metric,
+    "fitting.SketchedNetwork": small.sketched,
+    "fitting.RidgePath": lambda: small.fit().path(),
+    "fitting.SoftmaxPath": lambda: small.softmax().path(),
     "ParameterSpace": lambda: small.curvature("full").space,
 }
 
@@ -363,6 +366,7 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "covariance": lambda: {"z": small.normal(2, 3, 2, 2)},
     "surgery.SquareRootPooling.forward": lambda: {"z": small.normal(2, 3, 2, 2)},
     "displacement": dict,
+    "best": lambda: {"criterion": "loo"},
     "ParameterSpace.in_kind": lambda: {"flat": small.normal(26), "like": small.params()},
     "ParameterSpace.of": lambda: {"params": small.params()},
     "ParameterSpace.select": lambda: {"names": ["0.weight"]},
@@ -392,7 +396,7 @@ OWN: dict[str, Callable[[Any], Arguments]] = {
 LIKELIHOODS = ("Gaussian", "HeteroscedasticGaussian", "Categorical", "Bernoulli", "Poisson", "Custom")
 # Documented as products without checks, for solvers that checked once, or called by linnet alone.
 UNCHECKED = frozenset({
-    "mm", "mv", "product", "kernel_rows", "pulled", "resume", "extra_repr", "forward",
+    "mm", "mv", "product", "kernel_rows", "projected", "pulled", "resume", "extra_repr", "forward",
 })  # fmt: skip
 
 

@@ -212,7 +212,7 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "group means": lambda s: linnet.audit.group_means(s.fit(), s.x, s.y),
     "certificate": lambda s: linnet.audit.forgetting_certificate(s.fit(), s.fit().forget([0])),
     "release": lambda s: linnet.audit.release(
-        s.fit(ridge=20.0), 1.0, 1e-3, clip=(2.0, 1.0), seed=_generator()
+        s.fit(ridge=20.0), 1.0, 1e-3, clip=(2.0, 1.0), generator=_generator()
     ),
     "spectrum.gram": lambda s: linnet.spectrum.gram(s.model, s.x),
     "eigenfunctions": lambda s: linnet.spectrum.eigenfunctions(s.model, s.x, 2),

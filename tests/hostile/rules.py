@@ -130,7 +130,7 @@ _NAMES = {
     "numbers": "accuracies accuracy baseline levels limits ridges support prior_mean",
     "times": "times",
     "positions": "indices",
-    "seed": "seed",
+    "seed": "generator seed",
     "place": "checkpoint directory file",
     "step or schedule": "period",
     "model": "model module teacher lin_or_model first second",

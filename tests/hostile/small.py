@@ -118,6 +118,11 @@ def metric() -> Any:
     return linnet.with_metric(net(), curvature("kfac"))
 
 
+@cache
+def sketched() -> Any:
+    return linnet.with_sketch(net(), curvature("kfac"), dim=5, damping=0.1)
+
+
 def likelihood() -> Any:
     return likelihoods.Categorical()
 
@@ -308,7 +313,7 @@ def last_layer() -> Any:
 @cache
 def release() -> Any:
     return linnet.audit.release(
-        regression_fit(), 1.0, 1e-3, clip=(1.0, 10.0), seed=torch.Generator().manual_seed(0)
+        regression_fit(), 1.0, 1e-3, clip=(1.0, 10.0), generator=torch.Generator().manual_seed(0)
     )
 
 

@@ -21,7 +21,6 @@ from linnet.errors import InputError, NumericalError
 from linnet.fitting.evaluation import checked_inputs
 from linnet.fitting.last_layer import RECORD
 from linnet.fitting.linear_fit import LinearFit
-from linnet.linalg.random import Seed, make_generator
 from linnet.linear.dual import DualSystem
 from linnet.linear.kernel_system import KernelSystem
 from linnet.params import number, record_repr
@@ -142,7 +141,7 @@ def release(
     *,
     clip: tuple[float, float],
     neighbors: str = "replace",
-    seed: Seed = None,
+    generator: torch.Generator | None = None,
 ) -> Release:
     """Release δ with (ε, δ) differential privacy.
 
@@ -160,8 +159,8 @@ def release(
         mechanism: ``"output"`` or ``"objective"``.
         clip: κ in units of the Jacobian's norm, τ in units of the outputs: chosen without these data.
         neighbors: ``"replace"`` (data sets of one size that differ in one example) or ``"remove"``.
-        seed: Source of the noise, a generator or a number; it must stay secret. If left out, torch's
-            global stream, which is then as secret as whatever seeded it.
+        generator: Source of the noise; its seed must stay secret. If left out, torch's global stream, which
+            is then as secret as whatever seeded it.
 
     Returns:
         The released weights and the certificate.
@@ -183,7 +182,12 @@ def release(
         2.0
     """
     _check(epsilon, delta, mechanism, clip, neighbors)
-    generator = make_generator(seed)
+    if not isinstance(generator, torch.Generator | None):
+        raise InputError(
+            f"generator is {type(generator).__name__}",
+            expected="a torch.Generator, or None",
+            remedy="pass torch.Generator().manual_seed(seed), with a secret seed",
+        )
     system = _releasable(fit, delta)
     function, c = fit.module.function, system.c
     kappa, tau = (float(value) for value in clip)
