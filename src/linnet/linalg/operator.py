@@ -218,6 +218,48 @@ def unflatten(operator: LinearOperator, flat: Tensor, like: Vector) -> Vector:
     return flat if operator.space is None else operator.space.in_kind(flat, like)
 
 
+class Bidirectional(LinearOperator):
+    """An operator with a product of its own in each direction."""
+
+    @abstractmethod
+    def transposed_mm(self, w: Tensor) -> Tensor:
+        """Aᵀ w.
+
+        Args:
+            w: (m, K).
+
+        Returns:
+            (n, K).
+        """
+
+    @property
+    def T(self) -> LinearOperator:
+        """Aᵀ."""
+        return Transposed(self)
+
+
+class Transposed(LinearOperator):
+    """The transpose of an operator with a product in each direction.
+
+    Args:
+        forward: The operator.
+    """
+
+    def __init__(self, forward: Bidirectional) -> None:
+        self.forward = forward
+        self.shape = (forward.shape[1], forward.shape[0])
+        self.dtype, self.device, self.space = forward.dtype, forward.device, None
+
+    def mm(self, v: Tensor) -> Tensor:
+        """Aᵀ v."""
+        return self.forward.transposed_mm(v)
+
+    @property
+    def T(self) -> LinearOperator:
+        """A."""
+        return self.forward
+
+
 class FunctionOperator(LinearOperator):
     """An operator from a function that multiplies.
 
