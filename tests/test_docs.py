@@ -15,12 +15,10 @@ from types import FunctionType, ModuleType
 import docstring_parser
 import mktestdocs
 import pytest
-import torch
 from mktestdocs.__main__ import grab_code_blocks
 
 import linnet
 from tests.architecture import read_tree
-from tests.hostile.doors import OBJECTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
@@ -120,19 +118,6 @@ def undocumented(thing: object) -> list[str]:
         texts = [text, *(member.__doc__ or "" for member in members if isinstance(member, FunctionType))]
         faults += [] if any(">>> " in t for t in texts) else ["no example"]
     return faults
-
-
-def test_objects_are_told_in_one_line() -> None:
-    """Modules, optimizers and reports, which are tables, apart."""
-    faults = {}
-    for name, make in OBJECTS.items():
-        made = make()
-        table = type(made).__repr__ is type(made).__str__
-        if not table and not isinstance(made, torch.nn.Module | torch.optim.Optimizer):
-            text = repr(made)
-            if "\n" in text or " at 0x" in text or "tensor(" in text:
-                faults[name] = text
-    assert not faults
 
 
 def test_there_is_a_public_surface() -> None:

@@ -12,7 +12,6 @@ import numbers
 import operator
 import os
 from collections.abc import Callable, Collection
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -61,37 +60,6 @@ def shown(value: Any) -> str:
     if len(text) <= _SHOWN:
         return text
     return f"{text[: _SHOWN - 4]}...{text[-1]}"
-
-
-def record_repr(record: Any) -> str:
-    """The fields of a dataclass in one line, for its ``__repr__``: tensors by type and shape.
-
-    Args:
-        record: The dataclass.
-
-    Returns:
-        Such as ``Influence(outputs=float32(8, 3, 2), loss=None, method='exact', residual=1e-07)``.
-
-    Example:
-        >>> from linnet.audit import Influence
-        >>> record_repr(Influence(torch.zeros(8, 3, 2), None, "exact", 1e-7))
-        "Influence(outputs=float32(8, 3, 2), loss=None, method='exact', residual=1e-07)"
-    """
-    told = ((one.name, getattr(record, one.name)) for one in fields(record))
-    return f"{type(record).__name__}({', '.join(f'{name}={_told(value)}' for name, value in told)})"
-
-
-def _told(value: Any) -> str:
-    """A field of a record in a few words."""
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{tuple(value.shape)}"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if is_dataclass(value) and not isinstance(value, type):
-        return record_repr(value)
-    if isinstance(value, _WRITTEN):
-        return shown(value)
-    return type(value).__name__
 
 
 def refuse(name: str, value: Any, expected: str, remedy: str | None = None) -> NoReturn:

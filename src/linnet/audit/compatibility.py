@@ -11,7 +11,7 @@ from torch import Tensor
 from linnet.audit.predictors import check_fit, class_labels, outputs_of
 from linnet.errors import InputError
 from linnet.fitting.linear_fit import LinearFit
-from linnet.params import integer, number, record_repr
+from linnet.params import integer, number
 from linnet.tangent.batch import Inputs, batch_size, take
 
 
@@ -38,8 +38,6 @@ class Flips:
     accuracy_before: float
     accuracy_after: float
     examples: int
-
-    __repr__ = record_repr
 
     @property
     def negative_rate(self) -> float:
@@ -134,8 +132,6 @@ class Compatible:
     after: Flips
     pinned: Tensor
     rounds: int
-
-    __repr__ = record_repr
 
 
 def compatible(

@@ -14,7 +14,6 @@ from linnet.fitting.arguments import positions
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.remarks import after_change
 from linnet.linear.targets import Targets, make_targets
-from linnet.params import record_repr
 from linnet.tangent.batch import Inputs
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.linearized import Linearized
@@ -45,8 +44,6 @@ class Counterfactual:
     delta: Params
     before: Tensor | None
     after: Tensor | None
-
-    __repr__ = record_repr
 
     @property
     def change(self) -> Tensor | None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from linnet.audit.predictors import outputs_of
 from linnet.errors import InputError
 from linnet.linear.equations import group_numbers
-from linnet.params import record_repr
 from linnet.tangent.batch import Inputs, batch_size
 
 
@@ -36,8 +35,6 @@ class GroupMeans:
     counts: Tensor
     means: Tensor
     before: Tensor | None = None
-
-    __repr__ = record_repr
 
     @property
     def gaps(self) -> Tensor:

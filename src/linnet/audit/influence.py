@@ -33,7 +33,7 @@ from linnet.linear.preconditioner import CurvatureInverse
 from linnet.linear.problem import Problem
 from linnet.linear.targets import check_arrangement, make_targets
 from linnet.memory import Plan, parse_bytes, require
-from linnet.params import integer, record_repr
+from linnet.params import integer
 from linnet.solvers.cg import relative_residual
 from linnet.tangent.batch import Inputs, batch_size, named_tensor, split, take
 from linnet.tangent.modes import in_exact_mode
@@ -68,8 +68,6 @@ class Influence:
     loss: Tensor | None
     method: str
     residual: float
-
-    __repr__ = record_repr
 
 
 @in_exact_mode

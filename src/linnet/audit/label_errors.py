@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.params import record_repr, refuse, tensor
+from linnet.params import refuse, tensor
 from linnet.predictive.temperature import golden_section, probabilities
 
 STEPS = 60  # of expectation maximization for η at each temperature
@@ -54,8 +54,6 @@ class LabelErrors:
     expected: float
     rate: float
     temperature: float
-
-    __repr__ = record_repr
 
 
 def label_errors(outputs: Tensor, labels: Tensor) -> LabelErrors:

@@ -20,7 +20,6 @@ from linnet.audit.label_errors import LabelErrors, label_errors
 from linnet.audit.predictors import check_fit
 from linnet.errors import InputError
 from linnet.fitting.linear_fit import LinearFit
-from linnet.params import record_repr
 from linnet.tangent.modes import in_exact_mode
 
 SCORES = ("auto", "margin", "residual", "self-influence")
@@ -57,8 +56,6 @@ class LabelRanking:
     self_influence: Tensor
     score: str
     errors: LabelErrors | None = None
-
-    __repr__ = record_repr
 
     def __len__(self) -> int:
         """N."""

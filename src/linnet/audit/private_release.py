@@ -23,7 +23,7 @@ from linnet.fitting.last_layer import RECORD
 from linnet.fitting.linear_fit import LinearFit
 from linnet.linear.dual import DualSystem
 from linnet.linear.kernel_system import KernelSystem
-from linnet.params import number, record_repr
+from linnet.params import number
 from linnet.tangent.batch import Inputs
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.jacobian import JacobianOperator
@@ -117,8 +117,6 @@ class Release:
     module: Linearized
     certificate: PrivacyCertificate
     private: dict[str, float]
-
-    __repr__ = record_repr
 
     @property
     def delta(self) -> Params:

@@ -21,7 +21,7 @@ from linnet.fitting.joint import joint_covariance, own_covariances
 from linnet.fitting.linear_fit import LinearFit
 from linnet.linalg.factorize import cholesky
 from linnet.memory import parse_bytes
-from linnet.params import choice, flag, integer, record_repr
+from linnet.params import choice, flag, integer
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.modes import in_exact_mode
 
@@ -56,8 +56,6 @@ class Selection:
     scores: Tensor
     variance: Tensor
     criterion: str
-
-    __repr__ = record_repr
 
 
 @in_exact_mode

@@ -24,7 +24,7 @@ from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.sketch import SketchedNetwork
 from linnet.linalg.operator import LinearOperator
 from linnet.linear.system import System
-from linnet.params import instance, record_repr
+from linnet.params import instance
 from linnet.tangent.batch import Inputs, batch_size
 from linnet.tangent.coordinates import moved_network
 from linnet.tangent.functional import Functional
@@ -53,8 +53,6 @@ class SketchError:
     lower: Tensor | None = None
     upper: Tensor | None = None
     predictions: Tensor | None = None
-
-    __repr__ = record_repr
 
 
 @in_exact_mode

@@ -24,7 +24,6 @@ from linnet.errors import InputError
 from linnet.fitting.linear_fit import LinearFit
 from linnet.linear.dual import DualSystem
 from linnet.memory import Plan, parse_bytes, require
-from linnet.params import record_repr
 from linnet.progress import track
 from linnet.tangent.batch import Inputs, named_tensor
 from linnet.tangent.modes import in_exact_mode
@@ -60,8 +59,6 @@ class Summary:
     scores: Tensor
     distance: float
     fit: LinearFit
-
-    __repr__ = record_repr
 
 
 @in_exact_mode

@@ -122,13 +122,6 @@ class RunningCurvature:
         self._kinds: set[Any] = set()
         self._basis: dict[int, Sums] = {}  # the factors that the bases were made of
 
-    def __repr__(self) -> str:
-        kind = self.structure if isinstance(self.structure, str) else "mixture"
-        return (
-            f"RunningCurvature({kind} {self.expectation.matrix}, {self.expectation.kind}, "
-            f"decay {self.decay:g}, {self.batches} batches, P = {self.function.space.dim})"
-        )
-
     # -- averaging -------------------------------------------------------------------------------
 
     @in_exact_mode

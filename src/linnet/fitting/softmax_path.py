@@ -12,7 +12,7 @@ from torch import Tensor
 from linnet.errors import InputError, NumericalError
 from linnet.linear.softmax_dual import SoftmaxDual
 from linnet.linear.softmax_primal import SoftmaxPrimal
-from linnet.params import choice, record_repr
+from linnet.params import choice
 from linnet.progress import track
 
 DECADES = (-5, 1)  # ridges of a path, relative to the mean diagonal of the kernel
@@ -47,8 +47,6 @@ class SoftmaxPath:
     loo_accuracy: Tensor
     certificate: Tensor
     steps: Tensor
-
-    __repr__ = record_repr
 
     def best(self, criterion: str) -> float:
         """The ridge that a criterion prefers.
@@ -88,8 +86,6 @@ class LeftOut:
     one_step: Tensor
     refitted: Tensor
     losses: Tensor
-
-    __repr__ = record_repr
 
     @property
     def error(self) -> float:

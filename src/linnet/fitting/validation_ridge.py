@@ -28,7 +28,6 @@ from linnet.fitting.remarks import after_change
 from linnet.linear.constrained_system import ConstrainedSystem
 from linnet.linear.iterative import Iterative
 from linnet.linear.system import System
-from linnet.params import record_repr
 from linnet.solvers.shifted_cg import shifted_cg
 from linnet.tangent.batch import Inputs
 from linnet.tangent.jacobian import jvp_columns
@@ -67,8 +66,6 @@ class ValidationPath:
     outputs: Tensor
     accuracy: Tensor | None = None
     gradient: Tensor | None = None
-
-    __repr__ = record_repr
 
     def best(self) -> float:
         """The ridge of lowest loss."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from linnet.linalg.factorize import cholesky, eigh
 from linnet.linear.evidence import at_best_noise
-from linnet.params import choice, record_repr
+from linnet.params import choice
 
 # decades of the grid of ridges, relative to the kernel: below, a fit interpolates; above, it does not move
 LOWEST, HIGHEST = -7, 2
@@ -56,8 +56,6 @@ class RidgePath:
     degrees_of_freedom: Tensor
     noise: Tensor
     loo_accuracy: Tensor | None = None
-
-    __repr__ = record_repr
 
     def best(self, criterion: str) -> float:
         """The ridge that a criterion prefers.

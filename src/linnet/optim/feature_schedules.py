@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError
-from linnet.params import instance, integer, number, record_repr, refuse
+from linnet.params import instance, integer, number, refuse
 from linnet.spectrum.kernel_distance import kernel_distance
 from linnet.spectrum.kernel_matrix import check_kernel
 from linnet.tangent.batch import Inputs, check_examples
@@ -53,8 +53,6 @@ class Moment:
     loss: float
     gradient: Callable[[], float]
     output: Any = None
-
-    __repr__ = record_repr
 
 
 @dataclass(frozen=True)

@@ -82,9 +82,6 @@ class GrowingBatches:
         self._generator = torch.Generator().manual_seed(checked_seed("seed", seed))
         self._asked: list[int] = []
 
-    def __repr__(self) -> str:
-        return f"GrowingBatches({len(self.y)} examples, {self.size} a batch, at most {self.largest})"
-
     def follow(self, report: StepReport) -> None:
         """Grow if the last few reports all ask for more.
 

@@ -92,10 +92,6 @@ class Flow:
         self.outputs = (targets.to(residuals) - residuals).to(targets.dtype)
         self.losses = 0.5 * residuals.square().sum((1, 2))
 
-    def __repr__(self) -> str:
-        kind, rate = "gradient descent" if self.discrete else "gradient flow", self.learning_rate
-        return f"Flow({kind}, {self.n} examples, {len(self.times)} times, learning rate {rate:.3g})"
-
     @property
     def n(self) -> int:
         """Number of training examples."""

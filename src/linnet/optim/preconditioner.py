@@ -75,12 +75,6 @@ class KroneckerPreconditioner:
         self._names = {id(p): name for name, p in self.parameters.items()}
         self.refresh(curvature, damping)
 
-    def __repr__(self) -> str:
-        return (
-            f"KroneckerPreconditioner({self.curvature.made.structure}, {len(self.parameters)} parameters, "
-            f"damping {self.damping:.3g}, {self.inversion} inversion)"
-        )
-
     def refresh(self, curvature: Curvature, damping: float | None = None) -> None:
         """Take another curvature of the same network, or another damping.
 

@@ -148,10 +148,6 @@ class IterativeLinearization:
         self._measured: list[tuple[int, str, float]] = []
         self._lin: Linearized | None = None if self._is_plain else self._linearized()
 
-    def __repr__(self) -> str:
-        updates = len(self._updates)
-        return f"IterativeLinearization({self.schedule!r}, {self.steps} steps, {updates} feature updates)"
-
     # -- training --------------------------------------------------------------------------------
 
     def step(self, closure: Closure) -> Tensor:

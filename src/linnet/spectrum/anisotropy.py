@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from linnet.errors import InputError, ModelError
 from linnet.linalg.operator import Bidirectional
 from linnet.linalg.random import Seed, normal
-from linnet.params import record_repr
 from linnet.solvers.lanczos import eigenpairs
 from linnet.spectrum.kernel_matrix import KERNELS, tangent_of
 from linnet.tangent.batch import EMPTY, check_finite, require_dense, split
@@ -64,8 +63,6 @@ class AnisotropyDirections:
     directions: Tensor
     residual: float
     mismatch: float
-
-    __repr__ = record_repr
 
     def images(self) -> Tensor:
         """The directions as pictures.

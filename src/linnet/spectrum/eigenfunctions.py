@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError, NumericalError
 from linnet.memory import parse_bytes
-from linnet.params import choice, flag, integer, record_repr, refuse, tensor
+from linnet.params import choice, flag, integer, refuse, tensor
 from linnet.spectrum.function_values import FunctionValues, function_values
 from linnet.spectrum.kernel_eigenpairs import (
     Decomposition,
@@ -83,8 +83,6 @@ class Eigenfunctions:
     form: Form
     method: str
     residual: float
-
-    __repr__ = record_repr
 
     @property
     def k(self) -> int:

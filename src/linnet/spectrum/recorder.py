@@ -120,10 +120,6 @@ class Recorder:
         self._first: Tensor | None = None
         self._last: Tensor | None = None
 
-    def __repr__(self) -> str:
-        n, notes = batch_size(self.x), len(self.notes)
-        return f"Recorder({n} examples, {self.form} kernel, k = {self.k}, {notes} notes)"
-
     @apart()  # training may be on one process, or on batches of its own
     @in_exact_mode
     def note(self, model: Linearized | nn.Module, step: int) -> KernelNote | None:

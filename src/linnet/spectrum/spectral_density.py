@@ -18,7 +18,7 @@ from linnet.linalg.factorize import eigh, nonnegative
 from linnet.linalg.finite import is_finite
 from linnet.linalg.operator import LinearOperator
 from linnet.linalg.random import Seed, make_generator, signs
-from linnet.params import call, choice, integer, number, record_repr, refuse, tensor
+from linnet.params import call, choice, integer, number, refuse, tensor
 from linnet.params import function as checked_function
 from linnet.solvers.lanczos import eigenpairs, tridiagonalize
 from linnet.solvers.solution import Estimate
@@ -49,8 +49,6 @@ class SpectralDensity:
     nodes: Tensor
     weights: Tensor
     dimension: int
-
-    __repr__ = record_repr
 
     def expectation(self, function: Callable[[Tensor], Tensor]) -> Estimate:
         """The mean of f over the eigenvalues, tr f(A) / n, with its standard error.

@@ -21,7 +21,6 @@ from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linalg.factorize import cholesky
 from linnet.linear.kernel_system import KernelSystem
 from linnet.memory import parse_bytes
-from linnet.params import record_repr
 from linnet.spectrum.alignment import alignment
 from linnet.spectrum.eigenfunctions import eigenfunctions
 from linnet.spectrum.kernel_eigenpairs import check_count
@@ -61,8 +60,6 @@ class LabelEnergy:
     samples: int
     rows: int
     trace: float
-
-    __repr__ = record_repr
 
 
 @dataclass(frozen=True)
@@ -132,8 +129,6 @@ class TaskLinearity:
     ridge: float
     held_out: HeldOut | None
     gap: LinearityGap
-
-    __repr__ = record_repr
 
     @property
     def concentration(self) -> float:
