@@ -9,8 +9,6 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.installed-docs
 SOURCES := src tests $(wildcard benchmarks experiments docs/conf.py)
-# Scripts with an entry point, less those that run in the environment of a peer.
-BENCHMARKS := $(filter-out %_peer.py,$(shell grep -l '^if __name__ == .__main__.' benchmarks/*.py 2>/dev/null))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One test a core, each with one thread: with more threads than cores a busy machine takes a multiple of the time.
@@ -64,9 +62,9 @@ format: $(INSTALLED)
 docs: $(DOCS_INSTALLED)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going -b html docs docs/_build/html
 
+# What lacks its peers or data is skipped with a message that says how to name them.
 bench: $(INSTALLED)
-	@test -n "$(BENCHMARKS)" || { echo "no script in benchmarks/" >&2; exit 1; }
-	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
+	$(BIN)/python benchmarks/run_all.py --out runs/benchmarks
 
 clean:
 	rm -rf $(VENV) build dist docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import linnet
+from linnet.errors import DataError
 from linnet.nested.adapt import HEADS
 from linnet.tangent.batch import Inputs, take
 
@@ -152,14 +153,21 @@ def main() -> None:
     options = arguments.parse_args()
     setup(options.threads)
     if options.inside:
-        print(json.dumps(measured(options.only[0], options.data_dir)))
+        try:
+            print(json.dumps(measured(options.only[0], options.data_dir)))
+        except (DataError, ModuleNotFoundError) as missing:
+            print(json.dumps({"missing": str(missing)}))
         return
     rows, details = [], {}
     for name in options.only:
         words = [sys.executable, __file__, "--inside", "--only", name, "--threads", str(options.threads)]
         words += ["--data-dir", options.data_dir] if options.data_dir else []
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-        found = details[name] = json.loads(done.stdout.splitlines()[-1])
+        found = json.loads(done.stdout.splitlines()[-1])
+        if "missing" in found:
+            print(f"{TITLES[name]}: skipped: {found['missing']}", flush=True)
+            continue
+        details[name] = found
         note = (
             f"fit {found['fit']:.0f} s, CPU {found['cpu']:.0f} s, peak {found['peak'] / 1e9:.1f} GB, "
             f"{found['seconds'] / found['floor']:.1f} times the floor of {found['floor']:.0f} s"

@@ -170,14 +170,14 @@ def processor_name() -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as a table in plain Markdown."""
-    lines = ["| what | seconds | ratio | target | note |", "|---|---:|---:|---|---|"]
+    lines = ["| what | seconds | ratio | goal | note |", "|---|---:|---:|---|---|"]
     for row in rows:
         seconds = "" if row.seconds is None else f"{row.seconds:.4g}"
         ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
-        target = ""
+        goal = ""
         if row.bound is not None:
-            target = f"{row.sense} {row.bound:g} " + ("met" if row.met else "NOT MET")
-        lines.append(f"| {row.name} | {seconds} | {ratio} | {target} | {row.note} |")
+            goal = f"{row.sense} {row.bound:g} " + ("reached" if row.met else "missed")
+        lines.append(f"| {row.name} | {seconds} | {ratio} | {goal} | {row.note} |")
     return "\n".join(lines)
 
 

@@ -2,15 +2,16 @@
 
     python benchmarks/run_all.py --peer-python peer/bin/python --out results
 
-Each benchmark is a process of its own. One that fails is reported and does not stop the others; the exit
-status is 1 if any failed to run, and 0 otherwise: a claim that is not met is a finding, shown in the
-table.
+Each benchmark is a process of its own. One whose peers, packages or data are not there is skipped and the
+reason shown; one that fails is reported and does not stop the others. The exit status is 1 if any failed: a
+goal that is missed is a finding, shown in the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -20,17 +21,22 @@ from typing import Any
 
 from measure import Row, add_peer_python, environment, table
 
-SCRIPTS = (
-    "kernel_mlp",
-    "kernel_conv",
-    "kernel_lenet",
-    "gram_rate",
-    "linearized_step",
-    "memory",
-    "import_time",
-    "gauss_newton_step",
-    "spectrum",
-)
+FOLDER = Path(__file__).resolve().parent
+STARTED = "curvature_turns"  # compares one network, one task and the peers that its user names
+MISSING = (
+    "linnet.errors.DataError", "linnet.errors.DependencyError", "ModuleNotFoundError", "FileNotFoundError"
+)  # fmt: skip
+USAGE = 2  # the exit status of argparse: here, that an option for peers or data was not given
+
+
+def scripts() -> tuple[str, ...]:
+    """Names of the benchmarks: files that can be run by themselves, and not in the environment of a peer."""
+    found = []
+    for path in sorted(FOLDER.glob("*.py")):
+        name = path.stem
+        if name not in {STARTED, Path(__file__).stem} and not name.endswith("_peer"):
+            found += [name] * ('if __name__ == "__main__":' in path.read_text())
+    return tuple(found)
 
 
 def run(script: str, out: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -40,24 +46,22 @@ def run(script: str, out: Path, options: argparse.Namespace) -> dict[str, Any]:
         command.append("--compile")
     path = out / f"{script}.json"
     path.unlink(missing_ok=True)
-    actual = [
-        sys.executable,
-        str(Path(__file__).with_name(f"{script}.py")),
-        *command[1:],
-        "--json",
-        str(path),
-    ]
-    if script == "kernel_lenet":
+    actual = [sys.executable, str(FOLDER / f"{script}.py"), *command[1:], "--json", str(path)]
+    if script == "kernel_lenet" and options.peer_python:  # other peers have environments of their own
         actual += ["--peer-python", options.peer_python]
         command += ["--peer-python", "peer/bin/python"]
+    roots = [str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    surroundings = os.environ | {"PYTHONPATH": os.pathsep.join(roots)}  # the root holds experiments/
     begin = time.perf_counter()
-    done = subprocess.run(actual, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(actual, stderr=subprocess.PIPE, text=True, env=surroundings)
     result: dict[str, Any] = {"title": script, "rows": [], "environment": {}}
     if done.returncode == 0 and path.exists():
         result = json.loads(path.read_text())
     else:
-        result["failed"] = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        print(f"## {script}\n\nfailed: {result['failed']}\n", flush=True)
+        reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        is_missing = done.returncode == USAGE or reason.startswith(MISSING)
+        result["skipped" if is_missing else "failed"] = reason
+        print(f"## {script}\n\n{'skipped' if is_missing else 'failed'}: {reason}\n", flush=True)
     result["command"] = shlex.join(["python", *command])
     result["total_seconds"] = time.perf_counter() - begin
     return result
@@ -72,8 +76,8 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     ]
     for result in results.values():
         parts.append(f"## {result['title']}\n\n`{result['command']}`")
-        if "failed" in result:
-            parts.append(f"Did not run: {result['failed']}")
+        if reason := result.get("failed") or result.get("skipped"):
+            parts.append(f"Did not run: {reason}")
             continue
         fields = ("name", "seconds", "ratio", "sense", "bound", "note")
         parts.append(table([Row(**{key: row[key] for key in fields}) for row in result["rows"]]))
@@ -90,12 +94,10 @@ def main() -> None:
         "--out", type=Path, default=Path("benchmark-results"), help="folder for the results"
     )
     arguments.add_argument("--threads", type=int, default=2)
-    arguments.add_argument("--only", nargs="*", choices=SCRIPTS, default=list(SCRIPTS))
+    arguments.add_argument("--only", nargs="*", choices=scripts(), default=scripts())
     arguments.add_argument("--compile", action="store_true", help="also measure torch.compile")
     add_peer_python(arguments)
     options = arguments.parse_args()
-    if "kernel_lenet" in options.only and not options.peer_python:
-        arguments.error("kernel_lenet needs --peer-python (or leave it out with --only)")
     options.out.mkdir(parents=True, exist_ok=True)
     results = {script: run(script, options.out, options) for script in options.only}
     (options.out / "benchmarks.json").write_text(json.dumps(results, indent=2) + "\n")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import resource
 import time
 from pathlib import Path
@@ -161,7 +162,10 @@ def _compared(
 def main() -> None:
     """Run the parts."""
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--data-dir", type=Path, required=True, help="folder with mnist.npz")
+    folder = os.environ.get("LINNET_DATA")
+    arguments.add_argument(
+        "--data-dir", type=Path, default=folder, required=not folder, help="folder with mnist.npz"
+    )
     arguments.add_argument("--parts", nargs="+", choices=PARTS, default=["growth"])
     arguments.add_argument("--sizes", nargs="+", type=int, default=[12_500, 25_000, 50_000])
     arguments.add_argument("--examples", type=int, default=1000, help="N of the comparisons")

@@ -210,6 +210,19 @@ def test_importing_linnet_and_all_its_names_loads_nothing_heavy_but_torch() -> N
     assert not (ours - plain) & HEAVY
 
 
+def test_public_packages_are_loaded_on_first_use_and_export_their_classes() -> None:
+    code = "; ".join([
+        "import linnet, sys",
+        "assert not [name for name in sys.modules if name.startswith('linnet.')]",
+        "linnet.errors.InputError, linnet.solvers.cg, linnet.examples.load_digits",
+        "linnet.distributed.sharing, linnet.integrations, linnet.testing",
+        "from linnet.laplace import Laplace",
+        "from linnet.finetuning import Finetuned, finetune",
+        "assert linnet.Laplace is Laplace and linnet.finetune is finetune",
+    ])  # fmt: skip
+    modules_after(code)
+
+
 @pytest.mark.parametrize("word", ["--help", "--version"])
 def test_the_command_line_starts_without_torch(word: str) -> None:
     code = f"from linnet.app.cli import main; main(['{word}'])"

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+import linnet
 from linnet import params
 from linnet.errors import InputError
+
+NET = torch.nn.Linear(3, 2)
 
 
 class Odd:
@@ -40,6 +43,34 @@ def test_integer_refuses(value: Any) -> None:
         params.integer("steps", value, most=100)
     assert "1 to 100" in str(error.value.expected)
     assert error.value.remedy
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3), np.zeros(3), torch.zeros(3, 2)])
+def test_targets_in_the_place_of_a_setting_are_recognized(value: Any) -> None:
+    with pytest.raises(InputError, match="add is") as error:
+        params.no_targets("add", value)
+    assert error.value.remedy == "pass data=(x, y)"
+
+
+@pytest.mark.parametrize("value", [None, "loo", 1.0, torch.tensor(1.0), np.float64(1.0)])
+def test_a_setting_is_no_target(value: Any) -> None:
+    params.no_targets("ridge", value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, y: linnet.fit(linnet.linearize(NET), x, y),
+        lambda x, y: linnet.curvature(NET, x, y),
+        lambda x, y: linnet.finetune(NET, x, y),
+        lambda x, y: linnet.linear_posterior(linnet.linearize(NET), x, y),
+        lambda x, y: linnet.Laplace(NET, linnet.likelihoods.Categorical()).fit(x, y),
+    ],
+)
+def test_inputs_and_targets_as_two_arguments_are_told_to_be_one(call: Callable[..., Any]) -> None:
+    with pytest.raises(InputError) as error:
+        call(torch.zeros(4, 3), torch.zeros(4, dtype=torch.long))
+    assert error.value.remedy == "pass data=(x, y)"
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), torch.tensor(3), torch.tensor([3])])

@@ -2,8 +2,7 @@
 
 LQF takes its steps in the metric of K-FAC and stops early. Here the metric is kept and the optimum is taken:
 the ridge ρ δᵀ(G/N + τI)δ of ``linnet.with_metric`` beside ρ‖δ‖², from outputs of zero with the derivatives of
-a probe's head, as ``linnet adapt`` starts, or behind a random head. The prototype that this project began
-with had found no difference between metrics.
+a probe's head, as ``linnet adapt`` starts, or behind a random head.
 """
 
 from __future__ import annotations

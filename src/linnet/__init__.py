@@ -12,11 +12,24 @@ if TYPE_CHECKING:
     from linnet import audit as audit
     from linnet import baselines as baselines
     from linnet import continual as continual
+    from linnet import curvatures as curvatures
+    from linnet import distributed as distributed
+    from linnet import errors as errors
+    from linnet import examples as examples
+    from linnet import finetuning as finetuning
+    from linnet import fitting as fitting
+    from linnet import integrations as integrations
+    from linnet import laplace as laplace
     from linnet import likelihoods as likelihoods
     from linnet import metrics as metrics
     from linnet import optim as optim
+    from linnet import posterior as posterior
+    from linnet import predictive as predictive
+    from linnet import solvers as solvers
     from linnet import spectrum as spectrum
     from linnet import surgery as surgery
+    from linnet import tangent_gp as tangent_gp
+    from linnet import testing as testing
     from linnet.curvatures.build import curvature as curvature
     from linnet.curvatures.curvature import Curvature as Curvature
     from linnet.curvatures.running import RunningCurvature as RunningCurvature
@@ -128,8 +141,9 @@ _HOME = {
 }
 # packages and modules whose contents are public
 _NAMESPACES = (
-    "audit", "baselines", "continual", "curvatures", "fitting", "likelihoods", "metrics", "optim", "spectrum",
-    "surgery",
+    "audit", "baselines", "continual", "curvatures", "distributed", "errors", "examples", "finetuning",
+    "fitting", "integrations", "laplace", "likelihoods", "metrics", "optim", "posterior", "predictive",
+    "solvers", "spectrum", "surgery", "tangent_gp", "testing",
 )  # fmt: skip
 
 __all__ = ["__version__", *_HOME, *_NAMESPACES]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -131,6 +132,23 @@ def flag(name: str, value: Any, remedy: str | None = None) -> bool:
     if isinstance(value, bool):
         return value
     refuse(name, value, "True or False", remedy)
+
+
+def no_targets(name: str, value: Any) -> None:
+    """Refuse targets in the place of a setting: data are one argument, and two were given.
+
+    Args:
+        name: The parameter that it was given as.
+        value: Its value.
+
+    Raises:
+        InputError: It is a tensor or an array with at least one axis.
+
+    Example:
+        >>> no_targets("add", False)
+    """
+    if isinstance(value, Tensor | np.ndarray) and value.ndim:
+        refuse(name, value, "inputs and targets as one argument", "pass data=(x, y)")
 
 
 def integer(name: str, value: Any, least: int = 1, most: int | None = None, remedy: str | None = None) -> int:
@@ -490,6 +508,6 @@ def known(caller: str, options: Collection[str], allowed: Collection[str]) -> No
         close = difflib.get_close_matches(name, allowed, 1)
         raise InputError(
             f"{caller} has no parameter {name}",
-            expected=f"among {', '.join(sorted(allowed))}" if allowed else "no keywords",
+            expected=f"one of {', '.join(sorted(allowed))}" if allowed else "no keywords",
             remedy=f"did you mean {close[0]}=?" if close else f"leave {name}= out",
         )

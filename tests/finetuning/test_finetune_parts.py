@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ def test_augmentation_refuses() -> None:
     refused(InputError, lambda: Augmentation(size=0), "size=0")
     refused(InputError, lambda: Augmentation(area=0.0), "area=")
     refused(InputError, lambda: Augmentation("center")(torch.ones(2, 3)), "(2, 3)")
-    refused(InputError, lambda: Augmentation("random-crop")(torch.ones(2, 3, 8, 8)), "generator")
+    refused(InputError, lambda: Augmentation("random-crop")(torch.ones(2, 3, 8, 8)), "seed")
 
 
 # The preconditioner ----------------------------------------------------------------------------------------
@@ -309,3 +310,10 @@ def test_surgery_says_where_no_normalization_holds_the_maps(depth: int, normaliz
             net, (x, y), linnet.Recipe(activation=activation), training=linnet.Training(steps=1)
         )
         assert any("no normalization" in note for note in run.notes) == (told and activation == "leaky-relu")
+
+
+def test_a_result_is_told_in_one_line() -> None:
+    net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 5))
+    data = torch.randn(24, 2, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 2
+    text = repr(linnet.finetune(net, data, training=linnet.Training(steps=2, learning_rate=0.01)))
+    assert re.fullmatch(r"Finetuned\(lqf, 2 classes, final loss [\d.e+-]+\)", text)

@@ -12,10 +12,7 @@ import torch
 import linnet
 from tests.hostile import small
 
-NAMESPACES = (
-    "audit", "baselines", "continual", "curvatures", "fitting", "likelihoods", "metrics", "optim", "spectrum",
-    "surgery",
-)  # fmt: skip
+NAMESPACES = tuple(name for name in linnet.__all__ if inspect.ismodule(getattr(linnet, name)))
 OPERATIONS = ("__call__", "__matmul__", "__add__", "__sub__", "__mul__")
 Arguments = dict[str, Any]
 
@@ -32,7 +29,9 @@ MADE_BY_LINNET = frozenset({
     "spectrum.Eigenfunctions", "spectrum.SpectralDensity", "spectrum.KernelNote",
     "spectrum.AnisotropyDirections",
     "spectrum.TaskLinearity", "spectrum.LabelEnergy", "spectrum.HeldOut", "spectrum.LinearityGap",
-    "spectrum.Verdict", "surgery.SurgeryReport", "surgery.Activation",
+    "spectrum.Verdict", "fitting.RidgePath", "fitting.SoftmaxPath", "fitting.LeftOut", "fitting.KeptTrace",
+    "fitting.LayerShare", "fitting.MetricNetwork", "fitting.SketchedNetwork",
+    "surgery.SurgeryReport", "surgery.Activation",
 })  # fmt: skip
 # Classes to derive from: their methods are tried in the classes that derive from them.
 ABSTRACT = frozenset({"Predictive", "likelihoods.Likelihood", "continual.ContinualMethod", "optim.Schedule"})
@@ -74,6 +73,7 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "fitting.SGD": dict,
     "fitting.Nystrom": lambda: {"rank": 2},
     "fitting.OneHot": dict,
+    "examples.load_digits": dict,
     "curvatures.LowRank": dict,
     "curvatures.MatrixFree": dict,
     "curvatures.MonteCarlo": dict,
@@ -309,6 +309,9 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "surgery.CappedLeakyReLU": lambda: linnet.surgery.CappedLeakyReLU(0.2, 6.0),
     "surgery.SquareRootPooling": linnet.surgery.SquareRootPooling,
     "MetricNetwork": small.metric,
+    "fitting.SketchedNetwork": small.sketched,
+    "fitting.RidgePath": lambda: small.fit().path(),
+    "fitting.SoftmaxPath": lambda: small.softmax().path(),
     "ParameterSpace": lambda: small.curvature("full").space,
 }
 
@@ -381,12 +384,13 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "covariance": lambda: {"z": small.normal(2, 3, 2, 2)},
     "surgery.SquareRootPooling.forward": lambda: {"z": small.normal(2, 3, 2, 2)},
     "displacement": dict,
+    "best": lambda: {"criterion": "loo"},
     "ParameterSpace.in_kind": lambda: {"flat": small.normal(26), "like": small.params()},
     "ParameterSpace.of": lambda: {"params": small.params()},
     "ParameterSpace.select": lambda: {"names": ["0.weight"]},
     "to_flat": lambda: {"vector": small.params()},
     "to_params": lambda: {"vector": small.normal(26)},
-    "Augmentation.__call__": lambda: {"x": small.images(), "generator": torch.Generator().manual_seed(0)},
+    "Augmentation.__call__": lambda: {"x": small.images(), "seed": torch.Generator().manual_seed(0)},
     "Laplace predictive.log_density": lambda: {"y": small.labels()},
     "GaussianPredictive.log_density": lambda: {"y": small.targets()},
     "SampledPredictive.log_density": lambda: {"y": small.labels()},
@@ -410,7 +414,7 @@ OWN: dict[str, Callable[[Any], Arguments]] = {
 LIKELIHOODS = ("Gaussian", "HeteroscedasticGaussian", "Categorical", "Bernoulli", "Poisson", "Custom")
 # Documented as products without checks, for solvers that checked once, or called by linnet alone.
 UNCHECKED = frozenset({
-    "mm", "mv", "product", "kernel_rows", "pulled", "resume", "extra_repr", "forward",
+    "mm", "mv", "product", "kernel_rows", "projected", "pulled", "resume", "extra_repr", "forward",
 })  # fmt: skip
 
 
@@ -454,7 +458,7 @@ def named() -> Iterator[str]:
     """Every public function and class."""
     for name in linnet.__all__:
         if name in NAMESPACES:
-            inside = getattr(linnet, name).__all__
+            inside = getattr(getattr(linnet, name), "__all__", ())
             yield from (f"{name}.{inner}" for inner in inside if inner not in linnet.__all__)
         elif name != "__version__":
             yield name

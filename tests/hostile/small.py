@@ -123,6 +123,11 @@ def metric() -> Any:
     return linnet.with_metric(net(), curvature("kfac"))
 
 
+@cache
+def sketched() -> Any:
+    return linnet.with_sketch(net(), curvature("kfac"), dim=5, damping=0.1)
+
+
 def likelihood() -> Any:
     return likelihoods.Categorical()
 

@@ -184,7 +184,7 @@ def test_a_far_task_takes_the_body_and_pure_noise_the_probe() -> None:
     labels = torch.randint(2, (150,), generator=torch.Generator().manual_seed(0))
     noise = linnet.adapt(net, (x, labels))
     assert noise.body_weight == 0
-    assert noise.record.reasons["verdict"].startswith("Use the linear probe")
+    assert noise.record.reasons["verdict"].startswith("Kept the linear probe")
 
 
 def test_one_sample_a_class_takes_the_probe_by_evidence() -> None:

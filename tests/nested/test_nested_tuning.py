@@ -223,7 +223,7 @@ def test_rungs_are_compared_sample_by_sample(fits: tuple[NestedFit, NestedFit]) 
     assert (rungs[1].taken, rungs[1].seconds) == (True, 7.0)
     kept = ladder([("linear probe", truth + 3 * noise)], truth + 2.95 * noise.flip(0), targets, 7.0)
     assert kept[0].taken
-    assert verdict(kept).startswith("Use the linear probe: training the lower layers would add")
+    assert verdict(kept).startswith("Kept the linear probe: training the lower layers would add")
     worse = ladder([("linear probe", truth + 3 * noise)], truth + 4 * noise, targets, 7.0)
     assert worse[0].taken
     assert "% more error on held-out folds" in verdict(worse)

@@ -90,7 +90,7 @@ class LastLayerRegression(PredictiveModel):
         """
         features_, outputs = len(self.weights) - 1, self.weights.shape[1]
         sizes = {"features": features_, "outputs": outputs}
-        return {**sizes, "noise": self.noise, "ridge": self.ridge, "log evidence": self.log_evidence}
+        return {**sizes, "noise": self.noise, "ridge": self.ridge, "log_evidence": self.log_evidence}
 
     def __call__(self, x: Inputs) -> GaussianPredictive:
         """The distribution of the outputs."""

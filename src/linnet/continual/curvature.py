@@ -189,10 +189,11 @@ class Recipe:
         return TaskCurvature(tuple(_renamed(block) for block in blocks), measured.device, kind)
 
 
-def make_recipe(likelihood: Any, structure: Any, options: CurvatureOptions) -> Recipe:
+def make_recipe(caller: type, likelihood: Any, structure: Any, options: CurvatureOptions) -> Recipe:
     """A recipe, if its parts can be used for remembering.
 
     Args:
+        caller: The method's class.
         likelihood: What the outputs mean.
         structure: The structure.
         options: Keywords of :func:`linnet.curvature`, and ``params`` and ``output``.
@@ -204,7 +205,7 @@ def make_recipe(likelihood: Any, structure: Any, options: CurvatureOptions) -> R
         InputError: If an argument does not fit.
     """
     check_likelihood(likelihood)
-    check_options("a method with a quadratic penalty", structure, options)
+    check_options(caller, structure, options)
     if word_of(structure) == "matrix-free":
         raise InputError(
             "structure='matrix-free' needs the data of past tasks for every product",

@@ -80,7 +80,7 @@ class EWC(ContinualMethod):
                 f"variant={variant!r}", expected='"offline" or "online"', remedy="leave variant= out"
             )
         self.model, self.tasks = check_network(model), 0
-        self._recipe = make_recipe(likelihood, structure, options)
+        self._recipe = make_recipe(type(self), likelihood, structure, options)
         self.strength, self.variant, self.merge = number("strength", strength, least=0), variant, merge
         self.decay = number("decay", decay, least=0)
         if self.decay > 1 or (variant == "offline" and self.decay != 1):

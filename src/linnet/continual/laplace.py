@@ -102,7 +102,7 @@ class OnlineLaplace(ContinualMethod):
     ) -> None:
         check_merge(merge)
         self.model, self.tasks = check_network(model), 0
-        self._recipe = make_recipe(likelihood, structure, options)
+        self._recipe = make_recipe(type(self), likelihood, structure, options)
         self.strength, self.merge = number("strength", strength, least=0), merge
         self._prior = number("prior_precision", prior_precision, least=0)
         start = _prior_anchor(model, prior_mean, options.get("params"), self._prior)
@@ -351,7 +351,7 @@ class NonOnlineLaplace(ContinualMethod):
     ) -> None:
         check_merge(merge)
         self.model, self.tasks = check_network(model), 0
-        self._recipe: Recipe = make_recipe(likelihood, structure, options)
+        self._recipe: Recipe = make_recipe(type(self), likelihood, structure, options)
         self.strength, self.merge = number("strength", strength, least=0), merge
         self._prior = number("prior_precision", prior_precision, least=0)
         self._main = Quadratic({}, Precision(prior=self._prior))

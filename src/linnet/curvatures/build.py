@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +32,7 @@ from linnet.distributed import Share, agree, least, together
 from linnet.errors import InputError, ModelError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.memory import parse_bytes
-from linnet.params import choice, known
+from linnet.params import choice, known, no_targets
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -157,6 +158,7 @@ def _computed(
     options: CurvatureOptions,
 ) -> Any:
     """A curvature, or several."""
+    no_targets("likelihood", likelihood)
     check_likelihood(likelihood)
     several = isinstance(structure, list | tuple)
     wanted: list[Any] = [*structure] if several else [structure]
@@ -259,11 +261,11 @@ def _resolve(wanted: Sequence[Any], expectation: str) -> tuple[list[Any], str]:
     return kinds, implied
 
 
-def check_options(caller: str, structure: Any, options: Mapping[str, Any]) -> None:
+def check_options(caller: type, structure: Any, options: Mapping[str, Any]) -> None:
     """Raise on keywords of :func:`curvature` that cannot work, before there are data to try them on.
 
     Args:
-        caller: What was called.
+        caller: The class that was called, which takes them as ``**options``.
         structure: The structure.
         options: Other keywords, those of them that are given.
 
@@ -271,9 +273,11 @@ def check_options(caller: str, structure: Any, options: Mapping[str, Any]) -> No
         InputError: If a keyword is unknown, or a value is not one of those listed, or of another kind.
 
     Example:
-        >>> check_options("linnet.Laplace", "kfac", {"passes": Passes(memory="1GB")})
+        >>> from linnet import Laplace
+        >>> check_options(Laplace, "kfac", {"passes": Passes(memory="1GB")})
     """
-    known(caller, options, CurvatureOptions.__annotations__)
+    own = set(inspect.signature(caller).parameters) - {"model", "likelihood", "options"}
+    known(f"linnet.{caller.__name__}", options, [*own, *CurvatureOptions.__annotations__])
     check_structure(structure)
     expectation = drawn(options.get("expectation", "auto"))[0]
     if not isinstance(structure, Mapping):

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from linnet.curvatures.expectation import Expectation
-from linnet.curvatures.ggn import SummedOperator, exact_product, sampled_product
+from linnet.curvatures.ggn import ColumnOperator, SummedOperator
 from linnet.curvatures.products import require_finite
 from linnet.curvatures.stream import Batch, Batches
 from linnet.errors import InputError, ModelError
@@ -21,7 +20,7 @@ from linnet.tangent.modes import differentiable_kernels, in_exact_mode
 PROBED = 8  # examples from which the length of a difference is found
 
 
-class FisherOperator(SummedOperator):
+class FisherOperator(ColumnOperator):
     """The Fisher matrix F = Σ_n E[s sᵀ] of the scores s = Jᵀ ∇_f log p(y | f), summed over examples.
 
     "exact" takes the expectation over the model's own labels in closed form, "mc" over labels drawn from
@@ -52,43 +51,16 @@ class FisherOperator(SummedOperator):
     """
 
     description = "product with the Fisher matrix"
+    matrix = "fisher"
+    taken = ("exact", "mc", "empirical")
+    elsewhere = "for random projections of Λ take GaussNewtonOperator"
 
-    def __init__(
-        self,
-        function: Functional,
-        data: Batches,
-        likelihood: Likelihood,
-        expectation: str = "exact",
-        samples: int = 1,
-        seed: int = 0,
-        on_pass: Callable[[], None] | None = None,
-    ) -> None:
-        if expectation not in ("exact", "mc", "empirical"):
-            raise InputError(
-                f"expectation={expectation!r}",
-                expected='"exact", "mc" or "empirical"',
-                remedy="for random projections of Λ take GaussNewtonOperator",
-            )
-        super().__init__(function, data, on_pass)
-        self.likelihood = likelihood
-        self.expectation = Expectation(likelihood, expectation, "fisher", samples, seed)
-
-    def product(self, batch: Batch, v: Tensor) -> Tensor:
-        """Σ E[s sᵀ] v over a batch."""
-        if self.expectation.kind != "exact":
-            return sampled_product(self.function, batch, v, self.expectation)
-        likelihood = self.likelihood
-
-        def weigh(f: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
-            if likelihood.canonical:  # the Fisher information of the outputs is Λ
-                return likelihood.product(f, t, y)
-            s = likelihood.fisher_root(f, y).flatten(2)
-            # Σ_j s_j (s_jᵀ t)
-            return torch.einsum("jnc,jnk->knc", s, torch.einsum("jnc,knc->jnk", s, t.flatten(2))).reshape(
-                t.shape
-            )
-
-        return exact_product(self.function, batch, v, self.expectation, weigh)
+    def _weigh(self, f: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
+        if self.likelihood.canonical:  # the Fisher information of the outputs is Λ
+            return self.likelihood.product(f, t, y)
+        s = self.likelihood.fisher_root(f, y).flatten(2)
+        # Σ_j s_j (s_jᵀ t)
+        return torch.einsum("jnc,jnk->knc", s, torch.einsum("jnc,knc->jnk", s, t.flatten(2))).reshape(t.shape)
 
 
 class FiniteDifferenceFisher(SummedOperator):

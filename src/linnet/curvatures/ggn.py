@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,9 +13,9 @@ from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.products import factored, require_finite, weighted
 from linnet.curvatures.stream import Batch, Batches
 from linnet.distributed import all_sum, together
-from linnet.errors import InputError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.linalg.operator import LinearOperator
+from linnet.params import choice
 from linnet.progress import track
 from linnet.tangent.functional import Functional
 
@@ -77,7 +78,53 @@ class SummedOperator(LinearOperator, ABC):
         return self
 
 
-class GaussNewtonOperator(SummedOperator):
+class ColumnOperator(SummedOperator):
+    """Σ_n J_nᵀ Λ_n J_n with Λ, or random columns that stand for it, from the likelihood.
+
+    Args:
+        function: The network.
+        data: The data.
+        likelihood: What the outputs mean.
+        expectation: How Λ is taken, one of ``taken``.
+        samples: Number of random columns an example.
+        seed: Seed of the random columns.
+        on_pass: Called after every pass over the data.
+
+    Raises:
+        InputError: If the expectation is another.
+    """
+
+    matrix: ClassVar[str]  # "gauss-newton" or "fisher"
+    taken: ClassVar[tuple[str, ...]]
+    elsewhere: ClassVar[str]  # the operator for other expectations, in words
+
+    def __init__(
+        self,
+        function: Functional,
+        data: Batches,
+        likelihood: Likelihood,
+        expectation: str = "exact",
+        samples: int = 1,
+        seed: int = 0,
+        on_pass: Callable[[], None] | None = None,
+    ) -> None:
+        choice("expectation", expectation, self.taken, self.elsewhere)
+        super().__init__(function, data, on_pass)
+        self.likelihood = likelihood
+        self.expectation = Expectation(likelihood, expectation, self.matrix, samples, seed)
+
+    def product(self, batch: Batch, v: Tensor) -> Tensor:
+        """A batch's part of the product."""
+        if self.expectation.kind != "exact":
+            return sampled_product(self.function, batch, v, self.expectation)
+        return exact_product(self.function, batch, v, self.expectation, self._weigh)
+
+    @abstractmethod
+    def _weigh(self, f: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
+        """Λ t at outputs f."""
+
+
+class GaussNewtonOperator(ColumnOperator):
     """The Gauss-Newton matrix G = Σ_n J_nᵀ Λ_n J_n of a negative log-likelihood, summed over examples.
 
     Schraudolph, "Fast curvature matrix-vector products for second-order gradient descent", 2002.
@@ -105,36 +152,13 @@ class GaussNewtonOperator(SummedOperator):
 
     description = "product with the Gauss-Newton matrix"
 
-    def __init__(
-        self,
-        function: Functional,
-        data: Batches,
-        likelihood: Likelihood,
-        expectation: str = "exact",
-        samples: int = 1,
-        seed: int = 0,
-        on_pass: Callable[[], None] | None = None,
-    ) -> None:
-        if expectation not in ("exact", "random-projection"):
-            raise InputError(
-                f"expectation={expectation!r}",
-                expected='"exact" or "random-projection"',
-                remedy="for sampled or observed labels take FisherOperator",
-            )
-        super().__init__(function, data, on_pass)
-        self.likelihood = likelihood
-        self.expectation = Expectation(likelihood, expectation, "gauss-newton", samples, seed)
+    description = "product with the Gauss-Newton matrix"
+    matrix = "gauss-newton"
+    taken = ("exact", "random-projection")
+    elsewhere = "for sampled or observed labels take FisherOperator"
 
-    def product(self, batch: Batch, v: Tensor) -> Tensor:
-        """Σ Jᵀ Λ J v over a batch."""
-        if self.expectation.kind != "exact":
-            return sampled_product(self.function, batch, v, self.expectation)
-        likelihood = self.likelihood
-
-        def weigh(f: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
-            return likelihood.product(f, t, y)
-
-        return exact_product(self.function, batch, v, self.expectation, weigh)
+    def _weigh(self, f: Tensor, t: Tensor, y: Tensor | None) -> Tensor:
+        return self.likelihood.product(f, t, y)
 
 
 def exact_product(

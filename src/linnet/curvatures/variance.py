@@ -23,13 +23,12 @@ from linnet.curvatures.layers import Layer, as_found, layer_factors
 from linnet.curvatures.parts import Part
 from linnet.curvatures.stream import usable
 from linnet.curvatures.sums import ROWS_AT_ONCE, layer_rows
-from linnet.errors import DataError
 from linnet.linalg.grouped import GroupedKronecker, GroupedKroneckerEigen
 from linnet.linalg.half_diagonal import HalfDiagonal
 from linnet.linalg.kronecker import Kronecker, KroneckerEigen
 from linnet.linalg.structured import Diagonal
 from linnet.memory import Plan, parse_bytes, require
-from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, map_tensors, split, take
+from linnet.tangent.batch import Inputs, batch_size, check_examples, map_tensors, split, take
 from linnet.tangent.capture import capture, capture_bytes, capture_parts
 from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
@@ -56,9 +55,7 @@ def output_covariance(
         DataError: If there is no example, or one is not finite.
         MemoryBudgetError: If not even one example fits.
     """
-    if batch_size(x) == 0:
-        raise DataError("x is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
-    check_finite(x, "x")
+    check_examples(x)
     x = map_tensors(lambda t: usable(t, None), x)
     c = function.check_runs(take(x, slice(0, 1))).numel()
     budget = parse_bytes(memory, function.device)
@@ -91,9 +88,7 @@ def output_variance(
         DataError: If there is no example, or one is not finite.
         MemoryBudgetError: If not even one output of one example fits.
     """
-    if batch_size(x) == 0:
-        raise DataError("x is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
-    check_finite(x, "x")
+    check_examples(x)
     x = map_tensors(lambda t: usable(t, None), x)
     return torch.cat([variance for _, variance in variance_blocks(function, parts, x, memory)])
 

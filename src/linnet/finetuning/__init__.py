@@ -1,1 +1,14 @@
 """Recipes that fine-tune a network."""
+
+from __future__ import annotations
+
+from linnet.finetuning.augment import Augmentation
+from linnet.finetuning.finetune import finetune
+from linnet.finetuning.finetuned import Finetuned, load_finetuned
+from linnet.finetuning.recipes import ClosedForm, Recipe
+from linnet.finetuning.run import Run
+from linnet.fitting.training import Training
+
+__all__ = [
+    "Augmentation", "ClosedForm", "Finetuned", "Recipe", "Run", "Training", "finetune", "load_finetuned",
+]  # fmt: skip

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.params import choice, flag, instance, integer, number
+from linnet.linalg.random import Seed, make_generator
+from linnet.params import choice, flag, integer, number
 from linnet.tangent.batch import Inputs, require_dense
 
 KINDS = ("none", "center", "random-crop", "resized-crop")
@@ -67,12 +68,12 @@ class Augmentation:
         """The transform for prediction."""
         return self if self.kind == "none" else replace(self, kind="center")
 
-    def __call__(self, x: Inputs, generator: torch.Generator | None = None) -> Inputs:
+    def __call__(self, x: Inputs, seed: Seed = None) -> Inputs:
         """Transform a batch.
 
         Args:
             x: Images (N, C, H, W); anything for ``"none"``.
-            generator: Source of randomness, on the CPU; needed for random kinds.
+            seed: Source of randomness, a generator on the CPU or a number; needed for random kinds.
 
         Returns:
             Images (N, C, size, size), or x itself.
@@ -92,14 +93,13 @@ class Augmentation:
         height, width = (self.size, self.size) if self.size else (x.shape[2], x.shape[3])
         if self.kind == "center":
             return _center(_enlarged(x, height, width), height, width)
-        if generator is not None:
-            instance("generator", generator, torch.Generator, "a torch.Generator on the CPU, or None")
+        generator = make_generator(seed)
         require_dense(x, "x")
         if generator is None:
             raise InputError(
-                f"augmentation={self.kind!r} without a generator",
+                f"augmentation={self.kind!r} without a seed",
                 expected="a source of randomness",
-                remedy="pass generator=torch.Generator().manual_seed(0)",
+                remedy="pass seed=0",
             )
         if self.kind == "random-crop":
             x = _crop_anywhere(_enlarged(x, height, width), height, width, generator)

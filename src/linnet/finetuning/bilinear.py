@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from linnet.errors import InputError, ModelError
 from linnet.fitting.head import Probe, with_head
 from linnet.fitting.last_layer import last_linear, replace_module, zero_layer
+from linnet.linalg.random import Seed
 from linnet.params import call, choice, instance, integer, number, refuse, tensor
 from linnet.tangent.batch import split, take
 from linnet.tangent.functional import Functional
@@ -317,7 +318,7 @@ def with_bilinear_head(
     pooling: Bilinear | None = None,
     *,
     init: str | Probe = "probe",
-    generator: torch.Generator | None = None,
+    seed: Seed = None,
 ) -> nn.Module:
     """A copy of a convolutional network with square-root bilinear pooling and a new last layer.
 
@@ -327,7 +328,7 @@ def with_bilinear_head(
         data: The new task; its first examples find the pooling, all of them fit the probe.
         pooling: Settings of the pooling.
         init: Of the head, see :func:`linnet.with_head`.
-        generator: Source of randomness for ``init="random"``; torch's global stream if left out.
+        seed: Source of randomness for ``init="random"``; torch's global stream if left out.
 
     Returns:
         The copy. Its parameters are named ``body.…``, ``reduce.…`` and ``head.…``.
@@ -369,7 +370,7 @@ def with_bilinear_head(
         c = channels
     network.head = zero_layer(nn.Linear, c * (c + 1) // 2, classes, like=reference)
     network.train(model.training)
-    return with_head(network, classes, init, (x, y), seed=generator)
+    return with_head(network, classes, init, (x, y), seed=seed)
 
 
 def assemble(

@@ -26,7 +26,7 @@ from linnet.finetuning.recipes import (
 from linnet.finetuning.run import Run, watched
 from linnet.fitting.last_layer import RECORD
 from linnet.fitting.training import Training, filled
-from linnet.params import instance
+from linnet.params import instance, no_targets
 from linnet.params import seed as checked_seed
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.linearized import Linearized
@@ -110,6 +110,7 @@ def finetune(
         >>> tuned.predict(x).shape
         torch.Size([40, 2])
     """
+    no_targets("recipe", recipe)
     recipe = Recipe(recipe) if isinstance(recipe, str) else recipe
     instance("recipe", recipe, Recipe, "the name of a recipe, or a linnet.Recipe")
     closed, steps = _training(training, recipe)

@@ -79,6 +79,11 @@ class Finetuned(PredictiveModel):
     fit: LinearFit | None = None
     output: OutputAdapter = None
 
+    def __repr__(self) -> str:
+        s, loss = self.settings, self.summary()["final_loss"]
+        shown = "" if loss is None else f", final loss {loss:.4g}"
+        return f"Finetuned({s.recipe}, {s.outputs} {'classes' if s.classes else 'outputs'}{shown})"
+
     @property
     def recipe(self) -> str:
         """The recipe's name."""

@@ -181,7 +181,7 @@ def _with_head(
     init: str | Probe = Probe(scale=scale) if head == "probe" else head
     data = gathered(examples, view) if head == "probe" or recipe.pooling else None
     if recipe.pooling is not None:
-        made = with_bilinear_head(network, outputs, data, recipe.pooling, init=init, generator=generator)
+        made = with_bilinear_head(network, outputs, data, recipe.pooling, init=init, seed=generator)
         notes.append("global average pooling replaced by square-root bilinear pooling")
     else:
         made = with_head(network, outputs, init, data, seed=generator)

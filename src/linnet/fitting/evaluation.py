@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linnet.distributed import all_rows
-from linnet.tangent.batch import Inputs, batch_size, check_examples, own_parts, take
+from linnet.tangent.batch import Inputs, batch_size, check_examples, own_parts, split, take
 from linnet.tangent.linearized import Linearized
 
 BATCH = 128  # examples predicted at once
@@ -45,6 +45,24 @@ def base_outputs(module: Linearized, x: Inputs) -> Tensor:
     """
     parts = [module.base(part) for _, part in own_parts(x, BATCH)]
     return all_rows(torch.cat(parts or [module.base(take(x, slice(0, 1)))[:0]]), batch_size(x))
+
+
+@torch.no_grad()
+def linear_outputs(module: Linearized, x: Inputs) -> Tensor:
+    """f₀(x) + J(x)δ, batch by batch.
+
+    Args:
+        module: The network.
+        x: T examples.
+
+    Returns:
+        (T, C).
+
+    Raises:
+        DataError: If x is empty or not finite.
+    """
+    parts = [module(part) for part in split(checked_inputs(module, x), BATCH)]
+    return torch.cat([part.reshape(part.shape[0], -1) for part in parts])
 
 
 def count_in_words(n: int) -> str:

@@ -42,6 +42,7 @@ from linnet.linear.targets import (
     make_targets,
     position_targets,
 )
+from linnet.params import choice, no_targets
 from linnet.progress import waiting
 from linnet.tangent.alike import require_alike
 from linnet.tangent.batch import Inputs, check_finite, observe, take
@@ -270,12 +271,8 @@ def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: f
             expected="a Linearized",
             remedy="make one with linnet.linearize(model)",
         )
-    if loss not in LOSSES:
-        raise InputError(
-            f"loss={loss!r}",
-            expected='"squared" or "cross-entropy"',
-            remedy="leave loss= out for the squared loss",
-        )
+    no_targets("loss", loss)
+    choice("loss", loss, LOSSES, 'pass loss="squared" or loss="cross-entropy"')
     check_ridge(ridge)
     if loss == "cross-entropy":
         check_criterion(ridge)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from linnet.fitting.accuracy import answerable, sound_change
 from linnet.fitting.arguments import CRITERIA, positions, ridge_grid
-from linnet.fitting.evaluation import BATCH, base_outputs, checked_inputs, count_in_words
+from linnet.fitting.evaluation import base_outputs, checked_inputs, count_in_words, linear_outputs
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.fitted import SquaredFit, more_data
 from linnet.fitting.record import Record as Record
@@ -39,7 +39,6 @@ from linnet.predictive.noise import Noise
 from linnet.tangent.batch import (
     Inputs,
     batch_size,
-    split,
 )
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.forward_mode import Params
@@ -127,7 +126,6 @@ class LinearFit(SquaredFit):
 
     # -- predictions -----------------------------------------------------------------------------
 
-    @torch.no_grad()
     def predict(self, x: Inputs) -> Tensor:
         """f₀(x) + J(x)δ.
 
@@ -140,9 +138,7 @@ class LinearFit(SquaredFit):
         Raises:
             DataError: If x is empty or not finite.
         """
-        x = checked_inputs(self.module, x)
-        parts = [self.module(part) for part in split(x, BATCH)]
-        return torch.cat([part.reshape(part.shape[0], -1) for part in parts])
+        return linear_outputs(self.module, x)
 
     @in_exact_mode
     def predictive(self, x: Inputs, joint: bool = False) -> GaussianPredictive:

@@ -45,6 +45,13 @@ class MetricNetwork(Coordinates):
         epsilon: ε, (P,), zero at first.
         curvature: G.
         damping: τ.
+
+    Example:
+        >>> import linnet
+        >>> net, data = torch.nn.Linear(3, 2), (torch.randn(20, 3), torch.randint(2, (20,)))
+        >>> G = linnet.curvature(net, data, linnet.likelihoods.Categorical())
+        >>> linnet.with_metric(net, G, damping=0.1).epsilon.shape
+        torch.Size([8])
     """
 
     def __init__(self, network: nn.Module, curvature: Curvature, damping: float) -> None:

@@ -58,6 +58,10 @@ class LayerShare(Record):
         parameters: Its parameters.
         trace: Mean over the examples of tr J_l J_lᵀ.
         kept: The part of it along the directions.
+
+    Example:
+        >>> LayerShare("0", directions=5, parameters=20, trace=2.0, kept=1.5).kept
+        1.5
     """
 
     layer: str
@@ -123,6 +127,13 @@ class SketchedNetwork(Coordinates):
         network: The network.
         epsilon: ε, (D,), zero at first.
         eigenvalues: λ, (D,), or ``None``.
+
+    Example:
+        >>> import linnet
+        >>> net, data = torch.nn.Linear(3, 2), (torch.randn(20, 3), torch.randint(2, (20,)))
+        >>> G = linnet.curvature(net, data, linnet.likelihoods.Categorical())
+        >>> linnet.with_sketch(net, G, dim=4, damping=0.1).epsilon.shape
+        torch.Size([4])
     """
 
     scales: Tensor | None

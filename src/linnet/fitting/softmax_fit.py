@@ -22,7 +22,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.fitting.accuracy import answerable, sound_change
 from linnet.fitting.arguments import positions, ridge_grid
-from linnet.fitting.evaluation import BATCH, base_outputs, checked_inputs, count_in_words
+from linnet.fitting.evaluation import base_outputs, checked_inputs, count_in_words, linear_outputs
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import Record
@@ -153,7 +153,6 @@ class SoftmaxFit(Fitted):
 
     # -- predictions -----------------------------------------------------------------------------
 
-    @torch.no_grad()
     def predict(self, x: Inputs) -> Tensor:
         """f₀(x) + J(x)δ.
 
@@ -166,9 +165,7 @@ class SoftmaxFit(Fitted):
         Raises:
             DataError: If x is empty or not finite.
         """
-        x = checked_inputs(self.module, x)
-        parts = [self.module(part) for part in split(x, BATCH)]
-        return torch.cat([part.reshape(part.shape[0], -1) for part in parts])
+        return linear_outputs(self.module, x)
 
     @in_exact_mode
     def predictive(self, x: Inputs) -> GaussianPredictive:

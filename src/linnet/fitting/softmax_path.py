@@ -14,6 +14,7 @@ from linnet.errors import InputError, NumericalError
 from linnet.frames import frame
 from linnet.linear.softmax_dual import SoftmaxDual
 from linnet.linear.softmax_primal import SoftmaxPrimal
+from linnet.params import choice
 from linnet.progress import track
 from linnet.shown import Record
 
@@ -36,6 +37,13 @@ class SoftmaxPath(Record):
         loo_accuracy: Share of examples whose likeliest class is right when left out, (R,).
         certificate: Gradient relative to that at δ = 0, (R,).
         steps: Newton steps from the ridge before, (R,).
+
+    Example:
+        >>> import linnet
+        >>> data = torch.randn(20, 3), torch.randint(2, (20,))
+        >>> path = linnet.fit(linnet.linearize(torch.nn.Linear(3, 2)), data, loss="cross-entropy").path()
+        >>> path.best("loo") in path.ridges.tolist()
+        True
     """
 
     ridges: Tensor
@@ -77,6 +85,7 @@ class SoftmaxPath(Record):
             InputError: The criterion is another.
         """
         check_criterion(criterion)
+        choice("criterion", criterion, ("loo", "evidence"))
         score = {"loo": self.loo_error, "evidence": -self.evidence}[criterion]
         return float(self.ridges[int(score.argmin())])
 
@@ -90,6 +99,11 @@ class LeftOut(Record):
         one_step: Outputs by one Newton step from the optimum, (k, C).
         refitted: Outputs of fits without the example, solved to their certificate, (k, C).
         losses: Log losses of the two, (k, 2).
+
+    Example:
+        >>> outputs = torch.tensor([[1.0, 0.0]])
+        >>> LeftOut(torch.tensor([3]), outputs, outputs + 0.5, torch.ones(1, 2)).error
+        0.5
     """
 
     examples: Tensor

@@ -36,7 +36,7 @@ from linnet.likelihoods.gaussian import Gaussian
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.random import Seed, make_generator
 from linnet.memory import parse_bytes
-from linnet.params import choice, flag, instance, integer, number
+from linnet.params import choice, flag, instance, integer, no_targets, number
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.labels import Labels
 from linnet.predictive.links import Link
@@ -107,7 +107,7 @@ class Laplace(PredictiveModel):
                 remedy='pass structure="low-rank" for large networks',
             )
         instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
-        check_options("linnet.Laplace", structure, options)
+        check_options(Laplace, structure, options)
         check_mean(prior_mean)
         check_prior(prior_precision)
         number("data_scale", data_scale, above=0, remedy="leave data_scale= out")
@@ -149,6 +149,7 @@ class Laplace(PredictiveModel):
             >>> halves.fit((x[4:], x[4:, :1]), add=True).examples
             8.0
         """
+        no_targets("add", add)
         flag("add", add)
         share = Share.of(passes_of(self._options.get("passes")).shard)
         with together("Laplace.fit", share.world > 1):
@@ -362,8 +363,8 @@ class Laplace(PredictiveModel):
             **known,
             "parameters": self.covariance.function.space.dim,
             "examples": self.examples,
-            "prior precision": prior if isinstance(prior, float) else f"{len(prior)} numbers",
-            "data scale": float(self.data_scale),
+            "prior_precision": prior if isinstance(prior, float) else f"{len(prior)} numbers",
+            "data_scale": float(self.data_scale),
         }
 
     def _labels(self, link: Link) -> Labels:

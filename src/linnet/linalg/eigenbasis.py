@@ -8,7 +8,8 @@ from typing import Self
 from torch import Tensor
 
 from linnet.linalg.operator import require_damping, require_factor
-from linnet.linalg.structured import StructuredOperator, require_positive
+from linnet.linalg.space import ParameterSpace
+from linnet.linalg.structured import StructuredOperator, require_positive, require_space
 
 
 class EigenbasisOperator(StructuredOperator):
@@ -19,6 +20,12 @@ class EigenbasisOperator(StructuredOperator):
     """
 
     values: Tensor
+
+    def _hold(self, values: Tensor, space: ParameterSpace | None, name: str) -> None:
+        """Take checked eigenvalues, and what follows from them."""
+        n = values.numel()
+        self.values, self.shape, self.dtype, self.device = values, (n, n), values.dtype, values.device
+        self.space, self.name = require_space(space, n), name
 
     @abstractmethod
     def with_values(self, values: Tensor) -> Self:

@@ -32,9 +32,13 @@ def require_square(matrix: Tensor, name: str) -> None:
         InputError: It is not.
     """
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
-        raise InputError(f"{name} has shape {tuple(matrix.shape)}", expected="a square matrix")
+        raise InputError(
+            f"{name} has shape {tuple(matrix.shape)}",
+            "a square matrix",
+            "pass one of shape (n, n)",
+        )
     if not matrix.is_floating_point():
-        raise InputError(f"{name} has type {matrix.dtype}", expected="a floating point type")
+        raise InputError(f"{name} has type {matrix.dtype}", "a floating point type", "pass .double() of it")
 
 
 def require_finite(matrix: Tensor, name: str) -> None:
@@ -161,7 +165,11 @@ def eigh(matrix: Tensor, name: str = "matrix") -> tuple[Tensor, Tensor]:
     if pair is None:
         pair = _try_eigh(_double(matrix))
     if pair is None:
-        raise NumericalError(f"the eigenvalues of {name} cannot be computed, not even in float64")
+        raise NumericalError(
+            f"the eigenvalues of {name} cannot be computed, not even in float64",
+            expected="a matrix whose eigenvalues LAPACK finds",
+            remedy="scale it so that its entries are near 1, or add a damping to its diagonal",
+        )
     return pair[0].to(matrix), pair[1].to(matrix)
 
 

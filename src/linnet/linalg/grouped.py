@@ -169,10 +169,7 @@ class GroupedKroneckerEigen(EigenbasisOperator):
             raise InputError(f"values of {name} has shape {tuple(values.shape)}", expected=f"{expected}")
         require_finite(values, f"eigenvalues of {name}")
         self.left_vectors, self.right_vectors = left_vectors, right_vectors
-        self.values = nonnegative_each(values.flatten(1), name).view(expected)
-        self.shape = (values.numel(), values.numel())
-        self.dtype, self.device = values.dtype, values.device
-        self.space, self.name = require_space(space, values.numel()), name
+        self._hold(nonnegative_each(values.flatten(1), name).view(expected), space, name)
 
     @classmethod
     def of(

@@ -15,7 +15,6 @@ from linnet.linalg.eigenbasis import EigenbasisOperator
 from linnet.linalg.factorize import eigh, nonnegative, require_finite, require_square
 from linnet.linalg.kronecker import left_product
 from linnet.linalg.space import ParameterSpace
-from linnet.linalg.structured import require_space
 from linnet.params import choice
 
 SIDES = ("left", "right")
@@ -67,12 +66,10 @@ class HalfDiagonal(EigenbasisOperator):
             raise InputError(f"values of {name} has shape {tuple(values.shape)}", expected=expected)
         require_finite(vectors, f"eigenvectors of {name}")
         require_finite(values, f"eigenvalues of {name}")
-        self.vectors, self.values = vectors, nonnegative(values, name)
+        self.vectors = vectors
         self.left_vectors = None if side == "left" else vectors
         self.right_vectors = vectors if side == "left" else None
-        self.shape = (values.numel(), values.numel())
-        self.dtype, self.device = values.dtype, values.device
-        self.space, self.name = require_space(space, values.numel()), name
+        self._hold(nonnegative(values, name), space, name)
 
     @classmethod
     def of(cls, left: Tensor, right: Tensor, name: str = "Kronecker product") -> HalfDiagonal:

@@ -51,7 +51,7 @@ def merge(
         return merge_count(terms, counts)
     methods = {"exact": Sum, "svd": merge_svd, "kl": merge_kl}
     if method not in methods:
-        raise InputError(f"method is {method!r}", expected="'exact', 'svd', 'kl' or 'count'")
+        raise InputError(f"method is {method!r}", "'exact', 'svd', 'kl' or 'count'", "leave method= out")
     return methods[method](terms)
 
 

@@ -223,6 +223,48 @@ def unflatten(operator: LinearOperator, flat: Tensor, like: Vector) -> Vector:
     return flat if operator.space is None else operator.space.in_kind(flat, like)
 
 
+class Bidirectional(LinearOperator):
+    """An operator with a product of its own in each direction."""
+
+    @abstractmethod
+    def transposed_mm(self, w: Tensor) -> Tensor:
+        """Aᵀ w.
+
+        Args:
+            w: (m, K).
+
+        Returns:
+            (n, K).
+        """
+
+    @property
+    def T(self) -> LinearOperator:
+        """Aᵀ."""
+        return Transposed(self)
+
+
+class Transposed(LinearOperator):
+    """The transpose of an operator with a product in each direction.
+
+    Args:
+        forward: The operator.
+    """
+
+    def __init__(self, forward: Bidirectional) -> None:
+        self.forward = forward
+        self.shape = (forward.shape[1], forward.shape[0])
+        self.dtype, self.device, self.space = forward.dtype, forward.device, None
+
+    def mm(self, v: Tensor) -> Tensor:
+        """Aᵀ v."""
+        return self.forward.transposed_mm(v)
+
+    @property
+    def T(self) -> LinearOperator:
+        """A."""
+        return self.forward
+
+
 class FunctionOperator(LinearOperator):
     """An operator from a function that multiplies.
 
@@ -252,7 +294,11 @@ class FunctionOperator(LinearOperator):
         space: ParameterSpace | None = None,
     ) -> None:
         if symmetric and shape[0] != shape[1]:
-            raise InputError(f"symmetric is True for the shape {shape}", expected="a square shape")
+            raise InputError(
+                f"symmetric is True for the shape {shape}",
+                "a square shape",
+                "leave symmetric= out",
+            )
         self.shape, self.dtype, self.device, self.space = shape, dtype, torch.device(device), space
         self._function, self._adjoint, self._symmetric = function, adjoint, symmetric
 
@@ -292,7 +338,7 @@ class Sum(LinearOperator):
 
     def __init__(self, terms: Sequence[LinearOperator]) -> None:
         if not terms:
-            raise InputError("the sum has no terms", expected="at least one operator")
+            raise InputError("the sum has no terms", "at least one operator", "pass a list of operators")
         for term in terms[1:]:
             _require_alike(terms[0], term, terms[0].shape == term.shape, "added")
         opened = [term.terms if isinstance(term, Sum) else (term,) for term in terms]
@@ -363,7 +409,7 @@ class Damped(LinearOperator):
 
     def __init__(self, operator: LinearOperator, tau: float) -> None:
         if operator.shape[0] != operator.shape[1]:
-            raise InputError(f"{operator!r} cannot be damped", expected="a square operator")
+            raise InputError(f"{operator!r} cannot be damped", "a square operator", "damp A.T @ A instead")
         self._operator, self._tau = operator, require_damping(tau)
         self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
         self.space = operator.space
@@ -419,14 +465,22 @@ def _require_operator(other: Any) -> LinearOperator:
 def _require_alike(left: LinearOperator, right: LinearOperator, fits: bool, verb: str) -> None:
     """Two operators fit in shape, type and device."""
     if not fits or left.dtype != right.dtype or left.device != right.device:
-        raise InputError(f"{left!r} and {right!r} cannot be {verb}", "fitting shapes, one dtype, one device")
+        raise InputError(
+            f"{left!r} and {right!r} cannot be {verb}",
+            expected="fitting shapes, one dtype, one device",
+            remedy="see .shape, and convert one of the two with .to(dtype) or .to(device)",
+        )
 
 
 def _first_space(operators: Sequence[LinearOperator]) -> ParameterSpace | None:
     """The parameter space of the operators that have one."""
     spaces = [operator.space for operator in operators if operator.space is not None]
     if any(space != spaces[0] for space in spaces):
-        raise InputError("the terms of the sum live in different parameter spaces", "one parameter space")
+        raise InputError(
+            "the terms of the sum live in different parameter spaces",
+            expected="one parameter space",
+            remedy="make all terms on the same network with the same params=",
+        )
     return spaces[0] if spaces else None
 
 

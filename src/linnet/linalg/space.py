@@ -47,7 +47,7 @@ class ParameterSpace:
 
     def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
         if not shapes:
-            raise InputError("shapes is empty", expected="at least one parameter")
+            raise InputError("shapes is empty", "at least one parameter", "pass a shape for each name")
         self.names = tuple(shapes)
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         ends = list(accumulate((prod(shape) for shape in self.shapes.values()), initial=0))
@@ -95,7 +95,11 @@ class ParameterSpace:
             refuse("names", listed, "several parameter names", f"{shown(wrong[0])} is no name")
         chosen = set(listed)
         if unknown := chosen - set(self.names):
-            raise InputError(f"names has {_listed(unknown)}", expected=f"some of {_listed(self.names)}")
+            raise InputError(
+                f"names has {_listed(unknown)}",
+                expected=f"some of {_listed(self.names)}",
+                remedy="see .names, which are those of named_parameters()",
+            )
         return ParameterSpace({name: shape for name, shape in self.shapes.items() if name in chosen})
 
     def to_flat(self, vector: Vector) -> Tensor:
@@ -157,6 +161,7 @@ class ParameterSpace:
             raise InputError(
                 f"the parameter vector has shape {tuple(flat.shape)}",
                 expected=f"({self.dim},), ({self.dim}, K) or a dict with the {len(self.names)} parameters",
+                remedy="make one with .to_flat(dict of parameters)",
             )
         return flat
 

@@ -126,10 +126,16 @@ def operator_from_tensors(
         return operator
     if operator.space is not None and operator.space != space:
         raise InputError(
-            f"space is {space!r}", expected=f"the stored {operator.space!r}, with its names and shapes"
+            f"space is {space!r}",
+            expected=f"the stored {operator.space!r}, with its names and shapes",
+            remedy="pass the space of the network that it was made on, or leave space= out",
         )
     if space.dim != operator.shape[1]:
-        raise InputError(f"space has dimension {space.dim}", expected=f"{operator.shape[1]}, as {operator!r}")
+        raise InputError(
+            f"space has dimension {space.dim}",
+            expected=f"{operator.shape[1]}, as {operator!r}",
+            remedy="pass the space of the network that it was made on, or leave space= out",
+        )
     _settle(operator, space)
     return operator
 
@@ -178,7 +184,11 @@ def _plain_spec(operator: LinearOperator, place: str, tensors: dict[str, Tensor]
         if type(operator) is cls and isinstance(operator, StructuredOperator):
             tensors.update({f"{place}{field}": getattr(operator, field) for field in fields})
             return {"kind": kind, "name": operator.name}
-    raise InputError(f"{operator!r} cannot be stored", expected=f"one of {', '.join(_KINDS)}")
+    raise InputError(
+        f"{operator!r} cannot be stored",
+        expected=f"one of {', '.join(_KINDS)}",
+        remedy="store its dense matrix: Dense(operator.dense())",
+    )
 
 
 def _put_together(spec: object, place: str, tensors: dict[str, Tensor]) -> LinearOperator:

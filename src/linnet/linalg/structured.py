@@ -240,7 +240,11 @@ class Diagonal(StructuredOperator):
             raise InputError(f"{name} has shape {tuple(values.shape)} and type {values.dtype}", "floats (n,)")
         require_finite(values, name)
         if bool((values < 0).any()):
-            raise InputError(f"{name} has the negative entry {float(values.min()):.3g}", "no negative entry")
+            raise InputError(
+                f"{name} has the negative entry {float(values.min()):.3g}",
+                expected="no negative entry",
+                remedy="use a positive semi-definite curvature (Gauss-Newton, Fisher), or clamp it at 0",
+            )
         self.shape = (values.shape[0], values.shape[0])
         self.dtype, self.device = values.dtype, values.device
         self.space, self.name = require_space(space, self.shape[0]), name
@@ -431,7 +435,11 @@ def require_space(space: ParameterSpace | None, n: int) -> ParameterSpace | None
         InputError: Its dimension is not n.
     """
     if space is not None and space.dim != n:
-        raise InputError(f"space has dimension {space.dim}", expected=f"{n}, the size of the matrix")
+        raise InputError(
+            f"space has dimension {space.dim}",
+            expected=f"{n}, the size of the matrix",
+            remedy="pass the space of the parameters that the matrix is over, or leave space= out",
+        )
     return space
 
 
@@ -449,7 +457,7 @@ def require_symmetric(matrix: Tensor, name: str) -> None:
     require_square(matrix, name)
     require_finite(matrix, name)
     if matrix.ndim != 2:
-        raise InputError(f"{name} has shape {tuple(matrix.shape)}", expected="one matrix (n, n)")
+        raise InputError(f"{name} has shape {tuple(matrix.shape)}", "one matrix (n, n)", "pass one matrix")
     tolerance = 1e3 * torch.finfo(matrix.dtype).eps * matrix.abs().amax() if matrix.numel() else 0.0
     asymmetry = (matrix - matrix.T).abs().amax() if matrix.numel() else 0.0
     if asymmetry > tolerance:

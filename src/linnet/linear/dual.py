@@ -22,6 +22,7 @@ from torch import Tensor
 from linnet.frames import frame
 from linnet.linalg.factorize import cholesky, eigh
 from linnet.linear.evidence import at_best_noise
+from linnet.params import choice
 from linnet.shown import Record
 
 if TYPE_CHECKING:
@@ -45,6 +46,13 @@ class RidgePath(Record):
         degrees_of_freedom: tr K(K + ρI)⁻¹, (R,).
         noise: σ² that maximizes the evidence, (R,).
         loo_accuracy: Share of examples whose class is right when left out, (R,); ``None`` for regression.
+
+    Example:
+        >>> import linnet
+        >>> data = torch.randn(20, 3), torch.randn(20, 1)
+        >>> path = linnet.fit(linnet.linearize(torch.nn.Linear(3, 1)), data).path()
+        >>> path.best("loo") in path.ridges.tolist()
+        True
     """
 
     ridges: Tensor
@@ -81,7 +89,11 @@ class RidgePath(Record):
 
         Returns:
             ρ.
+
+        Raises:
+            InputError: The criterion is another.
         """
+        choice("criterion", criterion, ("loo", "gcv", "evidence"))
         score = {"loo": self.loo_error, "gcv": self.gcv, "evidence": -self.evidence}[criterion]
         return float(self.ridges[int(score.argmin())])
 

@@ -101,7 +101,7 @@ class Measure:
             raise NumericalError(
                 "the tangent kernel of the data is zero",
                 expected="outputs that depend on the parameters",
-                remedy="check params=, and that the model was trained",
+                remedy="check params=, and check that the model is trained",
             )
 
         def loss(log_rho: float) -> float:

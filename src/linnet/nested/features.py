@@ -74,7 +74,7 @@ class Features:
         body = [key for key in select_parameters(model, params) if key.rpartition(".")[0] != name]
         if not body:
             raise ModelError(
-                f"nothing is below the last linear layer ({name}) in the parameters chosen",
+                f"all chosen parameters are in the last layer ({name})",
                 expected="a network with weights below its head",
                 remedy=(
                     'pass params="all", since weights that require no gradient are left out; or weight=0 '

@@ -29,7 +29,7 @@ from linnet.nested.prior import Prior
 from linnet.nested.rows import Rows
 from linnet.nested.rungs import Rung
 from linnet.nested.search import choose
-from linnet.params import flag
+from linnet.params import flag, no_targets
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.noise import Noise
 from linnet.tangent.batch import (
@@ -337,6 +337,7 @@ class NestedFit(SquaredFit):
             InputError: If ``ridge`` is neither.
         """
         start = time.perf_counter()
+        no_targets("ridge", ridge)
         if ridge not in (None, "loo"):
             raise InputError(
                 f"ridge={ridge!r}",

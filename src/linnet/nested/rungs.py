@@ -117,10 +117,10 @@ def verdict(rungs: Sequence[Rung]) -> str:
         return f"Use the {last.name}: {how}; the fit is solved at the trained weights."
     if last.gain <= 0:
         more = f"{-100 * last.gain:.0f} ± {100 * last.gain_error:.0f} % more error on held-out folds"
-        return f"Use the {base.name}: training the lower layers gives {more}."
+        return f"Kept the {base.name}: training the lower layers gives {more}."
     would = "training the lower layers would"
     how = f"{would} add {points} ({less})" if points else f"{would} give {less}"
     short = "which is within the error"
     if last.gain > ERRORS * last.gain_error:
         short = "but fewer right classes"
-    return f"Use the {base.name}: {how}, {short}."
+    return f"Kept the {base.name}: {how}, {short}."

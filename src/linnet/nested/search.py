@@ -151,12 +151,12 @@ class Choice:
         """Recommendation in one sentence."""
         gain, error = self.gain
         if len(self.probe.errors) < 2:
-            return "Use the linear probe: one sample a class cannot tell whether the lower layers help."
+            return "Kept the linear probe: one sample a class cannot tell whether the lower layers help."
         less = f"{100 * gain:.0f} ± {100 * error:.0f} % less leave-one-out error"
         if not self.taken.weight:
             if not self.best.weight:
-                return "Use the linear probe: no share of the lower layers has less leave-one-out error."
-            return f"Use the linear probe: the lower layers would give {less}, {self._short()}."
+                return "Kept the linear probe: no share of the lower layers has less leave-one-out error."
+            return f"Kept the linear probe: the lower layers would give {less}, {self._short()}."
         if self.points is None or self.probe.right is None:
             return f"The lower layers help: {less} than the linear probe."
         points, spread = self.points

@@ -13,6 +13,8 @@ from linnet.optim.feature_schedules import (
 from linnet.optim.gauss_newton import GaussNewton
 from linnet.optim.gauss_newton_batch import GrowingBatches
 from linnet.optim.gauss_newton_settings import Damping, Settings, StepReport
+from linnet.optim.gradient_flow import Flow, gradient_flow
+from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.optim.relinearize import IterativeLinearization
 from linnet.optim.relinearize_report import LinearizationReport
 
@@ -30,4 +32,7 @@ __all__ = [
     "Schedule",
     "Moment",
     "Decision",
+    "Flow",
+    "gradient_flow",
+    "KroneckerPreconditioner",
 ]

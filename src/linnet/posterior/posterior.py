@@ -24,7 +24,7 @@ from linnet.laplace.outputs import captured_blocks
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood, takes_missing
 from linnet.linalg.random import Seed, make_generator, normal
 from linnet.linalg.structured import Diagonal
-from linnet.params import choice, flag, instance, integer, number
+from linnet.params import choice, flag, instance, integer, no_targets, number
 from linnet.posterior.draws import inverse_root
 from linnet.posterior.model import LinearModel, Optimum, maximize
 from linnet.posterior.svi import SVI, MeanField, bound, mean_field
@@ -266,7 +266,7 @@ class LinearPosterior(PredictiveModel):
             "outputs": "f₀ + J δ" if self._model.base else "J δ",
             "likelihood": self._model.likelihood.describe(),
             "parameters": len(self.mean),
-            "prior precision": self.prior_precision,
+            "prior_precision": self.prior_precision,
         }
         return known if not self.bounds else {**known, "bound": self.bounds[-1]}
 
@@ -358,6 +358,7 @@ def _check(lin: Any, likelihood: Any) -> None:
             expected="a Linearized",
             remedy="make one with linnet.linearize(model)",
         )
+    no_targets("likelihood", likelihood)
     check_likelihood(likelihood)
     if not likelihood.canonical:
         raise InputError(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError, ModelError
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import Bidirectional
 from linnet.linalg.random import Seed, normal
 from linnet.shown import Record
 from linnet.solvers.lanczos import eigenpairs
@@ -172,7 +172,7 @@ def anisotropy_directions(
     return AnisotropyDirections(values, shaped, solution.residual, mismatch)
 
 
-class MixedDerivative(LinearOperator):
+class MixedDerivative(Bidirectional):
     """M = E ∇²_{x,θ} f₀(x), from input space to parameter space, as products in both directions.
 
     Args:
@@ -202,11 +202,6 @@ class MixedDerivative(LinearOperator):
     def mm(self, v: Tensor) -> Tensor:
         """M v, (D, K) to (P, K)."""
         return torch.cat([self._forward(part) for part in v.split(COLUMNS, dim=1)], 1)
-
-    @property
-    def T(self) -> LinearOperator:
-        """Mᵀ."""
-        return _Transposed(self)
 
     def transposed_mm(self, w: Tensor) -> Tensor:
         """Mᵀw, (P, K) to (D, K)."""
@@ -305,24 +300,6 @@ class MixedDerivative(LinearOperator):
         if not values.requires_grad:  # the outputs depend on nothing: their derivatives are zero
             values = values + 0 * x.sum()
         return x, leaves, [values.sum()] if self.kind == "sum" else list(values.unbind())
-
-
-class _Transposed(LinearOperator):
-    """Mᵀ."""
-
-    def __init__(self, forward: MixedDerivative) -> None:
-        self.forward = forward
-        self.shape = (forward.shape[1], forward.shape[0])
-        self.dtype, self.device, self.space = forward.dtype, forward.device, None
-
-    def mm(self, v: Tensor) -> Tensor:
-        """Mᵀv."""
-        return self.forward.transposed_mm(v)
-
-    @property
-    def T(self) -> LinearOperator:
-        """M."""
-        return self.forward
 
 
 def _mismatch(mixed: MixedDerivative) -> float:

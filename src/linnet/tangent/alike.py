@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from linnet.distributed import agree, current, sharing, world
 from linnet.errors import DataError, InputError, LinnetError, ModelError
+from linnet.tangent.batch import tensors_in
 from linnet.tangent.functional import Functional, require_whole_weights
 from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.linearized import Linearized
@@ -91,15 +92,7 @@ def _kind(value: Any) -> type[LinnetError]:
     """The error that a difference of this argument is."""
     if isinstance(value, nn.Module | Functional):
         return ModelError
-    return DataError if _tensors(value) else InputError
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Tensors in nested containers."""
-    if isinstance(value, Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [t for part in parts for t in _tensors(part)]
+    return DataError if tensors_in(value) else InputError
 
 
 def _described(value: Any) -> str:
@@ -113,7 +106,7 @@ def _described(value: Any) -> str:
         state = value.state_dict()
         held = [state[name] for name in sorted(state) if isinstance(state[name], Tensor)]
         return f"{type(value).__name__} with the hash {hash_tensors(held)[:_DIGITS]}"
-    if tensors := _tensors(value):
+    if tensors := tensors_in(value):
         sizes = ", ".join(str(tuple(t.shape)) for t in tensors)
         return f"{sizes} with the hash {hash_tensors(tensors)[:_DIGITS]}"
     if value is None or isinstance(value, bool | int | float | str | os.PathLike):
@@ -132,4 +125,4 @@ def _device(arguments: Mapping[str, Any]) -> torch.device:
         if isinstance(value, nn.Module):
             first = next(value.parameters(), None)
             return torch.device("cpu") if first is None else first.device
-    return next((t.device for value in arguments.values() for t in _tensors(value)), torch.device("cpu"))
+    return next((t.device for value in arguments.values() for t in tensors_in(value)), torch.device("cpu"))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from linnet.distributed import Share, all_filled, all_rows, current, gathered, look_around
 from linnet.errors import InputError
-from linnet.memory import Plan, format_bytes, parse_bytes, require
+from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, integer
 from linnet.progress import track
 from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, take, tensors_in
@@ -797,13 +797,3 @@ def _identity(task: GramTask) -> dict[str, object]:
         "x1": hash_tensors(tensors_in(task.x1)),
         "x2": None if task.x2 is None else hash_tensors(tensors_in(task.x2)),
     }
-
-
-def describe_plan(plan: GramPlan) -> str:
-    """The plan in words, for the preflight."""
-    several = f"outputs in {len(plan.parts)} parts, " if len(plan.parts) > 1 else ""
-    return (
-        f"{plan.memory}\n  {several}blocks of {plan.capture} examples, {plan.hold} kept, "
-        f"products of {plan.product} × {plan.product};"
-        f" features {format_bytes(dict(plan.memory.items)['features kept'])}"
-    )

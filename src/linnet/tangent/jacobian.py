@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from linnet.distributed import all_rows, share_sum
 from linnet.errors import InputError
-from linnet.linalg.operator import LinearOperator
+from linnet.linalg.operator import Bidirectional, LinearOperator
 from linnet.linalg.space import Vector
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.batch import Inputs, batch_size, own_parts, split, take
@@ -280,7 +280,7 @@ def _flat(value: Tensor) -> Tensor:
     return value.reshape(value.shape[0], -1)
 
 
-class JacobianOperator(LinearOperator):
+class JacobianOperator(Bidirectional):
     """J over a data set, (N·C) × P: one JVP a pass, one VJP for the transpose.
 
     Inside :func:`linnet.distributed.sharing` each process differentiates its share of the examples, and the
@@ -305,33 +305,14 @@ class JacobianOperator(LinearOperator):
         parts = [jvp_columns(self.function, part, v) for _, part in own_parts(self.x, self.block)]
         return all_rows(torch.cat(parts or [none]), self.shape[0] // self.outputs).flatten(0, 1)
 
-    @property
-    def T(self) -> LinearOperator:
-        """Jᵀ."""
-        return _Transposed(self)
-
-
-class _Transposed(LinearOperator):
-    """Jᵀ over a data set."""
-
-    def __init__(self, forward: JacobianOperator) -> None:
-        self.forward = forward
-        self.shape = (forward.shape[1], forward.shape[0])
-        self.dtype, self.device, self.space = forward.dtype, forward.device, None
-
-    def mm(self, v: Tensor) -> Tensor:
+    def transposed_mm(self, w: Tensor) -> Tensor:
         """Jᵀ u: (N·C, K) to (P, K)."""
-        u = v.reshape(-1, self.forward.outputs, v.shape[1])
-        total = v.new_zeros(self.shape[0], v.shape[1])
-        for place, part in own_parts(self.forward.x, self.forward.block):
-            total += vjp_columns(self.forward.function, part, u[place])
+        u = w.reshape(-1, self.outputs, w.shape[1])
+        total = w.new_zeros(self.shape[1], w.shape[1])
+        for place, part in own_parts(self.x, self.block):
+            total += vjp_columns(self.function, part, u[place])
         share_sum([total])
         return total
-
-    @property
-    def T(self) -> LinearOperator:
-        """J."""
-        return self.forward
 
 
 class NormalOperator(LinearOperator):

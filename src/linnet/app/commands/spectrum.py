@@ -103,7 +103,7 @@ def task_spectrum(
     is_new = not folder.exists()
     check_device(device)
     if run is not None:
-        subject, title = from_run(run, device, memory, model, trust), f"Is the task of {run.name} linear?"
+        subject, title = from_run(run, device, memory, model, trust), f"Linearity of {run.name}"
     else:
         from linnet.app.data import image_transform
         from linnet.app.runs.settings import Network, Settings, Solving, Source
@@ -122,7 +122,7 @@ def task_spectrum(
             print(said)
             return result
         subject = from_settings(settings, folder)
-        title = f"Is {data.stem} linear for {model.rpartition(':')[2]}?"
+        title = f"Linearity of {data.stem} for {model.rpartition(':')[2]}"
     try:
         found = examine(subject, top, samples, memory)
     except BaseException:

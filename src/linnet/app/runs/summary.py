@@ -198,9 +198,8 @@ def print_prediction(result: dict[str, Any], rows: list[dict[str, Any]]) -> list
     lines = [f"{result['samples']} samples predicted: {result['predictions']}"]
     lines += lines_of(rows, Path(result["predictions"]).name)
     if result["predicted"]:
-        lines.append(
-            "  " + ", ".join(f"{name} {count}" for name, count in result["predicted"].items() if count)
-        )
+        counts = ", ".join(f"{name} ({count})" for name, count in result["predicted"].items() if count)
+        lines.append(f"  predicted classes: {counts}")
     if result["scores"]:
         lines += score_table([Comparison(**row) for row in result["scores"]], result["samples"])
     lines += [f"note: {text}" for text in result["findings"]]
