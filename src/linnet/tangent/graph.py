@@ -7,6 +7,7 @@ made. Batches may have any size.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import warnings
@@ -45,8 +46,16 @@ class _Network(nn.Module):
         return t.to(self.dtype) if t.is_floating_point() and t.dtype != self.dtype else t
 
 
-class _Duals(fx.Interpreter):
-    """Runs a graph with the tangents of several directions beside its values."""
+class Duals(fx.Interpreter):
+    """Runs a graph with the tangents of several directions beside its values.
+
+    Args:
+        graph: The graph.
+        directions: The tangents of inputs and weights, by what the graph calls them.
+
+    Attributes:
+        moved: For each direction the tangent of every node that was run.
+    """
 
     def __init__(self, graph: fx.GraphModule, directions: Sequence[Mapping[str, Tensor]]) -> None:
         super().__init__(graph, garbage_collect_values=False)
@@ -54,19 +63,27 @@ class _Duals(fx.Interpreter):
         self.moved: list[dict[fx.Node, Tangent]] = [{} for _ in directions]
 
     def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
+        """The value of a node; its tangents are kept.
+
+        Args:
+            n: The node.
+
+        Returns:
+            Its value.
+        """
+        constant = n.target is _constant()
+        value = self.fetch_args_kwargs_from_env(n)[0][0] if constant else super().run_node(n)
         for direction, moved in zip(self.directions, self.moved, strict=True):
-            weight = n.op == "get_attr"
+            weight = n.op in ("placeholder", "get_attr")
             moved[n] = direction.get(str(n.target)) if weight else self._tangent(n, value, moved)
         return value
 
     def _tangent(self, n: fx.Node, value: Any, moved: Mapping[fx.Node, Tangent]) -> Tangent:
         """The tangent of a node, from those before it."""
-        args, kwargs = fx.node.map_arg((n.args, dict(n.kwargs)), lambda node: _Known(moved.get(node)))
-        args, kwargs = _opened(args), _opened(kwargs)
+        args, kwargs = _moved(n.args, moved), _moved(n.kwargs, moved)
         if n.op == "output":
             return args[0]
-        if n.op != "call_function" or not _any(args, kwargs):
+        if n.op != "call_function" or n.target is _constant() or not _any(args, kwargs):
             return None
         if n.target is operator.getitem:
             return args[0][n.args[1]]
@@ -83,26 +100,19 @@ class _Duals(fx.Interpreter):
         return RULES[name](Call(op, call.given, tangents, value))
 
 
-class _Known:
-    """A tangent in the place of an argument, which is no argument that fx would look into."""
-
-    def __init__(self, tangent: Tangent) -> None:
-        self.tangent = tangent
-
-
 def _name(op: torch._ops.OpOverload) -> str:
     """The name of an operation, whatever the kinds of its arguments."""
     return op._schema.name.removeprefix("aten::")
 
 
-def _opened(args: Any) -> Any:
+def _moved(args: Any, moved: Mapping[fx.Node, Tangent]) -> Any:
     """Tangents of nodes in the structure of arguments; ``None`` for everything else."""
-    if isinstance(args, _Known):
-        return args.tangent
+    if isinstance(args, fx.Node):
+        return moved.get(args)
     if isinstance(args, Mapping):
-        return {key: _opened(value) for key, value in args.items()}
+        return {key: _moved(value, moved) for key, value in args.items()}
     if isinstance(args, list | tuple):
-        return [_opened(value) for value in args]
+        return [_moved(value, moved) for value in args]
     return None
 
 
@@ -138,10 +148,9 @@ class _WithTangents(nn.Module):
         for direction in self.directions:
             known = dict(direction.named_parameters())
             moved.append({place: known[own] for place, own in self.ties.items() if own in known})
-        graph = cast(fx.GraphModule, self.network)
-        duals = _Duals(graph, moved)
+        duals = Duals(self.network, moved)
         (value,) = duals.run(*_flat(args), *_flat(kwargs), enable_io_processing=False)
-        (last,) = (n for n in graph.graph.nodes if n.op == "output")
+        (last,) = (n for n in self.network.graph.nodes if n.op == "output")
         tangents = [moved[last][0] for moved in duals.moved]
         return self.finish(value, [torch.zeros_like(value) if t is None else t for t in tangents])
 
@@ -207,7 +216,7 @@ def _traced(module: nn.Module, x: Inputs, names: list[str], decompose: bool = Fa
             made = torch.export.export(named, args, kwargs, dynamic_shapes=shapes, strict=False)
             if decompose:
                 made = _decomposed(made)
-            found = cast(fx.GraphModule, made.module())
+            found = made.module()
         except LinnetError:
             raise
         except Exception as error:  # torch raises of many kinds here
@@ -248,8 +257,21 @@ def _names(model: nn.Module, x: Inputs) -> list[str]:
     return names[: len(args)] if len(names) >= len(args) else [f"x{i}" for i in range(len(args))]
 
 
+@functools.cache
+def _constant() -> torch._ops.OpOverload:
+    """An operation that returns its argument without a derivative: torch's own is lost in decompositions."""
+    made = torch.library.custom_op(
+        "linnet::constant", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    made.register_fake(torch.empty_like)
+    return torch.ops.linnet.constant.default
+
+
 def _decomposed(made: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """The same graph in operations that have rules, as far as torch knows how."""
+    for node in made.graph.nodes:
+        if node.target is torch.ops.aten.detach.default:
+            node.target = _constant()
     made = made.run_decompositions()
     further = {
         node.target
@@ -266,7 +288,8 @@ def _decomposed(made: torch.export.ExportedProgram) -> torch.export.ExportedProg
         return made
     for op, rule in more.items():
         table[op] = rule
-    return made.run_decompositions(table)
+    decomposed: torch.export.ExportedProgram = made.run_decompositions(table)
+    return decomposed
 
 
 def _few(x: Inputs) -> Inputs:
@@ -293,6 +316,5 @@ def _without_rule(name: str) -> ModelError:
     return ModelError(
         f"the network has an operation without a rule for its derivative: aten::{name}",
         expected="operations of torch that are differentiated by the rules of linnet.tangent.graph_rules",
-        remedy="take the layer that holds it out of params= of linnet.linearize, together with those below it, "
-        "or keep the fit in linnet",
+        remedy="leave the layers up to it out of params= of linnet.linearize, or keep the fit in linnet",
     )

@@ -97,16 +97,14 @@ def bind(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
 # -- linear in one argument, which is the first ------------------------------------------------------
 
 _LINEAR = (
-    "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "numpy_T", "expand", "slice", "select",
-    "unsqueeze", "squeeze", "squeeze_", "clone", "alias", "contiguous", "neg", "sum", "mean", "index",
-    "index_select", "gather", "flatten", "unflatten", "avg_pool1d", "avg_pool2d", "avg_pool3d",
-    "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
-    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact2d",
-    "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_bicubic2d", "upsample_linear1d",
-    "upsample_trilinear3d", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
-    "replication_pad2d", "replication_pad3d", "flip", "roll", "repeat", "cumsum", "diagonal", "unfold",
-    "as_strided", "im2col", "col2im", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "tril", "triu",
-    "split", "split_with_sizes", "unbind", "chunk", "view_copy", "lift_fresh_copy", "movedim", "rot90",
+    "view", "_unsafe_view", "permute", "transpose", "t", "expand", "slice", "select", "unsqueeze", "squeeze",
+    "clone", "alias", "neg", "sum", "mean", "index", "index_select", "gather", "avg_pool2d", "avg_pool3d",
+    "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "upsample_nearest1d", "upsample_nearest2d",
+    "upsample_nearest3d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
+    "upsample_bicubic2d", "upsample_linear1d", "upsample_trilinear3d", "reflection_pad1d", "reflection_pad2d",
+    "reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d", "flip", "roll",
+    "repeat", "cumsum", "diagonal", "unfold", "as_strided", "im2col", "col2im", "pixel_shuffle",
+    "pixel_unshuffle", "channel_shuffle", "tril", "triu", "split", "split_with_sizes", "unbind",
 )  # fmt: skip
 
 
@@ -116,12 +114,12 @@ def _linear(c: Call) -> Tangent:
     return c.again(**{first: c.tangents[first]})
 
 
-@_rule("_to_copy", "to")
+@_rule("_to_copy")
 def _copied(c: Call) -> Tangent:
     return c.again(self=c.tangents["self"]) if c.out.is_floating_point() else None
 
 
-@_rule("constant_pad_nd", "masked_fill", "fill")
+@_rule("constant_pad_nd", "masked_fill")
 def _with_value(c: Call) -> Tangent:
     """A constant takes the place of some numbers."""
     if c.tangents.get("value") is not None:
@@ -142,16 +140,11 @@ def _embedding(c: Call) -> Tangent:
 
 @_rule("add", "sub", "rsub")
 def _sum(c: Call) -> Tangent:
-    alpha = c.given.get("alpha", 1)
-    first, second = c.tangents["self"], c.tangents.get("other")
-    if second is not None and alpha != 1:
-        second = alpha * second
-    name = c.op._schema.name
-    if name == "aten::rsub":
-        first = None if first is None else -(first if alpha == 1 else alpha * first)
-    elif name == "aten::sub" and second is not None:
-        second = -second
-    return c.like_out(_plus(first, second))
+    kind, alpha = c.op._schema.name, c.given.get("alpha", 1)
+    scales = {"aten::add": (1, alpha), "aten::sub": (1, -alpha), "aten::rsub": (-alpha, 1)}[kind]
+    both = c.tangents["self"], c.tangents.get("other")
+    parts = [t if t is None or k == 1 else k * t for t, k in zip(both, scales, strict=True)]
+    return c.like_out(_plus(*parts))
 
 
 @_rule("cat", "stack")
@@ -172,8 +165,7 @@ def _where(mask: Tensor, first: Tangent, second: Tangent, c: Call) -> Tangent:
     return torch.where(mask, zero if first is None else first, zero if second is None else second)
 
 
-@_rule("slice_scatter", "select_scatter", "index_put", "scatter", "scatter_add", "copy", "index_copy",
-       "index_add", "masked_scatter")  # fmt: skip
+@_rule("slice_scatter", "select_scatter", "index_put", "scatter", "scatter_add", "index_add")
 def _placed(c: Call) -> Tangent:
     source = next(name for name in ("src", "values", "source", "value") if name in c.given)
     value = c.given[source]
@@ -192,7 +184,7 @@ def _product(c: Call) -> Tangent:
     return c.like_out(_plus(None if da is None else da * b, None if db is None else a * db))
 
 
-@_rule("mm", "bmm", "mv", "dot", "matmul")
+@_rule("mm", "bmm", "mv", "dot")
 def _matrix_product(c: Call) -> Tangent:
     names = list(c.given)
     parts = [None if c.tangents[n] is None else c.again(**{n: c.tangents[n]}) for n in names]
@@ -203,7 +195,9 @@ def _matrix_product(c: Call) -> Tangent:
 def _sum_of_product(c: Call) -> Tangent:
     added, first, second = list(c.given)[:3]
     zero = torch.zeros((), dtype=c.out.dtype, device=c.out.device)
-    product = {"addmm": torch.mm, "baddbmm": torch.bmm, "addmv": torch.mv}.get(c.op._schema.name[6:])
+    products: dict[str, Callable[[Tensor, Tensor], Tensor]]
+    products = {"addmm": torch.mm, "baddbmm": torch.bmm, "addmv": torch.mv}
+    product = products.get(c.op._schema.name.removeprefix("aten::"))
     parts = []
     for name in (first, second):
         if c.tangents[name] is None:
@@ -220,7 +214,7 @@ def _sum_of_product(c: Call) -> Tangent:
     return c.like_out(_plus(*parts, own))
 
 
-@_rule("linear", "convolution", "conv1d", "conv2d", "conv3d")
+@_rule("convolution")
 def _affine(c: Call) -> Tangent:
     parts = [
         c.again(**{name: c.tangents[name], "bias": None})
@@ -228,7 +222,7 @@ def _affine(c: Call) -> Tangent:
         if c.tangents[name] is not None
     ]
     bias = c.tangents["bias"]
-    if bias is not None and c.op._schema.name != "aten::linear":
+    if bias is not None:
         bias = bias.reshape(1, -1, *(1,) * (c.out.dim() - 2))
     return c.like_out(_plus(*parts, bias))
 
@@ -276,11 +270,14 @@ _DERIVATIVES: dict[str, Callable[[Any, Any], Any]] = {
     "atan": lambda x, y: 1 / (1 + x * x),
     "erf": lambda x, y: 2 / math.sqrt(math.pi) * torch.exp(-x * x),
     "abs": lambda x, y: torch.sign(x),
-    "square": lambda x, y: 2 * x,
     "silu": lambda x, y: torch.sigmoid(x) * (1 + x - y),
-    "log_sigmoid_forward": lambda x, y: torch.sigmoid(-x),
 }
 RULES.update({name: _elementwise(derivative) for name, derivative in _DERIVATIVES.items()})
+
+
+@_rule("log_sigmoid_forward")
+def _log_sigmoid(c: Call) -> Tangent:
+    return c.tangents["self"] * torch.sigmoid(-c.given["self"]), None
 
 
 @_rule("gelu")
@@ -380,7 +377,11 @@ def _extreme(c: Call) -> Tangent:
 
 @_rule("amax", "amin")
 def _extreme_along(c: Call) -> Tangent:
-    x, dims, keep = c.given["self"], list(c.given["dim"]) or list(range(c.given["self"].dim())), c.given["keepdim"]
+    x, dims, keep = (
+        c.given["self"],
+        list(c.given["dim"]) or list(range(c.given["self"].dim())),
+        c.given["keepdim"],
+    )
     out = c.out
     if not keep:
         for d in sorted(d % x.dim() for d in dims):
@@ -389,7 +390,7 @@ def _extreme_along(c: Call) -> Tangent:
     return (c.tangents["self"] * mask).sum(dims, keepdim=keep) / mask.sum(dims, keepdim=keep)
 
 
-@_rule("max", "min", "sort", "topk", "median", "kthvalue")
+@_rule("max", "min", "sort", "topk", "median")
 def _picked(c: Call) -> Tangent:
     if isinstance(c.out, Tensor):  # of all numbers
         mask = (c.given["self"] == c.out).to(c.out.dtype)
@@ -400,7 +401,7 @@ def _picked(c: Call) -> Tangent:
     return c.tangents["self"].gather(dim, index.unsqueeze(dim)).squeeze(dim), None
 
 
-@_rule("max_pool2d_with_indices", "max_pool3d_with_indices")
+@_rule("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d")
 def _max_pool(c: Call) -> Tangent:
     axes = 2 if "2d" in c.op._schema.name else 3
     flat = c.tangents["self"].flatten(-axes)
@@ -422,13 +423,26 @@ def _variance(c: Call) -> Tangent:
     return moved if isinstance(c.out, Tensor) else (moved, t.mean(dims, keepdim=keep))
 
 
-@_rule("_softmax", "softmax")
+@_rule("linalg_vector_norm")
+def _norm(c: Call) -> Tangent:
+    x, t, p, dims = c.given["self"], c.tangents["self"], c.given["ord"], c.given["dim"]
+    dims = list(range(x.dim())) if dims is None else list(dims)
+    keep, size = c.given["keepdim"], x.abs()
+    if abs(p) == math.inf:
+        mask = (size == (size.amax(dims, True) if p > 0 else size.amin(dims, True))).to(x.dtype)
+        return (torch.sign(x) * t * mask).sum(dims, keepdim=keep) / mask.sum(dims, keepdim=keep)
+    slope = x if p == 2 else torch.sign(x) * size.pow(p - 1)
+    moved = (slope * t).sum(dims, keepdim=keep)
+    return torch.where(c.out == 0, torch.zeros_like(moved), moved * c.out.pow(1 - p))  # 0 at zero, as torch's
+
+
+@_rule("_softmax")
 def _softmax(c: Call) -> Tangent:
     weighted = c.out * c.tangents["self"]
     return weighted - c.out * weighted.sum(c.given["dim"], keepdim=True)
 
 
-@_rule("_log_softmax", "log_softmax")
+@_rule("_log_softmax")
 def _log_softmax(c: Call) -> Tangent:
     t = c.tangents["self"]
     return t - (c.out.exp() * t).sum(c.given["dim"], keepdim=True)
@@ -473,17 +487,19 @@ def _group_norm(c: Call) -> Tangent:
     return _scaled(unit, moved, c, lambda w: w.reshape(1, -1, *(1,) * (x.dim() - 2))), None, None
 
 
-@_rule("_native_batch_norm_legit_no_training", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+@_rule("_native_batch_norm_legit_no_training", "native_batch_norm")
 def _batch_norm(c: Call) -> Tangent:
-    """With running statistics, as in evaluation."""
     x, t = c.given["input"], c.tangents["input"]
 
     def shape(w: Tensor) -> Tensor:
         return w.reshape(1, -1, *(1,) * (x.dim() - 2))
 
-    scale = shape(torch.rsqrt(c.given["running_var"] + c.given["eps"]))
-    unit = (x - shape(c.given["running_mean"])) * scale
-    return (_scaled(unit, None if t is None else t * scale, c, shape), *(None,) * (len(c.out) - 1))
+    if c.given.get("training", False):  # no network in evaluation, but the normalization of single examples
+        unit, moved = _normalized(x, t, [d for d in range(x.dim()) if d != 1], c.given["eps"])
+    else:
+        scale = shape(torch.rsqrt(c.given["running_var"] + c.given["eps"]))
+        unit, moved = (x - shape(c.given["running_mean"])) * scale, None if t is None else t * scale
+    return (_scaled(unit, moved, c, shape), *(None,) * (len(c.out) - 1))
 
 
 # -- no derivative, or none but zero -----------------------------------------------------------------

@@ -52,7 +52,8 @@ class Linearized(nn.Module):
         object.__setattr__(self, "_function", function)
         self._owned = False  # whether nobody else can hold the function
         with torch.inference_mode(False):
-            self._modules["delta"] = as_modules({name: torch.zeros_like(t) for name, t in function.theta.items()})
+            zero = {name: torch.zeros_like(t) for name, t in function.theta.items()}
+            self._modules["delta"] = as_modules(zero)
 
     _function: Functional
 
