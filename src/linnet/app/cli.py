@@ -36,7 +36,9 @@ from linnet.errors import InputError, LinnetError
 if TYPE_CHECKING:
     import jsonargparse
 
-COMMANDS = ("demo", "adapt", "predict", "explain", "forget", "update", "spectrum", "check", "doctor")
+COMMANDS = (
+    "demo", "adapt", "predict", "explain", "forget", "update", "export", "spectrum", "check", "doctor",
+)  # fmt: skip
 # Functions that are not called like their command: one called adapt would be taken for linnet.adapt by
 # what reads its options, and torch would be imported for a page of help.
 _FUNCTIONS = {"adapt": "task_adaptation", "spectrum": "task_spectrum"}

@@ -221,7 +221,8 @@ def covariance_roots(psi: Tensor, posterior: Posterior) -> Tensor:
     e = psi.shape[1]
     if posterior.curvature is None:
         shared = _root_of_inverse(psi.T @ psi, posterior.ridge)
-        return shared[None] * posterior.noise**0.5
+        scaled: Tensor = shared[None] * posterior.noise**0.5
+        return scaled
     curvature = posterior.curvature.to(psi)
     c = curvature.shape[1]
     budget = parse_bytes(posterior.memory, psi.device)

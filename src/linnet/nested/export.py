@@ -163,7 +163,7 @@ def network_of_probe(prior: Prior, phi: Tensor, system: DualSystem) -> nn.Module
     if prior.mixture.weight:
         raise InputError(
             f"merge() of a fit in which the lower layers have the weight {prior.mixture.weight:g}",
-            expected="weight 0: with it every output has weights of its own below the head, and no one network",
+            expected="weight 0: otherwise every output has weights of its own below the head",
             remedy="adapt with weight=0, or export() the linear model",
         )
     weight, bias = head_of(prior, phi, system)

@@ -30,7 +30,7 @@ Finish = Callable[[Tensor, Sequence[Tensor]], Any]  # outputs of the module, fro
 
 
 class _Network(nn.Module):
-    """A network that returns one tensor (N, C), computed in the type of its weights."""
+    """A network that returns one tensor (N, C); inputs of any strides, in the type of its weights."""
 
     def __init__(self, model: nn.Module, output: OutputAdapter) -> None:
         super().__init__()
@@ -39,10 +39,11 @@ class _Network(nn.Module):
         self.dtype = next(kinds, torch.get_default_dtype())
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        args, kwargs = (map_tensors(self._in_type, given) for given in (args, kwargs))
+        args, kwargs = (map_tensors(self._own, given) for given in (args, kwargs))
         return adapt_outputs(self.model(*args, **kwargs), self.output).flatten(1)
 
-    def _in_type(self, t: Tensor) -> Tensor:
+    def _own(self, t: Tensor) -> Tensor:
+        t = t.clone(memory_format=torch.contiguous_format)
         return t.to(self.dtype) if t.is_floating_point() and t.dtype != self.dtype else t
 
 
