@@ -40,5 +40,7 @@ def test_a_probe_merges_into_the_network_and_nothing_else_does() -> None:
     torch.testing.assert_close(merged.network(x), fit.predict(x))
     assert merged.gap < 1e-10
     assert merged.agreement == 1.0
-    with pytest.raises(InputError, match=r"merge\(\) of a fit in which the lower layers have the weight 0\.4"):
+    with pytest.raises(
+        InputError, match=r"merge\(\) of a fit in which the lower layers have the weight 0\.4"
+    ):
         linnet.adapt(network(), samples(12), weight=0.4, ridge=0.05).merge()
