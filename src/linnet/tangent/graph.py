@@ -60,6 +60,7 @@ class Duals(fx.Interpreter):
 
     def __init__(self, graph: fx.GraphModule, directions: Sequence[Mapping[str, Tensor]]) -> None:
         super().__init__(graph, garbage_collect_values=False)
+        self.extra_traceback = False  # which would go into the text of our errors
         self.directions = directions
         self.moved: list[dict[fx.Node, Tangent]] = [{} for _ in directions]
 

@@ -97,13 +97,13 @@ def bind(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
 # -- linear in one argument, which is the first ------------------------------------------------------
 
 _LINEAR = (
-    "view", "_unsafe_view", "permute", "transpose", "t", "expand", "slice", "select", "unsqueeze", "squeeze",
+    "permute", "transpose", "t", "expand", "slice", "select", "unsqueeze", "squeeze",
     "clone", "alias", "neg", "sum", "mean", "index", "index_select", "gather", "avg_pool2d", "avg_pool3d",
     "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "upsample_nearest1d", "upsample_nearest2d",
     "upsample_nearest3d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
     "upsample_bicubic2d", "upsample_linear1d", "upsample_trilinear3d", "reflection_pad1d", "reflection_pad2d",
     "reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d", "flip", "roll",
-    "repeat", "cumsum", "diagonal", "unfold", "as_strided", "im2col", "col2im", "pixel_shuffle",
+    "repeat", "cumsum", "diagonal", "unfold", "im2col", "col2im", "pixel_shuffle",
     "pixel_unshuffle", "channel_shuffle", "tril", "triu", "split", "split_with_sizes", "unbind",
 )  # fmt: skip
 
@@ -112,6 +112,11 @@ _LINEAR = (
 def _linear(c: Call) -> Tangent:
     first = next(iter(c.given))
     return c.again(**{first: c.tangents[first]})
+
+
+@_rule("view", "_unsafe_view")
+def _reshaped(c: Call) -> Tangent:
+    return c.tangents["self"].reshape(c.given["size"])  # strides may differ from the value's
 
 
 @_rule("_to_copy")
@@ -165,7 +170,7 @@ def _where(mask: Tensor, first: Tangent, second: Tangent, c: Call) -> Tangent:
     return torch.where(mask, zero if first is None else first, zero if second is None else second)
 
 
-@_rule("slice_scatter", "select_scatter", "index_put", "scatter", "scatter_add", "index_add")
+@_rule("slice_scatter", "select_scatter", "index_put", "scatter", "scatter_add", "index_add", "copy")
 def _placed(c: Call) -> Tangent:
     source = next(name for name in ("src", "values", "source", "value") if name in c.given)
     value = c.given[source]
@@ -184,7 +189,7 @@ def _product(c: Call) -> Tangent:
     return c.like_out(_plus(None if da is None else da * b, None if db is None else a * db))
 
 
-@_rule("mm", "bmm", "mv", "dot")
+@_rule("mm", "bmm", "mv", "dot", "_trilinear")
 def _matrix_product(c: Call) -> Tangent:
     names = list(c.given)
     parts = [None if c.tangents[n] is None else c.again(**{n: c.tangents[n]}) for n in names]
