@@ -14,7 +14,9 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import InputError, ModelError
 from linnet.fitting import Sketch
-from linnet.tangent.batch import take
+from linnet.tangent.batch import take, tensors_in
+from linnet.tangent.functional import call_arguments
+from tests import zoo
 
 N, D, C = 12, 4, 3
 # A process that does not know linnet reads a module in both forms that torch has.
@@ -98,6 +100,30 @@ def test_torch_saves_and_compiles_the_module(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-I", "-W", "ignore", "-c", LOAD, *files], check=True, timeout=120)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
     torch.testing.assert_close(compiled(x), expected)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of the packages that write the file
+@pytest.mark.parametrize("name", ["resnet-batchnorm", "vit-mha", "bert-sdpa", "lora", "lstm"])
+def test_another_runtime_gives_the_same(name: str, tmp_path: Path) -> None:
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package)
+    runtime = pytest.importorskip("onnxruntime")
+    animal = zoo.BY_NAME[name]
+    x = zoo.cast(animal.make_batch(), torch.float32)  # runtimes have few operations in float64
+    lin = linnet.linearize(animal.factory().float(), output=animal.output)
+    fit = linnet.fit(lin, (x, torch.arange(zoo.size(x)) % animal.classes), ridge=1.0)
+    args, kwargs = call_arguments(x)
+    module, shapes = fit.export(), free(list(kwargs) or [f"x{i}" for i in range(len(args))])
+    torch.onnx.export(
+        module, args, tmp_path / "m.onnx", kwargs=kwargs or None, dynamo=True, verbose=False,
+        dynamic_shapes=shapes if kwargs else tuple(shapes.values()),
+    )  # fmt: skip
+    session = runtime.InferenceSession(tmp_path / "m.onnx")
+    fewer = take(x, slice(0, 3))
+    inputs = dict(zip((i.name for i in session.get_inputs()), tensors_in(fewer), strict=True))
+    (found,) = session.run(None, {key: t.numpy() for key, t in inputs.items()})
+    torch.testing.assert_close(torch.from_numpy(found), fit.predict(fewer), rtol=1e-4, atol=1e-4)
 
 
 class Pair(nn.Module):

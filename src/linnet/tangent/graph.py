@@ -282,6 +282,8 @@ def _decomposed(made: torch.export.ExportedProgram) -> torch.export.ExportedProg
         and isinstance(node.target, torch._ops.OpOverload)
         and _name(node.target) not in RULES
         and _name(node.target) not in ZERO
+        and _floating(node)
+        and any(map(_floating, node.all_input_nodes))  # what no tangent passes stays as it is
     }
     known = torch._decomp.decomposition_table
     table = torch.export.default_decompositions()
@@ -292,6 +294,12 @@ def _decomposed(made: torch.export.ExportedProgram) -> torch.export.ExportedProg
         table[op] = rule
     decomposed: torch.export.ExportedProgram = made.run_decompositions(table)
     return decomposed
+
+
+def _floating(node: fx.Node) -> bool:
+    """Whether a node gives real numbers."""
+    values = _flat(node.meta.get("val"))
+    return any(isinstance(t, Tensor) and t.is_floating_point() for t in values)
 
 
 def _few(x: Inputs) -> Inputs:
