@@ -492,7 +492,7 @@ def _group_norm(c: Call) -> Tangent:
     return _scaled(unit, moved, c, lambda w: w.reshape(1, -1, *(1,) * (x.dim() - 2))), None, None
 
 
-@_rule("_native_batch_norm_legit_no_training", "native_batch_norm")
+@_rule("_native_batch_norm_legit_no_training", "_native_batch_norm_legit", "native_batch_norm")
 def _batch_norm(c: Call) -> Tangent:
     x, t = c.given["input"], c.tangents["input"]
 
