@@ -199,6 +199,7 @@ OF_CALL: dict[str, str] = {
     "continual.NonOnlineLaplace (saved).remember(data)": "kept pair",
     **{f"{name}(x)": "kept inputs" for name in KEEPING},
     "evaluate(noise)": "word",
+    **{f"{fit}.export(variance)": "flag" for fit in ("LinearFit", "SoftmaxFit", "NestedFit")},
     "optim.GaussNewton.accumulate(y)": "labels later",
     "preflight(batch)": "kept inputs",
     "continual.convert_strength(batch)": "positive",
@@ -251,6 +252,7 @@ ALWAYS_REFUSED = frozenset({
     "FitPlots.predicted",
     "Finetuned.predictive",
     "LinearPosterior.save",
+    "NestedFit.merge",  # of a fit in which the lower layers take part
     "baselines.DeepEnsemble.save",
     "baselines.FactorizedGaussian.save",
     "baselines.LastLayerRegression.save",

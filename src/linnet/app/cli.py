@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 COMMANDS = (
     "demo", "adapt", "predict", "explain", "forget", "update", "compare", "serve",
-    "spectrum", "check", "doctor",
+    "export", "spectrum", "check", "doctor",
 )  # fmt: skip
 # Functions that are not called like their command: one called adapt would be taken for linnet.adapt by
 # what reads its options, and torch would be imported for a page of help.

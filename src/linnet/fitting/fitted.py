@@ -6,25 +6,29 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linnet.errors import DataError
+from linnet.fitting.export import checked_module
+from linnet.fitting.merged import Merged
 from linnet.fitting.plots import FitPlots
 from linnet.fitting.record import Record
 from linnet.fitting.softmax_path import SoftmaxPath
 from linnet.frames import frame, outputs
 from linnet.linear.dual import RidgePath
 from linnet.linear.targets import Targets, check_arrangement, make_targets, position_targets
-from linnet.params import number
+from linnet.params import flag, number
 from linnet.predictive.model import PredictiveModel
 from linnet.predictive.temperature import fit_moderation, fit_temperature
-from linnet.tangent.batch import Inputs, observe, take
+from linnet.tangent.batch import Inputs, observe, observed, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import gather_data
 from linnet.tangent.modes import in_exact_mode
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+TRACED = 3  # examples on which an exported model is compared with the fit
 
 
 class Solved(Protocol):
@@ -134,6 +138,94 @@ class Fitted(PredictiveModel):
         predicted = out.argmax(1) if out.shape[1] > 1 else (out[:, 0] > 0).long()
         known = {"label": labels, "left out": predicted, "right": predicted == labels.to(predicted.device)}
         return frame(known | outputs("output", out))
+
+    # -- elsewhere -------------------------------------------------------------------------------
+
+    def export(self, x: Inputs | None = None, *, variance: bool = False) -> nn.Module:
+        """The fitted model as a plain module of torch's operations, which needs nothing of linnet.
+
+        It returns what ``predict`` does, for batches of any size, and works with ``torch.export``,
+        ``torch.onnx.export(..., dynamo=True)`` and ``torch.compile``. It is compared with the fit before it
+        is returned.
+
+        Args:
+            x: Examples like those to come; by default training examples.
+            variance: Whether it returns the variance of each output (N, C) beside the outputs, that of
+                ``predictive``: for fits in the weights of the last linear layer, and for ``linnet.adapt``
+                where the lower layers take no part.
+
+        Returns:
+            The module in evaluation mode: from the network's own inputs to outputs (N, C), or to both.
+
+        Raises:
+            DataError: If x is empty or not finite.
+            InputError: If the variance is of another kind of fit.
+            MemoryBudgetError: If a module of ``linnet.adapt`` would hold too many directions.
+            ModelError: If ``torch.export`` cannot trace the network, or it has an operation without a rule.
+
+        Example:
+            >>> import linnet
+            >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+            >>> x = torch.linspace(-1, 1, 20).view(10, 2)
+            >>> fit = linnet.fit(linnet.linearize(net, params="last-layer"), (x, x[:, :1]))
+            >>> [out.shape for out in fit.export(variance=True)(x)]
+            [torch.Size([10, 1]), torch.Size([10, 1])]
+        """
+        flag("variance", variance)
+        few = self._some(x)
+
+        def answer() -> tuple[Tensor, ...]:
+            if not variance:
+                return (self.predict(few),)
+            found = self.predictive(few)
+            return found.mean, found.variance
+
+        return checked_module(lambda kind: self._plain(few, variance, kind), few, answer)
+
+    def merge(self, x: Inputs | None = None) -> Merged:
+        """The network at θ₀ + δ, and how far it is from the linear model.
+
+        Args:
+            x: Examples on which the two are compared; by default the training examples.
+
+        Returns:
+            The network in evaluation mode, the linearity gap and the share of equal classes.
+
+        Raises:
+            DataError: If x is empty or not finite.
+            InputError: If no weights of the network have the fit's outputs to first order.
+
+        Example:
+            >>> import linnet
+            >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+            >>> x = torch.linspace(-1, 1, 20).view(10, 2)
+            >>> merged = linnet.fit(linnet.linearize(net, params="last-layer"), (x, x[:, :1])).merge()
+            >>> merged.network(x).shape, merged.gap < 1e-5
+            (torch.Size([10, 1]), True)
+        """
+        return self._merged(self._examples(self._training_inputs if x is None else x))
+
+    def _some(self, x: Inputs | None) -> Inputs:
+        """A few examples to trace, as the network takes them."""
+        given = self._training_inputs if x is None else x
+        return self._examples(take(observed(given)[0], slice(0, TRACED)))
+
+    @property
+    @abstractmethod
+    def _training_inputs(self) -> Inputs:
+        """Training inputs."""
+
+    @abstractmethod
+    def _examples(self, x: Inputs) -> Inputs:
+        """Examples on the network's device, or an error."""
+
+    @abstractmethod
+    def _plain(self, x: Inputs, variance: bool, kind: torch.dtype | None) -> nn.Module:
+        """The model as a plain module, its variances computed in a type, or in the network's."""
+
+    @abstractmethod
+    def _merged(self, x: Inputs) -> Merged:
+        """The network at θ₀ + δ, compared on examples."""
 
     def _summary(self, parameters: int) -> dict[str, Any]:
         """Size, choices and their reasons, as plain numbers and text."""

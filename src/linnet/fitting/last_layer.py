@@ -111,7 +111,7 @@ def features(model: nn.Module, x: Inputs, batch: int = 256) -> Tensor:
         return torch.cat([one[0].flatten(1) for one in calls if one])
     if not _ends(model, few, outputs):
         _refuse(model, _giving(function, few, outputs))
-    function = _bared(model)
+    function = Functional(bared(model))
     return torch.cat([function.flat(function.theta, part) for part in split(x, batch)])
 
 
@@ -181,22 +181,34 @@ def _refuse(model: nn.Module, elsewhere: str | None) -> NoReturn:
     )
 
 
-def _bared(model: nn.Module) -> Functional:
-    """The network with the identity in the place of its last linear layer."""
+def bared(model: nn.Module) -> nn.Module:
+    """The network with the identity in the place of its last linear layer.
+
+    Args:
+        model: The network; it is not touched.
+
+    Returns:
+        A copy whose outputs are the layer's inputs, its features.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+        >>> bared(net)(torch.ones(5, 2)).shape
+        torch.Size([5, 3])
+    """
     clone = copy.deepcopy(getattr(model, "_orig_mod", model))
     name, old = last_linear(clone)
     new = zero_layer(nn.Linear, old.in_features, old.in_features, like=old.weight, bias=False)
     with torch.no_grad():
         new.weight.fill_diagonal_(1)
     replace_module(clone, name, new)
-    return Functional(clone)
+    return clone
 
 
 def _ends(model: nn.Module, x: Inputs, outputs: Tensor) -> bool:
     """Whether outputs are those of the last linear layer on what the network returns without it."""
     layer = last_linear(model)[1]
     try:
-        phi = _bared(model).check_runs(x)
+        phi = Functional(bared(model)).check_runs(x)
     except LinnetError:  # such as one that looks at the number of outputs
         return False
     if phi.shape != (*outputs.shape[:-1], layer.in_features) or outputs.shape[-1] != layer.out_features:

@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from linnet.errors import InputError
 from linnet.fitting.accuracy import answerable, sound_change
 from linnet.fitting.arguments import CRITERIA, positions, ridge_grid
 from linnet.fitting.evaluation import base_outputs, checked_inputs, count_in_words, linear_outputs
+from linnet.fitting.export import Posterior, exported_fit
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.fitted import SquaredFit, more_data
+from linnet.fitting.merged import Merged, merged_network
 from linnet.fitting.record import Record as Record
 from linnet.fitting.remarks import after_change
 from linnet.linear.constraining import constrained
@@ -39,6 +42,7 @@ from linnet.predictive.noise import Noise
 from linnet.tangent.batch import (
     Inputs,
     batch_size,
+    observed,
 )
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.forward_mode import Params
@@ -353,6 +357,35 @@ class LinearFit(SquaredFit):
         fitted = LinearFit(module, targets, system, record)
         fitted.record.seconds["change"] = time.perf_counter() - start
         return fitted
+
+    # -- elsewhere -------------------------------------------------------------------------------
+
+    @property
+    def _training_inputs(self) -> Inputs:
+        """Training inputs."""
+        return self.x
+
+    def _examples(self, x: Inputs) -> Inputs:
+        """Examples on the network's device, or an error."""
+        return checked_inputs(self.module, x)
+
+    def _plain(self, x: Inputs, variance: bool, kind: torch.dtype | None) -> nn.Module:
+        """The model as a plain module, its variances computed in a type, or in the network's."""
+        if not variance:
+            return exported_fit(self.module, x, None, kind)
+        weighted = self.system.problem.weights is not None or observed(self.x)[1] is not None
+        if weighted or self.constraints is not None:
+            raise InputError(
+                f"variance=True of a fit with {'weights of its targets' if weighted else 'constraints'}",
+                expected="outputs that share one covariance",
+                remedy="export without variance=, and keep the fit in linnet for it",
+            )
+        posterior = Posterior(self.x, self.ridge, self.noise, memory=self.memory)
+        return exported_fit(self.module, x, posterior, kind)
+
+    def _merged(self, x: Inputs) -> Merged:
+        """The network at θ₀ + δ, compared on examples."""
+        return merged_network(self.module, x, self.classes)
 
     # -- keeping ---------------------------------------------------------------------------------
 

@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linnet.errors import InputError
 from linnet.fitting.accuracy import answerable, sound_change
 from linnet.fitting.arguments import positions, ridge_grid
 from linnet.fitting.evaluation import base_outputs, checked_inputs, count_in_words, linear_outputs
+from linnet.fitting.export import Posterior, exported_fit
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import Record
+from linnet.fitting.merged import Merged, merged_network
 from linnet.fitting.remarks import after_change
 from linnet.fitting.softmax_path import (
     LeftOut,
@@ -428,6 +430,29 @@ class SoftmaxFit(Fitted):
         fitted = SoftmaxFit(Linearized(self.module.function), x, targets, system, record, self.memory)
         fitted.record.seconds["change"] = time.perf_counter() - start
         return fitted
+
+    # -- elsewhere -------------------------------------------------------------------------------
+
+    @property
+    def _training_inputs(self) -> Inputs:
+        """Training inputs."""
+        return self.x
+
+    def _examples(self, x: Inputs) -> Inputs:
+        """Examples on the network's device, or an error."""
+        return checked_inputs(self.module, x)
+
+    def _plain(self, x: Inputs, variance: bool, kind: torch.dtype | None) -> nn.Module:
+        """The model as a plain module, its variances computed in a type, or in the network's."""
+        if not variance:
+            return exported_fit(self.module, x, None, kind)
+        roots = self.system.loss.roots(self.system.outputs)
+        posterior = Posterior(self.x, self.ridge, 1.0, roots @ roots.mT, self.memory)
+        return exported_fit(self.module, x, posterior, kind)
+
+    def _merged(self, x: Inputs) -> Merged:
+        """The network at θ₀ + δ, compared on examples."""
+        return merged_network(self.module, x, self.classes)
 
     # -- keeping ---------------------------------------------------------------------------------
 

@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linnet.errors import InputError
 from linnet.fitting.arguments import positions, ridge_grid
 from linnet.fitting.evaluation import count_in_words
 from linnet.fitting.fitted import SquaredFit, more_data
+from linnet.fitting.merged import Merged, compared
 from linnet.fitting.record import Record
 from linnet.linear.dual import DualSystem, RidgePath
 from linnet.linear.targets import Targets
+from linnet.nested.export import exported_nested, network_of_probe
 from linnet.nested.features import Features
 from linnet.nested.nested_files import write_nested
 from linnet.nested.prior import Prior
@@ -39,6 +41,7 @@ from linnet.tangent.batch import (
     concatenate,
     take,
 )
+from linnet.tangent.functional import Functional
 from linnet.tangent.hashing import hash_examples
 
 
@@ -397,6 +400,33 @@ class NestedFit(SquaredFit):
         system = DualSystem(kernel, self.targets, self.ridge)
         made = NestedFit(self.prior, self.x, self._targets, system, self.record)
         return self._kept(made)
+
+    # -- elsewhere -------------------------------------------------------------------------------
+
+    @property
+    def _training_inputs(self) -> Inputs:
+        """Training inputs."""
+        return self.x
+
+    def _examples(self, x: Inputs) -> Inputs:
+        """Examples on the network's device, or an error."""
+        return self._checked(x)
+
+    def _plain(self, x: Inputs, variance: bool, kind: torch.dtype | None) -> nn.Module:
+        """The model as a plain module, its variances computed in a type, or in the network's."""
+        noise = self.noise if variance else None
+        return exported_nested(self.prior, self.phi, self.system, (self.x, x), noise, kind)
+
+    def _merged(self, x: Inputs) -> Merged:
+        """The network with the probe for its last layer, compared on examples."""
+        network = network_of_probe(self.prior, self.phi, self.system)
+        function = Functional(network, "all", self.prior.features.function.output)
+
+        def both(part: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+            linear = self.predict(part)
+            return linear, torch.zeros_like(linear), function.flat(function.theta, part)
+
+        return compared(network, both, x, self.classes)
 
     # -- keeping ---------------------------------------------------------------------------------
 

@@ -52,7 +52,8 @@ class Linearized(nn.Module):
         object.__setattr__(self, "_function", function)
         self._owned = False  # whether nobody else can hold the function
         with torch.inference_mode(False):
-            self._modules["delta"] = _tree({name: torch.zeros_like(t) for name, t in function.theta.items()})
+            zero = {name: torch.zeros_like(t) for name, t in function.theta.items()}
+            self._modules["delta"] = as_modules(zero)
 
     _function: Functional
 
@@ -354,8 +355,19 @@ def _moved(v: Vector, function: Functional) -> Vector:
     return finite_numbers("v", v, expected, remedy).to(function.device, function.dtype)
 
 
-def _tree(values: Params) -> nn.Module:
-    """Parameters in nested modules, so that ``state_dict`` shows the network's own names."""
+def as_modules(values: Params) -> nn.Module:
+    """Parameters in nested modules, so that ``state_dict`` shows the network's own names.
+
+    Args:
+        values: Tensors by the names that they have in the network.
+
+    Returns:
+        A module that holds them.
+
+    Example:
+        >>> list(as_modules({"0.weight": torch.zeros(1), "0.bias": torch.zeros(1)}).state_dict())
+        ['0.weight', '0.bias']
+    """
     root = nn.Module()
     for path, value in values.items():
         *folders, leaf = path.split(".")

@@ -1,0 +1,46 @@
+"""`linnet export`: an adapted network as one file that runs without linnet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def export(
+    *,
+    run: Path,
+    out: Path = Path("model.pt2"),
+    variance: bool = False,
+    model: str | None = None,
+    memory: str | None = None,
+    device: str = "cpu",
+    trust: bool = False,
+) -> dict[str, Any]:
+    """Write an adapted network as one file that runs without linnet, in torch or in any ONNX runtime.
+
+    The file takes raw samples, images as bytes or rows as numbers, and scales them as the run did. It has the
+    names of the classes in it.
+
+    Args:
+        run: The folder that linnet adapt, forget or update wrote.
+        out: The file to write: ``.pt2`` for torch.export.load, ``.onnx`` for ONNX runtimes.
+        variance: Whether the file gives the variance of each output too; for runs of the last layer alone.
+        model: The network's factory, where the run's own is not here or not to be run.
+        memory: The budget, such as 2GB; half of what is free by default.
+        device: The device to compute on, such as cpu or cuda.
+        trust: Whether to run code that a run of another user names.
+
+    Returns:
+        The file, what it takes and gives, and the names of the classes.
+    """
+    from linnet.app.runs.exporting import check_export, write_export
+    from linnet.app.runs.folder import load_run
+    from linnet.app.runs.settings import check_device
+
+    check_export(out)
+    check_device(device)
+    result = write_export(load_run(run, device, memory, model=model, trust=trust), out, variance)
+    print(f"{result['file']}: {result['bytes'] / 1e6:.2f} MB")
+    print(f"  takes {result['input']}")
+    print(f"  gives {', '.join(result['outputs'])}")
+    return {"command": "export", **result}

@@ -1,0 +1,202 @@
+"""A run as one file that needs nothing of linnet: from pixels or rows to probabilities or values."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.app.data import ImageTransform, Standardize
+from linnet.app.runs.folder import SavedRun
+from linnet.errors import DependencyError, InputError
+from linnet.files import write_atomic
+from linnet.memory import format_bytes
+from linnet.predictive.temperature import probabilities
+
+RECORD = "linnet.json"  # the name of the description in a .pt2 file
+_NEEDED = {".onnx": ("onnx", "onnxscript"), ".pt2": ()}
+_LUMA = (0.299, 0.587, 0.114)  # gray from RGB, ITU-R BT.601
+_LARGEST = 2**31 - 2**24  # bytes of weights that one ONNX file holds
+
+
+class RunModule(nn.Module):
+    """A run's model from raw samples to answers.
+
+    Args:
+        model: The exported fit, which returns outputs, or outputs and their variances.
+        run: The run, for its transforms, classes and temperatures.
+    """
+
+    mean: Tensor
+    std: Tensor
+    origin: Tensor
+    unit: Tensor
+
+    def __init__(self, model: nn.Module, run: SavedRun) -> None:
+        super().__init__()
+        self.model = model
+        self.before, self.after = run.transforms
+        self.temperatures, self.noise = run.temperatures, run.fit.noise
+        self.dtype, self.channels = run.fit.module.function.dtype, run.fit.x.shape[1]
+        for name, values in _constants(run).items():
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Answers to raw samples.
+
+        Args:
+            x: Images uint8 (N, H, W, C), or rows (N, D).
+
+        Returns:
+            Outputs (N, C) and their variances where there are any; and probabilities, for classes.
+        """
+        found = self.model(self._inputs(x))
+        mean, *variance = found if isinstance(found, tuple) else (found,)
+        if self.temperatures is None:
+            return tuple(self._in_units(mean, variance))
+        moderated, point, share = self.temperatures
+        known = share * variance[0] if variance else None
+        return mean, *variance, probabilities(mean, known, moderated if variance else point)
+
+    def _inputs(self, x: Tensor) -> Tensor:
+        """What the network takes."""
+        if isinstance(self.before, Standardize):
+            return ((x.double() - self.mean) / self.std).to(self.dtype)
+        if self.before is None:
+            return x.to(self.dtype)
+        pixels = x.permute(0, 3, 1, 2).to(self.dtype) / 255
+        if pixels.shape[1] != self.channels:
+            luma = torch.tensor(_LUMA, dtype=self.dtype).view(-1, 1, 1)
+            gray = self.channels == 1
+            pixels = (pixels * luma).sum(1, keepdim=True) if gray else pixels.expand(-1, 3, -1, -1)
+        shape = (-1, 1, 1)
+        return (pixels - self.mean.view(shape).to(self.dtype)) / self.std.view(shape).to(self.dtype)
+
+    def _in_units(self, mean: Tensor, variance: list[Tensor]) -> list[Tensor]:
+        """Values and the variance of a new answer, noise included, in the units of the data."""
+        spread = [v + self.noise for v in variance]
+        if self.after is None:
+            return [mean, *spread]
+        unit = self.unit.to(mean.dtype)
+        return [mean * unit + self.origin.to(mean.dtype), *(v * unit**2 for v in spread)]
+
+
+def _constants(run: SavedRun) -> dict[str, tuple[float, ...]]:
+    """Means and standard deviations of inputs and answers."""
+    before, after = run.transforms
+    found = {} if before is None else {"mean": before.mean, "std": before.std}
+    return found if after is None else found | {"origin": after.mean, "unit": after.std}
+
+
+def check_export(path: Path) -> None:
+    """Require a name that says what to write, and the packages for it.
+
+    Args:
+        path: The file.
+
+    Raises:
+        InputError: It ends in neither ``.onnx`` nor ``.pt2``, is a folder, or has no folder to lie in.
+        DependencyError: A package for it is not installed.
+    """
+    kind = path.suffix.lower()
+    if kind not in _NEEDED or path.is_dir() or not path.absolute().parent.is_dir():
+        raise InputError(
+            f"out is {path}",
+            expected="a file that ends in .onnx or .pt2, in a folder that exists",
+            remedy="name one, such as --out model.onnx",
+        )
+    missing = [name for name in _NEEDED[kind] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise DependencyError(
+            f"ONNX files are written with {' and '.join(missing)}, which "
+            f"{'is' if len(missing) == 1 else 'are'} not installed",
+            expected="the packages that torch.onnx.export needs",
+            remedy="pip install onnx onnxscript, or write --out model.pt2",
+        )
+
+
+def write_export(run: SavedRun, path: Path, variance: bool) -> dict[str, Any]:
+    """Write a run as one file.
+
+    Args:
+        run: The run.
+        path: The file, ``.onnx`` or ``.pt2``.
+        variance: Whether it gives the variance of each output too.
+
+    Returns:
+        What the file holds: its inputs and outputs, and the classes.
+
+    Raises:
+        InputError: If the variance is of another kind of fit.
+        ModelError: If the network cannot be traced.
+    """
+    whole = RunModule(run.fit.export(variance=variance), run).eval()
+    held = sum(t.numel() * t.itemsize for t in [*whole.parameters(), *whole.buffers()])
+    if path.suffix.lower() == ".onnx" and held > _LARGEST:
+        raise InputError(
+            f"the model holds {format_bytes(held)}, and an ONNX file at most 2 GB",
+            expected="a model that fits one file",
+            remedy="write --out model.pt2",
+        )
+    example = _example(run)
+    outputs = ["outputs" if run.classes else "values", *(["variance"] if variance else [])]
+    outputs += ["probabilities"] if run.classes else []
+    told = {"input": _told_input(example, run), "columns": _columns(run), "outputs": outputs}
+    told["classes"] = None if run.classes is None else list(run.classes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own tracing
+        size = torch.export.Dim("batch", min=1, max=2**31 - 1)
+        exported = torch.export.export(whole, (example,), dynamic_shapes=({0: size},), strict=False)
+        if path.suffix.lower() == ".pt2":
+            extra = {RECORD: json.dumps(told, indent=1)}
+            write_atomic(path, lambda place: torch.export.save(exported, place, extra_files=extra))
+        else:
+            write_atomic(path, lambda place: _write_onnx(exported, example, place, told))
+    return {"file": str(path), "bytes": path.stat().st_size, **told}
+
+
+def _write_onnx(
+    exported: torch.export.ExportedProgram, example: Tensor, path: Path, told: dict[str, Any]
+) -> None:
+    """The same as an ONNX file."""
+    level = logging.getLogger("torch.onnx").level
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    try:
+        made = torch.onnx.export(
+            exported, (example,), dynamo=True, verbose=False, input_names=["x"], output_names=told["outputs"]
+        )
+    finally:
+        logging.getLogger("torch.onnx").setLevel(level)
+    assert made is not None
+    made.model.metadata_props["linnet"] = json.dumps(told)
+    made.save(path)
+
+
+def _example(run: SavedRun) -> Tensor:
+    """Raw samples like those that the run's inputs are made of."""
+    x, device = run.fit.x, run.fit.module.function.device
+    if isinstance(run.transforms[0], ImageTransform):
+        channels = x.shape[1] if run.samples.images is None else run.samples.images.shape[-1]
+        return torch.zeros(2, *x.shape[2:], channels, dtype=torch.uint8, device=device)
+    kind = torch.float32 if x.is_floating_point() else x.dtype
+    return torch.zeros(2, *x.shape[1:], dtype=kind, device=device)
+
+
+def _columns(run: SavedRun) -> list[str] | None:
+    """Names of the numbers of a row, in their order; ``None`` for other samples."""
+    table = None if run.test is None else run.test.columns
+    return None if table is None else [label for column in table.features for label in column.labels]
+
+
+def _told_input(example: Tensor, run: SavedRun) -> str:
+    """The input in words."""
+    sizes = " × ".join(map(str, example.shape[1:]))
+    if isinstance(run.transforms[0], ImageTransform):
+        return f"images, uint8 (N, H, W, C), each {sizes}"
+    return f"rows, {str(example.dtype).removeprefix('torch.')}, each {sizes}"

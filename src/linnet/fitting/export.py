@@ -1,0 +1,293 @@
+"""Fits as plain modules: the linear model f₀(x) + J(x)δ, and the variance of a last layer's outputs.
+
+In the weights of the last linear layer alone the model is linear in the features ψ = (φ, 1), and with
+A = (ΨᵀΨ + ρI)⁻¹ = R Rᵀ, or the matrix JᵀΛJ + ρI of the cross-entropy in its place,
+
+    Var f_c(x) = σ² ψᵀ A ψ = σ² ‖Rᵀψ‖²
+
+exactly. The variance in other weights takes the derivatives of every example by itself, which a graph of
+the network does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.errors import InputError, ModelError
+from linnet.fitting.evaluation import BATCH
+from linnet.fitting.last_layer import bared, last_linear
+from linnet.linalg.factorize import cholesky
+from linnet.memory import Plan, parse_bytes, require
+from linnet.tangent.batch import Inputs, split
+from linnet.tangent.coordinates import Coordinates, moved_network
+from linnet.tangent.forward_mode import Params
+from linnet.tangent.functional import Functional, call_arguments
+from linnet.tangent.graph import plain_module
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
+
+
+@dataclass(frozen=True, eq=False)
+class Posterior:
+    """What the variance of a last layer is made of, beside its features.
+
+    Args:
+        x: Training inputs, N examples.
+        ridge: ρ.
+        noise: σ².
+        curvature: Λ, (N, C, C); ``None`` for the identity.
+        memory: Budget.
+    """
+
+    x: Inputs
+    ridge: float
+    noise: float
+    curvature: Tensor | None = None
+    memory: str | int | None = None
+
+
+def own_network(module: Linearized) -> tuple[Functional, Params]:
+    """The network itself and the δ of its weights, also where the fit has other coordinates.
+
+    Args:
+        module: The trained ``Linearized``.
+
+    Returns:
+        The network at θ₀, and δ by parameter name.
+    """
+    function = module.function
+    delta = {name: t.detach() for name, t in module.delta.items()}
+    inside = moved_network(function)
+    if inside is None:
+        return function, delta
+    coordinates = function.model
+    assert isinstance(coordinates, Coordinates)
+    start = coordinates.displacement()
+    moved = coordinates.displacement(coordinates.epsilon.detach() + delta["epsilon"])
+    return inside, {name: moved[name] - start[name] for name in inside.names}
+
+
+class _Mean(nn.Module):
+    """f₀ + Jδ."""
+
+    def forward(self, value: Tensor, tangents: Sequence[Tensor]) -> Tensor:
+        return value + tangents[0]
+
+
+class HeadOutputs(nn.Module):
+    """A linear layer on features, with the variance of its outputs where roots are given.
+
+    Args:
+        weight: (C, D).
+        bias: (C,).
+        roots: σR, (1, E, E) for all outputs or (C, E, E).
+        shape: From φ to ψ, (N, D) to (N, E).
+    """
+
+    weight: Tensor
+    bias: Tensor
+    roots: Tensor | None
+    shape: nn.Module | None
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor, roots: Tensor | None = None, shape: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+        self.register_buffer("roots", roots)
+        self.shape = shape
+
+    def forward(self, phi: Tensor, _: Sequence[Tensor]) -> Any:
+        """Outputs (N, C), and their variances.
+
+        Args:
+            phi: (N, D).
+
+        Returns:
+            One tensor or two.
+        """
+        mean = nn.functional.linear(phi, self.weight, self.bias)
+        if self.roots is None or self.shape is None:
+            return mean
+        psi = self.shape(phi.to(self.roots.dtype))
+        each = torch.matmul(psi, self.roots).square().sum(2).T.to(mean.dtype)  # (N, 1) or (N, C)
+        return mean, each.expand(mean.shape)
+
+
+class Affine(nn.Module):
+    """ψ from φ: scaled features less their mean, and a constant.
+
+    Args:
+        center: Of the features, (D,).
+        scale: Of the features; 0 where they take no part.
+        constant: In the last place; 0 where there is none.
+    """
+
+    center: Tensor
+
+    def __init__(self, center: Tensor, scale: float, constant: float) -> None:
+        super().__init__()
+        self.register_buffer("center", center)
+        self.scale, self.constant = scale, constant
+
+    def forward(self, phi: Tensor) -> Tensor:
+        """ψ, (N, D + 1)."""
+        last = torch.full_like(phi[:, :1], self.constant)
+        return torch.cat([(phi - self.center) * self.scale, last], 1)
+
+
+@in_exact_mode
+@torch.no_grad()
+def exported_fit(
+    module: Linearized, x: Inputs, posterior: Posterior | None, kind: torch.dtype | None
+) -> nn.Module:
+    """The linear model as a plain module.
+
+    Args:
+        module: The trained ``Linearized``.
+        x: Examples like those to come.
+        posterior: Where variances are wanted.
+        kind: Type in which they are computed, if not the network's.
+
+    Returns:
+        The module.
+
+    Raises:
+        InputError: If variances are wanted of more than the last layer.
+        MemoryBudgetError: If the matrix of the last layer's weights does not fit.
+        ModelError: If the network cannot be traced.
+    """
+    function, delta = own_network(module)
+    if posterior is None:
+        return plain_module(function.model, [delta], _Mean(), x, function.output)
+    name, layer = _require_last_layer(module, function)
+    phi = bared(function.model)
+    old: Tensor = layer.weight.detach()
+    start = old.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
+    weight = old + delta.get(f"{name}.weight", torch.zeros_like(old))
+    bias = start + delta.get(f"{name}.bias", torch.zeros_like(start))
+    shape = Affine(
+        torch.zeros(layer.in_features, dtype=torch.float64, device=weight.device),
+        float(f"{name}.weight" in delta),
+        float(f"{name}.bias" in delta),
+    )
+    features = Functional(phi, "all", function.output)
+    psi = [shape(features.flat(features.theta, part).double()) for part in split(posterior.x, BATCH)]
+    roots = covariance_roots(torch.cat(psi), posterior)
+    kind = kind or weight.dtype
+    head = HeadOutputs(weight, bias, roots.to(kind), shape.to(kind))
+    return plain_module(phi, [], head, x, function.output)
+
+
+def _require_last_layer(module: Linearized, function: Functional) -> tuple[str, nn.Linear]:
+    """The last linear layer, if no other weight moves."""
+    remedy = (
+        'fit with linnet.linearize(model, params="last-layer"), or adapt with weight=0; or keep the fit in '
+        "linnet, whose predictive() has the variance in all weights"
+    )
+    expected = "a fit in the weights of the last linear layer, whose variance is a form of its features"
+    if isinstance(module.model, Coordinates):
+        raise InputError("variance=True of a fit in other coordinates", expected=expected, remedy=remedy)
+    name, layer = last_linear(function.model)
+    others = [other for other in function.names if other.rpartition(".")[0] != name]
+    if others:
+        raise InputError(
+            f"variance=True of a fit in {len(function.names)} parameters, {others[0]!r} among them",
+            expected=expected,
+            remedy=remedy,
+        )
+    return name, layer
+
+
+def covariance_roots(psi: Tensor, posterior: Posterior) -> Tensor:
+    """R with R Rᵀ the posterior covariance of the weights of each output, and no others'.
+
+    Args:
+        psi: ψ of the training examples, (N, E), float64.
+        posterior: ρ, σ² and Λ.
+
+    Returns:
+        (1, E, E) where all outputs have the same, (C, E, E) otherwise.
+
+    Raises:
+        MemoryBudgetError: If the matrix of all weights does not fit.
+    """
+    e = psi.shape[1]
+    if posterior.curvature is None:
+        shared = _root_of_inverse(psi.T @ psi, posterior.ridge)
+        scaled: Tensor = shared[None] * posterior.noise**0.5
+        return scaled
+    curvature = posterior.curvature.to(psi)
+    c = curvature.shape[1]
+    budget = parse_bytes(posterior.memory, psi.device)
+    plan = Plan(f"covariance of {c * e} weights", budget, (("matrices", 3 * 8 * (c * e) ** 2),))
+    require(plan, ["export without variance", "fit with loss='squared', whose outputs share one matrix"])
+    whole = torch.zeros(c, e, c, e, dtype=psi.dtype, device=psi.device)
+    for a in range(c):
+        for b in range(c):
+            whole[a, :, b] = psi.T @ (psi * curvature[:, a, b, None])
+    inverse = _root_of_inverse(whole.view(c * e, c * e), posterior.ridge).view(c, e, c * e)
+    # the covariance of one output's weights is a block, whose own root is smaller
+    blocks = [cholesky(rows @ rows.T, "covariance of an output's weights") for rows in inverse]
+    return torch.stack(blocks)
+
+
+def _root_of_inverse(matrix: Tensor, ridge: float) -> Tensor:
+    """L⁻ᵀ with L Lᵀ the matrix and its ridge."""
+    damped = matrix.clone()
+    damped.diagonal().add_(ridge)
+    factor = cholesky(damped, "features + ridge")
+    eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+    inverse: Tensor = torch.linalg.solve_triangular(factor, eye, upper=False)
+    return inverse.T
+
+
+@torch.no_grad()
+def checked_module(
+    make: Callable[[torch.dtype | None], nn.Module], x: Inputs, answer: Callable[[], Sequence[Tensor]]
+) -> nn.Module:
+    """An exported module that answers as the fit does, or an error.
+
+    Args:
+        make: Exports, with variances computed in a type; in that of the network for ``None``.
+        x: Examples.
+        answer: The fit's outputs there, (N, C), and their variances where they are wanted.
+
+    Returns:
+        The module.
+
+    Raises:
+        ModelError: If the outputs are others.
+    """
+    args, kwargs = call_arguments(x)
+    made = make(None)
+    mean, *variance = answer()
+    found = made(*args, **kwargs)
+    got = found[0] if variance else found
+    if _far(got, mean, torch.finfo(mean.dtype).eps ** 0.5):
+        raise ModelError(
+            f"the traced network gives other outputs, by up to {float((got - mean).abs().max()):.2g}",
+            expected="a network that computes the same whether torch.export traces it or not",
+            remedy="look for torch.autograd.Function, torch.no_grad or conditions on shapes in its forward()",
+        )
+    if not variance or not _far(found[1], variance[0], 1e-3):
+        return made
+    made = make(torch.float64)
+    if _far(made(*args, **kwargs)[1], variance[0], 1e-3):
+        raise ModelError(
+            "the variance of the exported model is another than the fit's",
+            expected="outputs that are those of the last linear layer on its features",
+            remedy="export without variance=, and keep the fit in linnet for it",
+        )
+    return made
+
+
+def _far(got: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Whether numbers differ by more than a share of the largest."""
+    return bool((got - expected).abs().max() > tolerance * (expected.abs().max() + 1e-30))

@@ -1,0 +1,104 @@
+"""Networks with a fit's δ in their weights, and how far they are from the linear model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from linnet.fitting.evaluation import BATCH
+from linnet.fitting.export import own_network
+from linnet.tangent.batch import Inputs, batch_size, split
+from linnet.tangent.linearized import Linearized
+from linnet.tangent.modes import in_exact_mode
+
+
+@dataclass(frozen=True, eq=False)
+class Merged:
+    """A network at θ₀ + δ, and its distance from the linear model there. ``fit.merge()`` makes it.
+
+    Args:
+        network: The user's network with its new weights, in evaluation mode.
+        gap: ‖f(θ₀ + δ) − f_lin‖ / ‖f_lin − f₀‖ over the examples: 0 where the network is linear so far, 1
+            where what the linear model neglects is as large as what it predicts.
+        agreement: Share of examples for which both predict the same class; ``None`` for regression.
+        examples: Number of examples.
+
+    Example:
+        >>> print(Merged(nn.Linear(2, 2), 0.031, 0.99, 200))
+        linearity gap 0.031 on 200 examples, the same class for 99.0 %
+    """
+
+    network: nn.Module
+    gap: float
+    agreement: float | None
+    examples: int
+
+    def __str__(self) -> str:
+        same = "" if self.agreement is None else f", the same class for {100 * self.agreement:.1f} %"
+        return f"linearity gap {self.gap:.2g} on {self.examples:,} examples{same}"
+
+
+@in_exact_mode
+@torch.no_grad()
+def merged_network(module: Linearized, x: Inputs, classes: int | None) -> Merged:
+    """The network at θ₀ + δ.
+
+    Args:
+        module: The trained ``Linearized``.
+        x: Examples on which it is compared with the linear model.
+        classes: Number of classes, ``None`` for regression.
+
+    Returns:
+        The network, and the comparison.
+    """
+    function, delta = own_network(module)
+    network = copy.deepcopy(function.model)
+    own = dict(network.named_parameters())
+    for name, change in delta.items():
+        own[name].add_(change)
+        own[name].requires_grad_(True)
+    moved = {name: t + delta[name] for name, t in function.theta.items()}
+
+    def both(part: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        linear = module(part)
+        n = len(linear)
+        return linear.reshape(n, -1), module.base(part), function.flat(moved, part)
+
+    return compared(network, both, x, classes)
+
+
+def compared(
+    network: nn.Module,
+    outputs: Callable[[Inputs], tuple[Tensor, Tensor, Tensor]],
+    x: Inputs,
+    classes: int | None,
+) -> Merged:
+    """A network beside the linear model.
+
+    Args:
+        network: The network.
+        outputs: Of a batch f_lin, f₀ and f(θ₀ + δ), each (N, C).
+        x: Examples.
+        classes: Number of classes, ``None`` for regression.
+
+    Returns:
+        The comparison.
+    """
+    missed, predicted, same = 0.0, 0.0, 0
+    for part in split(x, BATCH):
+        linear, base, reached = outputs(part)
+        missed += float((reached - linear).double().square().sum())
+        predicted += float((linear - base).double().square().sum())
+        same += int((_class(reached) == _class(linear)).sum())
+    n = batch_size(x)
+    gap = 0.0 if missed == 0 else (missed / max(predicted, 1e-300)) ** 0.5
+    return Merged(network, gap, None if classes is None else same / n, n)
+
+
+def _class(outputs: Tensor) -> Tensor:
+    """The class of the largest output; of one output, its sign."""
+    return outputs[:, 0] > 0 if outputs.shape[1] == 1 else outputs.argmax(1)

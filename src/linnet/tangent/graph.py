@@ -1,0 +1,330 @@
+"""A network and its derivative as one plain graph, which needs nothing but torch.
+
+The network is traced by ``torch.export`` to a graph of ATen's operations; ``graph_rules`` adds the tangents
+operation by operation; and the whole is traced again, to a module that holds f₀, δ and no trace of how it was
+made. Batches may have any size.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from linnet.errors import LinnetError, ModelError
+from linnet.tangent.batch import Inputs, batch_size, map_tensors, take, tensors_in
+from linnet.tangent.forward_mode import Params
+from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments
+from linnet.tangent.graph_rules import RULES, ZERO, Call, Tangent, bind
+from linnet.tangent.linearized import as_modules
+from linnet.tangent.modes import differentiable_kernels, has_recurrence, in_exact_mode
+
+MOST = 2**31 - 1  # examples of a batch
+Finish = Callable[[Tensor, Sequence[Tensor]], Any]  # outputs of the module, from f₀(x) and J(x)δ
+
+
+class _Network(nn.Module):
+    """A network that returns one tensor (N, C); inputs of any strides, in the type of its weights."""
+
+    def __init__(self, model: nn.Module, output: OutputAdapter) -> None:
+        super().__init__()
+        self.model, self.output = model, output
+        kinds = (p.dtype for p in model.parameters() if p.is_floating_point())
+        self.dtype = next(kinds, torch.get_default_dtype())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        args, kwargs = (map_tensors(self._own, given) for given in (args, kwargs))
+        return adapt_outputs(self.model(*args, **kwargs), self.output).flatten(1)
+
+    def _own(self, t: Tensor) -> Tensor:
+        t = t.clone(memory_format=torch.contiguous_format)
+        return t.to(self.dtype) if t.is_floating_point() and t.dtype != self.dtype else t
+
+
+class Duals(fx.Interpreter):
+    """Runs a graph with the tangents of several directions beside its values.
+
+    Args:
+        graph: The graph.
+        directions: The tangents of inputs and weights, by what the graph calls them.
+
+    Attributes:
+        moved: For each direction the tangent of every node that was run.
+    """
+
+    def __init__(self, graph: fx.GraphModule, directions: Sequence[Mapping[str, Tensor]]) -> None:
+        super().__init__(graph, garbage_collect_values=False)
+        self.extra_traceback = False  # which would go into the text of our errors
+        self.directions = directions
+        self.moved: list[dict[fx.Node, Tangent]] = [{} for _ in directions]
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The value of a node; its tangents are kept.
+
+        Args:
+            n: The node.
+
+        Returns:
+            Its value.
+        """
+        constant = n.target is _constant()
+        value = self.fetch_args_kwargs_from_env(n)[0][0] if constant else super().run_node(n)
+        for direction, moved in zip(self.directions, self.moved, strict=True):
+            weight = n.op in ("placeholder", "get_attr")
+            moved[n] = direction.get(str(n.target)) if weight else self._tangent(n, value, moved)
+        return value
+
+    def _tangent(self, n: fx.Node, value: Any, moved: Mapping[fx.Node, Tangent]) -> Tangent:
+        """The tangent of a node, from those before it."""
+        args, kwargs = _moved(n.args, moved), _moved(n.kwargs, moved)
+        if n.op == "output":
+            return args[0]
+        if n.op != "call_function" or n.target is _constant() or not _any(args, kwargs):
+            return None
+        if n.target is operator.getitem:
+            return args[0][n.args[1]]
+        op = cast(torch._ops.OpOverload, n.target)
+        name = _name(op)
+        floating = [t for t in _flat(value) if isinstance(t, Tensor) and t.is_floating_point()]
+        if name in ZERO or not floating:
+            return None
+        own, others = self.fetch_args_kwargs_from_env(n)
+        call = Call(op, bind(op, own, others), bind(op, args, kwargs), value)
+        tangents = {key: t if _any(t) else None for key, t in call.tangents.items()}
+        if name not in RULES:
+            raise _without_rule(name)
+        return RULES[name](Call(op, call.given, tangents, value))
+
+
+def _name(op: torch._ops.OpOverload) -> str:
+    """The name of an operation, whatever the kinds of its arguments."""
+    return op._schema.name.removeprefix("aten::")
+
+
+def _moved(args: Any, moved: Mapping[fx.Node, Tangent]) -> Any:
+    """Tangents of nodes in the structure of arguments; ``None`` for everything else."""
+    if isinstance(args, fx.Node):
+        return moved.get(args)
+    if isinstance(args, Mapping):
+        return {key: _moved(value, moved) for key, value in args.items()}
+    if isinstance(args, list | tuple):
+        return [_moved(value, moved) for value in args]
+    return None
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """Everything in nested sequences and dicts."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if not isinstance(value, list | tuple):
+        yield value
+        return
+    for part in value:
+        yield from _flat(part)
+
+
+def _any(*given: Any) -> bool:
+    """Whether any tangent is there."""
+    return any(isinstance(t, Tensor) for t in _flat(given))
+
+
+class _WithTangents(nn.Module):
+    """What is traced the second time: the graph with its weights, and the directions."""
+
+    def __init__(
+        self, graph: fx.GraphModule, directions: Sequence[Params], ties: Mapping[str, str], finish: Finish
+    ) -> None:
+        super().__init__()
+        self.network, self.finish, self.ties = graph, finish, dict(ties)
+        self.directions = nn.ModuleList(as_modules(direction) for direction in directions)
+        self.requires_grad_(False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        moved = []
+        for direction in self.directions:
+            known = dict(direction.named_parameters())
+            moved.append({place: known[own] for place, own in self.ties.items() if own in known})
+        duals = Duals(self.network, moved)
+        (value,) = duals.run(*_flat(args), *_flat(kwargs), enable_io_processing=False)
+        (last,) = (n for n in self.network.graph.nodes if n.op == "output")
+        tangents = [moved[last][0] for moved in duals.moved]
+        return self.finish(value, [torch.zeros_like(value) if t is None else t for t in tangents])
+
+
+@in_exact_mode
+@torch.no_grad()
+def plain_module(
+    model: nn.Module,
+    directions: Sequence[Params],
+    finish: Finish,
+    x: Inputs,
+    output: OutputAdapter = None,
+) -> nn.Module:
+    """A module that computes something of f₀(x) and of J(x)δ for some directions δ, with torch alone.
+
+    Args:
+        model: The network at θ₀, in evaluation mode.
+        directions: Each δ by parameter name.
+        finish: What to return, from the outputs (N, C) and a tangent (N, C) for each direction.
+        x: A batch that is like those to come; two examples are traced.
+        output: How to turn the network's result into a tensor.
+
+    Returns:
+        A module of plain operations, for batches of any size.
+
+    Raises:
+        ModelError: If the network cannot be traced, or has an operation without a rule.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).eval()
+        >>> delta = {name: torch.ones_like(p) for name, p in net.named_parameters()}
+        >>> plain_module(net, [delta], lambda f, t: f + t[0], torch.ones(4, 2))(torch.ones(5, 2)).shape
+        torch.Size([5, 1])
+    """
+    network, x = _Network(model, output), _few(x)
+    names = _names(model, x)
+    graph = _traced(network, x, names, decompose=True)
+    every = dict(network.named_parameters(remove_duplicate=False))
+    owners: dict[int, str] = {}
+    for name in dict.fromkeys(name for direction in directions for name in direction):
+        owners[id(every[f"model.{name}"])] = name
+    ties = {f"of.{place}": owners[id(p)] for place, p in every.items() if id(p) in owners}
+    return _traced(_WithTangents(graph, directions, ties, finish), x, names)
+
+
+def _traced(module: nn.Module, x: Inputs, names: list[str], decompose: bool = False) -> fx.GraphModule:
+    """A module as a graph of plain operations, the example axis free."""
+    args, kwargs = call_arguments(x)
+    n, size = batch_size(x), torch.export.Dim("batch", min=1, max=MOST)
+
+    def free(t: Any) -> Any:
+        if isinstance(t, Mapping):
+            return {key: free(value) for key, value in t.items()}
+        if isinstance(t, list | tuple):
+            return type(t)(free(value) for value in t)
+        return {0: size} if isinstance(t, Tensor) and t.ndim and t.shape[0] == n else None
+
+    shapes = dict(zip(names, map(free, [*args, *kwargs.values()]), strict=True))
+    with warnings.catch_warnings(), differentiable_kernels(has_recurrence(module)):
+        warnings.simplefilter("ignore")  # of torch's own tracing
+        try:
+            named = _Named(module.eval(), names)
+            made = torch.export.export(named, args, kwargs, dynamic_shapes=shapes, strict=False)
+            if decompose:
+                made = _decomposed(made)
+            found = made.module()
+        except LinnetError:
+            raise
+        except Exception as error:  # torch raises of many kinds here
+            raise _untraceable(error) from error
+    for node in list(found.graph.nodes):  # checks of shapes, which no other exporter takes
+        if node.op == "call_module" and node.target == "_guards_fn":
+            found.graph.erase_node(node)
+    found.graph.eliminate_dead_code()
+    found.graph._tracer_cls = None  # torch's own cannot be made again when the module is unpickled
+    return fx.GraphModule(found, found.graph)  # one that can be put in evaluation mode as any module
+
+
+class _Named(nn.Module):
+    """A module whose inputs go by names, which torch gives to the inputs of what it exports."""
+
+    def __init__(self, module: nn.Module, names: list[str]) -> None:
+        super().__init__()
+        self.of = module
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return module(*args, **kwargs)
+
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        forward.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]
+        self.forward = forward
+
+
+def _names(model: nn.Module, x: Inputs) -> list[str]:
+    """What the network calls its inputs."""
+    args, kwargs = call_arguments(x)
+    if kwargs:
+        return list(kwargs)
+    try:
+        own = list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):  # a compiled forward without a signature
+        own = []
+    names = [p.name for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return names[: len(args)] if len(names) >= len(args) else [f"x{i}" for i in range(len(args))]
+
+
+@functools.cache
+def _constant() -> torch._ops.OpOverload:
+    """An operation that returns its argument without a derivative: torch's own is lost in decompositions."""
+    made = torch.library.custom_op(
+        "linnet::constant", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    made.register_fake(torch.empty_like)
+    return torch.ops.linnet.constant.default
+
+
+def _decomposed(made: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The same graph in operations that have rules, as far as torch knows how."""
+    for node in made.graph.nodes:
+        if node.target is torch.ops.aten.detach.default:
+            node.target = _constant()
+    made = made.run_decompositions()
+    further = {
+        node.target
+        for node in made.graph.nodes
+        if node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and _name(node.target) not in RULES
+        and _name(node.target) not in ZERO
+        and _floating(node)
+        and any(map(_floating, node.all_input_nodes))  # what no tangent passes stays as it is
+    }
+    known = torch._decomp.decomposition_table
+    table = torch.export.default_decompositions()
+    more = {op: known[op] for op in further if op in known}
+    if not more:
+        return made
+    for op, rule in more.items():
+        table[op] = rule
+    decomposed: torch.export.ExportedProgram = made.run_decompositions(table)
+    return decomposed
+
+
+def _floating(node: fx.Node) -> bool:
+    """Whether a node gives real numbers."""
+    values = _flat(node.meta.get("val"))
+    return any(isinstance(t, Tensor) and t.is_floating_point() for t in values)
+
+
+def _few(x: Inputs) -> Inputs:
+    """Two examples, or more where another input has as many rows; tensors of their own each."""
+    n = batch_size(x)
+    shared = {t.shape[0] for t in tensors_in(x) if t.ndim and t.shape[0] != n}
+    count = next(k for k in range(2, len(shared) + 3) if k not in shared)
+    few = take(x, torch.arange(count) % n)
+    return map_tensors(lambda t: t.detach().clone(), few)
+
+
+def _untraceable(error: Exception) -> ModelError:
+    """The error of a network that torch cannot trace."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ModelError(
+        f"model cannot be traced by torch.export: {first[:200]}",
+        expected="a network whose Python does not depend on the values or the number of its inputs",
+        remedy="see that torch.export.export(model, (x,)) works; conditions on values go by torch.where",
+    )
+
+
+def _without_rule(name: str) -> ModelError:
+    """The error of an operation whose derivative is not known."""
+    return ModelError(
+        f"the network has an operation without a rule for its derivative: aten::{name}",
+        expected="operations of torch that are differentiated by the rules of linnet.tangent.graph_rules",
+        remedy="leave the layers up to it out of params= of linnet.linearize, or keep the fit in linnet",
+    )

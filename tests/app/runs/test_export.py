@@ -1,0 +1,100 @@
+"""`linnet export`: files that answer as the run does, and run without linnet."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from linnet.app import cli
+from linnet.app.runs.folder import SavedRun, load_run, load_test
+from linnet.errors import DependencyError, InputError
+from tests.app.runs.test_questions import NAMES, linnet
+
+LOAD = """
+import json, sys, numpy, torch
+told = {"linnet.json": ""}
+module = torch.export.load(sys.argv[1], extra_files=told).module()
+found = module(torch.from_numpy(numpy.load(sys.argv[2])))
+numpy.savez(sys.argv[3], **dict(zip(json.loads(told["linnet.json"])["outputs"], found)))
+assert "linnet" not in sys.modules
+"""
+
+
+def answers(path: Path, x: np.ndarray) -> dict[str, np.ndarray]:
+    """What a .pt2 file gives in a process that does not know linnet."""
+    np.save(path.with_name("x.npy"), x)
+    words = [sys.executable, "-W", "ignore", "-I", "-c", LOAD, path, path.with_name("x.npy")]
+    subprocess.run([*map(str, words), str(path.with_name("found.npz"))], check=True, timeout=120)
+    return dict(np.load(path.with_name("found.npz")))
+
+
+def raw(run: SavedRun) -> tuple[np.ndarray, torch.Tensor]:
+    """Raw test samples of a run, and the network's inputs."""
+    task, why = load_test(run)
+    assert task is not None, why
+    return task.test.x[:5], task.tensors("test")[0][:5]
+
+
+def test_a_run_of_pictures_as_a_file(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    linnet("export", "--run", workshop / "pictures", "--out", tmp_path / "model.pt2", "--json")
+    told = json.loads(capsys.readouterr().out)
+    assert told["classes"] == NAMES
+    assert told["outputs"] == ["outputs", "probabilities"]
+    run = load_run(workshop / "pictures")
+    x, inputs = raw(run)
+    found = answers(tmp_path / "model.pt2", x)
+    torch.testing.assert_close(torch.from_numpy(found["outputs"]), run.fit.predict(inputs))
+    assert run.temperatures is not None
+    expected = (run.fit.predict(inputs) / run.temperatures[1]).softmax(1)
+    torch.testing.assert_close(torch.from_numpy(found["probabilities"]), expected)
+
+
+def test_a_run_of_a_table_as_a_file(workshop: Path, tmp_path: Path) -> None:
+    linnet("export", "--run", workshop / "prices", "--out", tmp_path / "model.pt2")
+    run = load_run(workshop / "prices")
+    x, inputs = raw(run)
+    found = answers(tmp_path / "model.pt2", x.astype(np.float32))
+    assert run.transforms[1] is not None
+    expected = run.transforms[1].inverse(run.fit.predict(inputs))
+    torch.testing.assert_close(torch.from_numpy(found["values"]), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_files_that_cannot_be_written(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["export", "--traceback", "--run", str(workshop / "prices"), "--out"]
+    for name in ("model.pt", "nowhere/model.pt2"):
+        with pytest.raises(InputError, match=r"ends in \.onnx or \.pt2"):
+            cli.main([*words, str(tmp_path / name)])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxscript" else name)
+    with pytest.raises(
+        DependencyError, match=r"onnxscript, which is not installed.*or write --out model\.pt2"
+    ):
+        cli.main([*words, str(tmp_path / "model.onnx")])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["pictures", "prices"])
+def test_a_run_in_onnx(workshop: Path, tmp_path: Path, name: str) -> None:
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package)
+    runtime = pytest.importorskip("onnxruntime")
+    linnet("export", "--run", workshop / name, "--out", tmp_path / "model.onnx")
+    run = load_run(workshop / name)
+    x, inputs = raw(run)
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    told = json.loads(session.get_modelmeta().custom_metadata_map["linnet"])
+    assert [out.name for out in session.get_outputs()] == told["outputs"]
+    assert told["classes"] == (None if run.classes is None else list(run.classes))
+    first = session.run(None, {"x": x if x.dtype == np.uint8 else x.astype(np.float32)})[0]
+    expected = run.fit.predict(inputs)
+    expected = expected if run.transforms[1] is None else run.transforms[1].inverse(expected)
+    torch.testing.assert_close(torch.from_numpy(first), expected, rtol=1e-4, atol=1e-4)

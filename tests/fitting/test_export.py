@@ -1,0 +1,234 @@
+"""Fits as plain modules, and merged into networks: the same answers, by torch alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import linnet
+from linnet.errors import InputError, ModelError
+from linnet.fitting import Sketch
+from linnet.tangent.batch import take, tensors_in
+from linnet.tangent.functional import call_arguments
+from tests import zoo
+
+N, D, C = 12, 4, 3
+# A process that does not know linnet reads a module in both forms that torch has.
+LOAD = """
+import sys, torch
+x, expected = torch.load(sys.argv[3])
+for module in (torch.export.load(sys.argv[1]).module(), torch.load(sys.argv[2], weights_only=False)):
+    torch.testing.assert_close(module(x), expected)
+assert "linnet" not in sys.modules
+"""
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, C))
+
+
+def data(n: int = N) -> tuple[Tensor, Tensor]:
+    x = torch.randn(n, D, generator=torch.Generator().manual_seed(1))
+    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+
+
+def fitted(params: Any = None, net: nn.Module | None = None, **options: Any) -> Any:
+    return linnet.fit(linnet.linearize(net or network(), params=params), data(), **options)
+
+
+def free(names: list[str]) -> dict[str, Any]:
+    """Batches of any size, as the exporters take them."""
+    size = torch.export.Dim("batch", min=1, max=2**31 - 1)
+    return {name: {0: size} for name in names}
+
+
+@pytest.mark.parametrize("options", [{}, {"solver": Sketch(16)}, {"loss": "cross-entropy", "ridge": 0.1}])
+def test_the_module_is_the_linear_model(options: dict[str, Any]) -> None:
+    fit = fitted(**options)
+    module, x = fit.export(), data(30)[0]
+    for part in (x, x[:1]):
+        torch.testing.assert_close(module(part), fit.predict(part))
+    assert not any(p.requires_grad for p in module.parameters())
+    assert not module.eval().training
+
+
+@pytest.mark.parametrize("options", [{}, {"loss": "cross-entropy", "ridge": 0.1}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_variance_of_a_last_layer_is_exact(options: dict[str, Any], dtype: torch.dtype) -> None:
+    (x, y), net = data(), network().to(dtype)
+    fit = linnet.fit(linnet.linearize(net, params="last-layer"), (x.to(dtype), y), **options)
+    new = data(30)[0].to(dtype)
+    mean, variance = fit.export(variance=True)(new)
+    torch.testing.assert_close(mean, fit.predict(new))
+    torch.testing.assert_close(variance, fit.predictive(new).variance)
+
+
+def test_the_variance_where_the_bias_alone_moves() -> None:
+    x = data(30)[0]
+    fit = fitted(["2.bias"])
+    torch.testing.assert_close(fit.export(variance=True)(x)[1], fit.predictive(x).variance)
+
+
+def test_the_variance_of_what_is_no_form_of_features_is_refused() -> None:
+    with pytest.raises(InputError, match=r"4 parameters, '0\.weight' among them.*params=\"last-layer\""):
+        fitted().export(variance=True)
+    with pytest.raises(InputError, match="other coordinates"):
+        fitted(solver=Sketch(8)).export(variance=True)
+    fit = fitted("last-layer")
+    held = fit.constrain(data()[0][:1], groups=None, targets=torch.zeros(1, C))
+    with pytest.raises(InputError, match="constraints"):
+        held.export(variance=True)
+    with pytest.raises(InputError, match="variance"):
+        fit.export(variance="yes")
+
+
+def test_torch_saves_and_compiles_the_module(tmp_path: Path) -> None:
+    fit, (x, _) = fitted(), data(7)
+    module, expected = fit.export(), fit.predict(x)
+    exported = torch.export.export(module, (x,), dynamic_shapes=tuple(free(["x"]).values()))
+    torch.export.save(exported, tmp_path / "module.pt2")
+    torch.save(module, tmp_path / "module.pt")
+    torch.save((x[:5], expected[:5]), tmp_path / "data.pt")
+    files = [str(tmp_path / name) for name in ("module.pt2", "module.pt", "data.pt")]
+    subprocess.run([sys.executable, "-I", "-W", "ignore", "-c", LOAD, *files], check=True, timeout=120)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch.testing.assert_close(compiled(x), expected)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of the packages that write the file
+@pytest.mark.parametrize("name", ["resnet-batchnorm", "vit-mha", "bert-sdpa", "lora", "lstm"])
+def test_another_runtime_gives_the_same(name: str, tmp_path: Path) -> None:
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package)
+    runtime = pytest.importorskip("onnxruntime")
+    animal = zoo.BY_NAME[name]
+    x = zoo.cast(animal.make_batch(), torch.float32)  # runtimes have few operations in float64
+    lin = linnet.linearize(animal.factory().float(), output=animal.output)
+    fit = linnet.fit(lin, (x, torch.arange(zoo.size(x)) % animal.classes), ridge=1.0)
+    args, kwargs = call_arguments(x)
+    module, shapes = fit.export(), free(list(kwargs) or [f"x{i}" for i in range(len(args))])
+    torch.onnx.export(
+        module, args, tmp_path / "m.onnx", kwargs=kwargs or None, dynamo=True, verbose=False,
+        dynamic_shapes=shapes if kwargs else tuple(shapes.values()),
+    )  # fmt: skip
+    session = runtime.InferenceSession(tmp_path / "m.onnx")
+    fewer = take(x, slice(0, 3))
+    inputs = dict(zip((i.name for i in session.get_inputs()), tensors_in(fewer), strict=True))
+    (found,) = session.run(None, {key: t.numpy() for key, t in inputs.items()})
+    torch.testing.assert_close(torch.from_numpy(found), fit.predict(fewer), rtol=1e-4, atol=1e-4)
+
+
+class Pair(nn.Module):
+    """A network of two inputs by name, that returns a part by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(D, 6), nn.Linear(2, 6), nn.Linear(6, C)
+
+    def forward(self, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.head(torch.relu(self.a(a) * self.b(b)))}
+
+
+def test_inputs_keep_their_names() -> None:
+    torch.manual_seed(2)
+    x, y = data()
+    given = {"a": x, "b": x[:, :2]}
+    fit = linnet.fit(linnet.linearize(Pair()), (given, y))
+    torch.testing.assert_close(
+        fit.export()(**take(given, slice(0, 5))), fit.predict(take(given, slice(0, 5)))
+    )
+
+
+def test_inputs_may_have_any_strides() -> None:
+    torch.manual_seed(4)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, C))
+    x = torch.randn(N, 2, 4, 4, generator=torch.Generator().manual_seed(5))
+    fit = linnet.fit(linnet.linearize(net), (x, torch.arange(N) % C))
+    torch.testing.assert_close(fit.export()(x.to(memory_format=torch.channels_last)), fit.predict(x))
+
+
+class Branch(nn.Module):
+    """A network that looks at the numbers it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(D, 6), nn.Linear(6, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return self.head(torch.tanh(h) if float(h.detach().abs().max()) < 1e6 else h)
+
+
+class Secret(nn.Module):
+    """A network with a derivative of its own, which no graph shows."""
+
+    class Round(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.round()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            return tangent.clone()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(D, 6), nn.Linear(6, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.Round.apply(3 * self.layer(x)) / 3))
+
+
+def test_networks_that_cannot_be_traced_are_refused() -> None:
+    torch.manual_seed(3)
+    with pytest.raises(ModelError, match=r"cannot be traced by torch\.export"):
+        fitted(net=Branch()).export()
+    with pytest.raises(ModelError, match="the traced network gives other outputs"):
+        fitted(net=Secret()).export()
+
+
+def test_the_merged_network_is_at_the_solution() -> None:
+    fit, (x, _) = fitted(ridge=10.0), data(40)
+    merged = fit.merge(x)
+    expected = {name: t + fit.delta[name] for name, t in fit.module.theta0.items()}
+    torch.testing.assert_close(dict(merged.network.named_parameters()), expected)
+    assert merged.gap == pytest.approx(fit.module.gap(x), rel=1e-4)
+    same = merged.network(x).argmax(1) == fit.predict(x).argmax(1)
+    assert merged.agreement == pytest.approx(float(same.double().mean()))
+    assert merged.examples == 40
+    assert str(merged).startswith("linearity gap 0.")
+
+
+def test_the_gap_is_of_all_batches_together() -> None:
+    fit, (x, _) = fitted(ridge=10.0), data(300)
+    assert fit.merge(x).gap == pytest.approx(fit.module.gap(x), rel=1e-4)
+
+
+def test_a_sketch_merges_into_the_network_itself() -> None:
+    fit, (x, _) = fitted(solver=Sketch(16), ridge=10.0), data(20)
+    merged = fit.merge(x)
+    assert [*dict(merged.network.named_parameters())] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert merged.gap == pytest.approx(fit.module.gap(x), rel=1e-4)
+
+
+def test_values_have_no_class() -> None:
+    (x, y), net = data(), network()
+    fit = linnet.fit(linnet.linearize(net, params="last-layer"), (x, nn.functional.one_hot(y, C).float()))
+    merged = fit.merge()
+    assert merged.agreement is None
+    assert merged.gap < 1e-5
