@@ -12,7 +12,14 @@ from linnet.shown import Record, Shown, in_line
 from tests.hostile import doors
 
 # Objects of torch's kinds, which show themselves, and settings, which are shown as they were written.
-THEIR_OWN = ("Linearized", "MetricNetwork", "GaussNewton", "CappedLeakyReLU", "SquareRootPooling")
+THEIR_OWN = (
+    "Linearized",
+    "MetricNetwork",
+    "SketchedNetwork",
+    "GaussNewton",
+    "CappedLeakyReLU",
+    "SquareRootPooling",
+)
 SETTINGS = (
     "likelihoods",
     "optim.feature_schedules",
@@ -132,7 +139,7 @@ def test_a_process_shows_itself_before_it_is_fitted() -> None:
     import linnet
 
     process = linnet.TangentGP(torch.nn.Linear(2, 1), linnet.likelihoods.Gaussian())
-    assert "prior precision" in process._repr_html_()
+    assert "prior_precision" in process._repr_html_()
     assert "not fitted" in repr(process)
 
 

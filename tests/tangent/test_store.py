@@ -38,8 +38,8 @@ def test_a_finished_matrix(tmp_path: Path) -> None:
     kept = store.finish()
     assert kept.tolist() == np.load(tmp_path / "k.npy").tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
     assert [p.name for p in tmp_path.iterdir()] == ["k.npy"]
-    kept[0, 0] = 9.0  # backed by the file
-    assert np.load(tmp_path / "k.npy")[0, 0] == 9.0
+    kept[0, 0] = 9.0  # mapped from the file, which stays as it is
+    assert np.load(tmp_path / "k.npy")[0, 0] == 0.0
 
 
 def test_steps_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from linnet.linalg.factorize import cholesky
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import choice, flag, integer, number, real_type
 from linnet.progress import track
+from linnet.shown import Shown
 from linnet.tangent.batch import EMPTY, batch_size, take
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.hashing import hash_examples
@@ -68,7 +69,7 @@ class TopExamples:
     scores: Tensor
 
 
-class GradientStore:
+class GradientStore(Shown):
     """Gradients of the losses of training examples in a folder, and their influence on queries.
 
     One row an example, or a sequence of a language model: the gradient of its loss, summed over the positions
@@ -150,10 +151,10 @@ class GradientStore:
     def __len__(self) -> int:
         return self.folder.examples or 0
 
-    def __repr__(self) -> str:
+    def _shown(self) -> dict[str, Any]:
         missing = self.folder.missing()
-        state = "unfinished" if missing is None or missing else f"{len(self):,} examples"
-        return f"GradientStore({state}, D = {self.folder.dim:,}, {self.folder.record['dtype']})"
+        state = "unfinished" if missing is None or missing else len(self)
+        return {"examples": state, "directions": self.folder.dim, "dtype": self.folder.record["dtype"]}
 
     @property
     def complete(self) -> bool:

@@ -118,14 +118,16 @@ def asked(predict: Any) -> Predict:
         predict: A callable, or a model of linnet.
 
     Returns:
-        The callable, or the model's ``predictive``.
+        The callable, or the ``predictive`` of a model that cannot be called itself.
 
     Example:
         >>> asked(torch.exp) is torch.exp
         True
     """
-    callable_: Predict = predict.predictive if isinstance(predict, PredictiveModel) else predict
-    return callable_
+    if isinstance(predict, PredictiveModel) and not callable(predict):
+        return predict.predictive
+    found: Predict = predict
+    return found
 
 
 def batches_of(

@@ -127,9 +127,7 @@ class TangentGP(PredictiveModel):
         self._plan: GPPlan | None = None
 
     def _shown(self) -> dict[str, Any]:
-        if self._plan is not None:
-            return self.summary()
-        return {"likelihood": self._likelihood.describe(), "prior precision": self.prior_precision}
+        return self.summary()
 
     def __repr__(self) -> str:
         state = f"{self._plan.chosen.space} space, {self._problem.n} examples" if self._plan else "not fitted"
@@ -427,8 +425,8 @@ class TangentGP(PredictiveModel):
             A dict that ``json`` can write.
         """
         known = {
-            "prior precision": self.prior_precision,
-            "noise scale": self.noise_scale,
+            "prior_precision": self.prior_precision,
+            "noise_scale": self.noise_scale,
             "likelihood": self._likelihood.describe(),
         }
         if self._plan is None:

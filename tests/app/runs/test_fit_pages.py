@@ -14,6 +14,7 @@ from torch import nn
 
 import linnet
 from linnet.app import report_of
+from linnet.app.report.wording import number
 from linnet.app.runs.fit_pages import Page, pictures
 from linnet.errors import DataError, InputError, LinnetError
 
@@ -55,7 +56,7 @@ def test_the_page_of_classes_holds_the_numbers_of_the_fit(kind: str) -> None:
     assert shown["train"]["count"] == 24
     assert shown["facts"]["network"] == "Sequential"
     chosen = {choice["what"]: choice["chosen"] for choice in shown["choices"]}
-    assert chosen["ridge"] == f"{fit.ridge:.4g}"
+    assert chosen["ridge"] == number(fit.ridge)
     assert ("head" in chosen) == (kind == "adapted")
     assert page.run.train.samples.images.shape == (24, 6, 6, 1)
     assert "<h1>Three levels</h1>" in page.html
