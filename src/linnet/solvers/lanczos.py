@@ -130,12 +130,12 @@ def eigenpairs(
         operator: A, symmetric (n x n).
         k: Number of eigenpairs.
         largest: The largest eigenvalues; False for the smallest.
-        tolerance: Stop when ‖A v − λ v‖ ≤ tolerance · |λ|ₘₐₓ for all k pairs.
+        tolerance: Stop when ‖A v − λ v‖ ≤ tolerance · λ₁ for all k pairs, λ₁ the largest modulus of λ.
         max_steps: Largest number of steps; None for as many as fill the space, ⌈n / k⌉.
         seed: Seed or generator of the start vectors.
 
     Returns:
-        The pairs; ``residual`` is the largest ‖A v − λ v‖ / |λ|ₘₐₓ.
+        The pairs; ``residual`` is the largest ‖A v − λ v‖ / λ₁.
 
     Raises:
         InputError: k is not between 1 and n, or a limit is out of range.
