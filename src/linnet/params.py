@@ -111,6 +111,32 @@ def choice(name: str, value: Any, allowed: Collection[str], remedy: str | None =
     refuse(name, value, f"one of {words}", remedy)
 
 
+def part_of(part: Any) -> tuple[int, int]:
+    """Which part of a job, and of how many.
+
+    Args:
+        part: (i, n).
+
+    Returns:
+        i, from 0, and n.
+
+    Raises:
+        InputError: It is no such pair.
+
+    Example:
+        >>> part_of([3, 64])
+        (3, 64)
+    """
+    if not (isinstance(part, list | tuple) and len(part) == 2):
+        raise InputError(
+            f"part={part!r}",
+            expected="which part, from 0, and the number of parts",
+            remedy="pass part=(3, 64) for the fourth of 64",
+        )
+    of = integer("the number of parts", part[1], 1)
+    return integer("part", part[0], 0, of - 1), of
+
+
 def flag(name: str, value: Any, remedy: str | None = None) -> bool:
     """True or False.
 

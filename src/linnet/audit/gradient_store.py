@@ -32,7 +32,7 @@ from linnet.likelihoods import from_description
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.factorize import cholesky
 from linnet.memory import Plan, parse_bytes, require
-from linnet.params import choice, flag, integer, number, real_type
+from linnet.params import choice, flag, integer, number, part_of, real_type
 from linnet.progress import track
 from linnet.shown import Shown
 from linnet.tangent.batch import EMPTY, batch_size, take
@@ -185,7 +185,7 @@ class GradientStore(Shown):
             InputError: If the data or the part cannot be.
             ModelError: If the network cannot run, or its examples influence each other.
         """
-        index, parts = _checked_part(part)
+        index, parts = part_of(part)
         gradients = LossGradients(self.function, self.likelihood, self.memory)
         whole, shard, count = hashlib.sha256(), _Shard(0), 0
         self._moment = self._last = None
@@ -496,15 +496,3 @@ def _refuse_type(dtype: torch.dtype) -> NoReturn:
         expected="torch.bfloat16, torch.float16, torch.float32 or torch.float64",
         remedy="leave dtype= out for bfloat16",
     )
-
-
-def _checked_part(part: Any) -> tuple[int, int]:
-    """Which part, and of how many."""
-    if not (isinstance(part, list | tuple) and len(part) == 2):
-        raise InputError(
-            f"part={part!r}",
-            expected="which part, from 0, and the number of parts",
-            remedy="pass part=(3, 64) for the fourth of 64",
-        )
-    of = integer("the number of parts", part[1], 1)
-    return integer("part", part[0], 0, of - 1), of

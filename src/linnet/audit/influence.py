@@ -24,7 +24,7 @@ from linnet.audit.predictors import check_fit, check_fitted
 from linnet.errors import InputError
 from linnet.fitting.arguments import positions
 from linnet.fitting.evaluation import checked_inputs
-from linnet.fitting.fitted import Fitted, SquaredFit
+from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.frames import frame
@@ -454,16 +454,8 @@ def _of_other(fit: Fitted, x: Inputs, method: Any, labels: Any, options: bool) -
             expected='method="exact": this fit has its influence in closed form',
             remedy="leave method=, directions= and steps= out",
         )
-    assert isinstance(fit, SoftmaxFit | SquaredFit)
     outputs = fit.influence(x)
-    loss = None
-    if labels is not None:
-        targets = _test_targets(fit, batch_size(x), labels).to(outputs)
-        now = fit.predict(x).to(outputs)
-        if isinstance(fit, SquaredFit):
-            loss = -torch.einsum("tc,ntc->nt", targets - now, outputs) - outputs.square().sum(2) / 2
-        else:
-            loss = _cross_entropy(now, targets) - _cross_entropy(now - outputs, targets)
+    loss = None if labels is None else _losses(fit, x, labels, outputs)
     return Influence(outputs, loss, "exact", fit._solved.certificate())
 
 
@@ -474,30 +466,16 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return -(targets * outputs.log_softmax(-1)).sum(-1)
 
 
-def _test_targets(fit: Fitted, n: int, labels: Any) -> Tensor:
-    """Targets of a fit for the labels of n test examples, (n, C)."""
-    y = named_tensor(labels, "labels").to(fit.targets.device)
-    if y.ndim == 0 or len(y) != n:
-        raise InputError(
-            f"labels has shape {tuple(y.shape)} and x {n} examples",
-            expected="one label for each example of x",
-            remedy="pass the labels of these very examples",
-        )
-    made = fit._targets
+def _losses(fit: Fitted, x: Inputs, labels: Any, outputs: Tensor) -> Tensor:
+    """The loss with each example less that without it, exact in both, (N, T)."""
+    targets, now = label_targets(fit, x, labels).to(outputs), fit.predict(x).to(outputs)
     if isinstance(fit, SoftmaxFit):
-        return class_targets(y, fit.targets.shape[1], dtype=fit.targets.dtype).values
-    return make_targets(y, fit.targets.shape[1], made.scale, varied=False, dtype=fit.targets.dtype).values
+        return _cross_entropy(now, targets) - _cross_entropy(now - outputs, targets)
+    # f₋ᵢ = f − Δ: ½‖t − f‖² − ½‖t − f + Δ‖² = −(t − f)·Δ − ½‖Δ‖²
+    return -torch.einsum("tc,ntc->nt", targets - now, outputs) - outputs.square().sum(2) / 2
 
 
-def _losses(fit: LinearFit, x: Inputs, labels: Any, outputs: Tensor) -> Tensor:
-    """½‖t − f‖² − ½‖t − f₋ᵢ‖², exact in both; (N, T)."""
-    targets = label_targets(fit, x, labels)
-    gap = targets.to(outputs) - fit.predict(x).to(outputs)  # t − f
-    # f₋ᵢ = f − Δ: ½‖gap‖² − ½‖gap + Δ‖² = −gap·Δ − ½‖Δ‖²
-    return -torch.einsum("tc,ntc->nt", gap, outputs) - outputs.square().sum(2) / 2
-
-
-def label_targets(fit: LinearFit, x: Inputs, labels: Any) -> Tensor:
+def label_targets(fit: Fitted, x: Inputs, labels: Any) -> Tensor:
     """Targets of a fit for the labels of test examples.
 
     Args:
@@ -512,14 +490,20 @@ def label_targets(fit: LinearFit, x: Inputs, labels: Any) -> Tensor:
         DataError: If labels are out of range.
         InputError: If there are more or fewer of them than examples, or they are arranged otherwise.
     """
-    function, n = fit.module.function, batch_size(x)
-    y = named_tensor(labels, "labels").to(function.device)
+    n, c, dtype = batch_size(x), fit.targets.shape[1], fit.targets.dtype
+    y = named_tensor(labels, "labels").to(fit.targets.device)
     if y.ndim == 0:
         raise InputError(
             f"labels is one value for {n} examples", "one label for each example of x", "pass labels (n,)"
         )
-    check_arrangement(y, function.output_shape(x), "labels")
-    made = make_targets(y, fit.system.c, fit._targets.scale, varied=False, dtype=function.dtype)
+    if isinstance(fit, LinearFit):
+        dtype = fit.module.function.dtype
+        check_arrangement(y, fit.module.function.output_shape(x), "labels")
+    made = (
+        class_targets(y, c, dtype)
+        if isinstance(fit, SoftmaxFit)
+        else make_targets(y, c, fit._targets.scale, varied=False, dtype=dtype)
+    )
     if len(made.values) != n:
         raise InputError(
             f"labels holds {len(made.values)} examples and x {n}",

@@ -189,8 +189,9 @@ def mislabeled(fit: Fitted, score: str = "auto") -> LabelRanking:
         own = solved.loo_residuals() - solved.ridge * solved.beta
     else:
         assert isinstance(fit, SoftmaxFit)
-        loo = both_logits(fit.loo().double())
-        residual = both_probabilities(fit.targets.to(loo)) - loo.softmax(1)
+        odds, targets = fit.loo().double(), fit.targets.double()
+        loo = _both(odds, torch.zeros_like(odds))
+        residual = _both(targets, 1 - targets).to(loo) - loo.softmax(1)
         own = fit.system.outputs - fit.system.loo_outputs()
     chosen = _score(fit.labels, loo.shape[1], score)
     size, change = residual.norm(dim=1), own.double().norm(dim=1)
@@ -213,28 +214,9 @@ def _margin(outputs: Tensor, labels: Tensor) -> Tensor:
     return others.amax(1) - given[:, 0]
 
 
-def both_logits(outputs: Tensor) -> Tensor:
-    """Logits of all classes: one output is that of the second of two.
-
-    Args:
-        outputs: (N, C).
-
-    Returns:
-        (N, C), or (N, 2) where C is 1.
-    """
-    return outputs if outputs.shape[1] > 1 else torch.cat([torch.zeros_like(outputs), outputs], 1)
-
-
-def both_probabilities(targets: Tensor) -> Tensor:
-    """Probabilities of all classes: one number is that of the second of two.
-
-    Args:
-        targets: (N, C).
-
-    Returns:
-        (N, C), or (N, 2) where C is 1.
-    """
-    return targets if targets.shape[1] > 1 else torch.cat([1 - targets, targets], 1)
+def _both(second: Tensor, first: Tensor) -> Tensor:
+    """A column for each class: one column is that of the second of two, beside which stands the first's."""
+    return second if second.shape[1] > 1 else torch.cat([first, second], 1)
 
 
 def _score(labels: Tensor | None, outputs: int, score: str) -> str:

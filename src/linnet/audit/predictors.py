@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,8 @@ def check_fit(fit: Any, name: str = "fit") -> LinearFit:
         InputError: If it is anything else.
     """
     if not isinstance(fit, LinearFit):
-        raise InputError(
-            f"{name} is {type(fit).__name__}",
-            expected="a LinearFit: this is about weights δ that solve one system of equations",
-            remedy='make one with linnet.fit(lin, data), whose loss is "squared"',
-        )
+        expected = "a LinearFit: this is about weights δ that solve one system of equations"
+        _refuse(fit, name, expected, 'linnet.fit(lin, data), whose loss is "squared"')
     return fit
 
 
@@ -53,12 +50,13 @@ def check_fitted(fit: Any, name: str = "fit") -> Fitted:
         InputError: If it is anything else.
     """
     if not isinstance(fit, Fitted):
-        raise InputError(
-            f"{name} is {type(fit).__name__}",
-            expected="a fit",
-            remedy="make one with linnet.adapt(model, data) or linnet.fit(lin, data)",
-        )
+        _refuse(fit, name, "a fit", "linnet.adapt(model, data) or linnet.fit(lin, data)")
     return fit
+
+
+def _refuse(fit: Any, name: str, expected: str, maker: str) -> NoReturn:
+    """Raise the error of an argument that is not the fit that is expected."""
+    raise InputError(f"{name} is {type(fit).__name__}", expected, f"make one with {maker}")
 
 
 @torch.no_grad()

@@ -19,7 +19,6 @@ import time
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from torch import Tensor
 from linnet.distributed import Share, all_filled, all_rows, current, gathered, look_around
 from linnet.errors import InputError
 from linnet.memory import Plan, parse_bytes, require
-from linnet.params import choice, integer
+from linnet.params import choice, part_of
 from linnet.progress import track
 from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, take, tensors_in
 from linnet.tangent.budgeted import Fit, treatment_within
@@ -194,25 +193,13 @@ def gram_part(
         MemoryBudgetError: If not even the smallest tiles fit.
     """
     checked_name(file)
-    task = GramTask(function, x1, x2, form, _accumulation(accumulate), _writer(part))
+    task = GramTask(function, x1, x2, form, _accumulation(accumulate), Writer(*part_of(part), array=True))
     _check(task)
     while True:
         try:
             return _compute(task, memory, file, None)
         except TreatmentChanged as change:
             _form(function, change.name)
-
-
-def _writer(part: Any) -> Writer:
-    """A part, checked."""
-    if not (isinstance(part, list | tuple) and len(part) == 2):
-        raise InputError(
-            f"part={part!r}",
-            expected="which part, from 0, and the number of parts",
-            remedy="pass part=(3, 64) for the fourth of 64",
-        )
-    of = integer("the number of parts", part[1], 1)
-    return Writer(integer("part", part[0], 0, of - 1), of, array=True)
 
 
 @in_exact_mode
