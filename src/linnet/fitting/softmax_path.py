@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
-from linnet.frames import frame
+from linnet.linear.dual import CriteriaByRidge
 from linnet.linear.softmax_dual import SoftmaxDual
 from linnet.linear.softmax_primal import SoftmaxPrimal
 from linnet.params import choice
@@ -19,14 +19,14 @@ from linnet.progress import track
 from linnet.shown import Record
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
+    pass
 
 DECADES = (-5, 1)  # ridges of a path, relative to the mean diagonal of the kernel
 ROUNDING = 4.0  # units of roundoff of the kernel's largest eigenvalue, below which a ridge is no ridge
 
 
 @dataclass(frozen=True, repr=False)
-class SoftmaxPath(Record):
+class SoftmaxPath(CriteriaByRidge):
     """Every criterion along a path of ridges.
 
     Args:
@@ -46,6 +46,8 @@ class SoftmaxPath(Record):
         True
     """
 
+    criteria = ("loo", "evidence")
+
     ridges: Tensor
     loo_error: Tensor
     evidence: Tensor
@@ -53,24 +55,6 @@ class SoftmaxPath(Record):
     loo_accuracy: Tensor
     certificate: Tensor
     steps: Tensor
-
-    def to_frame(self) -> DataFrame:
-        """A pandas table, one row a ridge.
-
-        Returns:
-            The ridge as index, and every criterion.
-
-        Raises:
-            DependencyError: If pandas is missing.
-        """
-        columns = {
-            "ridge" if one.name == "ridges" else one.name: getattr(self, one.name) for one in fields(self)
-        }
-        return frame(columns, "ridge")
-
-    def _shown(self) -> dict[str, Any]:
-        best = {name: self.best(name) for name in ("loo", "evidence")}
-        return {"ridges": self.ridges, **{f"best by {name}": ridge for name, ridge in best.items()}}
 
     def best(self, criterion: str) -> float:
         """The ridge that a criterion prefers.
@@ -85,9 +69,8 @@ class SoftmaxPath(Record):
             InputError: The criterion is another.
         """
         check_criterion(criterion)
-        choice("criterion", criterion, ("loo", "evidence"))
-        score = {"loo": self.loo_error, "evidence": -self.evidence}[criterion]
-        return float(self.ridges[int(score.argmin())])
+        choice("criterion", criterion, self.criteria)
+        return self._least({"loo": self.loo_error, "evidence": -self.evidence}[criterion])
 
 
 @dataclass(frozen=True, repr=False)

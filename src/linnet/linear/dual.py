@@ -12,9 +12,10 @@ is then an example, and r has a column an output. With S a set of examples and R
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,8 +35,40 @@ PER_DECADE = 4
 DRIFT = 1e-12  # relative residual above which a solution without some examples is solved for again
 
 
+class CriteriaByRidge(Record, ABC):
+    """A record of criteria along ``ridges``, one number a ridge each."""
+
+    criteria: ClassVar[tuple[str, ...]]  # those that choose a ridge
+    ridges: Tensor
+
+    @abstractmethod
+    def best(self, criterion: str) -> float:
+        """The ridge that a criterion prefers."""
+
+    def to_frame(self) -> DataFrame:
+        """A pandas table, one row a ridge.
+
+        Returns:
+            The ridge as index, and every criterion.
+
+        Raises:
+            DependencyError: If pandas is missing.
+        """
+        columns = {
+            "ridge" if one.name == "ridges" else one.name: getattr(self, one.name) for one in fields(self)
+        }
+        return frame(columns, "ridge")
+
+    def _shown(self) -> dict[str, Any]:
+        return {"ridges": self.ridges, **{f"best by {name}": self.best(name) for name in self.criteria}}
+
+    def _least(self, score: Tensor) -> float:
+        """The ridge of the lowest score."""
+        return float(self.ridges[int(score.argmin())])
+
+
 @dataclass(frozen=True, repr=False)
-class RidgePath(Record):
+class RidgePath(CriteriaByRidge):
     """Every criterion along a path of ridges.
 
     Args:
@@ -55,6 +88,8 @@ class RidgePath(Record):
         True
     """
 
+    criteria = ("loo", "gcv", "evidence")
+
     ridges: Tensor
     loo_error: Tensor
     gcv: Tensor
@@ -62,24 +97,6 @@ class RidgePath(Record):
     degrees_of_freedom: Tensor
     noise: Tensor
     loo_accuracy: Tensor | None = None
-
-    def to_frame(self) -> DataFrame:
-        """A pandas table, one row a ridge.
-
-        Returns:
-            The ridge as index, and every criterion.
-
-        Raises:
-            DependencyError: If pandas is missing.
-        """
-        columns = {
-            "ridge" if one.name == "ridges" else one.name: getattr(self, one.name) for one in fields(self)
-        }
-        return frame(columns, "ridge")
-
-    def _shown(self) -> dict[str, Any]:
-        best = {name: self.best(name) for name in ("loo", "gcv", "evidence")}
-        return {"ridges": self.ridges, **{f"best by {name}": ridge for name, ridge in best.items()}}
 
     def best(self, criterion: str) -> float:
         """The ridge that a criterion prefers.
@@ -93,9 +110,8 @@ class RidgePath(Record):
         Raises:
             InputError: The criterion is another.
         """
-        choice("criterion", criterion, ("loo", "gcv", "evidence"))
-        score = {"loo": self.loo_error, "gcv": self.gcv, "evidence": -self.evidence}[criterion]
-        return float(self.ridges[int(score.argmin())])
+        choice("criterion", criterion, self.criteria)
+        return self._least({"loo": self.loo_error, "gcv": self.gcv, "evidence": -self.evidence}[criterion])
 
 
 @dataclass(frozen=True)
