@@ -34,7 +34,7 @@ from linnet.app.report import (
     Timing,
     TrainingSet,
 )
-from linnet.app.report.measures import calibration_error, reliability_bins
+from linnet.plots.measures import calibration_error, reliability_bins
 
 Array = NDArray[Any]
 CLASSES = ("five", "six", "seven", "eight", "nine")

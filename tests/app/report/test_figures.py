@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from linnet.app.report import Reliability, RidgePath, Spectrum, figures
-from linnet.app.report.svg import brief, class_color, draw
+from linnet.app.report.svg import draw
+from linnet.plots.style import brief, class_color
 
 RNG = np.random.default_rng(0)
 RIDGES = np.logspace(-3, 2, 12)

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from linnet.app.report.measures import (
+from linnet.app.report.measures import split_by_uncertainty
+from linnet.plots.measures import (
     calibration_error,
     interval_coverage,
     ranking,
     reliability_bins,
-    split_by_uncertainty,
     wilson_interval,
 )
 

@@ -7,28 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from linnet.app.report.measures import (
-    Array,
-    calibration_error,
-    interval_coverage,
-    ranking,
-    reliability_bins,
-)
 from linnet.app.report.records import Reliability, RidgeChoice, RidgePath, Spectrum
-from linnet.app.report.svg import (
-    ACCENT,
-    DOWN,
-    MUTED,
-    QUIET,
-    UP,
-    bare,
-    brief,
-    class_color,
-    draw,
-)
+from linnet.app.report.svg import draw
 from linnet.app.report.wording import loo_name, number
 from linnet.plots import panels
-from linnet.plots.style import percent_ticks
+from linnet.plots.measures import Array, calibration_error, interval_coverage, ranking, reliability_bins
+from linnet.plots.style import ACCENT, DOWN, MUTED, QUIET, UP, bare, brief, class_color, percent_ticks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

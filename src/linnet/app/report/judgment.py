@@ -7,18 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from linnet.app.report.measures import (
-    FEW,
-    Array,
-    calibration_and_error,
-    interval_coverage,
-    mean_and_error,
-    split_by_uncertainty,
-    wilson_interval,
-)
+from linnet.app.report.measures import FEW, calibration_and_error, mean_and_error, split_by_uncertainty
 from linnet.app.report.records import Comparison, HeldOutSet
 from linnet.app.report.run import Run
 from linnet.app.report.wording import doubt_found, duration, measured, measured_share, number, percent
+from linnet.plots.measures import Array, interval_coverage, wilson_interval
 
 _CLEAR = 2.0  # standard errors from which a difference counts
 _MATTERS = 0.03  # gap between probabilities and shares of right answers that is worth a word

@@ -6,26 +6,7 @@ import math
 
 import numpy as np
 
-from linnet.plots.measures import (
-    Array,
-    ReliabilityBin,
-    calibration_error,
-    interval_coverage,
-    ranking,
-    reliability_bins,
-    wilson_interval,
-)
-
-__all__ = [
-    "Array",
-    "ReliabilityBin",
-    "calibration_error",
-    "interval_coverage",
-    "ranking",
-    "reliability_bins",
-    "split_by_uncertainty",
-    "wilson_interval",
-]
+from linnet.plots.measures import Array, ranking
 
 FEW = 20  # test samples below which shares of them are not judged
 _BINS = 10  # of confidence

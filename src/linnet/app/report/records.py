@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from linnet.app.report.measures import Array
 from linnet.app.report.task_kernel import TaskKernel
 from linnet.errors import InputError
+from linnet.plots.measures import Array
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from linnet.app.report.measures import Array, calibration_error, ranking, reliability_bins
 from linnet.app.report.records import (
     DoubtedLabel,
     Explanation,
@@ -29,6 +28,7 @@ from linnet.app.report.records import (
     check_indices,
 )
 from linnet.errors import InputError
+from linnet.plots.measures import Array, calibration_error, ranking, reliability_bins
 
 
 @dataclass(frozen=True, eq=False)

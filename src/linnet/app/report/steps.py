@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from linnet.app.report.judgment import least_certain
-from linnet.app.report.measures import FEW, ranking, wilson_interval
+from linnet.app.report.measures import FEW
 from linnet.app.report.records import Samples, Step
 from linnet.app.report.run import Run
 from linnet.app.report.wording import number, percent
+from linnet.plots.measures import ranking, wilson_interval
 
 _LABELS, _NEXT, _EXAMPLES, _CLASSES = 5, 10, 3, 4  # most samples and classes that a step names
 _JUDGED = 5  # predictions of a class from which it is judged

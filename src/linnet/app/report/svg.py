@@ -13,14 +13,10 @@ from collections.abc import Callable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from linnet.plots.style import ACCENT, DOWN, INK, LINE, MUTED, PAPER, QUIET, UP, bare, brief, class_color
+from linnet.plots.style import ACCENT, DOWN, INK, LINE, MUTED, PAPER, QUIET, UP
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = [
-    "ACCENT", "DOWN", "INK", "LINE", "MUTED", "PAPER", "QUIET", "UP", "bare", "brief", "class_color", "draw",
-]  # fmt: skip
 
 # In the SVG each color of the light page becomes the CSS variable of the same name.
 _VARIABLES = {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from linnet.app.report.judgment import share_error
-from linnet.app.report.measures import FEW, Array, ranking
+from linnet.app.report.measures import FEW
 from linnet.app.report.records import DoubtedLabel, HeldOutSet
 from linnet.app.report.run import Run
 from linnet.app.report.steps import class_records
@@ -17,6 +17,7 @@ from linnet.app.report.thumbnails import thumbnail
 from linnet.app.report.views import Label, label
 from linnet.app.report.wording import duration, loo_name, measured_share, number, percent
 from linnet.memory import format_bytes
+from linnet.plots.measures import Array, ranking
 
 _ROWS = 5000  # most rows of a table; the most telling ones are kept
 _PICTURES = 1_800_000  # characters that the pictures of a table may take

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from linnet.app.report.measures import Array
-from linnet.app.report.svg import ACCENT, DOWN, INK, MUTED, QUIET, draw
+from linnet.app.report.svg import draw
 from linnet.errors import InputError
+from linnet.plots.measures import Array
+from linnet.plots.style import ACCENT, DOWN, INK, MUTED, QUIET
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from linnet.app.report.measures import Array
 from linnet.errors import InputError
+from linnet.plots.measures import Array
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from linnet.app.report.judgment import share_error
-from linnet.app.report.measures import Array, ranking, wilson_interval
 from linnet.app.report.records import DoubtedLabel, Explanation, HeldOutSet, Neighbor, Samples, Step
 from linnet.app.report.run import Run
 from linnet.app.report.steps import next_steps
-from linnet.app.report.svg import class_color
 from linnet.app.report.thumbnails import thumbnail
 from linnet.app.report.wording import measured_share, number, percent, signed
+from linnet.plots.measures import Array, ranking, wilson_interval
+from linnet.plots.style import class_color
 
 _LONG = 40  # characters of an id that a tile has room for, on a few lines
 _TILE, _LARGE = 192, 320  # most pixels of the pictures, twice what the page shows or about that

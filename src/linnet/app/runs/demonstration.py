@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from linnet.app.data import TaskData, load_data
 from linnet.app.models import load_model
 from linnet.app.report import Comparison, DoubtedLabel, TrainingSet
-from linnet.app.report.measures import ranking
 from linnet.app.runs import demo_net
 from linnet.app.runs.adaptation import Adaptation, adapt
 from linnet.app.runs.changes import Change, forget, report_change
@@ -26,6 +25,7 @@ from linnet.app.runs.summary import keep_adaptation
 from linnet.examples import load_digits
 from linnet.files import save_tensors, write_atomic
 from linnet.fitting.comparisons import nearest_class_mean
+from linnet.plots.measures import ranking
 from linnet.progress import track
 
 Array = np.ndarray[Any, Any]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from linnet.app.data import Standardize
 from linnet.app.report import Comparison, Reliability, RidgePath
-from linnet.app.report.measures import calibration_error, reliability_bins
 from linnet.app.runs.kinds import Fit, dual_of, kernel_and_residual
 from linnet.errors import NumericalError
 from linnet.fitting.linear_fit import LinearFit
@@ -21,6 +20,7 @@ from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linear.dual import Spectrum
 from linnet.memory import parse_bytes
 from linnet.nested.nested_fit import NestedFit
+from linnet.plots.measures import calibration_error, reliability_bins
 from linnet.predictive.temperature import probabilities
 from linnet.progress import track, waiting
 from linnet.tangent.batch import batch_size, split

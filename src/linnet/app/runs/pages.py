@@ -34,7 +34,6 @@ from linnet.app.report import (
     write_report,
 )
 from linnet.app.report.judgment import trust, verdict
-from linnet.app.report.measures import ranking
 from linnet.app.report.steps import beside, next_steps
 from linnet.app.report.wording import number
 from linnet.app.runs.adaptation import Adaptation
@@ -47,6 +46,7 @@ from linnet.files import write_json
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linear.dual import Spectrum as Eigen
 from linnet.nested.nested_fit import NestedFit
+from linnet.plots.measures import ranking
 from linnet.tangent.preflight import Preflight
 
 Array = np.ndarray[Any, Any]
