@@ -45,11 +45,23 @@ def run_ranks(script: str, folder: Path, world: int = 2, killed: tuple[int, ...]
 
 
 @contextmanager
-def one_of_ranks(rank: int, world: int, folder: Path) -> Iterator[None]:
-    """Be one rank of a group on the CPU, which meets in a file."""
+def one_of_ranks(rank: int, world: int, folder: Path, *, torchs_own: bool = False) -> Iterator[None]:
+    """Be one rank of a group on the CPU, which meets in a file.
+
+    Args:
+        rank: Which.
+        world: Number of ranks.
+        folder: Where they meet.
+        torchs_own: Whether torch exchanges tensors by itself, for ``DistributedDataParallel`` or a sharded
+            network. The process then ends without tearing the interpreter down: a thread of gloo that still
+            holds a tensor would abort it (linnet waits for that after its own exchanges).
+    """
     store = torch.distributed.FileStore(str(folder / "store"), world)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     try:
         yield
     finally:
         torch.distributed.destroy_process_group()
+    if torchs_own:
+        sys.stdout.flush()
+        os._exit(0)

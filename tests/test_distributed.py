@@ -10,6 +10,8 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,17 @@ from torch.utils.data import (
 import linnet
 from linnet import memory
 from linnet.continual.laplace import OnlineLaplace
-from linnet.distributed import Share, all_same, all_sum, gathered, least, look_around, sum_numbers, together
+from linnet.distributed import (
+    Share,
+    _exchanged,
+    all_same,
+    all_sum,
+    gathered,
+    least,
+    look_around,
+    sum_numbers,
+    together,
+)
 from linnet.errors import InputError, LinnetError
 from linnet.fitting import CG
 from linnet.likelihoods import Categorical, Gaussian
@@ -394,6 +406,22 @@ def test_fillers_of_torchs_sampler_are_counted(n: int, size: int, batched: bool)
         assert found is not None
         read += list(sampler)[: found.own]
     assert sorted(read) == list(range(n))
+
+
+def test_an_exchange_ends_when_the_backend_has_let_go_of_its_tensors() -> None:
+    held: list[Any] = []
+    a, b = torch.zeros(2), [torch.zeros(1), torch.zeros(3)]
+
+    def let_go() -> None:
+        time.sleep(0.05)
+        held.clear()
+
+    def exchange(one: Tensor, others: list[Tensor], operation: object) -> None:
+        held.extend([one, *others])
+        threading.Thread(target=let_go).start()
+
+    _exchanged(exchange, a, b, torch.distributed.ReduceOp.MAX)
+    assert not held
 
 
 def test_whole_data_are_whole() -> None:

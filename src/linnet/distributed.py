@@ -22,6 +22,7 @@ import dataclasses
 import hashlib
 import pickle
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -38,6 +39,7 @@ from linnet.progress import waiting
 
 _Result = TypeVar("_Result")
 _LOOK = 0.5  # seconds between two looks at the store: it costs a message, and news may be that old
+_LET_GO = 1.0  # seconds at most to wait for a thread of gloo, which needs microseconds
 _SHOWN = 200  # characters of a setting, or of another library's error, in an error
 _TOLD = "_linnet_told"  # marks an error that all processes have
 
@@ -556,7 +558,6 @@ class _Calls:
     begun = 0
     open: list[int] = []  # noqa: RUF012
     looked = 0.0
-    last: Any = None
 
 
 def _meet(what: str, failure: BaseException | None = None) -> None:
@@ -672,15 +673,25 @@ def _each(tensor: Tensor) -> list[Tensor]:
 
 
 def _exchanged(exchange: Callable[..., Any], *args: Any) -> None:
-    """Carry out a collective of torch to its end.
+    """Carry out a collective of torch, and wait until the backend has let go of its tensors.
 
-    The thread of the backend that did it lets go of its tensors a moment after :meth:`wait` returns. Was it
-    the last to hold them, it needs the lock of the interpreter to free them, and where that has ended by
-    then, the process aborts (torch 2.13, "terminate called without an active exception": one exit in ten
-    right after a sum). So the last one stays held here.
+    A thread of gloo lets go of them a moment after the collective has returned, for which it needs the lock
+    of the interpreter. If the interpreter has begun to end by then, the process aborts (torch 2.13,
+    "terminate called without an active exception": one exit in ten right after a sum, and one in fifty an
+    exchange later on a machine with more processes than cores).
     """
-    _Calls.last = _carried(exchange, *args, async_op=True)
-    _carried(_Calls.last.wait)
+    tensors = [part for arg in args for part in (arg if isinstance(arg, list) else [arg])]
+    on_cpu = [part for part in tensors if isinstance(part, Tensor) and part.device.type == "cpu"]
+    before = _holders(on_cpu)
+    _carried(exchange, *args)
+    end = time.monotonic() + _LET_GO
+    while _holders(on_cpu) > before and time.monotonic() < end:
+        time.sleep(0)  # gives the lock away
+
+
+def _holders(tensors: Sequence[Any]) -> int:
+    """How many objects hold tensors: where C++ is left with one, it lets the Python object go a moment later."""
+    return sum(tensor._use_count() + sys.getrefcount(tensor) for tensor in tensors)
 
 
 def _hash(text: str) -> int:

@@ -128,7 +128,7 @@ DISTRIBUTED = ("resnet-batchnorm", "vit-mha", "weight-norm")
 def run_rank(rank: int, world: int, folder: Path) -> None:
     """One rank: every second example, gradients averaged by DistributedDataParallel."""
     torch.set_num_threads(1)
-    with one_of_ranks(rank, world, folder):
+    with one_of_ranks(rank, world, folder, torchs_own=True):
         shard, reached = list(range(rank, 4, world)), {}
         for name in DISTRIBUTED:
             lin = linearize(name)
