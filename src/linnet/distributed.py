@@ -690,7 +690,7 @@ def _exchanged(exchange: Callable[..., Any], *args: Any) -> None:
 
 
 def _holders(tensors: Sequence[Any]) -> int:
-    """How many objects hold tensors: where C++ is left with one, it lets the Python object go a moment later."""
+    """How many objects hold tensors; where C++ is left with one, it lets Python go a moment later."""
     return sum(tensor._use_count() + sys.getrefcount(tensor) for tensor in tensors)
 
 
