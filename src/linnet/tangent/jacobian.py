@@ -27,7 +27,7 @@ from linnet.tangent.forward_mode import (
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad
 from linnet.tangent.independence import require_independence, require_own_rows
-from linnet.tangent.modes import differentiable_kernels, in_exact_mode
+from linnet.tangent.modes import differentiable_kernels, first_order, in_exact_mode
 
 
 def jvp_path(function: Functional, x: Inputs) -> tuple[JvpPath, str]:
@@ -196,7 +196,7 @@ def vjp_columns(function: Functional, x: Inputs, u: Tensor) -> Tensor:
     """
     require_independence(function, x)
     leaves = {name: t.detach().requires_grad_() for name, t in function.theta.items()}
-    with torch.enable_grad():
+    with torch.enable_grad(), first_order():
         value = function.flat(leaves, x)
     if u.shape[:2] != value.shape or u.ndim > 3:
         raise InputError(

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from linnet.tangent.batch import Inputs, batch_size, example_shapes, map_tensors
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional
-from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.modes import first_order, in_exact_mode
 from linnet.tangent.operations import REPEATING, describe
 from linnet.tangent.rules import Operand, Result, Use
 
@@ -78,7 +78,7 @@ def trace(function: Functional, x: Inputs) -> Trace:
         leaf._linnet_from = (name,)  # type: ignore[attr-defined]
         leaf._linnet_leaf = True  # type: ignore[attr-defined]
     recorder = _Recorder(batch_size(x))
-    with function.inputs(x) as own, torch.enable_grad(), recorder:
+    with function.inputs(x) as own, torch.enable_grad(), first_order(), recorder:
         value = function.run(leaves, map_tensors(_as_data, own))
         outputs = value.reshape(value.shape[0], -1)
     function.cache.setdefault("output shapes", {})[example_shapes(x)] = value.shape[1:]
