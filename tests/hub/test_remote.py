@@ -91,7 +91,7 @@ def test_what_should_be_private_is_not_published(hub: Hub) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [None, 3, "", "fit", "a/b/c", "a/b--c", "a/..", "../b", "a/b.git", "a b/c", "a/b\0", Path("a/b")]
+    "name", [None, 3, "", "fit", "a/b/c", "a/b--c", "a/..", "../b", "a b/c", "a/é", "a/b\0", Path("a/b")]
 )
 def test_what_is_no_name(name: Any, hub: Hub) -> None:
     refused(InputError, lambda: fit().push_to_hub(name), "repo_id", "user/name")
