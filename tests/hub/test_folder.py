@@ -25,6 +25,7 @@ from linnet.likelihoods import Categorical, Gaussian
 from tests.fitting.problems import near, network, problem, real, refused
 from tests.laplace.laplace_problems import classes, fitted, numbers
 from tests.tangent_gp.tangent_gp_cases import WAYS, dense
+from tests.zoo import BY_NAME
 
 P = problem(tests=2)
 S = problem(n=5, outputs=2, hidden=2, tests=2)
@@ -181,6 +182,29 @@ def test_a_card_says_what_the_folder_gives_away(name: str, said: str, tmp_path: 
     assert said in text
     assert "license" not in text
     assert ("x" in names_of(tmp_path)) == ("**The training samples are in it**" in text)
+
+
+def test_inputs_by_name_are_samples_too(tmp_path: Path) -> None:
+    animal = BY_NAME["two-inputs"]
+    x = animal.make_batch(5)
+    lin = linnet.linearize(animal.factory(), output=animal.output)
+    fit = linnet.fit(lin, (x, torch.tensor([0, 1, 0, 1, 2])), ridge=0.3)
+    fit.save_pretrained(tmp_path)
+    assert "**The training samples are in it**" in (tmp_path / CARD).read_text()
+    near(linnet.load(tmp_path, animal.factory(), output=animal.output).predict(x), fit.predict(x), 1e-6)
+
+
+def test_likelihoods_of_ones_own_are_passed_again(tmp_path: Path) -> None:
+    model, x, y = numbers()
+    own = linnet.likelihoods.Custom(
+        lambda f, t: 0.5 * ((f - t) ** 2).sum(1), moments=lambda f: (f, torch.ones_like(f))
+    )
+    la = Laplace(model, own, "full").fit((x, y))
+    la.save_pretrained(tmp_path)
+    refused(InputError, lambda: linnet.load(tmp_path, model), "likelihood is missing")
+    near(
+        linnet.load(tmp_path, model, likelihood=own).predictive(x).variance, la.predictive(x).variance, 1e-12
+    )
 
 
 def names_of(folder: Path) -> set[str]:
