@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("distributed",),
     ("disk", "limits"),
     ("files",),
-    ("npz", "unfinished"),
+    ("hub", "npz", "unfinished"),
     ("linalg",),
     ("solvers",),
     ("likelihoods",),
@@ -138,11 +138,12 @@ def test_no_import_cycles(package: Tree) -> None:
 
 
 def test_heavy_packages_are_imported_lazily(package: Tree) -> None:
-    assert not check.eager_heavies(package, (*HEAVY, *OPTIONAL))
+    assert not check.eager_heavies(package, (*HEAVY, *OPTIONAL, "huggingface_hub"))
 
 
 def test_optional_packages_stay_in_integrations(package: Tree) -> None:
     assert not check.optional_outside(package, OPTIONAL, home="integrations")
+    assert not check.optional_outside(package, ("huggingface_hub",), home="hub")
 
 
 def test_the_command_line_starts_without_torch(package: Tree) -> None:

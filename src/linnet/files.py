@@ -2,8 +2,8 @@
 
 A file is written under a temporary name in its own directory, forced to disk and renamed over the old one,
 so a crash at any moment leaves the old file or the new one, and at worst a temporary file that nothing reads.
-What linnet saves carries its kind, a format version and the SHA-256 of its content. Nothing is pickled, in or
-out.
+What linnet saves carries its kind, a format version and the SHA-256 of its content: tensors in a label in the
+file's header, or, inside :func:`labels_apart`, in one JSON file beside them. Nothing is pickled, in or out.
 
 Formats: safetensors (https://github.com/huggingface/safetensors) for tensors, JSON for the rest.
 """
@@ -15,7 +15,9 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,9 +33,14 @@ from linnet.memory import format_bytes
 FORMAT_VERSION = 1
 """Version of what is written; files of this version and of older ones are read."""
 
+LABELS = "linnet.json"
+"""The file with the labels of a folder whose safetensors files hold tensors alone."""
+
+LABELS_KIND = "folder"
 _FORMAT = "linnet"
 _PARTIAL = ".partial"
 _LARGEST_JSON = 1 << 28  # bytes; a record with ten million row numbers takes 90 MB
+_apart: ContextVar[dict[str, Any] | None] = ContextVar("apart", default=None)
 
 
 def as_path(value: Any, name: str = "directory") -> Path:
@@ -102,7 +109,7 @@ def write_atomic(
         mode = temporary.stat().st_mode
         writer(temporary)
         temporary.chmod(mode)  # a writer may have made a file of its own, for the owner alone
-        _force_to_disk(temporary)
+        force_to_disk(temporary)
         os.replace(temporary, path)
     except Exception as error:
         if isinstance(error, LinnetError) or not is_of_the_system(error):
@@ -111,7 +118,7 @@ def write_atomic(
     finally:
         temporary.unlink(missing_ok=True)
     if os.name == "posix":  # the rename itself lives in the folder
-        _force_to_disk(path.parent)
+        force_to_disk(path.parent)
     return path
 
 
@@ -152,13 +159,42 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
     return write_atomic(path, lambda temporary: temporary.write_bytes(content), len(content))
 
 
-def _force_to_disk(path: Path) -> None:
-    """Return once the file or folder is on the disk."""
+def force_to_disk(path: Path) -> None:
+    """Return once a file or folder is on the disk.
+
+    Args:
+        path: The file or folder.
+    """
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def labels_apart() -> Iterator[dict[str, Any]]:
+    """Collect the labels of what :func:`save_tensors` writes in the block, and leave them out of the files.
+
+    Yields:
+        The labels by file name, for ``write_json(folder / LABELS, {"files": labels}, LABELS_KIND)``; without
+        that file beside them, :func:`load_tensors` refuses the tensors.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with labels_apart() as labels:
+        ...     path = save_tensors(folder, "fit", {"delta": torch.ones(2)}, {"ridge": 0.1})
+        >>> _ = write_json(folder / LABELS, {"files": labels}, LABELS_KIND)
+        >>> load_tensors(path, "fit")
+        ({'delta': tensor([1., 1.])}, {'ridge': 0.1})
+    """
+    labels: dict[str, Any] = {}
+    token = _apart.set(labels)
+    try:
+        yield labels
+    finally:
+        _apart.reset(token)
 
 
 def save_tensors(
@@ -202,7 +238,11 @@ def save_tensors(
         "metadata": dict(metadata),
     }
     text = _dump(label)
-    header = {_FORMAT: f"{_digest(text, content)} {text}"}  # one entry: several come in random order
+    digest, apart = _digest(text, content), _apart.get()
+    header = {_FORMAT: f"{digest} {text}"}  # one entry: several come in random order
+    if apart is not None:
+        apart[f"{name}.safetensors"] = {"sha256": digest, **label}
+        header = {"format": "pt"}  # as other programs expect it
     path = as_path(directory) / f"{name}.safetensors"
     size = sum(t.numel() * t.element_size() for t in content.values()) + len(text)
     return write_atomic(path, lambda temporary: save_file(content, str(temporary), metadata=header), size)
@@ -226,11 +266,7 @@ def load_tensors(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Ten
     header, tensors = _read_safetensors(path)
     digest, _, text = header.get(_FORMAT, "").partition(" ")
     if not text:
-        raise FileFormatError(
-            f"{path} is a safetensors file, but not one that linnet saved",
-            expected=f"a file of kind {kind!r} written by linnet",
-            remedy="give the path of a saved one; network weights are read by load_weights",
-        )
+        digest, text = _label_beside(path, kind)
     label = _parse(path, text)
     _check_label(path, label, kind)
     order = label.get("order")
@@ -241,6 +277,56 @@ def load_tensors(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Ten
     if digest != _digest(text, ordered):
         _refuse_altered(path)
     return ordered, label["metadata"]
+
+
+def _label_beside(path: Path, kind: str) -> tuple[str, str]:
+    """The digest and the label of a file that has none in its header."""
+    beside = path.with_name(LABELS)
+    if not beside.exists():
+        raise FileFormatError(
+            f"{path} is a safetensors file, but not one that linnet saved: no label is in it or beside it",
+            expected=f"a file of kind {kind!r} written by linnet",
+            remedy=f"give a saved one, with its {LABELS}; network weights are read by load_weights",
+        )
+    label = read_labels(beside)["files"].get(path.name)
+    if label is None:
+        raise FileFormatError(
+            f"{beside} says nothing of {path.name}",
+            expected="the files of one folder, as they were saved",
+            remedy="save or download the folder again",
+        )
+    return label["sha256"], _dump({key: value for key, value in label.items() if key != "sha256"})
+
+
+def read_labels(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the labels of a folder, which :func:`labels_apart` has collected.
+
+    Args:
+        path: The JSON file.
+
+    Returns:
+        Its content; ``"files"`` has the label of each file by its plain name.
+
+    Raises:
+        InputError: There is no such file.
+        FileFormatError: It is truncated, altered, not JSON, not linnet's, of another kind or newer, or names
+            files elsewhere.
+    """
+    content = read_json(path, LABELS_KIND)
+    files = content.get("files") if isinstance(content, dict) else None
+    for name, label in files.items() if isinstance(files, dict) else [("", None)]:
+        if not (isinstance(label, dict) and isinstance(label.get("sha256"), str) and _is_plain(name)):
+            raise FileFormatError(
+                f"{path} has no label that can be read for the file {name!r}",
+                expected="labels of safetensors files in its own folder",
+                remedy="save or download the folder again",
+            )
+    return dict(content)
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name is that of a safetensors file, without a folder."""
+    return name.endswith(".safetensors") and not set(name) & set("/\\:\0")
 
 
 def _own_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -30,6 +30,7 @@ _OPTIONAL = {
     "linear_operator": ("Gaussian process libraries", install_command("gp")),
     "gpytorch": ("Gaussian process libraries", install_command("gp")),
     "botorch": ("Bayesian optimization", install_command("gp")),
+    "huggingface_hub": ("push_to_hub, and linnet.load of hf:NAME", install_command("hub")),
 }
 _SIZE = 1024  # rows of the square matrices in the speed test
 

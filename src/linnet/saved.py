@@ -14,6 +14,8 @@ from linnet.errors import InputError
 from linnet.files import as_path
 from linnet.finetuning.finetuned import load_finetuned
 from linnet.fitting.load_fit import load_fit
+from linnet.hub.folder import described
+from linnet.hub.remote import PREFIX, fetch
 from linnet.laplace.load import load_laplace
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.nested.adapt import load_adapted
@@ -47,10 +49,11 @@ def load(
     likelihood: Likelihood | None = None,
     output: OutputAdapter = None,
 ) -> PredictiveModel | Curvature:
-    """Read what a ``save`` of linnet wrote, whatever it is.
+    """Read what a ``save`` or ``save_pretrained`` of linnet wrote, whatever it is.
 
     Args:
-        directory: The folder, or the file in it.
+        directory: The folder, or the file in it; ``"hf:user/name"`` or ``"hf:user/name@revision"`` for a
+            repository of the Hugging Face Hub.
         model: The network that it was made of, with the same weights.
         likelihood: A Laplace posterior's, if it is one of your own.
         output: The output adapter, if it was made with a callable one.
@@ -60,8 +63,9 @@ def load(
 
     Raises:
         FileFormatError: If the file is truncated, altered, not linnet's, or of another network.
-        InputError: If there is no such folder, it holds nothing that linnet wrote or several such things, or
-            an argument does not go with what it holds.
+        InputError: If there is no such folder or repository, it holds nothing that linnet wrote or several
+            such things, or an argument does not go with what it holds.
+        DependencyError: A repository needs huggingface_hub.
 
     Example:
         >>> import linnet, tempfile, torch
@@ -72,8 +76,17 @@ def load(
         'LinearFit'
     """
     check.instance("model", model, nn.Module, "a torch.nn.Module", "pass the network itself")
+    if isinstance(directory, str) and directory.startswith(PREFIX):
+        directory = fetch(directory.removeprefix(PREFIX), [f"{name}.safetensors" for name in READERS])
     place = as_path(directory)
-    there = [place] if place.suffix else sorted(place.glob("*.safetensors"))
+    main = described(place, tuple(READERS))
+    there = (
+        [main]
+        if main
+        else [place]
+        if place.suffix and not place.is_dir()
+        else sorted(place.glob("*.safetensors"))
+    )
     found = [file for file in there if file.stem in READERS and file.is_file()]
     if {file.stem for file in found} == {"laplace", "curvature"}:  # a posterior keeps its curvature beside it
         found = [file for file in found if file.stem == "laplace"]

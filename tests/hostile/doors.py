@@ -56,6 +56,7 @@ BY_NAME: dict[str, Callable[[], Any]] = {
     "make_optimizer": lambda: small.make_optimizer,
     "predict": lambda: small.probabilities,
     "directory": lambda: "saved",
+    "repo_id": lambda: "me/model",
 }
 
 # Valid arguments of functions and classes; parameters that are left out have a default or are in BY_NAME.

@@ -6,6 +6,7 @@ LIKELIHOODS = ("Gaussian", "HeteroscedasticGaussian", "Categorical", "Bernoulli"
 REAL = {"half", "three", "scalar tensor", "integer tensor"}
 WHOLE = {"integer tensor"}
 PLACES = {"text", "missing file"}
+UNSAVED = ("DeepEnsemble", "FactorizedGaussian", "LastLayerRegression", "MCDropout")
 KEEPING = (
     "optim.GaussNewton.accumulate",
     "optim.GrowingBatches",
@@ -99,15 +100,16 @@ KINDS: dict[str, set[str]] = {
 # The kind of a parameter by its name; where a name has several, OF_CALL decides.
 _NAMES = {
     "word": "accumulate activation criterion derivative expectation head init inversion inversions kind "
-    "layer "
+    "layer repo_id "
     "form link matrix mechanism merge method name neighbors of parametrization pin predict prior psd "
     "recipe reduction root schedule score search sharing solver source space structure structures "
     "to variant keep preconditioner loss names mode like metric",
     "made": "ax curvature fit forgotten lin likelihood moment param_group report seen description "
     "augmentation memory device dtype candidates gram directions pooling training run inference passes",
     "selector": "params",
+    "grid": "card",
     "flag": "adaptive add base canonical clamps discrete flip inplace joint masked momentum per_output tune "
-    "progress "
+    "private progress "
     "record_gap shared squared stop training_mode",
     "flag or none": "shard",
     "count": "batch batch_size bins block channels classes draws epochs evaluate_every every heads "
@@ -251,12 +253,12 @@ ALWAYS_REFUSED = frozenset({
     "FitPlots.curve",
     "FitPlots.predicted",
     "Finetuned.predictive",
-    "LinearPosterior.save",
     "NestedFit.merge",  # of a fit in which the lower layers take part
-    "baselines.DeepEnsemble.save",
-    "baselines.FactorizedGaussian.save",
-    "baselines.LastLayerRegression.save",
-    "baselines.MCDropout.save",
+    *(
+        f"{kind}.{method}"
+        for kind in ("LinearPosterior", *(f"baselines.{name}" for name in UNSAVED))
+        for method in ("save", "save_pretrained", "push_to_hub")
+    ),
     "continual.NonOnlineLaplace (saved).consolidate",
     "continual.NonOnlineLaplace.remember",
 })  # fmt: skip
