@@ -88,6 +88,15 @@ def test_a_wrong_place_for_numbers(words: list[str], text: str, capsys: pytest.C
     assert text in capsys.readouterr().err
 
 
+def test_settings_files_cannot_name_a_place_for_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(f"seconds: 0.01\nlog: csv:{tmp_path}/numbers.csv\n")
+    assert cli.main(["doctor", "--config", f"{tmp_path}/run.yaml"]) == 2
+    assert "log" in capsys.readouterr().err
+    assert not (tmp_path / "numbers.csv").exists()
+
+
 def test_every_command_tells_where_numbers_may_go() -> None:
     assert all("--log WHERE" in Command.load(name).help() for name in COMMANDS)
     assert all("--log" in Command.load(name).completions() for name in COMMANDS)

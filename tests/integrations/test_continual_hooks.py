@@ -155,6 +155,18 @@ def test_streams_need_their_number() -> None:
     TrainerHooks(method, mean=100).on_pre_optimizer_step(None, None, None, train_dataloader=loader)
 
 
+def test_networks_in_parts_are_refused() -> None:
+    method = MAKERS["online"](small_network())
+    for strategy in (type("FSDPStrategy", (), {}), type("DeepSpeedStrategy", (), {})):
+        with pytest.raises(InputError, match=f"{strategy.__name__} divides the parameters"):
+            LightningHooks(method).on_fit_start(SimpleNamespace(strategy=strategy()), None)
+    LightningHooks(method).on_fit_start(SimpleNamespace(strategy=type("DDPStrategy", (), {})()), None)
+    for how, value in (("fsdp", True), ("deepspeed", "settings.json")):
+        with pytest.raises(InputError, match=f"{how} divides the parameters"):
+            TrainerHooks(method).on_train_begin(SimpleNamespace(**{how: value}), None, None)
+    TrainerHooks(method).on_train_begin(SimpleNamespace(fsdp=None, deepspeed=None), None, None)
+
+
 @pytest.mark.parametrize("mean", [0, -1.0, float("nan"), "tokens", None])
 @pytest.mark.parametrize("hooks", [AvalancheHooks, LightningHooks, TrainerHooks])
 def test_wrong_numbers_are_refused(hooks: Any, mean: Any) -> None:

@@ -54,7 +54,9 @@ class LightningTrainer:
         self.epochs, self.callbacks = max_epochs, callbacks
 
     def fit(self, module: Any, loader: Any) -> None:
-        self.train_dataloader = loader
+        self.train_dataloader, self.strategy = loader, None
+        for callback in self.callbacks:
+            callback.on_fit_start(self, module)
         made = module.configure_optimizers()
         (optimizer,), schedules = made if isinstance(made, tuple) else ([made], [])
         module.wrapped = Wrapped(optimizer)
@@ -154,6 +156,7 @@ class Trainer:
             )
 
     def train(self) -> None:
+        self._tell("on_train_begin")
         for _ in range(self.args.num_train_epochs):
             for inputs in self.data:
                 self.model.train()

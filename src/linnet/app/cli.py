@@ -234,10 +234,10 @@ def _execute(
         _write_replay(command.name, settings, folder)
     if result is _NOTHING:  # of a process that has done its share of another one's command
         return 0
-    log(result)
     if as_json:
         print(json.dumps(_plain(result), indent=2, allow_nan=False))
     sys.stdout.flush()
+    log(result)
     return int(isinstance(result, Mapping) and result.get("ok") is False)
 
 
@@ -328,7 +328,7 @@ def _overview() -> str:
             "  --help      Show this page, or that of a command: linnet COMMAND --help",
             "  --version   Show the version",
             "  -q, -v      Say less, or more; before or after any command, as --json",
-            "  --log WHERE   Write the numbers of a result to TensorBoard, W&B, MLflow or a table",
+            "  --log WHERE   After a command: write its numbers to TensorBoard, W&B, MLflow or a table",
             "  --completion SHELL   Print what completes commands and options in bash, zsh or fish",
             "",
             "Start with `linnet demo`; `linnet doctor` says what works on this machine.",

@@ -16,6 +16,8 @@ from linnet.continual.method import ContinualMethod
 from linnet.errors import DependencyError, InputError
 from linnet.params import number
 
+DIVIDING = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")  # Lightning's, as they are called
+
 
 class AvalancheHooks:
     """The callbacks of an Avalanche strategy, without Avalanche.
@@ -80,6 +82,16 @@ class LightningHooks:
     def __init__(self, method: ContinualMethod, mean: bool | float = True) -> None:
         self.method, self.mean = require_method(method), _mean(mean)
         self._stepped = False
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse a network in parts.
+
+        Args:
+            trainer: The trainer; its strategy is looked at.
+            pl_module: Not used.
+        """
+        strategy = type(trainer.strategy).__name__
+        _require_whole(None if strategy not in DIVIDING else strategy)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Add the penalty's gradient.
@@ -147,6 +159,17 @@ class TrainerHooks:
 
     def __init__(self, method: ContinualMethod, mean: bool | float = True) -> None:
         self.method, self.mean = require_method(method), _mean(mean)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Refuse a network in parts.
+
+        Args:
+            args: The trainer's arguments.
+            state: Not used.
+            control: Not used.
+            **given: Not used.
+        """
+        _require_whole(next((how for how in ("fsdp", "deepspeed") if getattr(args, how, None)), None))
 
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **given: Any
@@ -290,6 +313,16 @@ def _examples(mean: bool | float, dataset: Any) -> float | None:
             expected="the number of examples that the loss is a mean over",
             remedy="pass mean=N",
         ) from error
+
+
+def _require_whole(divided: str | None) -> None:
+    """Raise if something divides parameters over processes: their gradients are not where they are added."""
+    if divided is not None:
+        raise InputError(
+            f"{divided} divides the parameters over processes",
+            expected="a network that every process has whole",
+            remedy="train it on one device, or by DistributedDataParallel on several",
+        )
 
 
 def _one(loader: Any) -> Any:
