@@ -53,7 +53,7 @@ _FLAGS = {
     "--trust": "Run code named by a run folder or settings file from another user; see SECURITY.md.",
 }
 _SHORT = {"-q": "--quiet", "-v": "--verbose"}
-_LOG = "--log"
+_LOG = "--log-to"  # torchrun would take --log for one of its own
 _LOG_HELP = (
     "Write the numbers of the result to tensorboard:FOLDER, wandb:PROJECT, mlflow:URI or csv:FILE. May be "
     "given again for another place."
@@ -328,7 +328,7 @@ def _overview() -> str:
             "  --help      Show this page, or that of a command: linnet COMMAND --help",
             "  --version   Show the version",
             "  -q, -v      Say less, or more; before or after any command, as --json",
-            "  --log WHERE   After a command: write its numbers to TensorBoard, W&B, MLflow or a table",
+            "  --log-to WHERE   After a command: write its numbers to TensorBoard, W&B, MLflow or a table",
             "  --completion SHELL   Print what completes commands and options in bash, zsh or fish",
             "",
             "Start with `linnet demo`; `linnet doctor` says what works on this machine.",
@@ -552,7 +552,7 @@ class Command:
         shown = f"linnet {self.name} --help shows every option"
         if match := re.match(r"unrecognized arguments: (\S+)|Option '(\S+)' is not accepted", message):
             word = (match[1] or f"--{match[2]}").partition("=")[0]
-            options = [_option(name) for name in parameters]
+            options = [*(_option(name) for name in parameters), _LOG]
             close = difflib.get_close_matches(_option(word.lstrip("-")), options, n=1)
             return InputError(
                 f"there is no option {word}" if word.startswith("-") else f"unexpected word {word!r}",
