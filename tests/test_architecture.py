@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("distribution", "frames", "params", "shown"),
-    ("memory", "plots", "progress"),
+    ("logged", "memory", "plots", "progress"),
     ("distributed",),
     ("disk", "limits"),
     ("files",),
@@ -57,7 +57,7 @@ HEAVY = ("scipy", "matplotlib", "pandas", "jinja2", "PIL", "jsonargparse", "tqdm
 # Imported by integrations/ alone, lazily.
 OPTIONAL = (
     "transformers", "timm", "torchvision", "sklearn", "gpytorch", "botorch", "linear_operator",
-    "lightning", "pytorch_lightning", "avalanche", "datasets", "peft",
+    "lightning", "pytorch_lightning", "avalanche", "datasets", "peft", "tensorboard", "wandb", "mlflow",
 )  # fmt: skip
 # What the command line loads before it knows the command.
 LIGHT = ("__init__", "errors", "app.commands", "app.cli")

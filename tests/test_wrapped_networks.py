@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import linnet
 from linnet.continual import EWC, OnlineLaplace, SynapticIntelligence
+from linnet.distributed import world
 from linnet.errors import LinnetError
 from linnet.likelihoods import Categorical
 from linnet.optim import GaussNewton, IterativeLinearization, KernelDrift, OutputGap
@@ -50,19 +51,33 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def told_on(wrapped: nn.Module, steps: int) -> list[int]:
+    """The steps that this process hears of: all, unless it shares the network and is not the first."""
+    shares = isinstance(wrapped, nn.parallel.DistributedDataParallel) and world()[0] > 0
+    return [] if shares else list(range(1, steps + 1))
+
+
 def iterated(wrap: Wrap, part: slice, period: Any) -> Tensor:
     """Weights after seven steps of iterative linearization, and when features changed."""
-    training = IterativeLinearization(wrap(model := net()), sgd, period, record_gap=True)
+    told: list[int] = []
+    wrapped = wrap(model := net())
+    training = IterativeLinearization(
+        wrapped, sgd, period, record_gap=True, log=lambda _, step: told.append(step)
+    )
     for _ in range(7):
         training.step(lambda module: nn.functional.cross_entropy(module(X[part]), Y[part]))
+    assert told == told_on(wrapped, 7)
     return torch.cat([flat(model), torch.tensor(training.report.updates).double()])
 
 
 def stepped(wrap: Wrap, part: slice, structure: str) -> Tensor:
     """Weights after four Gauss-Newton steps."""
-    optimizer = GaussNewton(wrap(model := net()), Categorical(), structure, "exact", damping=0.1)
+    told: list[int] = []
+    wrapped, log = wrap(model := net()), lambda _, step: told.append(step)
+    optimizer = GaussNewton(wrapped, Categorical(), structure, "exact", damping=0.1, log=log)
     for _ in range(4):
         optimizer.step(X[part], Y[part])
+    assert told == told_on(wrapped, 4)
     return flat(model)
 
 

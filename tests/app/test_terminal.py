@@ -66,6 +66,42 @@ def test_flags_alone_answer_as_without_them(words: list[str], capsys: pytest.Cap
     assert "linnet" in capsys.readouterr().out
 
 
+def test_numbers_of_a_result_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "first.csv", tmp_path / "second.csv"
+    assert cli.main([*DOCTOR, f"--log-to=csv:{first}", "--json", "--log-to", f"csv:{second}"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert first.read_text() == second.read_text()
+    assert f"0,ok,{float(told['ok'])}\n" in first.read_text()
+    assert cli.main([*DOCTOR, "--log-to", f"csv:{first}"]) == 2  # before the work
+    output = capsys.readouterr()
+    assert "exists" in output.err
+    assert output.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [(["--log-to"], "--log-to has no value"), (["--log-to", "--json"], "--log-to has no value"),
+     (["--log-to", "cvs:x"], 'did you mean "csv:x"?'), (["--log", "csv:x"], "did you mean --log-to?")],
+)  # fmt: skip
+def test_a_wrong_place_for_numbers(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*DOCTOR, *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_settings_files_cannot_name_a_place_for_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(f"seconds: 0.01\nlog: csv:{tmp_path}/numbers.csv\n")
+    assert cli.main(["doctor", "--config", f"{tmp_path}/run.yaml"]) == 2
+    assert "log" in capsys.readouterr().err
+    assert not (tmp_path / "numbers.csv").exists()
+
+
+def test_every_command_tells_where_numbers_may_go() -> None:
+    assert all("--log-to WHERE" in Command.load(name).help() for name in COMMANDS)
+    assert all("--log-to" in Command.load(name).completions() for name in COMMANDS)
+
+
 @pytest.mark.parametrize(
     ("option", "words"),
     [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from linnet.continual import ContinualMethod
 from linnet.errors import DependencyError, InputError
@@ -17,8 +18,10 @@ from linnet.integrations.continual_hooks import (
     AvalancheHooks,
     LightningHooks,
     Pairs,
+    TrainerHooks,
     avalanche_plugin,
     lightning_callback,
+    trainer_callback,
 )
 from tests.continual.continual_cases import MAKERS, flat, moved_away, small_network, small_task
 
@@ -39,7 +42,7 @@ class Labeled(Dataset):  # type: ignore[type-arg]
 
 
 def own_loop(net: nn.Module, method: ContinualMethod, seed: int) -> None:
-    """What both adapters have to amount to."""
+    """What the adapters have to amount to."""
     x, y = small_task(seed)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(4):
@@ -81,21 +84,44 @@ def lightning_loop(net: nn.Module, callback: Any, seed: int, accumulate: int = 1
     callback.on_fit_end(trainer, net)
 
 
+def trainer_loop(net: nn.Module, callback: Any, seed: int, accumulate: int = 1) -> None:
+    """The Trainer's order: backward, on_pre_optimizer_step, step, on_optimizer_step, zero_grad."""
+    x, y = small_task(seed)
+    data = [{"input": x[i], "labels": y[i]} for i in range(len(x))]
+    known = {"model": net, "train_dataloader": DataLoader(data, batch_size=7)}  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(4):
+        for _ in range(accumulate):
+            (nn.functional.cross_entropy(net(x), y) / accumulate).backward()
+        callback.on_pre_optimizer_step(None, None, None, **known)
+        optimizer.step()
+        callback.on_optimizer_step(None, None, None, **known)
+        net.zero_grad()
+    callback.on_train_end(None, None, None, **known)
+
+
+LOOPS: dict[str, Any] = {
+    "avalanche": (AvalancheHooks, avalanche_loop),
+    "lightning": (LightningHooks, lightning_loop),
+    "lightning, accumulating": (LightningHooks, partial(lightning_loop, accumulate=2)),
+    "trainer": (TrainerHooks, trainer_loop),
+    "trainer, accumulating": (TrainerHooks, partial(trainer_loop, accumulate=2)),
+}
+
+
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["avalanche", "lightning", "accumulating"])
+@pytest.mark.parametrize("kind", LOOPS)
 @pytest.mark.thinned(2)
 def test_adapters_amount_to_a_loop_of_ones_own(name: str, kind: str, float64: torch.dtype) -> None:
     torch.manual_seed(2)
     net, twin = small_network(), small_network()
     twin.load_state_dict(net.state_dict())
     method, other = MAKERS[name](net), MAKERS[name](twin)
-    hooks: Any = AvalancheHooks(other) if kind == "avalanche" else LightningHooks(other)
+    make, loop = LOOPS[kind]
+    hooks = make(other)
     for seed in range(2):
         own_loop(net, method, seed)
-        if kind == "avalanche":
-            avalanche_loop(twin, hooks, seed)
-        else:
-            lightning_loop(twin, hooks, seed, accumulate=2 if kind == "accumulating" else 1)
+        loop(twin, hooks, seed)
     assert other.tasks == 2
     torch.testing.assert_close(flat(net), flat(twin), rtol=1e-9, atol=1e-12)
     moved_away(net)
@@ -109,10 +135,43 @@ def test_sums_are_not_divided() -> None:
     method.consolidate(small_task(0))
     moved_away(net)
     strategy = SimpleNamespace(experience=SimpleNamespace(dataset=Labeled(1)), loss=torch.zeros(()))
-    for mean, divisor in ((False, 1), (True, 24)):
+    for mean, divisor in ((False, 1), (True, 24), (48, 48)):
         strategy.loss = torch.zeros(())
         AvalancheHooks(method, mean).before_backward(strategy)
         assert strategy.loss.item() == pytest.approx(method.penalty().item() / divisor)
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Samples without an end that is known."""
+
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+def test_streams_need_their_number() -> None:
+    method, loader = MAKERS["online"](small_network()), DataLoader(Stream())
+    with pytest.raises(InputError, match="mean=N"):
+        TrainerHooks(method).on_pre_optimizer_step(None, None, None, train_dataloader=loader)
+    TrainerHooks(method, mean=100).on_pre_optimizer_step(None, None, None, train_dataloader=loader)
+
+
+def test_networks_in_parts_are_refused() -> None:
+    method = MAKERS["online"](small_network())
+    for strategy in (type("FSDPStrategy", (), {}), type("DeepSpeedStrategy", (), {})):
+        with pytest.raises(InputError, match=f"{strategy.__name__} divides the parameters"):
+            LightningHooks(method).on_fit_start(SimpleNamespace(strategy=strategy()), None)
+    LightningHooks(method).on_fit_start(SimpleNamespace(strategy=type("DDPStrategy", (), {})()), None)
+    for how, value in (("fsdp", True), ("deepspeed", "settings.json")):
+        with pytest.raises(InputError, match=f"{how} divides the parameters"):
+            TrainerHooks(method).on_train_begin(SimpleNamespace(**{how: value}), None, None)
+    TrainerHooks(method).on_train_begin(SimpleNamespace(fsdp=None, deepspeed=None), None, None)
+
+
+@pytest.mark.parametrize("mean", [0, -1.0, float("nan"), "tokens", None])
+@pytest.mark.parametrize("hooks", [AvalancheHooks, LightningHooks, TrainerHooks])
+def test_wrong_numbers_are_refused(hooks: Any, mean: Any) -> None:
+    with pytest.raises(InputError, match="mean"):
+        hooks(MAKERS["online"](small_network()), mean)
 
 
 def test_callback_states_go_round() -> None:
@@ -141,6 +200,7 @@ class Base:
     [
         ("avalanche.core", "SupervisedPlugin", avalanche_plugin),
         ("lightning.pytorch", "Callback", lightning_callback),
+        ("transformers", "TrainerCallback", trainer_callback),
     ],
 )
 def test_classes_are_made_on_the_packages_bases(

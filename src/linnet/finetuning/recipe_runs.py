@@ -40,11 +40,12 @@ from linnet.finetuning.recipes import (
     ClosedForm,
     effective_rate,
 )
-from linnet.finetuning.run import Log, Run
+from linnet.finetuning.run import Run
 from linnet.finetuning.trainer import Trainer, rank
 from linnet.fitting.comparisons import held_out_split
 from linnet.fitting.fit import fit
 from linnet.linear.targets import OneHot
+from linnet.logged import Log
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.tangent.linearized import Linearized, linearize
 

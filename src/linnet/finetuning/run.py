@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from linnet.errors import InputError
+from linnet.logged import Log, check_log
 from linnet.memory import parse_bytes
-from linnet.params import choice, flag, function, instance, integer, path
+from linnet.params import choice, flag, instance, integer, path
 
-Log = Callable[[dict[str, float], int], object]
 KEPT = ("last", "best")
 
 
@@ -21,8 +21,8 @@ class Run:
     Args:
         checkpoint: A folder for the run's state; an interrupted call resumes from it, to the same bits.
         save_every: Steps between two states kept there; by default a twentieth of the run.
-        log: Called with a dict of numbers and the step; for TensorBoard, with a ``SummaryWriter`` w,
-            ``lambda values, step: [w.add_scalar(name, v, step) for name, v in values.items()]``.
+        log: Called with a dict of numbers and the step; ``linnet.integrations.logs.log_to`` makes one for
+            TensorBoard, Weights & Biases, MLflow or a table.
         log_every: Steps between two of these calls.
         progress: Show progress; by default only when it takes over two seconds.
         evaluate_every: Steps between two scores on validation data; by default an epoch.
@@ -49,8 +49,7 @@ class Run:
     def __post_init__(self) -> None:
         if self.checkpoint is not None:
             path("checkpoint", self.checkpoint)
-        if self.log is not None:
-            function("log", self.log, "a function of a dict of numbers and a step")
+        check_log(self.log)
         integer("log_every", self.log_every)
         for name in ("save_every", "evaluate_every"):
             if getattr(self, name) is not None:

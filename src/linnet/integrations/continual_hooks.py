@@ -1,4 +1,4 @@
-"""The methods of ``linnet.continual`` as Avalanche plugins and Lightning callbacks.
+"""The methods of ``linnet.continual`` in the loops of Avalanche, Lightning and Hugging Face.
 
 Each adapter only calls the method's own four functions at the right moments; the classes are made when they
 are requested, because their bases are in packages that are not required.
@@ -14,8 +14,9 @@ from torch.utils.data import Dataset
 
 from linnet.continual.method import ContinualMethod
 from linnet.errors import DependencyError, InputError
+from linnet.params import number
 
-Count = Callable[[Any], float]
+DIVIDING = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")  # Lightning's, as they are called
 
 
 class AvalancheHooks:
@@ -23,14 +24,14 @@ class AvalancheHooks:
 
     Args:
         method: A method of ``linnet.continual``, made with the strategy's model.
-        mean: Whether the strategy's loss is a mean over examples, as Avalanche's default is.
+        mean: Whether the strategy's loss is a mean over examples, as Avalanche's default is, or N.
 
     Attributes:
         method: The method.
     """
 
-    def __init__(self, method: ContinualMethod, mean: bool = True) -> None:
-        self.method, self.mean = require_method(method), mean
+    def __init__(self, method: ContinualMethod, mean: bool | float = True) -> None:
+        self.method, self.mean = require_method(method), _mean(mean)
 
     def before_backward(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         """Add the penalty to the loss of a mini-batch.
@@ -40,8 +41,7 @@ class AvalancheHooks:
             *args: Not used.
             **kwargs: Not used.
         """
-        examples = float(len(strategy.experience.dataset)) if self.mean else None
-        strategy.loss = strategy.loss + self.method.penalty(examples=examples)
+        strategy.loss = strategy.loss + self.method.penalty(_examples(self.mean, strategy.experience.dataset))
 
     def after_update(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         """Take note of the optimizer's step.
@@ -68,20 +68,30 @@ class AvalancheHooks:
 class LightningHooks:
     """The callbacks of a Lightning trainer, without Lightning.
 
-    One ``fit`` is one task: the penalty's gradient enters before every optimizer step, after clipping and
-    unscaling are due, and the training data are consolidated when ``fit`` ends.
+    One ``fit`` is one task: the penalty's gradient enters before every optimizer step, when gradients have
+    been unscaled and before they are clipped, and the training data are consolidated when ``fit`` ends.
 
     Args:
         method: A method of ``linnet.continual``, made with the trained network.
-        mean: Whether the loss is a mean over examples.
+        mean: Whether the loss is a mean over examples, or N.
 
     Attributes:
         method: The method.
     """
 
-    def __init__(self, method: ContinualMethod, mean: bool = True) -> None:
-        self.method, self.mean = require_method(method), mean
+    def __init__(self, method: ContinualMethod, mean: bool | float = True) -> None:
+        self.method, self.mean = require_method(method), _mean(mean)
         self._stepped = False
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse a network in parts.
+
+        Args:
+            trainer: The trainer; its strategy is looked at.
+            pl_module: Not used.
+        """
+        strategy = type(trainer.strategy).__name__
+        _require_whole(None if strategy not in DIVIDING else strategy)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Add the penalty's gradient.
@@ -91,8 +101,7 @@ class LightningHooks:
             pl_module: Not used.
             optimizer: Not used.
         """
-        examples = float(len(_training_data(trainer).dataset)) if self.mean else None
-        self.method.add_grad_(examples=examples)
+        self.method.add_grad_(_examples(self.mean, _one(trainer.train_dataloader).dataset))
         self._stepped = True
 
     def on_train_batch_end(
@@ -118,7 +127,7 @@ class LightningHooks:
             trainer: The trainer; its training data are read.
             pl_module: Not used.
         """
-        self.method.consolidate(_training_data(trainer))
+        self.method.consolidate(_one(trainer.train_dataloader))
 
     def state_dict(self) -> dict[str, Any]:
         """The state for Lightning's checkpoint."""
@@ -131,6 +140,75 @@ class LightningHooks:
             state_dict: From :meth:`state_dict`.
         """
         self.method.load_state_dict(state_dict)
+
+
+class TrainerHooks:
+    """The callbacks of a Hugging Face trainer, without transformers.
+
+    One ``train`` is one task: the penalty's gradient enters before every optimizer step, when gradients of
+    all accumulated batches are there, unscaled and clipped, and the training data are consolidated when
+    ``train`` ends. The loss that the trainer logs is that of the task alone.
+
+    Args:
+        method: A method of ``linnet.continual``, made with the trained network.
+        mean: Whether the loss is a mean over examples, or N.
+
+    Attributes:
+        method: The method.
+    """
+
+    def __init__(self, method: ContinualMethod, mean: bool | float = True) -> None:
+        self.method, self.mean = require_method(method), _mean(mean)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Refuse a network in parts.
+
+        Args:
+            args: The trainer's arguments.
+            state: Not used.
+            control: Not used.
+            **given: Not used.
+        """
+        _require_whole(next((how for how in ("fsdp", "deepspeed") if getattr(args, how, None)), None))
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **given: Any
+    ) -> None:
+        """Add the penalty's gradient.
+
+        Args:
+            args: Not used.
+            state: Not used.
+            control: Not used.
+            train_dataloader: The trainer's; the size of its data is read.
+            **given: Not used.
+        """
+        self.method.add_grad_(_examples(self.mean, _one(train_dataloader).dataset))
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Take note of the optimizer's step.
+
+        Args:
+            args: Not used.
+            state: Not used.
+            control: Not used.
+            **given: Not used.
+        """
+        self.method.after_step()
+
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **given: Any
+    ) -> None:
+        """Remember the task that has been learned.
+
+        Args:
+            args: Not used.
+            state: Not used.
+            control: Not used.
+            train_dataloader: The trainer's, which is read.
+            **given: Not used.
+        """
+        self.method.consolidate(_one(train_dataloader))
 
 
 class Pairs(Dataset[Any]):
@@ -158,47 +236,97 @@ def _takes_labels(strategy: Any) -> bool:
     return any(kind.__name__ == "MultiTaskModule" for kind in type(model).__mro__)
 
 
-def avalanche_plugin(method: ContinualMethod, mean: bool = True) -> Any:
+def avalanche_plugin(method: ContinualMethod, mean: bool | float = True) -> Any:
     """A method of ``linnet.continual`` as a plugin of an Avalanche strategy.
 
     Args:
         method: The method, made with the strategy's model.
-        mean: Whether the strategy's loss is a mean over examples.
+        mean: Whether the strategy's loss is a mean over the samples of an experience; their number where it
+            is a mean over other things, such as tokens.
 
     Returns:
         A ``SupervisedPlugin`` for the strategy's ``plugins``.
 
     Raises:
         DependencyError: If Avalanche cannot be imported.
-        InputError: If ``method`` is none.
+        InputError: If ``method`` is none, or ``mean`` no positive number.
     """
     require_method(method)
     plugin = _class("avalanche.core", "SupervisedPlugin", "pip install avalanche-lib")
     return _with_hooks(AvalancheHooks, plugin)(method, mean)
 
 
-def lightning_callback(method: ContinualMethod, mean: bool = True) -> Any:
+def lightning_callback(method: ContinualMethod, mean: bool | float = True) -> Any:
     """A method of ``linnet.continual`` as a callback of a Lightning trainer.
 
     Args:
         method: The method, made with the trained network.
-        mean: Whether the loss is a mean over examples.
+        mean: Whether the loss is a mean over the samples of the training data; their number where it is a
+            mean over other things, such as tokens.
 
     Returns:
         A ``Callback`` for the trainer's ``callbacks``.
 
     Raises:
         DependencyError: If Lightning cannot be imported.
-        InputError: If ``method`` is none.
+        InputError: If ``method`` is none, or ``mean`` no positive number.
     """
     require_method(method)
     callback = _class("lightning.pytorch", "Callback", "pip install lightning")
     return _with_hooks(LightningHooks, callback)(method, mean)
 
 
-def _training_data(trainer: Any) -> Any:
+def trainer_callback(method: ContinualMethod, mean: bool | float = True) -> Any:
+    """A method of ``linnet.continual`` as a callback of the Trainer of Hugging Face.
+
+    Args:
+        method: The method, made with the trained network.
+        mean: Whether the loss is a mean over the samples of the training data; their number where it is a
+            mean over other things, such as tokens.
+
+    Returns:
+        A ``TrainerCallback`` for the trainer's ``callbacks``.
+
+    Raises:
+        DependencyError: If transformers cannot be imported.
+        InputError: If ``method`` is none, or ``mean`` no positive number.
+    """
+    require_method(method)
+    callback = _class("transformers", "TrainerCallback", "pip install transformers")
+    return _with_hooks(TrainerHooks, callback)(method, mean)
+
+
+def _mean(mean: bool | float) -> bool | float:
+    """Whether a loss is a mean, or over how many."""
+    return mean if isinstance(mean, bool) else number("mean", mean, above=0)
+
+
+def _examples(mean: bool | float, dataset: Any) -> float | None:
+    """What the penalty is divided by: N where the loss is a mean over the samples of a data set."""
+    if not isinstance(mean, bool):
+        return mean
+    try:
+        return float(len(dataset)) if mean else None
+    except TypeError as error:
+        raise InputError(
+            f"the training data ({type(dataset).__name__}) do not tell their number",
+            expected="the number of examples that the loss is a mean over",
+            remedy="pass mean=N",
+        ) from error
+
+
+def _require_whole(divided: str | None) -> None:
+    """Raise if something divides parameters over processes: their gradients are not where they are added."""
+    if divided is not None:
+        raise InputError(
+            f"{divided} divides the parameters over processes",
+            expected="a network that every process has whole",
+            remedy="train it on one device, or by DistributedDataParallel on several",
+        )
+
+
+def _one(loader: Any) -> Any:
     """The loader that a trainer trains on, one of them."""
-    loader = trainer.train_dataloader
     if not hasattr(loader, "dataset"):
         raise InputError(
             f"the trainer's training data are {type(loader).__name__}",
@@ -245,7 +373,7 @@ def _with_hooks(hooks: type, base: type) -> Callable[..., Any]:
     begin_hooks: Any = vars(hooks)["__init__"]
     begin_base: Any = getattr(base, "__init__")  # noqa: B009
 
-    def begin(self: Any, method: ContinualMethod, mean: bool) -> None:
+    def begin(self: Any, method: ContinualMethod, mean: bool | float) -> None:
         begin_base(self)
         begin_hooks(self, method, mean)
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from linnet.curvatures.treatments import Structure
-from linnet.distributed import together
+from linnet.distributed import together, world
 from linnet.errors import InputError, NumericalError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
+from linnet.logged import numbers
 from linnet.optim.gauss_newton_average import EXPECTATION, average_of, require_alike
 from linnet.optim.gauss_newton_batch import suggested_batch
 from linnet.optim.gauss_newton_checks import check_given, checked_group, checked_state, parameters_of
@@ -103,7 +104,8 @@ class GaussNewton(torch.optim.Optimizer):
             of a grid at the first step. They move on from there; 0 stays 0.
         weight_decay: λ.
         **options: See :class:`~linnet.optim.Settings`: ``lr``, ``momentum``, ``average``, ``inverse_period``,
-            ``sharing``, ``noise``, ``params``, ``output``, ``seed``, ``rejections``, ``limit``, ``examples``.
+            ``sharing``, ``noise``, ``params``, ``output``, ``seed``, ``rejections``, ``limit``, ``examples``,
+            ``log``.
 
     Attributes:
         damping: How τ and ζ move.
@@ -226,7 +228,11 @@ class GaussNewton(torch.optim.Optimizer):
             if self._network.shared and self._fresh:
                 require_alike(self._running, self.settings, (self.damping, self.defaults, self.steps))
             self._fresh = False
-            return self._step(x, y, closure, loss)
+            report = self._step(x, y, closure, loss)
+        if self.settings.log is not None and not (self._network.shared and world()[0]):
+            values = {name: value for name, value in numbers(report).items() if name != "step"}
+            self.settings.log(values, report.step)
+        return report
 
     def _step(self, x: Inputs, y: Tensor | None, closure: Closure | None, loss: Any) -> StepReport:
         """One update of the parameters, of all processes together."""

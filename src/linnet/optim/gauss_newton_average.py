@@ -62,7 +62,8 @@ def require_alike(running: Average, settings: Settings, others: Any) -> None:
         InputError: If not; what differs is named.
     """
     e, structure = running.expectation, getattr(running, "structure", "kfra")
-    alike = settings._replace(params=None, output=None, examples=None)  # of each process, or told by names
+    # these are of each process, or told by names
+    alike = settings._replace(params=None, output=None, examples=None, log=None)
     found = {
         "structure": structure,
         "expectation": e.kind,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, TypedDict
 
 from linnet.errors import InputError
+from linnet.logged import Log, check_log
 from linnet.params import choice, flag, integer, number
 from linnet.params import seed as checked_seed
 from linnet.tangent.functional import OutputAdapter, check_output
@@ -55,6 +56,8 @@ class Settings(NamedTuple):
         rejections: Rejected steps in a row after which training ends with an error.
         limit: A mean loss that exceeds the first one by more than so many times its size rejects the step.
         examples: Examples differentiated at once for the loss and the step size; all by default.
+        log: Called after every step with the numbers of its report and the step; of several processes by the
+            first alone.
 
     Example:
         >>> Settings(momentum=True).average
@@ -73,6 +76,7 @@ class Settings(NamedTuple):
     rejections: int = 5
     limit: float = 2.0
     examples: int | None = None
+    log: Log | None = None
 
 
 class GaussNewtonOptions(TypedDict, total=False):
@@ -90,6 +94,7 @@ class GaussNewtonOptions(TypedDict, total=False):
     rejections: int
     limit: float
     examples: int | None
+    log: Log | None
 
 
 class StepReport(NamedTuple):
@@ -206,4 +211,5 @@ def checked_settings(given: GaussNewtonOptions) -> Settings:
         integer(name, getattr(settings, name), 1)
     if settings.examples is not None:
         integer("examples", settings.examples, 1)
+    check_log(settings.log)
     return settings

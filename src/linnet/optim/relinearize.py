@@ -26,6 +26,7 @@ from linnet.errors import InputError, ModelError, NumericalError, WeightsError
 from linnet.fitting.fit import fit
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.solver import Solver
+from linnet.logged import Log, check_log
 from linnet.optim.feature_schedules import (
     Decision,
     Every,
@@ -90,6 +91,8 @@ class IterativeLinearization(Shown):
         output: How to turn the network's result into a tensor, as in ``linnet.linearize``. At K = 1 the
             closure gets the network itself and with it the result as it is.
         record_gap: Measure the linearity gap before each linearization, on the batch of the last step.
+        log: Called after every step with a dict of numbers and the step: the loss before it, the feature
+            updates so far, and what was measured; of several processes by the first alone.
 
     Attributes:
         model: The network; it holds the current weights.
@@ -118,6 +121,7 @@ class IterativeLinearization(Shown):
         params: Selector = None,
         output: OutputAdapter = None,
         record_gap: bool = False,
+        log: Log | None = None,
     ) -> None:
         if isinstance(model, Linearized):
             raise InputError("model is linearized already", "the network itself", "pass the network")
@@ -144,7 +148,7 @@ class IterativeLinearization(Shown):
                     remedy="call model.requires_grad_(True), or leave it out with params=",
                 )
         self.optimizer = None if make_optimizer is None else made_optimizer(make_optimizer, self._parameters)
-        self.steps, self._age = 0, 0
+        self.steps, self._age, self._log = 0, 0, check_log(log)
         self._batch: Inputs | None = None
         self._updates: list[int] = []
         self._measured: list[tuple[int, str, float]] = []
@@ -251,9 +255,14 @@ class IterativeLinearization(Shown):
     def _count(self, loss: float) -> None:
         """One step more."""
         self.steps += 1
+        known = len(self._measured)
         if not self._is_plain:
             self._age += 1
             self._finish_step(loss)
+        if self._log is not None and not (self._shared and world()[0]):
+            measured = {kind: value for _, kind, value in self._measured[known:]}
+            updates = self.steps if self._is_plain else len(self._updates)
+            self._log({"loss": loss, "feature updates": float(updates), **measured}, self.steps)
 
     def _evaluate(self, closure: Closure, fresh: bool = True) -> Tensor:
         """Loss and gradients at the present weights; gradients end up on the network's parameters."""

@@ -1,0 +1,221 @@
+"""Numbers by step to TensorBoard, Weights & Biases, MLflow or a table, by their own writers."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import importlib
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from linnet.disk import refuse_write
+from linnet.errors import DependencyError, InputError, LinnetError
+from linnet.logged import Log, numbers
+from linnet.params import integer, shown
+
+_REASON = 200  # characters of another package's error
+
+Opened = tuple[Log, Callable[[], object]]  # what writes, and what ends it
+
+
+class Logger:
+    """Takes numbers by step; a context that ends the record when it is left.
+
+    Args:
+        where: The place, in words.
+        start: Begins the record, when there is a first number: what writes, and what ends it.
+
+    Example:
+        >>> with Logger("the screen", lambda: (print, lambda: print("end"))) as log:
+        ...     log({"loss": 0.5, "why": "a text"}, 3)
+        {'loss': 0.5} 3
+        end
+    """
+
+    def __init__(self, where: str, start: Callable[[], Opened]) -> None:
+        self._where, self._start = where, start
+        self._opened: Opened | None = None
+
+    def __call__(self, values: Any, step: int = 0) -> None:
+        """Write the numbers of a step.
+
+        Args:
+            values: A dict, or a report, fit or result, of which the numbers are taken.
+            step: The step.
+
+        Raises:
+            DependencyError: If the package behind it does not take them.
+        """
+        integer("step", step, least=0)
+        if found := numbers(values):
+            with self._explained():
+                self._opened = self._opened or self._start()
+                self._opened[0](found, step)
+
+    def close(self) -> None:
+        """End the record.
+
+        Raises:
+            DependencyError: If the package behind it does not end it.
+        """
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            with self._explained():
+                opened[1]()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of the package, such as of a server that is not there, in our words."""
+        try:
+            yield
+        except LinnetError:
+            raise
+        except Exception as error:
+            reason = textwrap.shorten(f"{type(error).__name__}: {error}", _REASON, placeholder="...")
+            raise DependencyError(
+                f"numbers could not be written to {self._where} ({reason})",
+                expected="a place that can be reached and written",
+                remedy='check the address and the account, or write to "csv:FILE"',
+            ) from error
+
+    def __enter__(self) -> Logger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def log_to(where: str) -> Logger:
+    """Where numbers of training, fits and results are written: for ``log=``, or to be called.
+
+    Args:
+        where: ``"tensorboard:FOLDER"``, ``"wandb:PROJECT"``, ``"mlflow:URI"`` or ``"csv:FILE"``, a new file
+            with a row a number. ``"mlflow:"`` takes MLflow's own setting; its run, or that of W&B, is the
+            one that is active, else a new one.
+
+    Returns:
+        A function of numbers and a step. The record begins with the first number, and ends with ``close()``.
+
+    Raises:
+        DependencyError: If the package cannot be imported.
+        InputError: If ``where`` names no place.
+
+    Example:
+        >>> import linnet, tempfile, torch
+        >>> file = Path(tempfile.mkdtemp()) / "numbers.csv"
+        >>> net, x = torch.nn.Linear(2, 1), torch.ones(4, 2)
+        >>> with log_to(f"csv:{file}") as log:
+        ...     optimizer = linnet.optim.GaussNewton(net, linnet.likelihoods.Gaussian(), log=log)
+        ...     _ = optimizer.step(x, torch.ones(4, 1))
+        >>> file.read_text().splitlines()[:2]
+        ['step,name,value', '1,examples,4.0']
+    """
+    kind, colon, place = where.partition(":") if isinstance(where, str) else ("", "", "")
+    if not colon or kind not in _KINDS or not (place or kind == "mlflow"):
+        close = difflib.get_close_matches(kind, _KINDS, n=1)
+        raise InputError(
+            f"numbers cannot be written to {shown(where)}",
+            expected='"tensorboard:FOLDER", "wandb:PROJECT", "mlflow:URI" or "csv:FILE"',
+            remedy=f'did you mean "{close[0]}:{place or "PLACE"}"?' if close else "name one of the four",
+        )
+    return Logger(where, _KINDS[kind](place))
+
+
+def _csv(place: str) -> Callable[[], Opened]:
+    """A table with a row a number."""
+    path = Path(place)
+    if path.exists():
+        raise InputError(f"{path} exists", expected="a new file", remedy="name another one, or delete it")
+
+    def start() -> Opened:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("x", newline="", encoding="utf-8")
+        except OSError as error:
+            refuse_write(path, error)
+        table = csv.writer(file)
+        table.writerow(["step", "name", "value"])
+
+        def write(values: dict[str, float], step: int) -> None:
+            table.writerows([step, name, value] for name, value in values.items())
+            file.flush()
+
+        return write, file.close
+
+    return start
+
+
+def _tensorboard(place: str) -> Callable[[], Opened]:
+    """Scalars for TensorBoard."""
+    package = _package("torch.utils.tensorboard", "tensorboard")
+
+    def start() -> Opened:
+        writer = package.SummaryWriter(place)
+
+        def write(values: dict[str, float], step: int) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
+        return write, writer.close
+
+    return start
+
+
+def _wandb(place: str) -> Callable[[], Opened]:
+    """The history of a run of Weights & Biases."""
+    package = _package("wandb", "wandb")
+
+    def start() -> Opened:
+        active = package.run
+        run = package.init(project=place) if active is None else active
+
+        def write(values: dict[str, float], step: int) -> None:
+            run.log(values, step=step)
+
+        return write, run.finish if active is None else lambda: None
+
+    return start
+
+
+def _mlflow(place: str) -> Callable[[], Opened]:
+    """The metrics of a run of MLflow."""
+    package = _package("mlflow", "mlflow")
+
+    def start() -> Opened:
+        if place:
+            package.set_tracking_uri(place)
+        active = package.active_run()
+        run = (package.start_run() if active is None else active).info.run_id
+
+        def write(values: dict[str, float], step: int) -> None:
+            allowed = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in values.items()}
+            package.log_metrics(allowed, step=step, run_id=run)
+
+        return write, package.end_run if active is None else lambda: None
+
+    return start
+
+
+_KINDS: dict[str, Callable[[str], Callable[[], Opened]]] = {
+    "csv": _csv,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+}
+
+
+def _package(module: str, name: str) -> Any:
+    """A module of an optional package."""
+    try:
+        return importlib.import_module(module)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        raise DependencyError(
+            f"{module} cannot be imported ({type(error).__name__}: {error})",
+            expected=f"{name}, which writes the numbers",
+            remedy=f'pip install {name}, or write to "csv:FILE", which needs nothing',
+        ) from error

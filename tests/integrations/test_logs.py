@@ -1,0 +1,239 @@
+"""Numbers in TensorBoard, Weights & Biases, MLflow and a table, with stand-ins for what is not installed."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import linnet
+from linnet.errors import DependencyError, InputError
+from linnet.integrations.logs import log_to
+from linnet.likelihoods import Gaussian
+
+Calls = list[tuple[Any, ...]]
+
+
+@pytest.fixture
+def calls() -> Calls:
+    """What the packages were called with."""
+    return []
+
+
+def module(patch: pytest.MonkeyPatch, name: str, **things: Any) -> Any:
+    """Put a module in place of a package."""
+    made = ModuleType(name)
+    vars(made).update(things)
+    patch.setitem(sys.modules, name, made)
+    return made
+
+
+def tensorboard(patch: pytest.MonkeyPatch, calls: Calls) -> Any:
+    """Stand in for torch's writer."""
+
+    def writer(folder: str) -> Any:
+        calls.append(("open", folder))
+        return SimpleNamespace(
+            add_scalar=lambda *given: calls.append(given),
+            flush=lambda: calls.append(("flush",)),
+            close=lambda: calls.append(("close",)),
+        )
+
+    return module(patch, "torch.utils.tensorboard", SummaryWriter=writer)
+
+
+def wandb(patch: pytest.MonkeyPatch, calls: Calls) -> Any:
+    """Stand in for Weights & Biases."""
+    run = SimpleNamespace(
+        log=lambda values, step: calls.append((values, step)), finish=lambda: calls.append(("close",))
+    )
+
+    def init(project: str) -> Any:
+        calls.append(("open", project))
+        return run
+
+    return module(patch, "wandb", run=None, init=init)
+
+
+def mlflow(patch: pytest.MonkeyPatch, calls: Calls) -> Any:
+    """Stand in for MLflow."""
+    run = SimpleNamespace(info=SimpleNamespace(run_id="r"))
+
+    def start() -> Any:
+        calls.append(("open", "a run"))
+        return run
+
+    return module(
+        patch,
+        "mlflow",
+        active_run=lambda: None,
+        start_run=start,
+        set_tracking_uri=lambda uri: calls.append(("uri", uri)),
+        log_metrics=lambda values, step, run_id: calls.append((values, step, run_id)),
+        end_run=lambda: calls.append(("close",)),
+    )
+
+
+def test_tensorboard(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    tensorboard(monkeypatch, calls)
+    with log_to("tensorboard:runs/a") as log:
+        assert not calls  # nothing before the first number
+        log({"why": "no number"}, 1)
+        assert not calls
+        log({"loss": 0.5, "seconds": {"fit": 2.0}}, 3)
+        log({"loss": 0.25}, 4)
+    flush = ("flush",)
+    wanted = [("loss", 0.5, 3), ("seconds/fit", 2.0, 3), flush, ("loss", 0.25, 4), flush]
+    assert calls == [("open", "runs/a"), *wanted, ("close",)]
+    log.close()  # once more changes nothing
+    assert calls[-2] == flush
+
+
+def test_wandb(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    package = wandb(monkeypatch, calls)
+    with log_to("wandb:first") as log:
+        log({"loss": 0.5}, 3)
+    assert calls == [("open", "first"), ({"loss": 0.5}, 3), ("close",)]
+    calls.clear()
+    package.run = package.init("mine")  # that is active: used and left
+    with log_to("wandb:first") as log:
+        log({"loss": 0.5}, 4)
+    assert calls == [("open", "mine"), ({"loss": 0.5}, 4)]
+
+
+def test_mlflow(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    package = mlflow(monkeypatch, calls)
+    with log_to("mlflow:http://here:5000") as log:
+        log({"scores": {"cat (old)": 0.5}}, 3)
+    wanted = ({"scores/cat _old_": 0.5}, 3, "r")
+    assert calls == [("uri", "http://here:5000"), ("open", "a run"), wanted, ("close",)]
+    calls.clear()
+    package.active_run = lambda: SimpleNamespace(info=SimpleNamespace(run_id="mine"))
+    with log_to("mlflow:") as log:
+        log({"loss": 0.5}, 4)
+    assert calls == [({"loss": 0.5}, 4, "mine")]
+
+
+def rows(file: Path) -> list[list[str]]:
+    """A table as text."""
+    with file.open(newline="", encoding="utf-8") as opened:
+        return list(csv.reader(opened))
+
+
+def test_a_table(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "numbers.csv"
+    with log_to(f"csv:{file}") as log:
+        assert not file.exists()
+        log({"a, b": 0.1, "n": 3}, 2)
+        log({"n": 4}, 5)
+        assert len(rows(file)) == 4  # what was told is on the disk, should the run be killed
+    assert rows(file) == [
+        ["step", "name", "value"],
+        ["2", "a, b", "0.1"],
+        ["2", "n", "3.0"],
+        ["5", "n", "4.0"],
+    ]
+    with pytest.raises(InputError, match="exists"):
+        log_to(f"csv:{file}")
+
+
+@pytest.mark.parametrize("where", ["", "runs", "csv:", "wandb:", "paper:x", 3, None, Path("a")])
+def test_places_that_are_none(where: Any) -> None:
+    with pytest.raises(InputError, match="tensorboard:FOLDER"):
+        log_to(where)
+
+
+def test_a_misspelled_place() -> None:
+    with pytest.raises(InputError, match=r'did you mean "tensorboard:runs/a"\?'):
+        log_to("tensorbord:runs/a")
+
+
+@pytest.mark.parametrize(
+    ("where", "package"),
+    [("tensorboard:x", "torch.utils.tensorboard"), ("wandb:x", "wandb"), ("mlflow:", "mlflow")],
+)
+def test_missing_packages_are_told_at_once(where: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DependencyError, match=rf"pip install {where.partition(':')[0]}"):
+        log_to(where)
+
+
+def test_failures_of_a_package_are_explained(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    package = mlflow(monkeypatch, calls)
+
+    def fail(*given: Any, **named: Any) -> None:
+        raise ConnectionError("no server")
+
+    package.log_metrics = fail
+    with pytest.raises(DependencyError, match=r"mlflow:uri \(ConnectionError: no server\)") as caught:
+        log_to("mlflow:uri")({"loss": 1.0}, 0)
+    assert isinstance(caught.value.__cause__, ConnectionError)
+
+
+def test_a_table_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(linnet.errors.LinnetError, match=r"numbers\.csv"):
+        log_to(f"csv:{tmp_path}/file/numbers.csv")({"loss": 1.0}, 0)
+
+
+@pytest.mark.parametrize("step", [-1, 0.5, "1"])
+def test_steps_are_whole_numbers(step: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="step"):
+        log_to(f"csv:{tmp_path}/numbers.csv")({"loss": 1.0}, step)
+
+
+def values_of(file: Path, name: str) -> list[float]:
+    """A column of numbers, by step."""
+    return [float(value) for _, other, value in rows(file)[1:] if other == name]
+
+
+def test_optimizers_and_fits_are_written(tmp_path: Path, float64: torch.dtype) -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(16, 2)
+    y = x.prod(1, keepdim=True)
+    with log_to(f"csv:{tmp_path}/steps.csv") as log:
+        optimizer = linnet.optim.GaussNewton(net, Gaussian(), damping=1.0, log=log)
+        reports = [optimizer.step(x, y) for _ in range(3)]
+    assert values_of(tmp_path / "steps.csv", "loss") == [report.loss for report in reports]
+    assert not values_of(tmp_path / "steps.csv", "step")
+    with log_to(f"csv:{tmp_path}/lin.csv") as log:
+        training = linnet.optim.IterativeLinearization(
+            net, lambda p: torch.optim.SGD(p, lr=0.01), period=2, record_gap=True, log=log
+        )
+        losses = [float(training.step(lambda f: (f(x) - y).square().mean())) for _ in range(4)]
+    assert values_of(tmp_path / "lin.csv", "loss") == losses
+    assert values_of(tmp_path / "lin.csv", "feature updates") == [0.0, 1.0, 1.0, 2.0]
+    assert values_of(tmp_path / "lin.csv", "gap") == [value for _, value in training.report.gaps]
+    fit = linnet.fit(linnet.linearize(net), (x, y), "squared", ridge="loo")
+    with log_to(f"csv:{tmp_path}/fit.csv") as log:
+        log(fit)
+    assert values_of(tmp_path / "fit.csv", "ridge") == [fit.ridge]
+    with log_to(f"csv:{tmp_path}/tuned.csv") as log:
+        labels, how = (y[:, 0] > 0).long(), {"training": linnet.Training(epochs=2)}
+        tuned = linnet.finetune(net, (x, labels), "nlft", run=linnet.Run(log=log, log_every=1), **how)
+    assert values_of(tmp_path / "tuned.csv", "loss") == [h["loss"] for h in tuned.history if "loss" in h]
+
+
+@pytest.mark.filterwarnings("default")
+def test_tensorboard_itself(tmp_path: Path) -> None:
+    if importlib.util.find_spec("tensorboard") is None:
+        pytest.skip("tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with log_to(f"tensorboard:{tmp_path}") as log:
+        for step in range(3):
+            log({"loss": 1 / (step + 1)}, step)
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    assert [(one.step, round(one.value, 3)) for one in found.Scalars("loss")] == [
+        (0, 1.0),
+        (1, 0.5),
+        (2, 0.333),
+    ]
