@@ -34,7 +34,7 @@ templates_path = ["_templates"]
 html_theme = "furo"
 html_title = f"linnet {version}"
 html_static_path = ["_static"]
-html_css_files = ["tables.css"]
+html_css_files = ["pages.css"]
 html_math_renderer = "mathml"
 
 myst_enable_extensions = ["dollarmath"]
