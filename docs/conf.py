@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 
 import linnet
@@ -55,7 +56,7 @@ def _public_names() -> list[str]:
 
 
 def _methods(name: str) -> list[tuple[str, str]]:
-    """Documented methods and properties of a class, those of its bases in linnet included, in source order."""
+    """Documented methods and properties of a class and of its bases in linnet, in the order of the source."""
     thing = pydoc.locate(name)
     found: dict[str, str] = {}
     for base in inspect.getmro(thing) if inspect.isclass(thing) else ():
@@ -90,16 +91,12 @@ def _mark_shapes(*event: Any) -> None:
 
 def _formula(writer: Any, node: Any) -> None:
     """Write a formula inside a line."""
-    from docutils import nodes
-
     writer.body.append(tex2mathml(node.astext(), as_block=False))
     raise nodes.SkipNode
 
 
 def _formula_block(writer: Any, node: Any) -> None:
     """Write a formula on lines of its own."""
-    from docutils import nodes
-
     writer.body.append(f'<div class="formula">{tex2mathml(node.astext(), as_block=True)}</div>')
     raise nodes.SkipNode
 
