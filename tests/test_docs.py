@@ -20,6 +20,7 @@ import docstring_parser
 import mktestdocs
 import pytest
 from mktestdocs.__main__ import grab_code_blocks
+from torch import Tensor
 
 import linnet
 from linnet.app.cli import COMMANDS, main
@@ -217,6 +218,57 @@ def test_missing_documentation_is_found() -> None:
         """
 
     assert undocumented(f) == ["parameter b is not explained", "no example"]
+
+
+# A shape such as (N, C), (n, *shape) or (), or words that say the same.
+AXES = r"\((?:\)|\.\.\.|\*?(?:[A-Z]\w*|[a-z]|\d+)(?:[ ·]\w+)*[,)]|\w+ [+-] \w+,)"
+SHAPE = re.compile(AXES + r"|scalar|number|shape|[Ll]ike \w|Σ")
+
+
+def without_shape(function: object) -> list[str]:
+    """Tensors in the signature of a function whose shape its docstring does not tell."""
+    text = inspect.getdoc(function) or ""
+    parsed = docstring_parser.parse(text)
+    told = {parameter.arg_name.lstrip("*"): parameter.description or "" for parameter in parsed.params}
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    names = [name for name, p in signature.parameters.items() if is_tensor(p.annotation) and name in told]
+    found = [name for name in names if not SHAPE.search(told[name])]
+    returned = text if parsed.returns is None else parsed.returns.description or ""
+    return found + (
+        ["returns"] if is_tensor(signature.return_annotation) and not SHAPE.search(returned) else []
+    )
+
+
+def is_tensor(annotation: object) -> bool:
+    """Whether an annotation is a tensor, or a tensor that may be missing."""
+    return str(annotation) in {"Tensor", "Tensor | None", "torch.Tensor", str(Tensor)}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_tensors_have_shapes(name: str) -> None:
+    thing = PUBLIC[name]
+    if isinstance(thing, type) and issubclass(thing, BaseException):
+        return
+    members = vars(thing).items() if isinstance(thing, type) else ()
+    functions = {key: getattr(value, "fget", value) for key, value in members if not key.startswith("_")}
+    checked = {name: thing, **{k: f for k, f in functions.items() if isinstance(f, FunctionType)}}
+    assert not {key: faults for key, f in checked.items() if (faults := without_shape(f))}
+
+
+def test_a_missing_shape_is_found() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        """Do it.
+
+        Args:
+            x: Inputs (N, C).
+            y: Labels.
+
+        Returns:
+            What comes out.
+        """
+        return x + y
+
+    assert without_shape(f) == ["y", "returns"]
 
 
 def test_every_page_can_be_reached() -> None:

@@ -22,7 +22,7 @@ class Flips(Record):
 
     Args:
         negative: Examples that were right and are wrong now, (k,).
-        positive: Examples that were wrong and are right now.
+        positive: Examples that were wrong and are right now, (k,).
         accuracy_before: Share of right answers before.
         accuracy_after: Share of right answers after.
         examples: Number of examples.

@@ -53,7 +53,7 @@ def loss_influence(
         fit: A linear fit without constraints.
         x: T examples.
         labels: Their classes (T,) or targets (T, C).
-        directions: δ − δ₋ᵢ of all training examples from :func:`linnet.audit.weight_changes`.
+        directions: δ − δ₋ᵢ of all training examples, (N, P), from :func:`linnet.audit.weight_changes`.
         memory: Budget; by default half of what is available.
 
     Returns:

@@ -54,7 +54,7 @@ class CappedLeakyReLU(nn.Module):
         self.inplace = flag("inplace", inplace)
 
     def forward(self, x: Tensor) -> Tensor:
-        """min(leaky(x), cap)."""
+        """min(leaky(x), cap), of the shape of x."""
         return leak(x, self.slope, self.cap, self.inplace)
 
     def extra_repr(self) -> str:
