@@ -89,15 +89,23 @@ def _mark_shapes(*event: Any) -> None:
             lines[index] = re.sub(r"(?:(?<=\()|(?<=, ))\*(?=\w)", r"\\*", line)
 
 
+def _mathml(node: Any, as_block: bool) -> str:
+    """A formula as MathML; the index of an accented letter stands beside it, where docutils has it below."""
+    if re.search(r"frac(?!{)", node.astext()):
+        raise ValueError(f"write \\frac with braces, which docutils needs: {node.astext()}")
+    formula = re.sub(r"\\(hat|tilde) (\w)", r"{\\\1 \2{}}", node.astext())
+    return str(tex2mathml(formula, as_block=as_block))
+
+
 def _formula(writer: Any, node: Any) -> None:
     """Write a formula inside a line."""
-    writer.body.append(tex2mathml(node.astext(), as_block=False))
+    writer.body.append(_mathml(node, as_block=False))
     raise nodes.SkipNode
 
 
 def _formula_block(writer: Any, node: Any) -> None:
     """Write a formula on lines of its own."""
-    writer.body.append(f'<div class="formula">{tex2mathml(node.astext(), as_block=True)}</div>')
+    writer.body.append(f'<div class="formula">{_mathml(node, as_block=True)}</div>')
     raise nodes.SkipNode
 
 
