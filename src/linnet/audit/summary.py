@@ -34,7 +34,7 @@ METHODS = ("greedy", "informative")
 
 @dataclass(frozen=True, repr=False)
 class Summary(Record):
-    """A few training examples that stand for all.
+    """A few training examples that represent all.
 
     Args:
         indices: Their positions; for ``"greedy"`` in the order of choice, for ``"informative"`` from the
@@ -77,7 +77,7 @@ def summarize(
     candidates: Sequence[int] | Tensor | None = None,
     memory: str | int | None = None,
 ) -> Summary:
-    """Choose n training examples whose fit stands for the whole.
+    """Choose n training examples that represent the whole training set.
 
     Args:
         fit: A linear fit.

@@ -28,7 +28,7 @@ FORMED = 1 << 22  # numbers in the matrices Λ of several examples that are form
 
 
 class Likelihood(Distribution, ABC):
-    """A negative log-likelihood and what curvature needs of it.
+    """A negative log-likelihood and the derivatives that curvature needs.
 
     Sums, never means: over the examples that a caller adds up, and over positions. Labels that are
     missing contribute nothing to anything.

@@ -35,7 +35,7 @@ _THRESHOLD = frozenset({F.threshold, torch.threshold, _THRESHOLD_IN_PLACE})
 
 
 class CappedLeakyReLU(nn.Module):
-    """A Leaky ReLU with a largest value: what becomes of ReLU6.
+    """A Leaky ReLU with a largest value: the replacement of ReLU6.
 
     Args:
         slope: Slope below zero.
