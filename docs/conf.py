@@ -63,7 +63,7 @@ def _methods(name: str) -> list[tuple[str, str]]:
         if base.__module__.split(".")[0] != "linnet" or issubclass(base, BaseException):
             continue
         for key, value in vars(base).items():
-            if key.startswith("_") or not inspect.getdoc(getattr(thing, key, None)):
+            if (key.startswith("_") and key != "__call__") or not inspect.getdoc(getattr(thing, key, None)):
                 continue
             if isinstance(value, property | cached_property):
                 found.setdefault(key, "property")
