@@ -59,7 +59,9 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
+# A page for each public name is made in docs/api; those of names that are gone would be warnings.
 docs: $(DOCS_INSTALLED)
+	rm -rf docs/api
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going -b html docs docs/_build/html
 
 # What lacks its peers or data is skipped with a message that says how to name them.
@@ -67,7 +69,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run_all.py --out runs/benchmarks
 
 clean:
-	rm -rf $(VENV) build dist docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # One pip call, so that nothing installed later can move torch.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -5,10 +5,14 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import io
 import os
 import pydoc
 import re
+import shlex
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
 
@@ -16,8 +20,10 @@ import docstring_parser
 import mktestdocs
 import pytest
 from mktestdocs.__main__ import grab_code_blocks
+from torch import Tensor
 
 import linnet
+from linnet.app.cli import COMMANDS, main
 from tests.architecture import read_tree
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +38,27 @@ def python_blocks(page: Path) -> list[str]:
 
 
 PAGES_WITH_CODE = [page for page in PAGES if python_blocks(page)]
+
+
+def command_blocks(page: Path) -> list[str]:
+    """The commands of a page that are to be run after its Python blocks, which write what they need."""
+    text = page.read_text(encoding="utf-8")
+    if page.parent.name != "tutorials":
+        return []
+    blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line]
+
+
+PAGES_WITH_COMMANDS = [page for page in PAGES if command_blocks(page)]
+
+
+def shown_commands(page: Path) -> list[list[str]]:
+    """Every call of `linnet` that a page shows, as words; what a comment says is left out."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(?:sh|console)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    calls = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
+    return [words[1:] for words in calls if words[:1] == ["linnet"]]
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +82,42 @@ def test_there_are_pages_with_code() -> None:
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.stem)
 def test_pages_run(page: Path) -> None:
     mktestdocs.check_md_file(page, memory=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=lambda page: page.stem)
+def test_commands_of_guides_run(page: Path) -> None:
+    mktestdocs.check_md_file(page, memory=True)
+    for line in command_blocks(page):
+        words = shlex.split(line)
+        assert words[0] == "linnet"
+        assert not main([*words[1:], "--quiet"]), line
+
+
+def test_there_are_guides_with_commands() -> None:
+    assert len(PAGES_WITH_COMMANDS) >= 5
+
+
+@cache
+def options(command: str) -> set[str]:
+    """The options that the help of a command names."""
+    with redirect_stdout(io.StringIO()) as out:
+        assert not main([command, "--help"])
+    return set(re.findall(r"--[\w-]+", out.getvalue()))
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_shown_options_exist(page: Path) -> None:
+    for command, *words in shown_commands(page):
+        if not command.startswith("-"):
+            assert command in COMMANDS
+            assert {word for word in words if word.startswith("--")} <= options(command), (command, words)
+
+
+def test_options_are_read() -> None:
+    assert "--weights" in options("adapt")
+    assert "--wieghts" not in options("adapt")
+    assert ["forget", "--run", "runs/demo"] in [call[:3] for call in shown_commands(ROOT / "README.md")]
 
 
 def test_a_broken_page_is_found(tmp_path: Path) -> None:
@@ -124,14 +187,19 @@ def test_there_is_a_public_surface() -> None:
     assert len(PUBLIC) >= 8
 
 
-def test_every_public_name_is_in_the_reference() -> None:
+def reference() -> list[str]:
+    """The names in the tables of the reference, each of which gets a page."""
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    assert not [name for name in PUBLIC if f"linnet.{name}\n" not in text]
+    return re.findall(r"^   (linnet\.[\w.]+)$", text, re.MULTILINE)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    names = set(reference())
+    assert not [name for name in PUBLIC if f"linnet.{name}" not in names]
 
 
 def test_every_name_in_the_reference_exists() -> None:
-    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    names = re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)
+    names = reference()
     assert len(names) >= 8
     assert all(pydoc.locate(name) is not None for name in names)
 
@@ -152,6 +220,57 @@ def test_missing_documentation_is_found() -> None:
     assert undocumented(f) == ["parameter b is not explained", "no example"]
 
 
+# A shape such as (N, C), (n, *shape) or (), or words that say the same.
+AXES = r"\((?:\)|\.\.\.|\*?(?:[A-Z]\w*|[a-z]|\d+)(?:[ ·]\w+)*[,)]|\w+ [+-] \w+,)"
+SHAPE = re.compile(AXES + r"|scalar|number|shape|[Ll]ike \w|Σ")
+
+
+def without_shape(function: object) -> list[str]:
+    """Tensors in the signature of a function whose shape its docstring does not tell."""
+    text = inspect.getdoc(function) or ""
+    parsed = docstring_parser.parse(text)
+    told = {parameter.arg_name.lstrip("*"): parameter.description or "" for parameter in parsed.params}
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    names = [name for name, p in signature.parameters.items() if is_tensor(p.annotation) and name in told]
+    found = [name for name in names if not SHAPE.search(told[name])]
+    returned = text if parsed.returns is None else parsed.returns.description or ""
+    return found + (
+        ["returns"] if is_tensor(signature.return_annotation) and not SHAPE.search(returned) else []
+    )
+
+
+def is_tensor(annotation: object) -> bool:
+    """Whether an annotation is a tensor, or a tensor that may be missing."""
+    return str(annotation) in {"Tensor", "Tensor | None", "torch.Tensor", str(Tensor)}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_tensors_have_shapes(name: str) -> None:
+    thing = PUBLIC[name]
+    if isinstance(thing, type) and issubclass(thing, BaseException):
+        return
+    members = vars(thing).items() if isinstance(thing, type) else ()
+    functions = {key: getattr(value, "fget", value) for key, value in members if not key.startswith("_")}
+    checked = {name: thing, **{k: f for k, f in functions.items() if isinstance(f, FunctionType)}}
+    assert not {key: faults for key, f in checked.items() if (faults := without_shape(f))}
+
+
+def test_a_missing_shape_is_found() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        """Do it.
+
+        Args:
+            x: Inputs (N, C).
+            y: Labels.
+
+        Returns:
+            What comes out.
+        """
+        return x + y
+
+    assert without_shape(f) == ["y", "returns"]
+
+
 def test_every_page_can_be_reached() -> None:
     """By a table of contents, as `make docs` demands."""
     listed = {"index"}
@@ -165,6 +284,5 @@ def test_every_page_can_be_reached() -> None:
 
 def test_the_reference_describes_everything_once() -> None:
     """A second description is a warning of Sphinx, which `make docs` takes for an error."""
-    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    names = re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)
+    names = reference()
     assert not {name for name in names if names.count(name) > 1}

@@ -178,7 +178,7 @@ def taking(share: Share) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sharing(what: str = "shared work", device: torch.device | str = "cpu") -> Iterator[Share]:
-    """Divide passes over data among all processes, each of which has the same data and comes here.
+    """Divide passes over data among all processes, which have the same data and all make this call.
 
     ``linnet.fit``, ``TangentGP.fit``, ``linnet.adapt`` and ``linnet.spectrum`` do so by themselves. Put
     around later questions, such as leave-one-out by conjugate gradients, it divides their passes too. If one
@@ -214,7 +214,7 @@ def sharing(what: str = "shared work", device: torch.device | str = "cpu") -> It
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Be a process by itself, though a process group exists: nothing is divided, and nobody is waited for.
+    """Compute in this process alone, although a process group exists.
 
     For what one process does alone, such as a fit on the first one or on data of its own.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class LinnetError(Exception):
-    """An error with the three things a user needs.
+    """An error that says what is wrong, what was expected and what to do.
 
     Args:
         what: What was wrong, naming the argument and its value.
@@ -43,7 +43,7 @@ class DataError(LinnetError, ValueError):
 
 
 class ModelError(LinnetError, ValueError):
-    """A network cannot be handled as asked."""
+    """A network is not supported, or not in the way it is used."""
 
 
 class WeightsError(ModelError):
@@ -71,4 +71,4 @@ class DependencyError(LinnetError, ImportError):
 
 
 class ProcessGroupError(LinnetError, RuntimeError):
-    """A process of ``torch.distributed`` has gone, failed outside linnet, or is elsewhere than the others."""
+    """A process of ``torch.distributed`` has ended, failed outside linnet, or made another call."""

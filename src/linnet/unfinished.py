@@ -222,7 +222,7 @@ _keeper: ContextVar[Keeper | None] = ContextVar("linnet_keeper", default=None)
 
 @contextlib.contextmanager
 def resumable(folder: str | Path, interval: float = INTERVAL) -> Iterator[None]:
-    """Keep unfinished sums in a folder: after a kill the same calls go on where they were, to the same bits.
+    """Keep unfinished sums in a folder, from which the same calls resume after a crash, to the same bits.
 
     Sums over data of :func:`linnet.curvature`, of JᵀJ, ridge paths and sketches of :func:`linnet.fit`, and
     tiles of Gram matrices are written now and then, whichever call makes them. If the process ends before the

@@ -22,7 +22,7 @@ class Flips(Record):
 
     Args:
         negative: Examples that were right and are wrong now, (k,).
-        positive: Examples that were wrong and are right now.
+        positive: Examples that were wrong and are right now, (k,).
         accuracy_before: Share of right answers before.
         accuracy_after: Share of right answers after.
         examples: Number of examples.
@@ -66,7 +66,7 @@ class Flips(Record):
 
 
 def flips(before: Any, after: Any, x: Inputs, y: Any) -> Flips:
-    """Count the answers that an update made wrong, and those that it made right.
+    """Count the predictions that an update made wrong, and those that it made right.
 
     Args:
         before: A fit, a network, a function of x, or outputs (N, C).
@@ -109,7 +109,7 @@ def flips(before: Any, after: Any, x: Inputs, y: Any) -> Flips:
 
 @dataclass(frozen=True, repr=False)
 class Compatible(Record):
-    """A fit that takes back few of the old answers, or none.
+    """A fit that loses few of the old right answers, or none.
 
     Args:
         fit: The fit under its equations.
@@ -149,7 +149,7 @@ def compatible(
     pin: str = "flips",
     rounds: int = 20,
 ) -> Compatible:
-    """Hold a new fit to old right answers, so that it takes none of them back.
+    """Make a new fit keep the right answers of an old one.
 
     With ``pin="flips"`` only those right answers are held, at the old outputs, that the fit would take
     back; holding them moves other outputs a little, so this is repeated until none is taken back. The

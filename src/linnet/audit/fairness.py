@@ -44,7 +44,7 @@ class GroupMeans(Record):
 
     @property
     def gaps_before(self) -> Tensor | None:
-        """Those of the other predictor."""
+        """Those of the other predictor, (C,)."""
         return None if self.before is None else self.before.amax(0) - self.before.amin(0)
 
     def __str__(self) -> str:

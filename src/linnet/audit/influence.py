@@ -138,7 +138,7 @@ def influence(
             All but the first two are for fits of squared loss by ``linnet.fit``.
         labels: Classes (T,) or targets (T, C), for the influence on their losses.
         memory: Budget such as ``"4GB"``; by default half of what is available.
-        directions: δ − δ₋ᵢ of all examples from :func:`weight_changes`, to ask about many x.
+        directions: δ − δ₋ᵢ of all examples, (N, P), from :func:`weight_changes`, to ask about many x.
         steps: Of ``"ekfac"``; by default as many as it takes.
 
     Returns:

@@ -92,7 +92,7 @@ class LabelErrors(Record):
 
 
 def label_errors(outputs: Tensor, labels: Tensor) -> LabelErrors:
-    """Find the labels that held-out outputs contradict beyond how hard the examples are.
+    """Find labels that held-out outputs contradict more than the difficulty of the examples explains.
 
     Args:
         outputs: Leave-one-out or cross-validated outputs, (N, C), or (N, 1) for log odds of the second class.

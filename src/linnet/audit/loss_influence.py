@@ -44,7 +44,7 @@ def loss_influence(
     directions: Tensor | None = None,
     memory: str | int | None = None,
 ) -> Tensor:
-    """The derivative of each test example's loss along what each training example did to the weights.
+    """The derivative of each test example's loss along the weight change due to each training example.
 
     Of a dual fit it takes one product of the T gradients with the N·C rows of J, or with the weight changes
     where they are known or T is larger than N; of a primal fit T right-hand sides, solved together.
@@ -53,7 +53,7 @@ def loss_influence(
         fit: A linear fit without constraints.
         x: T examples.
         labels: Their classes (T,) or targets (T, C).
-        directions: δ − δ₋ᵢ of all training examples from :func:`linnet.audit.weight_changes`.
+        directions: δ − δ₋ᵢ of all training examples, (N, P), from :func:`linnet.audit.weight_changes`.
         memory: Budget; by default half of what is available.
 
     Returns:

@@ -82,7 +82,7 @@ class LabelRanking(Record):
         return self.order[(self.labels != self.predicted)[self.order]]
 
     def doubted(self) -> Tensor:
-        """Positions of labels that are likelier wrong than right, most suspect first; classes alone."""
+        """Positions (K,) of labels that are likelier wrong than right, most suspect first; classes alone."""
         if self.errors is None:
             _refuse_regression()
         doubted = torch.zeros_like(self.order, dtype=torch.bool)

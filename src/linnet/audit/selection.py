@@ -69,7 +69,7 @@ def select(
     at: Inputs | None = None,
     batch: bool = True,
 ) -> Selection:
-    """Choose the n examples of a pool whose labels would tell most; their labels are not needed.
+    """Choose the n examples of a pool whose labels would be most informative; their labels are not needed.
 
     Args:
         fit: The fit so far.

@@ -41,7 +41,7 @@ class SketchError(Record):
         residual: Relative residual of the equations of all weights, ‖(JᵀJ + ρI)δ − Jᵀr‖ / ‖Jᵀr‖.
         weights: Bound on ‖δ* − δ‖, relative to ‖δ‖.
         lower: Posterior variance of each output that is at least there, (T, C); ``None`` without inputs.
-        upper: And at most.
+        upper: And at most, (T, C).
         predictions: Bound on the change of each output, (T, C).
 
     Example:

@@ -34,12 +34,12 @@ METHODS = ("greedy", "informative")
 
 @dataclass(frozen=True, repr=False)
 class Summary(Record):
-    """A few training examples that stand for all.
+    """A few training examples that represent all.
 
     Args:
         indices: Their positions; for ``"greedy"`` in the order of choice, for ``"informative"`` from the
             most informative on, (n,).
-        rest: All other positions, ascending.
+        rest: All other positions, ascending, (N - n,).
         scores: For ``"informative"`` the functional information of each training example, (N,); for
             ``"greedy"`` the distance of the fits after each choice, (n,).
         distance: Mean squared distance of the outputs on all training examples to those of the full fit.
@@ -77,7 +77,7 @@ def summarize(
     candidates: Sequence[int] | Tensor | None = None,
     memory: str | int | None = None,
 ) -> Summary:
-    """Choose n training examples whose fit stands for the whole.
+    """Choose n training examples that represent the whole training set.
 
     Args:
         fit: A linear fit.
@@ -85,7 +85,7 @@ def summarize(
         method: ``"greedy"``, the coreset whose fit is nearest to the full one, chosen one at a time (dual
             fits); ``"informative"``, the n examples of highest functional information.
         x: Examples whose predictions count in ``"informative"``; by default the training examples.
-        candidates: Positions to choose from; all by default.
+        candidates: Positions (k,) to choose from; all by default.
         memory: Budget; by default half of what is available.
 
     Returns:

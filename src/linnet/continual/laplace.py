@@ -302,7 +302,7 @@ class PastTask:
 
 
 class NonOnlineLaplace(ContinualMethod):
-    """Laplace with the curvature of every task measured again where the last one ended, one term a task.
+    """Laplace with the curvature of every task measured again at the end of the last, one term for each task.
 
         Λ_t = p I + λ Σ_i G_i(μ_t),   i = 1 ... t             (Botev 2020, eq. 5.24)
 

@@ -138,7 +138,7 @@ class RunningCurvature(Shown):
 
         Args:
             x: N examples.
-            y: Targets, where the expectation needs them.
+            y: Targets (N, ...), where the expectation needs them.
             shared: Whether every process of ``torch.distributed`` adds a batch of its own now, and all get
                 the sum.
             seen: A forward pass over x at the weights of the last :meth:`refresh`, where there is one.

@@ -51,7 +51,7 @@ class Solved(Protocol):
 
 
 class Fitted(PredictiveModel):
-    """A fit of data.
+    """Base class of all fits of data.
 
     Args:
         targets: Training targets.

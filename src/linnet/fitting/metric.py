@@ -111,7 +111,7 @@ class MetricNetwork(Coordinates):
 
 @in_exact_mode
 def with_metric(model: nn.Module, curvature: Curvature, damping: float | None = None) -> MetricNetwork:
-    """The same network in coordinates in which a ridge is the curvature's.
+    """The same network in coordinates in which the ridge is that of a curvature.
 
     Linearized and fitted as any network, its ridge is ρ δᵀ(G/N + τI)δ in place of ρ‖δ‖²: weights that move
     the outputs far pay for it. Its kernel J A Jᵀ takes about 1.4 times as long on a ResNet-20.

@@ -43,7 +43,7 @@ class Dual:
 
 @dataclass(frozen=True)
 class Nystrom:
-    """A preconditioner that takes the largest eigenvalues of JᵀJ away.
+    """A preconditioner that removes the largest eigenvalues of JᵀJ.
 
     Args:
         rank: How many.

@@ -31,7 +31,7 @@ _FAMILIES: tuple[type[Likelihood], ...] = (
 
 
 def from_description(description: dict[str, Any]) -> Likelihood:
-    """The likelihood that ``describe`` described.
+    """The likelihood of a description that ``describe`` returned.
 
     Args:
         description: What ``describe`` returned.

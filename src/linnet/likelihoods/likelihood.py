@@ -28,7 +28,7 @@ FORMED = 1 << 22  # numbers in the matrices Λ of several examples that are form
 
 
 class Likelihood(Distribution, ABC):
-    """A negative log-likelihood and what curvature needs of it.
+    """A negative log-likelihood and the derivatives that curvature needs.
 
     Sums, never means: over the examples that a caller adds up, and over positions. Labels that are
     missing contribute nothing to anything.
@@ -49,7 +49,7 @@ class Likelihood(Distribution, ABC):
 
         Args:
             f: Outputs (N, ...).
-            y: Labels.
+            y: Labels, (N, ...).
 
         Returns:
             Like f.
@@ -63,7 +63,7 @@ class Likelihood(Distribution, ABC):
 
         Args:
             f: Outputs (N, ...).
-            y: Labels; needed when the likelihood is not canonical, or to leave out missing ones.
+            y: Labels, (N, ...); needed when the likelihood is not canonical, or to leave out missing ones.
 
         Returns:
             (N, T, C, C).
@@ -76,7 +76,7 @@ class Likelihood(Distribution, ABC):
 
         Args:
             f: Outputs (N, ...).
-            y: Labels, as for ``hessian``.
+            y: Labels (N, ...), as for ``hessian``.
 
         Returns:
             (C, C), symmetric.
@@ -88,7 +88,7 @@ class Likelihood(Distribution, ABC):
 
         Args:
             f: Outputs (N, ...).
-            y: Labels, as for ``hessian``.
+            y: Labels (N, ...), as for ``hessian``.
 
         Returns:
             Like f.
@@ -102,7 +102,7 @@ class Likelihood(Distribution, ABC):
         Args:
             f: Outputs (N, ...).
             v: (..., *shape of f).
-            y: Labels, as for ``hessian``.
+            y: Labels (N, ...), as for ``hessian``.
 
         Returns:
             Like v.
@@ -128,7 +128,7 @@ class Likelihood(Distribution, ABC):
 
         Args:
             f: Outputs (N, ...).
-            y: Labels, as for ``hessian``.
+            y: Labels (N, ...), as for ``hessian``.
 
         Returns:
             (N, T, C, R): R columns at each position, as few as the family's closed form has.
@@ -141,7 +141,7 @@ class Likelihood(Distribution, ABC):
 
         Args:
             f: Outputs (N, ...).
-            y: Labels, as for ``hessian``.
+            y: Labels (N, ...), as for ``hessian``.
 
         Returns:
             (K, *shape of f) with K = T · R; column t · R + r is the r-th of position t, and zero elsewhere.
@@ -168,7 +168,7 @@ class Likelihood(Distribution, ABC):
             f: Outputs (N, ...).
             start: The first column.
             stop: The last one + 1.
-            y: Labels, as for ``hessian``.
+            y: Labels (N, ...), as for ``hessian``.
 
         Returns:
             (stop − start, *shape of f).
@@ -199,7 +199,7 @@ class Likelihood(Distribution, ABC):
             f: Outputs (N, ...).
             n: Number of columns.
             seed: Source of randomness: a generator, an integer seed or None.
-            y: Labels, as for ``hessian``.
+            y: Labels (N, ...), as for ``hessian``.
 
         Returns:
             (n, *shape of f).
@@ -217,7 +217,7 @@ class Likelihood(Distribution, ABC):
             f: Outputs (N, ...).
             n: Number of draws.
             seed: Source of randomness: a generator, an integer seed or None.
-            y: Labels, only to leave out those positions that have none.
+            y: Labels (N, ...), only to leave out those positions that have none.
 
         Returns:
             (n, *shape of f).
@@ -245,7 +245,7 @@ class Likelihood(Distribution, ABC):
 
         Args:
             f: Outputs (N, ...).
-            y: Labels, only to leave out those positions that have none.
+            y: Labels (N, ...), only to leave out those positions that have none.
 
         Returns:
             (K, *shape of f), laid out as those of ``root``.

@@ -52,7 +52,7 @@ class Attack(Record):
         clean: Predictions on the examples before it.
         points: Predictions for each step size, or after each iteration of one step size.
         target: The class aimed at, or ``None``.
-        index: Places in the data of the M examples attacked: all, less those predicted as the target.
+        index: Places (M,) in the data of the examples attacked: all, less those predicted as the target.
         excluded: Number of examples left out for that reason.
         unmoved: Number of examples whose gradient is exactly zero at the start: predictions so certain
             that they round to 0 or 1. They seem robust and are not; let predict compute in float64.

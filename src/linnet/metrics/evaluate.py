@@ -31,7 +31,7 @@ def evaluate(
     batch_size: int | None = None,
     device: torch.device | str | None = None,
 ) -> Report | RegressionReport:
-    """Judge class probabilities by integer labels, or means and variances by real targets.
+    """Score class probabilities against integer labels, or means and variances against real targets.
 
     Only a few numbers are kept of each example, so data of any size can be streamed.
 

@@ -275,7 +275,7 @@ class Report(Record):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RegressionReport(Record):
-    """Scores of Gaussian predictions of real targets. Each of the N·D target values counts alike.
+    """Scores of Gaussian predictions of real targets. Each of the N·D target values has the same weight.
 
     Args:
         mean: Predicted means, (N, D), in the units of the targets.

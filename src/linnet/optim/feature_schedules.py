@@ -75,7 +75,7 @@ class Decision:
 
 
 class Schedule(abc.ABC):
-    """Says after each step whether to linearize again.
+    """Decides after each step whether to linearize again.
 
     Attributes:
         needs_batch: Whether it wants ``Moment.x``.

@@ -183,7 +183,7 @@ class GaussNewton(torch.optim.Optimizer):
 
         Args:
             x: Some examples.
-            y: Their targets.
+            y: Their targets, (N, ...).
 
         Raises:
             DataError: If x is not finite.
@@ -205,12 +205,12 @@ class GaussNewton(torch.optim.Optimizer):
         Args:
             x: A batch of N examples; what was accumulated belongs to it. Or the closure, as for torch's
                 optimizers: ``step(closure)``.
-            y: Targets.
+            y: Targets, (N, ...).
             closure: Computes the mean loss of the batch and its gradients, in ``.grad``, as for torch's
                 optimizers; by default the likelihood does. Weight decay is not to be part of it. It may call
                 ``accumulate`` itself, as in loops of other libraries: then it is called once, and the
                 likelihood says what the loss is after the step.
-            loss: The mean loss of the batch, where its gradients are in ``.grad`` already.
+            loss: The mean loss of the batch, a scalar, where its gradients are in ``.grad`` already.
 
         Returns:
             What was done.

@@ -48,7 +48,7 @@ class GrowingBatches(Shown):
 
     Args:
         x: All examples.
-        y: All targets.
+        y: All targets, (N, ...).
         size: Size of the first batch.
         largest: Largest size; by default all examples.
         patience: Reports in a row that must ask for more before the size grows.

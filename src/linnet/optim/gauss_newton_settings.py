@@ -41,7 +41,7 @@ class Damping(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Everything else, with defaults that need no tuning.
+    """Further settings of GaussNewton, with defaults that need no tuning.
 
     Args:
         lr: Factor on the step that the quadratic model calls best; for schedulers.

@@ -228,7 +228,7 @@ def gradient_flow(
     Args:
         lin: A linearized network; it is left as it is. The path starts at its δ, zero for a fresh one.
         data: Training data, as for ``linnet.fit``: integer y become α-scaled one-hot targets.
-        times: t ≥ 0, in any order; infinity is allowed. Numbers of steps if ``discrete``.
+        times: t ≥ 0, (T,), in any order; infinity is allowed. Numbers of steps if ``discrete``.
         learning_rate: η. Flow depends on η·t only; gradient descent has it as its step size, for a
             loss summed over examples and outputs.
         discrete: Follow full-batch gradient descent, step by step, instead of flow.

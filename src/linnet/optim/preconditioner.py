@@ -129,7 +129,7 @@ class KroneckerPreconditioner(Shown):
             v: Flat, (P,), in the order of ``parameters``.
 
         Returns:
-            gain · (s G + τ I)⁻¹ v.
+            gain · (s G + τ I)⁻¹ v, of the shape of v.
         """
         self._require_vector(v, 1, "(P,)")
         return self.gain * self._inverse.mm(v.to(self._inverse.dtype)[:, None])[:, 0].to(v)

@@ -171,7 +171,7 @@ class IterativeLinearization(Shown):
                 several times.
 
         Returns:
-            The loss before the update, detached.
+            The loss before the update, detached, a scalar.
 
         Raises:
             InputError: If the closure returns no scalar, or a loss that does not depend on the module.
@@ -201,7 +201,7 @@ class IterativeLinearization(Shown):
             closure: As for ``step``.
 
         Returns:
-            The loss, detached.
+            The loss, detached, a scalar.
 
         Raises:
             InputError: If the closure returns no scalar, or a loss that does not depend on the module.

@@ -29,7 +29,7 @@ Drawn = TypeVar("Drawn", bound="Display")
 
 
 class Display(Record, ABC):
-    """Numbers that can be drawn.
+    """Base class of displays: numbers, and how to draw them.
 
     Attributes:
         ax_: The axes that were drawn on last.

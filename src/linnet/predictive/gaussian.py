@@ -50,7 +50,7 @@ class GaussianPredictive(Predictive):
         targets: Distribution of targets given the outputs.
         variance: Var[f], (N, C), where it is known without the covariance.
         joint: Whether the covariance is that between examples.
-        probs: Class probabilities, where they have been computed already.
+        probs: Class probabilities (N, C), where they have been computed already.
 
     Attributes:
         joint: Whether covariances between examples are known.

@@ -28,7 +28,7 @@ class SampledPredictive(Predictive):
         targets: How targets are distributed, given the outputs.
 
     Attributes:
-        outputs: The samples.
+        outputs: The samples, (S, N, C).
 
     Example:
         >>> from linnet.predictive.links import Link
@@ -156,7 +156,7 @@ class SampledPredictive(Predictive):
         """Log 1/S Σ_s p(y | f_s), in nats: all positions and components of an example together.
 
         Args:
-            y: Labels, as the likelihood wants them.
+            y: Labels (N, ...), as the likelihood wants them.
 
         Returns:
             (N,).

@@ -69,7 +69,7 @@ class AnisotropyDirections(Record):
         """The directions as pictures.
 
         Returns:
-            The directions, each scaled to [0, 1] with zero at 0.5.
+            The directions (k, *input shape), each scaled to [0, 1] with zero at 0.5.
         """
         axes = tuple(range(1, self.directions.ndim))
         return 0.5 + self.directions / (2 * self.directions.abs().amax(axes, keepdim=True))
@@ -78,7 +78,7 @@ class AnisotropyDirections(Record):
         """Magnitudes of the Fourier transform over the last two axes, frequency zero in the middle.
 
         Returns:
-            Magnitudes of the shape of the directions.
+            Magnitudes, (k, *input shape).
 
         Raises:
             InputError: If inputs are no images.

@@ -143,7 +143,7 @@ class Eigenfunctions(Record):
         """‖Φ_k f‖₂ / ‖f‖₂, the share of a target's norm on the first k eigenvectors.
 
         Args:
-            y: Targets, as for ``spectrum.alignment``.
+            y: Targets (N,) or (N, T), as for ``spectrum.alignment``.
             k: How many eigenvectors; by default all that are here.
             squared: The share of the squared norm instead.
 
@@ -170,7 +170,7 @@ class Eigenfunctions(Record):
         """‖f‖²_Θ = Σ_j (E φ_j f)² / λ_j (supplement D.1, eq. 3), on all N·Q eigenfunctions.
 
         Args:
-            y: Targets, as for ``spectrum.alignment``.
+            y: Targets (N,) or (N, T), as for ``spectrum.alignment``.
 
         Returns:
             () for one target, or (T,); infinite for a target outside the kernel's range. Equal to fᵀK⁺f.
@@ -396,7 +396,7 @@ def energy_concentration(
         form: Which kernel, as for ``alignment``.
         squared: The share of the squared norm instead; Ortiz-Jimenez et al. have the ratio of norms.
         method: As for ``eigenfunctions``.
-        gram: The Gram matrix, where it is known already.
+        gram: The Gram matrix (N, N), where it is known already.
         memory: Budget such as ``"4GB"``; by default half of what is available.
 
     Returns:

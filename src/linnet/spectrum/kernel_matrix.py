@@ -66,7 +66,7 @@ def gram(
         progress: Show progress; by default only when it takes over two seconds.
 
     Returns:
-        The Gram matrix, memory-mapped if ``file`` is given.
+        The Gram matrix, (N, M) or as ``form`` says, memory-mapped if ``file`` is given.
 
     Raises:
         InputError: If an argument has a value that is not listed.
@@ -124,8 +124,8 @@ def gram_part(
         accumulate: ``"float64"`` keeps sums over parameters in double precision.
 
     Returns:
-        The Gram matrix, memory-mapped, from the part that finishes last, and those that come later; ``None``
-        from the others.
+        The Gram matrix (N, M), memory-mapped, from the part that finishes last, and those that come later;
+        ``None`` from the others.
 
     Raises:
         InputError: If an argument has a value that is not listed, or the file belongs to other examples,

@@ -62,7 +62,7 @@ class Recorder(Shown):
 
     Args:
         x: N examples, some hundreds to some thousands; each note costs a Gram matrix.
-        y: Targets on them, as for ``alignment``; None to follow the kernel alone.
+        y: Targets on them (N,) or (N, T), as for ``alignment``; None to follow the kernel alone.
         k: Number of leading eigenvalues and eigenvectors; N at most.
         form: Which kernel of a network with several outputs.
         every: ``note`` passes over steps that are not multiples of this.
@@ -191,7 +191,7 @@ class Recorder(Shown):
 
     @property
     def grams(self) -> dict[int, Tensor]:
-        """Gram matrices by step, where they were kept."""
+        """Gram matrices (N, N) by step, where they were kept."""
         return dict(self._grams)
 
     @apart()

@@ -61,7 +61,7 @@ class SpectralDensity(Record):
         """The mean of f over the eigenvalues, tr f(A) / n, with its standard error.
 
         Args:
-            function: f, applied elementwise.
+            function: f, applied to eigenvalues (k,) elementwise.
 
         Returns:
             The estimate; exact for polynomials up to degree 2 m − 1 but for the random vectors.
@@ -96,7 +96,7 @@ class SpectralDensity(Record):
         """The density of eigenvalues, each node widened to a Gaussian; it integrates to one.
 
         Args:
-            points: Where to evaluate; by default 512 from end to end.
+            points: Where to evaluate, (M,); by default 512 from end to end.
             width: Standard deviation of the Gaussian; by default a hundredth of the range.
             scale: ``"log"`` for the density of log₁₀ λ, where points and width are in powers of ten
                 and eigenvalues at or below 1e-12 of the largest are counted there.

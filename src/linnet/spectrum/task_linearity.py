@@ -169,7 +169,7 @@ def task_linearity(
     memory: str | int | None = None,
     progress: bool | None = None,
 ) -> TaskLinearity:
-    """Say how linear a task is for a network, from a linear fit of it.
+    """Test how well a linear model suits a task, from a linear fit of it.
 
     Labels are taken with their mean removed (classes as one-hot vectors), so that what a constant explains
     does not count.

@@ -295,7 +295,7 @@ class Linearized(nn.Module):
 
 
 def linearize(model: nn.Module, params: Selector = None, output: OutputAdapter = None) -> Linearized:
-    """A network to first order in its weights around where they are now.
+    """Linearize a network in its weights, around their present values.
 
     Args:
         model: Any network that takes a tensor, a tuple ``model(*x)`` or a dict ``model(**x)``.

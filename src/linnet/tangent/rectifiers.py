@@ -35,7 +35,7 @@ _THRESHOLD = frozenset({F.threshold, torch.threshold, _THRESHOLD_IN_PLACE})
 
 
 class CappedLeakyReLU(nn.Module):
-    """A Leaky ReLU with a largest value: what becomes of ReLU6.
+    """A Leaky ReLU with a largest value: the replacement of ReLU6.
 
     Args:
         slope: Slope below zero.
@@ -54,7 +54,7 @@ class CappedLeakyReLU(nn.Module):
         self.inplace = flag("inplace", inplace)
 
     def forward(self, x: Tensor) -> Tensor:
-        """min(leaky(x), cap)."""
+        """min(leaky(x), cap), of the shape of x."""
         return leak(x, self.slope, self.cap, self.inplace)
 
     def extra_repr(self) -> str:
