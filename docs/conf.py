@@ -21,6 +21,8 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ex
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"linnet {version}"
+html_static_path = ["_static"]
+html_css_files = ["notebooks.css"]
 
 myst_heading_anchors = 3
 # Pages that name a kernel are notebooks; each is executed, and an error in a cell ends the build.
