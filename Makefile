@@ -59,6 +59,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
+# Executes the notebooks, which takes two minutes of one core.
 docs: $(DOCS_INSTALLED)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going -b html docs docs/_build/html
 

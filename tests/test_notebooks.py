@@ -73,6 +73,7 @@ def test_a_name_that_is_gone_is_found() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of torch's tensors
 @by_name
 def test_a_notebook_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import matplotlib as mpl
