@@ -31,6 +31,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 nb_execution_in_temp = True
+nb_merge_streams = True  # what a cell prints stands in one piece
 os.environ["LINNET_PROGRESS"] = "0"  # of their kernels
 
 autodoc_member_order = "bysource"
