@@ -60,6 +60,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format $(SOURCES)
 
 # A page for each public name is made in docs/api; those of names that are gone would be warnings.
+# Executes the notebooks, which takes two minutes of one core.
 docs: $(DOCS_INSTALLED)
 	rm -rf docs/api
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going -b html docs docs/_build/html

@@ -1,4 +1,4 @@
-"""Sphinx settings: MyST Markdown, the API from Google docstrings, the furo theme; needs no network.
+"""Sphinx settings: MyST Markdown, executed notebooks, the API from Google docstrings; needs no network.
 
 ``docs/api.md`` lists what is public. Each name gets a page of its own in ``docs/api``, which is made anew by
 every build. Formulas become MathML, which browsers draw without a script.
@@ -7,6 +7,7 @@ every build. Formulas become MathML, which browsers draw without a script.
 from __future__ import annotations
 
 import inspect
+import os
 import pydoc
 import re
 from functools import cached_property
@@ -15,6 +16,7 @@ from typing import Any
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx import addnodes
 
 import linnet
 
@@ -24,7 +26,7 @@ copyright = "the linnet authors"
 version = release = linnet.__version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
@@ -35,11 +37,20 @@ templates_path = ["_templates"]
 html_theme = "furo"
 html_title = f"linnet {version}"
 html_static_path = ["_static"]
-html_css_files = ["pages.css"]
+html_css_files = ["pages.css", "notebooks.css"]
 html_math_renderer = "mathml"
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
+# Pages that name a kernel are notebooks; each is executed, and an error in a cell ends the build.
+# While writing other pages: python -m sphinx -D nb_execution_mode=off docs docs/_build/html
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 600
+nb_execution_in_temp = True
+nb_merge_streams = True  # what a cell prints stands in one piece
+os.environ["LINNET_PROGRESS"] = "0"  # of their kernels
+
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_type_aliases = {"Params": "Params"}
@@ -109,7 +120,19 @@ def _formula_block(writer: Any, node: Any) -> None:
     raise nodes.SkipNode
 
 
+def _offer_notebook(app: Any, doctree: nodes.document) -> None:
+    """Put a link to the executed notebook under its title."""
+    page = app.env.docname
+    if "kernelspec" not in app.env.metadata[page]:
+        return
+    file = Path(app.env.mystnb_config.output_folder, f"{page}.ipynb")
+    target = f"/{os.path.relpath(file, app.srcdir)}"
+    link = addnodes.download_reference("", "Download this page as a notebook", reftarget=target)
+    doctree.next_node(nodes.title).parent.insert(1, nodes.paragraph("", "", link))
+
+
 def setup(app: Any) -> None:
     """Sphinx calls this."""
+    app.connect("doctree-read", _offer_notebook, priority=400)  # before files to download are collected
     app.connect("autodoc-process-docstring", _mark_shapes)
     app.add_html_math_renderer("mathml", (_formula, None), (_formula_block, None))

@@ -214,6 +214,12 @@ def test_the_merged_network_is_at_the_solution() -> None:
     assert str(merged).startswith("linearity gap 0.")
 
 
+def test_the_merged_network_has_its_own_type_where_the_fit_has_not() -> None:
+    fit, (x, _) = fitted(ridge=1e-9), data(20)
+    assert fit.module.function.dtype == torch.float64  # float32 cannot answer this ridge
+    assert fit.merge(x).network(x).dtype == torch.float32
+
+
 def test_the_gap_is_of_all_batches_together() -> None:
     fit, (x, _) = fitted(ridge=10.0), data(300)
     assert fit.merge(x).gap == pytest.approx(fit.module.gap(x), rel=1e-4)

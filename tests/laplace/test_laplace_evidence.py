@@ -174,6 +174,7 @@ def test_evidence_of_a_linear_model_recovers_noise_and_prior() -> None:
     la = problem.laplace().tune("evidence")
     assert isinstance(la.likelihood, L.Gaussian)
     assert float(la.likelihood.noise) == pytest.approx(0.3, rel=0.2)
+    assert la.summary()["likelihood"]["variance"] == pytest.approx(float(la.likelihood.noise))
     fixed = problem.laplace().tune("evidence", noise=False)
     assert fixed.likelihood.describe()["variance"] == pytest.approx(0.3)
 

@@ -61,6 +61,7 @@ def merged_network(module: Linearized, x: Inputs, classes: int | None) -> Merged
     for name, change in delta.items():
         own[name].add_(change)
         own[name].requires_grad_(True)
+    network.to((module.function.source or module.function).dtype)  # a fit may have gone on in float64
     moved = {name: t + delta[name] for name, t in function.theta.items()}
 
     def both(part: Inputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -353,7 +353,7 @@ class Laplace(PredictiveModel):
             A dict that ``json`` can write.
         """
         known: dict[str, Any] = {
-            "likelihood": self._base.describe(),
+            "likelihood": self.likelihood.describe(),
             "structure": str(word_of(self._structure)),
         }
         if self._state is None:
