@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from linnet.errors import InputError, ModelError
+from linnet.errors import InputError, LinnetError, ModelError
 from linnet.fitting.evaluation import BATCH
 from linnet.fitting.last_layer import bared, last_linear
 from linnet.linalg.factorize import cholesky
@@ -30,6 +30,7 @@ from linnet.tangent.functional import Functional, call_arguments
 from linnet.tangent.graph import plain_module
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.sizes import Axis, Prototype, Traced, resized
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,13 +146,13 @@ class Affine(nn.Module):
 @in_exact_mode
 @torch.no_grad()
 def exported_fit(
-    module: Linearized, x: Inputs, posterior: Posterior | None, kind: torch.dtype | None
-) -> nn.Module:
+    module: Linearized, like: Prototype, posterior: Posterior | None, kind: torch.dtype | None
+) -> Traced:
     """The linear model as a plain module.
 
     Args:
         module: The trained ``Linearized``.
-        x: Examples like those to come.
+        like: Examples like those to come.
         posterior: Where variances are wanted.
         kind: Type in which they are computed, if not the network's.
 
@@ -165,7 +166,7 @@ def exported_fit(
     """
     function, delta = own_network(module)
     if posterior is None:
-        return plain_module(function.model, [delta], _Mean(), x, function.output)
+        return plain_module(function.model, [delta], _Mean(), like, function.output)
     name, layer = _require_last_layer(module, function)
     phi = bared(function.model)
     old: Tensor = layer.weight.detach()
@@ -182,7 +183,7 @@ def exported_fit(
     roots = covariance_roots(torch.cat(psi), posterior)
     kind = kind or weight.dtype
     head = HeadOutputs(weight, bias, roots.to(kind), shape.to(kind))
-    return plain_module(phi, [], head, x, function.output)
+    return plain_module(phi, [], head, like, function.output)
 
 
 def _require_last_layer(module: Linearized, function: Functional) -> tuple[str, nn.Linear]:
@@ -248,16 +249,21 @@ def _root_of_inverse(matrix: Tensor, ridge: float) -> Tensor:
     return inverse.T
 
 
+Answer = Callable[[Inputs], Sequence[Tensor]]  # the fit's outputs (N, C), and their variances where wanted
+Make = Callable[[Prototype, torch.dtype | None], Traced]  # exports, variances in a type or in the network's
+
+
 @torch.no_grad()
-def checked_module(
-    make: Callable[[torch.dtype | None], nn.Module], x: Inputs, answer: Callable[[], Sequence[Tensor]]
-) -> nn.Module:
+def checked_module(make: Make, x: Inputs, answer: Answer) -> fx.GraphModule:
     """An exported module that answers as the fit does, or an error.
 
+    Sizes that the trace leaves free are tried. Where the module fails at another size at which the fit
+    answers, or answers otherwise, it is made again with that size fixed.
+
     Args:
-        make: Exports, with variances computed in a type; in that of the network for ``None``.
+        make: Exports.
         x: Examples.
-        answer: The fit's outputs there, (N, C), and their variances where they are wanted.
+        answer: What the fit says.
 
     Returns:
         The module.
@@ -265,29 +271,65 @@ def checked_module(
     Raises:
         ModelError: If the outputs are others.
     """
-    args, kwargs = call_arguments(x)
-    made = make(None)
-    mean, *variance = answer()
-    found = made(*args, **kwargs)
-    got = found[0] if variance else found
-    if _far(got, mean, torch.finfo(mean.dtype).eps ** 0.5):
-        raise ModelError(
-            f"the traced network gives other outputs, by up to {float((got - mean).abs().max()):.2g}",
-            expected="a network that computes the same whether torch.export traces it or not",
-            remedy="look for torch.autograd.Function, torch.no_grad or conditions on shapes in its forward()",
-        )
-    if not variance or not _far(found[1], variance[0], 1e-3):
-        return made
-    made = make(torch.float64)
-    if _far(made(*args, **kwargs)[1], variance[0], 1e-3):
+    like, kind = Prototype(x), None
+    try:
+        made = make(like, kind)
+    except ModelError:
+        made = make(like := like.rigid(), kind)  # where a network cannot be traced at all, this says so
+    expected = answer(x)
+    if _off(made.module, x, expected) == "variance":
+        made = make(like, kind := torch.float64)
+    wrong = _off(made.module, x, expected)
+    if wrong == "variance":
         raise ModelError(
             "the variance of the exported model is another than the fit's",
             expected="outputs that are those of the last linear layer on its features",
             remedy="export without variance=, and keep the fit in linnet for it",
         )
-    return made
+    if wrong:
+        raise ModelError(
+            f"the traced network gives other outputs, by up to {wrong}",
+            expected="a network that computes the same whether torch.export traces it or not",
+            remedy="look for torch.autograd.Function, torch.no_grad or conditions on shapes in its forward()",
+        )
+    while found := _only_so(made, x, answer):
+        made = make(like := Prototype(x, like.fixed | found), kind)
+    return made.module
+
+
+def _off(module: nn.Module, x: Inputs, expected: Sequence[Tensor]) -> str:
+    """What a module answers otherwise than the fit: nothing, the outputs, by how much, or the variance."""
+    args, kwargs = call_arguments(x)
+    found = module(*args, **kwargs)
+    got = found if len(expected) > 1 else (found,)
+    if _far(got[0], expected[0], torch.finfo(expected[0].dtype).eps ** 0.5):
+        return f"{float((got[0] - expected[0]).abs().max()):.2g}"
+    return "variance" if len(expected) > 1 and _far(got[1], expected[1], 1e-3) else ""
+
+
+def _only_so(made: Traced, x: Inputs, answer: Answer) -> frozenset[Axis]:
+    """Axes that a trace leaves free, although it holds for the traced size alone."""
+    found: set[Axis] = set()
+    for free in made.free:
+        tried = 0
+        for size in free.others():
+            other = resized(x, free, size)
+            try:
+                expected = answer(other)
+            except LinnetError:  # the network takes no such size
+                continue
+            try:
+                wrong = _off(made.module, other, expected)
+            except (RuntimeError, ValueError, IndexError):
+                wrong = "fails"
+            tried += not wrong
+            found |= set(free.axes) if wrong else set()
+        found |= set() if tried else set(free.axes)
+    return frozenset(found)
 
 
 def _far(got: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Whether numbers differ by more than a share of the largest."""
-    return bool((got - expected).abs().max() > tolerance * (expected.abs().max() + 1e-30))
+    if got.shape != expected.shape:
+        return True
+    return not bool((got - expected).abs().max() <= tolerance * (expected.abs().max() + 1e-30))

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from linnet.errors import DataError
 from linnet.fitting.export import checked_module
@@ -24,6 +24,7 @@ from linnet.tangent.batch import Inputs, observe, observed, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import gather_data
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.sizes import Prototype, Traced
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -141,7 +142,7 @@ class Fitted(PredictiveModel):
 
     # -- elsewhere -------------------------------------------------------------------------------
 
-    def export(self, x: Inputs | None = None, *, variance: bool = False) -> nn.Module:
+    def export(self, x: Inputs | None = None, *, variance: bool = False) -> fx.GraphModule:
         """The fitted model as a plain module of torch's operations, which needs nothing of linnet.
 
         It returns what ``predict`` does, for batches of any size, and works with ``torch.export``,
@@ -174,13 +175,13 @@ class Fitted(PredictiveModel):
         flag("variance", variance)
         few = self._some(x)
 
-        def answer() -> tuple[Tensor, ...]:
+        def answer(part: Inputs) -> tuple[Tensor, ...]:
             if not variance:
-                return (self.predict(few),)
-            found = self.predictive(few)
+                return (self.predict(part),)
+            found = self.predictive(part)
             return found.mean, found.variance
 
-        return checked_module(lambda kind: self._plain(few, variance, kind), few, answer)
+        return checked_module(lambda like, kind: self._plain(like, variance, kind), few, answer)
 
     def merge(self, x: Inputs | None = None) -> Merged:
         """The network at θ₀ + δ, and how far it is from the linear model.
@@ -220,7 +221,7 @@ class Fitted(PredictiveModel):
         """Examples on the network's device, or an error."""
 
     @abstractmethod
-    def _plain(self, x: Inputs, variance: bool, kind: torch.dtype | None) -> nn.Module:
+    def _plain(self, like: Prototype, variance: bool, kind: torch.dtype | None) -> Traced:
         """The model as a plain module, its variances computed in a type, or in the network's."""
 
     @abstractmethod

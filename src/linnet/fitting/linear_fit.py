@@ -48,6 +48,7 @@ from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.sizes import Prototype, Traced
 
 
 class LinearFit(SquaredFit):
@@ -369,10 +370,10 @@ class LinearFit(SquaredFit):
         """Examples on the network's device, or an error."""
         return checked_inputs(self.module, x)
 
-    def _plain(self, x: Inputs, variance: bool, kind: torch.dtype | None) -> nn.Module:
+    def _plain(self, like: Prototype, variance: bool, kind: torch.dtype | None) -> Traced:
         """The model as a plain module, its variances computed in a type, or in the network's."""
         if not variance:
-            return exported_fit(self.module, x, None, kind)
+            return exported_fit(self.module, like, None, kind)
         weighted = self.system.problem.weights is not None or observed(self.x)[1] is not None
         if weighted or self.constraints is not None:
             raise InputError(
@@ -381,7 +382,7 @@ class LinearFit(SquaredFit):
                 remedy="export without variance=, and keep the fit in linnet for it",
             )
         posterior = Posterior(self.x, self.ridge, self.noise, memory=self.memory)
-        return exported_fit(self.module, x, posterior, kind)
+        return exported_fit(self.module, like, posterior, kind)
 
     def _merged(self, x: Inputs) -> Merged:
         """The network at θ₀ + δ, compared on examples."""

@@ -2,7 +2,7 @@
 
 The network is traced by ``torch.export`` to a graph of ATen's operations; ``graph_rules`` adds the tangents
 operation by operation; and the whole is traced again, to a module that holds f₀, δ and no trace of how it was
-made. Batches may have any size.
+made. Batches may have any size, and so may images and sequences where the network allows it (``sizes``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_argumen
 from linnet.tangent.graph_rules import RULES, ZERO, Call, Tangent, bind
 from linnet.tangent.linearized import as_modules
 from linnet.tangent.modes import differentiable_kernels, has_recurrence, in_exact_mode
+from linnet.tangent.sizes import Prototype, Traced, dimensions, free_sizes, in_both, refuse_others
 
-MOST = 2**31 - 1  # examples of a batch
 Finish = Callable[[Tensor, Sequence[Tensor]], Any]  # outputs of the module, from f₀(x) and J(x)δ
 
 
@@ -163,20 +163,21 @@ def plain_module(
     model: nn.Module,
     directions: Sequence[Params],
     finish: Finish,
-    x: Inputs,
+    like: Prototype,
     output: OutputAdapter = None,
-) -> nn.Module:
+) -> Traced:
     """A module that computes something of f₀(x) and of J(x)δ for some directions δ, with torch alone.
 
     Args:
         model: The network at θ₀, in evaluation mode.
         directions: Each δ by parameter name.
         finish: What to return, from the outputs (N, C) and a tangent (N, C) for each direction.
-        x: A batch that is like those to come; two examples are traced.
+        like: A batch that is like those to come; two examples are traced.
         output: How to turn the network's result into a tensor.
 
     Returns:
-        A module of plain operations, for batches of any size.
+        A module of plain operations, for batches of any size, and the other sizes that may vary. It refuses
+        those that it does not hold for; ``meta["dynamic_shapes"]`` is what the exporters take.
 
     Raises:
         ModelError: If the network cannot be traced, or has an operation without a rule.
@@ -184,33 +185,30 @@ def plain_module(
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).eval()
         >>> delta = {name: torch.ones_like(p) for name, p in net.named_parameters()}
-        >>> plain_module(net, [delta], lambda f, t: f + t[0], torch.ones(4, 2))(torch.ones(5, 2)).shape
+        >>> like = Prototype(torch.ones(4, 2))
+        >>> plain_module(net, [delta], lambda f, t: f + t[0], like).module(torch.ones(5, 2)).shape
         torch.Size([5, 1])
     """
-    network, x = _Network(model, output), _few(x)
-    names = _names(model, x)
-    graph = _traced(network, x, names, decompose=True)
+    network, like = _Network(model, output), Prototype(_few(like.x), like.fixed)
+    names = _names(model, like.x)
+    graph, free = _traced(network, like, names, decompose=True)
     every = dict(network.named_parameters(remove_duplicate=False))
     owners: dict[int, str] = {}
     for name in dict.fromkeys(name for direction in directions for name in direction):
         owners[id(every[f"model.{name}"])] = name
     ties = {f"of.{place}": owners[id(p)] for place, p in every.items() if id(p) in owners}
-    return _traced(_WithTangents(graph, directions, ties, finish), x, names)
+    made, left = _traced(_WithTangents(graph, directions, ties, finish), like.only(free), names)
+    free = in_both(free, left)
+    refuse_others(made.graph, like.x, free)
+    made.recompile()
+    made.meta["dynamic_shapes"] = dimensions(like.only(free), names)
+    return Traced(made, free)
 
 
-def _traced(module: nn.Module, x: Inputs, names: list[str], decompose: bool = False) -> fx.GraphModule:
-    """A module as a graph of plain operations, the example axis free."""
-    args, kwargs = call_arguments(x)
-    n, size = batch_size(x), torch.export.Dim("batch", min=1, max=MOST)
-
-    def free(t: Any) -> Any:
-        if isinstance(t, Mapping):
-            return {key: free(value) for key, value in t.items()}
-        if isinstance(t, list | tuple):
-            return type(t)(free(value) for value in t)
-        return {0: size} if isinstance(t, Tensor) and t.ndim and t.shape[0] == n else None
-
-    shapes = dict(zip(names, map(free, [*args, *kwargs.values()]), strict=True))
+def _traced(module: nn.Module, like: Prototype, names: list[str], decompose: bool = False) -> Traced:
+    """A module as a graph of plain operations, the example axis and others free."""
+    args, kwargs = call_arguments(like.x)
+    shapes = dimensions(like, names)
     with warnings.catch_warnings(), differentiable_kernels(has_recurrence(module)):
         warnings.simplefilter("ignore")  # of torch's own tracing
         try:
@@ -218,7 +216,7 @@ def _traced(module: nn.Module, x: Inputs, names: list[str], decompose: bool = Fa
             made = torch.export.export(named, args, kwargs, dynamic_shapes=shapes, strict=False)
             if decompose:
                 made = _decomposed(made)
-            found = made.module()
+            found, free = made.module(), free_sizes(made)
         except LinnetError:
             raise
         except Exception as error:  # torch raises of many kinds here
@@ -228,7 +226,7 @@ def _traced(module: nn.Module, x: Inputs, names: list[str], decompose: bool = Fa
             found.graph.erase_node(node)
     found.graph.eliminate_dead_code()
     found.graph._tracer_cls = None  # torch's own cannot be made again when the module is unpickled
-    return fx.GraphModule(found, found.graph)  # one that can be put in evaluation mode as any module
+    return Traced(fx.GraphModule(found, found.graph), free)  # one that can be put in evaluation mode as any module
 
 
 class _Named(nn.Module):
