@@ -12,6 +12,7 @@ import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,15 @@ from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_argumen
 from linnet.tangent.graph_rules import RULES, ZERO, Call, Tangent, bind
 from linnet.tangent.linearized import as_modules
 from linnet.tangent.modes import differentiable_kernels, has_recurrence, in_exact_mode
-from linnet.tangent.sizes import Prototype, Traced, dimensions, free_sizes, in_both, refuse_others
+from linnet.tangent.sizes import (
+    FreeSize,
+    Prototype,
+    Traced,
+    dimensions,
+    free_sizes,
+    in_both,
+    refuse_others,
+)
 
 Finish = Callable[[Tensor, Sequence[Tensor]], Any]  # outputs of the module, from f₀(x) and J(x)δ
 
@@ -91,7 +100,7 @@ class Duals(fx.Interpreter):
             return args[0][n.args[1]]
         op = cast(torch._ops.OpOverload, n.target)
         name = _name(op)
-        floating = [t for t in _flat(value) if isinstance(t, Tensor) and t.is_floating_point()]
+        floating = [t for t in flat_values(value) if isinstance(t, Tensor) and t.is_floating_point()]
         if name in ZERO or not floating:
             return None
         own, others = self.fetch_args_kwargs_from_env(n)
@@ -118,20 +127,39 @@ def _moved(args: Any, moved: Mapping[fx.Node, Tangent]) -> Any:
     return None
 
 
-def _flat(value: Any) -> Iterator[Any]:
-    """Everything in nested sequences and dicts."""
+def name_of(node: fx.Node) -> str:
+    """The name of a node's operation, "" where it is none of torch's.
+
+    Args:
+        node: A call of a function.
+
+    Returns:
+        The name, without the namespace of ATen.
+    """
+    return _name(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def flat_values(value: Any) -> Iterator[Any]:
+    """Everything in nested sequences and dicts.
+
+    Args:
+        value: Any of them, or one value.
+
+    Yields:
+        The values.
+    """
     if isinstance(value, Mapping):
         value = list(value.values())
     if not isinstance(value, list | tuple):
         yield value
         return
     for part in value:
-        yield from _flat(part)
+        yield from flat_values(part)
 
 
 def _any(*given: Any) -> bool:
     """Whether any tangent is there."""
-    return any(isinstance(t, Tensor) for t in _flat(given))
+    return any(isinstance(t, Tensor) for t in flat_values(given))
 
 
 class _WithTangents(nn.Module):
@@ -151,7 +179,7 @@ class _WithTangents(nn.Module):
             known = dict(direction.named_parameters())
             moved.append({place: known[own] for place, own in self.ties.items() if own in known})
         duals = Duals(self.network, moved)
-        (value,) = duals.run(*_flat(args), *_flat(kwargs), enable_io_processing=False)
+        (value,) = duals.run(*flat_values(args), *flat_values(kwargs), enable_io_processing=False)
         (last,) = (n for n in self.network.graph.nodes if n.op == "output")
         tangents = [moved[last][0] for moved in duals.moved]
         return self.finish(value, [torch.zeros_like(value) if t is None else t for t in tangents])
@@ -189,19 +217,76 @@ def plain_module(
         >>> plain_module(net, [delta], lambda f, t: f + t[0], like).module(torch.ones(5, 2)).shape
         torch.Size([5, 1])
     """
+    found = network_graph(model, like, output)
+    ties = found.places(list(dict.fromkeys(name for direction in directions for name in direction)))
+    return finished(_WithTangents(found.graph, directions, ties, finish), found)
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkGraph:
+    """A network as a graph of operations that have rules.
+
+    Args:
+        graph: The graph.
+        like: The few examples that were traced.
+        names: Of the network's inputs.
+        free: Sizes that may vary.
+        parameters: Of the network, by every name.
+    """
+
+    graph: fx.GraphModule
+    like: Prototype
+    names: list[str]
+    free: list[FreeSize]
+    parameters: dict[str, nn.Parameter]
+
+    def places(self, names: Sequence[str]) -> dict[str, str]:
+        """Which of some weights stands where in the graph; tied ones in several places."""
+        owners = {id(self.parameters[f"model.{name}"]): name for name in names}
+        every = self.parameters.items()
+        return {f"of.{place}": owners[id(p)] for place, p in every if id(p) in owners}
+
+
+def network_graph(model: nn.Module, like: Prototype, output: OutputAdapter = None) -> NetworkGraph:
+    """A network as a graph.
+
+    Args:
+        model: The network at θ₀, in evaluation mode.
+        like: A batch; two examples are traced.
+        output: How to turn the network's result into a tensor.
+
+    Returns:
+        The graph.
+
+    Raises:
+        ModelError: If the network cannot be traced.
+    """
     network, like = _Network(model, output), Prototype(_few(like.x), like.fixed)
     names = _names(model, like.x)
-    graph, free = _traced(network, like, names, decompose=True)
+    with torch.no_grad():
+        graph, free = _traced(network, like, names, decompose=True)
     every = dict(network.named_parameters(remove_duplicate=False))
-    owners: dict[int, str] = {}
-    for name in dict.fromkeys(name for direction in directions for name in direction):
-        owners[id(every[f"model.{name}"])] = name
-    ties = {f"of.{place}": owners[id(p)] for place, p in every.items() if id(p) in owners}
-    made, left = _traced(_WithTangents(graph, directions, ties, finish), like.only(free), names)
-    free = in_both(free, left)
-    refuse_others(made.graph, like.x, free)
+    return NetworkGraph(graph, like.only(free), names, free, every)
+
+
+def finished(module: nn.Module, found: NetworkGraph) -> Traced:
+    """What was made of a network's graph, as a graph in its place.
+
+    Args:
+        module: What was made.
+        found: The graph of the network.
+
+    Returns:
+        A module that refuses other sizes, and the sizes that may vary.
+
+    Raises:
+        ModelError: If it cannot be traced.
+    """
+    made, left = _traced(module, found.like, found.names)
+    free = in_both(found.free, left)
+    refuse_others(made.graph, found.like.x, free)
     made.recompile()
-    made.meta["dynamic_shapes"] = dimensions(like.only(free), names)
+    made.meta["dynamic_shapes"] = dimensions(found.like.only(free), found.names)
     return Traced(made, free)
 
 
@@ -296,7 +381,7 @@ def _decomposed(made: torch.export.ExportedProgram) -> torch.export.ExportedProg
 
 def _floating(node: fx.Node) -> bool:
     """Whether a node gives real numbers."""
-    values = _flat(node.meta.get("val"))
+    values = flat_values(node.meta.get("val"))
     return any(isinstance(t, Tensor) and t.is_floating_point() for t in values)
 
 
