@@ -5,14 +5,12 @@ A = (ΨᵀΨ + ρI)⁻¹ = R Rᵀ, or the matrix JᵀΛJ + ρI of the cross-entr
 
     Var f_c(x) = σ² ψᵀ A ψ = σ² ‖Rᵀψ‖²
 
-exactly. The variance in other weights takes the derivatives of every example by itself, which a graph of
-the network does not have.
+exactly. The variance in other weights takes the derivatives of every example by itself (``export_variance``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +18,9 @@ from torch import Tensor, fx, nn
 
 from linnet.errors import InputError, LinnetError, ModelError
 from linnet.fitting.evaluation import BATCH
+from linnet.fitting.export_variance import AlongDirections, Posterior, root_of_inverse, rows_outputs
 from linnet.fitting.last_layer import bared, last_linear
+from linnet.fitting.sketch import SketchedNetwork
 from linnet.linalg.factorize import cholesky
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.batch import Inputs, split
@@ -28,28 +28,10 @@ from linnet.tangent.coordinates import Coordinates, moved_network
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, call_arguments
 from linnet.tangent.graph import plain_module
+from linnet.tangent.graph_rows import module_with_rows
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.sizes import Axis, Prototype, Traced, resized
-
-
-@dataclass(frozen=True, eq=False)
-class Posterior:
-    """What the variance of a last layer is made of, beside its features.
-
-    Args:
-        x: Training inputs, N examples.
-        ridge: ρ.
-        noise: σ².
-        curvature: Λ, (N, C, C); ``None`` for the identity.
-        memory: Budget.
-    """
-
-    x: Inputs
-    ridge: float
-    noise: float
-    curvature: Tensor | None = None
-    memory: str | int | None = None
 
 
 def own_network(module: Linearized) -> tuple[Functional, Params]:
@@ -160,14 +142,17 @@ def exported_fit(
         The module.
 
     Raises:
-        InputError: If variances are wanted of more than the last layer.
-        MemoryBudgetError: If the matrix of the last layer's weights does not fit.
+        InputError: If variances are wanted in the coordinates of a metric.
+        MemoryBudgetError: If the matrices of the variance do not fit.
         ModelError: If the network cannot be traced.
     """
     function, delta = own_network(module)
     if posterior is None:
         return plain_module(function.model, [delta], _Mean(), like, function.output)
-    name, layer = _require_last_layer(module, function)
+    last = _last_layer(function, delta)
+    if last is None:
+        return _with_rows(module, function, like, posterior, kind)
+    name, layer = last
     phi = bared(function.model)
     old: Tensor = layer.weight.detach()
     start = old.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
@@ -186,24 +171,35 @@ def exported_fit(
     return plain_module(phi, [], head, like, function.output)
 
 
-def _require_last_layer(module: Linearized, function: Functional) -> tuple[str, nn.Linear]:
+def _last_layer(function: Functional, delta: Params) -> tuple[str, nn.Linear] | None:
     """The last linear layer, if no other weight moves."""
-    remedy = (
-        'fit with linnet.linearize(model, params="last-layer"), or adapt with weight=0; or keep the fit in '
-        "linnet, whose predictive() has the variance in all weights"
-    )
-    expected = "a fit in the weights of the last linear layer, whose variance is a form of its features"
-    if isinstance(module.model, Coordinates):
-        raise InputError("variance=True of a fit in other coordinates", expected=expected, remedy=remedy)
-    name, layer = last_linear(function.model)
-    others = [other for other in function.names if other.rpartition(".")[0] != name]
-    if others:
+    owners = {name.rpartition(".")[0] for name in delta}
+    if len(owners) != 1:
+        return None
+    try:
+        name, layer = last_linear(function.model)
+    except LinnetError:
+        return None
+    return (name, layer) if owners == {name} else None
+
+
+def _with_rows(
+    module: Linearized, network: Functional, like: Prototype, posterior: Posterior, kind: torch.dtype | None
+) -> Traced:
+    """The linear model with its variance in all weights, or along the directions of a sketch."""
+    function, small = module.function, module.function.model
+    along = None
+    if isinstance(small, SketchedNetwork):
+        along = AlongDirections(small, network.names)
+    elif isinstance(small, Coordinates):
         raise InputError(
-            f"variance=True of a fit in {len(function.names)} parameters, {others[0]!r} among them",
-            expected=expected,
-            remedy=remedy,
+            f"variance=True of a fit in the coordinates of a {type(small).__name__}",
+            expected="a fit in the network's own weights, or in a sketch",
+            remedy="export without variance=, and keep the fit in linnet for it",
         )
-    return name, layer
+    delta = function.space.to_flat({name: t.detach() for name, t in module.delta.items()})
+    outputs = rows_outputs(function, delta, posterior, kind or function.dtype, along)
+    return module_with_rows(network, outputs, like)
 
 
 def covariance_roots(psi: Tensor, posterior: Posterior) -> Tensor:
@@ -221,7 +217,7 @@ def covariance_roots(psi: Tensor, posterior: Posterior) -> Tensor:
     """
     e = psi.shape[1]
     if posterior.curvature is None:
-        shared = _root_of_inverse(psi.T @ psi, posterior.ridge)
+        shared = root_of_inverse(psi.T @ psi, posterior.ridge)
         scaled: Tensor = shared[None] * posterior.noise**0.5
         return scaled
     curvature = posterior.curvature.to(psi)
@@ -233,20 +229,10 @@ def covariance_roots(psi: Tensor, posterior: Posterior) -> Tensor:
     for a in range(c):
         for b in range(c):
             whole[a, :, b] = psi.T @ (psi * curvature[:, a, b, None])
-    inverse = _root_of_inverse(whole.view(c * e, c * e), posterior.ridge).view(c, e, c * e)
+    inverse = root_of_inverse(whole.view(c * e, c * e), posterior.ridge).view(c, e, c * e)
     # the covariance of one output's weights is a block, whose own root is smaller
     blocks = [cholesky(rows @ rows.T, "covariance of an output's weights") for rows in inverse]
     return torch.stack(blocks)
-
-
-def _root_of_inverse(matrix: Tensor, ridge: float) -> Tensor:
-    """L⁻ᵀ with L Lᵀ the matrix and its ridge."""
-    damped = matrix.clone()
-    damped.diagonal().add_(ridge)
-    factor = cholesky(damped, "features + ridge")
-    eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
-    inverse: Tensor = torch.linalg.solve_triangular(factor, eye, upper=False)
-    return inverse.T
 
 
 Answer = Callable[[Inputs], Sequence[Tensor]]  # the fit's outputs (N, C), and their variances where wanted
@@ -283,7 +269,7 @@ def checked_module(make: Make, x: Inputs, answer: Answer) -> fx.GraphModule:
     if wrong == "variance":
         raise ModelError(
             "the variance of the exported model is another than the fit's",
-            expected="outputs that are those of the last linear layer on its features",
+            expected="a fit whose own variances are exact, and a last layer that is the last",
             remedy="export without variance=, and keep the fit in linnet for it",
         )
     if wrong:

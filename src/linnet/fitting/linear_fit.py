@@ -21,7 +21,8 @@ from linnet.errors import InputError
 from linnet.fitting.accuracy import answerable, sound_change
 from linnet.fitting.arguments import CRITERIA, positions, ridge_grid
 from linnet.fitting.evaluation import base_outputs, checked_inputs, count_in_words, linear_outputs
-from linnet.fitting.export import Posterior, exported_fit
+from linnet.fitting.export import exported_fit
+from linnet.fitting.export_variance import Posterior
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.fitted import SquaredFit, more_data
 from linnet.fitting.merged import Merged, merged_network

@@ -23,7 +23,8 @@ from linnet.errors import InputError
 from linnet.fitting.accuracy import answerable, sound_change
 from linnet.fitting.arguments import positions, ridge_grid
 from linnet.fitting.evaluation import base_outputs, checked_inputs, count_in_words, linear_outputs
-from linnet.fitting.export import Posterior, exported_fit
+from linnet.fitting.export import exported_fit
+from linnet.fitting.export_variance import Posterior
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import Record

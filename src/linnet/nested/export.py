@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError
 from linnet.fitting.evaluation import BATCH
-from linnet.fitting.export import Affine, HeadOutputs, Posterior, covariance_roots
+from linnet.fitting.export import Affine, HeadOutputs, covariance_roots
+from linnet.fitting.export_variance import Posterior
 from linnet.fitting.last_layer import bared, last_linear, replace_module, zero_layer
 from linnet.linalg.space import ParameterSpace
 from linnet.linear.dual import DualSystem
