@@ -72,11 +72,7 @@ def test_the_variance_where_the_bias_alone_moves() -> None:
     torch.testing.assert_close(fit.export(variance=True)(x)[1], fit.predictive(x).variance)
 
 
-def test_the_variance_of_what_is_no_form_of_features_is_refused() -> None:
-    with pytest.raises(InputError, match=r"4 parameters, '0\.weight' among them.*params=\"last-layer\""):
-        fitted().export(variance=True)
-    with pytest.raises(InputError, match="other coordinates"):
-        fitted(solver=Sketch(8)).export(variance=True)
+def test_the_variance_of_fits_with_constraints_is_refused() -> None:
     fit = fitted("last-layer")
     held = fit.constrain(data()[0][:1], groups=None, targets=torch.zeros(1, C))
     with pytest.raises(InputError, match="constraints"):

@@ -23,7 +23,7 @@ from linnet.fitting.last_layer import bared, last_linear
 from linnet.fitting.sketch import SketchedNetwork
 from linnet.linalg.factorize import cholesky
 from linnet.memory import Plan, parse_bytes, require
-from linnet.tangent.batch import Inputs, split
+from linnet.tangent.batch import Inputs, split, take
 from linnet.tangent.coordinates import Coordinates, moved_network
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, call_arguments
@@ -243,7 +243,7 @@ Make = Callable[[Prototype, torch.dtype | None], Traced]  # exports, variances i
 def checked_module(make: Make, x: Inputs, answer: Answer) -> fx.GraphModule:
     """An exported module that answers as the fit does, or an error.
 
-    Sizes that the trace leaves free are tried. Where the module fails at another size at which the fit
+    A batch of one is tried, and the sizes that the trace leaves free. Where the module fails at another size at which the fit
     answers, or answers otherwise, it is made again with that size fixed.
 
     Args:
@@ -262,10 +262,14 @@ def checked_module(make: Make, x: Inputs, answer: Answer) -> fx.GraphModule:
         made = make(like, kind)
     except ModelError:
         made = make(like := like.rigid(), kind)  # where a network cannot be traced at all, this says so
-    expected = answer(x)
-    if _off(made.module, x, expected) == "variance":
+    tried = [(part, answer(part)) for part in (x, take(x, slice(0, 1)))]
+
+    def off() -> str:
+        return next(filter(None, (_off(made.module, *one) for one in tried)), "")
+
+    if off() == "variance":
         made = make(like, kind := torch.float64)
-    wrong = _off(made.module, x, expected)
+    wrong = off()
     if wrong == "variance":
         raise ModelError(
             "the variance of the exported model is another than the fit's",

@@ -12,7 +12,7 @@ import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -282,11 +282,15 @@ def finished(module: nn.Module, found: NetworkGraph) -> Traced:
     Raises:
         ModelError: If it cannot be traced.
     """
-    made, left = _traced(module, found.like, found.names)
+    like = found.like
+    try:
+        made, left = _traced(module, like, found.names)
+    except ModelError:  # torch cannot always prove what holds for a batch of one
+        made, left = _traced(module, like := replace(like, alone=False), found.names)
     free = in_both(found.free, left)
-    refuse_others(made.graph, found.like.x, free)
+    refuse_others(made.graph, like.x, free)
     made.recompile()
-    made.meta["dynamic_shapes"] = dimensions(found.like.only(free), found.names)
+    made.meta["dynamic_shapes"] = dimensions(like.only(free), found.names)
     return Traced(made, free)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from linnet.errors import ModelError
+from linnet.errors import LinnetError, ModelError
 from linnet.tangent.batch import batch_size, tensors_in
 from linnet.tangent.functional import Functional
 from linnet.tangent.graph import finished, flat_values, name_of, network_graph
@@ -256,6 +256,7 @@ def _convolution(call: Mapping[str, Any], own: Mapping[str, Tensor], count: Any,
     return out if bias is None else out + bias.reshape(-1 if "bias" in own else 1, out.shape[1], *(1,) * axes)
 
 
+_ELSEWHERE = "leave that layer out of params= of linnet.linearize, or keep the fit in linnet for variances"
 Shape = Callable[[Tensor, bool], Tensor]  # of numbers of all examples, or of each
 
 
@@ -405,17 +406,29 @@ def module_with_rows(function: Functional, finish: FinishRows, like: Prototype) 
         }
         runner = EachOwn(graph, known, own)
         value = runner.run(*repeated, enable_io_processing=False)
-        value = next(flat_values(value)).reshape(size, outputs, outputs).diagonal(dim1=1, dim2=2)
+        value = next(flat_values(value)).reshape(size, outputs, outputs)
+        eye = torch.eye(outputs, dtype=value.dtype, device=value.device)
+        value = (value * eye).sum(2)  # of each its own output; a diagonal's gradient is written in place
         found = torch.autograd.grad(value.sum(), list(moves.values()), allow_unused=True)
         rows = [torch.zeros_like(z) if g is None else g for g, z in zip(found, moves.values(), strict=True)]
         return [value.detach(), *(g.reshape(size, outputs, *g.shape[1:]) for g in rows)]
 
     mode = inputs[0].fake_mode
-    with mode, enable_python_dispatcher(), torch.enable_grad():
-        fake = [mode.from_tensor(t.detach(), static_shapes=True) for t in state.values()]
-        made = make_fx(rows)(*fake, *inputs)
-    with torch.no_grad():
-        return finished(_Bound(made, list(state.values()), finish), found)
+    try:
+        with mode, enable_python_dispatcher(), torch.enable_grad():
+            fake = [mode.from_tensor(t.detach(), static_shapes=True) for t in state.values()]
+            made = make_fx(rows)(*fake, *inputs)
+        with torch.no_grad():
+            return finished(_Bound(made, list(state.values()), finish), found)
+    except LinnetError:
+        raise
+    except Exception as error:  # torch raises of many kinds here
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"the derivatives of every example cannot be traced: {first[:200]}",
+            expected="layers whose weights meet the examples in products, convolutions, norms and embeddings",
+            remedy=_ELSEWHERE,
+        ) from error
 
 
 def _repeated(t: Tensor, count: int) -> Tensor:
@@ -428,5 +441,5 @@ def _without_rule(name: str) -> ModelError:
     return ModelError(
         f"a weight enters aten::{name}, for which linnet.tangent.graph_rows has no rule",
         expected="weights of linear layers, convolutions, normalizations, embeddings, and scales",
-        remedy="leave that layer out of params= of linnet.linearize, or keep the fit in linnet for variances",
+        remedy=_ELSEWHERE,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ class Prototype:
     Args:
         x: A batch.
         fixed: Axes that keep their sizes; all others vary where the network allows it.
+        alone: Whether exporters are to be told that a batch may be of one example.
 
     Example:
         >>> Prototype(torch.ones(2, 3, 4)).rigid().fixed == {(0, 1), (0, 2)}
@@ -37,15 +38,16 @@ class Prototype:
 
     x: Inputs
     fixed: frozenset[Axis] = frozenset()
+    alone: bool = True
 
     def rigid(self) -> Prototype:
         """The same with no axis free but that of the examples."""
         every = enumerate(tensors_in(self.x))
-        return Prototype(self.x, frozenset((i, d) for i, t in every for d in range(1, t.ndim)))
+        return replace(self, fixed=frozenset((i, d) for i, t in every for d in range(1, t.ndim)))
 
     def only(self, free: Sequence[FreeSize]) -> Prototype:
         """The same with no axis free but these, and that of the examples."""
-        return Prototype(self.x, self.rigid().fixed - {axis for one in free for axis in one.axes})
+        return replace(self, fixed=self.rigid().fixed - {axis for one in free for axis in one.axes})
 
 
 class FreeSize(NamedTuple):
@@ -116,8 +118,9 @@ def dimensions(like: Prototype, names: Sequence[str]) -> dict[str, Any]:
     Returns:
         Its ``dynamic_shapes``: axes that may vary, by the names of the arguments.
     """
-    n, batch = batch_size(like.x), torch.export.Dim("batch", min=1, max=MOST)
-    auto, found = torch.export.Dim.AUTO, iter(range(len(tensors_in(like.x))))
+    n, auto = batch_size(like.x), torch.export.Dim.AUTO
+    batch = torch.export.Dim("batch", min=1, max=MOST) if like.alone else auto
+    found = iter(range(len(tensors_in(like.x))))
 
     def free(t: Any) -> Any:
         if isinstance(t, Mapping):
