@@ -84,10 +84,11 @@ def test_the_closure_finds_torchvision_behind_markers_and_extras() -> None:
 
 
 def test_extras_bring_what_they_promise() -> None:
-    assert set(EXTRAS) == {"text", "gp", "sklearn", "app", "dev", "docs"}
+    assert set(EXTRAS) == {"text", "gp", "sklearn", "onnx", "app", "dev", "docs"}
     assert "transformers" in closure(["linnet-torch[text]"])
     assert {"gpytorch", "botorch", "linear-operator"} <= closure(["linnet-torch[gp]"]).keys()
     assert "scikit-learn" in closure(["linnet-torch[sklearn]"])
+    assert {"onnx", "onnxscript", "onnxruntime"} <= closure(["linnet-torch[onnx]"]).keys()
     assert closure(["linnet-torch[app]"]).keys() == closure(["linnet-torch"]).keys()
 
 

@@ -243,8 +243,8 @@ Make = Callable[[Prototype, torch.dtype | None], Traced]  # exports, variances i
 def checked_module(make: Make, x: Inputs, answer: Answer) -> fx.GraphModule:
     """An exported module that answers as the fit does, or an error.
 
-    A batch of one is tried, and the sizes that the trace leaves free. Where the module fails at another size at which the fit
-    answers, or answers otherwise, it is made again with that size fixed.
+    A batch of one is tried, and the sizes that the trace leaves free. Where the module fails at another size
+    at which the fit answers, or answers otherwise, it is made again with that size fixed.
 
     Args:
         make: Exports.
@@ -291,7 +291,7 @@ def _off(module: nn.Module, x: Inputs, expected: Sequence[Tensor]) -> str:
     """What a module answers otherwise than the fit: nothing, the outputs, by how much, or the variance."""
     args, kwargs = call_arguments(x)
     found = module(*args, **kwargs)
-    got = found if len(expected) > 1 else (found,)
+    got: Sequence[Tensor] = found if len(expected) > 1 else (found,)
     if _far(got[0], expected[0], torch.finfo(expected[0].dtype).eps ** 0.5):
         return f"{float((got[0] - expected[0]).abs().max()):.2g}"
     return "variance" if len(expected) > 1 and _far(got[1], expected[1], 1e-3) else ""

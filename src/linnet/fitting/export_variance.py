@@ -77,8 +77,10 @@ class RowsOutputs(nn.Module):
         Returns:
             Both (N, C).
         """
-        j = torch.cat([row.reshape(*value.shape, -1) for row in rows], 2) if self.along is None else None
-        j = self.along(value, rows) if j is None else j
+        if self.along is None:
+            j = torch.cat([row.reshape(*value.shape, -1) for row in rows], 2)
+        else:
+            j = self.along(value, rows)
         mean = value + j @ self.delta
         j = j.to(self.factor.dtype)
         held = (j @ self.factor).square().sum(2)
@@ -100,7 +102,9 @@ class AlongDirections(nn.Module):
         for i, basis in enumerate(small.bases):
             for name, tensor in basis.tensors.items():
                 self.register_buffer(f"basis_{i}_{name}", tensor)
-        self.register_buffer("scales", torch.ones_like(small.epsilon) if small.scales is None else small.scales)
+        self.register_buffer(
+            "scales", torch.ones_like(small.epsilon) if small.scales is None else small.scales
+        )
 
     def forward(self, value: Tensor, rows: Sequence[Tensor]) -> Tensor:
         """J H, (N, C, D).
@@ -116,7 +120,9 @@ class AlongDirections(nn.Module):
         parts = []
         for i, (kind, layer) in enumerate(self.kinds):
             prefix = f"basis_{i}_"
-            own = {name.removeprefix(prefix): t for name, t in self.named_buffers() if name.startswith(prefix)}
+            own = {
+                name.removeprefix(prefix): t for name, t in self.named_buffers() if name.startswith(prefix)
+            }
             parts.append(restored_basis(kind, layer, own).projected([columns[name] for name in layer.names]))
         along: Tensor = torch.cat(parts).T.unflatten(0, value.shape) * self.get_buffer("scales")
         return along.to(value.dtype)
@@ -177,7 +183,8 @@ def rows_outputs(
 def _root(curvature: Tensor) -> Tensor:
     """Λ^(1/2), (N, C, C)."""
     values, vectors = torch.linalg.eigh(curvature)
-    return (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
+    root: Tensor = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
+    return root
 
 
 def root_of_inverse(matrix: Tensor, ridge: float) -> Tensor:

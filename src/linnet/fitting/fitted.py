@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from linnet.errors import DataError
 from linnet.fitting.export import checked_module
@@ -146,14 +146,17 @@ class Fitted(PredictiveModel):
         """The fitted model as a plain module of torch's operations, which needs nothing of linnet.
 
         It returns what ``predict`` does, for batches of any size, and works with ``torch.export``,
-        ``torch.onnx.export(..., dynamo=True)`` and ``torch.compile``. It is compared with the fit before it
-        is returned.
+        ``torch.onnx.export(..., dynamo=True)`` and ``torch.compile``. Images and sequences may have other
+        sizes where the network allows it; ``module.meta["dynamic_shapes"]`` says which axes vary, as the
+        exporters take it, and the module refuses other sizes. It is compared with the fit, at other sizes
+        too, before it is returned.
 
         Args:
             x: Examples like those to come; by default training examples.
             variance: Whether it returns the variance of each output (N, C) beside the outputs, that of
-                ``predictive``: for fits in the weights of the last linear layer, and for ``linnet.adapt``
-                where the lower layers take no part.
+                ``predictive``: exact in the last linear layer, in all weights as far as a factor of P times
+                the fewer of P and N·C numbers fits the memory, along the directions of a sketch, and for
+                ``linnet.adapt`` where the lower layers take no part.
 
         Returns:
             The module in evaluation mode: from the network's own inputs to outputs (N, C), or to both.
@@ -161,7 +164,7 @@ class Fitted(PredictiveModel):
         Raises:
             DataError: If x is empty or not finite.
             InputError: If the variance is of another kind of fit.
-            MemoryBudgetError: If a module of ``linnet.adapt`` would hold too many directions.
+            MemoryBudgetError: If the variance, or a module of ``linnet.adapt``, would hold too much.
             ModelError: If ``torch.export`` cannot trace the network, or it has an operation without a rule.
 
         Example:

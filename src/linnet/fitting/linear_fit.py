@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.fitting.accuracy import answerable, sound_change

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.fitting.accuracy import answerable, sound_change

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.fitting.arguments import positions, ridge_grid
@@ -43,6 +43,7 @@ from linnet.tangent.batch import (
 )
 from linnet.tangent.functional import Functional
 from linnet.tangent.hashing import hash_examples
+from linnet.tangent.sizes import Prototype, Traced
 
 
 class NestedFit(SquaredFit):

@@ -30,7 +30,8 @@ FinishRows = Callable[[Tensor, Sequence[Tensor]], Any]  # from f₀(x) (N, C), a
 
 _BY_NUMBER = frozenset({
     "add", "sub", "rsub", "mul", "div", "neg", "pow", "exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh",
-    "sigmoid", "relu", "abs", "silu", "gelu", "where", "clone", "alias", "_to_copy", "maximum", "minimum", "clamp",
+    "sigmoid", "relu", "abs", "silu", "gelu", "where", "clone", "alias", "_to_copy", "maximum", "minimum",
+    "clamp",
 })  # fmt: skip
 _OF_AXES = frozenset({
     "transpose", "slice", "select", "unsqueeze", "squeeze", "split", "split_with_sizes", "unbind",
@@ -63,8 +64,9 @@ class EachOwn(fx.Interpreter):
         super().__init__(graph, garbage_collect_values=False)
         self.extra_traceback = False  # which would go into the text of our errors
         self.state, self.own = state, own
-        self.count = next(iter(own.values())).shape[0]
-        (self.symbol,) = self.count.node.expr.free_symbols
+        count: Any = next(iter(own.values())).shape[0]
+        (self.symbol,) = count.node.expr.free_symbols
+        self.count = count
         self.weights: set[fx.Node] = set()  # whose value has that axis where the graph has none
         self.places: dict[fx.Node, Place] = {}  # of values with an example axis of their own
 
@@ -107,7 +109,9 @@ class EachOwn(fx.Interpreter):
         own = {key: call[key] for key, node in nodes.items() if isinstance(node, fx.Node) and node in mine}
         if not mine and name in _PLAIN:
             return _PLAIN[name](call)
-        if name == "expand" and mine and self._has_examples(call["size"]):  # a token in front of every example
+        if (
+            name == "expand" and mine and self._has_examples(call["size"])
+        ):  # a token in front of every example
             dim = next(d for d, size in enumerate(call["size"]) if self._has_examples([size]))
             return _beside(own["self"], len(call["size"]), dim).expand(call["size"])
         if mine and not examples:
@@ -253,7 +257,9 @@ def _convolution(call: Mapping[str, Any], own: Mapping[str, Tensor], count: Any,
         out = torch.matmul(matrix, patches.unflatten(1, (groups, -1)))
         out = out.reshape(x.shape[0], rows, *size)
         out = out.squeeze(2) if axes == 1 else out
-    return out if bias is None else out + bias.reshape(-1 if "bias" in own else 1, out.shape[1], *(1,) * axes)
+    if bias is not None:
+        out = out + bias.reshape(-1 if "bias" in own else 1, out.shape[1], *(1,) * axes)
+    return cast(Tensor, out)
 
 
 _ELSEWHERE = "leave that layer out of params= of linnet.linearize, or keep the fit in linnet for variances"
@@ -261,7 +267,7 @@ Shape = Callable[[Tensor, bool], Tensor]  # of numbers of all examples, or of ea
 
 
 def _scaled(unit: Tensor, call: Mapping[str, Any], own: Mapping[str, Tensor], shape: Shape) -> Tensor:
-    """unit · weight + bias."""
+    """Unit · weight + bias."""
     for name, combine in (("weight", torch.mul), ("bias", torch.add)):
         if call[name] is not None:
             unit = combine(unit, shape(call[name], name in own))
@@ -401,9 +407,7 @@ def module_with_rows(function: Functional, finish: FinishRows, like: Prototype) 
         moves = {name: flat[0].new_zeros(size * outputs, *shape) for name, shape in shapes.items()}
         for z in moves.values():
             z.requires_grad_()
-        own = {
-            place: known[place].detach() + moves[name] for place, name in places.items() if place in known
-        }
+        own = {place: known[place].detach() + moves[name] for place, name in places.items() if place in known}
         runner = EachOwn(graph, known, own)
         value = runner.run(*repeated, enable_io_processing=False)
         value = next(flat_values(value)).reshape(size, outputs, outputs)
@@ -413,13 +417,20 @@ def module_with_rows(function: Functional, finish: FinishRows, like: Prototype) 
         rows = [torch.zeros_like(z) if g is None else g for g, z in zip(found, moves.values(), strict=True)]
         return [value.detach(), *(g.reshape(size, outputs, *g.shape[1:]) for g in rows)]
 
+    made = _traced_rows(rows, list(state.values()), inputs)
+    with torch.no_grad():
+        return finished(_Bound(made, list(state.values()), finish), found)
+
+
+def _traced_rows(
+    rows: Callable[..., list[Tensor]], state: Sequence[Tensor], inputs: Sequence[Any]
+) -> fx.GraphModule:
+    """The rows as a graph, from inputs of free sizes."""
     mode = inputs[0].fake_mode
     try:
         with mode, enable_python_dispatcher(), torch.enable_grad():
-            fake = [mode.from_tensor(t.detach(), static_shapes=True) for t in state.values()]
-            made = make_fx(rows)(*fake, *inputs)
-        with torch.no_grad():
-            return finished(_Bound(made, list(state.values()), finish), found)
+            fake = [mode.from_tensor(t.detach(), static_shapes=True) for t in state]
+            return make_fx(rows)(*fake, *inputs)
     except LinnetError:
         raise
     except Exception as error:  # torch raises of many kinds here

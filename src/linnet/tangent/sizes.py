@@ -178,7 +178,7 @@ def free_sizes(made: torch.export.ExportedProgram) -> list[FreeSize]:
     hints: dict[Any, int] = {}
     for i, shape in enumerate(_shapes(made)):
         for d, size in enumerate(shape):
-            if d and isinstance(size, torch.SymInt):
+            if d and not isinstance(size, int):
                 places.setdefault(size.node.expr, []).append((i, d))
                 hints[size.node.expr] = size.node.hint
     found = []
@@ -191,7 +191,7 @@ def free_sizes(made: torch.export.ExportedProgram) -> list[FreeSize]:
     return found
 
 
-def _shapes(made: torch.export.ExportedProgram) -> list[torch.Size]:
+def _shapes(made: torch.export.ExportedProgram) -> list[Sequence[int | torch.SymInt]]:
     """Shapes of the input tensors, sizes that vary as symbols."""
     inputs = set(made.graph_signature.user_inputs)
     nodes = (node for node in made.graph.nodes if node.op == "placeholder" and node.name in inputs)

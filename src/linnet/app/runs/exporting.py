@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from linnet.app.data import ImageTransform, Standardize
 from linnet.app.runs.folder import SavedRun
+from linnet.distribution import install_command
 from linnet.errors import DependencyError, InputError
 from linnet.files import write_atomic
 from linnet.memory import format_bytes
@@ -119,7 +120,7 @@ def check_export(path: Path) -> None:
             f"ONNX files are written with {' and '.join(missing)}, which "
             f"{'is' if len(missing) == 1 else 'are'} not installed",
             expected="the packages that torch.onnx.export needs",
-            remedy="pip install onnx onnxscript, or write --out model.pt2",
+            remedy=f"{install_command('onnx')}, or write --out model.pt2",
         )
 
 
@@ -207,9 +208,7 @@ def _columns(run: SavedRun) -> list[str] | None:
 
 def _told_input(example: Tensor, run: SavedRun, free: Set[int]) -> str:
     """The input in words."""
-    sizes = " × ".join(
-        "any" if d in free else str(size) for d, size in enumerate(example.shape[1:], start=1)
-    )
+    sizes = " × ".join("any" if d in free else str(size) for d, size in enumerate(example.shape[1:], start=1))
     if isinstance(run.transforms[0], ImageTransform):
         return f"images, uint8 (N, H, W, C), each {sizes}"
     return f"rows, {str(example.dtype).removeprefix('torch.')}, each {sizes}"
