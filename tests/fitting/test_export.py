@@ -178,6 +178,7 @@ def of_images(between: Callable[[Tensor], Tensor], width: int = 3, params: Any =
     return linnet.fit(linnet.linearize(net, params=params), (IMAGES, torch.arange(N) % C), ridge=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("params", [None, "last-layer"])
 def test_images_of_other_sizes(params: Any) -> None:
     fit = of_images(nn.AdaptiveAvgPool2d((2, 2)), 12, params)
@@ -190,6 +191,7 @@ def test_images_of_other_sizes(params: Any) -> None:
             torch.testing.assert_close(variance, fit.predictive(x).variance)
 
 
+@pytest.mark.long
 def test_sizes_that_the_network_or_its_graph_fixes_stay() -> None:
     flat = of_images(nn.Identity(), 72).export()  # 3 · 6 · 4 numbers of the last layer
     assert list(flat.meta["dynamic_shapes"]["x"]) == [0]

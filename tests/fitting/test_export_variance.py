@@ -31,8 +31,8 @@ def fitted(n: int, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     ("n", "options"),
     [
         (12, {}),  # fewer outputs of training examples than weights
-        (30, CROSS),  # more
         (12, {"solver": Sketch(16)}),
+        pytest.param(30, CROSS, marks=pytest.mark.long),  # more
         pytest.param(12, CROSS, marks=pytest.mark.long),
         pytest.param(30, {}, marks=pytest.mark.long),
         pytest.param(30, {"solver": "cg", "ridge": 1.0}, marks=pytest.mark.long),

@@ -64,9 +64,8 @@ class Small(nn.Module):
         return self.head(self.norm(self.conv(h.mT).mT).tanh().mean(1))
 
 
-@pytest.mark.parametrize(
-    "params", [None, pytest.param(["table.weight", "conv.bias", "head.bias"], marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("params", [None, ["table.weight", "conv.bias", "head.bias"]])
 def test_rows_of_some_weights_for_batches_and_lengths_of_any_size(params: list[str] | None) -> None:
     torch.manual_seed(0)
     function = Functional(Small().double(), params)

@@ -44,6 +44,7 @@ def test_images_of_any_size_where_the_layers_take_them() -> None:
         made.module(torch.ones(2, 3, 8, 6))
 
 
+@pytest.mark.long
 def test_sizes_that_are_asked_to_stay() -> None:
     net = Through(lambda h: h.mean((2, 3)))
     assert [one.axes for one in traced(net, fixed=frozenset({(0, 3)})).free] == [((0, 2),)]
@@ -53,21 +54,14 @@ def test_sizes_that_are_asked_to_stay() -> None:
 
 
 def test_a_branch_holds_on_its_side_alone() -> None:
-    net = Through(lambda h: (2 * h if h.shape[2] > 4 else h).mean((2, 3)))
+    net = Through(lambda h: (2 * h if 4 < h.shape[2] < 10 else h).mean((2, 3)))
     made = traced(net)
-    assert made.free[0].least == 5
+    assert (made.free[0].least, made.free[0].most) == (5, 9)
     torch.testing.assert_close(made.module(X[:, :, :5]), net(X[:, :, :5]).detach())
     with pytest.raises(RuntimeError, match="dimension 2 of x must be at least 5"):
         made.module(X[:, :, :4])
-    made = traced(Through(lambda h: (2 * h if h.shape[2] < 10 else h).mean((2, 3))))
     with pytest.raises(RuntimeError, match="dimension 2 of x must be at most 9"):
         made.module(torch.ones(1, 2, 10, 6))
-
-
-def test_flattened_images_keep_their_size() -> None:
-    made = traced(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(1), nn.Linear(72, 2)))
-    with pytest.raises(RuntimeError):
-        made.module(torch.ones(1, 2, 9, 6))
 
 
 class Masked(nn.Module):

@@ -169,7 +169,7 @@ class Fitted(PredictiveModel):
 
         Example:
             >>> import linnet
-            >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+            >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
             >>> x = torch.linspace(-1, 1, 20).view(10, 2)
             >>> fit = linnet.fit(linnet.linearize(net, params="last-layer"), (x, x[:, :1]))
             >>> [out.shape for out in fit.export(variance=True)(x)]
@@ -201,7 +201,7 @@ class Fitted(PredictiveModel):
 
         Example:
             >>> import linnet
-            >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+            >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
             >>> x = torch.linspace(-1, 1, 20).view(10, 2)
             >>> merged = linnet.fit(linnet.linearize(net, params="last-layer"), (x, x[:, :1])).merge()
             >>> merged.network(x).shape, merged.gap < 1e-5
