@@ -326,6 +326,46 @@ def _with_padding(call: Mapping[str, Any], found: Tensor) -> Tensor:
     return torch.where((call["indices"] == call["padding_idx"]).unsqueeze(-1), found.detach(), found)
 
 
+def _picked(call: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The largest of every window, found without derivatives and taken with them."""
+    x = call["self"]
+    _, index = _again(call, {"self": x.detach()})
+    axes = 3 if "3d" in call["op"]._schema.name else 2
+    flat = x.flatten(-axes).gather(-1, index.flatten(-axes))
+    return flat.reshape(index.shape), index
+
+
+def _adaptive_mean(call: Mapping[str, Any]) -> Tensor:
+    """Means of windows of a changing size, as products with matrices."""
+    x, (height, width) = call["self"], call["output_size"]
+    return _windows(x, x.shape[-2], height) @ x @ _windows(x, x.shape[-1], width).mT
+
+
+def _windows(like: Tensor, size: Any, count: Any) -> Tensor:
+    """The means over windows of an axis, (count, size)."""
+    window, place = (torch.arange(n, device=like.device) for n in (count, size))
+    start, stop = window * size // count, ((window + 1) * size + count - 1) // count
+    within = (place >= start[:, None]) & (place < stop[:, None])
+    return within.to(like.dtype) / (stop - start).to(like.dtype)[:, None]
+
+
+def _mean_of_windows(call: Mapping[str, Any]) -> Tensor:
+    """Means of windows, as those of patches."""
+    x, kernel = call["self"], _pair(call["kernel_size"])
+    plain = call["count_include_pad"] or not any(call["padding"])
+    if call["ceil_mode"] or call["divisor_override"] is not None or not plain or x.dim() != 4:
+        return cast(Tensor, _again(call, {}))
+    stride, padding = _pair(call["stride"] or kernel), _pair(call["padding"])
+    size = [(x.shape[2 + i] + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i in range(2)]
+    patches = torch.ops.aten.im2col.default(x, kernel, [1, 1], padding, stride)
+    return patches.unflatten(1, (x.shape[1], -1)).mean(2).reshape(*x.shape[:2], *size)
+
+
+def _pair(given: Sequence[int]) -> list[int]:
+    """A number for each of two axes."""
+    return list(given) * 2 if len(given) == 1 else list(given)
+
+
 _MAIN = ("input", "mat1", "self", "indices")  # what operations call the numbers of the examples
 _DATA: dict[str, Callable[..., Any]] = {
     "mm": _product,
@@ -338,11 +378,17 @@ _DATA: dict[str, Callable[..., Any]] = {
     "_native_batch_norm_legit": _batch_norm,
     "embedding": _embedding,
 }
-# operations in another form, that can be differentiated here
+# operations in another form, whose derivatives are operations that exporters know
 _PLAIN: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "linnet::constant": lambda call: call["x"].detach(),
     "view": lambda call: call["self"].reshape(call["size"]),  # strides may differ
     "_unsafe_view": lambda call: call["self"].reshape(call["size"]),
+    "max_pool2d_with_indices": _picked,
+    "max_pool3d_with_indices": _picked,
+    "adaptive_max_pool2d": _picked,
+    "adaptive_max_pool3d": _picked,
+    "_adaptive_avg_pool2d": _adaptive_mean,
+    "avg_pool2d": _mean_of_windows,
     "copy": lambda call: call["src"].expand(call["self"].shape).to(call["self"].dtype),
 }
 
