@@ -173,9 +173,9 @@ class Images(nn.Module):
         return self.head(self.between(torch.tanh(self.conv(x))).flatten(1))
 
 
-def of_images(between: Callable[[Tensor], Tensor], width: int = 3, params: Any = None) -> Any:
-    net = Images(between, width)
-    return linnet.fit(linnet.linearize(net, params=params), (IMAGES, torch.arange(N) % C), ridge=0.1)
+def of_images(between: Callable[[Tensor], Tensor], width: int = 3, params: Any = None, **options: Any) -> Any:
+    lin = linnet.linearize(Images(between, width), params=params)
+    return linnet.fit(lin, (IMAGES, torch.arange(N) % C), ridge=0.1, **options)
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 import linnet
 from linnet.errors import InputError, MemoryBudgetError
 from linnet.fitting import Sketch
-from tests.fitting.test_export import C, data, network, of_images
+from tests.fitting.test_export import IMAGES, C, data, network, of_images
 
 CROSS = {"loss": "cross-entropy", "ridge": 0.1}
 
@@ -19,7 +20,7 @@ CROSS = {"loss": "cross-entropy", "ridge": 0.1}
 def agree(fit: Any, x: torch.Tensor) -> None:
     mean, variance = fit.export(variance=True)(x)
     torch.testing.assert_close(mean, fit.predict(x))
-    torch.testing.assert_close(variance, fit.predictive(x).variance)
+    torch.testing.assert_close(variance, fit.predictive(x).variance, rtol=1e-6, atol=1e-9)
 
 
 def fitted(n: int, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
@@ -64,6 +65,28 @@ def test_the_variance_at_other_sizes_of_images() -> None:
         mean, variance = module(x)
         torch.testing.assert_close(mean, fit.predict(x), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(variance, fit.predictive(x).variance, rtol=1e-3, atol=1e-5)
+
+
+POOLED = nn.Sequential(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d((2, 1)))
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of the packages that write the file
+@pytest.mark.parametrize("options", [{}, {"solver": Sketch(20)}])
+def test_another_runtime_gives_the_variance(options: dict[str, Any], tmp_path: Path) -> None:
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package)
+    runtime = pytest.importorskip("onnxruntime")
+    fit = of_images(POOLED, 6, **options)
+    module = fit.export(variance=True)
+    torch.onnx.export(
+        module, (IMAGES,), tmp_path / "m.onnx", dynamo=True, verbose=False,
+        dynamic_shapes=module.meta["dynamic_shapes"],
+    )  # fmt: skip
+    x = torch.randn(1, 2, 11, 7, generator=torch.Generator().manual_seed(8))
+    found = runtime.InferenceSession(tmp_path / "m.onnx").run(None, {"x": x.numpy()})
+    for got, expected in zip(found, (fit.predict(x), fit.predictive(x).variance), strict=True):
+        torch.testing.assert_close(torch.from_numpy(got), expected, rtol=1e-3, atol=1e-5)
 
 
 def test_a_factor_that_does_not_fit_names_its_size_and_the_sketch() -> None:
