@@ -100,7 +100,7 @@ class EachOwn(fx.Interpreter):
         mine, examples = (
             [m for m in n.all_input_nodes if m in known] for known in (self.weights, self.places)
         )
-        if not name or not (mine or name in _PLAIN or (name in _DATA and name not in ("mm", "addmm", "bmm"))):
+        if not name or not (mine or name in _PLAIN or (examples and name in _ALWAYS)):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         op = cast(torch._ops.OpOverload, n.target)
@@ -109,9 +109,7 @@ class EachOwn(fx.Interpreter):
         own = {key: call[key] for key, node in nodes.items() if isinstance(node, fx.Node) and node in mine}
         if not mine and name in _PLAIN:
             return _PLAIN[name](call)
-        if (
-            name == "expand" and mine and self._has_examples(call["size"])
-        ):  # a token in front of every example
+        if name == "expand" and self._has_examples(call["size"]):  # a token before those of every example
             dim = next(d for d, size in enumerate(call["size"]) if self._has_examples([size]))
             return _beside(own["self"], len(call["size"]), dim).expand(call["size"])
         if mine and not examples:
@@ -378,6 +376,7 @@ _DATA: dict[str, Callable[..., Any]] = {
     "_native_batch_norm_legit": _batch_norm,
     "embedding": _embedding,
 }
+_ALWAYS = _DATA.keys() - {"mm", "addmm", "bmm"}  # whose derivatives are others in this form
 # operations in another form, whose derivatives are operations that exporters know
 _PLAIN: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "linnet::constant": lambda call: call["x"].detach(),
