@@ -76,6 +76,25 @@ def test_rows_of_some_weights_for_batches_and_lengths_of_any_size(params: list[s
         torch.testing.assert_close(module(part)[1], jacobian(function, part))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "pools",
+    [
+        (nn.MaxPool2d(3, 2, 1), nn.AdaptiveAvgPool2d((2, 3))),
+        (nn.AvgPool2d(3, 2, 1), nn.AdaptiveMaxPool2d(2)),
+        (nn.AvgPool2d(3, 2, 1, count_include_pad=False), nn.AdaptiveAvgPool2d(1)),
+    ],
+)
+def test_rows_behind_pools(pools: tuple[nn.Module, ...]) -> None:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Tanh(), *pools, nn.Flatten())
+    function = Functional(nn.Sequential(body, nn.Linear(body(torch.zeros(1, 1, 9, 8)).shape[1], 2)).double())
+    x = torch.randn(3, 1, 12, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    module = module_with_rows(function, joined, Prototype(x[:, :, :9, :8])).module
+    for part in (x[:, :, :9, :8], x):
+        torch.testing.assert_close(module(part)[1], jacobian(function, part))
+
+
 def test_weights_without_a_rule_are_named() -> None:
     class Solved(nn.Module):
         def __init__(self) -> None:

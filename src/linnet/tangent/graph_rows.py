@@ -335,13 +335,16 @@ def _picked(call: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 def _adaptive_mean(call: Mapping[str, Any]) -> Tensor:
     """Means of windows of a changing size, as products with matrices."""
-    x, (height, width) = call["self"], call["output_size"]
+    x: Tensor = call["self"]
+    height, width = call["output_size"]
     return _windows(x, x.shape[-2], height) @ x @ _windows(x, x.shape[-1], width).mT
 
 
 def _windows(like: Tensor, size: Any, count: Any) -> Tensor:
     """The means over windows of an axis, (count, size)."""
     window, place = (torch.arange(n, device=like.device) for n in (count, size))
+    start: Tensor
+    stop: Tensor
     start, stop = window * size // count, ((window + 1) * size + count - 1) // count
     within = (place >= start[:, None]) & (place < stop[:, None])
     return within.to(like.dtype) / (stop - start).to(like.dtype)[:, None]
@@ -356,7 +359,8 @@ def _mean_of_windows(call: Mapping[str, Any]) -> Tensor:
     stride, padding = _pair(call["stride"] or kernel), _pair(call["padding"])
     size = [(x.shape[2 + i] + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i in range(2)]
     patches = torch.ops.aten.im2col.default(x, kernel, [1, 1], padding, stride)
-    return patches.unflatten(1, (x.shape[1], -1)).mean(2).reshape(*x.shape[:2], *size)
+    means: Tensor = patches.unflatten(1, (x.shape[1], -1)).mean(2)
+    return means.reshape(*x.shape[:2], *size)
 
 
 def _pair(given: Sequence[int]) -> list[int]:
