@@ -10,6 +10,7 @@ import linnet
 from linnet.errors import ModelError
 from linnet.tangent.functional import call_arguments
 from linnet.tangent.graph import plain_module
+from linnet.tangent.sizes import Prototype
 from tests import zoo
 
 # animals with an operation that has no rule, and the operation
@@ -27,7 +28,7 @@ def module_of(name: str, v: Tensor) -> nn.Module:
     """The plain module of an animal along a direction."""
     lin, case = zoo.linearized(name), zoo.case(name)
     direction = lin.space.to_params(v)
-    return plain_module(lin.model, [direction], Sum(), case.x1, lin.function.output)
+    return plain_module(lin.model, [direction], Sum(), Prototype(case.x1), lin.function.output).module
 
 
 @pytest.mark.long
@@ -50,7 +51,7 @@ def test_a_module_needs_no_tangent() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).eval()
     x = torch.randn(5, 2, generator=torch.Generator().manual_seed(1))
-    module = plain_module(net, [], lambda value, _: 2 * value, x)
+    module = plain_module(net, [], lambda value, _: 2 * value, Prototype(x)).module
     torch.testing.assert_close(module(x), 2 * net(x).detach())
 
 
@@ -59,7 +60,7 @@ def test_weights_that_have_no_influence_have_no_tangent() -> None:
     net.unused = nn.Parameter(torch.ones(2))
     net.forward = lambda x: net[1](net[0](x))
     x = torch.ones(3, 2)
-    module = plain_module(net, [{"unused": torch.ones(2)}], Sum(), x)
+    module = plain_module(net, [{"unused": torch.ones(2)}], Sum(), Prototype(x)).module
     torch.testing.assert_close(module(x), net(x).detach())
 
 
@@ -74,4 +75,4 @@ def test_an_operation_without_a_rule_is_named() -> None:
 
     lin = linnet.linearize(Own())
     with pytest.raises(ModelError, match=r"without a rule for its derivative: aten::_linalg_eigh"):
-        plain_module(lin.model, [lin.theta0], Sum(), torch.ones(3, 4))
+        plain_module(lin.model, [lin.theta0], Sum(), Prototype(torch.ones(3, 4)))

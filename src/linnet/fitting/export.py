@@ -5,50 +5,33 @@ A = (ΨᵀΨ + ρI)⁻¹ = R Rᵀ, or the matrix JᵀΛJ + ρI of the cross-entr
 
     Var f_c(x) = σ² ψᵀ A ψ = σ² ‖Rᵀψ‖²
 
-exactly. The variance in other weights takes the derivatives of every example by itself, which a graph of
-the network does not have.
+exactly. The variance in other weights takes the derivatives of every example by itself (``export_variance``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from linnet.errors import InputError, ModelError
+from linnet.errors import InputError, LinnetError, ModelError
 from linnet.fitting.evaluation import BATCH
+from linnet.fitting.export_variance import AlongDirections, Posterior, root_of_inverse, rows_outputs
 from linnet.fitting.last_layer import bared, last_linear
+from linnet.fitting.sketch import SketchedNetwork
 from linnet.linalg.factorize import cholesky
 from linnet.memory import Plan, parse_bytes, require
-from linnet.tangent.batch import Inputs, split
+from linnet.tangent.batch import Inputs, split, take
 from linnet.tangent.coordinates import Coordinates, moved_network
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, call_arguments
 from linnet.tangent.graph import plain_module
+from linnet.tangent.graph_rows import module_with_rows
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
-
-
-@dataclass(frozen=True, eq=False)
-class Posterior:
-    """What the variance of a last layer is made of, beside its features.
-
-    Args:
-        x: Training inputs, N examples.
-        ridge: ρ.
-        noise: σ².
-        curvature: Λ, (N, C, C); ``None`` for the identity.
-        memory: Budget.
-    """
-
-    x: Inputs
-    ridge: float
-    noise: float
-    curvature: Tensor | None = None
-    memory: str | int | None = None
+from linnet.tangent.sizes import Axis, Prototype, Traced, resized
 
 
 def own_network(module: Linearized) -> tuple[Functional, Params]:
@@ -145,13 +128,13 @@ class Affine(nn.Module):
 @in_exact_mode
 @torch.no_grad()
 def exported_fit(
-    module: Linearized, x: Inputs, posterior: Posterior | None, kind: torch.dtype | None
-) -> nn.Module:
+    module: Linearized, like: Prototype, posterior: Posterior | None, kind: torch.dtype | None
+) -> Traced:
     """The linear model as a plain module.
 
     Args:
         module: The trained ``Linearized``.
-        x: Examples like those to come.
+        like: Examples like those to come.
         posterior: Where variances are wanted.
         kind: Type in which they are computed, if not the network's.
 
@@ -159,14 +142,17 @@ def exported_fit(
         The module.
 
     Raises:
-        InputError: If variances are wanted of more than the last layer.
-        MemoryBudgetError: If the matrix of the last layer's weights does not fit.
+        InputError: If variances are wanted in the coordinates of a metric.
+        MemoryBudgetError: If the matrices of the variance do not fit.
         ModelError: If the network cannot be traced.
     """
     function, delta = own_network(module)
     if posterior is None:
-        return plain_module(function.model, [delta], _Mean(), x, function.output)
-    name, layer = _require_last_layer(module, function)
+        return plain_module(function.model, [delta], _Mean(), like, function.output)
+    last = _last_layer(function, delta)
+    if last is None:
+        return _with_rows(module, function, like, posterior, kind)
+    name, layer = last
     phi = bared(function.model)
     old: Tensor = layer.weight.detach()
     start = old.new_zeros(layer.out_features) if layer.bias is None else layer.bias.detach()
@@ -182,27 +168,38 @@ def exported_fit(
     roots = covariance_roots(torch.cat(psi), posterior)
     kind = kind or weight.dtype
     head = HeadOutputs(weight, bias, roots.to(kind), shape.to(kind))
-    return plain_module(phi, [], head, x, function.output)
+    return plain_module(phi, [], head, like, function.output)
 
 
-def _require_last_layer(module: Linearized, function: Functional) -> tuple[str, nn.Linear]:
+def _last_layer(function: Functional, delta: Params) -> tuple[str, nn.Linear] | None:
     """The last linear layer, if no other weight moves."""
-    remedy = (
-        'fit with linnet.linearize(model, params="last-layer"), or adapt with weight=0; or keep the fit in '
-        "linnet, whose predictive() has the variance in all weights"
-    )
-    expected = "a fit in the weights of the last linear layer, whose variance is a form of its features"
-    if isinstance(module.model, Coordinates):
-        raise InputError("variance=True of a fit in other coordinates", expected=expected, remedy=remedy)
-    name, layer = last_linear(function.model)
-    others = [other for other in function.names if other.rpartition(".")[0] != name]
-    if others:
+    owners = {name.rpartition(".")[0] for name in delta}
+    if len(owners) != 1:
+        return None
+    try:
+        name, layer = last_linear(function.model)
+    except LinnetError:
+        return None
+    return (name, layer) if owners == {name} else None
+
+
+def _with_rows(
+    module: Linearized, network: Functional, like: Prototype, posterior: Posterior, kind: torch.dtype | None
+) -> Traced:
+    """The linear model with its variance in all weights, or along the directions of a sketch."""
+    function, small = module.function, module.function.model
+    along = None
+    if isinstance(small, SketchedNetwork):
+        along = AlongDirections(small, network.names)
+    elif isinstance(small, Coordinates):
         raise InputError(
-            f"variance=True of a fit in {len(function.names)} parameters, {others[0]!r} among them",
-            expected=expected,
-            remedy=remedy,
+            f"variance=True of a fit in the coordinates of a {type(small).__name__}",
+            expected="a fit in the network's own weights, or in a sketch",
+            remedy="export without variance=, and keep the fit in linnet for it",
         )
-    return name, layer
+    delta = function.space.to_flat({name: t.detach() for name, t in module.delta.items()})
+    outputs = rows_outputs(function, delta, posterior, kind or function.dtype, along)
+    return module_with_rows(network, outputs, like)
 
 
 def covariance_roots(psi: Tensor, posterior: Posterior) -> Tensor:
@@ -220,7 +217,7 @@ def covariance_roots(psi: Tensor, posterior: Posterior) -> Tensor:
     """
     e = psi.shape[1]
     if posterior.curvature is None:
-        shared = _root_of_inverse(psi.T @ psi, posterior.ridge)
+        shared = root_of_inverse(psi.T @ psi, posterior.ridge)
         scaled: Tensor = shared[None] * posterior.noise**0.5
         return scaled
     curvature = posterior.curvature.to(psi)
@@ -232,32 +229,27 @@ def covariance_roots(psi: Tensor, posterior: Posterior) -> Tensor:
     for a in range(c):
         for b in range(c):
             whole[a, :, b] = psi.T @ (psi * curvature[:, a, b, None])
-    inverse = _root_of_inverse(whole.view(c * e, c * e), posterior.ridge).view(c, e, c * e)
+    inverse = root_of_inverse(whole.view(c * e, c * e), posterior.ridge).view(c, e, c * e)
     # the covariance of one output's weights is a block, whose own root is smaller
     blocks = [cholesky(rows @ rows.T, "covariance of an output's weights") for rows in inverse]
     return torch.stack(blocks)
 
 
-def _root_of_inverse(matrix: Tensor, ridge: float) -> Tensor:
-    """L⁻ᵀ with L Lᵀ the matrix and its ridge."""
-    damped = matrix.clone()
-    damped.diagonal().add_(ridge)
-    factor = cholesky(damped, "features + ridge")
-    eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
-    inverse: Tensor = torch.linalg.solve_triangular(factor, eye, upper=False)
-    return inverse.T
+Answer = Callable[[Inputs], Sequence[Tensor]]  # the fit's outputs (N, C), and their variances where wanted
+Make = Callable[[Prototype, torch.dtype | None], Traced]  # exports, variances in a type or in the network's
 
 
 @torch.no_grad()
-def checked_module(
-    make: Callable[[torch.dtype | None], nn.Module], x: Inputs, answer: Callable[[], Sequence[Tensor]]
-) -> nn.Module:
+def checked_module(make: Make, x: Inputs, answer: Answer) -> fx.GraphModule:
     """An exported module that answers as the fit does, or an error.
 
+    A batch of one is tried, and the sizes that the trace leaves free. Where the module fails at another size
+    at which the fit answers, or answers otherwise, it is made again with that size fixed.
+
     Args:
-        make: Exports, with variances computed in a type; in that of the network for ``None``.
+        make: Exports.
         x: Examples.
-        answer: The fit's outputs there, (N, C), and their variances where they are wanted.
+        answer: What the fit says.
 
     Returns:
         The module.
@@ -265,29 +257,69 @@ def checked_module(
     Raises:
         ModelError: If the outputs are others.
     """
-    args, kwargs = call_arguments(x)
-    made = make(None)
-    mean, *variance = answer()
-    found = made(*args, **kwargs)
-    got = found[0] if variance else found
-    if _far(got, mean, torch.finfo(mean.dtype).eps ** 0.5):
+    like, kind = Prototype(x), None
+    try:
+        made = make(like, kind)
+    except ModelError:
+        made = make(like := like.rigid(), kind)  # where a network cannot be traced at all, this says so
+    tried = [(part, answer(part)) for part in (x, take(x, slice(0, 1)))]
+
+    def off() -> str:
+        return next(filter(None, (_off(made.module, *one) for one in tried)), "")
+
+    if off() == "variance":
+        made = make(like, kind := torch.float64)
+    wrong = off()
+    if wrong == "variance":
         raise ModelError(
-            f"the traced network gives other outputs, by up to {float((got - mean).abs().max()):.2g}",
+            "the variance of the exported model is another than the fit's",
+            expected="a fit whose own variances are exact, and a last layer that is the last",
+            remedy="export without variance=, and keep the fit in linnet for it",
+        )
+    if wrong:
+        raise ModelError(
+            f"the traced network gives other outputs, by up to {wrong}",
             expected="a network that computes the same whether torch.export traces it or not",
             remedy="look for torch.autograd.Function, torch.no_grad or conditions on shapes in its forward()",
         )
-    if not variance or not _far(found[1], variance[0], 1e-3):
-        return made
-    made = make(torch.float64)
-    if _far(made(*args, **kwargs)[1], variance[0], 1e-3):
-        raise ModelError(
-            "the variance of the exported model is another than the fit's",
-            expected="outputs that are those of the last linear layer on its features",
-            remedy="export without variance=, and keep the fit in linnet for it",
-        )
-    return made
+    while found := _only_so(made, x, answer):
+        made = make(like := Prototype(x, like.fixed | found), kind)
+    return made.module
+
+
+def _off(module: nn.Module, x: Inputs, expected: Sequence[Tensor]) -> str:
+    """What a module answers otherwise than the fit: nothing, the outputs, by how much, or the variance."""
+    args, kwargs = call_arguments(x)
+    found = module(*args, **kwargs)
+    got: Sequence[Tensor] = found if len(expected) > 1 else (found,)
+    if _far(got[0], expected[0], torch.finfo(expected[0].dtype).eps ** 0.5):
+        return f"{float((got[0] - expected[0]).abs().max()):.2g}"
+    return "variance" if len(expected) > 1 and _far(got[1], expected[1], 1e-3) else ""
+
+
+def _only_so(made: Traced, x: Inputs, answer: Answer) -> frozenset[Axis]:
+    """Axes that a trace leaves free, although it holds for the traced size alone."""
+    found: set[Axis] = set()
+    for free in made.free:
+        tried = 0
+        for size in free.others():
+            other = resized(x, free, size)
+            try:
+                expected = answer(other)
+            except LinnetError:  # the network takes no such size
+                continue
+            try:
+                wrong = _off(made.module, other, expected)
+            except (RuntimeError, ValueError, IndexError):
+                wrong = "fails"
+            tried += not wrong
+            found |= set(free.axes) if wrong else set()
+        found |= set() if tried else set(free.axes)
+    return frozenset(found)
 
 
 def _far(got: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Whether numbers differ by more than a share of the largest."""
-    return bool((got - expected).abs().max() > tolerance * (expected.abs().max() + 1e-30))
+    if got.shape != expected.shape:
+        return True
+    return not bool((got - expected).abs().max() <= tolerance * (expected.abs().max() + 1e-30))

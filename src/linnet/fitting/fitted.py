@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx
 
 from linnet.errors import DataError
 from linnet.fitting.export import checked_module
@@ -24,6 +24,7 @@ from linnet.tangent.batch import Inputs, observe, observed, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gather import gather_data
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.sizes import Prototype, Traced
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -141,18 +142,21 @@ class Fitted(PredictiveModel):
 
     # -- elsewhere -------------------------------------------------------------------------------
 
-    def export(self, x: Inputs | None = None, *, variance: bool = False) -> nn.Module:
+    def export(self, x: Inputs | None = None, *, variance: bool = False) -> fx.GraphModule:
         """The fitted model as a plain module of torch's operations, which needs nothing of linnet.
 
         It returns what ``predict`` does, for batches of any size, and works with ``torch.export``,
-        ``torch.onnx.export(..., dynamo=True)`` and ``torch.compile``. It is compared with the fit before it
-        is returned.
+        ``torch.onnx.export(..., dynamo=True)`` and ``torch.compile``. Images and sequences may have other
+        sizes where the network allows it; ``module.meta["dynamic_shapes"]`` says which axes vary, as the
+        exporters take it, and the module refuses other sizes. It is compared with the fit, at other sizes
+        too, before it is returned.
 
         Args:
             x: Examples like those to come; by default training examples.
             variance: Whether it returns the variance of each output (N, C) beside the outputs, that of
-                ``predictive``: for fits in the weights of the last linear layer, and for ``linnet.adapt``
-                where the lower layers take no part.
+                ``predictive``: exact in the last linear layer, in all weights as far as a factor of P times
+                the fewer of P and N·C numbers fits the memory, along the directions of a sketch, and for
+                ``linnet.adapt`` where the lower layers take no part.
 
         Returns:
             The module in evaluation mode: from the network's own inputs to outputs (N, C), or to both.
@@ -160,12 +164,12 @@ class Fitted(PredictiveModel):
         Raises:
             DataError: If x is empty or not finite.
             InputError: If the variance is of another kind of fit.
-            MemoryBudgetError: If a module of ``linnet.adapt`` would hold too many directions.
+            MemoryBudgetError: If the variance, or a module of ``linnet.adapt``, would hold too much.
             ModelError: If ``torch.export`` cannot trace the network, or it has an operation without a rule.
 
         Example:
             >>> import linnet
-            >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+            >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
             >>> x = torch.linspace(-1, 1, 20).view(10, 2)
             >>> fit = linnet.fit(linnet.linearize(net, params="last-layer"), (x, x[:, :1]))
             >>> [out.shape for out in fit.export(variance=True)(x)]
@@ -174,13 +178,13 @@ class Fitted(PredictiveModel):
         flag("variance", variance)
         few = self._some(x)
 
-        def answer() -> tuple[Tensor, ...]:
+        def answer(part: Inputs) -> tuple[Tensor, ...]:
             if not variance:
-                return (self.predict(few),)
-            found = self.predictive(few)
+                return (self.predict(part),)
+            found = self.predictive(part)
             return found.mean, found.variance
 
-        return checked_module(lambda kind: self._plain(few, variance, kind), few, answer)
+        return checked_module(lambda like, kind: self._plain(like, variance, kind), few, answer)
 
     def merge(self, x: Inputs | None = None) -> Merged:
         """The network at θ₀ + δ, and how far it is from the linear model.
@@ -197,7 +201,7 @@ class Fitted(PredictiveModel):
 
         Example:
             >>> import linnet
-            >>> net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+            >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
             >>> x = torch.linspace(-1, 1, 20).view(10, 2)
             >>> merged = linnet.fit(linnet.linearize(net, params="last-layer"), (x, x[:, :1])).merge()
             >>> merged.network(x).shape, merged.gap < 1e-5
@@ -220,7 +224,7 @@ class Fitted(PredictiveModel):
         """Examples on the network's device, or an error."""
 
     @abstractmethod
-    def _plain(self, x: Inputs, variance: bool, kind: torch.dtype | None) -> nn.Module:
+    def _plain(self, like: Prototype, variance: bool, kind: torch.dtype | None) -> Traced:
         """The model as a plain module, its variances computed in a type, or in the network's."""
 
     @abstractmethod

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.fitting.accuracy import answerable, sound_change
 from linnet.fitting.arguments import CRITERIA, positions, ridge_grid
 from linnet.fitting.evaluation import base_outputs, checked_inputs, count_in_words, linear_outputs
-from linnet.fitting.export import Posterior, exported_fit
+from linnet.fitting.export import exported_fit
+from linnet.fitting.export_variance import Posterior
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.fitted import SquaredFit, more_data
 from linnet.fitting.merged import Merged, merged_network
@@ -48,6 +49,7 @@ from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.sizes import Prototype, Traced
 
 
 class LinearFit(SquaredFit):
@@ -369,10 +371,10 @@ class LinearFit(SquaredFit):
         """Examples on the network's device, or an error."""
         return checked_inputs(self.module, x)
 
-    def _plain(self, x: Inputs, variance: bool, kind: torch.dtype | None) -> nn.Module:
+    def _plain(self, like: Prototype, variance: bool, kind: torch.dtype | None) -> Traced:
         """The model as a plain module, its variances computed in a type, or in the network's."""
         if not variance:
-            return exported_fit(self.module, x, None, kind)
+            return exported_fit(self.module, like, None, kind)
         weighted = self.system.problem.weights is not None or observed(self.x)[1] is not None
         if weighted or self.constraints is not None:
             raise InputError(
@@ -381,7 +383,7 @@ class LinearFit(SquaredFit):
                 remedy="export without variance=, and keep the fit in linnet for it",
             )
         posterior = Posterior(self.x, self.ridge, self.noise, memory=self.memory)
-        return exported_fit(self.module, x, posterior, kind)
+        return exported_fit(self.module, like, posterior, kind)
 
     def _merged(self, x: Inputs) -> Merged:
         """The network at θ₀ + δ, compared on examples."""

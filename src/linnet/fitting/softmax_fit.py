@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.fitting.accuracy import answerable, sound_change
 from linnet.fitting.arguments import positions, ridge_grid
 from linnet.fitting.evaluation import base_outputs, checked_inputs, count_in_words, linear_outputs
-from linnet.fitting.export import Posterior, exported_fit
+from linnet.fitting.export import exported_fit
+from linnet.fitting.export_variance import Posterior
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import Record
@@ -62,6 +63,7 @@ from linnet.tangent.hashing import hash_tensors
 from linnet.tangent.jacobian import JacobianOperator
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.sizes import Prototype, Traced
 
 CHECKED = 3  # examples that are refitted where a ridge is chosen by leave-one-out
 
@@ -442,13 +444,13 @@ class SoftmaxFit(Fitted):
         """Examples on the network's device, or an error."""
         return checked_inputs(self.module, x)
 
-    def _plain(self, x: Inputs, variance: bool, kind: torch.dtype | None) -> nn.Module:
+    def _plain(self, like: Prototype, variance: bool, kind: torch.dtype | None) -> Traced:
         """The model as a plain module, its variances computed in a type, or in the network's."""
         if not variance:
-            return exported_fit(self.module, x, None, kind)
+            return exported_fit(self.module, like, None, kind)
         roots = self.system.loss.roots(self.system.outputs)
         posterior = Posterior(self.x, self.ridge, 1.0, roots @ roots.mT, self.memory)
-        return exported_fit(self.module, x, posterior, kind)
+        return exported_fit(self.module, like, posterior, kind)
 
     def _merged(self, x: Inputs) -> Merged:
         """The network at θ₀ + δ, compared on examples."""

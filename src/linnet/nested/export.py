@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError
 from linnet.fitting.evaluation import BATCH
-from linnet.fitting.export import Affine, HeadOutputs, Posterior, covariance_roots
+from linnet.fitting.export import Affine, HeadOutputs, covariance_roots
+from linnet.fitting.export_variance import Posterior
 from linnet.fitting.last_layer import bared, last_linear, replace_module, zero_layer
 from linnet.linalg.space import ParameterSpace
 from linnet.linear.dual import DualSystem
@@ -27,6 +28,7 @@ from linnet.tangent.forward_mode import Params
 from linnet.tangent.graph import plain_module
 from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.modes import in_exact_mode
+from linnet.tangent.sizes import Prototype, Traced
 
 
 def head_of(prior: Prior, phi: Tensor, system: DualSystem) -> tuple[Tensor, Tensor]:
@@ -72,10 +74,10 @@ def exported_nested(
     prior: Prior,
     phi: Tensor,
     system: DualSystem,
-    inputs: tuple[Inputs, Inputs],
+    inputs: tuple[Inputs, Prototype],
     noise: float | None,
     kind: torch.dtype | None,
-) -> nn.Module:
+) -> Traced:
     """An adapted network as a plain module.
 
     Args:
@@ -94,7 +96,7 @@ def exported_nested(
         MemoryBudgetError: If the directions do not fit the budget.
         ModelError: If the network cannot be traced.
     """
-    (train, x), function = inputs, prior.features.function
+    (train, like), function = inputs, prior.features.function
     weight, bias = (t.to(function.dtype) for t in head_of(prior, phi, system))
     network = bared(function.model)
     if prior.mixture.weight == 0:
@@ -105,7 +107,7 @@ def exported_nested(
             kind = kind or function.dtype
             roots = covariance_roots(psi, Posterior(train, system.ridge, noise)).to(kind)
             shape = shape.to(kind)
-        return plain_module(network, [], HeadOutputs(weight, bias, roots, shape), x, function.output)
+        return plain_module(network, [], HeadOutputs(weight, bias, roots, shape), like, function.output)
     if noise is not None:
         raise InputError(
             f"variance=True of a fit in which the lower layers have the weight {prior.mixture.weight:g}",
@@ -114,7 +116,7 @@ def exported_nested(
         )
     directions = _directions(prior, train, system)
     heads = last_linear(function.model)[1].weight.detach()
-    return plain_module(network, directions, _WithBody(weight, bias, heads), x, function.output)
+    return plain_module(network, directions, _WithBody(weight, bias, heads), like, function.output)
 
 
 def _directions(prior: Prior, train: Inputs, system: DualSystem) -> list[Params]:

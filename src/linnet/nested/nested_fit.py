@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from linnet.errors import InputError
 from linnet.fitting.arguments import positions, ridge_grid
@@ -43,6 +43,7 @@ from linnet.tangent.batch import (
 )
 from linnet.tangent.functional import Functional
 from linnet.tangent.hashing import hash_examples
+from linnet.tangent.sizes import Prototype, Traced
 
 
 class NestedFit(SquaredFit):
@@ -412,10 +413,10 @@ class NestedFit(SquaredFit):
         """Examples on the network's device, or an error."""
         return self._checked(x)
 
-    def _plain(self, x: Inputs, variance: bool, kind: torch.dtype | None) -> nn.Module:
+    def _plain(self, like: Prototype, variance: bool, kind: torch.dtype | None) -> Traced:
         """The model as a plain module, its variances computed in a type, or in the network's."""
         noise = self.noise if variance else None
-        return exported_nested(self.prior, self.phi, self.system, (self.x, x), noise, kind)
+        return exported_nested(self.prior, self.phi, self.system, (self.x, like), noise, kind)
 
     def _merged(self, x: Inputs) -> Merged:
         """The network with the probe for its last layer, compared on examples."""

@@ -2,7 +2,7 @@
 
 The network is traced by ``torch.export`` to a graph of ATen's operations; ``graph_rules`` adds the tangents
 operation by operation; and the whole is traced again, to a module that holds f₀, δ and no trace of how it was
-made. Batches may have any size.
+made. Batches may have any size, and so may images and sequences where the network allows it (``sizes``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -24,8 +25,16 @@ from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_argumen
 from linnet.tangent.graph_rules import RULES, ZERO, Call, Tangent, bind
 from linnet.tangent.linearized import as_modules
 from linnet.tangent.modes import differentiable_kernels, has_recurrence, in_exact_mode
+from linnet.tangent.sizes import (
+    FreeSize,
+    Prototype,
+    Traced,
+    dimensions,
+    free_sizes,
+    in_both,
+    refuse_others,
+)
 
-MOST = 2**31 - 1  # examples of a batch
 Finish = Callable[[Tensor, Sequence[Tensor]], Any]  # outputs of the module, from f₀(x) and J(x)δ
 
 
@@ -91,7 +100,7 @@ class Duals(fx.Interpreter):
             return args[0][n.args[1]]
         op = cast(torch._ops.OpOverload, n.target)
         name = _name(op)
-        floating = [t for t in _flat(value) if isinstance(t, Tensor) and t.is_floating_point()]
+        floating = [t for t in flat_values(value) if isinstance(t, Tensor) and t.is_floating_point()]
         if name in ZERO or not floating:
             return None
         own, others = self.fetch_args_kwargs_from_env(n)
@@ -118,20 +127,39 @@ def _moved(args: Any, moved: Mapping[fx.Node, Tangent]) -> Any:
     return None
 
 
-def _flat(value: Any) -> Iterator[Any]:
-    """Everything in nested sequences and dicts."""
+def name_of(node: fx.Node) -> str:
+    """The name of a node's operation, "" where it is none of torch's.
+
+    Args:
+        node: A call of a function.
+
+    Returns:
+        The name, without the namespace of ATen.
+    """
+    return _name(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def flat_values(value: Any) -> Iterator[Any]:
+    """Everything in nested sequences and dicts.
+
+    Args:
+        value: Any of them, or one value.
+
+    Yields:
+        The values.
+    """
     if isinstance(value, Mapping):
         value = list(value.values())
     if not isinstance(value, list | tuple):
         yield value
         return
     for part in value:
-        yield from _flat(part)
+        yield from flat_values(part)
 
 
 def _any(*given: Any) -> bool:
     """Whether any tangent is there."""
-    return any(isinstance(t, Tensor) for t in _flat(given))
+    return any(isinstance(t, Tensor) for t in flat_values(given))
 
 
 class _WithTangents(nn.Module):
@@ -151,7 +179,7 @@ class _WithTangents(nn.Module):
             known = dict(direction.named_parameters())
             moved.append({place: known[own] for place, own in self.ties.items() if own in known})
         duals = Duals(self.network, moved)
-        (value,) = duals.run(*_flat(args), *_flat(kwargs), enable_io_processing=False)
+        (value,) = duals.run(*flat_values(args), *flat_values(kwargs), enable_io_processing=False)
         (last,) = (n for n in self.network.graph.nodes if n.op == "output")
         tangents = [moved[last][0] for moved in duals.moved]
         return self.finish(value, [torch.zeros_like(value) if t is None else t for t in tangents])
@@ -163,20 +191,21 @@ def plain_module(
     model: nn.Module,
     directions: Sequence[Params],
     finish: Finish,
-    x: Inputs,
+    like: Prototype,
     output: OutputAdapter = None,
-) -> nn.Module:
+) -> Traced:
     """A module that computes something of f₀(x) and of J(x)δ for some directions δ, with torch alone.
 
     Args:
         model: The network at θ₀, in evaluation mode.
         directions: Each δ by parameter name.
         finish: What to return, from the outputs (N, C) and a tangent (N, C) for each direction.
-        x: A batch that is like those to come; two examples are traced.
+        like: A batch that is like those to come; two examples are traced.
         output: How to turn the network's result into a tensor.
 
     Returns:
-        A module of plain operations, for batches of any size.
+        A module of plain operations, for batches of any size, and the other sizes that may vary. It refuses
+        those that it does not hold for; ``meta["dynamic_shapes"]`` is what the exporters take.
 
     Raises:
         ModelError: If the network cannot be traced, or has an operation without a rule.
@@ -184,33 +213,91 @@ def plain_module(
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).eval()
         >>> delta = {name: torch.ones_like(p) for name, p in net.named_parameters()}
-        >>> plain_module(net, [delta], lambda f, t: f + t[0], torch.ones(4, 2))(torch.ones(5, 2)).shape
+        >>> like = Prototype(torch.ones(4, 2))
+        >>> plain_module(net, [delta], lambda f, t: f + t[0], like).module(torch.ones(5, 2)).shape
         torch.Size([5, 1])
     """
-    network, x = _Network(model, output), _few(x)
-    names = _names(model, x)
-    graph = _traced(network, x, names, decompose=True)
+    found = network_graph(model, like, output)
+    ties = found.places(list(dict.fromkeys(name for direction in directions for name in direction)))
+    return finished(_WithTangents(found.graph, directions, ties, finish), found)
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkGraph:
+    """A network as a graph of operations that have rules.
+
+    Args:
+        graph: The graph.
+        like: The few examples that were traced.
+        names: Of the network's inputs.
+        free: Sizes that may vary.
+        parameters: Of the network, by every name.
+    """
+
+    graph: fx.GraphModule
+    like: Prototype
+    names: list[str]
+    free: list[FreeSize]
+    parameters: dict[str, nn.Parameter]
+
+    def places(self, names: Sequence[str]) -> dict[str, str]:
+        """Which of some weights stands where in the graph; tied ones in several places."""
+        owners = {id(self.parameters[f"model.{name}"]): name for name in names}
+        every = self.parameters.items()
+        return {f"of.{place}": owners[id(p)] for place, p in every if id(p) in owners}
+
+
+def network_graph(model: nn.Module, like: Prototype, output: OutputAdapter = None) -> NetworkGraph:
+    """A network as a graph.
+
+    Args:
+        model: The network at θ₀, in evaluation mode.
+        like: A batch; two examples are traced.
+        output: How to turn the network's result into a tensor.
+
+    Returns:
+        The graph.
+
+    Raises:
+        ModelError: If the network cannot be traced.
+    """
+    network, like = _Network(model, output), Prototype(_few(like.x), like.fixed)
+    names = _names(model, like.x)
+    with torch.no_grad():
+        graph, free = _traced(network, like, names, decompose=True)
     every = dict(network.named_parameters(remove_duplicate=False))
-    owners: dict[int, str] = {}
-    for name in dict.fromkeys(name for direction in directions for name in direction):
-        owners[id(every[f"model.{name}"])] = name
-    ties = {f"of.{place}": owners[id(p)] for place, p in every.items() if id(p) in owners}
-    return _traced(_WithTangents(graph, directions, ties, finish), x, names)
+    return NetworkGraph(graph, like.only(free), names, free, every)
 
 
-def _traced(module: nn.Module, x: Inputs, names: list[str], decompose: bool = False) -> fx.GraphModule:
-    """A module as a graph of plain operations, the example axis free."""
-    args, kwargs = call_arguments(x)
-    n, size = batch_size(x), torch.export.Dim("batch", min=1, max=MOST)
+def finished(module: nn.Module, found: NetworkGraph) -> Traced:
+    """What was made of a network's graph, as a graph in its place.
 
-    def free(t: Any) -> Any:
-        if isinstance(t, Mapping):
-            return {key: free(value) for key, value in t.items()}
-        if isinstance(t, list | tuple):
-            return type(t)(free(value) for value in t)
-        return {0: size} if isinstance(t, Tensor) and t.ndim and t.shape[0] == n else None
+    Args:
+        module: What was made.
+        found: The graph of the network.
 
-    shapes = dict(zip(names, map(free, [*args, *kwargs.values()]), strict=True))
+    Returns:
+        A module that refuses other sizes, and the sizes that may vary.
+
+    Raises:
+        ModelError: If it cannot be traced.
+    """
+    like = found.like
+    try:
+        made, left = _traced(module, like, found.names)
+    except ModelError:  # torch cannot always prove what holds for a batch of one
+        made, left = _traced(module, like := replace(like, alone=False), found.names)
+    free = in_both(found.free, left)
+    refuse_others(made.graph, like.x, free)
+    made.recompile()
+    made.meta["dynamic_shapes"] = dimensions(like.only(free), found.names)
+    return Traced(made, free)
+
+
+def _traced(module: nn.Module, like: Prototype, names: list[str], decompose: bool = False) -> Traced:
+    """A module as a graph of plain operations, the example axis and others free."""
+    args, kwargs = call_arguments(like.x)
+    shapes = dimensions(like, names)
     with warnings.catch_warnings(), differentiable_kernels(has_recurrence(module)):
         warnings.simplefilter("ignore")  # of torch's own tracing
         try:
@@ -218,7 +305,7 @@ def _traced(module: nn.Module, x: Inputs, names: list[str], decompose: bool = Fa
             made = torch.export.export(named, args, kwargs, dynamic_shapes=shapes, strict=False)
             if decompose:
                 made = _decomposed(made)
-            found = made.module()
+            found, free = made.module(), free_sizes(made)
         except LinnetError:
             raise
         except Exception as error:  # torch raises of many kinds here
@@ -228,7 +315,9 @@ def _traced(module: nn.Module, x: Inputs, names: list[str], decompose: bool = Fa
             found.graph.erase_node(node)
     found.graph.eliminate_dead_code()
     found.graph._tracer_cls = None  # torch's own cannot be made again when the module is unpickled
-    return fx.GraphModule(found, found.graph)  # one that can be put in evaluation mode as any module
+    return Traced(
+        fx.GraphModule(found, found.graph), free
+    )  # one that can be put in evaluation mode as any module
 
 
 class _Named(nn.Module):
@@ -298,7 +387,7 @@ def _decomposed(made: torch.export.ExportedProgram) -> torch.export.ExportedProg
 
 def _floating(node: fx.Node) -> bool:
     """Whether a node gives real numbers."""
-    values = _flat(node.meta.get("val"))
+    values = flat_values(node.meta.get("val"))
     return any(isinstance(t, Tensor) and t.is_floating_point() for t in values)
 
 

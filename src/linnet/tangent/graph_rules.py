@@ -453,6 +453,20 @@ def _log_softmax(c: Call) -> Tangent:
     return t - (c.out.exp() * t).sum(c.given["dim"], keepdim=True)
 
 
+def normalized(x: Tensor, dims: list[int], eps: float) -> Tensor:
+    """Numbers less their mean over their standard deviation.
+
+    Args:
+        x: The numbers.
+        dims: Axes along which they are normalized.
+        eps: Added to the variance.
+
+    Returns:
+        The same shape.
+    """
+    return _normalized(x, None, dims, eps)[0]
+
+
 def _normalized(x: Tensor, t: Tangent, dims: list[int], eps: float) -> tuple[Tensor, Tangent]:
     """Numbers less their mean over their standard deviation, and the tangent of that."""
     centered = x - x.mean(dims, keepdim=True)

@@ -76,7 +76,7 @@ def test_files_that_cannot_be_written(
             cli.main([*words, str(tmp_path / name)])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxscript" else name)
     with pytest.raises(
-        DependencyError, match=r"onnxscript, which is not installed.*or write --out model\.pt2"
+        DependencyError, match=r"onnxscript, which is not installed.*torch\[onnx\].*or write --out model\.pt2"
     ):
         cli.main([*words, str(tmp_path / "model.onnx")])
 

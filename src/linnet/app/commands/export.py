@@ -24,7 +24,8 @@ def export(
     Args:
         run: The folder that linnet adapt, forget or update wrote.
         out: The file to write: ``.pt2`` for torch.export.load, ``.onnx`` for ONNX runtimes.
-        variance: Whether the file gives the variance of each output too; for runs of the last layer alone.
+        variance: Whether the file gives the variance of each output too; for runs in which the lower
+            layers take no part.
         model: The network's factory, where the run's own is not here or not to be run.
         memory: The budget, such as 2GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.

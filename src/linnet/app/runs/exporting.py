@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import warnings
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 
 from linnet.app.data import ImageTransform, Standardize
 from linnet.app.runs.folder import SavedRun
+from linnet.distribution import install_command
 from linnet.errors import DependencyError, InputError
 from linnet.files import write_atomic
 from linnet.memory import format_bytes
 from linnet.predictive.temperature import probabilities
+from linnet.tangent.sizes import Prototype, dimensions, free_sizes
 
 RECORD = "linnet.json"  # the name of the description in a .pt2 file
 _NEEDED = {".onnx": ("onnx", "onnxscript"), ".pt2": ()}
@@ -117,7 +120,7 @@ def check_export(path: Path) -> None:
             f"ONNX files are written with {' and '.join(missing)}, which "
             f"{'is' if len(missing) == 1 else 'are'} not installed",
             expected="the packages that torch.onnx.export needs",
-            remedy="pip install onnx onnxscript, or write --out model.pt2",
+            remedy=f"{install_command('onnx')}, or write --out model.pt2",
         )
 
 
@@ -147,12 +150,13 @@ def write_export(run: SavedRun, path: Path, variance: bool) -> dict[str, Any]:
     example = _example(run)
     outputs = ["outputs" if run.classes else "values", *(["variance"] if variance else [])]
     outputs += ["probabilities"] if run.classes else []
-    told = {"input": _told_input(example, run), "columns": _columns(run), "outputs": outputs}
-    told["classes"] = None if run.classes is None else list(run.classes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own tracing
-        size = torch.export.Dim("batch", min=1, max=2**31 - 1)
-        exported = torch.export.export(whole, (example,), dynamic_shapes=({0: size},), strict=False)
+        shapes = dimensions(_sized(example, run), ["x"])
+        exported = torch.export.export(whole, (example,), dynamic_shapes=shapes, strict=False)
+        free = {d for one in free_sizes(exported) for _, d in one.axes}
+        told = {"input": _told_input(example, run, free), "columns": _columns(run), "outputs": outputs}
+        told["classes"] = None if run.classes is None else list(run.classes)
         if path.suffix.lower() == ".pt2":
             extra = {RECORD: json.dumps(told, indent=1)}
             write_atomic(path, lambda place: torch.export.save(exported, place, extra_files=extra))
@@ -188,15 +192,23 @@ def _example(run: SavedRun) -> Tensor:
     return torch.zeros(2, *x.shape[1:], dtype=kind, device=device)
 
 
+def _sized(example: Tensor, run: SavedRun) -> Prototype:
+    """Raw samples, with the sizes that stay: those that the run scaled its images to, and the channels."""
+    before, like = run.transforms[0], Prototype(example)
+    if not isinstance(before, ImageTransform):
+        return like
+    return like.rigid() if before.size else Prototype(example, frozenset({(0, 3)}))
+
+
 def _columns(run: SavedRun) -> list[str] | None:
     """Names of the numbers of a row, in their order; ``None`` for other samples."""
     table = None if run.test is None else run.test.columns
     return None if table is None else [label for column in table.features for label in column.labels]
 
 
-def _told_input(example: Tensor, run: SavedRun) -> str:
+def _told_input(example: Tensor, run: SavedRun, free: Set[int]) -> str:
     """The input in words."""
-    sizes = " × ".join(map(str, example.shape[1:]))
+    sizes = " × ".join("any" if d in free else str(size) for d, size in enumerate(example.shape[1:], start=1))
     if isinstance(run.transforms[0], ImageTransform):
         return f"images, uint8 (N, H, W, C), each {sizes}"
     return f"rows, {str(example.dtype).removeprefix('torch.')}, each {sizes}"

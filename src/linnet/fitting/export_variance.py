@@ -1,0 +1,209 @@
+"""The variance of exported outputs in all weights, or along the directions of a sketch.
+
+With A = (JᵀΛJ + ρI)⁻¹ over the training examples, J̃ = Λ^(1/2) J and the rows j of a new example,
+
+    Var f_c(x) = σ² j A jᵀ = σ² ‖Rᵀ j‖²,  A = R Rᵀ                          where the weights are fewer,
+               = σ²/ρ (‖j‖² − ‖Vᵀ j‖²),  V = J̃ᵀ L⁻ᵀ,  J̃J̃ᵀ + ρI = L Lᵀ      where the training outputs are,
+
+both exact. A module holds R or V, the weights times the fewer of the two; along D directions R is D × D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnet.curvatures.leading import restored_basis
+from linnet.fitting.evaluation import BATCH
+from linnet.fitting.sketch import SketchedNetwork
+from linnet.linalg.factorize import cholesky
+from linnet.memory import Plan, parse_bytes, require
+from linnet.tangent.batch import Inputs, batch_size, split, take
+from linnet.tangent.functional import Functional
+from linnet.tangent.jacobian import jacobian
+
+
+@dataclass(frozen=True, eq=False)
+class Posterior:
+    """What variances are made of, beside the network.
+
+    Args:
+        x: Training inputs, N examples.
+        ridge: ρ.
+        noise: σ².
+        curvature: Λ, (N, C, C); ``None`` for the identity.
+        memory: Budget.
+    """
+
+    x: Inputs
+    ridge: float
+    noise: float
+    curvature: Tensor | None = None
+    memory: str | int | None = None
+
+
+class RowsOutputs(nn.Module):
+    """f₀ + Jδ and its variance, from f₀ and the rows of J.
+
+    Args:
+        delta: δ, (P,), in the order of the rows.
+        factor: σR (P, P), or σ/√ρ V (P, N·C).
+        prior: σ²/ρ where the factor is V, 0 where it is R.
+        along: From the rows by weight to (N, C, P), where the fit has other coordinates.
+    """
+
+    delta: Tensor
+    factor: Tensor
+
+    def __init__(
+        self, delta: Tensor, factor: Tensor, prior: float, along: AlongDirections | None = None
+    ) -> None:
+        super().__init__()
+        self.register_buffer("delta", delta)
+        self.register_buffer("factor", factor)
+        self.prior, self.along = prior, along
+
+    def forward(self, value: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Outputs and their variances.
+
+        Args:
+            value: f₀, (N, C).
+            rows: J by weight, (N, C, *shape).
+
+        Returns:
+            Both (N, C).
+        """
+        if self.along is None:
+            j = torch.cat([row.reshape(*value.shape, -1) for row in rows], 2)
+        else:
+            j = self.along(value, rows)
+        mean = value + j @ self.delta
+        j = j.to(self.factor.dtype)
+        held = (j @ self.factor).square().sum(2)
+        variance = self.prior * j.square().sum(2) - held if self.prior else held
+        return mean, variance.clamp_min(0).to(mean.dtype)
+
+
+class AlongDirections(nn.Module):
+    """J H from the rows of J, layer by layer.
+
+    Args:
+        small: The sketched network, of whose directions it is made.
+        names: What the rows are of, in their order.
+    """
+
+    def __init__(self, small: SketchedNetwork, names: Sequence[str]) -> None:
+        super().__init__()
+        self.names, self.kinds = list(names), [(type(basis).__name__, basis.layer) for basis in small.bases]
+        for i, basis in enumerate(small.bases):
+            for name, tensor in basis.tensors.items():
+                self.register_buffer(f"basis_{i}_{name}", tensor)
+        self.register_buffer(
+            "scales", torch.ones_like(small.epsilon) if small.scales is None else small.scales
+        )
+
+    def forward(self, value: Tensor, rows: Sequence[Tensor]) -> Tensor:
+        """J H, (N, C, D).
+
+        Args:
+            value: f₀, (N, C).
+            rows: J by weight, (N, C, *shape).
+
+        Returns:
+            The products.
+        """
+        columns = {name: row.flatten(0, 1).movedim(0, -1) for name, row in zip(self.names, rows, strict=True)}
+        parts = []
+        for i, (kind, layer) in enumerate(self.kinds):
+            prefix = f"basis_{i}_"
+            own = {
+                name.removeprefix(prefix): t for name, t in self.named_buffers() if name.startswith(prefix)
+            }
+            parts.append(restored_basis(kind, layer, own).projected([columns[name] for name in layer.names]))
+        along: Tensor = torch.cat(parts).T.unflatten(0, value.shape) * self.get_buffer("scales")
+        return along.to(value.dtype)
+
+
+def rows_outputs(
+    function: Functional, delta: Tensor, posterior: Posterior, kind: torch.dtype, along: Any = None
+) -> RowsOutputs:
+    """The outputs of a fit and their variance, from the rows of J.
+
+    Args:
+        function: The network in the fit's coordinates.
+        delta: δ, (P,).
+        posterior: ρ, σ² and the training examples.
+        kind: Type in which variances are computed.
+        along: From rows by weight to those coordinates.
+
+    Returns:
+        The module.
+
+    Raises:
+        MemoryBudgetError: If the factor does not fit the budget.
+    """
+    n, p = batch_size(posterior.x), function.space.dim
+    c = function.check_runs(take(posterior.x, slice(0, 1))).numel()
+    rank = min(p, n * c)
+    budget = parse_bytes(posterior.memory, function.device)
+    items = (("factor and its copy", 16 * p * rank), ("matrices", 24 * rank**2), ("rows", 16 * p * BATCH * c))
+    plan = Plan(f"variance of {c} outputs: a factor of {p} weights × {rank}", budget, items)
+    remedies = [
+        'fit with solver="sketch", whose factor has the size of the sketch alone',
+        'fit with linnet.linearize(model, params="last-layer")',
+        "export without variance=, and keep the fit in linnet for it",
+    ]
+    require(plan, remedies)
+    few = p <= n * c
+    matrix = torch.zeros(p, p, dtype=torch.float64, device=function.device) if few else None
+    kept, start = [], 0
+    for part in split(posterior.x, BATCH):
+        rows = jacobian(function, part, posterior.memory).double()  # (n, C, P)
+        if posterior.curvature is not None:
+            rows = _root(posterior.curvature[start : start + len(rows)].to(rows)) @ rows
+        start += len(rows)
+        rows = rows.flatten(0, 1)
+        if matrix is None:
+            kept.append(rows)
+        else:
+            matrix += rows.T @ rows
+    if matrix is not None:
+        factor, prior = root_of_inverse(matrix, posterior.ridge) * posterior.noise**0.5, 0.0
+    else:
+        j = torch.cat(kept)
+        prior = posterior.noise / posterior.ridge
+        factor = j.T @ root_of_inverse(j @ j.T, posterior.ridge) * prior**0.5
+    return RowsOutputs(delta.to(function.dtype), factor.to(kind), prior, along)
+
+
+def _root(curvature: Tensor) -> Tensor:
+    """Λ^(1/2), (N, C, C)."""
+    values, vectors = torch.linalg.eigh(curvature)
+    root: Tensor = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
+    return root
+
+
+def root_of_inverse(matrix: Tensor, ridge: float) -> Tensor:
+    """L⁻ᵀ with L Lᵀ a matrix and its ridge.
+
+    Args:
+        matrix: (P, P), symmetric.
+        ridge: ρ.
+
+    Returns:
+        (P, P).
+
+    Example:
+        >>> root_of_inverse(3 * torch.eye(1), 1.0)
+        tensor([[0.5000]])
+    """
+    damped = matrix.clone()
+    damped.diagonal().add_(ridge)
+    factor = cholesky(damped, "features + ridge")
+    eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+    inverse: Tensor = torch.linalg.solve_triangular(factor, eye, upper=False)
+    return inverse.T

@@ -1,0 +1,105 @@
+"""The exact variance of exported fits in all weights, against the fits' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import linnet
+from linnet.errors import InputError, MemoryBudgetError
+from linnet.fitting import Sketch
+from tests.fitting.test_export import IMAGES, C, data, network, of_images
+
+CROSS = {"loss": "cross-entropy", "ridge": 0.1}
+
+
+def agree(fit: Any, x: torch.Tensor) -> None:
+    mean, variance = fit.export(variance=True)(x)
+    torch.testing.assert_close(mean, fit.predict(x))
+    torch.testing.assert_close(variance, fit.predictive(x).variance, rtol=1e-6, atol=1e-9)
+
+
+def fitted(n: int, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    x, y = data(n)
+    return linnet.fit(linnet.linearize(network().to(dtype)), (x.to(dtype), y), **options)
+
+
+@pytest.mark.parametrize(
+    ("n", "options"),
+    [
+        (12, {}),  # fewer outputs of training examples than weights
+        (12, {"solver": Sketch(16)}),
+        pytest.param(30, CROSS, marks=pytest.mark.long),  # more
+        pytest.param(12, CROSS, marks=pytest.mark.long),
+        pytest.param(30, {}, marks=pytest.mark.long),
+        pytest.param(30, {"solver": "cg", "ridge": 1.0}, marks=pytest.mark.long),
+        pytest.param(12, {"solver": Sketch(16, basis="random")}, marks=pytest.mark.long),
+        pytest.param(12, {"solver": Sketch(16, damping=0.1)}, marks=pytest.mark.long),
+        pytest.param(30, {**CROSS, "solver": Sketch(16)}, marks=pytest.mark.long),
+    ],
+)
+def test_the_variance_in_all_weights_is_exact(n: int, options: dict[str, Any]) -> None:
+    agree(fitted(n, **options), data(40)[0].double())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"ridge": 1e-3}, CROSS, {"solver": Sketch(16)}])
+def test_the_variance_in_the_networks_own_type(options: dict[str, Any]) -> None:
+    fit, x = fitted(40, torch.float32, **options), data(30)[0]
+    mean, variance = fit.export(variance=True)(x)
+    torch.testing.assert_close(mean, fit.predict(x), rtol=1e-4, atol=1e-4)
+    found = fit.predictive(x).variance
+    assert float((variance - found).abs().max() / found.max()) < 1e-3
+
+
+@pytest.mark.long
+def test_the_variance_at_other_sizes_of_images() -> None:
+    fit = of_images(nn.AdaptiveAvgPool2d((1, 1)))
+    module = fit.export(variance=True)
+    for height, width in ((8, 6), (5, 11)):
+        x = torch.randn(2, 2, height, width, generator=torch.Generator().manual_seed(height))
+        mean, variance = module(x)
+        torch.testing.assert_close(mean, fit.predict(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(variance, fit.predictive(x).variance, rtol=1e-3, atol=1e-5)
+
+
+POOLED = nn.Sequential(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d((2, 1)))
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of the packages that write the file
+@pytest.mark.parametrize("options", [{}, {"solver": Sketch(20)}])
+def test_another_runtime_gives_the_variance(options: dict[str, Any], tmp_path: Path) -> None:
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package)
+    runtime = pytest.importorskip("onnxruntime")
+    fit = of_images(POOLED, 6, **options)
+    module = fit.export(variance=True)
+    torch.onnx.export(
+        module, (IMAGES,), tmp_path / "m.onnx", dynamo=True, verbose=False,
+        dynamic_shapes=module.meta["dynamic_shapes"],
+    )  # fmt: skip
+    x = torch.randn(1, 2, 11, 7, generator=torch.Generator().manual_seed(8))
+    found = runtime.InferenceSession(tmp_path / "m.onnx").run(None, {"x": x.numpy()})
+    for got, expected in zip(found, (fit.predict(x), fit.predictive(x).variance), strict=True):
+        torch.testing.assert_close(torch.from_numpy(got), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_factor_that_does_not_fit_names_its_size_and_the_sketch() -> None:
+    fit = fitted(12)
+    fit.memory = 1000
+    with pytest.raises(MemoryBudgetError, match=r'a factor of 51 weights × 36.*solver="sketch"'):
+        fit.export(variance=True)
+
+
+def test_the_coordinates_of_a_metric_are_refused() -> None:
+    x, y = data()
+    net = network()
+    curvature = linnet.curvature(net, (x, y), linnet.likelihoods.Categorical())
+    lin = linnet.linearize(linnet.with_metric(net, curvature, damping=0.1))
+    with pytest.raises(InputError, match="in the coordinates of a MetricNetwork"):
+        linnet.fit(lin, (x, torch.eye(C)[y])).export(variance=True)
