@@ -9,6 +9,7 @@ import os
 import pydoc
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import FunctionType, ModuleType
 
@@ -19,6 +20,7 @@ from mktestdocs.__main__ import grab_code_blocks
 
 import linnet
 from tests.architecture import read_tree
+from tests.integrations.botorch_stand_in import botorch_or_stand_in
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
@@ -53,8 +55,10 @@ def test_there_are_pages_with_code() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.stem)
+@pytest.mark.filterwarnings("ignore:::(gpytorch|botorch|linear_operator|pyro)")  # warnings of their own
 def test_pages_run(page: Path) -> None:
-    mktestdocs.check_md_file(page, memory=True)
+    with botorch_or_stand_in() if "botorch" in page.read_text(encoding="utf-8") else nullcontext():
+        mktestdocs.check_md_file(page, memory=True)
 
 
 def test_a_broken_page_is_found(tmp_path: Path) -> None:
