@@ -1,4 +1,4 @@
-"""Bayesian optimization of a new task after earlier ones: five surrogates, one acquisition.
+"""Bayesian optimization of a new task after earlier ones: what a network of those adds.
 
 Sixteen earlier tasks of a family have left 40 random evaluations each. A search of a new task sees two random
 evaluations, the same for all ways, and takes the candidate of highest expected improvement (its logarithm;
@@ -29,15 +29,16 @@ from experiments.tables import chosen, markdown, with_error
 
 EARLIER, POINTS, START = 16, 40, 2
 AFTER = (5, 10, 20)
-OURS, PLAIN = "tangent process", "GP"
+OURS = "tangent process"
 WAYS = (
     "random",
     "order of the network",
-    PLAIN,
+    "GP",
     "GP around the network, own",
     "GP around the network, earlier",
     OURS,
 )
+OTHERS = WAYS[1:-1]
 
 
 def first_points(seed: int) -> Tensor:
@@ -107,20 +108,20 @@ def compared(family: str, split: str, tasks: int, task: int, seeds: int) -> dict
     return {way: torch.tensor(each, dtype=torch.float64).mean(0).tolist() for way, each in found.items()}
 
 
-def rows(cells: list[Cell]) -> list[list[str]]:
-    """A row for each family and number of evaluations, with paired differences of the last way."""
-    made = []
+def tables_of(cells: list[Cell]) -> str:
+    """Regrets, and paired differences of the tangent process from the other ways, over tasks."""
+    regret, difference = [], []
     for family in FAMILIES:
         for after in AFTER:
             where = {"family": family, "after": after}
             own = {way: chosen(cells, way, **where) for way in WAYS}
             if own[OURS]:
-                against = [
-                    with_error([a - b for a, b in zip(own[OURS], own[way], strict=True)], 1)
-                    for way in WAYS[2:-1]
-                ]
-                made.append([f"{family}, {after}", *(with_error(own[way], 1) for way in WAYS), *against])
-    return made
+                regret.append([f"{family}, {after}", *(with_error(own[way], 1) for way in WAYS)])
+                pairs = [zip(own[OURS], own[way], strict=True) for way in OTHERS]
+                less = [with_error([a - b for a, b in each], 1) for each in pairs]
+                difference.append([f"{family}, {after}", *less])
+    first = markdown(["family, evaluations", *WAYS], regret)
+    return f"{first}\n\n{markdown([f'{OURS} less', *OTHERS], difference)}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -147,8 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
                 what = {"family": family, "part": given.split, "draw": task, "after": after,
                         "sizes": {"seeds": given.seeds, "earlier": EARLIER, "points": POINTS}}  # fmt: skip
                 cells.append(study.cell(what, found))
-    header = ["family, evaluations", *WAYS, *(f"{OURS} less {way}" for way in WAYS[2:-1])]
-    study.publish(markdown(header, rows(cells)), cells)
+    study.publish(tables_of(cells), cells)
 
 
 if __name__ == "__main__":
