@@ -8,6 +8,7 @@ trained on, give the hyper-parameters of the processes around it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -187,7 +188,7 @@ def around(network: nn.Module, earlier: Earlier, fixed: bool) -> Surrogate:
     from botorch.models import SingleTaskGP
     from gpytorch.mlls import ExactMarginalLogLikelihood
 
-    network = network.requires_grad_(False)
+    network = copy.deepcopy(network).requires_grad_(False)
     scale = gpytorch.kernels.ScaleKernel
     if fixed:
         x, y = earlier.x[-HELD_OUT:], earlier.scaled(earlier.y[-HELD_OUT:])[..., 0]

@@ -79,10 +79,10 @@ def learned(family: str, seed: int) -> tuple[Earlier, Mapping[str, Surrogate], T
     """What the earlier tasks give: their costs, the ways to go on, and the order of the network's outputs."""
     points = candidates()
     earlier = Earlier.drawn(points, tables(family, "earlier", EARLIER), POINTS, seed)
-    network = surrogates.trained(earlier, seed).requires_grad_(False)
+    network = surrogates.trained(earlier, seed)
     own, known = (surrogates.around(network, earlier, fixed=fixed) for fixed in (False, True))
-    order = network(points)[:, 0].argsort()
-    process = surrogates.tangent_process(network.requires_grad_(True), earlier)
+    order = network(points).detach()[:, 0].argsort()
+    process = surrogates.tangent_process(network, earlier)
     models = (surrogates.plain, own, known, surrogates.from_tangents(process))
     return earlier, dict(zip(WAYS[2:], models, strict=True)), order
 
