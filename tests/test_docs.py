@@ -11,7 +11,7 @@ import pydoc
 import re
 import shlex
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -25,6 +25,7 @@ from torch import Tensor
 import linnet
 from linnet.app.cli import COMMANDS, main
 from tests.architecture import read_tree
+from tests.integrations.botorch_stand_in import botorch_or_stand_in
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
@@ -80,8 +81,10 @@ def test_there_are_pages_with_code() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.stem)
+@pytest.mark.filterwarnings("ignore:::(gpytorch|botorch|linear_operator|pyro)")  # warnings of their own
 def test_pages_run(page: Path) -> None:
-    mktestdocs.check_md_file(page, memory=True)
+    with botorch_or_stand_in() if "botorch" in page.read_text(encoding="utf-8") else nullcontext():
+        mktestdocs.check_md_file(page, memory=True)
 
 
 @pytest.mark.long

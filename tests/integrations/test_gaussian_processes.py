@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,17 +15,25 @@ from linnet.integrations import gpytorch as gpytorch_adapter
 from linnet.likelihoods import Gaussian
 from linnet.tangent_gp.tangent_gp import TangentGP
 from tests.fitting.problems import real
+from tests.integrations import botorch_stand_in
+from tests.integrations.botorch_stand_in import INSTALLED, botorch_or_stand_in
 from tests.tangent_gp.tangent_gp_cases import dense
 
-HAS = all(importlib.util.find_spec(name) for name in ("gpytorch", "botorch"))
-needed = pytest.mark.skipif(not HAS, reason="gpytorch and botorch are not installed")
+needed = pytest.mark.skipif(not INSTALLED, reason="gpytorch and botorch are not installed")
 # These packages' own warnings; ours stay errors.
 quiet = pytest.mark.filterwarnings(
     "ignore:::(gpytorch|botorch|linear_operator|pyro)", "ignore::DeprecationWarning"
 )
 
 
-@pytest.mark.skipif(HAS, reason="gpytorch and botorch are installed")
+@pytest.fixture
+def botorch() -> Iterator[None]:
+    """BoTorch, or its stand-in."""
+    with botorch_or_stand_in():
+        yield
+
+
+@pytest.mark.skipif(INSTALLED, reason="gpytorch and botorch are installed")
 def test_without_the_packages_the_error_says_how_to_get_them() -> None:
     with pytest.raises(DependencyError, match="gpytorch"):
         _ = gpytorch_adapter.TangentKernel
@@ -89,8 +97,8 @@ def test_gpytorchs_exact_process_is_ours() -> None:
     assert torch.allclose(found.covariance_matrix, prediction.joint_covariance[:, 0, :, 0], atol=1e-6)
 
 
-@needed
 @quiet
+@pytest.mark.usefixtures("botorch")
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_the_botorch_model_gives_our_posterior(outputs: int) -> None:
     oracle = dense(outputs=outputs)
@@ -114,6 +122,55 @@ def test_the_botorch_model_gives_our_posterior(outputs: int) -> None:
     assert more.gp.summary()["examples"] == 12
     with pytest.raises(InputError, match="gp is Linear"):
         botorch_adapter.TangentModel(torch.nn.Linear(1, 1))
+
+
+@quiet
+@pytest.mark.usefixtures("botorch")
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_single_points_take_one_call_and_say_what_sets_say(outputs: int, noisy: bool) -> None:
+    oracle = dense(outputs=outputs)
+    calls: list[int] = []
+
+    class Counted(TangentGP):
+        """Counts its predictions."""
+
+        def predictive(self, x: Any, joint: bool = False) -> Any:
+            calls.append(len(x))
+            return super().predictive(x, joint)
+
+    model = botorch_adapter.TangentModel(
+        Counted(oracle.model, Gaussian(variance=0.2)).fit(oracle.x, oracle.y)
+    )
+    points = oracle.x_test[:, None].clone().requires_grad_()
+    pairs = torch.cat([points, points.detach().roll(1, 0)], 1)  # each with another: set by set
+    alone, pair = (model.posterior(x, observation_noise=noisy) for x in (points, pairs))
+    assert calls == [4, 2, 2, 2, 2]
+    assert torch.allclose(alone.mean, pair.mean[:, :1])
+    assert torch.allclose(alone.variance, pair.variance[:, :1])
+    single = alone.distribution.covariance_matrix
+    assert torch.allclose(single, pair.distribution.covariance_matrix[:, :outputs, :outputs])
+    slopes = [
+        torch.autograd.grad((p.mean + p.variance.sqrt())[:, 0].sum(), points, retain_graph=True)[0]
+        for p in (alone, pair)
+    ]
+    assert slopes[0].abs().min() > 0
+    assert torch.allclose(*slopes)
+
+
+@needed
+@quiet
+def test_the_stand_in_is_botorchs_expected_improvement() -> None:
+    from botorch.acquisition import LogExpectedImprovement
+
+    oracle = dense(outputs=1)
+    gp = TangentGP(oracle.model, Gaussian(variance=0.2)).fit(oracle.x, oracle.y)
+    model, points = botorch_adapter.TangentModel(gp), oracle.x_test[:, None]
+    for maximize in (False, True):
+        for best in (-0.3, 0.2):
+            theirs = LogExpectedImprovement(model, best, maximize=maximize)(points)
+            ours = botorch_stand_in.LogExpectedImprovement(model, best, maximize)(points)
+            assert torch.allclose(ours, theirs, rtol=1e-6)
 
 
 @needed

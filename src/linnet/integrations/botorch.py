@@ -79,9 +79,8 @@ class _TangentModel:
         """
         sets = X.reshape(-1, *X.shape[-2:])
         chosen = list(range(self._outputs)) if output_indices is None else list(output_indices)
-        pairs = [self._moments(one.to(self._dtype), observation_noise is True) for one in sets]
-        mean = torch.stack([m[:, chosen] for m, _ in pairs]).to(X)
-        covariance = torch.stack([c[:, chosen][:, :, :, chosen] for _, c in pairs]).to(X)
+        mean, covariance = self._moments(sets.to(self._dtype), observation_noise is True)
+        mean, covariance = mean[..., chosen].to(X), covariance[..., chosen][:, :, chosen].to(X)
         size = X.shape[-2] * len(chosen)
         covariance = covariance.reshape(*X.shape[:-2], size, size)
         if isinstance(observation_noise, Tensor):
@@ -97,11 +96,15 @@ class _TangentModel:
         """The network's type."""
         return self.gp._fitted.function.dtype
 
-    def _moments(self, x: Tensor, noisy: bool) -> tuple[Tensor, Tensor]:
-        """Mean (q, C) and joint covariance (q, C, q, C) of one set."""
-        prediction = self.gp.predictive(x, joint=True)
-        prediction = prediction.with_noise() if noisy else prediction
-        return prediction.mean, prediction.joint_covariance
+    def _moments(self, sets: Tensor, noisy: bool) -> tuple[Tensor, Tensor]:
+        """Means (B, q, C) and joint covariances (B, q, C, q, C) of sets (B, q, d)."""
+        if sets.shape[1] == 1:  # single points, as most acquisition functions ask for: all at once
+            prediction = self.gp.predictive(sets[:, 0])
+            prediction = prediction.with_noise() if noisy else prediction
+            return prediction.mean[:, None], prediction.covariance[:, None, :, None]
+        each = [self.gp.predictive(one, joint=True) for one in sets]
+        each = [one.with_noise() if noisy else one for one in each]
+        return torch.stack([p.mean for p in each]), torch.stack([p.joint_covariance for p in each])
 
     def condition_on_observations(self, X: Tensor, Y: Tensor, **_: Any) -> Any:
         """The model with more data.
