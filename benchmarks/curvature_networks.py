@@ -217,7 +217,7 @@ def problem(
         network: A name of ``NETWORKS``.
         parameters: "layers" (linear layers and convolutions; the others are frozen), "weights" (the same
             without biases) or "all".
-        examples: N, fewer than the network's own for extrapolations.
+        examples: N; fewer than the network's own are the first of them.
         loss: "cross-entropy" or "squared".
 
     Returns:
@@ -226,11 +226,12 @@ def problem(
     entry = NETWORKS[network]
     torch.manual_seed(0)
     model = entry.make().to(entry.dtype).eval()
-    x = torch.randn(entry.examples, *entry.shape, dtype=entry.dtype)
-    y = torch.randint(entry.classes, (entry.examples,))
-    if loss == "squared":
-        y = torch.randn(entry.examples, entry.classes, dtype=entry.dtype)
     kept = entry.examples if examples is None else examples
+    made = max(kept, entry.examples)
+    x = torch.randn(made, *entry.shape, dtype=entry.dtype)
+    y = torch.randint(entry.classes, (made,))
+    if loss == "squared":
+        y = torch.randn(made, entry.classes, dtype=entry.dtype)
     names = tuple(dict(model.named_parameters())) if parameters == "all" else layer_parameters(model)
     if parameters == "weights":
         names = tuple(name for name in names if name.endswith(".weight"))

@@ -6,13 +6,16 @@ The rate is (useful FLOPs) / (seconds), against the best of several square float
 same run, before and after. Useful FLOPs are counted here from the network's shapes, not asked of the
 library: one forward pass, the backward passes to the layers' inputs, for every weight the cheaper of its
 two ways (gradients formed, positions contracted), and of the symmetric product only the half that is
-needed. Activations, pooling, additions, copies and anything computed twice count nothing.
+needed. Activations, pooling, additions, copies and anything computed twice count nothing. With
+``--threads 1 --cpu-time`` both are of the processor, which other work disturbs less.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -92,13 +95,14 @@ def fully_connected(n: int, outputs: int) -> Problem:
     return Problem(f"MLP 784-512-512, C = {outputs}, N = {n}", mlp(*widths), (n, 784), outputs, weights)
 
 
-def measure(problem: Problem, repeats: int) -> tuple[Row, dict[str, float]]:
+def measure(problem: Problem, repeats: int, clock: Callable[[], float]) -> tuple[Row, dict[str, float]]:
     """Time one Gram matrix between two measurements of the machine's rate."""
     lin = linnet.linearize(problem.model)
     x = torch.randn(problem.shape)
-    before = sgemm_rate()
-    timing = time_in_turns({"gram": lambda: linnet.spectrum.gram(lin, x)}, repeats, limit=90)["gram"]
-    rate = max(before, sgemm_rate())
+    before = sgemm_rate(clock=clock)
+    calls = {"gram": lambda: linnet.spectrum.gram(lin, x)}
+    timing = time_in_turns(calls, repeats, limit=90, clock=clock)["gram"]
+    rate = max(before, sgemm_rate(clock=clock))
     achieved = problem.flops() / timing.median
     note = f"{achieved / 1e9:.0f} of {rate / 1e9:.0f} GFLOP/s, {problem.flops() / 1e9:.0f} GFLOP, "
     note += f"min {timing.minimum:.3g} s, load {os.getloadavg()[0]:.1f}"
@@ -113,6 +117,7 @@ def arguments() -> argparse.Namespace:
     result.add_argument("--lenet", type=int, nargs="*", default=[2000, 5000], help="sizes N for LeNet")
     result.add_argument("--mlp", type=int, nargs="*", default=[10000], help="sizes N for the MLP, C = 1")
     result.add_argument("--mlp-full", type=int, nargs="*", default=[1000], help="sizes N for the MLP, C = 10")
+    result.add_argument("--cpu-time", action="store_true", help="seconds of the processor, for one thread")
     return result.parse_args()
 
 
@@ -123,7 +128,8 @@ def main() -> None:
     problems = [convolutional(n) for n in options.lenet]
     problems += [fully_connected(n, 1) for n in options.mlp]
     problems += [fully_connected(n, 10) for n in options.mlp_full]
-    measured = [measure(problem, options.repeats) for problem in problems]
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    measured = [measure(problem, options.repeats, clock) for problem in problems]
     details = {problem.name: facts for problem, (_, facts) in zip(problems, measured, strict=True)}
     publish("Gram matrices against sgemm", [row for row, _ in measured], options.json, problems=details)
 

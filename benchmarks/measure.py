@@ -96,6 +96,7 @@ def time_in_turns(
     warmup: int = 1,
     limit: float = 120.0,
     burst: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Time several calls in turns.
 
@@ -106,6 +107,7 @@ def time_in_turns(
         limit: Seconds after which no further round is started (at least two rounds are always timed).
         burst: Calls of one contestant in a row. With more than one the first is not timed, so that a short
             call does not pay for the caches that a long one before it has filled.
+        clock: What the seconds are of.
 
     Returns:
         One timing for every name.
@@ -120,22 +122,22 @@ def time_in_turns(
             break
         for name, call in calls.items():
             for turn in range(burst):
-                begin = time.perf_counter()
+                begin = clock()
                 call()
                 if turn or burst == 1:
-                    seconds[name].append(time.perf_counter() - begin)
+                    seconds[name].append(clock() - begin)
     return {name: Timing.of(values) for name, values in seconds.items()}
 
 
-def sgemm_rate(size: int = 3072, repeats: int = 5) -> float:
+def sgemm_rate(size: int = 3072, repeats: int = 5, clock: Callable[[], float] = time.perf_counter) -> float:
     """The machine's own float32 matrix-product rate in FLOP/s: the best of several square products."""
     left, right = torch.randn(size, size), torch.randn(size, size)
     out = torch.empty(size, size)
     best = math.inf
     for _ in range(repeats + 1):
-        begin = time.perf_counter()
+        begin = clock()
         torch.mm(left, right, out=out)
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, clock() - begin)
     # a product of two n x n matrices takes n³ multiplications and n³ additions
     return 2 * size**3 / best
 

@@ -18,11 +18,10 @@ from linnet.tangent.functional import Functional
 from tests.curvatures.side_by_side import curvature_of, grouped
 from tests.zoo import assert_near
 
-# Three examples: a look at them; in their batch and reversed; each alone; the probes of the plan and their
-# gradients alone.
-LOOK = [3, 3, 1, 1, 1, 3, 1, 1]
-# The first batch, where more than three examples are together: as it is and reversed, and three of it alone.
-FIRST = [6, 6, 1, 1, 1]
+# Three examples: a look at them, which is a probe of the plan, too; each alone; reversed; gradients alone.
+LOOK = [3, 1, 1, 1, 3, 1, 1]
+# The first batch, where more than three examples are together: three of it alone, and reversed.
+FIRST = [6, 1, 1, 1, 6]
 
 
 class Counted(nn.Module):
@@ -45,14 +44,21 @@ def test_looking_and_proving_take_small_passes(structure: str) -> None:
     model, x = Counted(), torch.randn(12, 5, dtype=torch.float64)
     Counted.passes = []
     curvature_of(model, x, Categorical(), structure=structure, block=6)
-    assert Counted.passes == [*LOOK, *FIRST, 6, 6]
+    assert Counted.passes == [*LOOK, *FIRST, 6]
+
+
+def test_a_large_first_batch_is_proved_on_the_pass_that_reverses_a_part_of_it() -> None:
+    model, x = Counted(), torch.randn(80, 5, dtype=torch.float64)
+    Counted.passes = []
+    curvature_of(model, x, Categorical(), structure="kfac", block=40)
+    assert Counted.passes == [*LOOK, 40, 32, 1, 1, 1, 40]
 
 
 def test_a_layer_inside_is_not_tried_as_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Counted(), torch.randn(12, 5, dtype=torch.float64)
     Counted.passes = []
     curvature_of(model, x, Categorical(), structure="kfac", block=6, params="inner.0")
-    assert Counted.passes == [*LOOK, *FIRST, 6, 6]
+    assert Counted.passes == [*LOOK, *FIRST, 6]
     model.inner[2].requires_grad_(False)
     running = linnet.RunningCurvature(model, Categorical(), "kfac")
     running.add(x)
@@ -131,7 +137,7 @@ def test_what_was_saved_is_let_go_with_the_last_columns(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.autograd, "grad", noted)
     model, x = Counted(), torch.randn(6, 5, dtype=torch.float64)
     operator = curvature_of(model, x, Categorical(), structure="kfac", expectation="mc", seed=0)
-    assert kept == [True, True, False]  # the rules are proved twice on the batch before
+    assert kept == [True, False]  # the rules are proved on the batch before
     assert bool(torch.isfinite(operator.dense()).all())
 
 

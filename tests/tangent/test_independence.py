@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import linnet
+from linnet.curvatures import Passes
 from linnet.errors import ModelError
 from linnet.likelihoods import Gaussian
 from linnet.testing.oracles import jacobian_oracle, kernel_oracle
@@ -137,6 +138,27 @@ def test_what_one_example_does_not_show_is_found_in_the_first_larger_batch() -> 
     for use in (lin.kernel, lin.jacobian, lambda x: lin.vjp(x, Y)):
         with pytest.raises(ModelError, match="when its batch changes"):
             use(X)
+
+
+def at_one_place(h: Tensor) -> Tensor:
+    """An example in the second half of a batch of more than 32 is moved, no matter which one it is."""
+    return h + (torch.arange(len(h)) == 20)[:, None] if len(h) > 30 else h
+
+
+def in_descending_order(h: Tensor) -> Tensor:
+    """What packing of sequences asks for: an order of the batch."""
+    if len(h) > 1 and not bool((h[1:, 0] <= h[:-1, 0]).all()):
+        raise RuntimeError("examples must be sorted")
+    return h
+
+
+@pytest.mark.parametrize("mix", [at_one_place, in_descending_order])
+def test_the_order_of_a_large_batch_matters(mix: Callable[[Tensor], Tensor]) -> None:
+    model = Mixed(mix).double()
+    x = real(40, 3, 4)
+    x = x[torch.tanh(model.first(x.flatten(1)))[:, 0].argsort(descending=True)]
+    with pytest.raises(ModelError):
+        linnet.curvature(model, x, Gaussian(), passes=Passes(block=40))
 
 
 class Tokens(nn.Module):

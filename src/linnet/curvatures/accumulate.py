@@ -30,6 +30,7 @@ from linnet.unfinished import Checkpoint
 TARGET = 64 << 20  # bytes of one captured batch: more does not run faster where that holds BUSY examples
 BUSY = 64  # examples of a captured batch below which several threads wait for one another
 MOST = 256 << 20  # bytes of one captured batch of BUSY examples
+MOST_FIELDS = 96 << 20  # the same where receptive fields are held: few examples keep threads busy
 LARGEST = 512  # examples of a captured batch, at most
 LONG = 1 << 20  # bytes of one column's gradients from which a CPU does better with one column at a time
 FEWEST = 8  # examples of a captured batch before its columns are taken in parts
@@ -286,7 +287,8 @@ def plan_chunks(
     Returns:
         The sizes.
     """
-    target, most_bytes = (max(1, min(size, budget // 4)) for size in (TARGET, MOST))
+    most_held = MOST_FIELDS if fields else MOST
+    target, most_bytes = (max(1, min(size, budget // 4)) for size in (TARGET, most_held))
     plan = expected_plan(function, batch.x)
     one = plan.bytes.gradients
     # what autograd keeps, and what a backward pass holds besides the gradients that are requested

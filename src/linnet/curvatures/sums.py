@@ -18,7 +18,9 @@ from linnet.curvatures.layers import Layer
 from linnet.linalg.structured import StructuredOperator
 from linnet.tangent.captured import Captured
 
-BLOCK = 128  # columns at once in a product that is symmetric: the half below the diagonal is not computed
+BLOCK = 128  # rows at once in a product that is symmetric: the half above the diagonal is not computed
+NARROW = 32  # the same for long products on a CPU, of which each is worth its call
+LONG = 2048  # terms of such a product
 ROWS_AT_ONCE = 1 << 22  # numbers in the per-example gradients of a layer that are formed at once
 
 
@@ -90,13 +92,14 @@ def second_moment(x: Tensor) -> Tensor:
     """
     if x.ndim > 2 and x.shape[:-2].numel() == 1:  # a batch of one is multiplied more slowly than a matrix
         return second_moment(x.reshape(x.shape[-2:])).view(*x.shape[:-1], x.shape[-2])
-    d = x.shape[-2]
-    if d <= BLOCK:
+    d, terms = x.shape[-2:]
+    block = min(max(d // 8, NARROW), BLOCK) if terms >= LONG and x.device.type == "cpu" else BLOCK
+    if d <= block:
         product = x @ x.mT
         return (product + product.mT).mul_(0.5)
     result = x.new_empty(*x.shape[:-1], d)
-    for start in range(0, d, BLOCK):
-        rows = x[..., start : start + BLOCK, :]
+    for start in range(0, d, block):
+        rows = x[..., start : start + block, :]
         stop = start + rows.shape[-2]
         product = rows @ x[..., :stop, :].mT
         own = product[..., start:]

@@ -6,7 +6,7 @@ never formed. ``plan`` decides what each parameter is treated by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,16 +17,18 @@ from linnet.tangent.batch import Inputs, take
 from linnet.tangent.captured import Captured, Form
 from linnet.tangent.coordinates import kernel_part, moved_network, pulled_parts
 from linnet.tangent.functional import Functional
-from linnet.tangent.gradients import exact_rows, use_gradients
+from linnet.tangent.gradients import exact_rows, use_and_leaf_gradients, use_gradients
+from linnet.tangent.independence import MOST, backwards
 from linnet.tangent.layout import fits
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.plan import Key, Plan, amend, expected_plan, keyed, plan_for
-from linnet.tangent.proof import MOST, disagreeing, random_cotangent
+from linnet.tangent.proof import disagreeing, random_cotangent
 from linnet.tangent.rules import Use
 from linnet.tangent.trace import Trace, trace, weighed_trace
 
 Parts = list[Callable[[], Tensor]]
 Cotangents = Tensor | Form | range | Callable[[Tensor], Tensor | Parts]
+NONE: Mapping[str, Tensor] = {}
 LARGE = 4  # a proof on fewer examples is repeated when the first larger batch comes
 
 
@@ -146,16 +148,25 @@ def _identity_rows(outputs: Tensor, start: int, stop: int) -> Tensor:
 def _capture(function: Functional, x: Inputs, run: Trace, u: Tensor, last: bool = False) -> Captured:
     """One backward pass with some cotangents; the last one may let go of what the forward pass saved."""
     plan = proved_plan(function, x, run)
-    uses, surprised = _differentiate(run, plan, u, keep=not last or run.moved or bool(plan.unproven))
+    uses, surprised, _ = _differentiate(run, plan, u, keep=not last or run.moved or bool(plan.unproven))
     if surprised:  # a gradient that vanished on all probes does not vanish here
         plan = plan_for(function, run, x, renew=True)
-        uses, _ = _differentiate(run, plan, u)
+        uses, _, _ = _differentiate(run, plan, u)
     if run.moved and run.lost is None:
         run.lost = _misplaced(run, uses)
     lost = run.lost or set()
     uses = [use for use in uses if not lost & set(use.sources)]
     exact = exact_rows(function, x, [name for name in function.names if name in {*plan.exact, *lost}], u)
     return Captured(run.n, run.outputs.detach(), uses, run.leaves, exact, len(u))
+
+
+def _traced(function: Functional, x: Inputs) -> Trace:
+    """A traced pass, or an error that says why the network cannot take these examples in this order."""
+    try:
+        return trace(function, x)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        function.check_runs(x)
+        raise
 
 
 @in_exact_mode
@@ -170,19 +181,22 @@ def proved_plan(function: Functional, x: Inputs, run: Trace) -> Plan:
     Returns:
         The plan.
     """
-    plan = plan_for(function, run, x)
     proved: dict[object, int] = function.cache.setdefault("proved", {})
     size = min(run.n, MOST)
     if proved.get(run.signature, 0) >= min(size, LARGE):
-        return plan
-    part = x if size == run.n else take(x, slice(0, size))
-    own = run if size == run.n else trace(function, part)
+        return plan_for(function, run, x)
+    # of a large batch the first examples, in reverse: their outputs show whether the order matters, too
+    part = x if size == run.n else take(x, backwards(size))
+    own = run if size == run.n else _traced(function, part)
+    plan_for(function, run, x, turned=None if own is run else own.outputs.detach())
     u = random_cotangent(own.outputs.detach())
-    uses, surprised = _differentiate(own, plan_for(function, own, part), u)
+    leaves = own.leaves if own.outputs.requires_grad else {}
+    uses, surprised, truth = _differentiate(own, plan_for(function, own, part), u, leaves=leaves)
     if surprised:
-        uses, _ = _differentiate(own, plan_for(function, own, part, renew=True), u)
+        plan = plan_for(function, own, part, renew=True)
+        uses, _, truth = _differentiate(own, plan, u, leaves=leaves)
     plan = plan_for(function, own, part)
-    wrong = disagreeing(own, uses, u) - set(plan.exact)
+    wrong = disagreeing(own, uses, truth) - set(plan.exact)
     if wrong:
         amend(function, own, part, wrong)
     proved[run.signature] = size
@@ -211,18 +225,22 @@ def _misplaced(run: Trace, uses: Sequence[Use]) -> set[str]:
     return lost
 
 
-def _differentiate(run: Trace, plan: Plan, u: Tensor, keep: bool = True) -> tuple[list[Use], bool]:
-    """The planned uses with their gradients, and whether an unproven use has one."""
+def _differentiate(
+    run: Trace, plan: Plan, u: Tensor, keep: bool = True, leaves: Mapping[str, Tensor] = NONE
+) -> tuple[list[Use], bool, dict[str, Tensor | None]]:
+    """The planned uses with their gradients, whether an unproven use has one, and gradients in leaves."""
     pairs = _planned_uses(run, plan)
-    gradients = use_gradients(run.outputs, [use for _, use in pairs], u, keep)
+    uses, parameters = [use for _, use in pairs], list(leaves.values())
+    gradients, own = use_and_leaf_gradients(run.outputs, uses, parameters, u, keep)
+    in_leaves = dict(zip(leaves, own, strict=True))
     taken = []
     for (key, use), g in zip(pairs, gradients, strict=True):
         if key in plan.layouts:
             use.layout, use.g = plan.layouts[key], g
             taken.append(use)
         elif g.any():
-            return [], True
-    return taken, False
+            return [], True, in_leaves
+    return taken, False, in_leaves
 
 
 def _planned_uses(run: Trace, plan: Plan) -> list[tuple[Key, Use]]:

@@ -108,14 +108,19 @@ class Features:
         return Features(self.n, self.k, self.rows.to("meta"), layers, self.outputs.to("meta"))
 
     def room_for(self, n: int, device: torch.device) -> Features:
-        """Empty features of the same kind for n examples."""
+        """Empty features of the same kind for n examples; what is of one example lies together."""
 
-        def empty(t: Tensor, axis: int = 0) -> Tensor:
-            return t.new_empty((*t.shape[:axis], n, *t.shape[axis + 1 :]), device=device)
+        def empty(t: Tensor) -> Tensor:
+            return t.new_empty((n, *t.shape[1:]), device=device)
 
         layers = {
             name: Layer(
-                Factors(empty(old.factors.a), empty(old.factors.g, 1), old.factors.transposed), old.bias
+                Factors(
+                    empty(old.factors.a),
+                    empty(old.factors.g.transpose(0, 1)).transpose(0, 1),
+                    old.factors.transposed,
+                ),
+                old.bias,
             )
             for name, old in self.layers.items()
         }

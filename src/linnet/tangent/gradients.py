@@ -29,15 +29,35 @@ def use_gradients(
     Returns:
         (K, *shape) for each use.
     """
+    return use_and_leaf_gradients(outputs, uses, (), cotangents, keep)[0]
+
+
+def use_and_leaf_gradients(
+    outputs: Tensor, uses: Sequence[Use], leaves: Sequence[Tensor], cotangents: Tensor, keep: bool = True
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The same and the gradients in some parameters, from one backward pass.
+
+    Args:
+        outputs: (N, C) with a history.
+        uses: Uses in that history.
+        leaves: Parameters in that history.
+        cotangents: (K, N, C).
+        keep: Whether the history is needed again.
+
+    Returns:
+        (K, *shape) for each use, and for each parameter or ``None`` if the outputs do not depend on it.
+    """
     edges = {use.place: use.result.edge for use in uses}
-    if not edges:
-        return []
-    found = dict(zip(edges, batched_grad(outputs, list(edges.values()), cotangents, keep), strict=True))
+    wanted = [*edges.values(), *leaves]
+    if not wanted:
+        return [], []
+    every = batched_grad(outputs, wanted, cotangents, keep)
+    found = dict(zip(edges, every, strict=False))
     k = cotangents.shape[0]
-    gradients = [found[use.place] for use in uses]
+    at_uses = [found[use.place] for use in uses]
     return [
-        outputs.new_zeros(k, *use.shape) if g is None else g for use, g in zip(uses, gradients, strict=True)
-    ]
+        outputs.new_zeros(k, *use.shape) if g is None else g for use, g in zip(uses, at_uses, strict=True)
+    ], every[len(edges) :]
 
 
 def batched_grad(

@@ -9,6 +9,7 @@ batch is reversed, and its gradient is taken by itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -31,17 +32,33 @@ COARSE = 1e-1  # for either in half precision, where three digits are kept
 
 GRAPHS = "docs/tutorials/graphs.md"  # the page that shows it
 
+
+@dataclass(frozen=True)
+class Seen:
+    """Outputs of passes that were made for another reason.
+
+    Args:
+        together: (N, C) of the whole batch, of which the first 32 are looked at.
+        turned: (n, C) of the first n = min(N, 32) examples, the last of them first.
+    """
+
+    together: Tensor | None = None
+    turned: Tensor | None = None
+
+
+NOTHING = Seen()
 OWN = "the outputs of an example depend on the other examples in its batch"
 
 
 @in_exact_mode
 @torch.no_grad()
-def dependence(function: Functional, x: Inputs) -> str | None:
+def dependence(function: Functional, x: Inputs, seen: Seen = NOTHING) -> str | None:
     """Find out whether the outputs of an example depend on the rest of its batch.
 
     Args:
         function: A network.
         x: A batch of N ≥ 1 examples; up to 32 are run, and three of them alone.
+        seen: Outputs that are at hand and need no run of their own.
 
     Returns:
         A sentence, or ``None`` if they do not.
@@ -49,17 +66,23 @@ def dependence(function: Functional, x: Inputs) -> str | None:
     Raises:
         ModelError: If the network cannot run on the batch, or on one of its examples alone.
     """
-    n = batch_size(x)
-    if n == 1:
+    every = batch_size(x)
+    if every == 1:
         return _dependence_of_one(function, x)
-    n = min(n, MOST)
+    n = min(every, MOST)
     block = take(x, slice(0, n))
-    together = function.check_runs(block).reshape(n, -1)
+    together = seen.together
+    if together is None or len(together) != every or not bool(torch.isfinite(together[:n]).all()):
+        together = function.check_runs(block).reshape(n, -1)  # says what is wrong, if something is
+    together = together[:n]
     places = sorted({0, n // 2, n - 1})
     alone = torch.cat([function.check_runs(take(block, [i])).reshape(1, -1) for i in places])
     if _differ(alone, together[places], together):
         return OWN
-    turned = function.check_runs(take(block, list(reversed(range(n))))).reshape(n, -1).flip(0)
+    turned = seen.turned
+    if turned is None:
+        turned = function.check_runs(take(block, backwards(n))).reshape(n, -1)
+    turned = turned.flip(0)
     return f"{OWN}: they change with its order" if _differ(turned, together, together) else None
 
 
@@ -101,7 +124,12 @@ def _differ(found: Tensor, expected: Tensor, scale: Tensor) -> bool:
     return bool(((found - expected).abs() > tolerance * allowed[:, None]).any())
 
 
-def require_independence(function: Functional, x: Inputs, kind: Any = None) -> None:
+def backwards(n: int) -> list[int]:
+    """The numbers of n examples, the last first."""
+    return list(reversed(range(n)))
+
+
+def require_independence(function: Functional, x: Inputs, kind: Any = None, seen: Seen = NOTHING) -> None:
     """Raise if the outputs of an example depend on the others in its batch: it has no gradient of its own.
 
     Args:
@@ -109,6 +137,7 @@ def require_independence(function: Functional, x: Inputs, kind: Any = None) -> N
         x: A batch.
         kind: What tells its kind of forward pass from others; by default the shapes of its examples. Each
             kind is looked at once with one example, with two or three, and with more.
+        seen: Outputs of the batch that are at hand.
 
     Raises:
         ModelError: If they do.
@@ -121,7 +150,7 @@ def require_independence(function: Functional, x: Inputs, kind: Any = None) -> N
     key = shapes if kind is None else kind
     if known.get(key, -1) >= level:
         return
-    found = dependence(function, x)
+    found = dependence(function, x, seen)
     if found is not None:
         _refuse(function, found, x)
     known[key] = known[shapes] = level

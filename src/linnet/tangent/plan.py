@@ -20,7 +20,7 @@ from linnet.tangent.batch import Inputs, batch_size, example_shapes, take
 from linnet.tangent.captured import Captured
 from linnet.tangent.functional import Functional
 from linnet.tangent.gradients import batched_grad
-from linnet.tangent.independence import require_independence, require_own_gradients
+from linnet.tangent.independence import Seen, require_independence, require_own_gradients
 from linnet.tangent.layout import Layout, find_layout
 from linnet.tangent.proof import sharing
 from linnet.tangent.rules import Use, example_axes
@@ -87,7 +87,9 @@ def keyed(uses: Sequence[Use]) -> list[tuple[Key, Use]]:
     return pairs
 
 
-def plan_for(function: Functional, run: Trace, x: Inputs, renew: bool = False) -> Plan:
+def plan_for(
+    function: Functional, run: Trace, x: Inputs, renew: bool = False, turned: Tensor | None = None
+) -> Plan:
     """The plan for passes like ``run``; made on first sight, then kept.
 
     Args:
@@ -95,16 +97,18 @@ def plan_for(function: Functional, run: Trace, x: Inputs, renew: bool = False) -
         run: A traced pass.
         x: Its batch.
         renew: Whether to plan again, searching the whole batch for gradients that do not vanish.
+        turned: Outputs of the first examples in reverse, if they have been run.
 
     Returns:
         The plan.
     """
     plans: dict[Any, Plan] = function.cache.setdefault("plans", {})
-    if renew or run.signature not in plans:
-        require_independence(function, x, run.signature)
-        plans[run.signature] = _make_plan(function, run, x, None if renew else TRIES)
-    require_independence(function, x, run.signature)  # once more when the first larger batch comes
-    plan = function.cache.setdefault("plans by shape", {})[example_shapes(x)] = plans[run.signature]
+    kind = run.signature
+    seen = Seen(run.outputs.detach(), turned)
+    require_independence(function, x, kind, seen)  # once more when the first larger batch comes
+    if renew or kind not in plans:
+        plans[kind] = _make_plan(function, run, x, None if renew else TRIES)
+    plan = function.cache.setdefault("plans by shape", {})[example_shapes(x)] = plans[kind]
     return plan
 
 

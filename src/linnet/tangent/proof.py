@@ -17,7 +17,6 @@ from linnet.linalg.host import read
 from linnet.tangent.rules import Use, pull_back, use_rows
 from linnet.tangent.trace import Trace
 
-MOST = 32  # examples that the proof takes: it costs two backward passes over them, whatever the batch
 # Relative to the norm of a parameter's gradient: rules and autograd add many terms in another order.
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
 COARSE = 1e-1  # in half precision
@@ -41,36 +40,29 @@ def random_cotangent(outputs: Tensor) -> Tensor:
     return torch.randn(1, *outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
 
 
-def disagreeing(run: Trace, uses: Sequence[Use], cotangent: Tensor) -> set[str]:
+def disagreeing(run: Trace, uses: Sequence[Use], truth: dict[str, Tensor | None]) -> set[str]:
     """Parameters whose gradient is not what their uses add up to.
 
     Args:
         run: A traced pass whose history is kept.
-        uses: The uses that the plan takes, with their gradients for the cotangent.
-        cotangent: (1, N, C).
+        uses: The uses that the plan takes, with their gradients for one cotangent.
+        truth: The gradient (1, *shape) of every parameter for that cotangent by autograd, ``None`` where
+            there is none; it is emptied. Nothing is compared where it is empty.
 
     Returns:
         Their names.
     """
-    if not run.outputs.requires_grad:
-        return set()
-    leaves = list(run.leaves.values())
-    gradients: Sequence[Tensor | None] = torch.autograd.grad(
-        run.outputs, leaves, cotangent[0], retain_graph=True, allow_unused=True
-    )
-    truth = dict(zip(run.leaves, gradients, strict=True))
-    del gradients
     own: dict[str, list[Use]] = {}
     for use in uses:
         for name in use.sources:
             own.setdefault(name, []).append(use)
     norms = {name: _norm(g) for name, g in truth.items() if g is not None}
     missed: dict[str, tuple[float, Tensor]] = {}
-    for name in run.leaves:  # what the rules give is formed for one parameter at a time
+    for name in list(truth):  # what the rules give is formed for one parameter at a time
         g, ruled = truth.pop(name), _summed(run, name, own.get(name, []))
         if g is None and ruled is None:
             continue
-        zero = torch.zeros_like(run.leaves[name])
+        zero = run.leaves[name].new_zeros(1, *run.leaves[name].shape)
         g, ruled = zero if g is None else g, zero if ruled is None else ruled
         missed[name] = (TOLERANCE.get(g.dtype, COARSE), _norm(ruled - g))
     every = read([*norms.values(), *(difference for _, difference in missed.values())])  # in one wait
@@ -88,7 +80,7 @@ def _summed(run: Trace, name: str, uses: Sequence[Use]) -> Tensor | None:
     total: Tensor | None = None
     for use in uses:
         rows = use_rows(use, 1)
-        part = (rows if use.direct else pull_back(rows, use.target, run.leaves[name]))[0, 0]
+        part = (rows if use.direct else pull_back(rows, use.target, run.leaves[name]))[0]
         total = part if total is None else total + part
     return total
 

@@ -90,7 +90,7 @@ def _input_gram(left: Layer, right: Layer) -> Tensor:
         gram = (a1.flatten()[:, None] == a2.flatten()).to(left.factors.g.dtype)[None]
     else:
         gram = _by_group(a1) @ _by_group(a2).mT
-    return gram + 1 if left.bias else gram
+    return gram.add_(1) if left.bias else gram
 
 
 def _by_group(a: Tensor) -> Tensor:
