@@ -16,6 +16,7 @@ from linnet.limits import require_file
 _WROTE = re.compile(r"# linnet [^\n]*\n#   linnet ([a-z]+) --config ")  # the head of a run's own settings
 _LARGEST = 1 << 18  # bytes; the settings of a run take one kilobyte
 _DEEPEST = 50  # lists and mappings in each other; the reader calls itself once for each
+_TOO_DEEP = f"has more than {_DEEPEST} lists or mappings inside each other"
 _MOST_NODES = 100_000  # values once every alias stands for what it repeats
 _DIGITS = 400  # of a number; those beyond 1e308 are none
 
@@ -57,8 +58,10 @@ def check_settings(command: str, file: str | os.PathLike[str]) -> None:
 
     try:
         _check_events(path, yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-    except yaml.YAMLError:
-        return
+    except yaml.YAMLError as error:
+        if "nesting depth" in str(error):  # libyaml of PyYAML 6.0.4 ends there by itself
+            _refuse(path, _TOO_DEEP, "plain settings")
+        _refuse(path, "is no YAML that can be read", "a file of settings")
 
 
 def _check_events(path: Path, events: Any) -> None:
@@ -87,7 +90,7 @@ def _check_events(path: Path, events: Any) -> None:
                 _refuse(path, f"has *{anchor} inside the value that it stands for", "values that end")
             nodes += sizes[anchor]
         if len(open_nodes) > _DEEPEST:
-            _refuse(path, f"has more than {_DEEPEST} lists or mappings inside each other", "plain settings")
+            _refuse(path, _TOO_DEEP, "plain settings")
         if nodes > _MOST_NODES:
             _refuse(path, f"stands for more than {_MOST_NODES:,} values", "settings without aliases (*name)")
 
