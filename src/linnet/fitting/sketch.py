@@ -10,6 +10,7 @@ leave-one-out, influence, forgetting, update and variance of the sketched model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -44,7 +45,10 @@ from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
 SAMPLE = 256  # examples on which the kept trace is measured
-COLUMNS = 16  # outputs up to which all are differentiated for the basis; beyond, as many random combinations
+COLUMNS = 16  # outputs up to which all are differentiated to measure; beyond, as many random combinations
+# Columns of the outputs' curvature, over all examples, that the basis is made of. On 1,000 images of ten
+# classes a ResNet-20 keeps no less of the trace by one random combination each, in 0.4 of the time.
+DRAWN = 1000
 BLOCK = 64  # examples differentiated at once where the trace is measured
 
 
@@ -267,11 +271,11 @@ def _kept(function: Functional, small: SketchedNetwork, x: Inputs) -> KeptTrace:
     return KeptTrace(tuple(shares), n)
 
 
-def _expectation(outputs: int) -> Expectation:
+def _expectation(outputs: int, columns: int = COLUMNS) -> Expectation:
     """All outputs, or random combinations of many."""
-    if outputs <= COLUMNS:
+    if outputs <= columns:
         return Expectation(Gaussian(variance=1.0))
-    return Expectation(Gaussian(variance=1.0), "random-projection", samples=COLUMNS)
+    return Expectation(Gaussian(variance=1.0), "random-projection", samples=columns)
 
 
 def _cotangents(outputs: int) -> Cotangents:
@@ -406,7 +410,8 @@ def sketched(lin: Linearized, x: Inputs, settings: Sketch, memory: Memory = None
         curvature = given
     else:
         structure = "diagonal" if given == "random" else given
-        curvature = frozen_curvature(structure, function, take(x, chosen), _expectation(outputs), memory)
+        columns = _expectation(outputs, min(COLUMNS, math.ceil(DRAWN / len(chosen))))
+        curvature = frozen_curvature(structure, function, take(x, chosen), columns, memory)
     # a network in float64 converts its inputs because it knows where it comes from
     model = (function.source or function).model
     if given == "random":
