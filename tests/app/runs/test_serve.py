@@ -193,6 +193,7 @@ def test_the_command_serves_until_it_is_interrupted(workshop: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "linnet", "serve", "--run", "prices", "--json", "--trust"],
         cwd=workshop, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
     )  # fmt: skip
     try:
         assert process.stderr is not None
