@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import InputError, ModelError
 from linnet.fitting import Sketch
+from linnet.fitting.export import _off
 from linnet.tangent.batch import take, tensors_in
 from linnet.tangent.functional import call_arguments
 from linnet.tangent.sizes import FreeSize, resized
@@ -284,3 +285,20 @@ def test_values_have_no_class() -> None:
     merged = fit.merge()
     assert merged.agreement is None
     assert merged.gap < 1e-5
+
+
+class Shifted(nn.Module):
+    """Numbers, off by some."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+@pytest.mark.parametrize(("by", "least", "wrong"), [(1e-5, 2.0, False), (1e-2, 2.0, True), (1e-5, 0.0, True)])
+def test_an_output_near_zero_is_as_exact_as_others(by: float, least: float, wrong: bool) -> None:
+    x = torch.full((1, 1), 1e-2)
+    assert bool(_off(Shifted(by), x, [x], least)) is wrong

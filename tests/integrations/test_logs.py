@@ -183,6 +183,20 @@ def test_a_table_that_cannot_be_written(tmp_path: Path) -> None:
         log_to(f"csv:{tmp_path}/file/numbers.csv")({"loss": 1.0}, 0)
 
 
+@pytest.mark.parametrize("values", [None, 3, "a", [1], torch.ones(3)])
+def test_what_has_no_numbers(values: Any, tmp_path: Path) -> None:
+    with log_to(f"csv:{tmp_path / 'table.csv'}") as log, pytest.raises(InputError, match="values"):
+        log(values)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_table_that_came_meanwhile(tmp_path: Path) -> None:
+    with log_to(f"csv:{tmp_path / 'table.csv'}") as first, log_to(f"csv:{tmp_path / 'table.csv'}") as second:
+        first({"a": 1.0})
+        with pytest.raises(InputError, match="a new file"):
+            second({"a": 1.0})
+
+
 @pytest.mark.parametrize("step", [-1, 0.5, "1"])
 def test_steps_are_whole_numbers(step: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="step"):

@@ -237,7 +237,8 @@ def _execute(
     if as_json:
         print(json.dumps(_plain(result), indent=2, allow_nan=False))
     sys.stdout.flush()
-    log(result)
+    if isinstance(result, Mapping):
+        log(result)
     return int(isinstance(result, Mapping) and result.get("ok") is False)
 
 

@@ -264,8 +264,11 @@ def checked_module(make: Make, x: Inputs, answer: Answer) -> fx.GraphModule:
         made = make(like := like.rigid(), kind)  # where a network cannot be traced at all, this says so
     tried = [(part, answer(part)) for part in (x, take(x, slice(0, 1)))]
 
+    # an output near zero is the difference of larger numbers, and as exact as they are
+    scale = float(tried[0][1][0].abs().max())
+
     def off() -> str:
-        return next(filter(None, (_off(made.module, *one) for one in tried)), "")
+        return next(filter(None, (_off(made.module, *one, scale) for one in tried)), "")
 
     if off() == "variance":
         made = make(like, kind := torch.float64)
@@ -282,22 +285,23 @@ def checked_module(make: Make, x: Inputs, answer: Answer) -> fx.GraphModule:
             expected="a network that computes the same whether torch.export traces it or not",
             remedy="look for torch.autograd.Function, torch.no_grad or conditions on shapes in its forward()",
         )
-    while found := _only_so(made, x, answer):
+    while found := _only_so(made, x, answer, scale):
         made = make(like := Prototype(x, like.fixed | found), kind)
     return made.module
 
 
-def _off(module: nn.Module, x: Inputs, expected: Sequence[Tensor]) -> str:
+def _off(module: nn.Module, x: Inputs, expected: Sequence[Tensor], scale: float) -> str:
     """What a module answers otherwise than the fit: nothing, the outputs, by how much, or the variance."""
     args, kwargs = call_arguments(x)
     found = module(*args, **kwargs)
     got: Sequence[Tensor] = found if len(expected) > 1 else (found,)
-    if _far(got[0], expected[0], torch.finfo(expected[0].dtype).eps ** 0.5):
+    eps = torch.finfo(expected[0].dtype).eps
+    if _far(got[0], expected[0], eps**0.5, max(scale, 1e-2)):
         return f"{float((got[0] - expected[0]).abs().max()):.2g}"
     return "variance" if len(expected) > 1 and _far(got[1], expected[1], 1e-3) else ""
 
 
-def _only_so(made: Traced, x: Inputs, answer: Answer) -> frozenset[Axis]:
+def _only_so(made: Traced, x: Inputs, answer: Answer, scale: float) -> frozenset[Axis]:
     """Axes that a trace leaves free, although it holds for the traced size alone."""
     found: set[Axis] = set()
     for free in made.free:
@@ -309,7 +313,7 @@ def _only_so(made: Traced, x: Inputs, answer: Answer) -> frozenset[Axis]:
             except LinnetError:  # the network takes no such size
                 continue
             try:
-                wrong = _off(made.module, other, expected)
+                wrong = _off(made.module, other, expected, scale)
             except (RuntimeError, ValueError, IndexError):
                 wrong = "fails"
             tried += not wrong
@@ -318,8 +322,8 @@ def _only_so(made: Traced, x: Inputs, answer: Answer) -> frozenset[Axis]:
     return frozenset(found)
 
 
-def _far(got: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Whether numbers differ by more than a share of the largest."""
+def _far(got: Tensor, expected: Tensor, tolerance: float, scale: float = 1e-30) -> bool:
+    """Whether numbers differ by more than a share of the largest, or of a scale that is larger."""
     if got.shape != expected.shape:
         return True
-    return not bool((got - expected).abs().max() <= tolerance * (expected.abs().max() + 1e-30))
+    return not bool((got - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=scale))

@@ -7,7 +7,7 @@ import difflib
 import importlib
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 from linnet.disk import refuse_write
 from linnet.errors import DependencyError, InputError, LinnetError
 from linnet.logged import Log, numbers
-from linnet.params import integer, shown
+from linnet.params import integer, refuse, shown
+from linnet.shown import Shown
 
 _REASON = 200  # characters of another package's error
 
@@ -48,10 +49,15 @@ class Logger:
             step: The step.
 
         Raises:
+            InputError: If they are neither.
             DependencyError: If the package behind it does not take them.
         """
         integer("step", step, least=0)
-        if found := numbers(values):
+        found = numbers(values)
+        if not found and not isinstance(values, Mapping | Shown):
+            expected = "a dict of numbers, or a report, fit or result"
+            refuse("values", values, expected, "give every number a name")
+        if found:
             with self._explained():
                 self._opened = self._opened or self._start()
                 self._opened[0](found, step)
@@ -128,10 +134,15 @@ def log_to(where: str) -> Logger:
 def _csv(place: str) -> Callable[[], Opened]:
     """A table with a row a number."""
     path = Path(place)
-    if path.exists():
-        raise InputError(f"{path} exists", expected="a new file", remedy="name another one, or delete it")
+
+    def require_new() -> None:
+        if path.exists():
+            raise InputError(f"{path} exists", expected="a new file", remedy="name another one, or delete it")
+
+    require_new()
 
     def start() -> Opened:
+        require_new()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("x", newline="", encoding="utf-8")

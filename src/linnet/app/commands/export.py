@@ -19,7 +19,8 @@ def export(
     """Write an adapted network as one file that runs without linnet, in torch or in any ONNX runtime.
 
     The file takes raw samples, images as bytes or rows as numbers, and scales them as the run did. It has the
-    names of the classes in it.
+    names of the classes in it. Its probabilities have the uncertainty of the weights in them, as those of
+    linnet predict have, where it gives variances too; otherwise they are those of the outputs alone.
 
     Args:
         run: The folder that linnet adapt, forget or update wrote.

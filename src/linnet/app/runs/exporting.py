@@ -54,7 +54,7 @@ class RunModule(nn.Module):
         """Answers to raw samples.
 
         Args:
-            x: Images uint8 (N, H, W, C), or rows (N, D).
+            x: Images uint8 (N, H, W, C), rows (N, D), or ids of tokens (N, T).
 
         Returns:
             Outputs (N, C) and their variances where there are any; and probabilities, for classes.
@@ -72,7 +72,7 @@ class RunModule(nn.Module):
         if isinstance(self.before, Standardize):
             return ((x.double() - self.mean) / self.std).to(self.dtype)
         if self.before is None:
-            return x.to(self.dtype)
+            return x.to(self.dtype) if x.is_floating_point() else x  # ids of tokens stay whole numbers
         pixels = x.permute(0, 3, 1, 2).to(self.dtype) / 255
         if pixels.shape[1] != self.channels:
             luma = torch.tensor(_LUMA, dtype=self.dtype).view(-1, 1, 1)
