@@ -76,8 +76,8 @@ def alone() -> Iterator[None]:
 def first_order() -> Iterator[None]:
     """Passes that are differentiated once, backward: attention may take its fused kernels.
 
-    Those have no forward mode and no second derivative, but neither form nor keep the (T, T) matrix: for one
-    cotangent of 4 sequences of T = 1,024 they take less than half of the time.
+    Those have no forward mode and no second derivative, but neither form nor keep the (T, T) matrix
+    (``benchmarks/attention.py``).
 
     Yields:
         Nothing.
