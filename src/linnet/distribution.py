@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 
 from linnet.errors import DependencyError
@@ -60,6 +62,37 @@ def require_application(*names: str) -> None:
             f"the command line needs {' and '.join(missing)}, which {verb} not installed",
             remedy=install_command("app"),
         )
+
+
+@contextmanager
+def importing(package: str, what: str, expected: str, remedy: str) -> Iterator[None]:
+    """Explain why an optional package cannot be imported, which the block does; the cause is chained.
+
+    Args:
+        package: The package.
+        what: What needs it.
+        expected: What should be there.
+        remedy: What to do.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        DependencyError: The block cannot import it.
+
+    Example:
+        >>> with importing("numpy", "an example", "numpy 1.26 or later", "pip install numpy"):
+        ...     import numpy
+    """
+    try:
+        yield
+    # RuntimeError: a torchvision for another torch; AttributeError: a version without what is taken from it
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:
+        raise DependencyError(
+            f"{package}, which {what} needs, cannot be imported ({type(error).__name__}: {error})",
+            expected=expected,
+            remedy=remedy,
+        ) from error
 
 
 def require_own_package() -> None:

@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from linnet import __version__, params
-from linnet.distribution import install_command
-from linnet.errors import DependencyError, InputError, LinnetError
+from linnet.distribution import importing, install_command
+from linnet.errors import InputError, LinnetError
 from linnet.files import LABELS
 from linnet.hub.card import CARD, is_own_card
 
@@ -96,14 +96,8 @@ def fetch(name: str, files: Sequence[str]) -> Path:
 
 def _package(what: str) -> ModuleType:
     """huggingface_hub itself."""
-    try:
+    with importing("huggingface_hub", what, "huggingface_hub beside linnet", install_command("hub")):
         import huggingface_hub
-    except ImportError as error:
-        raise DependencyError(
-            f"{what} needs huggingface_hub, which cannot be imported ({error})",
-            expected="huggingface_hub beside linnet",
-            remedy=install_command("hub"),
-        ) from error
     return huggingface_hub
 
 

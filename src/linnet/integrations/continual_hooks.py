@@ -7,13 +7,13 @@ are requested, because their bases are in packages that are not required.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import Dataset
 
 from linnet.continual.method import ContinualMethod
-from linnet.errors import DependencyError, InputError
+from linnet.distribution import importing
+from linnet.errors import InputError
 from linnet.params import number
 
 DIVIDING = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")  # Lightning's, as they are called
@@ -251,9 +251,8 @@ def avalanche_plugin(method: ContinualMethod, mean: bool | float = True) -> Any:
         DependencyError: If Avalanche cannot be imported.
         InputError: If ``method`` is none, or ``mean`` no positive number.
     """
-    require_method(method)
-    plugin = _class("avalanche.core", "SupervisedPlugin", "pip install avalanche-lib")
-    return _with_hooks(AvalancheHooks, plugin)(method, mean)
+    base = ("avalanche.core", "SupervisedPlugin", "pip install avalanche-lib")
+    return _hooked(AvalancheHooks, base, method, mean)
 
 
 def lightning_callback(method: ContinualMethod, mean: bool | float = True) -> Any:
@@ -271,9 +270,8 @@ def lightning_callback(method: ContinualMethod, mean: bool | float = True) -> An
         DependencyError: If Lightning cannot be imported.
         InputError: If ``method`` is none, or ``mean`` no positive number.
     """
-    require_method(method)
-    callback = _class("lightning.pytorch", "Callback", "pip install lightning")
-    return _with_hooks(LightningHooks, callback)(method, mean)
+    base = ("lightning.pytorch", "Callback", "pip install lightning")
+    return _hooked(LightningHooks, base, method, mean)
 
 
 def trainer_callback(method: ContinualMethod, mean: bool | float = True) -> Any:
@@ -291,9 +289,8 @@ def trainer_callback(method: ContinualMethod, mean: bool | float = True) -> Any:
         DependencyError: If transformers cannot be imported.
         InputError: If ``method`` is none, or ``mean`` no positive number.
     """
-    require_method(method)
-    callback = _class("transformers", "TrainerCallback", "pip install transformers")
-    return _with_hooks(TrainerHooks, callback)(method, mean)
+    base = ("transformers", "TrainerCallback", "pip install transformers")
+    return _hooked(TrainerHooks, base, method, mean)
 
 
 def _mean(mean: bool | float) -> bool | float:
@@ -357,24 +354,17 @@ def require_method(method: Any) -> ContinualMethod:
     return method
 
 
-def _class(package: str, name: str, remedy: str) -> type:
-    """A class of an optional package."""
-    try:
-        found: type = getattr(importlib.import_module(package), name)
-    except (ImportError, AttributeError, RuntimeError, OSError) as error:
-        raise DependencyError(
-            f"{package}.{name} cannot be imported ({type(error).__name__}: {error})", remedy=remedy
-        ) from error
-    return found
-
-
-def _with_hooks(hooks: type, base: type) -> Callable[..., Any]:
-    """A class with our hooks before those of a package."""
+def _hooked(hooks: type, base: tuple[str, str, str], method: ContinualMethod, mean: bool | float) -> Any:
+    """Our hooks before those of a class of an optional package: where it is, its name, how to install it."""
+    package, name, remedy = base
+    require_method(method)
+    with importing(package, f"{name} with a continual penalty", f"{package} with {name}", remedy):
+        own: type = getattr(importlib.import_module(package), name)
     begin_hooks: Any = vars(hooks)["__init__"]
-    begin_base: Any = getattr(base, "__init__")  # noqa: B009
+    begin_own: Any = getattr(own, "__init__")  # noqa: B009
 
     def begin(self: Any, method: ContinualMethod, mean: bool | float) -> None:
-        begin_base(self)
+        begin_own(self)
         begin_hooks(self, method, mean)
 
-    return type(f"Continual{base.__name__}", (hooks, base), {"__init__": begin})
+    return type(f"Continual{own.__name__}", (hooks, own), {"__init__": begin})(method, mean)

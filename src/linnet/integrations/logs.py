@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from linnet.disk import refuse_write
+from linnet.distribution import importing
 from linnet.errors import DependencyError, InputError, LinnetError
 from linnet.logged import Log, numbers
 from linnet.params import integer, refuse, shown
@@ -222,11 +223,6 @@ _KINDS: dict[str, Callable[[str], Callable[[], Opened]]] = {
 
 def _package(module: str, name: str) -> Any:
     """A module of an optional package."""
-    try:
+    remedy = f'pip install {name}, or write to "csv:FILE", which needs nothing'
+    with importing(module, f"log_to({name!r})", f"{name}, which writes the numbers", remedy):
         return importlib.import_module(module)
-    except (ImportError, AttributeError, RuntimeError) as error:
-        raise DependencyError(
-            f"{module} cannot be imported ({type(error).__name__}: {error})",
-            expected=f"{name}, which writes the numbers",
-            remedy=f'pip install {name}, or write to "csv:FILE", which needs nothing',
-        ) from error

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from linnet.distribution import install_command
+from linnet.distribution import importing, install_command
 from linnet.errors import DependencyError, LinnetError, ModelError
 
 _PREPROCESSOR = "preprocessor_config.json"
@@ -198,14 +198,9 @@ BUILDERS: dict[str, Callable[[str, bool, dict[str, Any]], nn.Module]] = {
 @contextmanager
 def _optional(package: str, model: str, remedy: str) -> Iterator[None]:
     """Tell a package that does not work from a model that cannot be built, and chain the cause."""
-    try:
+    expected = f"a {package} that works with torch {torch.__version__}"
+    with importing(package, f"model {model!r}", expected, f"{remedy}; or pass path/to/file.py:factory"):
         importlib.import_module(package)
-    except (ImportError, RuntimeError, OSError) as error:  # a torchvision for another torch: RuntimeError
-        raise DependencyError(
-            f"{package}, which model {model!r} needs, cannot be imported ({type(error).__name__}: {error})",
-            expected=f"a {package} that works with torch {torch.__version__}",
-            remedy=f"{remedy}; or pass path/to/file.py:factory",
-        ) from error
     try:
         yield
     except LinnetError:
