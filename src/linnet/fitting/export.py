@@ -216,11 +216,11 @@ def covariance_roots(psi: Tensor, posterior: Posterior) -> Tensor:
         MemoryBudgetError: If the matrix of all weights does not fit.
     """
     e = psi.shape[1]
-    if posterior.curvature is None:
+    if posterior.roots is None:
         shared = root_of_inverse(psi.T @ psi, posterior.ridge)
         scaled: Tensor = shared[None] * posterior.noise**0.5
         return scaled
-    curvature = posterior.curvature.to(psi)
+    curvature = posterior.roots.to(psi) @ posterior.roots.to(psi).mT
     c = curvature.shape[1]
     budget = parse_bytes(posterior.memory, psi.device)
     plan = Plan(f"covariance of {c * e} weights", budget, (("matrices", 3 * 8 * (c * e) ** 2),))

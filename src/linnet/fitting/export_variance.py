@@ -1,6 +1,6 @@
 """The variance of exported outputs in all weights, or along the directions of a sketch.
 
-With A = (JᵀΛJ + ρI)⁻¹ over the training examples, J̃ = Λ^(1/2) J and the rows j of a new example,
+With A = (JᵀΛJ + ρI)⁻¹ over the training examples, J̃ = SᵀJ for Λ = S Sᵀ, and the rows j of a new example,
 
     Var f_c(x) = σ² j A jᵀ = σ² ‖Rᵀ j‖²,  A = R Rᵀ                          where the weights are fewer,
                = σ²/ρ (‖j‖² − ‖Vᵀ j‖²),  V = J̃ᵀ L⁻ᵀ,  J̃J̃ᵀ + ρI = L Lᵀ      where the training outputs are,
@@ -35,14 +35,14 @@ class Posterior:
         x: Training inputs, N examples.
         ridge: ρ.
         noise: σ².
-        curvature: Λ, (N, C, C); ``None`` for the identity.
+        roots: S with Λ = S Sᵀ, (N, C, C); ``None`` for the identity.
         memory: Budget.
     """
 
     x: Inputs
     ridge: float
     noise: float
-    curvature: Tensor | None = None
+    roots: Tensor | None = None
     memory: str | int | None = None
 
 
@@ -163,8 +163,8 @@ def rows_outputs(
     kept, start = [], 0
     for part in split(posterior.x, BATCH):
         rows = jacobian(function, part, posterior.memory).double()  # (n, C, P)
-        if posterior.curvature is not None:
-            rows = _root(posterior.curvature[start : start + len(rows)].to(rows)) @ rows
+        if posterior.roots is not None:
+            rows = posterior.roots[start : start + len(rows)].to(rows).mT @ rows
         start += len(rows)
         rows = rows.flatten(0, 1)
         if matrix is None:
@@ -178,13 +178,6 @@ def rows_outputs(
         prior = posterior.noise / posterior.ridge
         factor = j.T @ root_of_inverse(j @ j.T, posterior.ridge) * prior**0.5
     return RowsOutputs(delta.to(function.dtype), factor.to(kind), prior, along)
-
-
-def _root(curvature: Tensor) -> Tensor:
-    """Λ^(1/2), (N, C, C)."""
-    values, vectors = torch.linalg.eigh(curvature)
-    root: Tensor = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
-    return root
 
 
 def root_of_inverse(matrix: Tensor, ridge: float) -> Tensor:

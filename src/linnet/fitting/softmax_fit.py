@@ -449,7 +449,7 @@ class SoftmaxFit(Fitted):
         if not variance:
             return exported_fit(self.module, like, None, kind)
         roots = self.system.loss.roots(self.system.outputs)
-        posterior = Posterior(self.x, self.ridge, 1.0, roots @ roots.mT, self.memory)
+        posterior = Posterior(self.x, self.ridge, 1.0, roots, self.memory)
         return exported_fit(self.module, like, posterior, kind)
 
     def _merged(self, x: Inputs) -> Merged:
