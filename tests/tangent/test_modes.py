@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import linnet
 from linnet.tangent.modes import differentiable_kernels
 from linnet.tangent.trace import trace
+from tests.zoo_sequences import CausalAttention
 
 
 class OlderBackend:
@@ -39,21 +40,6 @@ def test_recurrent_layers_on_the_lowest_torch(monkeypatch: pytest.MonkeyPatch) -
     assert (backend.enabled, backend.deterministic) == (True, True)
 
 
-class Attention(nn.Module):
-    """One causal attention over the positions, then their mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(6, 18)
-        self.out = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).reshape(len(x), -1, 2, 9).transpose(1, 2).chunk(3, -1)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return out.mean(1)
-
-
 def kernels_of(edge: Any) -> set[str]:
     """Names of the nodes before an edge of a graph of autograd."""
     found: set[str] = set()
@@ -68,8 +54,8 @@ def kernels_of(edge: Any) -> set[str]:
 
 def test_attention_differentiated_once_takes_fused_kernels() -> None:
     torch.manual_seed(0)
-    lin = linnet.linearize(Attention())
-    x = torch.randn(4, 32, 6)
+    lin = linnet.linearize(CausalAttention())
+    x = torch.randint(10, (4, 32))
     run = trace(lin.function, x)
     assert any("Flash" in name for name in kernels_of(run.outputs.grad_fn))
     with torch.enable_grad():
@@ -77,13 +63,13 @@ def test_attention_differentiated_once_takes_fused_kernels() -> None:
         assert not any("Flash" in name for name in kernels_of(lin.function.flat(leaves, x).grad_fn))
     exact = copy.deepcopy(lin.model).double()
     with sdpa_kernel(SDPBackend.MATH):
-        rows = torch.func.jacrev(lambda p: torch.func.functional_call(exact, p, (x.double(),)))(
+        rows = torch.func.jacrev(lambda p: torch.func.functional_call(exact, p, (x,)))(
             dict(exact.named_parameters())
         )
     jacobian = torch.cat([rows[name].flatten(2) for name in lin.parameter_names], 2)
     kernel = torch.einsum("ncp,mdp->ncmd", jacobian, jacobian)
     assert torch.allclose(lin.kernel(x).double(), kernel, rtol=1e-4, atol=1e-5)
-    u = torch.randn(4, 3)
+    u = torch.randn(4, 4)
     pulled = lin.vjp(x, u, like="flat")
     assert isinstance(pulled, Tensor)
     assert torch.allclose(pulled.double(), torch.einsum("nc,ncp->p", u.double(), jacobian), atol=1e-5)
