@@ -80,13 +80,8 @@ def load(
         directory = fetch(directory.removeprefix(PREFIX), [f"{name}.safetensors" for name in READERS])
     place = as_path(directory)
     main = described(place, tuple(READERS))
-    there = (
-        [main]
-        if main
-        else [place]
-        if place.suffix and not place.is_dir()
-        else sorted(place.glob("*.safetensors"))
-    )
+    is_file = bool(place.suffix) and not place.is_dir()
+    there = [main or place] if main or is_file else sorted(place.glob("*.safetensors"))
     found = [file for file in there if file.stem in READERS and file.is_file()]
     if {file.stem for file in found} == {"laplace", "curvature"}:  # a posterior keeps its curvature beside it
         found = [file for file in found if file.stem == "laplace"]

@@ -315,9 +315,8 @@ def _traced(module: nn.Module, like: Prototype, names: list[str], decompose: boo
             found.graph.erase_node(node)
     found.graph.eliminate_dead_code()
     found.graph._tracer_cls = None  # torch's own cannot be made again when the module is unpickled
-    return Traced(
-        fx.GraphModule(found, found.graph), free
-    )  # one that can be put in evaluation mode as any module
+    # a module that can be put in evaluation mode as any other
+    return Traced(fx.GraphModule(found, found.graph), free)
 
 
 class _Named(nn.Module):

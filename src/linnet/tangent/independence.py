@@ -30,6 +30,7 @@ ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 SWITCHING = {torch.float64: 1e-6, torch.float32: 3e-2}
 COARSE = 1e-1  # for either in half precision, where three digits are kept
 
+OWN = "the outputs of an example depend on the other examples in its batch"
 GRAPHS = "docs/tutorials/graphs.md"  # the page that shows it
 
 
@@ -47,7 +48,6 @@ class Seen:
 
 
 NOTHING = Seen()
-OWN = "the outputs of an example depend on the other examples in its batch"
 
 
 @in_exact_mode
