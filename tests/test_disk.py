@@ -238,7 +238,9 @@ def test_errors_of_the_system_are_told_in_three_lines(
 class TestLeftovers:
     def left_by(self, mark: str, folder: Path) -> Path:
         path = folder / f".fit.{mark}-abcdef01.partial.json"
-        path.write_text("half")
+        path.mkdir()
+        (path / "fit.json").write_text("half")
+        (path / ".tmpX1").write_text("what a library's own writer left")
         return path
 
     def ended(self) -> str:
@@ -259,13 +261,13 @@ class TestLeftovers:
         left = [self.left_by(name, tmp_path) for name in strange]
         for name in (f".fits.{mark}-abcdef01.partial.json", f".fit.{mark}-abcdef01.partial.npz"):
             left.append(tmp_path / name)
-            left[-1].write_text("half")
+            left[-1].mkdir()
         remove_partial(tmp_path / "fit.json")
         assert all(path.exists() for path in left)
 
     def test_a_kernel_that_is_taken_up_has_none(self, tmp_path: Path) -> None:
         left = tmp_path / f".k.npy.steps.{self.ended()}-abcdef01.partial.json"
-        left.write_text("half")
+        left.mkdir()
         GramFile(tmp_path / "k.npy", (2, 2), torch.float64, {}).finish()
         assert [path.name for path in tmp_path.iterdir()] == ["k.npy"]
 

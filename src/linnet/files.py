@@ -1,7 +1,8 @@
 """Safe files: atomic writes, checksums, kinds and versions.
 
-A file is written under a temporary name in its own directory, forced to disk and renamed over the old one,
-so a crash at any moment leaves the old file or the new one, and at worst a temporary file that nothing reads.
+A file is written in a temporary folder beside it, forced to disk and renamed over the old one, so a crash at
+any moment leaves the old file or the new one, and at worst a temporary folder that nothing reads and that the
+next write removes, with all that a library's own writer left there.
 What linnet saves carries its kind, a format version and the SHA-256 of its content: tensors in a label in the
 file's header, or, inside :func:`labels_apart`, in one JSON file beside them. Nothing is pickled, in or out.
 
@@ -15,6 +16,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -74,11 +76,11 @@ def write_atomic(
 ) -> Path:
     """Write a file completely or not at all.
 
-    Temporary files that killed processes left of this file are removed first.
+    Temporary folders that killed processes left of this file are removed first.
 
     Args:
         path: The file to write; missing folders above it are made.
-        writer: Called with a temporary path in the same folder and of the same suffix, which it must write.
+        writer: Called with a path of the same name in a temporary folder, which it must write.
         size: Bytes that it will write, where they are known, for the error on a full disk.
 
     Returns:
@@ -96,12 +98,14 @@ def write_atomic(
     """
     path = params.path("path", path)
     mark = f"{process_mark()}-{secrets.token_hex(4)}"
-    temporary = path.with_name(f".{path.stem}.{mark}{_PARTIAL}{path.suffix}")
+    aside = path.with_name(f".{path.stem}.{mark}{_PARTIAL}{path.suffix}")
+    temporary = aside / path.name
     try:
         if path.is_dir():
             raise InputError(f"path {path} is a folder", expected="a file to write", remedy="add a file name")
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_partial(path)
+        aside.mkdir()
         temporary.touch()
     except OSError as error:
         refuse_write(path, error, size)
@@ -116,19 +120,19 @@ def write_atomic(
             raise
         refuse_write(path, error, size)
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
     if os.name == "posix":  # the rename itself lives in the folder
         force_to_disk(path.parent)
     return path
 
 
 def remove_partial(path: Path) -> None:
-    """Remove the temporary files of a file that processes left which are killed.
+    """Remove the temporary folders of a file that processes left which are killed.
 
     Those of a living process, or of another machine that shares the folder, stay.
 
     Args:
-        path: The file that they were to become.
+        path: The file that was to come of them.
     """
     start, end = f".{path.stem}.", f"{_PARTIAL}{path.suffix}"
     with os.scandir(path.parent) as entries:
@@ -136,7 +140,7 @@ def remove_partial(path: Path) -> None:
     for name in names:
         mark = name.removeprefix(start).removesuffix(end)
         if name.endswith(end) and is_over(mark.rpartition("-")[0]):
-            path.with_name(name).unlink(missing_ok=True)
+            shutil.rmtree(path.with_name(name), ignore_errors=True)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
