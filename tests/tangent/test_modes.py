@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import Any
+from math import inf
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import linnet
+from linnet.likelihoods import Categorical
 from linnet.tangent.modes import differentiable_kernels
 from linnet.tangent.trace import trace
 from tests.zoo_sequences import CausalAttention
@@ -75,3 +78,57 @@ def test_attention_differentiated_once_takes_fused_kernels() -> None:
     assert torch.allclose(pulled.double(), torch.einsum("nc,ncp->p", u.double(), jacobian), atol=1e-5)
     pushed = lin.jvp(x, pulled)  # forward mode, which the fused kernels do not have
     assert torch.allclose(pushed.double(), jacobian @ pulled.double(), rtol=1e-4, atol=1e-4)
+
+
+class PaddedOnTheLeft(nn.Module):
+    """Causal attention over tokens of which the first may be padding, which sees nothing."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.style = style
+        self.tokens, self.qkv, self.out = nn.Embedding(11, 8), nn.Linear(8, 24), nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        length = ids.shape[1]
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        keep = (ids != 0)[:, None, None, :] & torch.ones(length, length, dtype=torch.bool).tril()
+        if self.style == "written":
+            scores = (q @ k.mT / 2).masked_fill(~keep, -1e9).softmax(-1)
+            mixed = (scores * keep.any(-1, keepdim=True)) @ v
+        elif self.style == "positional":
+            mixed = scaled_dot_product_attention(q, k, v, keep)
+        else:
+            mask = (
+                keep
+                if self.style == "bool"
+                else torch.zeros(keep.shape, dtype=x.dtype).masked_fill(~keep, -inf)
+            )
+            mixed = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return cast(Tensor, self.out((x + mixed.transpose(1, 2).flatten(-2))[:, -2:].mean(1)))
+
+
+@pytest.mark.parametrize("style", ["bool", "float", "positional"])
+def test_rows_that_see_nothing(style: str) -> None:
+    torch.manual_seed(0)
+    net, written = PaddedOnTheLeft(style).double(), PaddedOnTheLeft("written").double()
+    written.load_state_dict(net.state_dict())
+    x, y = torch.randint(1, 11, (6, 5)), torch.randint(3, (6,))
+    x[:3, :2] = 0
+    x[3, :4] = 0
+    direction = torch.randn(sum(p.numel() for p in net.parameters()), dtype=torch.float64)
+    products, gradients, predictions, variances = [], [], [], []
+    for model in (net, written):
+        products.append(linnet.curvature(model, (x, y), Categorical(), structure="matrix-free") @ direction)
+        lin = linnet.linearize(model)
+        lin(x).square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in lin.parameters() if p.grad is not None]))
+        lin = linnet.linearize(model)
+        predictions.append(linnet.fit(lin, (x, y), loss="cross-entropy", ridge=1.0, solver="cg").predict(x))
+        fit = linnet.fit(lin, (x, torch.eye(3, dtype=torch.float64)[y]), ridge=1.0)
+        variances.append(fit.export(x, variance=True)(x)[1])
+        variances.append(fit.predictive(x).variance)
+    for found in (products, gradients, predictions):
+        torch.testing.assert_close(found[0], found[1])
+    for found in variances[1:]:
+        torch.testing.assert_close(found, variances[0])

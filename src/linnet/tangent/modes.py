@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -16,8 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from linnet.tangent.batch import map_tensors, tensors_in
 
@@ -110,6 +113,7 @@ def differentiable_kernels(recurrent: bool) -> Iterator[None]:
             with contextlib.ExitStack() as stack:
                 if torch.compiler.is_compiling() or not _FIRST_ORDER.get():
                     stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+                    stack.enter_context(_HiddenRows())
                 if recurrent:
                     stack.enter_context(_without_fused_recurrence())
                 if not torch.compiler.is_compiling():
@@ -117,6 +121,37 @@ def differentiable_kernels(recurrent: bool) -> Iterator[None]:
                 yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+class _HiddenRows(TorchFunctionMode):
+    """Attention in which rows that a mask hides from every position are uniform, and then zero.
+
+    Such rows are zero in torch too, but from a softmax that is NaN; the derivative of its directional
+    derivative stays NaN.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        if mask is None:
+            return func(*args, **kwargs)
+        seen = mask if mask.dtype == torch.bool else mask > -math.inf
+        hidden = ~seen.any(-1, keepdim=True)
+        mask = mask.masked_fill(hidden, 1)  # one number in the whole row, or "seen"
+        if len(args) > 3:
+            args = (*args[:3], mask, *args[4:])
+        else:
+            kwargs = {**kwargs, "attn_mask": mask}
+        out: Tensor = func(*args, **kwargs)
+        return out.masked_fill(hidden, 0.0)
 
 
 @contextlib.contextmanager
