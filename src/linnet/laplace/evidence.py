@@ -34,8 +34,8 @@ class Tuned:
         value: The criterion there.
         steps: Evaluations of the criterion.
         converged: Whether the search ended before its limit of steps.
-        edges: Hyper-parameters that ended at the smallest or largest value of their grid: the best may lie
-            beyond.
+        edges: Hyper-parameters that ended at the smallest or largest value of their grid, so that the best
+            may lie beyond, or where the data want no posterior at all.
     """
 
     hyper: Hyper

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +21,7 @@ from linnet.solvers.lbfgs import minimize
 
 METHODS = ("evidence", "validation", "grid", "loo")
 PRIORS = 10.0 ** torch.linspace(-4, 4, 21, dtype=torch.float64)  # the grid, where none is given
+_FLAT = 0.01  # nats of all data together: they are no more likely than 1.01 to 1
 VALUES = "a number or a list of numbers, all positive"
 
 
@@ -153,7 +156,18 @@ def _by_gradient(scorer: Scorer, start: Hyper, search: Search) -> Tuned:
     logs += [start.scale.log()[None]] if search.scale else []
     logs += [start.noise.log()[None]] if search.noise else []
     eta, value, count, converged = minimize(objective, torch.cat(logs), search.steps)
-    return Tuned(unpacked(eta), -value, count, converged)
+    found = unpacked(eta)
+    certain = replace(found, prior=torch.full_like(found.prior, math.exp(HIGHEST)))
+    gain = -value - float(scorer.values([certain])[0])
+    if gain > _FLAT:
+        return Tuned(found, -value, count, converged)
+    warnings.warn(
+        "the network alone predicts the data of tune() as well as any posterior around it, so the prior "
+        f"precision ended at {float(found.prior.max()):.1e}, where variances are near 0. Tune on data that "
+        "the network was not trained or chosen on, or set prior_precision= yourself",
+        stacklevel=4,
+    )
+    return Tuned(found, -value, count, converged, edges=("prior_precision",))
 
 
 def _by_grid(scorer: Scorer, at: Hyper, search: Search, grids: dict[str, Any]) -> Tuned:
