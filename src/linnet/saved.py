@@ -10,7 +10,7 @@ from torch import nn
 from linnet import params as check
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.saved import load_curvature
-from linnet.errors import InputError
+from linnet.errors import FileFormatError, InputError, LinnetError
 from linnet.files import as_path
 from linnet.finetuning.finetuned import load_finetuned
 from linnet.fitting.load_fit import load_fit
@@ -103,5 +103,15 @@ def load(
         raise InputError(
             f"{wrong[0]}= with {found[0].name}", expected=f"no {wrong[0]}", remedy=f"leave {wrong[0]}= out"
         )
-    made: PredictiveModel | Curvature = READERS[kind](found[0].parent, model, **options)
+    try:
+        made: PredictiveModel | Curvature = READERS[kind](found[0].parent, model, **options)
+    except LinnetError:
+        raise
+    except (LookupError, TypeError, ValueError) as error:
+        raise FileFormatError(
+            f"{found[0]} is whole, but lacks what it must say, or the model cannot be run with it "
+            f"({type(error).__name__}: {error})",
+            expected="what save(...) of this version of linnet wrote, and the network that it was made of",
+            remedy="save it again; the error above this one says where reading it ended",
+        ) from error
     return made

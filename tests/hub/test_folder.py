@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 import linnet
 from linnet.errors import FileFormatError, InputError
-from linnet.files import LABELS, LABELS_KIND, load_tensors, read_labels, write_json
+from linnet.files import LABELS, LABELS_KIND, load_tensors, read_labels, save_tensors, write_json
 from linnet.fitting import CG, Nystrom, Sketch
 from linnet.hub import folder as module
 from linnet.hub.card import CARD, is_own_card
@@ -501,6 +501,15 @@ def test_a_json_that_makes_no_sense(change: Callable[[dict[str, Any]], object], 
     rewritten(fit_folder, change)
     with pytest.raises(FileFormatError):
         load(fit_folder)
+
+
+@pytest.mark.parametrize("metadata", [{}, {"ridge": "large"}, {"ridge": {"a": [None]}}])
+@pytest.mark.parametrize("kind", ["linear-fit", "nested-fit", "laplace", "tangent-gp", "finetuned", "curvature"])
+def test_whole_files_that_say_nothing(kind: str, metadata: dict[str, Any], tmp_path: Path) -> None:
+    """Checksums say that a file is as it was written, not that linnet wrote it."""
+    save_tensors(tmp_path, kind, {"delta": torch.ones(2)}, metadata)
+    with pytest.raises(FileFormatError, match=kind):
+        linnet.load(tmp_path, P.model)
 
 
 def test_a_json_that_is_no_file(fit_folder: Path) -> None:
