@@ -103,13 +103,18 @@ def load(
         raise InputError(
             f"{wrong[0]}= with {found[0].name}", expected=f"no {wrong[0]}", remedy=f"leave {wrong[0]}= out"
         )
+    return _read(kind, found[0], model, options)
+
+
+def _read(kind: str, file: Path, model: nn.Module, options: dict[str, Any]) -> PredictiveModel | Curvature:
+    """What a file holds; checksums say that it is as it was written, not that linnet wrote it."""
     try:
-        made: PredictiveModel | Curvature = READERS[kind](found[0].parent, model, **options)
+        made: PredictiveModel | Curvature = READERS[kind](file.parent, model, **options)
     except LinnetError:
         raise
     except (LookupError, TypeError, ValueError) as error:
         raise FileFormatError(
-            f"{found[0]} is whole, but lacks what it must say, or the model cannot be run with it "
+            f"{file} is whole, but lacks what it must say, or the model cannot be run with it "
             f"({type(error).__name__}: {error})",
             expected="what save(...) of this version of linnet wrote, and the network that it was made of",
             remedy="save it again; the error above this one says where reading it ended",

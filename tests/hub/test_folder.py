@@ -22,6 +22,7 @@ from linnet.hub import folder as module
 from linnet.hub.card import CARD, is_own_card
 from linnet.laplace.laplace import Laplace
 from linnet.likelihoods import Categorical, Gaussian
+from linnet.saved import READERS
 from tests.fitting.problems import near, network, problem, real, refused
 from tests.laplace.laplace_problems import classes, fitted, numbers
 from tests.tangent_gp.tangent_gp_cases import WAYS, dense
@@ -504,7 +505,7 @@ def test_a_json_that_makes_no_sense(change: Callable[[dict[str, Any]], object], 
 
 
 @pytest.mark.parametrize("metadata", [{}, {"ridge": "large"}, {"ridge": {"a": [None]}}])
-@pytest.mark.parametrize("kind", ["linear-fit", "nested-fit", "laplace", "tangent-gp", "finetuned", "curvature"])
+@pytest.mark.parametrize("kind", sorted(READERS))
 def test_whole_files_that_say_nothing(kind: str, metadata: dict[str, Any], tmp_path: Path) -> None:
     """Checksums say that a file is as it was written, not that linnet wrote it."""
     save_tensors(tmp_path, kind, {"delta": torch.ones(2)}, metadata)
