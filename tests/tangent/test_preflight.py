@@ -96,6 +96,14 @@ def test_a_random_network_is_not_ready() -> None:
     assert not report.ok
     assert "random in evaluation mode" in report.findings[0]
     assert str(report).endswith("NOT ready")
+    assert report.total == sum(p.numel() for p in AlwaysDropout().parameters())
+    assert {one.treatment for one in report.parameters} == {"not examined"}
+    refused(
+        ModelError,
+        lambda: linnet.fit(linnet.linearize(AlwaysDropout()), (X, torch.eye(3).to(X)[[0, 1, 2, 0]])),
+        "random in evaluation mode",
+        "training=self.training",
+    )
 
 
 def test_a_network_whose_examples_depend_on_each_other_is_not_ready() -> None:

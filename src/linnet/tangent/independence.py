@@ -50,6 +50,27 @@ class Seen:
 NOTHING = Seen()
 
 
+SWITCH_OFF = (
+    "pass training=self.training to dropout in forward, or use nn.Dropout, so that eval() turns it off"
+)
+
+
+@torch.no_grad()
+def is_random(function: Functional, x: Inputs) -> bool:
+    """Whether two passes over the same examples, of which two are run, differ.
+
+    Args:
+        function: A network.
+        x: A batch of N ≥ 1 examples.
+
+    Returns:
+        False too where its random numbers come to the same by chance.
+    """
+    few = take(x, slice(0, min(2, batch_size(x))))
+    first, second = function(function.theta, few), function(function.theta, few)
+    return not torch.equal(first.nan_to_num(), second.nan_to_num())
+
+
 @in_exact_mode
 @torch.no_grad()
 def dependence(function: Functional, x: Inputs, seen: Seen = NOTHING) -> str | None:
@@ -158,14 +179,20 @@ def require_independence(function: Functional, x: Inputs, kind: Any = None, seen
 
 def _refuse(function: Functional, found: str, x: Inputs) -> NoReturn:
     """Raise the error of a network whose examples depend on each other."""
+    if is_random(function, x):
+        raise ModelError(
+            f"model ({type(function.model).__name__}) is random in evaluation mode: two passes differ",
+            expected="the same outputs at every call",
+            remedy=SWITCH_OFF,
+        )
     recurrent = " and batch_first=True in recurrent layers" if function.recurrent else ""
     shared = ambiguity(x)
     raise ModelError(
         f"model ({type(function.model).__name__}) gives an example other outputs when its batch changes: "
         f"{found}" + (f"; {shared}" if shared else ""),
-        expected="outputs that depend on their own example alone, the same at every call",
-        remedy=f"use running statistics in normalization layers{recurrent}, and no randomness in evaluation "
-        f"mode; for a graph, pass its nodes by number ({GRAPHS})" + (f"; {SHARED}" if shared else ""),
+        expected="outputs that depend on their own example alone",
+        remedy=f"use running statistics in normalization layers{recurrent}; "
+        f"for a graph, pass its nodes by number ({GRAPHS})" + (f"; {SHARED}" if shared else ""),
     )
 
 

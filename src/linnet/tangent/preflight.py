@@ -11,12 +11,12 @@ from torch import nn
 from linnet.errors import DataError, ModelError
 from linnet.memory import Plan, format_bytes
 from linnet.shown import Record
-from linnet.tangent.batch import EMPTY, Inputs, batch_size, take
+from linnet.tangent.batch import EMPTY, Inputs, batch_size
 from linnet.tangent.capture import proved_plan
 from linnet.tangent.coordinates import moved_network
 from linnet.tangent.functional import Functional, OutputAdapter
 from linnet.tangent.gram import GramTask, plan_gram
-from linnet.tangent.independence import dependence
+from linnet.tangent.independence import SWITCH_OFF, dependence, is_random
 from linnet.tangent.jacobian import jvp_path
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
@@ -169,7 +169,8 @@ def preflight(
     notes = [*_mode_findings(model), *([why] if why else [])]
     left_out = sum(1 for _ in function.model.parameters()) - len(function.names)
     notes += [f"{left_out} parameter(s) are left out by params="] if left_out else []
-    coverage: tuple[Coverage, ...] = ()
+    shapes = function.space.shapes
+    coverage = tuple(Coverage(name, tuple(shapes[name]), 0, "not examined", False) for name in function.names)
     plan = Plan("kernel of this batch", 0, ())
     if not fatal:
         coverage = _coverage(function, trace(function, batch), batch)
@@ -220,14 +221,11 @@ def _mode_findings(model: nn.Module) -> list[str]:
     )
 
 
-@torch.no_grad()
 def _randomness(function: Functional, batch: Inputs) -> list[str]:
     """A sentence if two passes disagree."""
-    part = take(batch, slice(0, min(2, batch_size(batch))))
-    first, second = function(function.theta, part), function(function.theta, part)
-    if torch.equal(first, second):
-        return []
-    return ["the network is random in evaluation mode: two passes differ, so results would not be exact"]
+    return [f"the network is random in evaluation mode: two passes differ; {SWITCH_OFF}"] * is_random(
+        function, batch
+    )
 
 
 def _batch_dependence(function: Functional, batch: Inputs) -> list[str]:
