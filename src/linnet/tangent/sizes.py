@@ -7,10 +7,12 @@ divided by or compared with stands in it as a number.
 
 from __future__ import annotations
 
+import copyreg
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -108,6 +110,11 @@ class Traced(NamedTuple):
     free: list[FreeSize]
 
 
+def _as_call(dim: Any) -> tuple[Any, tuple[()]]:
+    """How a dimension that is a class is pickled: by the call that made it."""
+    return partial(torch.export.Dim, dim.__name__, min=dim.min, max=dim.max), ()
+
+
 def dimensions(like: Prototype, names: Sequence[str]) -> dict[str, Any]:
     """What ``torch.export`` is told of sizes.
 
@@ -120,6 +127,8 @@ def dimensions(like: Prototype, names: Sequence[str]) -> dict[str, Any]:
     """
     n, auto = batch_size(like.x), torch.export.Dim.AUTO
     batch = torch.export.Dim("batch", min=1, max=MOST) if like.alone else auto
+    if isinstance(batch, type):  # before torch 2.7 a Dim is a class of its own, which pickle does not find
+        copyreg.pickle(cast(Any, type(batch)), _as_call)
     found = iter(range(len(tensors_in(like.x))))
 
     def free(t: Any) -> Any:
