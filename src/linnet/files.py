@@ -97,33 +97,47 @@ def write_atomic(
         'whole'
     """
     path = params.path("path", path)
-    mark = f"{process_mark()}-{secrets.token_hex(4)}"
-    aside = path.with_name(f".{path.stem}.{mark}{_PARTIAL}{path.suffix}")
-    temporary = aside / path.name
     try:
         if path.is_dir():
             raise InputError(f"path {path} is a folder", expected="a file to write", remedy="add a file name")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove_partial(path)
-        aside.mkdir()
-        temporary.touch()
-    except OSError as error:
-        refuse_write(path, error, size)
-    try:
-        mode = temporary.stat().st_mode
-        writer(temporary)
-        temporary.chmod(mode)  # a writer may have made a file of its own, for the owner alone
-        force_to_disk(temporary)
-        os.replace(temporary, path)
+        with folder_aside(path) as aside:
+            temporary = aside / path.name
+            temporary.touch()
+            mode = temporary.stat().st_mode
+            writer(temporary)
+            temporary.chmod(mode)  # a writer may have made a file of its own, for the owner alone
+            force_to_disk(temporary)
+            os.replace(temporary, path)
     except Exception as error:
         if isinstance(error, LinnetError) or not is_of_the_system(error):
             raise
         refuse_write(path, error, size)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     if os.name == "posix":  # the rename itself lives in the folder
         force_to_disk(path.parent)
     return path
+
+
+@contextmanager
+def folder_aside(path: Path) -> Iterator[Path]:
+    """A temporary folder beside a file, to write it in; gone after the block, with what is still in it.
+
+    Those that killed processes left of this file go first.
+
+    Args:
+        path: The file that is to come of it; missing folders above it are made.
+
+    Yields:
+        The folder, empty.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_partial(path)
+    mark = f"{process_mark()}-{secrets.token_hex(4)}"
+    aside = path.with_name(f".{path.stem}.{mark}{_PARTIAL}{path.suffix}")
+    aside.mkdir()
+    try:
+        yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def remove_partial(path: Path) -> None:

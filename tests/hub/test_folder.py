@@ -15,6 +15,7 @@ import yaml
 from safetensors import safe_open
 
 import linnet
+from linnet.disk import process_mark
 from linnet.errors import FileFormatError, InputError
 from linnet.files import LABELS, LABELS_KIND, load_tensors, read_labels, save_tensors, write_json
 from linnet.fitting import CG, Nystrom, Sketch
@@ -327,7 +328,7 @@ def test_a_failed_writing_leaves_the_old_folder(tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
-    mark = module.process_mark().partition("-")[0]
+    mark = process_mark().partition("-")[0]
     (tmp_path / f".linnet.{mark}-7fffffff-00.partial").mkdir()
     (tmp_path / f".linnet.{mark}-{os.getpid():x}-00.partial").mkdir()
     P.fit(ridge=0.3).save_pretrained(tmp_path)

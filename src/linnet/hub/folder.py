@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import inspect
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from linnet import __version__
-from linnet.disk import is_over, process_mark, refuse_write
+from linnet.disk import refuse_write
 from linnet.errors import FileFormatError, InputError
 from linnet.files import (
     LABELS,
     LABELS_KIND,
     as_path,
+    folder_aside,
     force_to_disk,
     labels_apart,
     read_labels,
@@ -30,8 +29,6 @@ from linnet.files import (
     write_text,
 )
 from linnet.hub.card import CARD, card_of, check_card, is_own_card
-
-_START, _END = ".linnet.", ".partial"  # of the folder that is written aside
 
 
 class Kept(Protocol):
@@ -120,29 +117,22 @@ def described(directory: Path, known: tuple[str, ...]) -> Path | None:
 @contextmanager
 def _aside(place: Path) -> Iterator[Path]:
     """A folder inside another that nobody reads, gone after the block; so is the other if nothing came in."""
-    aside = place / f"{_START}{process_mark()}-{secrets.token_hex(4)}{_END}"
-    try:
-        new = not place.exists()
-        if not new and not place.is_dir():
-            raise InputError(f"directory {place} is a file", "a folder", "name a folder")
-        aside.mkdir(parents=True)
-        _clear(place)
-    except OSError as error:
-        refuse_write(place, error)
-    try:
+    with ExitStack() as stack:
+        try:
+            if not place.exists():
+                stack.callback(_remove_empty, place)
+            elif not place.is_dir():
+                raise InputError(f"directory {place} is a file", "a folder", "name a folder")
+            aside = stack.enter_context(folder_aside(place / "linnet"))
+        except OSError as error:
+            refuse_write(place, error)
         yield aside
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        if new:
-            with suppress(OSError):  # something is in it
-                place.rmdir()
 
 
-def _clear(place: Path) -> None:
-    """Remove what killed processes left."""
-    for left in place.glob(f"{_START}*{_END}"):
-        if is_over(left.name.removeprefix(_START).removesuffix(_END).rpartition("-")[0]):
-            shutil.rmtree(left, ignore_errors=True)
+def _remove_empty(place: Path) -> None:
+    """Remove a folder, unless something is in it."""
+    with suppress(OSError):
+        place.rmdir()
 
 
 def _move(files: list[str], aside: Path, place: Path) -> None:
