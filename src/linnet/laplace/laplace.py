@@ -453,7 +453,8 @@ class Laplace(PredictiveModel):
             steps: Most evaluations of a gradient or the fixed point.
 
         Returns:
-            This object, tuned; ``.tuned`` says how the search ended.
+            This object, tuned; ``.tuned`` says how the search ended. A search by gradient of "validation" or
+            "loo" warns where the network alone predicts the data as well.
 
         Raises:
             InputError: If the arguments do not go together, or data are missing.

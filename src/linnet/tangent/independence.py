@@ -32,6 +32,9 @@ COARSE = 1e-1  # for either in half precision, where three digits are kept
 
 OWN = "the outputs of an example depend on the other examples in its batch"
 GRAPHS = "docs/tutorials/graphs.md"  # the page that shows it
+SWITCH_OFF = (
+    "pass training=self.training to dropout in forward, or use nn.Dropout, so that eval() turns it off"
+)
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,6 @@ class Seen:
 
 
 NOTHING = Seen()
-
-
-SWITCH_OFF = (
-    "pass training=self.training to dropout in forward, or use nn.Dropout, so that eval() turns it off"
-)
 
 
 @torch.no_grad()

@@ -124,34 +124,32 @@ def differentiable_kernels(recurrent: bool) -> Iterator[None]:
 
 
 class _HiddenRows(TorchFunctionMode):
-    """Attention in which rows that a mask hides from every position are uniform, and then zero.
-
-    Such rows are zero in torch too, but from a softmax that is NaN; the derivative of its directional
-    derivative stays NaN.
-    """
+    """Attention whose derivatives are right where a mask hides every position from a row."""
 
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Any,
+        kinds: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is not scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-        if mask is None:
-            return func(*args, **kwargs)
-        seen = mask if mask.dtype == torch.bool else mask > -math.inf
-        hidden = ~seen.any(-1, keepdim=True)
-        mask = mask.masked_fill(hidden, 1)  # one number in the whole row, or "seen"
-        if len(args) > 3:
-            args = (*args[:3], mask, *args[4:])
-        else:
-            kwargs = {**kwargs, "attn_mask": mask}
-        out: Tensor = func(*args, **kwargs)
-        return out.masked_fill(hidden, 0.0)
+        if func is scaled_dot_product_attention:
+            func = _attention_without_nan
+        return func(*args, **(kwargs or {}))
+
+
+def _attention_without_nan(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
+) -> Tensor:
+    """Torch's attention, with the rows that see nothing uniform, and then zero."""
+    # they are zero in torch too, but from a softmax that is NaN, and the derivative of its directional
+    # derivative stays NaN
+    if attn_mask is None:
+        return scaled_dot_product_attention(query, key, value, None, *rest, **options)
+    seen = attn_mask if attn_mask.dtype == torch.bool else attn_mask > -math.inf
+    hidden = ~seen.any(-1, keepdim=True)
+    mask = attn_mask.masked_fill(hidden, 1)  # one number in the whole row, or "seen"
+    return scaled_dot_product_attention(query, key, value, mask, *rest, **options).masked_fill(hidden, 0.0)
 
 
 @contextlib.contextmanager

@@ -41,7 +41,8 @@ class Coverage(Record):
         name: Its name.
         shape: Its shape.
         uses: How many operations of the forward pass read it.
-        treatment: The rule, or why it is differentiated example by example, or that it is unused.
+        treatment: The rule, or why it is differentiated example by example, or that it is unused; "not
+            examined" where the network is not ready.
         exact: Whether no rule covers it (slower, equally right).
     """
 
@@ -223,9 +224,9 @@ def _mode_findings(model: nn.Module) -> list[str]:
 
 def _randomness(function: Functional, batch: Inputs) -> list[str]:
     """A sentence if two passes disagree."""
-    return [f"the network is random in evaluation mode: two passes differ; {SWITCH_OFF}"] * is_random(
-        function, batch
-    )
+    if not is_random(function, batch):
+        return []
+    return [f"the network is random in evaluation mode: two passes differ; {SWITCH_OFF}"]
 
 
 def _batch_dependence(function: Functional, batch: Inputs) -> list[str]:
