@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import DataError, FileFormatError, InputError, ModelError, NumericalError
+from linnet.nested import weights
 from linnet.nested.adapt import HEADS
 from linnet.nested.search import BIAS
 
@@ -72,6 +73,33 @@ def near(found: Tensor, expected: Tensor, tolerance: float = 1e-8) -> bool:
 
 def test_predictions_are_those_of_the_dense_kernel(fit: linnet.NestedFit) -> None:
     assert near(fit.predict(X), solution(KERNEL, GOAL, RIDGE, torch.arange(N)))
+
+
+@pytest.mark.parametrize("weight", [0.0, WEIGHT])
+def test_predictions_in_weights_are_those_by_the_kernel(
+    weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit = linnet.adapt(NET, (X[:N], Y[:N]), weight=weight, ridge=RIDGE)
+    alike = linnet.adapt(NET, (X[:N], Y[:N]), weight=weight, ridge=RIDGE)
+    expected = solution(reference(NET, X, N, weight), GOAL, RIDGE, torch.arange(N))
+    # by weights no kernel between new and old samples is formed, and the kernel needs no directions
+    monkeypatch.setattr(type(fit.prior), "cross", lambda *_: pytest.fail("a kernel"))
+    assert near(fit.predict(X), expected)
+    monkeypatch.undo()
+    monkeypatch.setattr(weights, "SHARE", 0.0)
+    monkeypatch.setattr(weights.Weights, "outputs", lambda *_: pytest.fail("weights"))
+    if weight:  # a probe's weights take no memory to speak of
+        assert near(alike.predict(X), expected)
+
+
+def test_changed_fits_predict_by_their_own_weights(fit: linnet.NestedFit) -> None:
+    _ = fit.predict(X)
+    less, again = fit.forget([3]), fit.update((X[N:], Y[N:]))
+    for made in (less, again):
+        by_kernel = made._mean(made._to_train(X[:2]))
+        made._rows = type(made._rows)()
+        assert near(made.predict(X[:2]), by_kernel)
+        assert not near(made.predict(X[:2]), fit.predict(X[:2]), 1e-6)
 
 
 def test_variances(fit: linnet.NestedFit) -> None:

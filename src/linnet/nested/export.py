@@ -1,6 +1,6 @@
 """An adapted network as a plain module.
 
-    f_c(x) = φ̃(x)ᵀ W_c + b_c + Σ_h r_hᵀ ∂φ(x) δ_hc,        δ_hc = w/(H m_body) Σ_i J_h(x_i)ᵀ β_ic
+    f_c(x) = φ(x)ᵀ W_c + b_c + Σ_h r_hᵀ ∂φ(x) δ_hc        (``weights.py``)
 
 A probe (w = 0) is a linear layer, with its exact variance. Otherwise the module holds H·C directions of the
 lower layers, and differentiates along each.
@@ -14,37 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError
-from linnet.fitting.evaluation import BATCH
 from linnet.fitting.export import Affine, HeadOutputs, covariance_roots
 from linnet.fitting.export_variance import Posterior
 from linnet.fitting.last_layer import bared, last_linear, replace_module, zero_layer
-from linnet.linalg.space import ParameterSpace
 from linnet.linear.dual import DualSystem
-from linnet.memory import Plan, parse_bytes, require
+from linnet.memory import require
 from linnet.nested.prior import Prior
 from linnet.nested.search import BIAS
-from linnet.tangent.batch import Inputs, batch_size, split
-from linnet.tangent.forward_mode import Params
+from linnet.nested.weights import Weights
+from linnet.tangent.batch import Inputs
 from linnet.tangent.graph import plain_module
-from linnet.tangent.jacobian import vjp_columns
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.sizes import Prototype, Traced
-
-
-def head_of(prior: Prior, phi: Tensor, system: DualSystem) -> tuple[Tensor, Tensor]:
-    """The linear layer of an adapted network.
-
-    Args:
-        prior: The kernel.
-        phi: φ̃ of the training examples, (N, D).
-        system: The solved equations.
-
-    Returns:
-        Its weight (C, D) and bias (C,), float64.
-    """
-    mixture = prior.mixture
-    weight = (1 - mixture.weight) / mixture.head * (phi.T @ system.beta.double()).T
-    return weight, BIAS * system.beta.double().sum(0) - weight @ prior.center.double()
 
 
 class _WithBody(nn.Module):
@@ -97,7 +78,13 @@ def exported_nested(
         ModelError: If the network cannot be traced.
     """
     (train, like), function = inputs, prior.features.function
-    weight, bias = (t.to(function.dtype) for t in head_of(prior, phi, system))
+    remedies = [
+        "adapt with weight=0, whose module is a network with a new head",
+        "fit with linnet.fit, which has one direction for all outputs",
+    ]
+    require(Weights.plan(prior, system.c), remedies)
+    found = Weights(prior, train, phi, system)
+    weight, bias = found.weight.to(function.dtype), found.bias.to(function.dtype)
     network = bared(function.model)
     if prior.mixture.weight == 0:
         roots = shape = None
@@ -114,45 +101,18 @@ def exported_nested(
             expected="weight 0, the linear probe, whose variance is a form of its features",
             remedy="adapt with weight=0, or keep the fit in linnet, whose predictive() has the variance",
         )
-    directions = _directions(prior, train, system)
     heads = last_linear(function.model)[1].weight.detach()
-    return plain_module(network, directions, _WithBody(weight, bias, heads), like, function.output)
-
-
-def _directions(prior: Prior, train: Inputs, system: DualSystem) -> list[Params]:
-    """δ_hc, for each output c one head h after another."""
-    function, h, c = prior.features.function, prior.features.heads, system.c
-    p, size = function.space.dim, function.dtype.itemsize
-    budget = parse_bytes(prior.memory, function.device)
-    items = (("directions", 2 * h * c * p * size), ("sums", h * c * p * 8))
-    remedies = [
-        "adapt with weight=0, whose module is a network with a new head",
-        "fit with linnet.fit, which has one direction for all outputs",
-    ]
-    require(Plan(f"{h * c} directions of {p} weights in a module", budget, items), remedies)
-    scale = prior.mixture.weight / (h * prior.mixture.body)
-    total = torch.zeros(p, c * h, dtype=torch.float64, device=function.device)
-    start = 0
-    for part in split(train, BATCH):
-        n = batch_size(part)
-        beta = system.beta[start : start + n].to(function.dtype)  # (n, C)
-        u = beta.new_zeros(n, h, c, h)
-        for head in range(h):
-            u[:, head, :, head] = beta
-        total += vjp_columns(function, part, u.reshape(n, h, c * h)).double()
-        start += n
-    columns = (scale * total).to(function.dtype)
-    space: ParameterSpace = function.space
-    return [{name: t.clone() for name, t in space.to_params(column).items()} for column in columns.T]
+    return plain_module(network, found.by_output(), _WithBody(weight, bias, heads), like, function.output)
 
 
 @in_exact_mode
 @torch.no_grad()
-def network_of_probe(prior: Prior, phi: Tensor, system: DualSystem) -> nn.Module:
+def network_of_probe(prior: Prior, train: Inputs, phi: Tensor, system: DualSystem) -> nn.Module:
     """The network with the probe for its last layer.
 
     Args:
         prior: The kernel, in which the lower layers have no weight.
+        train: Training inputs.
         phi: φ̃ of the training examples, (N, D).
         system: The solved equations.
 
@@ -168,11 +128,11 @@ def network_of_probe(prior: Prior, phi: Tensor, system: DualSystem) -> nn.Module
             expected="weight 0: otherwise every output has weights of its own below the head",
             remedy="adapt with weight=0, or export() the linear model",
         )
-    weight, bias = head_of(prior, phi, system)
+    found = Weights(prior, train, phi, system)
     network = bared(prior.features.function.model)
     name, old = last_linear(network)
-    new = zero_layer(nn.Linear, weight.shape[1], weight.shape[0], like=old.weight)
-    new.weight.copy_(weight)
-    new.bias.copy_(bias)
+    new = zero_layer(nn.Linear, found.weight.shape[1], found.weight.shape[0], like=old.weight)
+    new.weight.copy_(found.weight)
+    new.bias.copy_(found.bias)
     replace_module(network, name, new)
     return network.eval()

@@ -3,13 +3,15 @@
     f(x) = Σᵢ K(x, xᵢ) βᵢ,        β = (K + ρI)⁻¹ t
 
 with one kernel for all outputs. In weights it is f_c(x) = b_c + W_c φ̃(x) + Σ_h r_hᵀ ∂φ(x) δ_hc: a probe
-and H linearizations of the layers below, each with its own δ. Nothing of size H·P·C is ever formed.
+and H linearizations of the layers below, each with its own δ. Those H·P·C numbers are formed for predictions
+where they fit a share of the memory (``weights.py``), and not otherwise.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from linnet.nested.prior import Prior
 from linnet.nested.rows import Rows
 from linnet.nested.rungs import Rung
 from linnet.nested.search import choose
+from linnet.nested.weights import Weights
 from linnet.params import flag, no_targets
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.noise import Noise
@@ -139,7 +142,18 @@ class NestedFit(SquaredFit):
         Raises:
             DataError: If x is empty or not finite.
         """
-        return self._mean(self._to_train(self._checked(x)))
+        x = self._checked(x)
+        cross = self._rows.known(hash_examples(x))
+        if cross is None and (weights := self._weights) is not None:
+            return weights.outputs(x).to(self.prior.features.function.dtype)
+        return self._mean(self._to_train(x) if cross is None else cross)
+
+    @cached_property
+    def _weights(self) -> Weights | None:
+        """The fit in its weights; ``None`` where its directions exceed a share of the memory."""
+        if not Weights.affordable(self.prior, self.system.c):
+            return None
+        return Weights(self.prior, self.x, self.phi, self.system)
 
     @torch.no_grad()
     def predictive(self, x: Inputs, joint: bool = False) -> GaussianPredictive:
@@ -420,7 +434,7 @@ class NestedFit(SquaredFit):
 
     def _merged(self, x: Inputs) -> Merged:
         """The network with the probe for its last layer, compared on examples."""
-        network = network_of_probe(self.prior, self.phi, self.system)
+        network = network_of_probe(self.prior, self.x, self.phi, self.system)
         function = Functional(network, "all", self.prior.features.function.output)
 
         def both(part: Inputs) -> tuple[Tensor, Tensor, Tensor]:
