@@ -222,6 +222,11 @@ def decomposed(model: linnet.Linearized, data: tuple[Tensor, Tensor]) -> dict[st
         costs[0] = 0.0
         linnet.fit(model, data, solver=solver, ridge=1.0)
         found[f"decompositions, {name}"] = costs[0]
+    few = (data[0][:40], data[1][:40])
+    for solver in ("dual", "primal"):
+        costs[0] = 0.0
+        linnet.fit(model, few, solver=solver, ridge="loo")
+        found[f"decomposition, {solver}"] = costs[0]
     dealt.eigh = eigh
     return found
 
@@ -370,6 +375,9 @@ def check_work(folder: Path, size: int, ranks: list[int]) -> None:
         if name.startswith("decompositions"):  # each factor by one process, and the largest is most of all
             assert sum(share[name] for share in shares) == pytest.approx(total * len(ranks) / size)
             assert all(share[name] < total for share in shares)
+            continue
+        if name.startswith("decomposition,"):  # one matrix has one owner
+            assert sorted(share[name] for share in shares) == [0.0] * (len(ranks) - 1) + [total]
             continue
         largest = max(share[name] for share in shares)
         assert largest < 1.25 * total / size, f"{name}: {largest / total:.3f} of all on one of {size}"

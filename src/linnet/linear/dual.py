@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from linnet.distributed import current
 from linnet.frames import frame
-from linnet.linalg.factorize import cholesky, eigh
+from linnet.linalg.dealt import dealt_eigh
+from linnet.linalg.factorize import cholesky
 from linnet.linear.evidence import at_best_noise
 from linnet.params import choice
 from linnet.shown import Record
@@ -366,7 +368,7 @@ class Spectrum:
     def __init__(self, kernel: Tensor, residual: Tensor) -> None:
         self.residual = residual.to(kernel.dtype)
         self.n, self.c = residual.shape
-        values, self.vectors = eigh(kernel, "kernel")
+        [(values, self.vectors)] = dealt_eigh([kernel], ["kernel"], current())
         self.values = values.clamp_min(0)
         self.counted = counted(kernel, residual)
         # K has no negative eigenvalue: the most negative one found measures its rounding errors

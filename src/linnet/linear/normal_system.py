@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from linnet.distributed import all_rows, current, share_sum
-from linnet.linalg.factorize import cholesky, eigh
+from linnet.linalg.dealt import dealt_eigh
+from linnet.linalg.factorize import cholesky
 from linnet.linear.dual import Along, RidgePath, ridge_grid_of
 from linnet.linear.evidence import Measure, at_best_noise, by_primal, from_eigenvalues
 from linnet.linear.formed_rows import FormedRows
@@ -95,7 +96,7 @@ class NormalSystem(System):
     def spectrum(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues λ (P,) and eigenvectors V (P, P) of J̃ᵀJ̃."""
         if self._spectrum is None:
-            values, vectors = eigh(self.normal, "Fisher matrix")
+            [(values, vectors)] = dealt_eigh([self.normal], ["Fisher matrix"], current())
             # there is no negative eigenvalue: the most negative one found measures the rounding errors
             self._negative = max(0.0, -float(values.min()))
             self._spectrum = values.clamp_min(0), vectors
