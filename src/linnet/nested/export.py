@@ -82,7 +82,7 @@ def exported_nested(
         "adapt with weight=0, whose module is a network with a new head",
         "fit with linnet.fit, which has one direction for all outputs",
     ]
-    require(Weights.plan(prior, system.c), remedies)
+    require(Weights.plan(prior, system.c, ["the same in the module"]), remedies)
     found = Weights(prior, train, phi, system)
     weight, bias = found.weight.to(function.dtype), found.bias.to(function.dtype)
     network = bared(function.model)

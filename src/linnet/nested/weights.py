@@ -8,7 +8,7 @@ directions δ take them once; a prediction then costs the derivatives of x alone
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from linnet.nested.search import BIAS
 from linnet.tangent.batch import Inputs
 from linnet.tangent.forward_mode import Params
 
-SHARE = 0.25  # of the memory budget that directions kept for predictions may take while they are summed
+SHARE = 0.25  # of the memory budget that directions kept for predictions may take
 
 
 class Weights:
@@ -47,19 +47,20 @@ class Weights:
         self.directions = self._summed(train, beta) if mixture.weight else None
 
     @staticmethod
-    def plan(prior: Prior, outputs: int) -> Plan:
-        """The memory of the directions while they are summed.
+    def plan(prior: Prior, outputs: int, copies: Sequence[str] = ()) -> Plan:
+        """The memory of the directions.
 
         Args:
             prior: The kernel.
             outputs: C.
+            copies: What copies of them are for.
 
         Returns:
             Bytes, item by item.
         """
         function, count = prior.features.function, prior.features.heads * outputs
-        numbers = count * function.space.dim if prior.mixture.weight else 0
-        items = (("directions", numbers * function.dtype.itemsize), ("sums", 8 * numbers))
+        size = count * function.space.dim * function.dtype.itemsize if prior.mixture.weight else 0
+        items = tuple((name, size) for name in ("directions", *copies))
         budget = parse_bytes(prior.memory, function.device)
         return Plan(f"{count} directions of {function.space.dim} weights", budget, items)
 
@@ -104,10 +105,11 @@ class Weights:
         """δ, (H, P, C)."""
         features, mixture = self._prior.features, self._prior.mixture
         function, (_, c) = features.function, beta.shape
-        total = beta.new_zeros(features.heads, function.space.dim, c)
+        total = beta.new_zeros(features.heads, function.space.dim, c, dtype=function.dtype)
+        scaled = (beta * (mixture.weight / (features.heads * mixture.body))).to(total)
         for place, rows in self._rows(train):
-            total += (rows.permute(1, 2, 0) @ beta[place].to(rows)).double()
-        return (total * (mixture.weight / (features.heads * mixture.body))).to(function.dtype)
+            total.baddbmm_(rows.permute(1, 2, 0), scaled[place].expand(features.heads, -1, -1))
+        return total
 
     def _rows(self, x: Inputs) -> Iterator[tuple[slice, Tensor]]:
         """The place of n examples, and J_h of each, (n, H, P)."""
