@@ -319,8 +319,8 @@ def _overview() -> str:
         [
             "usage: linnet COMMAND [options]",
             "",
-            "Turn a trained PyTorch network into its local linear model, and get in closed form what is hard",
-            "for deep networks: fine-tuning, uncertainty, influential samples, forgetting, new data.",
+            "Adapt a trained PyTorch network to new data in one solve, and ask what otherwise takes more",
+            "training runs: uncertainty, influential samples, label errors, forgetting, more data.",
             "",
             "commands:",
             *commands,
