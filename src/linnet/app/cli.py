@@ -173,8 +173,15 @@ def _logged(places: Sequence[str]) -> Iterator[Callable[[Any], None]]:
             logs = [stack.enter_context(log_to(place)) for place in places]
 
         def tell(result: Any) -> None:
+            failures: list[LinnetError] = []
             for log in logs:
-                log(result)
+                try:
+                    log(result)
+                except LinnetError as error:
+                    failures.append(error)
+            for failure in failures[:1]:  # the others have their numbers
+                what = f"{failure.what}; the command itself is done, what it wrote is complete"
+                raise type(failure)(what, failure.expected, failure.remedy) from failure
 
         yield tell
 
