@@ -6,7 +6,8 @@ next write removes, with all that a library's own writer left there.
 What linnet saves carries its kind, a format version and the SHA-256 of its content: tensors in a label in the
 file's header, or, inside :func:`labels_apart`, in one JSON file beside them. Nothing is pickled, in or out.
 
-Formats: safetensors (https://github.com/huggingface/safetensors) for tensors, JSON for the rest.
+Formats: safetensors (https://github.com/huggingface/safetensors) for tensors, JSON for the rest, which has no
+NaN and no infinities: in what linnet reads back they are ``{"not finite": "nan"}``, ``"inf"`` or ``"-inf"``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -41,6 +43,7 @@ LABELS = "linnet.json"
 LABELS_KIND = "folder"
 _FORMAT = "linnet"
 _PARTIAL = ".partial"
+_LOST = "not finite"
 _LARGEST_JSON = 1 << 28  # bytes; a record with ten million row numbers takes 90 MB
 _apart: ContextVar[dict[str, Any] | None] = ContextVar("apart", default=None)
 
@@ -255,7 +258,7 @@ def save_tensors(
         "order": list(content),
         "metadata": dict(metadata),
     }
-    text = _dump(label)
+    text = _dump(_as_json(label, _marked))
     digest, apart = _digest(text, content), _apart.get()
     header = {_FORMAT: f"{digest} {text}"}  # one entry: several come in random order
     if apart is not None:
@@ -283,21 +286,23 @@ def load_tensors(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Ten
     path = require_file(path)
     header, tensors = _read_safetensors(path)
     digest, _, text = header.get(_FORMAT, "").partition(" ")
-    if not text:
-        digest, text = _label_beside(path, kind)
-    label = _parse(path, text)
+    if text:
+        label, texts = _unmarked(path, _parse(path, text)), [text]
+    else:
+        digest, label = _label_beside(path, kind)
+        texts = list(dict.fromkeys([_dump(_marked(label)), json.dumps(label)]))  # the latter is older
     _check_label(path, label, kind)
     order = label.get("order")
     named = isinstance(order, list) and all(isinstance(name, str) for name in order)
     if not named or set(order) != set(tensors) or not isinstance(label.get("metadata"), dict):
         _refuse_altered(path)
     ordered = {key: tensors[key] for key in order}
-    if digest != _digest(text, ordered):
+    if all(digest != _digest(text, ordered) for text in texts):
         _refuse_altered(path)
     return ordered, label["metadata"]
 
 
-def _label_beside(path: Path, kind: str) -> tuple[str, str]:
+def _label_beside(path: Path, kind: str) -> tuple[str, dict[str, Any]]:
     """The digest and the label of a file that has none in its header."""
     beside = path.with_name(LABELS)
     if not beside.exists():
@@ -313,7 +318,7 @@ def _label_beside(path: Path, kind: str) -> tuple[str, str]:
             expected="the files of one folder, as they were saved",
             remedy="save or download the folder again",
         )
-    return label["sha256"], _dump({key: value for key, value in label.items() if key != "sha256"})
+    return label["sha256"], {key: value for key, value in label.items() if key != "sha256"}
 
 
 def read_labels(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -388,6 +393,24 @@ def _read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     return header, tensors
 
 
+def has_label(path: Path) -> bool:
+    """Whether a safetensors file has its label in itself, so that it can be read without a ``linnet.json``.
+
+    Args:
+        path: The file.
+
+    Returns:
+        False also where it is none.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            return _FORMAT in (file.metadata() or {})
+    except (SafetensorError, ValueError, RuntimeError, OSError):
+        return False
+
+
 def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Read the tensors of any safetensors file, whoever wrote it.
 
@@ -411,8 +434,8 @@ def write_json(path: str | os.PathLike[str], value: object, kind: str | None = N
         path: The file.
         value: Anything JSON can hold; paths become strings, arrays and tensors lists.
         kind: With a kind, the value is wrapped in a label with a version and a checksum, for files that
-            linnet reads back. Without one the file is plain JSON for other programs, where NaN and
-            infinities, which JSON lacks, become null.
+            linnet reads back, NaN and infinities, which JSON lacks, among it. Without one the file is plain
+            JSON for other programs, where they become null.
 
     Returns:
         The path written.
@@ -428,9 +451,9 @@ def write_json(path: str | os.PathLike[str], value: object, kind: str | None = N
         {'seed': 0}
     """
     if kind is None:
-        text = _dump(_finite(json.loads(_dump(value))), indent=2)
+        text = _dump(_as_json(value, finite), indent=2)
     else:
-        content = json.loads(_dump(value))
+        content = _as_json(value, _marked)
         label = {"format": _FORMAT, "kind": kind, "version": FORMAT_VERSION}
         text = _dump({**label, "sha256": _json_digest(kind, content), "content": content}, indent=2)
     return write_text(path, text + "\n")
@@ -467,7 +490,7 @@ def read_json(path: str | os.PathLike[str], kind: str | None = None) -> Any:
     _check_label(path, value, kind)
     if value.get("sha256") != _digest_of_read(path, kind, value.get("content")):
         _refuse_altered(path)
-    return value["content"]
+    return _unmarked(path, value["content"])
 
 
 def _digest_of_read(path: Path, kind: str, content: object) -> str:
@@ -484,9 +507,14 @@ def _json_digest(kind: str, content: object) -> str:
 
 
 def _dump(value: object, indent: int | None = None) -> str:
-    """JSON text of a value."""
+    """JSON text of a value that is JSON already, and finite."""
+    return json.dumps(value, indent=indent, allow_nan=False)
+
+
+def _as_json(value: object, strict: Callable[[Any], Any]) -> Any:
+    """A value in the types of JSON, with what stands in for NaN and infinities."""
     try:
-        return json.dumps(value, indent=indent, default=_plain)
+        return strict(json.loads(json.dumps(value, default=_plain)))
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(
             f"a value cannot be written as JSON ({error})",
@@ -503,14 +531,53 @@ def _plain(value: Any) -> object:
     raise TypeError(f"{type(value).__name__} is no JSON type")
 
 
-def _finite(value: Any) -> Any:
-    """The value with NaN and infinities replaced by None."""
+def finite(value: Any) -> Any:
+    """A value in the types of JSON, with null for NaN and infinities.
+
+    Args:
+        value: Numbers, texts, lists and dictionaries.
+
+    Returns:
+        The same in strict JSON.
+
+    Example:
+        >>> finite({"loss": float("nan"), "steps": [1, 2.5]})
+        {'loss': None, 'steps': [1, 2.5]}
+    """
+    return _replaced(value, lambda number: None)
+
+
+def _marked(value: Any) -> Any:
+    """A value with NaN and infinities as dictionaries that :func:`_unmarked` knows."""
+    return _replaced(value, lambda number: {_LOST: str(number)}, marks=True)
+
+
+def _replaced(value: Any, replace: Callable[[float], Any], marks: bool = False) -> Any:
+    """A value with something in place of NaN and infinities."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    is_lost = isinstance(value, float) and (value != value or value in (float("inf"), float("-inf")))
-    return None if is_lost else value
+        inner = {key: _replaced(item, replace, marks) for key, item in value.items()}
+        return {_LOST: inner} if marks and list(inner) == [_LOST] else inner
+    if isinstance(value, list | tuple):
+        return [_replaced(item, replace, marks) for item in value]
+    return replace(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _unmarked(path: Path, value: Any) -> Any:
+    """The value of which :func:`_marked` was written to a file."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, dict):
+            lost = value.get(_LOST) if len(value) == 1 else None
+            if isinstance(lost, str) and lost in ("nan", "inf", "-inf"):
+                return float(lost)
+            inside = lost if isinstance(lost, dict) else value  # a dictionary that only looked like one
+            return {key: read(item) for key, item in inside.items()}
+        return [read(item) for item in value] if isinstance(value, list) else value
+
+    try:
+        return read(value)
+    except RecursionError:
+        _refuse_altered(path)
 
 
 def _parse(path: Path, text: str) -> Any:

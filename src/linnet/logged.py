@@ -32,6 +32,32 @@ def check_log(log: Any) -> Log | None:
     return None if log is None else function("log", log, "a function of a dict of numbers and a step")
 
 
+def tell(log: Log, values: dict[str, float], step: int, after: str) -> None:
+    """Call a user's log; an error that it raises stays the user's own, such as one that stops a run.
+
+    Args:
+        log: The function.
+        values: Numbers by name.
+        step: The step.
+        after: What is done already, for a note at its errors.
+
+    Raises:
+        Exception: The log's own, with a note that says where it came from and what stands.
+
+    Example:
+        >>> tell(print, {"loss": 0.5}, 3, "the step is complete")
+        {'loss': 0.5} 3
+    """
+    try:
+        log(values, step)
+    except Exception as error:
+        error.add_note(
+            f"log= raised this at step {step}: {after}. Expected: a function of a dict of numbers and a "
+            "step. To fix it: mend the function; to go on without its numbers, catch the error inside it."
+        )
+        raise
+
+
 def numbers(told: Any) -> dict[str, float]:
     """The numbers in a report, a fit, a summary or a result, as a flat dict.
 

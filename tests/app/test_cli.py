@@ -289,7 +289,7 @@ def test_a_failed_run_writes_no_settings(
     assert capsys.readouterr().err.splitlines()[-3:] == [
         "error:     the plan needs 8 GB",
         "expected:  4 GB",
-        "to fix it: use --memory 9GB",
+        "to fix it: use --memory 9GB of linnet adapt",
     ]
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import get_args, get_type_hints
 
 import pytest
@@ -76,6 +77,33 @@ def test_numbers_of_a_result_are_written(tmp_path: Path, capsys: pytest.CaptureF
     output = capsys.readouterr()
     assert "exists" in output.err
     assert output.out == ""
+
+
+def test_a_folder_for_numbers_is_tried_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(cli, "_execute", lambda *_: pytest.fail("the work began"))
+    assert cli.main([*DOCTOR, "--log-to", f"csv:{tmp_path}/file/numbers.csv"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_place_that_fails_does_not_take_the_result_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(uri: str) -> None:
+        raise ConnectionError("no server")
+
+    server = ModuleType("mlflow")
+    server.set_tracking_uri = gone  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", server)
+    places = ["--log-to", "mlflow:http://here", "--log-to", f"csv:{tmp_path}/numbers.csv"]
+    assert cli.main([*DOCTOR, *places, "--json"]) == 2
+    output = capsys.readouterr()
+    assert "no server" in output.err
+    assert "what it wrote is complete" in output.err
+    assert json.loads(output.out)["ok"]
+    assert "0,ok,1.0" in (tmp_path / "numbers.csv").read_text()  # the other place has its numbers
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,14 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "NestedFit": small.adapted,
     "FitPlots": lambda: small.fit().plot,
     "ModelPlots": lambda: small.on_a_line().plot,
+    "ReportPlots": lambda: small.report().plot,
+    "RegressionPlots": lambda: small.regression_report().plot,
+    "SeparationPlots": lambda: small.separation().plot,
+    "StreamPlots": lambda: small.metrics().plot,
+    "DensityPlots": lambda: small.density().plot,
+    "EigenfunctionPlots": lambda: linnet.spectrum.eigenfunctions(small.lin(), small.x(), k=None).plot,
+    "TaskPlots": lambda: linnet.spectrum.task_linearity(small.fit()).plot,
+    "RecorderPlots": lambda: small.recorded().plot,
     "Predictive": lambda: small.fit().predictive(small.x()),
     "Curvature": lambda: small.curvature("kfac").damped(0.1),
     "Curvature (full)": lambda: small.curvature("full").damped(0.1),
@@ -332,6 +340,12 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "spectrum": lambda: {"ax": small.axes()},
     "predicted": lambda: {"ax": small.axes()},
     "curve": lambda: {"ax": small.axes()},
+    **{
+        name: lambda: {"ax": small.axes()}
+        for name in ("risk_coverage", "scores", "roc", "accuracy", "history", "energy")
+    },
+    "DensityPlots.density": lambda: {"ax": small.axes()},
+    "EigenfunctionPlots.energy": lambda: {"y": small.targets(), "ax": small.axes()},
     "LinearFit.calibrate": lambda: {"temperature": 1.0, "point_temperature": 1.0},
     "NestedFit.calibrate": lambda: {"temperature": 1.0, "point_temperature": 1.0},
     "NestedFit.update": lambda: {"data": (small.normal(2, 3, seed=4), small.labels()[:2])},

@@ -305,6 +305,12 @@ def recorder() -> Any:
     return linnet.spectrum.Recorder(x(), labels(), k=3)
 
 
+def recorded() -> Any:
+    found = recorder()
+    found.note(net(), 0)
+    return found
+
+
 @cache
 def directions() -> Any:
     return linnet.spectrum.anisotropy_directions(conv_net(), images()[:1][0], k=2)

@@ -53,7 +53,13 @@ class Hub:
         return str(path)
 
     def upload_folder(
-        self, *, repo_id: str, folder_path: Path, commit_message: str, ignore_patterns: list[str] | None
+        self,
+        *,
+        repo_id: str,
+        folder_path: Path,
+        commit_message: str,
+        ignore_patterns: list[str] | None,
+        delete_patterns: list[str] | None,
     ) -> Any:
         self.asked.append(commit_message)
         new = {
@@ -61,7 +67,13 @@ class Hub:
             for path in folder_path.rglob("*")
             if path.is_file() and path.name not in (ignore_patterns or [])
         }
-        self.commits[repo_id].append({**self.files(repo_id), **new})
+        gone = delete_patterns or []
+        kept = {
+            name: content
+            for name, content in self.files(repo_id).items()
+            if not any(fnmatch.fnmatch(name, pattern) for pattern in gone)
+        }
+        self.commits[repo_id].append({**kept, **new})
         return SimpleNamespace(
             commit_url=f"https://hub.example/{repo_id}/commit/{len(self.commits[repo_id])}"
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,18 @@ import yaml
 from safetensors import safe_open
 
 import linnet
+from linnet import files
 from linnet.disk import process_mark
 from linnet.errors import FileFormatError, InputError
-from linnet.files import LABELS, LABELS_KIND, load_tensors, read_labels, save_tensors, write_json
+from linnet.files import (
+    LABELS,
+    LABELS_KIND,
+    labels_apart,
+    load_tensors,
+    read_labels,
+    save_tensors,
+    write_json,
+)
 from linnet.fitting import CG, Nystrom, Sketch
 from linnet.hub import folder as module
 from linnet.hub.card import CARD, is_own_card
@@ -263,11 +274,63 @@ def test_of_several_things_the_last_folder_is_read(tmp_path: Path) -> None:
     assert type(linnet.load(tmp_path, P.model)) is linnet.NestedFit
 
 
+def test_files_of_another_kind_go(tmp_path: Path) -> None:
+    P.fit(ridge=0.3).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    adapted().save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
+        "model.safetensors",
+        "nested-fit.safetensors",
+    ]
+    P.fit(ridge=0.3).save(tmp_path)  # this one needs no linnet.json
+    (tmp_path / LABELS).write_text("{}")
+    P.fit(ridge=0.2).save_pretrained(tmp_path)  # over what says nothing of the others
+    assert (tmp_path / "nested-fit.safetensors").exists()
+    P.fit(ridge=0.1).save(tmp_path)
+    adapted().save_pretrained(tmp_path)
+    assert (tmp_path / "linear-fit.safetensors").exists()
+
+
 def test_a_plain_save_over_it_is_read(tmp_path: Path) -> None:
     fit = P.fit(ridge=0.3)
     fit.save_pretrained(tmp_path)
     fit.forget([0]).save(tmp_path)
     assert linnet.load(tmp_path, P.model).n == 6
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_numbers_that_json_lacks_come_back(apart: bool, tmp_path: Path) -> None:
+    inf = float("inf")
+    told = {"a": float("nan"), "b": [inf, {"not finite": -inf}], "not finite": "nan", "c": "nan"}
+    same = {"not finite": {"not finite": "nan"}}
+    with labels_apart() if apart else nullcontext({}) as labels:
+        path = save_tensors(tmp_path, "fit", {"w": torch.ones(2)}, {**told, "same": same})
+    if apart:
+        write_json(tmp_path / LABELS, {"files": labels}, LABELS_KIND)
+        text = (tmp_path / LABELS).read_text()
+    else:
+        with safe_open(str(path), "pt") as file:
+            text = file.metadata()["linnet"].partition(" ")[2]
+    json.loads(text, parse_constant=pytest.fail)
+    read = load_tensors(path, "fit")[1]
+    assert math.isnan(read.pop("a"))
+    assert read == {**{name: value for name, value in told.items() if name != "a"}, "same": same}
+
+
+def test_numbers_as_python_spells_them_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_marked", lambda value: value)
+    monkeypatch.setattr(files, "_dump", lambda value, indent=None: json.dumps(value, indent=indent))
+    told = {"loss": float("nan"), "bound": float("inf")}
+    with labels_apart() as labels:
+        path = save_tensors(tmp_path, "fit", {"w": torch.ones(2)}, told)
+    write_json(tmp_path / LABELS, {"files": labels}, LABELS_KIND)
+    run = write_json(tmp_path / "run.json", told, "run")
+    inside = save_tensors(tmp_path / "inside", "fit", {"w": torch.ones(2)}, told)
+    assert "NaN" in (tmp_path / LABELS).read_text()
+    monkeypatch.undo()
+    for read in (load_tensors(path, "fit")[1], load_tensors(inside, "fit")[1], files.read_json(run, "run")):
+        assert math.isnan(read["loss"])
+        assert read["bound"] == float("inf")
 
 
 def test_saving_twice_gives_the_same_bytes(tmp_path: Path) -> None:

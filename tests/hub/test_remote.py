@@ -57,6 +57,19 @@ def test_older_commits_are_read_by_their_revision(hub: Hub) -> None:
     assert (load("hf:me/fit").n, load("hf:me/fit@1").n, load("hf:me/fit@2").n) == (6, 7, 6)
 
 
+def test_files_of_another_kind_go_with_the_commit(hub: Hub) -> None:
+    fit().push_to_hub("me/fit")
+    hub.edit("me/fit", "model.safetensors", b"weights")
+    fitted("kfac")[0].push_to_hub("me/fit")
+    assert set(hub.files("me/fit")) == {
+        CARD,
+        LABELS,
+        "laplace.safetensors",
+        "curvature.safetensors",
+        "model.safetensors",
+    }
+
+
 def test_only_files_of_linnet_are_downloaded(hub: Hub) -> None:
     """A repository may hold more: weights, pickles, code."""
     fit().push_to_hub("me/fit")

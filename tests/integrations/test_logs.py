@@ -177,10 +177,100 @@ def test_failures_of_a_package_are_explained(monkeypatch: pytest.MonkeyPatch, ca
     assert isinstance(caught.value.__cause__, ConnectionError)
 
 
-def test_a_table_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_place_that_fails_on_the_way_keeps_the_training(
+    monkeypatch: pytest.MonkeyPatch, calls: Calls, float64: torch.dtype
+) -> None:
+    package = mlflow(monkeypatch, calls)
+    tried = []
+
+    def twice(values: Any, step: int, run_id: str) -> None:
+        tried.append(step)
+        if len(tried) > 2:
+            raise ConnectionError("the server is gone")
+
+    package.log_metrics = twice
+    torch.manual_seed(0)
+    x, labels = torch.randn(16, 2), torch.arange(16) % 2
+    net, training = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)), linnet.Training(steps=5)
+
+    def tune(log: Any) -> Any:
+        return linnet.finetune(
+            net, (x, labels), "nlft", training=training, run=linnet.Run(log=log, log_every=1)
+        )
+
+    log = log_to("mlflow:uri")
+    with pytest.warns(RuntimeWarning, match=r"the record ends before step 2: .*the server is gone"):
+        tuned = tune(log)
+    assert tried == [0, 1, 2]  # a server that is gone is not asked again
+    assert [h["loss"] for h in tuned.history] == [h["loss"] for h in tune(None).history]
+    with pytest.raises(DependencyError, match="the server is gone"):
+        log.close()
+    assert calls[-1] == ("close",)
+    log.close()  # said once
+    with pytest.raises(ZeroDivisionError), log_to("mlflow:uri") as log:  # noqa: PT012
+        package.log_metrics = lambda values, step, run_id: None
+        log({"loss": 1.0}, 0)
+        package.log_metrics = twice
+        with pytest.warns(RuntimeWarning):
+            log({"loss": 1.0}, 1)
+        _ = 1 / 0
+
+
+def test_an_error_of_a_users_log_is_the_users_and_says_what_is_done(tmp_path: Path) -> None:
+    class Pruned(Exception):
+        pass
+
+    def stop(values: Any, step: int) -> None:
+        raise Pruned
+
+    torch.manual_seed(0)
+    net, x = nn.Linear(2, 1), torch.randn(16, 2)
+    optimizer = linnet.optim.GaussNewton(net, Gaussian(), log=stop)
+    training = linnet.optim.IterativeLinearization(net, lambda p: torch.optim.SGD(p, 0.1), 5, log=stop)
+    steps = {
+        lambda: optimizer.step(x, x[:, :1]): optimizer,
+        lambda: training.step(lambda module: module(x).square().mean()): training,
+    }
+    for step, of in steps.items():
+        before = net.weight.clone()
+        with pytest.raises(Pruned) as caught:
+            step()
+        assert "at step 1: the step is complete" in caught.value.__notes__[0]
+        assert not torch.equal(net.weight, before)
+        assert of.steps == 1  # type: ignore[attr-defined]
+    how: dict[str, Any] = {"training": linnet.Training(steps=2)}
+    relu, labels = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)), torch.arange(16) % 2
+    for folder, words in (
+        (None, "the same call would go on"),
+        (tmp_path / "run", "goes on from the last state"),
+    ):
+        run = linnet.Run(log=stop, checkpoint=folder)
+        with pytest.raises(Pruned) as caught:
+            linnet.finetune(relu, (x, labels), "nlft", run=run, **how)
+        assert words in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    "place", ["csv:{}/file/numbers.csv", "csv:/proc/none/numbers.csv", "tensorboard:{}/file"]
+)
+def test_a_folder_that_cannot_be_written_is_refused_at_once(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: Calls
+) -> None:
+    tensorboard(monkeypatch, calls)
     (tmp_path / "file").touch()
-    with pytest.raises(linnet.errors.LinnetError, match=r"numbers\.csv"):
-        log_to(f"csv:{tmp_path}/file/numbers.csv")({"loss": 1.0}, 0)
+    with pytest.raises(linnet.errors.LinnetError, match="cannot be written"):
+        log_to(place.format(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_trying_a_folder_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: Calls
+) -> None:
+    tensorboard(monkeypatch, calls)
+    (tmp_path / "old").mkdir()
+    for place in ("csv:{}/new/deep/numbers.csv", "csv:{}/old/numbers.csv", "tensorboard:{}/new/board"):
+        log_to(place.format(tmp_path))
+    assert [path.name for path in tmp_path.rglob("*")] == ["old"]
 
 
 @pytest.mark.parametrize("values", [None, 3, "a", [1], torch.ones(3)])

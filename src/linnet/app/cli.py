@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from linnet import __version__
 from linnet.app.completion import completion
 from linnet.app.help import choices, kind, page
+from linnet.app.remedies import in_options
+from linnet.app.remedies import option as _option
 from linnet.distribution import require_application, require_own_package
 from linnet.errors import InputError, LinnetError
 
@@ -62,7 +64,6 @@ _REPLAY = "run.yaml"
 _SHARED = ("adapt",)  # commands of which every process that torchrun starts does a part
 _NOTHING = object()
 _SHOWN = 200  # characters of a value in an error
-_ARGUMENTS = "memory|solver|params|ridge|channels|size|mean|std|head|seed|target|shots|tests|device"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "--traceback" in words:
             raise
         if _rank() == 0 or not _is_told(error):
-            _print_error(error)
+            _print_error(error, words)
         return 2
     except OSError as error:  # a disk that is full for our output, a folder that vanished
         if "--traceback" in words:
@@ -108,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{place} cannot be read or written: {error.strerror or type(error).__name__}",
                 expected="existing files and folders, on a disk with enough space",
                 remedy="see whether the disk is full; --traceback shows where it happened",
-            )
+            ),
+            words,
         )
         return 2
 
@@ -173,8 +175,15 @@ def _logged(places: Sequence[str]) -> Iterator[Callable[[Any], None]]:
             logs = [stack.enter_context(log_to(place)) for place in places]
 
         def tell(result: Any) -> None:
+            failures: list[LinnetError] = []
             for log in logs:
-                log(result)
+                try:
+                    log(result)
+                except LinnetError as error:
+                    failures.append(error)
+            for failure in failures[:1]:  # the others have their numbers
+                what = f"{failure.what}; the command itself is done, what it wrote is complete"
+                raise type(failure)(what, failure.expected, failure.remedy) from failure
 
         yield tell
 
@@ -344,24 +353,14 @@ def _is_told(error: LinnetError) -> bool:
     return is_told(error)
 
 
-def _print_error(error: LinnetError) -> None:
+def _print_error(error: LinnetError, words: Sequence[str]) -> None:
     """Three short lines: what was wrong, what was expected, what to do."""
+    name = next((word for word in words if word in COMMANDS), "adapt")
+    own, others = ([*Command.load(each).parameters, "trust"] for each in (name, "adapt"))
     lines = [("error", error.what), ("expected", error.expected), ("to fix it", error.remedy)]
     for label, text in lines:
         if text:
-            print(f"{label + ':':<11}{_in_options(text)}", file=sys.stderr)
-
-
-def _in_options(text: str) -> str:
-    """An error that speaks of Python arguments, in the words of the command line."""
-    text = re.sub(r"keep it on disk with \S+\(.*?\), or ", "", text)
-    text = re.sub(rf"\b({_ARGUMENTS})=None\b", lambda match: f"no {_option(match[1])}", text)
-
-    def spell(match: re.Match[str]) -> str:
-        value = match[3] or match[4] or ""
-        return f"{_option(match[1])}{' ' * bool(value)}{value}"
-
-    return re.sub(rf"(?<!-)\b({_ARGUMENTS})=(?:(['\"])(.*?)\2|([\w.]*\w))?", spell, text)
+            print(f"{label + ':':<11}{in_options(text, own, others)}", file=sys.stderr)
 
 
 def _unknown_command(name: str) -> InputError:
@@ -601,11 +600,6 @@ def _check_configs(command: str, words: Sequence[str]) -> None:
             from linnet.app.settings_file import check_settings
 
             check_settings(command, value)
-
-
-def _option(name: str) -> str:
-    """A parameter's name as an option."""
-    return "--" + name.replace("_", "-")
 
 
 def _as_list(words: Sequence[str], kind: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from linnet.continual.plots import StreamPlots
 from linnet.errors import InputError
 from linnet.params import number, refuse, tensor
 
@@ -73,6 +74,11 @@ class StreamMetrics:
                 remedy="evaluate all tasks so far after each one",
             )
         self.accuracy.append(row)
+
+    @property
+    def plot(self) -> StreamPlots:
+        """Plots, which take matplotlib axes: ``metrics.plot.accuracy(ax)``."""
+        return StreamPlots(self)
 
     @property
     def tasks(self) -> int:

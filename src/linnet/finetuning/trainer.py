@@ -26,6 +26,7 @@ from linnet.finetuning.examples import Examples
 from linnet.finetuning.loss_curve import LossCurve
 from linnet.finetuning.run import Run
 from linnet.fitting.descent import outputs_of
+from linnet.logged import tell
 from linnet.optim.preconditioner import KroneckerPreconditioner
 from linnet.params import path as checked_path
 from linnet.progress import track
@@ -216,7 +217,13 @@ class Trainer:
         """Keep numbers in the history and hand them to the logger."""
         self.state.history.append({"step": step, **values})
         if self.watched.log is not None:
-            self.watched.log(dict(values), step)  # its errors are the user's own, such as to stop a run
+            tell(self.watched.log, dict(values), step, self._kept())
+
+    def _kept(self) -> str:
+        """What is left of a run that ends."""
+        if self.watched.checkpoint is None:
+            return "the run ends here; with Run(checkpoint=FOLDER) the same call would go on"
+        return f"the run ends here; the same call goes on from the last state in {self.watched.checkpoint}"
 
     def _check_batch(self) -> None:
         """Raise if BatchNorm would normalize single examples."""

@@ -2,7 +2,7 @@
 
 The tensors and their labels are those of ``save``; they stand in other files. A folder is written aside, and
 ``linnet.json``, which has the checksums of the others, moves in last: without it, or with that of another
-writing, nothing is loaded.
+writing, nothing is loaded. Then go the files that only the old one named.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from linnet.files import (
     as_path,
     folder_aside,
     force_to_disk,
+    has_label,
     labels_apart,
     read_labels,
     write_json,
@@ -75,9 +76,28 @@ def write_folder(
         sizes = {file: (aside / file).stat().st_size for file in (*labels, LABELS)}
         about = (inspect.getdoc(type(model)) or name).splitlines()[0]
         write_text(aside / CARD, card_of(content, about, address, sizes, entries))
-        page = [CARD] if is_own_card(place / CARD) else []
+        page, old = [CARD] if is_own_card(place / CARD) else [], named_files(place / LABELS)
         _move([*labels, *page, LABELS], aside, place)
+        for file in set(old) - set(labels):
+            if not has_label(place / file):  # as a plain save gives it
+                with suppress(OSError):  # nothing reads it any more
+                    (place / file).unlink()
     return place
+
+
+def named_files(labels: Path) -> list[str]:
+    """The files of tensors that a ``linnet.json`` names.
+
+    Args:
+        labels: The file.
+
+    Returns:
+        Their names; none where there is no such file, or none that can be read.
+    """
+    try:
+        return list(read_labels(labels)["files"])
+    except (FileFormatError, InputError):
+        return []
 
 
 def described(directory: Path, known: tuple[str, ...]) -> Path | None:

@@ -6,6 +6,7 @@ Who is asked, under which name and from which cache, is huggingface_hub's own: `
 
 from __future__ import annotations
 
+import glob
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from linnet.distribution import importing, install_command
 from linnet.errors import InputError, LinnetError
 from linnet.files import LABELS
 from linnet.hub.card import CARD, is_own_card
+from linnet.hub.folder import named_files
 
 PREFIX = "hf:"
 _NAME = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*", re.ASCII)
@@ -27,7 +29,7 @@ _CALLER = {"library_name": "linnet", "library_version": __version__}
 
 
 def push(repo_id: str, write: Callable[[Path, str], object], private: bool, message: str) -> str:
-    """Write a folder, and put it into a repository in one commit.
+    """Write a folder, and put it into a repository in one commit; what only its old one named goes.
 
     Args:
         repo_id: The repository, ``"user/name"``; made if it is missing.
@@ -60,11 +62,14 @@ def push(repo_id: str, write: Callable[[Path, str], object], private: bool, mess
             edited = api.file_exists(repo_id, CARD) and not is_own_card(
                 Path(api.hf_hub_download(repo_id, CARD))
             )
+            labels = api.file_exists(repo_id, LABELS) and api.hf_hub_download(repo_id, LABELS)
+            old = [glob.escape(name) for name in named_files(Path(labels))] if labels else None
             done = api.upload_folder(
                 repo_id=repo_id,
                 folder_path=folder,
                 commit_message=message,
                 ignore_patterns=[CARD] if edited else None,
+                delete_patterns=old,  # but for what comes anew
             )
     return str(done.commit_url)
 

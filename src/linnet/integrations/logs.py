@@ -6,9 +6,11 @@ import csv
 import difflib
 import importlib
 import re
+import tempfile
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ Opened = tuple[Log, Callable[[], object]]  # what writes, and what ends it
 class Logger:
     """Takes numbers by step; a context that ends the record when it is left.
 
+    A place that fails with the first number raises. One that fails later does not end the training whose
+    numbers it takes: that is warned of, what follows is left out, and ``close()`` raises.
+
     Args:
         where: The place, in words.
         start: Begins the record, when there is a first number: what writes, and what ends it.
@@ -41,6 +46,8 @@ class Logger:
     def __init__(self, where: str, start: Callable[[], Opened]) -> None:
         self._where, self._start = where, start
         self._opened: Opened | None = None
+        self._has_written = False
+        self._failure: LinnetError | None = None
 
     def __call__(self, values: Any, step: int = 0) -> None:
         """Write the numbers of a step.
@@ -51,28 +58,39 @@ class Logger:
 
         Raises:
             InputError: If they are neither.
-            DependencyError: If the package behind it does not take them.
+            LinnetError: If the package behind it does not take the first ones.
         """
         integer("step", step, least=0)
         found = numbers(values)
         if not found and not isinstance(values, Mapping | Shown):
             expected = "a dict of numbers, or a report, fit or result"
             refuse("values", values, expected, "give every number a name")
-        if found:
+        if not found or self._failure is not None:
+            return
+        try:
             with self._explained():
                 self._opened = self._opened or self._start()
                 self._opened[0](found, step)
+                self._has_written = True
+        except LinnetError as error:
+            if not self._has_written:
+                raise
+            self._failure = error
+            warnings.warn(f"the record ends before step {step}: {error}", RuntimeWarning, stacklevel=2)
 
     def close(self) -> None:
         """End the record.
 
         Raises:
-            DependencyError: If the package behind it does not end it.
+            DependencyError: If the package behind it has failed on the way, or does not end it.
         """
         opened, self._opened = self._opened, None
+        failure, self._failure = self._failure, None
         if opened is not None:
-            with self._explained():
+            with self._explained() if failure is None else suppress(Exception):
                 opened[1]()
+        if failure is not None:
+            raise failure
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -92,8 +110,9 @@ class Logger:
     def __enter__(self) -> Logger:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        with suppress(LinnetError) if kind is not None else nullcontext():
+            self.close()
 
 
 def log_to(where: str) -> Logger:
@@ -106,10 +125,12 @@ def log_to(where: str) -> Logger:
 
     Returns:
         A function of numbers and a step. The record begins with the first number, and ends with ``close()``.
+        Folders are tried at once: that files can be made there.
 
     Raises:
         DependencyError: If the package cannot be imported.
-        InputError: If ``where`` names no place.
+        DiskSpaceError: If the disk is full.
+        InputError: If ``where`` names no place, or one that cannot be written.
 
     Example:
         >>> import linnet, tempfile, torch
@@ -141,6 +162,7 @@ def _csv(place: str) -> Callable[[], Opened]:
             raise InputError(f"{path} exists", expected="a new file", remedy="name another one, or delete it")
 
     require_new()
+    _try_folder(path.parent)
 
     def start() -> Opened:
         require_new()
@@ -164,6 +186,8 @@ def _csv(place: str) -> Callable[[], Opened]:
 def _tensorboard(place: str) -> Callable[[], Opened]:
     """Scalars for TensorBoard."""
     package = _package("torch.utils.tensorboard", "tensorboard")
+    if "://" not in place:  # such as s3://
+        _try_folder(Path(place))
 
     def start() -> Opened:
         writer = package.SummaryWriter(place)
@@ -219,6 +243,23 @@ _KINDS: dict[str, Callable[[str], Callable[[], Opened]]] = {
     "wandb": _wandb,
     "mlflow": _mlflow,
 }
+
+
+def _try_folder(folder: Path) -> None:
+    """Raise unless files can be made in a folder; it is left as it was."""
+    made: list[Path] = []
+    try:
+        for place in (*reversed(folder.parents), folder):
+            if not place.exists():
+                place.mkdir()
+                made.append(place)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        refuse_write(folder, error)
+    finally:
+        for place in reversed(made):
+            with suppress(OSError):  # of others that use it already
+                place.rmdir()
 
 
 def _package(module: str, name: str) -> Any:

@@ -14,6 +14,7 @@ from linnet.errors import DataError, InputError
 from linnet.metrics.answers import ask, class_probabilities
 from linnet.metrics.evaluate import Predict, asked, batches_of, same_classes
 from linnet.metrics.judged import SCORES, Judged, join, judge
+from linnet.metrics.plots import SeparationPlots
 from linnet.metrics.ranking import MOST_POINTS, Detection, InverseCumulative, inverse_cumulative
 from linnet.params import choice, integer
 from linnet.predictive.model import PredictiveModel
@@ -46,6 +47,11 @@ class Separation(Record):
     classes: int
     inside: Judged
     outside: Judged
+
+    @property
+    def plot(self) -> SeparationPlots:
+        """Plots, which take matplotlib axes: ``separation.plot.scores(ax)``."""
+        return SeparationPlots(self)
 
     @property
     def detections(self) -> dict[str, Detection]:

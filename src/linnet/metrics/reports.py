@@ -14,6 +14,7 @@ from torch import Tensor
 from linnet.errors import InputError
 from linnet.metrics.calibration import CalibrationBins, equal_mass, equal_width
 from linnet.metrics.judged import Judged
+from linnet.metrics.plots import RegressionPlots, ReportPlots
 from linnet.metrics.ranking import (
     MOST_POINTS,
     Detection,
@@ -61,6 +62,11 @@ class Report(Record):
     examples: Judged
     classes: int
     bins: int = 15
+
+    @property
+    def plot(self) -> ReportPlots:
+        """Plots, which take matplotlib axes: ``report.plot.risk_coverage(ax)``."""
+        return ReportPlots(self)
 
     @property
     def accuracy(self) -> float:
@@ -296,6 +302,11 @@ class RegressionReport(Record):
     mean: Tensor
     variance: Tensor
     target: Tensor
+
+    @property
+    def plot(self) -> RegressionPlots:
+        """Plots, which take matplotlib axes: ``report.plot.predicted(ax)``."""
+        return RegressionPlots(self)
 
     @property
     def rmse(self) -> float:

@@ -20,7 +20,7 @@ from linnet.curvatures.treatments import Structure
 from linnet.distributed import together, world
 from linnet.errors import InputError, NumericalError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
-from linnet.logged import numbers
+from linnet.logged import numbers, tell
 from linnet.optim.gauss_newton_average import EXPECTATION, average_of, require_alike
 from linnet.optim.gauss_newton_batch import suggested_batch
 from linnet.optim.gauss_newton_checks import check_given, checked_group, checked_state, parameters_of
@@ -231,7 +231,7 @@ class GaussNewton(torch.optim.Optimizer):
             report = self._step(x, y, closure, loss)
         if self.settings.log is not None and not (self._network.shared and world()[0]):
             values = {name: value for name, value in numbers(report).items() if name != "step"}
-            self.settings.log(values, report.step)
+            tell(self.settings.log, values, report.step, "the step is complete, the weights are the new ones")
         return report
 
     def _step(self, x: Inputs, y: Tensor | None, closure: Closure | None, loss: Any) -> StepReport:

@@ -26,7 +26,7 @@ from linnet.errors import InputError, ModelError, NumericalError, WeightsError
 from linnet.fitting.fit import fit
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.solver import Solver
-from linnet.logged import Log, check_log
+from linnet.logged import Log, check_log, tell
 from linnet.optim.feature_schedules import (
     Decision,
     Every,
@@ -262,7 +262,8 @@ class IterativeLinearization(Shown):
         if self._log is not None and not (self._shared and world()[0]):
             measured = {kind: value for _, kind, value in self._measured[known:]}
             updates = self.steps if self._is_plain else len(self._updates)
-            self._log({"loss": loss, "feature updates": float(updates), **measured}, self.steps)
+            values = {"loss": loss, "feature updates": float(updates), **measured}
+            tell(self._log, values, self.steps, "the step is complete, the weights are the new ones")
 
     def _evaluate(self, closure: Closure, fresh: bool = True) -> Tensor:
         """Loss and gradients at the present weights; gradients end up on the network's parameters."""

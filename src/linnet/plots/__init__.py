@@ -1,4 +1,4 @@
-"""Plots: what ``fit.plot`` and ``model.plot`` draw, and the numbers and drawings behind them.
+"""Plots: what ``result.plot`` draws, and the numbers and drawings behind it.
 
 matplotlib is imported when something is drawn.
 """

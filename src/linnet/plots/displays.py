@@ -1,7 +1,7 @@
 """Numbers that can be drawn, after the Display objects of scikit-learn: ``plot(ax=None)`` gives itself back.
 
 A display holds its numbers as arrays, so that they can be drawn again, on other axes or by other means.
-``fit.plot`` and ``model.plot`` make them.
+``result.plot`` makes them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from linnet.params import instance
 from linnet.plots import panels
 from linnet.plots.measures import Array, calibration_error, interval_coverage, reliability_bins
 from linnet.plots.style import ACCENT, QUIET, percent_ticks
-from linnet.shown import Record
+from linnet.shown import Record, Shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -230,7 +230,7 @@ class SpectrumDisplay(Display):
 
     Args:
         eigenvalues: (M,), in any order.
-        ridge: ρ, in their unit.
+        ridge: ρ, in their unit, where there is a fit.
         degrees_of_freedom: Effective degrees of freedom, where they are known.
 
     Example:
@@ -239,19 +239,23 @@ class SpectrumDisplay(Display):
     """
 
     eigenvalues: Array
-    ridge: float
+    ridge: float | None = None
     degrees_of_freedom: float | None = None
 
     def _shown(self) -> Mapping[str, Any]:
         values = panels.positive(self.eigenvalues)
-        above = int((values > self.ridge).sum())
-        known = {"eigenvalues": len(values), "above the ridge": above, "ridge": self.ridge}
+        known: dict[str, Any] = {"eigenvalues": len(values)}
+        if self.ridge is None:
+            known["largest"] = float(values[0]) if len(values) else None
+        else:
+            known |= {"above the ridge": int((values > self.ridge).sum()), "ridge": self.ridge}
         return {**known, "effective degrees of freedom": self.degrees_of_freedom}
 
     def _paint(self, axes: Axes) -> None:
         effective = self.degrees_of_freedom
         note = None if effective is None else (effective, f"{effective:.3g} effective\ndegrees of freedom")
-        panels.spectrum(axes, self.eigenvalues, (self.ridge, f"ridge {self.ridge:.3g}"), note)
+        ridge = None if self.ridge is None else (self.ridge, f"ridge {self.ridge:.3g}")
+        panels.spectrum(axes, self.eigenvalues, ridge, note)
 
 
 @dataclass(repr=False, eq=False)
@@ -318,3 +322,116 @@ class CurveDisplay(Display):
             panels.band(axes, self.x, self.mean, self.noise, QUIET)
         panels.band(axes, self.x, self.mean, self.std)
         axes.set(xlabel="x", ylabel="output")
+
+
+@dataclass(repr=False, eq=False)
+class LinesDisplay(Display):
+    """Functions of one variable by name, the first in front.
+
+    Args:
+        lines: Places (T,) and values (T,) of each.
+        xlabel: What the places are.
+        ylabel: What the values are.
+        title: Written above.
+
+    Example:
+        >>> curve = LinesDisplay({"risk": (np.array([0.5, 1.0]), np.array([0.0, 0.2]))}, "share", "error")
+        >>> curve.plot().ax_.get_xlabel(), curve
+        ('share', LinesDisplay(of=error, over=share))
+    """
+
+    lines: Mapping[str, tuple[Array, Array]]
+    xlabel: str
+    ylabel: str
+    title: str = ""
+
+    def _shown(self) -> Mapping[str, Any]:
+        ends = {name: float(y[-1]) for name, (_, y) in self.lines.items() if len(y)}
+        return {"of": self.ylabel, "over": self.xlabel, "title": self.title or None, "at the end": ends}
+
+    def _paint(self, axes: Axes) -> None:
+        panels.lines(axes, self.lines)
+        axes.set(xlabel=self.xlabel, ylabel=self.ylabel, title=self.title)
+        if all(np.all(x == np.round(x)) for x, _ in self.lines.values()):
+            axes.locator_params(axis="x", integer=True)
+
+
+@dataclass(repr=False, eq=False)
+class HistogramDisplay(Display):
+    """Distributions of a score, over the same bins.
+
+    Args:
+        values: The score of each example, (N,), by the name of the set; at most three sets.
+        label: What the score is.
+        title: Written above.
+
+    Example:
+        >>> display = HistogramDisplay({"inside": np.zeros(3), "outside": np.ones(2)}, "entropy")
+        >>> display.plot().ax_.get_xlabel()
+        'entropy'
+    """
+
+    values: Mapping[str, Array]
+    label: str
+    title: str = ""
+
+    def _shown(self) -> Mapping[str, Any]:
+        means = {f"mean {name}": float(np.mean(each)) for name, each in self.values.items()}
+        return {"of": self.label, "title": self.title or None, **means}
+
+    def _paint(self, axes: Axes) -> None:
+        panels.histograms(axes, self.values)
+        axes.set(xlabel=self.label, title=self.title)
+
+
+@dataclass(repr=False, eq=False)
+class EnergyDisplay(Display):
+    """Share of a target on the leading eigenvectors of a kernel, beside that of random ones.
+
+    Args:
+        shares: Share of its squared norm on the first 1, ..., k eigenvectors, (k,), in [0, 1].
+        rows: Number of all eigenvectors.
+        top: At how many of them the share is written, at most k.
+
+    Example:
+        >>> display = EnergyDisplay(np.array([0.5, 0.9]), 4, 2)
+        >>> display.share, display.plot().ax_.get_ylabel()
+        (0.9, 'share of the labels')
+    """
+
+    shares: Array
+    rows: int
+    top: int
+
+    @property
+    def share(self) -> float:
+        """The share on the first ``top``."""
+        return float(self.shares[self.top - 1])
+
+    def _shown(self) -> Mapping[str, Any]:
+        return {"directions": self.rows, "top": self.top, "share": self.share}
+
+    def _paint(self, axes: Axes) -> None:
+        panels.energy(axes, self.shares, self.rows, self.top)
+
+
+class Plots(Shown, ABC):
+    """Base class of what ``result.plot`` is: each method takes matplotlib axes and returns a display.
+
+    Args:
+        of: The result that is drawn.
+
+    Example:
+        >>> class Two(Plots):
+        ...     def pair(self, ax=None):
+        ...         return LinesDisplay({"": (np.arange(2), np.arange(2))}, "x", "y").plot(ax)
+        >>> Two("a result")
+        Two(of=str)
+    """
+
+    def __init__(self, of: object) -> None:
+        self._of: Any = of
+
+    def _shown(self) -> Mapping[str, Any]:
+        drawn = [name for name in dir(self) if not name.startswith("_")]
+        return {"of": type(self._of).__name__, "draws": drawn}

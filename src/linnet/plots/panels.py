@@ -6,13 +6,23 @@ Each takes axes and numbers, and changes nothing but the axes. Sizes and fonts a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from linnet.plots.measures import Array, ReliabilityBin, wilson_interval
-from linnet.plots.style import ACCENT, DOWN, INK, MUTED, PAPER, QUIET, log_ticks, percent_ticks
+from linnet.plots.style import (
+    ACCENT,
+    DOWN,
+    INK,
+    MUTED,
+    PAPER,
+    QUIET,
+    class_color,
+    log_ticks,
+    percent_ticks,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,6 +126,69 @@ def spectrum(
         )  # fmt: skip
     log_ticks(axes, "x")
     log_ticks(axes, "y")
+
+
+def energy(axes: Axes, shares: Array, rows: int, top: int) -> None:
+    """Cumulative share of a target on the leading eigenvectors, beside that of random ones.
+
+    Args:
+        axes: Where to draw.
+        shares: Share of the squared norm on the first 1, ..., k eigenvectors, (k,).
+        rows: Number of all eigenvectors.
+        top: At how many of them the share is written, at most k.
+    """
+    count, share = len(shares), float(shares[top - 1])
+    rank = np.arange(1, count + 1)
+    axes.set(xscale="log", xlabel="leading directions", ylabel="share of the labels", ylim=(0, 1.04))
+    axes.plot(rank, rank / rows, color=QUIET, linestyle=DASHED, linewidth=1.2)
+    place = (-14, -14) if count > 0.9 * rows else (-4, 7)  # left of the line where it ends at the top
+    axes.annotate(
+        "random labels", (rank[-1], rank[-1] / rows), xytext=place, textcoords="offset points",
+        ha="right", color=MUTED, fontsize=10.5,
+    )  # fmt: skip
+    axes.plot(rank, shares, color=ACCENT, marker="o" if count <= 60 else "", markersize=3)
+    axes.fill_between(rank, shares, np.minimum(rank / rows, shares), color=ACCENT, alpha=0.12, lw=0)
+    axes.plot([top], [share], color=DOWN, marker="o", markersize=6)
+    is_right = top > count**0.6
+    text, side = f"{100 * share:.0f} % on {top}", "right" if is_right else "left"
+    axes.annotate(
+        text, (top, share), xytext=(-8 if is_right else 8, 9), textcoords="offset points",
+        ha=side, color=INK, fontsize=10.5,
+    )  # fmt: skip
+    axes.set_xlim(0.9, max(count * 1.1, 2))
+    axes.set_yticks(np.linspace(0, 1, 6), [f"{p} %" for p in range(0, 101, 20)])
+    ticks = [10**power for power in range(6) if 10**power <= count]
+    axes.set_xticks(ticks, [f"{tick:,}".replace(",", "\u202f") for tick in ticks])
+    axes.minorticks_off()
+
+
+def lines(axes: Axes, drawn: Mapping[str, tuple[Array, Array]]) -> None:
+    """Functions of one variable, the first in front, with a legend where there are several.
+
+    Args:
+        axes: Where to draw.
+        drawn: Places (T,) and values (T,) by name.
+    """
+    for index, (name, (x, y)) in enumerate(drawn.items()):
+        look: dict[str, Any] = {"marker": "o" if len(x) <= 60 else "", "markersize": 4.0, "label": name}
+        color, width = (class_color(index - 1), 1.3) if index else (ACCENT, 2.0)
+        axes.plot(x, y, color=color, lw=width, zorder=2 if index else 3, **look)
+    if len(drawn) > 1:
+        axes.legend(ncols=1 + len(drawn) // 12)
+
+
+def histograms(axes: Axes, values: Mapping[str, Array]) -> None:
+    """Distributions over the same bins, each of area one.
+
+    Args:
+        axes: Where to draw.
+        values: Numbers (N,) by name.
+    """
+    edges = np.histogram_bin_edges(np.concatenate(list(values.values())), bins=30)
+    for (name, each), color in zip(values.items(), (ACCENT, DOWN, QUIET), strict=False):
+        axes.hist(each, edges.tolist(), density=True, color=color, alpha=0.55, label=name)
+    axes.set_ylabel("density")
+    axes.legend()
 
 
 def positive(eigenvalues: Array) -> Array:

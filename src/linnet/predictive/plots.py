@@ -12,13 +12,13 @@ from linnet.plots.displays import (
     CalibrationDisplay,
     CoverageDisplay,
     CurveDisplay,
+    Plots,
     PredictionDisplay,
     axes_of,
 )
 from linnet.plots.measures import Array
 from linnet.predictive.classes import exclusive
 from linnet.predictive.distribution import Predictive
-from linnet.shown import Shown
 from linnet.tangent.batch import Inputs, check_finite
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Predicting(Protocol):
         """The distribution of the outputs."""
 
 
-class ModelPlots(Shown):
+class ModelPlots(Plots):
     """Plots of a model's predictions; ``model.plot`` makes it.
 
     Every method takes matplotlib axes, by default those of a new figure, and returns a display: its ``ax_``
@@ -51,11 +51,8 @@ class ModelPlots(Shown):
     """
 
     def __init__(self, model: Predicting) -> None:
+        super().__init__(model)
         self._model = model
-
-    def _shown(self) -> dict[str, Any]:
-        drawn = [name for name in dir(self) if not name.startswith("_")]
-        return {"of": type(self._model).__name__, "draws": drawn}
 
     def calibration(
         self, x: Inputs, y: Any, ax: Axes | None = None, *, bins: int = 10

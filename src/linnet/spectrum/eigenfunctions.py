@@ -37,6 +37,7 @@ from linnet.spectrum.kernel_matrix import (
     tangent_of,
     values_of_one,
 )
+from linnet.spectrum.plots import EigenfunctionPlots
 from linnet.tangent.alike import in_shares
 from linnet.tangent.batch import (
     Inputs,
@@ -88,6 +89,11 @@ class Eigenfunctions(Record):
     def _shown(self) -> dict[str, Any]:
         known = {"k": self.k, "examples": batch_size(self.x), "method": self.method}
         return {**known, "residual": self.residual, "values": self.values}
+
+    @property
+    def plot(self) -> EigenfunctionPlots:
+        """Plots, which take matplotlib axes: ``functions.plot.energy(y, ax)``."""
+        return EigenfunctionPlots(self)
 
     @property
     def k(self) -> int:

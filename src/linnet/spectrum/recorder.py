@@ -19,6 +19,7 @@ from linnet.spectrum.eigenfunctions import Eigenfunctions, eigenfunctions
 from linnet.spectrum.function_values import FunctionValues, function_values
 from linnet.spectrum.kernel_distance import centered_alignment, kernel_distance
 from linnet.spectrum.kernel_matrix import check_inputs, check_kernel, flat_gram, gram, tangent_of
+from linnet.spectrum.plots import RecorderPlots
 from linnet.tangent.batch import Inputs, batch_size, check_examples
 from linnet.tangent.captured import Form
 from linnet.tangent.gather import gather_data
@@ -124,6 +125,11 @@ class Recorder(Shown):
     def _shown(self) -> dict[str, Any]:
         known = {"examples": batch_size(self.x), "form": self.form, "every": self.every, "kept": self.keep}
         return {**known, "notes": len(self.notes), "last": self.notes[-1] if self.notes else None}
+
+    @property
+    def plot(self) -> RecorderPlots:
+        """Plots, which take matplotlib axes: ``recorder.plot.history(ax)``."""
+        return RecorderPlots(self)
 
     @apart()  # training may be on one process, or on batches of its own
     @in_exact_mode

@@ -26,6 +26,7 @@ from linnet.solvers.lanczos import eigenpairs, tridiagonalize
 from linnet.solvers.solution import Estimate
 from linnet.solvers.trace import slq
 from linnet.spectrum.kernel_matrix import Source, kernel_matrix, kernel_operator
+from linnet.spectrum.plots import DensityPlots
 from linnet.tangent.alike import in_shares
 from linnet.tangent.batch import Inputs
 from linnet.tangent.captured import Form
@@ -56,6 +57,11 @@ class SpectralDensity(Record):
         mean = self.expectation(lambda t: t)
         known = {"dimension": self.dimension, "mean eigenvalue": str(mean)}
         return {**known, "largest": float(self.nodes.max()), "samples": len(self.nodes)}
+
+    @property
+    def plot(self) -> DensityPlots:
+        """Plots, which take matplotlib axes: ``density.plot.density(ax)``."""
+        return DensityPlots(self)
 
     def expectation(self, function: Callable[[Tensor], Tensor]) -> Estimate:
         """The mean of f over the eigenvalues, tr f(A) / n, with its standard error.

@@ -26,6 +26,7 @@ from linnet.spectrum.alignment import alignment
 from linnet.spectrum.eigenfunctions import eigenfunctions
 from linnet.spectrum.kernel_eigenpairs import check_count
 from linnet.spectrum.kernel_matrix import check_inputs, flat_gram, gram
+from linnet.spectrum.plots import TaskPlots
 from linnet.spectrum.verdict import Evidence, Verdict, judge
 from linnet.tangent.alike import in_shares
 from linnet.tangent.batch import Inputs, batch_size, split, take
@@ -130,6 +131,11 @@ class TaskLinearity(Record):
     ridge: float
     held_out: HeldOut | None
     gap: LinearityGap
+
+    @property
+    def plot(self) -> TaskPlots:
+        """Plots, which take matplotlib axes: ``task.plot.energy(ax)``."""
+        return TaskPlots(self)
 
     @property
     def concentration(self) -> float:

@@ -176,9 +176,7 @@ class TestArrays:
 
     def test_a_transform_of_features_is_refused(self, tmp_path: Path) -> None:
         path = archive(tmp_path / "d.npz", x_train=np.zeros((12, 2)), x_test=np.zeros((6, 2)))
-        with pytest.raises(
-            InputError, match=r"float64, no images, so ImageTransform\(.*size=3.*leave out size"
-        ):
+        with pytest.raises(InputError, match=r"float64, no images, and is not scaled.*leave out size"):
             load_data(path, ImageTransform(size=3))
         assert load_data(path, ImageTransform()).transform is None
 

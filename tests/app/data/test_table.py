@@ -110,7 +110,7 @@ class TestTable:
         path = table(tmp_path / "d.csv", self.rows(9))
         with pytest.raises(InputError, match=r"target is 'cost'.*columns of .*: rooms, area, price"):
             load_data(path, target="cost")
-        with pytest.raises(InputError, match="is a table, so ImageTransform"):
+        with pytest.raises(InputError, match="is a table, and is not scaled"):
             load_data(path, image_transform("half"))
 
     @pytest.mark.parametrize("content", [b"\xff\xfe\x00a,b", b"a,y\n\x80\x81,2\n"])

@@ -244,6 +244,7 @@ def test_forget_wants_another_folder(workshop: Path, capsys: pytest.CaptureFixtu
     [
         ({"x": np.zeros((0, 8, 8), np.uint8)}, "x is empty"),
         ({"x": np.zeros((2, 9, 9), np.uint8)}, "(1, 9, 9)"),
+        ({"x": np.zeros((2, 8, 8, 4), np.uint8)}, "(2, 8, 8, 4) and type uint8"),
         ({"x": np.zeros((2, 8, 8))}, "float64"),
         ({"z": np.zeros(2)}, "has no samples"),
         ({"x": np.zeros((2, 8, 8), np.uint8), "y": np.array([0, 3])}, "y holds 3"),

@@ -135,12 +135,16 @@ def _length(header: ArrayHeader) -> int:
     return header.shape[0] if header.shape else 0
 
 
-def _check_samples(member: Member, train: Member) -> None:
-    """Require samples that a network can take, alike in both parts."""
-    shape, kind = member.sample_shape, member.header.dtype.kind
-    where = (
-        f"{member.name} of {member.path} has the shape {member.header.shape} and type {member.header.dtype}"
-    )
+def check_member(member: Member) -> None:
+    """Require samples that a network can take.
+
+    Args:
+        member: The array.
+
+    Raises:
+        DataError: It holds no numbers, or images of another form.
+    """
+    shape, kind, where = member.sample_shape, member.header.dtype.kind, _described(member)
     if kind not in "fiu" or not shape or 0 in shape:
         raise DataError(
             where, "numbers of shape (N, features), or bytes of shape (N, H, W[, C])", "convert the array"
@@ -151,6 +155,18 @@ def _check_samples(member: Member, train: Member) -> None:
             expected="images of one or three channels, the channels last",
             remedy="for channels first use x.transpose(0, 2, 3, 1)",
         )
+
+
+def _described(member: Member) -> str:
+    """An array by name, shape and type."""
+    header = member.header
+    return f"{member.name} of {member.path} has the shape {header.shape} and type {header.dtype}"
+
+
+def _check_samples(member: Member, train: Member) -> None:
+    """Require samples that a network can take, alike in both parts."""
+    check_member(member)
+    shape, where = member.sample_shape, _described(member)
     if shape != train.sample_shape or member.is_images != train.is_images:
         raise DataError(
             where, f"samples of shape {train.sample_shape}, as in {train.name}", "give both the same form"

@@ -72,7 +72,7 @@ class ImageTransform:
                 f"size is {self.size}", expected="a positive number of pixels", remedy="try size=224"
             )
         if self.channels not in (None, 1, 3):
-            raise InputError(f"channels is {self.channels}", expected="1, 3 or None")
+            raise InputError(f"channels is {self.channels}", expected="1 or 3")
 
     def __call__(self, images: np.ndarray[Any, Any], dtype: torch.dtype = torch.float32) -> Tensor:
         """Convert images.
@@ -205,7 +205,9 @@ def _numbers(name: str, value: str | float | Sequence[float]) -> tuple[float, ..
         return tuple(map(float, value)) if isinstance(value, Sequence) else (float(value),)
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"{name} is {value!r}", expected=f"one of {', '.join(PRESETS)}, a number, or three"
+            f"{name} is {value!r} where numbers are needed",
+            expected="one number or three, with commas, for mean as for std",
+            remedy=f"leave std out for a mean by name: {', '.join(PRESETS)}",
         ) from error
 
 
@@ -221,7 +223,9 @@ def require_default(transform: ImageTransform | None, why: str) -> None:
     """
     if transform not in (None, ImageTransform()):
         raise InputError(
-            f"{why}, so {transform} cannot be applied", remedy="leave out size, channels, mean, std"
+            f"{why}, and is not scaled or normalized as images are",
+            expected="images where a size, channels, a mean or a std is given",
+            remedy="leave out size, channels, mean, std",
         )
 
 

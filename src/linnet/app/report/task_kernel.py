@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from linnet.app.report.svg import draw
 from linnet.errors import InputError
+from linnet.plots import panels
 from linnet.plots.measures import Array
-from linnet.plots.style import ACCENT, DOWN, INK, MUTED, QUIET
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,37 +64,14 @@ def label_energy(task: TaskKernel) -> str:
         Inline SVG.
 
     Example:
+        >>> import numpy as np
         >>> task = TaskKernel(np.ones(2), np.array([0.5, 0.9]), 4, 2, (1.0, 1.0), ("It is linear.",))
         >>> label_energy(task).startswith("<svg")
         True
     """
-    count = len(task.shares)
-    rank = np.arange(1, count + 1)
     alt = f"The first {task.top} of {task.rows} directions hold {100 * task.share:.0f} % of the labels"
 
     def paint(figure: Figure) -> None:
-        axes = figure.subplots()
-        axes.set(xscale="log", xlabel="leading directions", ylabel="share of the labels", ylim=(0, 1.04))
-        axes.plot(rank, rank / task.rows, color=QUIET, linestyle=(0, (4, 4)), linewidth=1.2)
-        axes.annotate(
-            "random labels", (rank[-1], rank[-1] / task.rows), xytext=(-4, 7), textcoords="offset points",
-            ha="right", color=MUTED, fontsize=10.5,
-        )  # fmt: skip
-        axes.plot(rank, task.shares, color=ACCENT, marker="o" if count <= 60 else "", markersize=3)
-        axes.fill_between(
-            rank, task.shares, np.minimum(rank / task.rows, task.shares), color=ACCENT, alpha=0.12, lw=0
-        )
-        axes.plot([task.top], [task.share], color=DOWN, marker="o", markersize=6)
-        is_right = task.top > count**0.6
-        text, side = f"{100 * task.share:.0f} % on {task.top}", "right" if is_right else "left"
-        axes.annotate(
-            text, (task.top, task.share), xytext=(-8 if is_right else 8, 9), textcoords="offset points",
-            ha=side, color=INK, fontsize=10.5,
-        )  # fmt: skip
-        axes.set_xlim(0.9, max(count * 1.1, 2))
-        axes.set_yticks(np.linspace(0, 1, 6), [f"{p} %" for p in range(0, 101, 20)])
-        ticks = [10**power for power in range(6) if 10**power <= count]
-        axes.set_xticks(ticks, [f"{tick:,}".replace(",", "\u202f") for tick in ticks])
-        axes.minorticks_off()
+        panels.energy(figure.subplots(), task.shares, task.rows, task.top)
 
     return draw("energy", alt, (450.0, 320.0), paint)

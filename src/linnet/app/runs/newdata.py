@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from linnet.app.data import ImageTransform, Standardize
-from linnet.app.data.arrays import Member
+from linnet.app.data.arrays import Member, check_member
 from linnet.app.data.checks import as_labels, as_targets, check_finite, check_lengths, some
 from linnet.app.data.folder import ImageFiles, files_below
 from linnet.app.data.load import KINDS
@@ -125,6 +125,7 @@ def _from_archive(path: Path, run: SavedRun, prefer: str) -> NewSamples:
             expected=kind,
             remedy=ALIKE,
         )
+    check_member(member)
     ids = tuple(f"{part[1:] or 'x'}/{row}" for row in range(count))
     answers = read_npz(path, [f"y{part}"])[f"y{part}"] if f"y{part}" in headers else None
     check_lengths(name, count, f"y{part}", count if answers is None else len(answers))

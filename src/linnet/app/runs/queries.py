@@ -21,7 +21,7 @@ from linnet.app.runs.naming import answer_in_words, find_samples, named
 from linnet.app.runs.newdata import NewSamples
 from linnet.app.runs.pages import TARGET, explanations, facts, held_out, place_of, seen
 from linnet.errors import InputError
-from linnet.files import write_text
+from linnet.files import finite, write_text
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what begins a formula for some spreadsheet
 Array = np.ndarray[Any, Any]
@@ -104,7 +104,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """
     check_table(path)
     if path.suffix.lower() == ".json":
-        text = json.dumps(rows, indent=2) + "\n"
+        text = json.dumps(finite(rows), indent=2, allow_nan=False) + "\n"
     else:
         text = "".join(
             _line(cells) for cells in (*map(list, rows[:1]), *(list(row.values()) for row in rows))

@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from linnet.app.serve.session import Session
 from linnet.errors import InputError, LinnetError
+from linnet.files import finite
 from linnet.memory import format_bytes
 
 HOST = "127.0.0.1"
@@ -148,7 +149,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send_json(self, status: HTTPStatus, value: dict[str, Any]) -> None:
         """A record."""
-        self._send(status, "application/json", json.dumps(value).encode())
+        self._send(status, "application/json", json.dumps(finite(value), allow_nan=False).encode())
 
     def _send(
         self, status: HTTPStatus, kind: str, content: bytes, policy: str = "default-src 'none'"
