@@ -131,6 +131,7 @@ def normal_accuracy(system: NormalSystem, rounding: Rounding, index: Tensor) -> 
         reach += cross.sum(0)
     share_sum([weighted, products, reach])
     variance = system.ridge**2 * (solved.square().T @ weighted) + products + phi.square() @ delta.square()
+    variance = variance + _of_sums(system, solved, rounding.kernel)
     solver = math.sqrt(len(delta)) * torch.finfo(torch.float64).eps
     own = math.hypot(rounding.kernel, solver) * variance.sqrt() + rounding.outputs * (1 + reach.sqrt())
     each = phi.view(len(index), c, -1)
@@ -145,6 +146,20 @@ def normal_accuracy(system: NormalSystem, rounding: Rounding, index: Tensor) -> 
     found = (value if math.isfinite(value) else math.inf for value in (predictions, without))
     predictions, without = found
     return Accuracy(predictions, without, predictions + without, scale, rounding.kernel, name)
+
+
+def _of_sums(system: NormalSystem, solved: Tensor, unit: float) -> Tensor:
+    """What products of rows summed in float32 add: with an error t √(N_dd N_ee) of every entry of N = ΦᵀΦ,
+
+        t² Σ_d (H⁻¹φ)_d² N_dd Σ_e N_ee δ_e²
+
+    in units of the errors of rows.
+    """
+    if system.function.precision.sums != "float32":
+        return torch.zeros_like(solved[0])
+    size = system.normal.diagonal()
+    summed = (solved.square().T @ size) * (size @ system.solution.square())
+    return (torch.finfo(torch.float32).eps / unit) ** 2 * summed
 
 
 def softmax_accuracy(
@@ -298,7 +313,7 @@ def checked(fit: Any) -> Accuracy | None:
     index, base = observed(fit), largest_base(fit)
     function = fit.module.function
     found = estimated(fit, assumed_rounding(function, base), index, False)
-    if found is None or found.sound:
+    if found is None or (found.sound and not function.precision.coarser(function.dtype)):
         return found
     return estimated(fit, measured_rounding(function, fit.x, base), index, False)
 
@@ -324,13 +339,15 @@ def sound_fit(lin: Linearized, make: Callable[[Linearized], Fit], factorized: bo
         RuntimeError: The same, where the network fails in another way.
         TypeError: The same.
     """
-    double = lin.function.dtype == torch.float64
+    types = lin.function.precision
+    coarse = types.coarser(lin.function.dtype)
+    double = lin.function.dtype == torch.float64 and not coarse
     found, first = None, None
     try:
         first = make(lin)
         found = checked(first)
         if found is None or found.sound:
-            return first
+            return _told(first, found)
     except NumericalError:
         if double or not factorized:
             raise
@@ -351,9 +368,21 @@ def sound_fit(lin: Linearized, make: Callable[[Linearized], Fit], factorized: bo
     if double:
         second.record.reasons["precision"] = f"a tolerance of {second.system.settings.tolerance:.0e}"
         return cast(Fit, second)
-    small = f"{str(lin.function.dtype).removeprefix('torch.')} cannot answer a ridge of {second.ridge:.3g}"
-    second.record.reasons["precision"] = f"float64: {small}"
+    known = str(lin.function.dtype).removeprefix("torch.")
+    used = types if first is None else cast(Any, first).module.function.precision
+    known = str(used) if used.coarser(lin.function.dtype) else known
+    second.record.reasons["precision"] = f"float64: {known} cannot answer a ridge of {second.ridge:.3g}"
     return cast(Fit, second)
+
+
+def _told(fit: Fit, found: Accuracy | None) -> Fit:
+    """A fit that says which types of numbers were asked for, and how exact its kernel is in them."""
+    own: Any = fit
+    types = own.module.function.precision
+    if types.named():
+        entry = "" if found is None else f"; an entry of the kernel is off by {found.rounding:.0e} of itself"
+        own.record.reasons["precision"] = f"{types}{entry}"
+    return fit
 
 
 def _judged(fit: Fit, found: Accuracy, cause: Exception | None = None) -> Fit:

@@ -52,6 +52,12 @@ class Problem:
     y: Tensor | None = None
     known: Rows | None = None
 
+    def __post_init__(self) -> None:
+        """Of the types of numbers in force take those that need no check, unless ``linnet.fit`` has set them."""
+        if self.function.pinned is None:
+            function = self.function.under(self.function.precision.exact(self.function.dtype))
+            object.__setattr__(self, "function", function)
+
     @property
     def n(self) -> int:
         """N."""
