@@ -109,7 +109,9 @@ class Precision:
             That of the network's type, or of the one that gradients are kept in.
         """
         own = max(torch.finfo(dtype).eps, torch.finfo(self.kept(dtype)).eps)
-        tf32 = self.capture == "tf32" or (self.capture != "float32" and dtype == torch.float32 and _in_force())
+        tf32 = self.capture == "tf32" or (
+            self.capture != "float32" and dtype == torch.float32 and _in_force()
+        )
         return max(own, TF32_EPS) if tf32 and device.type == "cuda" else own
 
     def named(self) -> dict[str, str]:
@@ -121,7 +123,8 @@ class Precision:
         return ", ".join(f"{name} in {value}" for name, value in self.named().items()) or "linnet's own types"
 
 
-_chosen: ContextVar[Precision] = ContextVar("linnet_precision", default=Precision())
+_OWN = Precision()
+_chosen: ContextVar[Precision] = ContextVar("linnet_precision", default=_OWN)
 
 
 def current() -> Precision:
@@ -137,10 +140,9 @@ def current() -> Precision:
     return _chosen.get()
 
 
-@contextlib.contextmanager
 def precision(
     *, capture: str | None = None, sums: str | None = None, decompositions: str | None = None
-) -> Iterator[Precision]:
+) -> contextlib.AbstractContextManager[Precision]:
     """Choose the types of numbers for what is computed inside a ``with`` statement.
 
     A fit keeps the types that it was made with for all its later answers, saved and loaded too. Where they
@@ -160,8 +162,8 @@ def precision(
             default. In ``"float32"`` eigenvalues below 10⁻⁶ of the largest are lost, and no ridge near them
             is tried. The equations at the chosen ridge are solved in float64 all the same.
 
-    Yields:
-        The types in force; what is left out is as outside.
+    Returns:
+        A context manager, which gives the types in force; what is left out is as outside.
 
     Raises:
         InputError: If a type is not one of these.
@@ -178,7 +180,12 @@ def precision(
     for name, allowed in (("capture", CAPTURE), ("sums", SUMS), ("decompositions", DECOMPOSITIONS)):
         if given[name] is not None:
             choice(name, given[name], allowed, f"leave {name}= out for the type that linnet takes by itself")
-    wanted = {name: value for name, value in given.items() if value is not None}
+    return _in_effect({name: value for name, value in given.items() if value is not None})
+
+
+@contextlib.contextmanager
+def _in_effect(wanted: dict[str, Any]) -> Iterator[Precision]:
+    """Types in force, beside those of the ``with`` statements around."""
     token = _chosen.set(replace(_chosen.get(), **wanted))
     try:
         yield _chosen.get()
@@ -230,7 +237,11 @@ def products_in(types: Precision, device: torch.device) -> Iterator[None]:
 def _owners() -> list[Any]:
     """What has a switch of its own, from torch 2.9 on."""
     backends = torch.backends
-    owners = [backends.cuda.matmul, getattr(backends.cudnn, "conv", None), getattr(backends.cudnn, "rnn", None)]
+    owners = [
+        backends.cuda.matmul,
+        getattr(backends.cudnn, "conv", None),
+        getattr(backends.cudnn, "rnn", None),
+    ]
     return [owner for owner in owners if hasattr(owner, "fp32_precision")]
 
 

@@ -39,6 +39,7 @@ TOLERANCE = 1e-3  # error, relative to what the fit changes, up to which a fit i
 FAMILIAR = 1e-2  # share of f₀ that counts as changed where the targets are what the network gives already
 MOVING = 2.0  # times the estimate for the cross-entropy, whose Λ moves along with f
 SAFETY = 6.0  # standard deviations: the largest of many errors, and entries that are not independent
+SUMMED = 4 * torch.finfo(torch.float32).eps  # of an entry of a Gram matrix of rows in float32, at most
 COLUMNS = 128  # of M that an estimate looks at while fitting
 ITERATED = 1e-5  # tolerance of conjugate gradients up to which their error counts as rounding's does
 SMALL = 512  # equations up to which the kernel of a fit by conjugate gradients is formed to check it
@@ -149,17 +150,13 @@ def normal_accuracy(system: NormalSystem, rounding: Rounding, index: Tensor) -> 
 
 
 def _of_sums(system: NormalSystem, solved: Tensor, unit: float) -> Tensor:
-    """What products of rows summed in float32 add: with an error t √(N_dd N_ee) of every entry of N = ΦᵀΦ,
-
-        t² Σ_d (H⁻¹φ)_d² N_dd Σ_e N_ee δ_e²
-
-    in units of the errors of rows.
-    """
+    """What products of rows add that are summed in float32, in units of the errors of rows."""
+    # an error t √(N_dd N_ee) of every entry of N = ΦᵀΦ adds t² Σ_d (H⁻¹φ)_d² N_dd Σ_e N_ee δ_e²
     if system.function.precision.sums != "float32":
         return torch.zeros_like(solved[0])
     size = system.normal.diagonal()
     summed = (solved.square().T @ size) * (size @ system.solution.square())
-    return (torch.finfo(torch.float32).eps / unit) ** 2 * summed
+    return (SUMMED / unit) ** 2 * summed
 
 
 def softmax_accuracy(
@@ -380,7 +377,9 @@ def _told(fit: Fit, found: Accuracy | None) -> Fit:
     own: Any = fit
     types = own.module.function.precision
     if types.named():
-        entry = "" if found is None else f"; an entry of the kernel is off by {found.rounding:.0e} of itself"
+        entry = ""
+        if found is not None and types.exact(own.module.function.dtype) != types and types.capture:
+            entry = f"; an entry of the kernel is off by {found.rounding:.0e} of √(K_aa K_bb)"
         own.record.reasons["precision"] = f"{types}{entry}"
     return fit
 

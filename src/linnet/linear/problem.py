@@ -53,7 +53,7 @@ class Problem:
     known: Rows | None = None
 
     def __post_init__(self) -> None:
-        """Of the types of numbers in force take those that need no check, unless ``linnet.fit`` has set them."""
+        """Take of the types of numbers in force those that need no check, unless ``linnet.fit`` set them."""
         if self.function.pinned is None:
             function = self.function.under(self.function.precision.exact(self.function.dtype))
             object.__setattr__(self, "function", function)
@@ -189,7 +189,8 @@ class Problem:
     def _identity(self) -> dict[str, Any]:
         """What a sum over the examples belongs to."""
         noise = [] if self.weights is None else [self.weights]
-        return {
+        types = self.function.precision
+        return ({} if types.sums is None else {"types": str(types)}) | {
             "number of examples": self.n,
             "network": self.function.fingerprint(),
             "x": hash_tensors(tensors_in(self.x)),

@@ -107,7 +107,7 @@ class Functional:
 
     @property
     def precision(self) -> Precision:
-        """The types of numbers of its derivatives: those of a fit, or those in force; all float64 in its twin."""
+        """The types of numbers of its derivatives: those of a fit or in force; a float64 twin has its own."""
         if self.source is not None:
             return Precision()
         return current() if self.pinned is None else self.pinned

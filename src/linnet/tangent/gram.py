@@ -789,8 +789,8 @@ def _form_of(x: Inputs) -> list[tuple[torch.Size, torch.dtype]]:
 def _identity(task: GramTask) -> dict[str, object]:
     """The identity of a kernel, which a file must share to be resumed; the sizes of its steps apart."""
     capture = task.function.precision.capture
-    return ({} if capture is None else {"capture": capture}) | {
-        "form": task.form,
+    return {
+        "form": task.form if capture is None else f"{task.form}, gradients in {capture}",
         "weights": task.function.fingerprint(),
         "output": getattr(task.function.output, "__qualname__", task.function.output),
         "x1": hash_tensors(tensors_in(task.x1)),
