@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from linnet.number_types import Precision, current, precision, products_in
 from linnet.tangent import tile
 from linnet.tangent.alike import require_alike
 from linnet.tangent.functional import Functional
-from linnet.tangent.gram import GramTask, gram, own_kernels, plan_gram
+from linnet.tangent.gram import GramTask, gram, gram_and_own, own_kernels, plan_gram
 from linnet.testing.oracles import jacobian_oracle, kernel_oracle
 from tests.fitting.problems import network, peak_bytes, real
 from tests.ranks import one_of_ranks, run_ranks
@@ -83,6 +83,7 @@ def problem(seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.thinned(3)
 def test_a_kernel_of_gradients_in_bfloat16_is_off_by_their_rounding(name: str, form: Any) -> None:
     """At most 4u √(K_aa K_bb) without shared weights; and here with them; never float32's rounding."""
     model, x, j = case(name)
@@ -318,9 +319,9 @@ def test_a_cross_entropy_fit_is_checked_too() -> None:
 
 @pytest.mark.parametrize("structure", ["full", "diagonal", "kfac"])
 def test_sums_over_many_batches_in_float64(structure: Any) -> None:
-    """Three hundred batches: float32 rounds every one of their sums, float64 none."""
+    """A hundred and twenty batches: float32 rounds every one of their sums, float64 none."""
     model = network(3, 4).float()
-    x, y = real(300, 3, dtype=torch.float32), torch.arange(300) % 3
+    x, y = real(120, 3, dtype=torch.float32), torch.arange(120) % 3
     one = Passes(block=1)
 
     def dense(**options: Any) -> Tensor:
@@ -412,6 +413,42 @@ def test_tf32_is_switched_and_switched_back(before: str) -> None:
     assert switches() == start
 
 
+@pytest.mark.parametrize("what", ["kernel", "own kernels", "with own", "curvature"])
+def test_gradients_are_formed_and_multiplied_inside_the_switches(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Precision, torch.device]] = []
+
+    @contextlib.contextmanager
+    def noted(types: Precision, device: torch.device) -> Iterator[None]:
+        seen.append((types, device))
+        yield
+
+    monkeypatch.setattr("linnet.tangent.gram.products_in", noted)
+    monkeypatch.setattr("linnet.curvatures.accumulate.products_in", noted)
+    model, x, y = problem()
+    function = Functional(model)
+    calls: dict[str, Callable[[], Any]] = {
+        "kernel": lambda: gram(function, x),
+        "own kernels": lambda: own_kernels(function, x),
+        "with own": lambda: gram_and_own(function, x, x[:3]),
+        "curvature": lambda: linnet.curvature(model, (x, y), Categorical(), "kfac", "exact"),
+    }
+    with precision(capture="tf32"):
+        calls[what]()
+    assert set(seen) == {(Precision("tf32"), torch.device("cpu"))}
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+def test_products_on_nvidias_processors_are_torchs_widening_ones(axes: int) -> None:
+    """Only the operation's name and arguments can be tried without one."""
+    if not tile.WIDENING:
+        pytest.skip("torch has no such product yet")
+    name = "bmm" if axes == 3 else "mm"
+    schema = str(getattr(torch.ops.aten, name).dtype._schema)
+    assert schema == f"aten::{name}.dtype(Tensor self, Tensor mat2, ScalarType out_dtype) -> Tensor"
+
+
 def test_what_tf32_leaves_of_an_entry() -> None:
     """Ten bits on NVIDIA's processors where it is on, by the caller or by torch; elsewhere float32's."""
     cpu = torch.device("cpu")
@@ -446,19 +483,30 @@ def shared_curvature() -> Tensor:
         return linnet.curvature(model, (x, y), Categorical(), "kfac", "exact").dense()
 
 
+def shared_average(rank: int, world: int) -> Tensor:
+    """A running sum to which every process adds a part."""
+    model, x, y = problem()
+    with precision(sums="float64"):
+        made = linnet.RunningCurvature(model, Categorical(), "diagonal", "exact", decay=1.0)
+        made.add(x[rank::world], y[rank::world], shared=world > 1)
+        return made.curvature().diagonal()
+
+
 def one_rank(rank: int, world: int, folder: Path) -> None:
     """What a rank computes and is told."""
     torch.set_num_threads(1)
     with one_of_ranks(rank, world, folder):
-        torch.save([*shared_kernels(), shared_curvature()], folder / f"{rank}.pt")
+        found = [*shared_kernels(), shared_curvature(), shared_average(rank, world)]
+        torch.save(found, folder / f"{rank}.pt")
         told = pytest.raises(InputError, match=r"linnet\.precision")
         with precision(capture="bfloat16" if rank else None), sharing("a call"), told:
             require_alike({"ridge": 1.0})
 
 
+@pytest.mark.long
 def test_two_processes_have_the_numbers_of_one_and_one_policy(tmp_path: Path) -> None:
     run_ranks(__file__, tmp_path)
-    alone = [*shared_kernels(), shared_curvature()]
+    alone = [*shared_kernels(), shared_curvature(), shared_average(0, 1)]
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for expected, first, second in zip(alone, *found, strict=True):
         assert torch.equal(first, second)
