@@ -147,14 +147,16 @@ def precision(
 
     A fit keeps the types that it was made with for all its later answers, saved and loaded too. Where they
     leave its predictions or leave-one-out less than right to a thousandth, ``linnet.fit`` makes it again in
-    float64, as it does for a small ridge; ``fit.record.reasons["precision"]`` says which.
+    float64, as it does for a small ridge; ``fit.record.reasons["precision"]`` says which. ``linnet.adapt``
+    and ``TangentGP``, whose rounding is not checked, take no coarser kernel and no coarser sums.
 
     Args:
         capture: Type in which kernels keep and multiply gradients; products are summed in float32 at least.
             ``"bfloat16"`` takes half of the memory of float32. ``"tf32"`` and ``"float32"`` switch the TF32
             products of NVIDIA's processors on or off (torch's own switches, for the whole process, while
             gradients are formed and multiplied); elsewhere both are float32. Curvatures, which keep no
-            gradients, take TF32's products with ``"bfloat16"``, too. The network runs in its own type.
+            gradients, take TF32's products with ``"bfloat16"``, too. ``"float64"`` keeps more digits than a
+            network in float32 has. The network runs in its own type.
         sums: Type of sums over parameters in kernels and over examples in curvatures (``"float64"`` costs
             memory; they are float32 for a network in float32), and of products of rows in normal equations,
             float64 by default: ``"float32"`` is for processors that are slow in float64.
