@@ -48,7 +48,7 @@ from linnet.tangent.alike import require_alike
 from linnet.tangent.batch import Inputs, check_finite, observe, take
 from linnet.tangent.gather import gather_data
 from linnet.tangent.gram import gram
-from linnet.tangent.linearized import Linearized
+from linnet.tangent.linearized import Linearized, pinned
 from linnet.tangent.modes import in_exact_mode
 
 LOSSES = ("squared", "cross-entropy")
@@ -182,7 +182,7 @@ def _shared_fit(
         y, counted = position_targets(y, lin.function.output_shape(x), axis, scale)
         x = x if counted is None else observe(x, counted)
 
-    lin = Linearized(lin.function.under(lin.function.precision))  # which later answers keep
+    lin = pinned(lin, lin.function.precision)  # which later answers keep
 
     def make(chosen: Linearized) -> LinearFit | SoftmaxFit:
         """The fit on a linearization in a type of its own; what was made for another type stays behind."""
@@ -223,11 +223,12 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
     reasons = {"solver": why}
     if chosen == "sketch":
         lin, reasons["sketch"] = sketched(lin, x, sketch or Sketch(size.default_dim() or 1), memory)
+        module = Linearized(lin.function)
         chosen = "primal" if loss == "squared" else "cg"
     exact = types.exact(lin.function.dtype)  # where products with J are made in the network's type
     capture = types.capture if chosen == "dual" else exact.capture
     sums = types.sums if chosen == "primal" else exact.sums
-    module = Linearized(lin.function.under(replace(types, capture=capture, sums=sums)))
+    module = pinned(module, replace(types, capture=capture, sums=sums))
     folds = find_cross_fit(lin, x, y, made.values, memory)
     criterion = ridge if isinstance(ridge, str) else "given"
     of_head = (folds.said,) if folds is not None else head_remarks(lin.model, x, y)
