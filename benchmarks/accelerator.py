@@ -12,6 +12,8 @@ the time that is left; one that fails or takes longer is reported, and the next 
 - ``tests``: ``tests/test_device.py`` on the device.
 - ``rates``: products of square matrices in each type, and what float64 costs in eigendecompositions.
 - ``kernel``: ``lin.kernel`` in turns with ``torch.func``'s Jacobian contraction; share of the float32 rate.
+- ``types``: kernel and K-FAC with gradients in float32, TF32 and bfloat16, in turns, each beside float64; the
+  normal equations of a sketch with products in either type, and a ridge path with eigenvalues in either.
 - ``curvature``: one pass over the data in turns with the plain forward and backward pass, and with
   curvlinops, laplace-torch and kronfluence where they are installed (see ``curvature_peers.py``).
 - ``vision``: ViT-B from its configuration, random weights: kernel, KFAC, peak of memory beside the plan.
@@ -31,6 +33,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -227,6 +230,64 @@ def kernel(place: Place) -> list[Row]:
     ]
 
 
+def types(place: Place) -> list[Row]:
+    """Types of numbers in turns, and what they cost in digits."""
+    torch.manual_seed(0)
+    model = deep_convolution(place.size.channels).to(place.device)
+    x = torch.randn(place.size.examples, place.size.channels, 4, 4).to(place.device)
+    lin, few = linnet.linearize(model), x[: min(len(x), 64)]
+    given = problem("lenet", examples=place.size.curved)
+    net, data = given.model.to(place.device), (given.x.to(place.device), given.y.to(place.device))
+    twins = linnet.linearize(deepcopy(model).double()), deepcopy(net).double()
+    exact = twins[0].kernel(few.double())
+    right = linnet.curvature(twins[1], (data[0].double(), data[1]), Categorical(), "kfac", "exact").diagonal()
+    rows = []
+    for title, part, truth, call in (
+        ("kernel", few, exact, lambda: lin.kernel(few)),
+        (
+            "K-FAC", data[0], right,
+            lambda: linnet.curvature(net, data, Categorical(), "kfac", "exact").diagonal(),
+        ),
+    ):  # fmt: skip
+        calls = {kind: typed(call, capture=kind) for kind in ("float32", "tf32", "bfloat16")}
+        times = place.turns(calls)
+        for kind, run in calls.items():
+            _, peak, found = place.measured(run)
+            off = f"off by {relative_error(found.cpu().double(), truth.cpu()):.0e}; {planned(peak, None)}"
+            ratio = times["float32"].median / times[kind].median
+            name = f"{title} of {len(part)} examples in {kind}"
+            rows.append(Row(name, times[kind].median, ratio, note=f"float32's time over this; {off}"))
+    wide = linnet.linearize(lenet().to(place.device))
+    n = place.size.curved // 4
+    images, labels = torch.randn(n, 1, 28, 28), torch.arange(n) % 10
+    for name, kinds, options in (
+        ("sketched fit, normal equations", "sums", {"solver": Sketch(dim=place.size.dim)}),
+        ("fit by a ridge path, eigenvalues", "decompositions", {"solver": "dual"}),
+    ):
+        fits = {
+            kind: typed(
+                lambda o=options: linnet.fit(wide, (images, labels), ridge="loo", **o), **{kinds: kind}
+            )
+            for kind in ("float64", "float32")
+        }
+        times = place.turns(fits)
+        apart = relative_error(*(fits[kind]().predict(images[:50]).cpu() for kind in ("float32", "float64")))
+        ratio = times["float64"].median / times["float32"].median
+        note = f"float64's time over this; predictions differ by {apart:.0e}"
+        rows.append(Row(f"{name} in float32", times["float32"].median, ratio, note=note))
+    return rows
+
+
+def typed(call: Callable[[], Any], **kinds: str) -> Callable[[], Any]:
+    """A call in types of numbers."""
+
+    def run() -> Any:
+        with linnet.precision(**kinds):
+            return call()
+
+    return run
+
+
 def curvature(place: Place) -> list[Row]:
     """Passes over the data of three networks, beside the plain pass and the peers."""
     rows, here = [], place.device
@@ -391,6 +452,7 @@ def device_tests(options: argparse.Namespace, limit: float) -> list[Row]:
 PARTS: dict[str, Callable[[Place], list[Row]]] = {
     "rates": rates,
     "kernel": kernel,
+    "types": types,
     "curvature": curvature,
     "vision": vision,
     "language": language,
@@ -400,6 +462,7 @@ SHARES = {
     "tests": 0.3,
     "rates": 0.1,
     "kernel": 0.2,
+    "types": 0.2,
     "curvature": 0.4,
     "vision": 0.4,
     "language": 0.5,

@@ -242,7 +242,7 @@ def test_what_is_probed_without_gradients_is_what_is_captured() -> None:
 
 def test_a_small_budget_takes_factors_where_gradients_would_be_captured_again() -> None:
     function, x = Functional(deep()), inputs(24)
-    task = GramTask(function, x, None, "full", None)
+    task = GramTask(function, x, None, "full")
     roomy, tight = plan_gram(task, "1GB"), plan_gram(task, "8MB")
     assert set(roomy.treatment.factored) == {"7.weight"}
     assert set(tight.treatment.factored) == {"0.weight", "2.weight", "4.weight", "7.weight"}
@@ -268,7 +268,7 @@ def test_cotangents_in_parts_give_the_same_kernel() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(800, 40)).double()
     function, x = Functional(model), torch.randn(3, 1, 12, 12, dtype=torch.float64)
-    task = GramTask(function, x, None, "full", None)
+    task = GramTask(function, x, None, "full")
     budget = 10**8
     while (plan := plan_gram(task, budget)).sizes.columns == 40:
         budget = int(budget * 0.95)

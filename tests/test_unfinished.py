@@ -54,12 +54,33 @@ def curvature(data: Any = (X, Y), structure: str = "ekfac") -> Tensor:
     return linnet.curvature(net(), data, Categorical(), structure, passes=passes).diagonal()
 
 
+def typed(work: Callable[[], Tensor], **types: str) -> Callable[[], Tensor]:
+    """The work in types of numbers of its own."""
+
+    def found() -> Tensor:
+        with linnet.precision(**types):
+            return work()
+
+    return found
+
+
+def primal() -> Tensor:
+    return fitted(solver="primal", ridge="loo")
+
+
+def kernel() -> Tensor:
+    return linnet.spectrum.gram(net(), X, form="trace").clone()
+
+
 WORK: dict[str, Callable[[], Tensor]] = {
     "curvature": curvature,
-    "primal": lambda: fitted(solver="primal", ridge="loo"),
+    "curvature in float64": typed(curvature, sums="float64"),
+    "primal in float32": typed(primal, sums="float32"),
+    "gram in bfloat16": typed(kernel, capture="bfloat16"),
+    "primal": primal,
     "sketch": lambda: fitted(solver=Sketch(dim=20, examples=30), ridge="loo"),
     "dual": lambda: fitted(solver="dual", ridge=0.3),
-    "gram": lambda: linnet.spectrum.gram(net(), X, form="trace").clone(),
+    "gram": kernel,
 }
 
 
@@ -114,7 +135,7 @@ def test_it_goes_on_where_it_was_to_the_same_bits(kind: str, tmp_path: Path) -> 
         again = broken_off(lambda: found.append(WORK[kind]()), folder, None)
         assert torch.equal(found.pop(), expected), stop
         assert not folder.exists()
-        if kind in ("curvature", "gram"):  # a fit also asks for rows that an earlier sum had formed
+        if kind.startswith(("curvature", "gram")):  # a fit also asks for rows that an earlier sum had formed
             assert first + again == total
         else:
             assert again < total
@@ -184,6 +205,9 @@ OTHERS: dict[str, tuple[str, Callable[[], object], str]] = {
     "labels": ("curvature", lambda: curvature((X, Y.flip(0))), "data"),
     "a structure": ("curvature", lambda: curvature(structure="kfac"), "settings"),
     "a kernel": ("gram", lambda: linnet.spectrum.gram(net(), X + 1, form="trace"), "of other x1"),
+    "sums in float64": ("curvature", typed(curvature, sums="float64"), "settings"),
+    "sums in float32": ("primal", typed(primal, sums="float32"), "another types"),
+    "another capture": ("gram", typed(kernel, capture="bfloat16"), "of other form"),
     "a stream": ("stream", of_stream(change=1.0), "data"),
     "a stream that ends": ("stream", of_stream(n=8), "12 examples had been summed, now there are 8"),
     "its batches": ("stream", of_stream(size=5), "data"),

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from linnet.nested.adapt import adapt as adapt
     from linnet.nested.adapt import load_adapted as load_adapted
     from linnet.nested.nested_fit import NestedFit as NestedFit
+    from linnet.number_types import precision as precision
     from linnet.optim.gradient_flow import Flow as Flow
     from linnet.optim.gradient_flow import gradient_flow as gradient_flow
     from linnet.optim.preconditioner import KroneckerPreconditioner as KroneckerPreconditioner
@@ -97,6 +98,7 @@ _HOME = {
     "adapt": "linnet.nested.adapt",
     "load_adapted": "linnet.nested.adapt",
     "NestedFit": "linnet.nested.nested_fit",
+    "precision": "linnet.number_types",
     "fit": "linnet.fitting.fit",
     "LinearFit": "linnet.fitting.linear_fit",
     "SoftmaxFit": "linnet.fitting.softmax_fit",

@@ -67,6 +67,7 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "Probe": lambda: {"ridge": 0.1},
     "with_metric": lambda: {"curvature": small.curvature("kfac")},
     "with_sketch": lambda: {"curvature": small.curvature("kfac"), "dim": 5, "damping": 0.1},
+    "precision": dict,
     "fit": dict,
     "fitting.Dual": dict,
     "fitting.Sketch": lambda: {"damping": 0.1},

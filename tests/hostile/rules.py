@@ -148,6 +148,7 @@ _NAMES = {
 }
 OF_NAME = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 OF_CALL: dict[str, str] = {
+    **{f"precision({name})": "word or none" for name in ("capture", "sums", "decompositions")},
     "spectrum.gram_part(part)": "word",
     "spectrum.gram_part(file)": "place",
     "audit.select(batch)": "flag",

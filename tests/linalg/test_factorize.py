@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import linnet
 from linnet.errors import InputError, NumericalError
 from linnet.linalg import factorize
 from linnet.linalg.factorize import cholesky, eigh, nonnegative, require_finite, root
@@ -111,6 +112,64 @@ def test_large_matrices_are_decomposed_in_float64(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(values, exact.float())
     monkeypatch.setattr(factorize, "_LARGE", 21)
     assert not torch.equal(eigh(matrix)[0], exact.float())
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(40, 40), (3, 40, 40)])
+def test_eigenvalues_in_float32(
+    kind: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right to 16 units of roundoff of the largest; what is below that is not negative."""
+    monkeypatch.setattr(factorize, "_LARGE", 40)
+    matrix = torch.stack([spd(40, 10.0**k) for k in (2, 9, 14)])[: shape[0] if len(shape) == 3 else 1]
+    matrix = matrix.reshape(shape).to(kind)
+    exact = torch.linalg.eigvalsh(matrix.double())
+    plain = eigh(matrix)
+    with linnet.precision(decompositions="float32"):
+        values, vectors = eigh(matrix)
+        error = factorize.eigenvalue_error(exact.reshape(-1, 40)[0])
+    assert values.dtype == vectors.dtype == kind
+    assert not torch.equal(values, plain[0])
+    size = exact.abs().amax(-1, keepdim=True)
+    eps = torch.finfo(torch.float32).eps
+    assert float(((values.double() - exact).abs() / size).max()) <= 16 * eps
+    assert error == pytest.approx(16 * eps * float(exact.reshape(-1, 40)[0].max()))
+    assert float(values.min()) >= 0
+    eye = torch.eye(40, dtype=torch.float64)
+    assert float((vectors.mT.double() @ vectors.double() - eye).abs().max()) <= 40 * eps
+    assert torch.equal(eigh(matrix)[0], plain[0])
+    assert factorize.eigenvalue_error(exact.reshape(-1, 40)[0]) == 0.0
+
+
+def test_small_matrices_and_negative_eigenvalues_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = spd(20, 1e6)
+    with linnet.precision(decompositions="float32"):
+        assert torch.equal(eigh(small)[0], torch.linalg.eigh(small)[0])
+        monkeypatch.setattr(factorize, "_LARGE", 4)
+        values = eigh(torch.diag(torch.tensor([1.0, -1e-3, 2.0, -3.0], dtype=torch.float64)))[0]
+    torch.testing.assert_close(
+        values, torch.tensor([-3.0, -1e-3, 1.0, 2.0], dtype=torch.float64), rtol=1e-5, atol=0
+    )
+
+
+@pytest.mark.parametrize("wrong", ["values", "vectors", "nan"])
+def test_a_wrong_float32_decomposition_is_made_in_float64(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true_eigh: Callable[[Tensor], tuple[Tensor, Tensor]] = torch.linalg.eigh
+
+    def off_in_float32(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        values, vectors = true_eigh(matrix)
+        if matrix.dtype == torch.float32:
+            values = values * (1.01 if wrong == "values" else float("nan") if wrong == "nan" else 1)
+            vectors = vectors * (1.01 if wrong == "vectors" else 1)
+        return values, vectors
+
+    matrix = spd(20, 1e3)
+    monkeypatch.setattr(factorize, "_LARGE", 20)
+    monkeypatch.setattr(torch.linalg, "eigh", off_in_float32)
+    with linnet.precision(decompositions="float32"):
+        assert torch.equal(eigh(matrix)[0], true_eigh(matrix)[0])
 
 
 def test_eigh_tries_float64_when_it_fails_and_then_names_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:

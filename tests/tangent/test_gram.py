@@ -99,8 +99,8 @@ def test_any_budget(extra: int, name: str, outputs: Any) -> None:
     """From the least that suffices on: stationary blocks stay while others stream past them."""
     function, x1, x2, j1, j2 = case(name)
     for task, expected in (
-        (GramTask(function, x1, None, outputs, None), kernel_oracle(j1, form=outputs)),
-        (GramTask(function, x1, x2, outputs, None), kernel_oracle(j1, j2, outputs)),
+        (GramTask(function, x1, None, outputs), kernel_oracle(j1, form=outputs)),
+        (GramTask(function, x1, x2, outputs), kernel_oracle(j1, j2, outputs)),
     ):
         budget = smallest(task) + extra
         kernel = gram(function, x1, task.x2, form=outputs, memory=budget)
@@ -112,7 +112,7 @@ def test_any_budget(extra: int, name: str, outputs: Any) -> None:
 @pytest.mark.parametrize("name", NETS)
 def test_small_budgets_hold_fewer_examples_and_never_fewer_than_one(name: str) -> None:
     function, x1, *_ = case(name)
-    task = GramTask(function, x1, None, "full", None)
+    task = GramTask(function, x1, None, "full")
     least = smallest(task)
     plans = [plan_gram(task, budget) for budget in (least, 2 * least, 10**8)]
     assert 1 <= plans[0].hold < 11
@@ -144,7 +144,7 @@ def test_the_plan_covers_the_features_that_are_held(
     name: str, outputs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function, x1, *_ = case(name)
-    task = GramTask(function, x1, None, outputs, None)
+    task = GramTask(function, x1, None, outputs)
     held: list[int] = []
     hold = gram_file._hold
 
@@ -191,14 +191,14 @@ def test_measured_memory_stays_within_the_plan(
     function = Functional(build())
     x = real(120, *shape, dtype=torch.float32)
     gram(function, x[:4])  # what is found out once for each network is not part of the operation
-    plan = plan_gram(GramTask(function, x, None, "full", None), memory)
+    plan = plan_gram(GramTask(function, x, None, "full"), memory)
     peak = peak_bytes(lambda: gram(function, x, memory=memory))
     assert peak <= 1.2 * plan.memory.peak, f"{peak} of\n{plan.memory}"
 
 
 def test_the_plan_in_words() -> None:
     function, x1, *_ = case("mlp")
-    plan = plan_gram(GramTask(function, x1, None, "full", None), "1MB")
+    plan = plan_gram(GramTask(function, x1, None, "full"), "1MB")
     text = str(plan.memory)
     assert "kernel (full) of 11 × 11 examples" in text
     assert (plan.capture, plan.hold) == (11, 11)
@@ -207,7 +207,7 @@ def test_the_plan_in_words() -> None:
 
 def test_a_budget_too_small_names_the_figure_and_two_ways_out() -> None:
     function, x1, *_ = case("mlp")
-    task = GramTask(function, x1, None, "full", None)
+    task = GramTask(function, x1, None, "full")
     least = smallest(task)
     gram(function, x1, memory=least)
     error = refused(
@@ -301,7 +301,7 @@ def streaming(name: str = "mlp", x2: bool = False) -> tuple[Functional, Tensor, 
     """A task whose features do not fit, so that it has several steps."""
     function, x1, other, *_ = case(name)
     second = other if x2 else None
-    task = GramTask(function, x1, second, "full", None)
+    task = GramTask(function, x1, second, "full")
     budget = smallest(task, to_disk=True)
     assert plan_gram(task, budget, to_disk=True).hold < 6
     return function, x1, second, budget
@@ -469,7 +469,7 @@ def test_outputs_come_in_parts_where_that_is_cheaper_than_other_passes(outputs: 
     function, x1, x2, j1, j2 = many_outputs()
     seen = set()
     for second, expected in ((None, kernel_oracle(j1, form=outputs)), (x2, kernel_oracle(j1, j2, outputs))):
-        task = GramTask(function, x1, second, outputs, None)
+        task = GramTask(function, x1, second, outputs)
         least = smallest(task)
         for budget in (least, least + 1000, 2 * least, 10**8):
             plan = plan_gram(task, budget)
@@ -488,9 +488,9 @@ def test_outputs_come_in_parts_where_that_is_cheaper_than_other_passes(outputs: 
 def test_parts_need_less_than_all_outputs_at_once(tmp_path: Path) -> None:
     """A file is written tile by tile and takes all outputs at once; so do kernels between outputs."""
     function, x1, *_ = many_outputs()
-    whole, apart = (smallest(GramTask(function, x1, None, form, None)) for form in ("full", "trace"))
+    whole, apart = (smallest(GramTask(function, x1, None, form)) for form in ("full", "trace"))
     assert apart < whole / 2
-    on_disk = plan_gram(GramTask(function, x1, None, "trace", None), apart, to_disk=True)
+    on_disk = plan_gram(GramTask(function, x1, None, "trace"), apart, to_disk=True)
     assert on_disk.parts == [(0, 24)]
     with pytest.raises(MemoryBudgetError, match="trace"):
         gram(function, x1, form="trace", memory=apart, file=tmp_path / "k.npy")
@@ -498,7 +498,7 @@ def test_parts_need_less_than_all_outputs_at_once(tmp_path: Path) -> None:
 
 def test_own_traces_come_with_the_kernel_in_parts() -> None:
     function, x1, x2, j1, j2 = many_outputs()
-    task = GramTask(function, x1, x2, "trace", None)
+    task = GramTask(function, x1, x2, "trace")
     budget = smallest(task)
     assert len(plan_gram(task, budget).parts) > 1
     kernel, own = gram_file.gram_and_own(function, x1, x2, memory=budget)
@@ -513,7 +513,7 @@ def test_tiles_of_summed_outputs_do_not_shrink_with_their_number() -> None:
     """A product of a trace kernel has one row an example, one of the full kernel one an output."""
     function, x1, *_ = many_outputs()
     x = x1.repeat(100, 1)
-    products = {form: plan_gram(GramTask(function, x, None, form, None), "2GB").product for form in OUTPUTS}
+    products = {form: plan_gram(GramTask(function, x, None, form), "2GB").product for form in OUTPUTS}
     assert products["trace"] == products["diagonal"] == products["sum"] > 5 * products["full"]
 
 
@@ -523,6 +523,6 @@ def test_fifty_thousand_outputs_are_refused_before_anything_is_made() -> None:
     function, x = Functional(model), torch.randn(3, 2)
     with pytest.raises(MemoryBudgetError, match=r'GB.*take form="trace"'):
         gram(function, x, memory="100MB")
-    assert peak_bytes(lambda: plan_gram(GramTask(function, x, None, "full", None), "100MB")) < 10**7
+    assert peak_bytes(lambda: plan_gram(GramTask(function, x, None, "full"), "100MB")) < 10**7
     summed = gram(function, x, form="sum", memory="100MB")
     near(summed.double(), 50_257 * (x.double() @ x.double().T + 1), 1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +15,11 @@ from linnet.curvatures.expectation import Expectation
 from linnet.curvatures.output_layer import OutputLayer, add_output_layer, has_closed_form, remembered_inputs
 from linnet.curvatures.stream import Batch, Batches
 from linnet.curvatures.sums import Gradients, Sums, wide
+from linnet.curvatures.totals import Totals
 from linnet.distributed import all_sum, gathered
 from linnet.errors import ModelError
 from linnet.memory import Plan, require
+from linnet.number_types import products_in
 from linnet.progress import track
 from linnet.tangent.batch import Inputs
 from linnet.tangent.capture import capture_bytes, capture_parts
@@ -80,6 +83,9 @@ class Accumulator:
         self.columns, self.few, self.watch = columns, few, watch
         self._closed = has_closed_form(function, expectation, sums)
         self.examples = torch.zeros((), dtype=torch.float64, device=function.device)
+        self.types = function.precision
+        own = {f"{i}/{name}": t for i, s in enumerate(sums) for name, t in s.tensors.items()}
+        self._totals = Totals(own) if self.types.sums == "float64" else None
 
     @torch.no_grad()
     def add(self, batch: Batch, seen: ChainPass | None = None) -> None:
@@ -93,12 +99,14 @@ class Accumulator:
             DataError: If targets are needed and missing, or do not fit the likelihood.
             ModelError: If the network's outputs or activations are not finite; the layer is named.
         """
-        if seen is not None:
-            self._add_columns(batch, seen)
-        else:
-            self._closed = self._closed and self._add_closed(batch)
-            for part in () if self._closed else self._parts(batch):
-                self._add_columns(part)
+        kept = contextlib.nullcontext() if self._totals is None else self._totals.batch()
+        with kept, products_in(self.types, self.function.device):
+            if seen is not None:
+                self._add_columns(batch, seen)
+            else:
+                self._closed = self._closed and self._add_closed(batch)
+                for part in () if self._closed else self._parts(batch):
+                    self._add_columns(part)
         self.examples += batch.size
 
     def _add_closed(self, batch: Batch) -> bool:
@@ -173,12 +181,21 @@ class Accumulator:
         """
         for statistic in self.sums:
             statistic.fade(decay)
+        if self._totals is not None:
+            self._totals.fade(decay)
         self.examples *= decay
 
     def state(self) -> dict[str, Tensor]:
         """All tensors that add up, to save or to share; they are not copied."""
+        if self._totals is not None:
+            return {"examples": self.examples, **self._totals.state}
         tensors = {f"{i}/{name}": t for i, s in enumerate(self.sums) for name, t in s.tensors.items()}
         return {"examples": self.examples, **tensors}
+
+    def _round(self) -> None:
+        """Make the statistics those of the totals, where there are any."""
+        if self._totals is not None:
+            self._totals.round()
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Take over saved tensors.
@@ -188,15 +205,18 @@ class Accumulator:
         """
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
+        self._round()
 
     def clear(self) -> None:
         """Set all statistics to zero."""
         for tensor in self.state().values():
             tensor.zero_()
+        self._round()
 
     def share(self) -> None:
         """Add up the statistics of all processes."""
         all_sum(list(self.state().values()))
+        self._round()
 
 
 def _flat(part: Callable[[], Tensor]) -> Tensor:

@@ -189,7 +189,7 @@ def _computed(
     if share.world > 1:
         settings = {"structure": wanted, "expectation": expectation, "sharing": sharing, "shard": share.cut}
         settings |= {"block": passes.block, "memory": memory, "file": passes.file is not None}
-        settings |= {"widest": passes.widest}
+        settings |= {"widest": passes.widest, "linnet.precision": str(function.precision)}
         _require_alike(function, columns, {**settings, **asdict(low), **asdict(free)})
         memory = least(parse_bytes(memory, function.device))  # what it decides, all decide alike
     file = None if passes.file is None else Path(passes.file)

@@ -35,6 +35,7 @@ from linnet.curvatures.parts import Part
 from linnet.curvatures.settings import WIDEST
 from linnet.curvatures.stream import DEFAULT_BLOCK, Batch, Batches
 from linnet.curvatures.sums import Sums, wide
+from linnet.curvatures.totals import total_bytes
 from linnet.curvatures.treatments import Structure, by_layer, make_sums, sides, treatment
 from linnet.distributed import Share, all_sum, least
 from linnet.errors import InputError
@@ -149,11 +150,12 @@ def _checkpoint(
     """Where unfinished sums are kept, and what they belong to."""
     e, share = request.expectation, batches.share
     settings = structures, e.kind, e.matrix, e.samples, e.seed, request.sharing, request.widest
+    types = [f"{name}={value}" for name, value in function.precision.named().items()]
 
     def identity() -> dict[str, Any]:
         return {
             "network": function.fingerprint(),
-            "settings": " ".join(map(str, settings)),
+            "settings": " ".join(map(str, [*settings, *types])),
             "likelihood": e.likelihood.describe(),
             "number of examples": batches.count(),
             "data": batches.identity(),
@@ -326,6 +328,8 @@ def _memory(
     corrected = {_key(a): a.layer.size for plan in plans for a in plan if a.how == "ekfac"}
     if corrected:  # their eigenvectors take the place of the factors
         few.append(("eigenvalues", sum(corrected.values()) * wide(function.dtype).itemsize))
+    if function.precision.sums == "float64":
+        few.append(("sums in float64", sum(total_bytes(s.tensors) for s in sums.values())))
     budget = parse_bytes(request.memory, function.device)
     return Plan(f"curvature of {function.space.dim} parameters", budget, tuple(few))
 

@@ -39,7 +39,7 @@ from linnet.curvatures.treatments import (
     resolve,
     treatment,
 )
-from linnet.distributed import Share, all_sum, together, world
+from linnet.distributed import Share, together, world
 from linnet.errors import DataError, InputError
 from linnet.likelihoods.likelihood import Likelihood, check_likelihood
 from linnet.linalg.space import require_params
@@ -229,7 +229,7 @@ class RunningCurvature(Shown):
         for k, start in enumerate(starts if whole is None else ()):
             accumulator.add(batch.part(slice(start, start + size), batch.index * len(starts) + k))
         if processes > 1:
-            all_sum(list(accumulator.state().values()))
+            accumulator.share()
         for statistic, own in zip(sums, new, strict=True):  # only now: a batch that fails changes nothing
             statistic.fade(self.decay)
             for name, tensor in statistic.tensors.items():

@@ -39,6 +39,7 @@ TOLERANCE = 1e-3  # error, relative to what the fit changes, up to which a fit i
 FAMILIAR = 1e-2  # share of f₀ that counts as changed where the targets are what the network gives already
 MOVING = 2.0  # times the estimate for the cross-entropy, whose Λ moves along with f
 SAFETY = 6.0  # standard deviations: the largest of many errors, and entries that are not independent
+SUMMED = 4 * torch.finfo(torch.float32).eps  # of an entry of a Gram matrix of rows in float32, at most
 COLUMNS = 128  # of M that an estimate looks at while fitting
 ITERATED = 1e-5  # tolerance of conjugate gradients up to which their error counts as rounding's does
 SMALL = 512  # equations up to which the kernel of a fit by conjugate gradients is formed to check it
@@ -131,6 +132,7 @@ def normal_accuracy(system: NormalSystem, rounding: Rounding, index: Tensor) -> 
         reach += cross.sum(0)
     share_sum([weighted, products, reach])
     variance = system.ridge**2 * (solved.square().T @ weighted) + products + phi.square() @ delta.square()
+    variance = variance + _of_sums(system, solved, rounding.kernel)
     solver = math.sqrt(len(delta)) * torch.finfo(torch.float64).eps
     own = math.hypot(rounding.kernel, solver) * variance.sqrt() + rounding.outputs * (1 + reach.sqrt())
     each = phi.view(len(index), c, -1)
@@ -145,6 +147,16 @@ def normal_accuracy(system: NormalSystem, rounding: Rounding, index: Tensor) -> 
     found = (value if math.isfinite(value) else math.inf for value in (predictions, without))
     predictions, without = found
     return Accuracy(predictions, without, predictions + without, scale, rounding.kernel, name)
+
+
+def _of_sums(system: NormalSystem, solved: Tensor, unit: float) -> Tensor:
+    """What products of rows add that are summed in float32, in units of the errors of rows."""
+    # an error t √(N_dd N_ee) of every entry of N = ΦᵀΦ adds t² Σ_d (H⁻¹φ)_d² N_dd Σ_e N_ee δ_e²
+    if system.function.precision.sums != "float32":
+        return torch.zeros_like(solved[0])
+    size = system.normal.diagonal()
+    summed = (solved.square().T @ size) * (size @ system.solution.square())
+    return (SUMMED / unit) ** 2 * summed
 
 
 def softmax_accuracy(
@@ -298,7 +310,7 @@ def checked(fit: Any) -> Accuracy | None:
     index, base = observed(fit), largest_base(fit)
     function = fit.module.function
     found = estimated(fit, assumed_rounding(function, base), index, False)
-    if found is None or found.sound:
+    if found is None or (found.sound and not function.precision.coarser(function.dtype)):
         return found
     return estimated(fit, measured_rounding(function, fit.x, base), index, False)
 
@@ -324,13 +336,15 @@ def sound_fit(lin: Linearized, make: Callable[[Linearized], Fit], factorized: bo
         RuntimeError: The same, where the network fails in another way.
         TypeError: The same.
     """
-    double = lin.function.dtype == torch.float64
+    types = lin.function.precision
+    coarse = types.coarser(lin.function.dtype)
+    double = lin.function.dtype == torch.float64 and not coarse
     found, first = None, None
     try:
         first = make(lin)
         found = checked(first)
         if found is None or found.sound:
-            return first
+            return _told(first, found)
     except NumericalError:
         if double or not factorized:
             raise
@@ -351,9 +365,23 @@ def sound_fit(lin: Linearized, make: Callable[[Linearized], Fit], factorized: bo
     if double:
         second.record.reasons["precision"] = f"a tolerance of {second.system.settings.tolerance:.0e}"
         return cast(Fit, second)
-    small = f"{str(lin.function.dtype).removeprefix('torch.')} cannot answer a ridge of {second.ridge:.3g}"
-    second.record.reasons["precision"] = f"float64: {small}"
+    known = str(lin.function.dtype).removeprefix("torch.")
+    used = types if first is None else cast(Any, first).module.function.precision
+    known = str(used) if used.coarser(lin.function.dtype) else known
+    second.record.reasons["precision"] = f"float64: {known} cannot answer a ridge of {second.ridge:.3g}"
     return cast(Fit, second)
+
+
+def _told(fit: Fit, found: Accuracy | None) -> Fit:
+    """A fit that says which types of numbers were asked for, and how exact its kernel is in them."""
+    own: Any = fit
+    types = own.module.function.precision
+    if types.named():
+        entry = ""
+        if found is not None and types.exact(own.module.function.dtype) != types and types.capture:
+            entry = f"; an entry of the kernel is off by {found.rounding:.0e} of √(K_aa K_bb)"
+        own.record.reasons["precision"] = f"{types}{entry}"
+    return fit
 
 
 def _judged(fit: Fit, found: Accuracy, cause: Exception | None = None) -> Fit:

@@ -48,7 +48,7 @@ from linnet.tangent.alike import require_alike
 from linnet.tangent.batch import Inputs, check_finite, observe, take
 from linnet.tangent.gather import gather_data
 from linnet.tangent.gram import gram
-from linnet.tangent.linearized import Linearized
+from linnet.tangent.linearized import Linearized, pinned
 from linnet.tangent.modes import in_exact_mode
 
 LOSSES = ("squared", "cross-entropy")
@@ -182,6 +182,8 @@ def _shared_fit(
         y, counted = position_targets(y, lin.function.output_shape(x), axis, scale)
         x = x if counted is None else observe(x, counted)
 
+    lin = pinned(lin, lin.function.precision)  # which later answers keep
+
     def make(chosen: Linearized) -> LinearFit | SoftmaxFit:
         """The fit on a linearization in a type of its own; what was made for another type stays behind."""
         fresh = asked if chosen is lin else asked.finer()
@@ -210,7 +212,7 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
     settings, operator, file = work.solving.settings, work.solving.operator, work.solving.file
     started, asked = time.perf_counter(), settings.preconditioner
     lin.function.check_runs(take(x, slice(0, 1)))
-    module = Linearized(lin.function)
+    module, types = Linearized(lin.function), lin.function.precision
     f0 = base_outputs(module, x)
     check_arrangement(y, lin.function.output_shape(x))
     made = _targets(y, targets, f0, loss, scale)
@@ -221,7 +223,12 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
     reasons = {"solver": why}
     if chosen == "sketch":
         lin, reasons["sketch"] = sketched(lin, x, sketch or Sketch(size.default_dim() or 1), memory)
-        module, chosen = Linearized(lin.function), "primal" if loss == "squared" else "cg"
+        module = Linearized(lin.function)
+        chosen = "primal" if loss == "squared" else "cg"
+    exact = types.exact(lin.function.dtype)  # where products with J are made in the network's type
+    capture = types.capture if chosen == "dual" else exact.capture
+    sums = types.sums if chosen == "primal" else exact.sums
+    module = pinned(module, replace(types, capture=capture, sums=sums))
     folds = find_cross_fit(lin, x, y, made.values, memory)
     criterion = ridge if isinstance(ridge, str) else "given"
     of_head = (folds.said,) if folds is not None else head_remarks(lin.model, x, y)

@@ -42,7 +42,8 @@ def write_fit(
     if held_out is not None:
         tensors["held_out"] = held_out
     own = {"classes": targets.classes, "scale": targets.scale, "axis": targets.axis}
-    told = told | own | {"float64": function.source is not None, "sketch": None}
+    types = {} if function.pinned is None else function.pinned.named()
+    told = told | own | {"float64": function.source is not None, "precision": types, "sketch": None}
     if isinstance(function.model, SketchedNetwork):  # made by the fit, so that nobody else can bring it
         basis, told["sketch"] = sketch_state(function.model)
         tensors |= basis

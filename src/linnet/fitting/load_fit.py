@@ -16,6 +16,7 @@ from linnet.linear.files import read_solution, restored_softmax, restored_system
 from linnet.linear.problem import Problem
 from linnet.linear.softmax_loss import ClassLoss
 from linnet.linear.targets import Targets
+from linnet.number_types import Precision
 from linnet.tangent.batch import Inputs, take
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.linearized import Linearized
@@ -72,6 +73,7 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
         require_parameters(model, metadata["sketch"]["parameters"], path, OTHER)
         model = restored_sketch(model, tensors, metadata["sketch"])
     function = matching_function(model, metadata, output, path, OTHER)
+    function = function.under(Precision(**metadata["precision"]))
     function = function.in_float64() if metadata["float64"] else function
     device = function.device
     tensors = {key: t.to(device) for key, t in tensors.items()}

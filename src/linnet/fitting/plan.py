@@ -48,7 +48,7 @@ class Size:
     def dual_memory(self) -> Plan:
         """Bytes of a dual fit: the kernel while it is formed, then its factorization."""
         n = batch_size(self.x) * self.c
-        forming = plan_gram(GramTask(self.function, self.x, None, "full", None), self.memory).memory
+        forming = plan_gram(GramTask(self.function, self.x, None, "full"), self.memory).memory
         square = 8 * n * n
         solving = [("kernel in float64", square), *_factors("kernel", square, self.searched)]
         if self.loss == "cross-entropy":

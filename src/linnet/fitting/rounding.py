@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from linnet.errors import ModelError
+from linnet.number_types import Precision
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import gram
@@ -42,13 +43,16 @@ def assumed_rounding(function: Functional, base: float) -> Rounding:
     Returns:
         The errors.
     """
-    unit = ASSUMED * torch.finfo(function.dtype).eps
-    return Rounding(unit, unit * base, function.dtype, base)
+    outputs = Precision().eps(function.dtype, function.device)
+    kernel = function.precision.eps(function.dtype, function.device)
+    return Rounding(ASSUMED * kernel, ASSUMED * outputs * base, function.dtype, base)
 
 
 @torch.no_grad()
 def measured_rounding(function: Functional, x: Inputs, base: float, count: int = PROBED) -> Rounding:
     """Rounding errors of a network on a few examples, by computing them in float64 as well.
+
+    Kernels are those of the types of ``linnet.precision`` that the network has.
 
     Args:
         function: The network; one in float64 is judged by the network that it was made from.
@@ -59,14 +63,14 @@ def measured_rounding(function: Functional, x: Inputs, base: float, count: int =
     Returns:
         The errors; those assumed where the network is in float64 by itself or does not run in it.
     """
-    low = function.source if function.source is not None else function
-    if low.dtype == torch.float64:
+    low, types = function.source if function.source is not None else function, function.precision
+    if low.dtype == torch.float64 and not types.coarser(low.dtype):
         return assumed_rounding(function, base)
     n = batch_size(x)
     few = take(x, torch.arange(min(n, count)) * (n // min(n, count)))
     try:
         high = low.in_float64()
-        right, near = gram(high, few), gram(low, few)
+        right, near = gram(high, few), gram(low.under(types), few)
         size = right.shape[0] * right.shape[1]
         f = high.flat(high.theta, few).double() - low.flat(low.theta, few).double()
     except (ModelError, RuntimeError, TypeError):

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
 from linnet.linalg.finite import is_finite
+from linnet.number_types import current
 
 _JITTERS = (1e-12, 1e-10, 1e-8, 1e-6)  # relative to the mean of the diagonal
 _LARGE = 1024  # from this size on, eigh works in float64: float32 LAPACK fails or loses accuracy
+_OFF = 100  # units of roundoff that a float32 decomposition may be off, as two random vectors tell
+_EIGENVALUE = 16  # units of roundoff of the largest eigenvalue by which eigenvalues in float32 may be off
 
 _logger = logging.getLogger("linnet")
 
@@ -140,7 +143,10 @@ def _member(name: str, matrix: Tensor, index: int) -> str:
 def eigh(matrix: Tensor, name: str = "matrix") -> tuple[Tensor, Tensor]:
     """Eigenvalues (ascending) and eigenvectors of a symmetric matrix, M = Q diag(λ) Qᵀ, or of a batch.
 
-    Matrices of 1024 rows or more are decomposed in float64, as are those on which the first try fails.
+    Matrices of 1024 rows or more are decomposed in float64, as are those on which the first try fails. With
+    ``linnet.precision(decompositions="float32")`` they are decomposed in float32, and kept if random vectors
+    find M Q = Q diag(λ) and QᵀQ = I to hold to rounding. Eigenvalues are then right to about 10⁻⁶ of the
+    largest; smaller ones carry no digit, and negative ones of that size are set to zero.
 
     Args:
         matrix: Symmetric (..., n, n); only the lower triangle is read.
@@ -161,7 +167,10 @@ def eigh(matrix: Tensor, name: str = "matrix") -> tuple[Tensor, Tensor]:
     require_square(matrix, name)
     require_finite(matrix, name)
     is_low = matrix.dtype in (torch.float16, torch.bfloat16)
-    pair = None if is_low or matrix.shape[-1] >= _LARGE else _try_eigh(matrix)
+    if matrix.shape[-1] >= _LARGE:
+        pair = _coarse_eigh(matrix) if _in_float32(matrix.shape[-1]) else None
+    else:
+        pair = None if is_low else _try_eigh(matrix)
     if pair is None:
         pair = _try_eigh(_double(matrix))
     if pair is None:
@@ -182,6 +191,49 @@ def _try_eigh(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
     # LAPACK has been seen to call NaN a success, on singular matrices in float32
     sound = bool(torch.isfinite(values).all()) and bool(torch.isfinite(vectors).all())
     return (values, vectors) if sound else None
+
+
+def _in_float32(n: int) -> bool:
+    """Whether eigenvalues of matrices of n rows are asked for in float32."""
+    return n >= _LARGE and current().decompositions == "float32"
+
+
+def _coarse_eigh(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The eigendecomposition in float32, or None where it is not right to rounding."""
+    single = matrix.float()
+    pair = _try_eigh(single)
+    if pair is None:
+        return None
+    values, vectors = pair
+    single = single.tril() + single.tril(-1).mT  # what was read
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(*single.shape[:-1], 2, generator=generator).to(single)
+    size, turned = values.abs().amax(-1)[..., None, None], vectors @ probe
+    off = _OFF * torch.finfo(torch.float32).eps * probe.norm(dim=-2, keepdim=True)
+    eigen = (single @ turned - vectors @ (values[..., None] * probe)).norm(dim=-2, keepdim=True)
+    unit = (vectors.mT @ turned - probe).norm(dim=-2, keepdim=True)
+    if not bool(((eigen <= off * size) & (unit <= off)).all()):
+        return None
+    rounding = _OFF * torch.finfo(torch.float32).eps * size[..., 0]
+    return torch.where((values < 0) & (values >= -rounding), 0.0, values), vectors
+
+
+def eigenvalue_error(values: Tensor) -> float:
+    """How far eigenvalues may be off because :func:`eigh` was asked to find them in float32.
+
+    Args:
+        values: Eigenvalues of a matrix (n,), found just now.
+
+    Returns:
+        Zero where they were found in a type of their own.
+
+    Example:
+        >>> eigenvalue_error(torch.ones(3))
+        0.0
+    """
+    if not _in_float32(len(values)):
+        return 0.0
+    return _EIGENVALUE * torch.finfo(torch.float32).eps * float(values.abs().max())
 
 
 def _double(matrix: Tensor) -> Tensor:

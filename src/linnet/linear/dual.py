@@ -23,7 +23,7 @@ from torch import Tensor
 from linnet.distributed import current
 from linnet.frames import frame
 from linnet.linalg.dealt import dealt_eigh
-from linnet.linalg.factorize import cholesky
+from linnet.linalg.factorize import cholesky, eigenvalue_error
 from linnet.linear.evidence import at_best_noise
 from linnet.params import choice
 from linnet.shown import Record
@@ -372,7 +372,7 @@ class Spectrum:
         self.values = values.clamp_min(0)
         self.counted = counted(kernel, residual)
         # K has no negative eigenvalue: the most negative one found measures its rounding errors
-        self.rounding = max(0.0, -float(values.min()))
+        self.rounding = max(0.0, -float(values.min()), eigenvalue_error(values))
         turned = self.vectors.T @ _columns(self.residual, kernel)
         self.coordinates = turned[:, 0] if turned.shape[1] == 1 else turned  # a column an output, if shared
 

@@ -123,8 +123,15 @@ class KernelSystem(System):
         return v - self.problem.pull(self.dual.solve(self.problem.push(v).double())).to(v)
 
     def certificate(self) -> float:
-        """‖(K̃ + ρI)β − r̃‖ / ‖r̃‖."""
-        return self.dual.certificate()
+        """‖(K̃ + ρI)β − r̃‖ / ‖r̃‖; by products with J itself where K̃ is of coarser numbers."""
+        if not self.function.precision.coarser(self.function.dtype):
+            return self.dual.certificate()
+        beta = self.beta.reshape(-1, 1)
+        left = self.problem.push(self.problem.pull(beta)).double() + self.ridge * beta
+        if self.constraints is not None:
+            left -= self.constraints.design @ (self.constraints.design.T @ beta)
+        off = left.view_as(self.residual) - self.residual
+        return float(off.norm() / self.residual.norm().clamp_min(torch.finfo(off.dtype).tiny))
 
     def noise(self) -> float:
         """The noise s of highest evidence at this ridge: ρ r̃ᵀβ / n."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from linnet.distributed import all_rows, current, share_sum
 from linnet.linalg.dealt import dealt_eigh
-from linnet.linalg.factorize import cholesky
+from linnet.linalg.factorize import cholesky, eigenvalue_error
 from linnet.linear.dual import Along, RidgePath, ridge_grid_of
 from linnet.linear.evidence import Measure, at_best_noise, by_primal, from_eigenvalues
 from linnet.linear.formed_rows import FormedRows
@@ -98,7 +98,7 @@ class NormalSystem(System):
         if self._spectrum is None:
             [(values, vectors)] = dealt_eigh([self.normal], ["Fisher matrix"], current())
             # there is no negative eigenvalue: the most negative one found measures the rounding errors
-            self._negative = max(0.0, -float(values.min()))
+            self._negative = max(0.0, -float(values.min()), eigenvalue_error(values))
             self._spectrum = values.clamp_min(0), vectors
         return self._spectrum
 
@@ -129,8 +129,12 @@ class NormalSystem(System):
         return (self.ridge * self.solve(v)).to(v)
 
     def certificate(self) -> float:
-        """‖(J̃ᵀJ̃ + ρI)δ − J̃ᵀr̃‖ / ‖J̃ᵀr̃‖."""
-        left = self.normal @ self.solution + self.ridge * self.solution - self.right
+        """‖(J̃ᵀJ̃ + ρI)δ − J̃ᵀr̃‖ / ‖J̃ᵀr̃‖; by products with J itself where J̃ᵀJ̃ was summed in float32."""
+        if self.function.precision.sums == "float32":
+            moved = self.problem.pull(self.problem.push(self.delta[:, None]))[:, 0].double()
+        else:
+            moved = self.normal @ self.solution
+        left = moved + self.ridge * self.solution - self.right
         return float(left.norm() / self.right.norm().clamp_min(torch.finfo(left.dtype).tiny))
 
     @cached_property
@@ -284,9 +288,13 @@ def summed(problem: Problem, memory: Memory) -> tuple[Tensor, Tensor]:
     right = normal.new_zeros(p)
     for place, rows in problem.summed_rows("normal", {"normal": normal, "right": right}, memory):
         wide = rows.double()  # a product rounded to float32 would be 1/ρ times as far off as the rows are
+        narrow = rows.float() if problem.function.precision.sums == "float32" else None
         for start in range(0, p, TILE):  # the half below the diagonal
             tile = slice(start, start + TILE)
-            normal[tile, : tile.stop].addmm_(wide[:, tile].T, wide[:, : tile.stop])
+            if narrow is None:
+                normal[tile, : tile.stop].addmm_(wide[:, tile].T, wide[:, : tile.stop])
+            else:  # where the caller has asked for it, and the check of rounding counts it
+                normal[tile, : tile.stop] += narrow[:, tile].T @ narrow[:, : tile.stop]
         right += wide.T @ problem.residual[place].reshape(-1).double()
     share_sum([right])
     _sum_triangle(normal)

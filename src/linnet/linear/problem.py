@@ -52,6 +52,12 @@ class Problem:
     y: Tensor | None = None
     known: Rows | None = None
 
+    def __post_init__(self) -> None:
+        """Take of the types of numbers in force those that need no check, unless ``linnet.fit`` set them."""
+        if self.function.pinned is None:
+            function = self.function.under(self.function.precision.exact(self.function.dtype))
+            object.__setattr__(self, "function", function)
+
     @property
     def n(self) -> int:
         """N."""
@@ -183,7 +189,8 @@ class Problem:
     def _identity(self) -> dict[str, Any]:
         """What a sum over the examples belongs to."""
         noise = [] if self.weights is None else [self.weights]
-        return {
+        types = self.function.precision
+        return ({} if types.sums is None else {"types": str(types)}) | {
             "number of examples": self.n,
             "network": self.function.fingerprint(),
             "x": hash_tensors(tensors_in(self.x)),

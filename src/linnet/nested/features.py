@@ -85,7 +85,8 @@ class Features:
             )
         self.heads, self.seed, self.width = heads, seed, old.in_features
         self.layer, self.trained = name, trained
-        self.function = Functional(with_random_heads(model, heads, seed), body)
+        function = Functional(with_random_heads(model, heads, seed), body)
+        self.function = function.under(function.precision.exact(function.dtype))
         self.model = self.function.model
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from linnet.distributed import agree, current, sharing, world
 from linnet.errors import DataError, InputError, LinnetError, ModelError
+from linnet.number_types import current as precision_in_force
 from linnet.tangent.batch import tensors_in
 from linnet.tangent.functional import Functional, require_whole_weights
 from linnet.tangent.hashing import hash_tensors
@@ -48,7 +49,7 @@ def require_alike(arguments: Mapping[str, Any]) -> None:
     if current().world == 1:
         return
     sorted_out: dict[type[LinnetError], dict[str, str]] = {kind: {} for kind in _KINDS}
-    for name, value in arguments.items():
+    for name, value in {**arguments, "linnet.precision": precision_in_force()}.items():
         sorted_out[_kind(value)][name] = _described(value)
     for kind, remedy in _KINDS.items():
         agree(kind, sorted_out[kind], remedy)

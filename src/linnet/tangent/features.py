@@ -233,6 +233,7 @@ def outline(
     pairs: tuple[int, int],
     form: Form,
     formed: Collection[str] = (),
+    kept: torch.dtype | None = None,
 ) -> Outline:
     """Outline of what a kernel could keep of its examples, and the cost.
 
@@ -242,6 +243,7 @@ def outline(
         pairs: Total numbers of examples N, M on the two sides of the kernel.
         form: Which kernel is wanted.
         formed: Parameters whose gradients are formed whatever it costs.
+        kept: Type of what is kept; by default that of the outputs, at least float32.
 
     Returns:
         The outline.
@@ -253,18 +255,18 @@ def outline(
         for name in names
         if uses.get(name) and uses[name][0].kind == "shift"
     }
-    wide = torch.promote_types(captured.outputs.dtype, torch.float32)
+    kept = kept or torch.promote_types(captured.outputs.dtype, torch.float32)
     hollow = Features(
         captured.n,
         captured.k,
-        torch.empty(captured.n, captured.k, 0, dtype=wide, device="meta"),
+        torch.empty(captured.n, captured.k, 0, dtype=kept, device="meta"),
         {},
         captured.outputs.to("meta"),
     )
     choices = {}
     for name in able:
         own, joined = uses[name], [_hollow_use(use) for use in uses[name]]
-        layer = Layer(_joined(joined, captured.n, captured.outputs.dtype), bias=False)
+        layer = Layer(_joined(joined, captured.n, kept), bias=False)
         case = own, captured.n, pairs, form
         choices[name] = Choice(layer, len(own), _costs(*case), _pays(*case))
     return Outline(
@@ -391,7 +393,11 @@ def _weight_of_bias(name: str, uses: dict[str, list[Use]], factored: Collection[
 
 
 def reduce(
-    captured: Captured, names: Sequence[str], treatment: Treatment, room: Features | None = None
+    captured: Captured,
+    names: Sequence[str],
+    treatment: Treatment,
+    room: Features | None = None,
+    kept: torch.dtype | None = None,
 ) -> Features:
     """Keep of a captured batch what its kernels need.
 
@@ -400,6 +406,7 @@ def reduce(
         names: The tracked parameters, in order.
         treatment: From ``choose``.
         room: Where to write; by default new memory.
+        kept: Type of what is kept; by default that of the outputs, at least float32.
 
     Returns:
         Rows and factors.
@@ -411,15 +418,15 @@ def reduce(
     formed = [name for name in names if name not in treatment.factored and name not in treatment.riding]
     uses = captured.by_parameter()
     biased = set(treatment.riding.values())
+    kept = kept or torch.promote_types(captured.outputs.dtype, torch.float32)
     layers = {
-        name: Layer(_joined(uses[name], captured.n, captured.outputs.dtype), name in biased)
+        name: Layer(_joined(uses[name], captured.n, kept), name in biased)
         for name in names
         if name in treatment.factored
     }
     widths = [captured.leaves[name].numel() for name in formed]
     k, start = captured.k, 0
-    dtype = torch.promote_types(captured.outputs.dtype, torch.float32)  # half precision is not summed in
-    rows = captured.outputs.new_empty(captured.n, k, sum(widths), dtype=dtype) if room is None else room.rows
+    rows = captured.outputs.new_empty(captured.n, k, sum(widths), dtype=kept) if room is None else room.rows
     for name, width in zip(formed, widths, strict=True):
         rows[:, :, start : start + width] = captured.rows(name).reshape(captured.n, k, width)
         start += width
@@ -444,11 +451,10 @@ def _require_same(captured: Captured, treatment: Treatment) -> None:
             raise TreatmentChanged(weight)
 
 
-def _joined(uses: list[Use], n: int, dtype: torch.dtype) -> Factors:
+def _joined(uses: list[Use], n: int, kept: torch.dtype) -> Factors:
     """All uses of one parameter as one: their positions side by side, so all pairs of uses count."""
     parts = [factors(use, n) for use in uses]
-    wide = torch.promote_types(dtype, torch.float32)
     a = parts[0].a if len(parts) == 1 else torch.cat([part.a for part in parts], 2)
     g = parts[0].g if len(parts) == 1 else torch.cat([part.g for part in parts], 3)
-    a = a.to(wide) if a.is_floating_point() else a
-    return Factors(a.contiguous(), g.to(wide).contiguous(), parts[0].transposed)
+    a = a.to(kept) if a.is_floating_point() else a
+    return Factors(a.contiguous(), g.to(kept).contiguous(), parts[0].transposed)

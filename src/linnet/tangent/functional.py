@@ -20,6 +20,7 @@ from linnet.linalg.finite import is_finite
 from linnet.linalg.host import read
 from linnet.linalg.space import ParameterSpace
 from linnet.memory import reuse_freed_memory
+from linnet.number_types import Precision, current
 from linnet.tangent.batch import (
     SHARED,
     TARGETS,
@@ -83,6 +84,7 @@ class Functional:
         self.output = output
         self.recurrent = has_recurrence(model)
         self.source: Functional | None = None  # the same network in the type that it came in
+        self.pinned: Precision | None = None  # the types of numbers that a fit was made with
         self.padding = padding_rows(self.model, self.names)
         self.cache: dict[Any, Any] = {}
         self._takes_targets = _takes_targets(model)
@@ -103,13 +105,35 @@ class Functional:
             twin.model, twin.cache = copy.deepcopy(self.model), {}
         return twin
 
+    @property
+    def precision(self) -> Precision:
+        """The types of numbers of its derivatives: those of a fit or in force; a float64 twin has its own."""
+        if self.source is not None:
+            return Precision()
+        return current() if self.pinned is None else self.pinned
+
+    def under(self, types: Precision) -> Functional:
+        """The same function on the same network, whose types of numbers do not depend on the place of a call.
+
+        Args:
+            types: The types.
+
+        Returns:
+            The function, ``self`` if they are its own.
+        """
+        if types == self.pinned:
+            return self
+        twin = copy.copy(self)
+        twin.pinned = types
+        return twin
+
     def in_float64(self) -> Functional:
         """The same function computed in float64, on a copy of the network, which converts its inputs.
 
         Returns:
-            The function, ``self`` if it is in float64 already; its fingerprint is that of the original.
+            The function, ``self`` if it is in float64 in every way; its fingerprint is that of the original.
         """
-        if self.dtype == torch.float64:
+        if self.dtype == torch.float64 and not self.precision.coarser(self.dtype):
             return self
         twin = self.copy()
         twin.model.double()

@@ -26,6 +26,7 @@ from torch import Tensor
 from linnet.distributed import Share, all_filled, all_rows, current, gathered, look_around
 from linnet.errors import InputError
 from linnet.memory import Plan, parse_bytes, require
+from linnet.number_types import products_in
 from linnet.params import choice, part_of
 from linnet.progress import track
 from linnet.tangent.batch import EMPTY, Inputs, batch_size, check_finite, take, tensors_in
@@ -99,7 +100,6 @@ class GramTask:
         x1: Examples of the rows.
         x2: Examples of the columns, or ``None`` for the same.
         form: Which kernel.
-        accumulate: Type in which sums are kept, or ``None``.
         part: This part among those that make a file by themselves.
     """
 
@@ -107,7 +107,6 @@ class GramTask:
     x1: Inputs
     x2: Inputs | None
     form: Form
-    accumulate: torch.dtype | None
     part: Writer = Writer()  # noqa: RUF009
 
     @property
@@ -139,7 +138,8 @@ def gram(
             ``"diagonal"`` for (N, M, C), ``"sum"`` for the kernel of the summed outputs (N, M).
         memory: Budget such as ``"4GB"``; by default half of what is available.
         file: A ``.npy`` file that holds the result. An interrupted run resumes from it.
-        accumulate: ``"float64"`` keeps sums over parameters in double precision.
+        accumulate: ``"float64"`` keeps sums over parameters in double precision; by default as
+            ``linnet.precision`` has it.
         progress: Show progress; by default only when it takes over two seconds.
 
     Returns:
@@ -149,11 +149,13 @@ def gram(
         InputError: If an argument has a value that is not listed here.
         MemoryBudgetError: If not even the smallest tiles fit.
     """
-    task = GramTask(function, x1, x2, form, _accumulation(accumulate))
+    function = _summing(function, accumulate)
+    task = GramTask(function, x1, x2, form)
     _check(task)
     while True:
         try:
-            kernel = _compute(task, memory, file, progress)
+            with products_in(function.precision, function.device):
+                kernel = _compute(task, memory, file, progress)
             assert kernel is not None
             return kernel
         except TreatmentChanged as change:  # a later batch uses a parameter differently: form its gradients
@@ -193,11 +195,13 @@ def gram_part(
         MemoryBudgetError: If not even the smallest tiles fit.
     """
     checked_name(file)
-    task = GramTask(function, x1, x2, form, _accumulation(accumulate), Writer(*part_of(part), array=True))
+    function = _summing(function, accumulate)
+    task = GramTask(function, x1, x2, form, Writer(*part_of(part), array=True))
     _check(task)
     while True:
         try:
-            return _compute(task, memory, file, None)
+            with products_in(function.precision, function.device):
+                return _compute(task, memory, file, None)
         except TreatmentChanged as change:
             _form(function, change.name)
 
@@ -220,12 +224,13 @@ def gram_and_own(
     Raises:
         MemoryBudgetError: If not even the smallest tiles fit.
     """
-    task = GramTask(function, x1, x2, "trace", None)
+    task = GramTask(function, x1, x2, "trace")
     _check(task)
     while True:
         own = torch.zeros(task.sizes[0], dtype=torch.float64, device=function.device)
         try:
-            kernel = _compute(task, memory, None, None, own)
+            with products_in(function.precision, function.device):
+                kernel = _compute(task, memory, None, None, own)
             assert kernel is not None
             return kernel, own
         except TreatmentChanged as change:
@@ -247,15 +252,16 @@ def own_kernels(function: Functional, x: Inputs, memory: str | int | None = None
     Raises:
         MemoryBudgetError: If not even one example fits.
     """
-    task = GramTask(function, x, x, "full", None)
+    task = GramTask(function, x, x, "full")
     plan = plan_gram(task, memory, to_disk=True)  # the N × N result is never formed
     require(_own_plan(task, plan), _ways(task, to_disk=True))
     share, n, k = current(), task.sizes[0], plan.template.k
     own, parts = share.part(n), [torch.empty(0, k, k, dtype=plan.dtype, device=function.device)]
     change = None
     try:
-        for wanted in ranges(own.start, own.stop, plan.capture):
-            parts.append(own_tile(_features(task, plan, x, wanted, (0, k))))
+        with products_in(function.precision, function.device):
+            for wanted in ranges(own.start, own.stop, plan.capture):
+                parts.append(own_tile(_features(task, plan, x, wanted, (0, k)), plan.dtype))
     except TreatmentChanged as found:
         change = found
     try:
@@ -528,13 +534,16 @@ def _blocks(
     """Block sizes where so many cotangents are differentiated at once."""
     n, m = task.sizes
     k = features.k
-    dtype = task.accumulate or torch.promote_types(features.outputs.dtype, torch.float32)
+    dtype = task.function.precision.added(features.outputs.dtype)
     shape = _shape(n, m, features.outputs.shape[1], task.form)
     result = 0 if to_disk else torch.Size(shape).numel() * dtype.itemsize
     held = -(-features.nbytes // features.n)
-    transient = found.inputs + columns * found.column + 2 * held
+    # what is kept is made in the network's type, and copied
+    copies = 1 + max(1, features.outputs.dtype.itemsize // features.rows.dtype.itemsize)
+    transient = found.inputs + columns * found.column + copies * held
     if columns < k:
-        transient = found.inputs + columns * (found.column + 2 * -(-held // k)) + 2 * features.input_bytes
+        transient = found.inputs + columns * (found.column + copies * -(-held // k))
+        transient += copies * features.input_bytes
     # at least eight tiles a side, so that half of the products of a symmetric kernel are saved
     rows = _product_rows(task.form, k)
     product = max(1, min(max(n * rows // 8, SMALLEST_PRODUCT), PRODUCT) // rows)
@@ -611,7 +620,8 @@ def _probe(task: GramTask) -> _Probed:
     shapes = tuple(_form_of(task.x1))
     function = task.function
     known = function.cache.setdefault("gram", {})
-    key = (shapes, task.form, n, m)
+    types = function.precision
+    key = (shapes, task.form, n, m, types.capture)
     if key not in known:
         for x in (task.x1, task.x2):
             if x is not None:
@@ -619,7 +629,8 @@ def _probe(task: GramTask) -> _Probed:
         k = 1 if task.form == "sum" else function.output_shape(task.x1).numel()
         hollow = hollow_capture(function, take(task.x1, slice(0, min(n, PROBES))), k)
         formed = function.cache.get("formed", set())
-        found = outline(hollow, function.names, (n, m), task.form, formed)
+        kept = types.kept(hollow.outputs.dtype)
+        found = outline(hollow, function.names, (n, m), task.form, formed, kept)
         inputs = capture_bytes(function, task.x1, 0)
         known[key] = _Probed(found, inputs, capture_bytes(function, task.x1, 1) - inputs)
     probed: _Probed = known[key]
@@ -661,7 +672,7 @@ def _run(step: Step, held: Features, task: GramTask, plan: GramPlan, target: _Ta
         x = task.x1 if task.x2 is None else task.x2
         features = _features(task, plan, x, step.columns, target.outputs)
         for left in ranges(0, held.n, plan.product):
-            tile = kernel_tile(held.part(*left), features, task.form, task.accumulate)
+            tile = kernel_tile(held.part(*left), features, task.form, plan.dtype)
             target.write(tile, step.rows[0] + left[0], step.columns[0], mirror=task.x2 is None)
 
 
@@ -696,14 +707,14 @@ def _features(
 ) -> Features:
     """Features of a few examples."""
     block = x if wanted == (0, batch_size(x)) else take(x, slice(*wanted))
-    names, k = task.function.names, plan.template.k
+    names, k, kept = task.function.names, plan.template.k, plan.template.rows.dtype
     cotangents = task.form if task.form == "sum" else range(*outputs)
     if plan.sizes.columns == k:
-        return reduce(capture(task.function, block, cotangents), names, plan.treatment, room)
+        return reduce(capture(task.function, block, cotangents), names, plan.treatment, room, kept)
     room = room or _room(plan, wanted[1] - wanted[0], task.function.device, outputs)
     done = 0
     for captured in capture_parts_for_products(task.function, block, cotangents, plan.sizes.columns):
-        reduce(captured, names, plan.treatment, room.columns(done, done + captured.k))
+        reduce(captured, names, plan.treatment, room.columns(done, done + captured.k), kept)
         done += captured.k
     return room
 
@@ -716,7 +727,7 @@ def _symmetric_tiles(step: Step, held: Features, task: GramTask, plan: GramPlan,
     pairs = _on_diagonal(*left, max(1, SMALLEST_PRODUCT // _product_rows(task.form, held.k)))
     pairs += [(left, right) for right in ranges(left[1], held.n, plan.product)]
     for rows, columns in pairs:
-        tile = kernel_tile(held.part(*rows), held.part(*columns), task.form, task.accumulate)
+        tile = kernel_tile(held.part(*rows), held.part(*columns), task.form, plan.dtype)
         if rows == columns:
             tile = (tile + _transposed(tile)) / 2
         target.write(tile, offset + rows[0], offset + columns[0], mirror=rows != columns)
@@ -744,12 +755,12 @@ def _shape(n: int, m: int, c: int, form: Form) -> tuple[int, ...]:
     return (n, m, c) if form == "diagonal" else (n, m)
 
 
-def _accumulation(accumulate: str | None) -> torch.dtype | None:
-    """The type named by ``accumulate``."""
-    known = {None: None, "float32": None, "float64": torch.float64}
-    if accumulate is not None:
-        choice("accumulate", accumulate, ("float32", "float64"))
-    return known[accumulate]
+def _summing(function: Functional, accumulate: str | None) -> Functional:
+    """The network with its sums over parameters in the type named by ``accumulate``."""
+    if accumulate is None:
+        return function
+    choice("accumulate", accumulate, ("float32", "float64"))
+    return function.under(replace(function.precision, sums=accumulate))
 
 
 def _check(task: GramTask) -> None:
@@ -777,8 +788,9 @@ def _form_of(x: Inputs) -> list[tuple[torch.Size, torch.dtype]]:
 
 def _identity(task: GramTask) -> dict[str, object]:
     """The identity of a kernel, which a file must share to be resumed; the sizes of its steps apart."""
+    capture = task.function.precision.capture
     return {
-        "form": task.form,
+        "form": task.form if capture is None else f"{task.form}, gradients in {capture}",
         "weights": task.function.fingerprint(),
         "output": getattr(task.function.output, "__qualname__", task.function.output),
         "x1": hash_tensors(tensors_in(task.x1)),

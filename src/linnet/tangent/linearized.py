@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError, WeightsError
 from linnet.linalg.space import ParameterSpace, Vector
+from linnet.number_types import Precision
 from linnet.params import choice, instance, refuse, tensor
 from linnet.tangent.batch import Inputs, check_examples
 from linnet.tangent.captured import Form
@@ -292,6 +294,21 @@ class Linearized(nn.Module):
         """The extra line of ``print``."""
         tracked = f"{len(self.parameter_names)} parameters tracked"
         return f"{type(self._function.model).__name__}, {tracked}, P = {self.space.dim}"
+
+
+def pinned(lin: Linearized, types: Precision) -> Linearized:
+    """The same linearization, whose derivatives keep types of numbers of their own; δ is shared.
+
+    Args:
+        lin: A linearization.
+        types: The types.
+
+    Returns:
+        The linearization, with no memory of its own.
+    """
+    twin = copy.copy(lin)
+    object.__setattr__(twin, "_function", lin.function.under(types))
+    return twin
 
 
 def linearize(model: nn.Module, params: Selector = None, output: OutputAdapter = None) -> Linearized:

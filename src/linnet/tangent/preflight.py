@@ -175,7 +175,7 @@ def preflight(
     plan = Plan("kernel of this batch", 0, ())
     if not fatal:
         coverage = _coverage(function, trace(function, batch), batch)
-        plan = plan_gram(GramTask(function, batch, None, "full", None), memory).memory
+        plan = plan_gram(GramTask(function, batch, None, "full"), memory).memory
         notes += [*_coverage_findings(coverage), *_memory_findings(plan)]
     name = type(function.model).__name__
     return Preflight(name, value[0].numel(), coverage, path, (*fatal, *notes), not fatal, plan)

@@ -1,5 +1,8 @@
 """One tile of the tangent kernel, from the features of two batches.
 
+Numbers that are kept in bfloat16 are multiplied exactly and summed in float32: the product of two of them
+fits into float32. Torch's own product of bfloat16 matrices would be rounded to bfloat16 at its end.
+
 Index letters: n, m examples; k, l outputs; s, t positions; r groups; c, d features.
 """
 
@@ -11,7 +14,8 @@ from torch import Tensor
 from linnet.tangent.captured import Form
 from linnet.tangent.features import Features, Layer
 
-CHUNK = 4096  # columns summed in the rows' own precision before they are added in float64
+CHUNK = 4096  # columns summed in the rows' own precision, at least float32, before they are added in another
+WIDENING = hasattr(torch.ops.aten.bmm, "dtype")  # products of halves in float32, on NVIDIA's processors alone
 
 
 def kernel_tile(left: Features, right: Features, form: Form, accumulate: torch.dtype | None = None) -> Tensor:
@@ -32,9 +36,9 @@ def kernel_tile(left: Features, right: Features, form: Form, accumulate: torch.d
     return total
 
 
-def own_tile(features: Features) -> Tensor:
+def own_tile(features: Features, accumulate: torch.dtype | None = None) -> Tensor:
     """K of every example with itself, (N, K, K)."""
-    total = features.rows @ features.rows.mT
+    total = _product(features.rows, features.rows, accumulate)
     for i in range(features.n if features.layers else 0):
         own = features.part(i, i + 1)
         for layer in own.layers.values():
@@ -44,7 +48,7 @@ def own_tile(features: Features) -> Tensor:
 
 def own_traces(features: Features) -> Tensor:
     """The trace of K of every example with itself, (N,); no K is formed."""
-    total = features.rows.square().sum((1, 2))
+    total = features.rows.to(_wide(features.rows)).square().sum((1, 2))
     for i in range(features.n if features.layers else 0):
         own = features.part(i, i + 1)
         for layer in own.layers.values():
@@ -67,12 +71,29 @@ def _rows_tile(left: Tensor, right: Tensor, form: Form, accumulate: torch.dtype 
 
 def _product(left: Tensor, right: Tensor, accumulate: torch.dtype | None) -> Tensor:
     """Left rightᵀ; if asked, in chunks of columns that are added in a wider type."""
-    if accumulate is None or accumulate == left.dtype:
+    accumulate = accumulate or _wide(left)
+    if accumulate == left.dtype:
         return left @ right.mT
     total = torch.zeros(*left.shape[:-1], right.shape[-2], dtype=accumulate, device=left.device)
     for start in range(0, left.shape[-1], CHUNK):
-        total += left[..., start : start + CHUNK] @ right[..., start : start + CHUNK].mT
+        total += _times(left[..., start : start + CHUNK], right[..., start : start + CHUNK])
     return total
+
+
+def _wide(t: Tensor) -> torch.dtype:
+    """The type of sums of a tensor's numbers, at least float32."""
+    return torch.promote_types(t.dtype, torch.float32)
+
+
+def _times(left: Tensor, right: Tensor) -> Tensor:
+    """Left rightᵀ of matrices or batches of them, summed in float32 at least."""
+    if left.dtype != torch.bfloat16:
+        return left @ right.mT
+    if WIDENING and left.device.type == "cuda":
+        product = torch.ops.aten.bmm if left.ndim == 3 else torch.ops.aten.mm
+        found: Tensor = product.dtype(left, right.mT, torch.float32)
+        return found
+    return left.float() @ right.float().mT
 
 
 def _add_layer(total: Tensor, left: Layer, right: Layer, form: Form) -> None:
@@ -87,9 +108,9 @@ def _input_gram(left: Layer, right: Layer) -> Tensor:
     """a_ns·a_mt (+ 1 for a bias), (R, N·S, M·T)."""
     a1, a2 = left.factors.a, right.factors.a  # (N, R, S, d)
     if left.factors.is_embedding:
-        gram = (a1.flatten()[:, None] == a2.flatten()).to(left.factors.g.dtype)[None]
+        gram = (a1.flatten()[:, None] == a2.flatten()).to(_wide(left.factors.g))[None]
     else:
-        gram = _by_group(a1) @ _by_group(a2).mT
+        gram = _times(_by_group(a1), _by_group(a2))
     return gram.add_(1) if left.bias else gram
 
 
@@ -109,12 +130,12 @@ def _add_unshared(total: Tensor, left: Layer, right: Layer, form: Form) -> None:
         )  # (K, N, c)
         k, n, m = g1.shape[0], g1.shape[1], g2.shape[1]
         if form == "diagonal":
-            total.addcmul_(a[..., None], (g1 @ g2.mT).permute(1, 2, 0).to(total.dtype))
+            total.addcmul_(a[..., None], _times(g1, g2).permute(1, 2, 0).to(total.dtype))
         elif form == "trace":
-            g = _outputs_joined(g1) @ _outputs_joined(g2).T  # Σ_k g_nk·g_mk
+            g = _times(_outputs_joined(g1), _outputs_joined(g2))  # Σ_k g_nk·g_mk
             total.addcmul_(a, g.to(total.dtype))
         else:
-            g = g1.transpose(0, 1).reshape(n * k, -1) @ g2.transpose(0, 1).reshape(m * k, -1).T
+            g = _times(g1.transpose(0, 1).reshape(n * k, -1), g2.transpose(0, 1).reshape(m * k, -1))
             total.view(n, k, m, k).addcmul_(a[:, None, :, None], g.view(n, k, m, k).to(total.dtype))
 
 
@@ -138,6 +159,7 @@ def _contract_positions(gram: Tensor, g1: Tensor, g2: Tensor, form: Form) -> Ten
     """Σ_st gram[ns,mt] g1[k,n,s,c] g2[l,m,t,c] for one group."""
     k, n, s, c = g1.shape
     _, m, t, _ = g2.shape
+    g1, g2 = g1.to(gram.dtype), g2.to(gram.dtype)  # the sums over positions are in float32 at least
     gram = gram.view(n * s, m, t).transpose(0, 1)  # (M, N·S, T)
     weighted = gram @ g2.permute(1, 2, 0, 3).reshape(m, t, k * c)  # X: (M, N·S, K·c)
     weighted = weighted.view(m, n, s, k, c)
@@ -155,9 +177,11 @@ def tile_bytes(features: Features, form: Form, n: int, m: int, item: int) -> int
     """Bytes of the temporaries of one tile between n and m examples."""
     k = features.k
     result = n * m * (k * k if form == "full" else k if form == "diagonal" else 1) * item
-    largest = 0
+    halves = features.rows.dtype == torch.bfloat16  # which are copied to float32
+    largest = (n + m) * k * min(features.rows.shape[2], CHUNK) if halves else 0
     for layer in features.layers.values():
         _, _, groups, s, c = layer.factors.g.shape
         gram = groups * n * s * m * s
-        largest = max(largest, gram if s == 1 else gram + 2 * n * s * m * k * c)
+        copies = (n + m) * layer.factors.a.shape[1:].numel() + (n + m) * k * groups * s * c if halves else 0
+        largest = max(largest, copies + (gram if s == 1 else gram + 2 * n * s * m * k * c))
     return 2 * result + largest * item
