@@ -73,13 +73,9 @@ def test_the_variance_where_the_bias_alone_moves() -> None:
     torch.testing.assert_close(fit.export(variance=True)(x)[1], fit.predictive(x).variance)
 
 
-def test_the_variance_of_fits_with_constraints_is_refused() -> None:
-    fit = fitted("last-layer")
-    held = fit.constrain(data()[0][:1], groups=None, targets=torch.zeros(1, C))
-    with pytest.raises(InputError, match="constraints"):
-        held.export(variance=True)
+def test_a_variance_is_wanted_or_not() -> None:
     with pytest.raises(InputError, match="variance"):
-        fit.export(variance="yes")
+        fitted("last-layer").export(variance="yes")
 
 
 def test_torch_saves_and_compiles_the_module(tmp_path: Path) -> None:

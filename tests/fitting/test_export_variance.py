@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import linnet
-from linnet.errors import InputError, MemoryBudgetError
+from linnet.errors import MemoryBudgetError
 from linnet.fitting import Sketch
-from tests.fitting.test_export import IMAGES, C, data, network, of_images
+from tests.fitting.test_export import IMAGES, data, network, of_images
 
 CROSS = {"loss": "cross-entropy", "ridge": 0.1}
 
@@ -96,10 +96,51 @@ def test_a_factor_that_does_not_fit_names_its_size_and_the_sketch() -> None:
         fit.export(variance=True)
 
 
-def test_the_coordinates_of_a_metric_are_refused() -> None:
-    x, y = data()
-    net = network()
-    curvature = linnet.curvature(net, (x, y), linnet.likelihoods.Categorical())
+@pytest.mark.parametrize(
+    ("n", "structure", "options"),
+    [
+        (12, "kfac", {}),
+        pytest.param(30, "kfac", {}, marks=pytest.mark.long),
+        pytest.param(12, "ekfac", CROSS, marks=pytest.mark.long),
+        pytest.param(12, "diagonal", {}, marks=pytest.mark.long),
+        pytest.param(12, "full", {}, marks=pytest.mark.long),
+    ],
+)
+def test_the_variance_in_the_coordinates_of_a_metric(n: int, structure: str, options: dict[str, Any]) -> None:
+    (x, y), net = data(n), network().double()
+    given = x.double(), y
+    curvature = linnet.curvature(net, given, linnet.likelihoods.Categorical(), structure=structure)
     lin = linnet.linearize(linnet.with_metric(net, curvature, damping=0.1))
-    with pytest.raises(InputError, match="in the coordinates of a MetricNetwork"):
-        linnet.fit(lin, (x, torch.eye(C)[y])).export(variance=True)
+    agree(linnet.fit(lin, given, **options), data(40)[0].double())
+
+
+FREE = float("nan")
+HELD = torch.tensor([[1.0, FREE, -2.0], [0.0, 0.0, 3.0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("n", "params", "weight"),
+    [
+        (12, None, None),  # fewer outputs of training examples than weights
+        pytest.param(30, None, 0.7, marks=pytest.mark.long),  # more, and a penalty
+        pytest.param(30, None, None, marks=pytest.mark.long),
+        pytest.param(12, None, 0.7, marks=pytest.mark.long),
+        pytest.param(30, "last-layer", None, marks=pytest.mark.long),
+    ],
+)
+def test_the_variance_under_equations_on_outputs(n: int, params: Any, weight: float | None) -> None:
+    (x, y), new = data(n), data(40)[0].double()
+    fit = linnet.fit(linnet.linearize(network().double(), params=params), (x.double(), y))
+    held = fit.constrain(new[:2], HELD, weight=weight)
+    agree(held, new)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("params", [None, "last-layer"])
+def test_the_variance_where_some_positions_have_no_target(params: Any) -> None:
+    (x, _), labels = data(9), torch.arange(27).view(9, 3) % 2
+    labels[4, 1] = labels[7] = -100
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.Unflatten(1, (3, 2))).double()
+    fit = linnet.fit(linnet.linearize(net, params=params), (x.double(), labels), axis=-1)
+    agree(fit, x.double())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import InputError
+from linnet.integrations.logs import log_to
 from linnet.nested import tuning as module
 from linnet.nested.nested_fit import NestedFit
 from linnet.nested.rungs import ladder, verdict
@@ -109,12 +111,32 @@ def test_held_out_outputs_are_those_of_a_network_trained_without_the_fold(
     assert torch.equal(fit.loo(), fit.held_out)
 
 
-def test_the_network_that_is_given_stays_as_it_is() -> None:
-    net = network()
+def test_a_logger_is_told_and_the_network_that_is_given_stays_as_it_is(
+    tmp_path: Path, fits: tuple[NestedFit, NestedFit]
+) -> None:
+    net, file = network(), tmp_path / "numbers.csv"
     before = copy.deepcopy(net.state_dict())
-    linnet.adapt(net, DATA, tune=True)
+    with log_to(f"csv:{file}") as log:
+        fit = linnet.adapt(net, DATA, tune=log)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert all(p.requires_grad for p in net.parameters())
+    torch.testing.assert_close(fit.predict(TEST[0]), fits[1].predict(TEST[0]))
+
+    table = csv.reader(file.read_text().splitlines()[1:])
+    rows = [(int(step), name, float(value)) for step, name, value in table]
+    runs = {step: int(value) for step, name, value in rows if name == "run"}
+    assert sorted(set(runs.values())) == list(range(1, 2 + FOLDS + 1))  # two rates, two folds, all samples
+    assert all((run - 1) * 300 < step <= run * 300 for step, run in runs.items())
+    losses = [[v for step, name, v in rows if name == "loss" and runs[step] == run] for run in range(1, 6)]
+    assert [len(loss) for loss in losses] == [100] * 4 + [
+        75
+    ]  # epochs of 80 samples, and of 120, in batches of 32
+    assert all(loss[-1] < 0.7 * loss[0] for loss in losses)
+    held = {step: value for step, name, value in rows if name == "held_out_accuracy"}
+    assert list(held) == [300, 600, 900, 1200]  # at the end of every run that leaves a fold
+    assert fit.held_out is not None
+    right = (fit.held_out.argmax(1) == DATA[1]).double().mean()
+    assert abs(sum(list(held.values())[-2:]) / 2 - float(right)) < 0.15
 
 
 def test_a_saved_fit_comes_back(tmp_path: Path, fits: tuple[NestedFit, NestedFit]) -> None:

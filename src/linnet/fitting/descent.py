@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet import params as check
+from linnet.logged import Log
 from linnet.tangent.batch import Inputs, on_device, split, take
 from linnet.tangent.functional import OutputAdapter, adapt_outputs, call_arguments
 
@@ -53,6 +54,7 @@ class Descent:
         y: Tensor,
         ticks: Iterator[Any],
         names: Collection[str] | None = None,
+        log: Log | None = None,
     ) -> nn.Module:
         """Train a copy of a network.
 
@@ -62,6 +64,7 @@ class Descent:
             y: Classes (N,), for the cross-entropy, or values (N, C), for the mean squared error.
             ticks: Advanced once a step.
             names: Parameters to train; all by default.
+            log: Told the mean loss of every epoch, and the learning rate at its end, after so many steps.
 
         Returns:
             The trained copy, in evaluation mode.
@@ -79,6 +82,7 @@ class Descent:
         )
         generator = torch.Generator().manual_seed(self.seed)
         n, order = len(y), torch.empty(0, dtype=torch.long)
+        losses: list[Tensor] = []
         for step in range(self.steps):
             next(ticks, None)
             if len(order) < min(self.batch, n):
@@ -87,9 +91,16 @@ class Descent:
             optimizer.param_groups[0]["lr"] = self.rate * self._factor(step)
             optimizer.zero_grad()
             with torch.enable_grad():
-                loss_of(outputs_of(network, take(x, rows)), y[rows]).backward()
+                loss = loss_of(outputs_of(network, take(x, rows)), y[rows])
+                loss.backward()
             nn.utils.clip_grad_norm_(weights, CLIP)
             optimizer.step()
+            if log is not None:
+                losses.append(loss.detach())
+                if len(losses) * self.batch >= n or step + 1 == self.steps:
+                    mean = float(torch.stack(losses).mean())
+                    log({"loss": mean, "learning_rate": self.rate * self._factor(step)}, step + 1)
+                    losses.clear()
         return network.requires_grad_(False)
 
     def _factor(self, step: int) -> float:

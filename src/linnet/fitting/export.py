@@ -16,14 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from linnet.errors import InputError, LinnetError, ModelError
+from linnet.errors import LinnetError, ModelError
 from linnet.fitting.evaluation import BATCH
-from linnet.fitting.export_variance import AlongDirections, Posterior, root_of_inverse, rows_outputs
+from linnet.fitting.export_variance import (
+    Along,
+    AlongDirections,
+    AlongMetric,
+    Posterior,
+    root_of_inverse,
+    rows_outputs,
+)
 from linnet.fitting.last_layer import bared, last_linear
+from linnet.fitting.metric import MetricNetwork
 from linnet.fitting.sketch import SketchedNetwork
 from linnet.linalg.factorize import cholesky
 from linnet.memory import Plan, parse_bytes, require
-from linnet.tangent.batch import Inputs, split, take
+from linnet.tangent.batch import Inputs, observed, split, take
 from linnet.tangent.coordinates import Coordinates, moved_network
 from linnet.tangent.forward_mode import Params
 from linnet.tangent.functional import Functional, call_arguments
@@ -142,14 +150,14 @@ def exported_fit(
         The module.
 
     Raises:
-        InputError: If variances are wanted in the coordinates of a metric.
         MemoryBudgetError: If the matrices of the variance do not fit.
         ModelError: If the network cannot be traced.
     """
     function, delta = own_network(module)
     if posterior is None:
         return plain_module(function.model, [delta], _Mean(), like, function.output)
-    last = _last_layer(function, delta)
+    apart = posterior.held is None and observed(posterior.x)[1] is None  # the outputs, in the last layer
+    last = _last_layer(function, delta) if apart else None
     if last is None:
         return _with_rows(module, function, like, posterior, kind)
     name, layer = last
@@ -186,17 +194,13 @@ def _last_layer(function: Functional, delta: Params) -> tuple[str, nn.Linear] | 
 def _with_rows(
     module: Linearized, network: Functional, like: Prototype, posterior: Posterior, kind: torch.dtype | None
 ) -> Traced:
-    """The linear model with its variance in all weights, or along the directions of a sketch."""
+    """The linear model with its variance from the rows of J, in the coordinates of the fit."""
     function, small = module.function, module.function.model
-    along = None
+    along: Along | None = None
     if isinstance(small, SketchedNetwork):
         along = AlongDirections(small, network.names)
-    elif isinstance(small, Coordinates):
-        raise InputError(
-            f"variance=True of a fit in the coordinates of a {type(small).__name__}",
-            expected="a fit in the network's own weights, or in a sketch",
-            remedy="export without variance=, and keep the fit in linnet for it",
-        )
+    elif isinstance(small, MetricNetwork):
+        along = AlongMetric(small)
     delta = function.space.to_flat({name: t.detach() for name, t in module.delta.items()})
     outputs = rows_outputs(function, delta, posterior, kind or function.dtype, along)
     return module_with_rows(network, outputs, like)

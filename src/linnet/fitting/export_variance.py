@@ -6,21 +6,24 @@ With A = (JᵀΛJ + ρI)⁻¹ over the training examples, J̃ = SᵀJ for Λ = S
                = σ²/ρ (‖j‖² − ‖Vᵀ j‖²),  V = J̃ᵀ L⁻ᵀ,  J̃J̃ᵀ + ρI = L Lᵀ      where the training outputs are,
 
 both exact. A module holds R or V, the weights times the fewer of the two; along D directions R is D × D.
+Equations on outputs, with B the rows of their combinations, W = ABᵀ and T = BW + τ/ρ I, take σ² j W T⁻¹ Wᵀ jᵀ
+from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from linnet.curvatures.leading import restored_basis
 from linnet.fitting.evaluation import BATCH
+from linnet.fitting.metric import MetricNetwork
 from linnet.fitting.sketch import SketchedNetwork
 from linnet.linalg.factorize import cholesky
+from linnet.linear.constraints import Constraints
 from linnet.memory import Plan, parse_bytes, require
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.functional import Functional
@@ -37,6 +40,7 @@ class Posterior:
         noise: σ².
         roots: S with Λ = S Sᵀ, (N, C, C); ``None`` for the identity.
         memory: Budget.
+        held: Equations that the outputs obey.
     """
 
     x: Inputs
@@ -44,6 +48,7 @@ class Posterior:
     noise: float
     roots: Tensor | None = None
     memory: str | int | None = None
+    held: Constraints | None = None
 
 
 class RowsOutputs(nn.Module):
@@ -51,7 +56,7 @@ class RowsOutputs(nn.Module):
 
     Args:
         delta: δ, (P,), in the order of the rows.
-        factor: σR (P, P), or σ/√ρ V (P, N·C).
+        factor: σR (P, P), or σ/√ρ V (P, N·C), and σ W T^(−½) (P, q) beside it.
         prior: σ²/ρ where the factor is V, 0 where it is R.
         along: From the rows by weight to (N, C, P), where the fit has other coordinates.
     """
@@ -59,9 +64,7 @@ class RowsOutputs(nn.Module):
     delta: Tensor
     factor: Tensor
 
-    def __init__(
-        self, delta: Tensor, factor: Tensor, prior: float, along: AlongDirections | None = None
-    ) -> None:
+    def __init__(self, delta: Tensor, factor: Tensor, prior: float, along: Along | None = None) -> None:
         super().__init__()
         self.register_buffer("delta", delta)
         self.register_buffer("factor", factor)
@@ -128,8 +131,41 @@ class AlongDirections(nn.Module):
         return along.to(value.dtype)
 
 
+class AlongMetric(nn.Module):
+    """J H from the rows of J, H the root of a metric.
+
+    Args:
+        network: The network in the coordinates of the metric, in the order of whose weights the rows are.
+    """
+
+    def __init__(self, network: MetricNetwork) -> None:
+        super().__init__()
+        self.turned = network.turned
+
+    def forward(self, value: Tensor, rows: Sequence[Tensor]) -> Tensor:
+        """J H, (N, C, P).
+
+        Args:
+            value: f₀, (N, C).
+            rows: J by weight, (N, C, *shape).
+
+        Returns:
+            The products.
+        """
+        flat = torch.cat([row.reshape(value.numel(), -1) for row in rows], 1)
+        turned: Tensor = self.turned(flat)
+        return turned.reshape(*value.shape, -1)
+
+
+Along = AlongDirections | AlongMetric
+
+
 def rows_outputs(
-    function: Functional, delta: Tensor, posterior: Posterior, kind: torch.dtype, along: Any = None
+    function: Functional,
+    delta: Tensor,
+    posterior: Posterior,
+    kind: torch.dtype,
+    along: Along | None = None,
 ) -> RowsOutputs:
     """The outputs of a fit and their variance, from the rows of J.
 
@@ -148,16 +184,14 @@ def rows_outputs(
     """
     n, p = batch_size(posterior.x), function.space.dim
     c = function.check_runs(take(posterior.x, slice(0, 1))).numel()
-    rank = min(p, n * c)
-    budget = parse_bytes(posterior.memory, function.device)
-    items = (("factor and its copy", 16 * p * rank), ("matrices", 24 * rank**2), ("rows", 16 * p * BATCH * c))
-    plan = Plan(f"variance of {c} outputs: a factor of {p} weights × {rank}", budget, items)
+    what = f"variance of {c} outputs: a factor of {p} weights × {min(p, n * c)}"
     remedies = [
         'fit with solver="sketch", whose factor has the size of the sketch alone',
         'fit with linnet.linearize(model, params="last-layer")',
         "export without variance=, and keep the fit in linnet for it",
     ]
-    require(plan, remedies)
+    budget = parse_bytes(posterior.memory, function.device)
+    require(Plan(what, budget, held_by_factor(p, n * c, c)), remedies)
     few = p <= n * c
     matrix = torch.zeros(p, p, dtype=torch.float64, device=function.device) if few else None
     kept, start = [], 0
@@ -171,13 +205,70 @@ def rows_outputs(
             kept.append(rows)
         else:
             matrix += rows.T @ rows
-    if matrix is not None:
-        factor, prior = root_of_inverse(matrix, posterior.ridge) * posterior.noise**0.5, 0.0
-    else:
-        j = torch.cat(kept)
-        prior = posterior.noise / posterior.ridge
-        factor = j.T @ root_of_inverse(j @ j.T, posterior.ridge) * prior**0.5
+    found = in_examples(torch.cat(kept), posterior) if matrix is None else in_weights(matrix, posterior)
+    factor, prior = found if posterior.held is None else _given(function, posterior.held, found, posterior)
     return RowsOutputs(delta.to(function.dtype), factor.to(kind), prior, along)
+
+
+def held_by_factor(p: int, count: int, each: int) -> tuple[tuple[str, int], ...]:
+    """Bytes that a factor of the posterior takes while it is made.
+
+    Args:
+        p: P.
+        count: N·C.
+        each: Rows of one example.
+
+    Returns:
+        Items of a plan.
+    """
+    rank = min(p, count)
+    return ("factor and its copy", 16 * p * rank), ("matrices", 24 * rank**2), ("rows", 16 * p * BATCH * each)
+
+
+def in_weights(matrix: Tensor, posterior: Posterior) -> tuple[Tensor, float]:
+    """The posterior where the weights are fewer than the training outputs.
+
+    Args:
+        matrix: J̃ᵀJ̃, (P, P).
+        posterior: ρ and σ².
+
+    Returns:
+        σR (P, P), and 0.
+    """
+    return root_of_inverse(matrix, posterior.ridge) * posterior.noise**0.5, 0.0
+
+
+def in_examples(rows: Tensor, posterior: Posterior) -> tuple[Tensor, float]:
+    """The posterior where the training outputs are fewer than the weights.
+
+    Args:
+        rows: J̃, (N·C, P).
+        posterior: ρ and σ².
+
+    Returns:
+        σ/√ρ V (P, N·C), and σ²/ρ.
+    """
+    prior = posterior.noise / posterior.ridge
+    return rows.T @ root_of_inverse(rows @ rows.T, posterior.ridge) * prior**0.5, prior
+
+
+def _given(
+    function: Functional, held: Constraints, found: tuple[Tensor, float], posterior: Posterior
+) -> tuple[Tensor, float]:
+    """The posterior given equations on outputs, from that without them."""
+    factor, prior = found
+    b = held.equations.jacobian(function, posterior.memory).double()  # Bᵀ
+    reach = factor.T @ b
+    total = (prior * b.T @ b if prior else 0) + (-1 if prior else 1) * reach.T @ reach
+    # σ² T, L its root
+    slack = torch.diag(held.slack) * (posterior.noise / posterior.ridge)
+    root = root_of_inverse(total + slack, 0.0)
+    if prior:
+        return torch.cat([factor, (prior * b - factor @ reach) @ root], 1), prior
+    # R Q, Q² = I − Z Zᵀ, with the singular values s of Z in [0, 1]
+    u, s, _ = torch.linalg.svd(reach @ root, full_matrices=False)
+    less = 1 - (1 - s.square()).clamp_min(0).sqrt()
+    return factor - (factor @ u) * less @ u.T, 0.0
 
 
 def root_of_inverse(matrix: Tensor, ridge: float) -> Tensor:

@@ -154,16 +154,16 @@ class Fitted(PredictiveModel):
         Args:
             x: Examples like those to come; by default training examples.
             variance: Whether it returns the variance of each output (N, C) beside the outputs, that of
-                ``predictive``: exact in the last linear layer, in all weights as far as a factor of P times
-                the fewer of P and N·C numbers fits the memory, along the directions of a sketch, and for
-                ``linnet.adapt`` where the lower layers take no part.
+                ``predictive``, exactly: in the last linear layer, along the directions of a sketch, and in
+                all weights as far as a factor of P times the fewer of P and N·C numbers fits the memory;
+                for ``linnet.adapt`` with lower layers, four times P times N.
 
         Returns:
             The module in evaluation mode: from the network's own inputs to outputs (N, C), or to both.
 
         Raises:
             DataError: If x is empty or not finite.
-            InputError: If the variance is of another kind of fit.
+            InputError: If ``variance`` is no bool.
             MemoryBudgetError: If the variance, or a module of ``linnet.adapt``, would hold too much.
             ModelError: If ``torch.export`` cannot trace the network, or it has an operation without a rule.
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnet.errors import InputError
 from linnet.fitting.accuracy import answerable, sound_change
 from linnet.fitting.arguments import CRITERIA, positions, ridge_grid
 from linnet.fitting.evaluation import base_outputs, checked_inputs, count_in_words, linear_outputs
@@ -43,7 +42,6 @@ from linnet.predictive.noise import Noise
 from linnet.tangent.batch import (
     Inputs,
     batch_size,
-    observed,
 )
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.forward_mode import Params
@@ -375,14 +373,9 @@ class LinearFit(SquaredFit):
         """The model as a plain module, its variances computed in a type, or in the network's."""
         if not variance:
             return exported_fit(self.module, like, None, kind)
-        weighted = self.system.problem.weights is not None or observed(self.x)[1] is not None
-        if weighted or self.constraints is not None:
-            raise InputError(
-                f"variance=True of a fit with {'weights of its targets' if weighted else 'constraints'}",
-                expected="outputs that share one covariance",
-                remedy="export without variance=, and keep the fit in linnet for it",
-            )
-        posterior = Posterior(self.x, self.ridge, self.noise, memory=self.memory)
+        weights = self.system.problem.weights
+        roots = None if weights is None else weights.diag_embed()
+        posterior = Posterior(self.x, self.ridge, self.noise, roots, self.memory, self.constraints)
         return exported_fit(self.module, like, posterior, kind)
 
     def _merged(self, x: Inputs) -> Merged:

@@ -89,9 +89,19 @@ class MetricNetwork(Coordinates):
         """
         n, k = captured.n, captured.k
         flat = torch.cat([captured.rows(name).reshape(n * k, -1) for name in self._shapes], 1)
+        return self.turned(flat).reshape(n, k, -1)
+
+    def turned(self, rows: Tensor) -> Tensor:
+        """J H from rows of J.
+
+        Args:
+            rows: In the order of the network's parameters, (M, P).
+
+        Returns:
+            (M, P).
+        """
         # (J H)ᵀ = Hᵀ Jᵀ
-        turned = self._covariance._root_transposed(flat.to(self._covariance.dtype).T).T
-        return turned.to(flat.dtype).reshape(n, k, -1)
+        return self._covariance._root_transposed(rows.to(self._covariance.dtype).T).T.to(rows.dtype)
 
     def kernel_rows(self, captured: Captured) -> Tensor:
         """Rows with the products of those of J H, of every layer in its eigenbasis.

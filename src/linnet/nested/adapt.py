@@ -16,6 +16,7 @@ from linnet.fitting.last_layer import ending_linear, last_linear
 from linnet.fitting.record import Record
 from linnet.fitting.remarks import single_remarks
 from linnet.linear.targets import ALPHA, Targets, make_targets
+from linnet.logged import Log
 from linnet.nested.features import Features
 from linnet.nested.load_nested import read_nested
 from linnet.nested.nested_fit import NestedFit, solved
@@ -41,7 +42,7 @@ def adapt(
     params: Selector = None,
     seed: int = 0,
     memory: str | int | None = None,
-    tune: bool = False,
+    tune: bool | Log = False,
 ) -> NestedFit:
     """Fit a trained network to a new task: its linear probe and its linearized lower layers, in one solve.
 
@@ -62,7 +63,9 @@ def adapt(
         params: Parameters below the head that take part; see ``linnet.linearize``. All by default.
         seed: Seed of the four random heads whose tangent kernels are averaged.
         memory: Budget such as ``"4GB"``; by default half of what is available.
-        tune: Whether to train the lower layers where it helps: five or six runs of 150 steps or more.
+        tune: Whether to train the lower layers where it helps: five or six runs of 150 steps or more. A
+            function of a dict of numbers and a step, such as ``linnet.integrations.logs.log_to`` makes, is a
+            yes; it is told the loss of every epoch of each run, and what the held-out fold says of it.
 
     Returns:
         The fit.
@@ -91,9 +94,11 @@ def adapt(
     if ridge is not None:
         check.number("ridge", ridge, above=0)
     seed = check.integer("seed", seed, least=0, most=2**63 - 1)
-    if check.flag("tune", tune) and (weight is not None or ridge is not None):
+    log = tune if callable(tune) else None
+    tunes = log is not None or check.flag("tune", tune)
+    if tunes and (weight is not None or ridge is not None):
         raise InputError(
-            f"tune={tune!r} with {'weight' if weight is not None else 'ridge'} given",
+            f"tune={tunes} with {'weight' if weight is not None else 'ridge'} given",
             expected="both free: held-out folds choose them",
             remedy="leave weight= and ridge= out, or tune=",
         )
@@ -101,8 +106,9 @@ def adapt(
     with sharing("linnet.adapt", device):
         x, y = gather_data(data, device)
         arguments = {"model": model, "x": x, "y": y, "params": params, "weight": weight, "ridge": ridge}
-        require_alike({**arguments, "seed": seed, "memory": memory, "tune": tune})
-        return _adapted(model, (x, y), params, (weight, ridge), seed, memory, tune)
+        require_alike({**arguments, "seed": seed, "memory": memory, "tune": tunes})
+        fit = _adapted(model, (x, y), params, (weight, ridge), seed, memory)
+        return tuned(fit, seed, log) if tunes else fit
 
 
 def _adapted(
@@ -112,7 +118,6 @@ def _adapted(
     chosen: tuple[float | None, float | None],
     seed: int,
     memory: str | int | None,
-    tune: bool,
 ) -> NestedFit:
     """The fit; ``chosen`` are the weight and the ridge that were given."""
     begin = time.perf_counter()
@@ -122,8 +127,7 @@ def _adapted(
     features = Features(model, HEADS, seed, params)
     features.function.check_runs(take(x, slice(0, 1)))
     record = Record("dual", "loo", {}, single_remarks(targets), {"network": time.perf_counter() - begin})
-    fit = solved(features, x, targets, memory, record, chosen)
-    return tuned(fit, seed) if tune else fit
+    return solved(features, x, targets, memory, record, chosen)
 
 
 def task_targets(y: Tensor, dtype: torch.dtype) -> Targets:

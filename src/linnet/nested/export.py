@@ -4,26 +4,38 @@
 
 A probe (w = 0) is a linear layer, with its exact variance. Otherwise the module holds H·C directions of the
 lower layers, and differentiates along each.
+
+Its variance takes the rows J_h(x) of every example. With g = (√((1−w)/m_head) φ̃, √(w/(H m_body)) J_1, …, J_H)
+the features beside the intercept, whose prior variance is κ, and s = Σᵢ g(xᵢ) over the N training examples,
+
+    Var f(x) = σ²κ/(Nκ+ρ) + σ² g̃ᵀ (GᵀQ²G + ρI)⁻¹ g̃,   g̃ = g − s κ/(Nκ+ρ),   Q² = I − κ/(Nκ+ρ) 11ᵀ
+
+(the intercept eliminated, so that its large variance is nowhere the difference of larger numbers).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError
+from linnet.fitting.evaluation import BATCH
 from linnet.fitting.export import Affine, HeadOutputs, covariance_roots
-from linnet.fitting.export_variance import Posterior
+from linnet.fitting.export_variance import Posterior, held_by_factor, in_examples, in_weights
 from linnet.fitting.last_layer import bared, last_linear, replace_module, zero_layer
 from linnet.linear.dual import DualSystem
-from linnet.memory import require
+from linnet.memory import Plan, parse_bytes, require
 from linnet.nested.prior import Prior
 from linnet.nested.search import BIAS
 from linnet.nested.weights import Weights
-from linnet.tangent.batch import Inputs
+from linnet.tangent.batch import Inputs, split
+from linnet.tangent.functional import Functional
 from linnet.tangent.graph import plain_module
+from linnet.tangent.graph_rows import module_with_rows
+from linnet.tangent.jacobian import jacobian
 from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.sizes import Prototype, Traced
 
@@ -47,6 +59,76 @@ class _WithBody(nn.Module):
         each = torch.stack(list(tangents), 1).unflatten(1, (-1, h))  # (N, C, H, D)
         moved: Tensor = (each * self.heads).sum((2, 3))
         return mean + moved
+
+
+class _Remaining(NamedTuple):
+    """The posterior of the features beside the intercept, and what the intercept adds.
+
+    Args:
+        center: Of φ, (D,).
+        scales: √((1−w)/m_head) and √(w/(H m_body)).
+        shift: s κ/(Nκ+ρ), (D + H·P,).
+        factor: Of the posterior, (D + H·P, ·), as ``export_variance`` has it.
+        prior: σ²/ρ where the factor is to be taken from it, 0 otherwise.
+        least: σ²κ/(Nκ+ρ).
+    """
+
+    center: Tensor
+    scales: tuple[float, float]
+    shift: Tensor
+    factor: Tensor
+    prior: float
+    least: float
+
+    def features(self, phi: Tensor, j: Tensor) -> Tensor:
+        """g, (N, D + H·P), from φ (N, D) and J (N, H, P)."""
+        head, body = self.scales
+        return torch.cat([(phi - self.center) * head, j.flatten(1) * body], 1)
+
+
+class _WithVariance(nn.Module):
+    """The linear layer on φ, the lower layers' part from their rows, and the variance that all outputs share.
+
+    Args:
+        layer: Weight (C, D) and bias (C,).
+        delta: δ of every head, (H·P, C).
+        rest: The posterior.
+        kind: Type in which variances are computed.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    delta: Tensor
+
+    def __init__(
+        self, layer: tuple[Tensor, Tensor], delta: Tensor, rest: _Remaining, kind: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", layer[0])
+        self.register_buffer("bias", layer[1])
+        self.register_buffer("delta", delta)
+        # contiguous, as torch saves them in its files
+        own = {name: getattr(rest, name).to(kind).contiguous() for name in ("center", "shift", "factor")}
+        self.rest = rest._replace(**own)
+
+    def forward(self, phi: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Outputs and their variances.
+
+        Args:
+            phi: (N, D).
+            rows: J by weight, (N, H, *shape).
+
+        Returns:
+            Both (N, C).
+        """
+        rest = self.rest
+        j = torch.cat([row.flatten(2) for row in rows], 2)
+        mean = nn.functional.linear(phi, self.weight, self.bias) + j.flatten(1) @ self.delta
+        g = rest.features(phi.to(rest.factor), j.to(rest.factor)) - rest.shift
+        held = (g @ rest.factor).square().sum(1)
+        variance = (rest.prior * g.square().sum(1) - held).clamp_min(0) if rest.prior else held
+        each = (variance + rest.least).to(mean.dtype)
+        return mean, each[:, None].expand(mean.shape)
 
 
 @in_exact_mode
@@ -73,8 +155,7 @@ def exported_nested(
         The module.
 
     Raises:
-        InputError: If variances are wanted and the lower layers take part.
-        MemoryBudgetError: If the directions do not fit the budget.
+        MemoryBudgetError: If the directions, or the factor of the variance, do not fit the budget.
         ModelError: If the network cannot be traced.
     """
     (train, like), function = inputs, prior.features.function
@@ -95,14 +176,36 @@ def exported_nested(
             roots = covariance_roots(psi, Posterior(train, system.ridge, noise)).to(kind)
             shape = shape.to(kind)
         return plain_module(network, [], HeadOutputs(weight, bias, roots, shape), like, function.output)
-    if noise is not None:
-        raise InputError(
-            f"variance=True of a fit in which the lower layers have the weight {prior.mixture.weight:g}",
-            expected="weight 0, the linear probe, whose variance is a form of its features",
-            remedy="adapt with weight=0, or keep the fit in linnet, whose predictive() has the variance",
-        )
     heads = last_linear(function.model)[1].weight.detach()
+    if noise is not None:
+        assert found.directions is not None
+        rest = _remaining(prior, phi, Posterior(train, system.ridge, noise))
+        finish = _WithVariance((weight, bias), found.directions.flatten(0, 1), rest, kind or function.dtype)
+        return module_with_rows(Functional(network, function.names, function.output), finish, like, heads)
     return plain_module(network, found.by_output(), _WithBody(weight, bias, heads), like, function.output)
+
+
+def _remaining(prior: Prior, phi: Tensor, posterior: Posterior) -> _Remaining:
+    """The posterior of the features beside the intercept."""
+    function, h, mixture = prior.features.function, prior.features.heads, prior.mixture
+    (n, d), p = phi.shape, h * function.space.dim
+    what = f"variance of {d} features and {h} heads on {function.space.dim} weights, {n} examples"
+    items = (*held_by_factor(d + p, n, h), ("training rows", 8 * n * (d + p)))
+    remedies = [
+        "adapt with weight=0, whose variance takes the features alone",
+        "export without variance=, and keep the fit in linnet for it",
+    ]
+    require(Plan(what, parse_bytes(prior.memory, function.device), items), remedies)
+    scales = ((1 - mixture.weight) / mixture.head) ** 0.5, (mixture.weight / (h * mixture.body)) ** 0.5
+    rows = [jacobian(function, part, prior.memory).double() for part in split(posterior.x, BATCH)]
+    share = BIAS / (n * BIAS + posterior.ridge)  # κ/(Nκ+ρ)
+    least = share * posterior.noise
+    rest = _Remaining(prior.center.double(), scales, phi.new_zeros(()), phi.new_zeros(()), 0.0, least)
+    g = rest.features(phi + rest.center, torch.cat(rows))
+    total = g.sum(0)
+    g -= total * ((1 - (1 - share * n) ** 0.5) / n)  # Q G
+    found = in_weights(g.T @ g, posterior) if d + p <= n else in_examples(g, posterior)
+    return rest._replace(shift=total * share, factor=found[0], prior=found[1])
 
 
 @in_exact_mode

@@ -26,6 +26,7 @@ from linnet.fitting.descent import Descent
 from linnet.fitting.folds import deal
 from linnet.fitting.head import Probe, example_hashes, with_head
 from linnet.linear.dual import DualSystem, Spectrum
+from linnet.logged import Log
 from linnet.nested.features import Features
 from linnet.nested.nested_fit import NestedFit
 from linnet.nested.prior import Prior
@@ -77,13 +78,15 @@ class Tuning:
     Args:
         fit: The nested fit at the original weights.
         seed: Seed of the folds and of the batches.
+        log: Told what the runs come to, which are counted from 1; their steps follow each other.
 
     Raises:
         DataError: If the samples cannot be split into folds of which each leaves two classes.
     """
 
-    def __init__(self, fit: NestedFit, seed: int) -> None:
-        self.fit, self.seed = fit, seed
+    def __init__(self, fit: NestedFit, seed: int, log: Log | None = None) -> None:
+        self.fit, self.seed, self.log = fit, seed, log
+        self.runs = 0
         self.features = fit.prior.features
         self.y = fit.targets if fit.labels is None else fit.labels
         self.fold = self._dealt()
@@ -135,7 +138,8 @@ class Tuning:
         start = with_head(features.model, self.fit.system.c, Probe(scale=HEAD_SCALE), data=(x, y))
         run = Descent(rate, self.steps, BATCH, self.seed, "adam")
         named = {*features.function.names, f"{features.layer}.weight", f"{features.layer}.bias"}
-        network = run(start, x, y, self._ticks, named)
+        self.runs += 1
+        network = run(start, x, y, self._ticks, named, None if self.log is None else self.tell)
         if all(bool(p.isfinite().all()) for p in network.parameters()):
             made = features.moved(network)
             if made.phi(x).isfinite().all():
@@ -160,6 +164,38 @@ class Tuning:
         phi = phi - phi.mean(0)
         body = features.body(self.fit.x, None, self.fit.memory) if share else None
         return Kernels(phi @ phi.T, body)
+
+    def tell(self, values: dict[str, float], step: int) -> None:
+        """Hand numbers of the run that is under way to the logger, if there is one.
+
+        Args:
+            values: The numbers.
+            step: Steps of this run.
+        """
+        if self.log is not None:
+            self.log({**values, "run": self.runs}, (self.runs - 1) * self.steps + step)
+
+    def held_out(self, kernel: Tensor, k: int, targets: Tensor) -> Tensor:
+        """Squared errors on fold k by the fit of the others at its best ridge, which are told.
+
+        Args:
+            kernel: K of all samples, (N, N), by a network trained without the fold.
+            k: The fold.
+            targets: t, (N, C).
+
+        Returns:
+            An error for each of the fold's samples.
+        """
+        parts = self.parts(k)
+        outputs, own = held_out(kernel, targets, parts, RIDGES), targets[parts[1]]
+        errors = (outputs - own).square().sum(2)
+        best = int(errors.mean(1).argmin())
+        values = {"held_out_error": float(errors[best].mean())}
+        if self.fit.labels is not None:
+            right = outputs[best].argmax(1) == self.fit.labels[parts[1]]
+            values["held_out_accuracy"] = float(right.double().mean())
+        self.tell(values, self.steps)
+        return errors[best]
 
     def finish(self) -> None:
         """Let the meter end on its last line."""
@@ -187,19 +223,20 @@ def held_out(kernel: Tensor, targets: Tensor, parts: tuple[Tensor, Tensor], ridg
 
 
 @torch.no_grad()
-def tuned(fit: NestedFit, seed: int) -> NestedFit:
+def tuned(fit: NestedFit, seed: int, log: Log | None = None) -> NestedFit:
     """The nested fit at trained weights where held-out samples say that it is better, else the one given.
 
     Args:
         fit: The nested fit at the original weights.
         seed: Seed of the folds and of the batches.
+        log: Told the numbers of every run of training.
 
     Returns:
         A fit with its ``rungs``: the probe, the nested fit, the trained network.
     """
     start = time.perf_counter()
     try:
-        tuning = Tuning(fit, seed)
+        tuning = Tuning(fit, seed, log)
         made = _tuned(fit, tuning, start)
         tuning.finish()
     except (DataError, NumericalError) as error:  # the fit that there is stays
@@ -219,6 +256,8 @@ def _tuned(fit: NestedFit, tuning: Tuning, start: float) -> NestedFit:
         return _told(fit, verdict(rungs), rungs)
     for k in range(1, FOLDS):
         kernels.append(tuning.kernels(tuning.trained(tuning.parts(k)[0], rate), weight > 0))
+        if tuning.log is not None:
+            tuning.held_out(kernels[-1].mixed(0.0)[0], k, targets)
     weight, ridge, outputs = _chosen(tuning, kernels, targets)
     rungs = ladder(before, outputs, fit.training_targets, time.perf_counter() - start)
     if not rungs[-1].taken:
@@ -283,9 +322,7 @@ def _searched(tuning: Tuning, targets: Tensor) -> tuple[float, Features]:
             with contextlib.suppress(NumericalError):
                 network = tuning.trained(rest, RATES[place])
                 kernel = tuning.kernels(network, share=False).mixed(0.0)[0]
-                outputs = held_out(kernel, targets, (rest, held), RIDGES)
-                found = (outputs - targets[held]).square().sum(2)
-                errors[place], networks[place] = found[int(found.mean(1).argmin())], network
+                errors[place], networks[place] = tuning.held_out(kernel, 0, targets), network
         return errors[place]
 
     def better(place: int, than: int, margin: float) -> bool:

@@ -1,9 +1,10 @@
 """A network and the rows of its Jacobian as one plain graph.
 
 Every output of every example gets weights of its own, W + Z with Z = 0: with the examples repeated C times,
-the gradient of Σ f_c(x_n; W + Z_nc) with respect to Z_nc is the row J_c(x_n), by one backward pass. The rules
-here say what an operation does where its weights have such an axis in front; ``torch.vmap`` knows more of
-them, but fixes the number of examples where it is traced.
+the gradient of Σ f_c(x_n; W + Z_nc) with respect to Z_nc is the row J_c(x_n), by one backward pass; repeated
+K times, those of K combinations of the outputs. The rules here say what an operation does where its weights
+have such an axis in front; ``torch.vmap`` knows more of them, but fixes the number of examples where it is
+traced.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from linnet.tangent.modes import in_exact_mode
 from linnet.tangent.sizes import Prototype, Traced
 
 FinishRows = Callable[[Tensor, Sequence[Tensor]], Any]  # from f₀(x) (N, C), and J(x) (N, C, *shape) by weight
+
+_HEADS = "heads of the rows"  # what goes by this name beside the weights of a graph
 
 _BY_NUMBER = frozenset({
     "add", "sub", "rsub", "mul", "div", "neg", "pow", "exp", "log", "sqrt", "rsqrt", "reciprocal", "tanh",
@@ -412,13 +415,16 @@ class _Bound(nn.Module):
 
 
 @in_exact_mode
-def module_with_rows(function: Functional, finish: FinishRows, like: Prototype) -> Traced:
+def module_with_rows(
+    function: Functional, finish: FinishRows, like: Prototype, heads: Tensor | None = None
+) -> Traced:
     """A module that computes something of f₀(x) and of the rows of J(x), with torch alone.
 
     Args:
-        function: The network at θ₀.
-        finish: What to return, from the outputs (N, C) and J (N, C, *shape) for each of ``function.names``.
+        function: The network at θ₀, of C outputs.
+        finish: What to return, from the outputs (N, C) and J (N, K, *shape) for each of ``function.names``.
         like: A batch that is like those to come.
+        heads: (K, C), where the rows are to be those of K combinations of the outputs; by default of each.
 
     Returns:
         A module of plain operations, for batches of any size.
@@ -446,25 +452,28 @@ def module_with_rows(function: Functional, finish: FinishRows, like: Prototype) 
             remedy="pass output= to take some of them, such as those at the last position",
         )
     n = batch_size(found.like.x)
+    kind, device = function.dtype, function.device
+    state[_HEADS] = torch.eye(outputs, dtype=kind, device=device) if heads is None else heads
+    count = len(state[_HEADS])
     each = [t.ndim > 0 and t.shape[0] == n for t in tensors_in(found.like.x)]
     shapes = {name: function.theta[name].shape for name in function.names}
 
     def rows(*flat: Tensor) -> list[Tensor]:
         known, given = dict(zip(state, flat, strict=False)), flat[len(state) :]
         size = given[each.index(True)].shape[0]
-        repeated = [_repeated(t, outputs) if mine else t for t, mine in zip(given, each, strict=True)]
-        moves = {name: flat[0].new_zeros(size * outputs, *shape) for name, shape in shapes.items()}
+        repeated = [_repeated(t, count) if mine else t for t, mine in zip(given, each, strict=True)]
+        moves = {name: flat[0].new_zeros(size * count, *shape) for name, shape in shapes.items()}
         for z in moves.values():
             z.requires_grad_()
         own = {place: known[place].detach() + moves[name] for place, name in places.items() if place in known}
         runner = EachOwn(graph, known, own)
         value = runner.run(*repeated, enable_io_processing=False)
-        value = next(flat_values(value)).reshape(size, outputs, outputs)
-        eye = torch.eye(outputs, dtype=value.dtype, device=value.device)
-        value = (value * eye).sum(2)  # of each its own output; a diagonal's gradient is written in place
-        found = torch.autograd.grad(value.sum(), list(moves.values()), allow_unused=True)
+        value = next(flat_values(value)).reshape(size, count, outputs)
+        # of each its own output; a diagonal's gradient is written in place
+        total = (value * known[_HEADS].to(value.dtype)).sum()
+        found = torch.autograd.grad(total, list(moves.values()), allow_unused=True)
         rows = [torch.zeros_like(z) if g is None else g for g, z in zip(found, moves.values(), strict=True)]
-        return [value.detach(), *(g.reshape(size, outputs, *g.shape[1:]) for g in rows)]
+        return [value[:, 0].detach(), *(g.reshape(size, count, *g.shape[1:]) for g in rows)]
 
     made = _traced_rows(rows, list(state.values()), inputs)
     with torch.no_grad():

@@ -25,8 +25,8 @@ def export(
     Args:
         run: The folder that linnet adapt, forget or update wrote.
         out: The file to write: ``.pt2`` for torch.export.load, ``.onnx`` for ONNX runtimes.
-        variance: Whether the file gives the variance of each output too; for runs in which the lower
-            layers take no part.
+        variance: Whether the file gives the variance of each output too; where the lower layers take part
+            it holds as many numbers as they have derivatives on the training samples.
         model: The network's factory, where the run's own is not here or not to be run.
         memory: The budget, such as 2GB; half of what is free by default.
         device: The device to compute on, such as cpu or cuda.
