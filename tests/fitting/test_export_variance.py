@@ -12,7 +12,7 @@ from torch import nn
 import linnet
 from linnet.errors import MemoryBudgetError
 from linnet.fitting import Sketch
-from tests.fitting.test_export import IMAGES, data, network, of_images
+from tests.fitting.test_export import IMAGES, Images, data, network, of_images
 
 CROSS = {"loss": "cross-entropy", "ridge": 0.1}
 
@@ -70,14 +70,20 @@ def test_the_variance_at_other_sizes_of_images() -> None:
 POOLED = nn.Sequential(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d((2, 1)))
 
 
+def in_a_metric() -> Any:
+    given, net = (IMAGES, torch.arange(len(IMAGES)) % 3), Images(POOLED, 6)
+    curvature = linnet.curvature(net, given, linnet.likelihoods.Categorical())
+    return linnet.fit(linnet.linearize(linnet.with_metric(net, curvature, damping=0.1)), given, ridge=0.1)
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of the packages that write the file
-@pytest.mark.parametrize("options", [{}, {"solver": Sketch(20)}])
+@pytest.mark.parametrize("options", [{}, {"solver": Sketch(20)}, {"metric": True}])
 def test_another_runtime_gives_the_variance(options: dict[str, Any], tmp_path: Path) -> None:
     for package in ("onnx", "onnxscript"):
         pytest.importorskip(package)
     runtime = pytest.importorskip("onnxruntime")
-    fit = of_images(POOLED, 6, **options)
+    fit = in_a_metric() if options.get("metric") else of_images(POOLED, 6, **options)
     module = fit.export(variance=True)
     torch.onnx.export(
         module, (IMAGES,), tmp_path / "m.onnx", dynamo=True, verbose=False,

@@ -58,7 +58,7 @@ class RowsOutputs(nn.Module):
         delta: δ, (P,), in the order of the rows.
         factor: σR (P, P), or σ/√ρ V (P, N·C), and σ W T^(−½) (P, q) beside it.
         prior: σ²/ρ where the factor is V, 0 where it is R.
-        along: From the rows by weight to (N, C, P), where the fit has other coordinates.
+        along: From the rows by weight to (N·C, P), where the fit has other coordinates.
     """
 
     delta: Tensor
@@ -81,14 +81,15 @@ class RowsOutputs(nn.Module):
             Both (N, C).
         """
         if self.along is None:
-            j = torch.cat([row.reshape(*value.shape, -1) for row in rows], 2)
+            j = torch.cat([row.reshape(value.numel(), -1) for row in rows], 1)
         else:
             j = self.along(value, rows)
-        mean = value + j @ self.delta
+        # by a column: onnxruntime multiplies a transposed matrix by a vector wrongly
+        mean = value + (j @ self.delta[:, None]).reshape(value.shape)
         j = j.to(self.factor.dtype)
-        held = (j @ self.factor).square().sum(2)
-        variance = self.prior * j.square().sum(2) - held if self.prior else held
-        return mean, variance.clamp_min(0).to(mean.dtype)
+        held = (j @ self.factor).square().sum(1)
+        variance = self.prior * j.square().sum(1) - held if self.prior else held
+        return mean, variance.clamp_min(0).to(mean.dtype).reshape(value.shape)
 
 
 class AlongDirections(nn.Module):
@@ -110,7 +111,7 @@ class AlongDirections(nn.Module):
         )
 
     def forward(self, value: Tensor, rows: Sequence[Tensor]) -> Tensor:
-        """J H, (N, C, D).
+        """J H, (N·C, D).
 
         Args:
             value: f₀, (N, C).
@@ -127,7 +128,7 @@ class AlongDirections(nn.Module):
                 name.removeprefix(prefix): t for name, t in self.named_buffers() if name.startswith(prefix)
             }
             parts.append(restored_basis(kind, layer, own).projected([columns[name] for name in layer.names]))
-        along: Tensor = torch.cat(parts).T.unflatten(0, value.shape) * self.get_buffer("scales")
+        along: Tensor = torch.cat(parts).T * self.get_buffer("scales")
         return along.to(value.dtype)
 
 
@@ -143,7 +144,7 @@ class AlongMetric(nn.Module):
         self.turned = network.turned
 
     def forward(self, value: Tensor, rows: Sequence[Tensor]) -> Tensor:
-        """J H, (N, C, P).
+        """J H, (N·C, P).
 
         Args:
             value: f₀, (N, C).
@@ -152,9 +153,8 @@ class AlongMetric(nn.Module):
         Returns:
             The products.
         """
-        flat = torch.cat([row.reshape(value.numel(), -1) for row in rows], 1)
-        turned: Tensor = self.turned(flat)
-        return turned.reshape(*value.shape, -1)
+        turned: Tensor = self.turned(torch.cat([row.reshape(value.numel(), -1) for row in rows], 1))
+        return turned
 
 
 Along = AlongDirections | AlongMetric

@@ -313,6 +313,12 @@ def _traced(module: nn.Module, like: Prototype, names: list[str], decompose: boo
     for node in list(found.graph.nodes):  # checks of shapes, which no other exporter takes
         if node.op == "call_module" and node.target == "_guards_fn":
             found.graph.erase_node(node)
+    for node in found.graph.find_nodes(op="get_attr"):  # torch 2.6 leaves constants that are no buffers
+        place, _, name = str(node.target).rpartition(".")
+        owner, value = found.get_submodule(place), operator.attrgetter(str(node.target))(found)
+        if isinstance(value, Tensor) and name not in owner._buffers and name not in owner._parameters:
+            delattr(owner, name)
+            owner.register_buffer(name, value)
     found.graph.eliminate_dead_code()
     found.graph._tracer_cls = None  # torch's own cannot be made again when the module is unpickled
     # a module that can be put in evaluation mode as any other
