@@ -62,6 +62,33 @@ class _Mean(nn.Module):
         return value + tangents[0]
 
 
+class Moved(nn.Module):
+    """What moves each output: r_hᵀ of the tangents along its own H directions, summed.
+
+    Args:
+        heads: r_h, (H, D).
+    """
+
+    heads: Tensor
+
+    def __init__(self, heads: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("heads", heads)
+
+    def forward(self, tangents: Sequence[Tensor]) -> Tensor:
+        """The change of every output.
+
+        Args:
+            tangents: (N, D) each, for each output one h after another.
+
+        Returns:
+            (N, C).
+        """
+        each = torch.stack(list(tangents), 1).unflatten(1, (-1, self.heads.shape[0]))  # (N, C, H, D)
+        total: Tensor = (each * self.heads).sum((2, 3))
+        return total
+
+
 class HeadOutputs(nn.Module):
     """A linear layer on features, with the variance of its outputs where roots are given.
 

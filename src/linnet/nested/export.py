@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from linnet.errors import InputError
-from linnet.fitting.export import Affine, HeadOutputs, covariance_roots
+from linnet.fitting.export import Affine, HeadOutputs, Moved, covariance_roots
 from linnet.fitting.export_variance import Posterior
 from linnet.fitting.last_layer import bared, last_linear, replace_module, zero_layer
 from linnet.linear.dual import DualSystem
@@ -33,19 +33,16 @@ class _WithBody(nn.Module):
 
     weight: Tensor
     bias: Tensor
-    heads: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor, heads: Tensor) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
         self.register_buffer("bias", bias)
-        self.register_buffer("heads", heads)
+        self.moved = Moved(heads)
 
     def forward(self, phi: Tensor, tangents: Sequence[Tensor]) -> Tensor:
         mean = nn.functional.linear(phi, self.weight, self.bias)
-        h = self.heads.shape[0]
-        each = torch.stack(list(tangents), 1).unflatten(1, (-1, h))  # (N, C, H, D)
-        moved: Tensor = (each * self.heads).sum((2, 3))
+        moved: Tensor = self.moved(tangents)
         return mean + moved
 
 
