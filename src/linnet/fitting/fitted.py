@@ -84,7 +84,7 @@ class Fitted(PredictiveModel):
 
     @property
     def solver(self) -> str:
-        """``"dual"``, ``"primal"``, ``"cg"`` or ``"sgd"``."""
+        """``"dual"``, ``"shared"``, ``"primal"``, ``"sketch"``, ``"cg"`` or ``"sgd"``."""
         return self.record.solver
 
     @property

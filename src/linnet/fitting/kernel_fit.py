@@ -300,9 +300,7 @@ class KernelFit(SquaredFit):
         targets = replace(self._targets, values=self.targets[keep])
         what = f"forgot {count_in_words(len(index))}"
         left = take(self.x, keep.nonzero()[:, 0])
-        made = self._changed(left, targets, self.system.removed(index), what, start)
-        made.held_out = None if self.held_out is None else self.held_out[keep]
-        return made
+        return self._changed(left, targets, self.system.removed(index), what, start)
 
     def _left(self, index: Tensor) -> Tensor:
         """Which examples are left without some, (N,) of bools."""
@@ -314,29 +312,15 @@ class KernelFit(SquaredFit):
         """The fit with more examples at the same kernel and ridge."""
         joined = concatenate([self.x, x])
         targets = replace(self._targets, values=torch.cat([self.targets, new.values.to(self.targets)]))
-        cross, begun = self._cross(x), self._start(x)
-        residual = new.values.to(self.system.residual) - begun
-        system = self.system.extended(cross.T, self._square(x), residual)
-        made = self._changed(joined, targets, system, f"added {count_in_words(batch_size(x))}", start)
-        if self.held_out is not None:  # the fit before has not seen the new examples
-            told = cross @ self.system.beta + begun
-            made.held_out = torch.cat([self.held_out, told.to(self.held_out)])
-        return made
+        residual = new.values.to(self.system.residual) - self._start(x)
+        system = self.system.extended(self._to_train(x).T, self._square(x), residual)
+        return self._changed(joined, targets, system, f"added {count_in_words(batch_size(x))}", start)
 
     def _changed(self, x: Inputs, targets: Targets, system: DualSystem, what: str, start: float) -> Self:
         """A new fit of another system with the same kernel, and with what was done."""
         reasons = {**self.record.reasons, "change": what}
         seconds = {**self.record.seconds, "change": time.perf_counter() - start}
-        made = self._made(x, targets, system, replace(self.record, reasons=reasons, seconds=seconds))
-        return self._kept(made)
-
-    def _kept(self, made: Self) -> Self:
-        """A fit made from this one, with what held-out folds told: closed forms cannot find that again."""
-        if self.held_out is not None:
-            made._noise = self._noise
-            made._moderation, made._point_temperature = self._moderation, self._point_temperature
-            made.held_out = self.held_out if made.n == self.n else None
-        return made
+        return self._made(x, targets, system, replace(self.record, reasons=reasons, seconds=seconds))
 
     @torch.no_grad()
     def recomputed(self) -> Self:
@@ -347,7 +331,9 @@ class KernelFit(SquaredFit):
         """
         residual = self.targets.to(self.system.residual) - self._start(self.x)
         system = DualSystem(self._square(self.x), residual, self.ridge)
-        return self._kept(self._made(self.x, self._targets, system, self.record))
+        made = self._made(self.x, self._targets, system, self.record)
+        made.held_out = self.held_out
+        return made
 
     # -- elsewhere -------------------------------------------------------------------------------
 

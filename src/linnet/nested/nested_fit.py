@@ -146,14 +146,12 @@ class NestedFit(KernelFit):
         return Weights(self.prior, self.x, self.phi, self.system).outputs
 
     def _made(self, x: Inputs, targets: Targets, system: DualSystem, record: Record) -> NestedFit:
-        """A fit of another system with the same kernel."""
-        return NestedFit(self.prior, x, targets, system, record)
-
-    def _kept(self, made: NestedFit) -> NestedFit:
-        """A fit made from this one, with what held-out folds told."""
+        """A fit of another system, with what held-out folds told: closed forms cannot find that again."""
+        made = NestedFit(self.prior, x, targets, system, record)
         if self.held_out is not None:
-            made.rungs = self.rungs
-        return super()._kept(made)
+            made._noise, made.rungs = self._noise, self.rungs
+            made._moderation, made._point_temperature = self._moderation, self._point_temperature
+        return made
 
     def ridges(self) -> Tensor:
         """Seven decades of ridges around the mean of the kernel's diagonal, and the fit's own, (R,)."""
@@ -180,8 +178,9 @@ class NestedFit(KernelFit):
             InputError: If an index is out of range or given twice, or nothing would be left.
         """
         made = super().forget(indices)
-        if self._phi is not None:
-            made._phi = self._phi[self._left(positions(indices, self.n).to(self._phi.device))]
+        keep = self._left(positions(indices, self.n).to(self.system.kernel.device))
+        made._phi = None if self._phi is None else self._phi[keep]
+        made.held_out = None if self.held_out is None else self.held_out[keep]
         return made
 
     @torch.no_grad()
@@ -223,6 +222,9 @@ class NestedFit(KernelFit):
             return made
         made = self._more(x, new, start)
         made._phi = torch.cat([self.phi, self.prior.phi(x)])
+        if self.held_out is not None:  # the fit before has not seen the new examples
+            told = self._to_train(x) @ self.system.beta
+            made.held_out = torch.cat([self.held_out, told.to(self.held_out)])
         return made
 
     # -- elsewhere -------------------------------------------------------------------------------
