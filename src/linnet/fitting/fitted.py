@@ -156,7 +156,7 @@ class Fitted(PredictiveModel):
             variance: Whether it returns the variance of each output (N, C) beside the outputs, that of
                 ``predictive``: exact in the last linear layer, in all weights as far as a factor of P times
                 the fewer of P and N·C numbers fits the memory, along the directions of a sketch, and for
-                ``linnet.adapt`` where the lower layers take no part.
+                ``linnet.adapt`` where the lower layers take no part; not by one kernel for all outputs.
 
         Returns:
             The module in evaluation mode: from the network's own inputs to outputs (N, C), or to both.
