@@ -12,7 +12,8 @@ the slope of log seconds in log N.
 
 ``exact`` compares accuracies on 10,000 test digits with the exact kernel's, N = ``--examples``. ``resnet``
 does the same for ResNet-20 on EuroSAT, whose exact fit takes minutes: seconds of both in one run. Beside them
-stands ``linnet.adapt``, one kernel for all outputs, which chooses its ridge by leave-one-out. With
+stand ``linnet.adapt``, one kernel for all outputs, and ``solver="shared"``, one of ``--combinations`` of the
+outputs in all weights; each chooses its ridge by leave-one-out. With
 ``--exact-ridge`` it solves at that ridge alone, without the eigenvalues of all N·C equations.
 """
 
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import linnet
-from linnet.fitting import Sketch
+from linnet.fitting import Shared, Sketch
 
 PARTS = ("growth", "exact", "resnet")
 BATCH = 128
@@ -158,6 +159,13 @@ def _compared(
         Row(f"its first {len(found)} predictions", first),
         Row(f"the next {len(found) - 1}", again),
     ]
+    for count in options.combinations:
+        seconds, fit = timed(
+            lambda count=count: linnet.fit(lin, few, ridge="loo", solver=Shared(count), memory=options.memory)
+        )
+        said = fit.summary()["reasons"]["outputs"]
+        note = f"test accuracy {accuracy(fit.predict, *test):.2f} %; {said}"
+        rows.append(Row(f"shared kernel of {count}", seconds, whole and whole / seconds, note=note))
     for dim in options.dims:
         settings = Sketch(dim, examples=min(options.basis, options.examples))
         seconds, fit = timed(
@@ -184,6 +192,9 @@ def main() -> None:
     arguments.add_argument("--pretrain", type=int, default=10_000, help="digits that train the network")
     arguments.add_argument("--dim", type=int, default=768)
     arguments.add_argument("--dims", nargs="+", type=int, default=[512, 768, 1024, 2048])
+    arguments.add_argument(
+        "--combinations", nargs="+", type=int, default=[1, 2, 4], help="of outputs, for shared kernels"
+    )
     arguments.add_argument("--basis", type=int, default=1000, help="examples that the basis is made of")
     arguments.add_argument("--memory", default="3GB")
     arguments.add_argument("--exact-ridge", type=float, help="of the exact fit; leave-one-out by default")

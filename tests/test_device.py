@@ -115,6 +115,8 @@ def _preconditioned(s: Scene) -> Any:
 MORE: dict[str, Callable[[Scene], Any]] = {
     "adapt": lambda s: linnet.adapt(s.model, s.data).predict(s.x),
     "adapt changed": lambda s: linnet.adapt(s.model, s.data).forget([0]).update((s.x[:2] + 1, s.y[:2])).loo(),
+    "fit shared": lambda s: s.fit(solver="shared", ridge="loo").forget([0]).update((s.x[:1], s.y[:1])).loo(),
+    "fit shared predictive": lambda s: s.fit(solver="shared").predictive(s.x).probs,
     "fit sketch": lambda s: s.fit(solver=Sketch(dim=6)).predict(s.x),
     "fit of a loader": lambda s: _of_loader(s).predict(s.x),
     "fit primal": lambda s: s.fit(solver="primal").predict(s.x),

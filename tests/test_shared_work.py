@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import linnet
 from linnet.distributed import apart, current, sharing, world
 from linnet.errors import LinnetError
-from linnet.fitting import CG, SGD, Sketch
+from linnet.fitting import CG, SGD, Shared, Sketch
 from linnet.likelihoods import Gaussian
 from linnet.linalg import dealt
 from linnet.linalg.operator import LinearOperator
@@ -100,6 +100,8 @@ def numbers(folder: Path) -> dict[str, Tensor]:
         found[name] = linnet.fit(lin(), (X, T), solver=solver, ridge=0.3).predict(X)
     sketched = linnet.fit(lin(), (X, T), solver=Sketch(dim=12, examples=15), ridge="loo")
     found["sketch"] = torch.cat([sketched.predict(X), sketched.loo(), sketched.forget([1]).predict(X)])
+    shared = linnet.fit(lin(), (X, Y), solver=Shared(2), ridge="loo")
+    found["one kernel for all outputs"] = torch.cat([shared.predict(X), shared.loo()])
     steps = linnet.fit(lin(), (X, T), solver=SGD(1e-10, 5000), ridge=3.0)
     found["sgd"] = steps.predict(X)
     found["gp, stored kernel"] = iterated("function", preconditioner="pivoted-cholesky")

@@ -37,6 +37,8 @@ def fitted(kind: str) -> tuple[Any, Tensor, Tensor, Tensor, Tensor]:
     net, x, y, new, answers = problem(2 if kind == "binary" else 3)
     if kind == "adapt":
         fit: Any = linnet.adapt(net, (x, y), ridge=0.3)
+    elif kind == "shared":
+        fit = linnet.fit(linnet.linearize(net), (x, y), solver=linnet.fitting.Shared(2), ridge=0.3)
     elif kind == "squared":
         fit = linnet.fit(linnet.linearize(net), (x, y), ridge=0.3)
     else:
@@ -57,7 +59,7 @@ def losses(fit: Any, outputs: Tensor, y: Tensor) -> Tensor:
     return 0.5 * (targets - outputs).square().sum(1)
 
 
-@pytest.mark.parametrize("kind", ["adapt", "squared", "softmax", "binary"])
+@pytest.mark.parametrize("kind", ["adapt", "squared", "shared", "softmax", "binary"])
 def test_influence_is_what_the_fit_without_the_example_says(kind: str) -> None:
     fit, _, _, new, answers = fitted(kind)
     found = influence(fit, new, labels=answers)
@@ -74,7 +76,7 @@ def test_influence_is_what_the_fit_without_the_example_says(kind: str) -> None:
         assert torch.allclose(found.loss[i].to(loss), loss, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["adapt", "squared", "softmax", "binary"])
+@pytest.mark.parametrize("kind", ["adapt", "squared", "shared", "softmax", "binary"])
 def test_the_wrong_label_leads_the_ranking(kind: str) -> None:
     fit, x, y, _, _ = fitted(kind)
     for score in ("auto", "margin", "residual"):
@@ -101,7 +103,7 @@ def test_what_these_fits_have_in_closed_form_takes_no_other_method() -> None:
         influence(problem(3)[0], new)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["adapt", "squared"])
+@pytest.mark.parametrize("kind", ["adapt", "squared", "shared"])
 def test_joint_covariances_have_those_of_each_example_on_their_diagonal(kind: str) -> None:
     fit, x, _, new, _ = fitted(kind)
     apart, together = fit.predictive(new), fit.predictive(new, joint=True)
@@ -119,7 +121,7 @@ def test_joint_covariances_have_those_of_each_example_on_their_diagonal(kind: st
     assert x.shape[1] == 2
 
 
-@pytest.mark.parametrize("kind", ["adapt", "squared", "softmax"])
+@pytest.mark.parametrize("kind", ["adapt", "squared", "shared", "softmax"])
 def test_a_model_is_scored_without_a_lambda(kind: str) -> None:
     fit, x, y, _, _ = fitted(kind)
 

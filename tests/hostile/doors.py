@@ -18,7 +18,8 @@ Arguments = dict[str, Any]
 
 # Records that linnet makes and hands out: nobody has to construct them.
 MADE_BY_LINNET = frozenset({
-    "Linearized", "Preflight", "LinearFit", "SoftmaxFit", "NestedFit", "audit.Accuracy", "audit.LabelErrors",
+    "Linearized", "Preflight", "LinearFit", "SoftmaxFit", "NestedFit", "SharedFit", "audit.Accuracy",
+    "audit.LabelErrors",
     "GaussianPredictive", "SampledPredictive", "Curvature", "LinearPosterior",
     "Report", "RegressionReport", "Separation", "Attack", "Finetuned", "Flow",
     "audit.Influence", "audit.LabelRanking", "audit.Summary", "audit.ValidationPath", "audit.Selection",
@@ -71,6 +72,7 @@ FUNCTIONS: dict[str, Callable[[], Arguments]] = {
     "fit": dict,
     "fitting.Dual": dict,
     "fitting.Sketch": lambda: {"damping": 0.1},
+    "fitting.Shared": dict,
     "fitting.CG": dict,
     "fitting.SGD": dict,
     "fitting.Nystrom": lambda: {"rank": 2},
@@ -237,6 +239,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "LinearFit": small.fit,
     "SoftmaxFit": small.softmax,
     "NestedFit": small.adapted,
+    "SharedFit": small.shared_fit,
     "FitPlots": lambda: small.fit().plot,
     "ModelPlots": lambda: small.on_a_line().plot,
     "ReportPlots": lambda: small.report().plot,
@@ -332,6 +335,8 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "Linearized.kernel": lambda: {"x1": small.x()},
     "Linearized.relinearize": lambda: {"at": small.params()},
     "NestedFit.along": lambda: {"ridges": torch.tensor([0.1, 1.0], dtype=torch.float64)},
+    "SharedFit.along": lambda: {"ridges": torch.tensor([0.1, 1.0], dtype=torch.float64)},
+    "SharedFit.calibrate": lambda: {"temperature": 1.0, "point_temperature": 1.0},
     "FitPlots.influence": lambda: {"x": small.x()[:1], "ax": small.axes(), "output": 1},
     "ModelPlots.calibration": lambda: {"x": small.places(), "y": small.places(), "ax": small.axes()},
     "ModelPlots.predicted": lambda: {"x": small.places(), "y": small.places(), "ax": small.axes()},

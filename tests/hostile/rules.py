@@ -160,6 +160,7 @@ OF_CALL: dict[str, str] = {
     "fitting.Dual(file)": "place or none",
     "fitting.Sketch(basis)": "word",
     "fitting.Sketch(dim)": "count",
+    "fitting.Shared(combinations)": "count",
     "with_sketch(dim)": "count",
     "fitting.Dual(max_steps)": "count",
     "fitting.CG(max_steps)": "count",
@@ -182,6 +183,10 @@ OF_CALL: dict[str, str] = {
     "Linearized.relinearize(at)": "weights by name",
     "SoftmaxFit.forget(indices)": "removed positions",
     "NestedFit.along(ridges)": "path of ridges",
+    "SharedFit.along(ridges)": "path of ridges",
+    "SharedFit.calibrate(temperature)": "positive or none",
+    "SharedFit.calibrate(point_temperature)": "positive or none",
+    "SharedFit.calibrate(noise)": "positive or none",
     "TangentGP(rank)": "count from zero",
     "finetune(search)": "grid",
     "audit.influence(steps)": "count from zero",
@@ -202,7 +207,7 @@ OF_CALL: dict[str, str] = {
     "continual.NonOnlineLaplace (saved).remember(data)": "kept pair",
     **{f"{name}(x)": "kept inputs" for name in KEEPING},
     "evaluate(noise)": "word",
-    **{f"{fit}.export(variance)": "flag" for fit in ("LinearFit", "SoftmaxFit", "NestedFit")},
+    **{f"{fit}.export(variance)": "flag" for fit in ("LinearFit", "SharedFit", "SoftmaxFit", "NestedFit")},
     "optim.GaussNewton.accumulate(y)": "labels later",
     "preflight(batch)": "kept inputs",
     "continual.convert_strength(batch)": "positive",
@@ -255,6 +260,7 @@ ALWAYS_REFUSED = frozenset({
     "FitPlots.predicted",
     "Finetuned.predictive",
     "NestedFit.merge",  # of a fit in which the lower layers take part
+    "SharedFit.merge",
     *(
         f"{kind}.{method}"
         for kind in ("LinearPosterior", *(f"baselines.{name}" for name in UNSAVED))

@@ -29,7 +29,7 @@ from linnet.files import (
     save_tensors,
     write_json,
 )
-from linnet.fitting import CG, Nystrom, Sketch
+from linnet.fitting import CG, Nystrom, Shared, Sketch
 from linnet.hub import folder as module
 from linnet.hub.card import CARD, is_own_card
 from linnet.laplace.laplace import Laplace
@@ -62,6 +62,7 @@ def finetuned() -> Any:
 FITS: dict[str, Callable[[], Any]] = {
     "dual": lambda: P.fit(ridge="loo", solver="dual"),
     "primal": lambda: P.fit(ridge=0.3, solver="primal"),
+    "shared": lambda: P.fit(ridge="loo", solver=Shared(2)),
     "sketch": lambda: P.fit(ridge=0.3, solver=Sketch(dim=5)),
     "cg": lambda: S.fit(ridge=0.3, solver=CG(1e-10, 300, Nystrom(3))),
     "sgd": lambda: S.fit(ridge=3.0, solver="sgd"),

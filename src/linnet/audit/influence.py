@@ -26,6 +26,7 @@ from linnet.fitting.arguments import positions
 from linnet.fitting.evaluation import checked_inputs
 from linnet.fitting.fitted import Fitted
 from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.shared_fit import SharedFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.frames import frame
 from linnet.linear.dual import DualSystem
@@ -496,7 +497,7 @@ def label_targets(fit: Fitted, x: Inputs, labels: Any) -> Tensor:
         raise InputError(
             f"labels is one value for {n} examples", "one label for each example of x", "pass labels (n,)"
         )
-    if isinstance(fit, LinearFit):
+    if isinstance(fit, LinearFit | SharedFit):
         dtype = fit.module.function.dtype
         check_arrangement(y, fit.module.function.output_shape(x), "labels")
     made = (

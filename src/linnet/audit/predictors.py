@@ -32,7 +32,8 @@ def check_fit(fit: Any, name: str = "fit") -> LinearFit:
     """
     if not isinstance(fit, LinearFit):
         expected = "a LinearFit: this is about weights δ that solve one system of equations"
-        _refuse(fit, name, expected, 'linnet.fit(lin, data), whose loss is "squared"')
+        how = 'linnet.fit(lin, data), whose loss is "squared" and whose outputs share their weights'
+        _refuse(fit, name, expected, f'{how}: any solver but "shared"')
     return fit
 
 

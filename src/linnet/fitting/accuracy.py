@@ -27,6 +27,7 @@ from linnet.errors import MemoryBudgetError, ModelError, NumericalError
 from linnet.fitting.remarks import ROUNDED
 from linnet.fitting.rounding import PROBED, Rounding, assumed_rounding
 from linnet.fitting.rounding import measured_rounding as measured_rounding
+from linnet.linear.dual import DualSystem
 from linnet.linear.normal_system import NormalSystem
 from linnet.linear.softmax_dual import SoftmaxDual
 from linnet.linear.softmax_primal import SoftmaxPrimal
@@ -102,6 +103,32 @@ def squared_accuracy(
     off = 0.0 if gap is None else float(weights.norm(dim=2).max()) * float(gap.norm())
     scale = max(_root_mean_square(system.residual), _root_mean_square(e), FAMILIAR * rounding.base)
     return _accuracy(weights, (beta.reshape(-1), left), system.diagonal(), rounding, (scale, off))
+
+
+def shared_accuracy(system: DualSystem, rounding: Rounding, index: Tensor) -> Accuracy:
+    """The estimate for a kernel that all outputs share: that of the output with the largest error.
+
+    Args:
+        system: The solution.
+        rounding: Errors of the network.
+        index: Examples that are left out, (k,).
+
+    Returns:
+        The estimate.
+    """
+    beta, diagonal = system.beta, system.kernel.diagonal().clamp_min(0)
+    unit = torch.zeros(system.n, len(index), dtype=beta.dtype, device=beta.device)
+    unit[index, torch.arange(len(index), device=beta.device)] = 1
+    columns = system.solve(unit).T  # M_i·, (k, N)
+    own = columns[torch.arange(len(index), device=beta.device), index]
+    e = beta[index] / own[:, None]
+    left = beta - columns[:, :, None] * e[:, None]  # (k, N, C)
+    sizes = (left.square() * diagonal[:, None]).sum(1)
+    worst = sizes.argmax(1)[:, None, None].expand(-1, system.n, 1)
+    most = (beta.square() * diagonal[:, None]).sum(0).argmax()
+    scale = max(_root_mean_square(system.residual), _root_mean_square(e), FAMILIAR * rounding.base)
+    solutions = beta[:, most], left.gather(2, worst)[:, :, 0]
+    return _accuracy((columns / own[:, None])[:, None], solutions, diagonal, rounding, (scale, 0.0))
 
 
 def normal_accuracy(system: NormalSystem, rounding: Rounding, index: Tensor) -> Accuracy:
@@ -231,7 +258,7 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
     """The estimate for any fit whose kernel there is, or is small enough to form.
 
     Args:
-        fit: A ``LinearFit`` or ``SoftmaxFit``.
+        fit: A ``LinearFit``, ``SharedFit`` or ``SoftmaxFit``.
         rounding: Errors of the network.
         index: Examples that are left out, (k,).
         iterations: Whether a given tolerance of conjugate gradients counts as an error.
@@ -254,6 +281,8 @@ def estimated(fit: Any, rounding: Rounding, index: Tensor, iterations: bool = Tr
         return None if same is None else squared_accuracy(same, rounding, index, gap)
     if isinstance(system, SoftmaxDual):
         found, outputs = softmax_accuracy(system, rounding, index), system.outputs
+    elif isinstance(system, DualSystem):  # in weights δ is summed in float64 and predicts no worse than K
+        return shared_accuracy(system, rounding, index)
     elif isinstance(system, NormalSystem):
         found = normal_accuracy(system, rounding, index)
         outputs = fit.targets.to(system.beta) - system.ridge * system.beta
@@ -464,6 +493,8 @@ def _at(fit: Any, ridge: float, rounding: Rounding) -> Accuracy | None:
         moved = form.at(ridge)
         if isinstance(moved, SoftmaxDual):
             return softmax_accuracy(moved, rounding, observed(fit))
+        if isinstance(moved, DualSystem):
+            return shared_accuracy(moved, rounding, observed(fit))
         return squared_accuracy(moved, rounding, observed(fit))
     except NumericalError:
         return None
@@ -490,7 +521,7 @@ def _smallest(fit: Any, ridge: float) -> float | None:
     form = _factorized(fit.system)
     if form is None:
         return None
-    trace = float((form.kernel.diagonal() if isinstance(form, SoftmaxDual) else form.diagonal()).sum())
+    trace = float((form.diagonal() if isinstance(form, System) else form.kernel.diagonal()).sum())
     rounding = measured_rounding(fit.module.function, fit.x, largest_base(fit))
     while ridge < trace:
         ridge *= STEP
@@ -500,11 +531,11 @@ def _smallest(fit: Any, ridge: float) -> float | None:
     return None
 
 
-def _factorized(system: Any) -> System | SoftmaxDual | None:
+def _factorized(system: Any) -> System | DualSystem | SoftmaxDual | None:
     """The same solution by a factorization; ``None`` where none fits."""
     if isinstance(system, System):
         return system.factorized
-    found: SoftmaxDual | None = system.dual if isinstance(system, SoftmaxPrimal) else system
+    found: DualSystem | SoftmaxDual | None = system.dual if isinstance(system, SoftmaxPrimal) else system
     return found
 
 
@@ -518,5 +549,6 @@ def largest_base(fit: Any) -> float:
         Its absolute value.
     """
     system = fit.system
-    base = fit.targets.to(system.residual) - system.residual if isinstance(system, System) else system.base
+    squared = isinstance(system, System | DualSystem)
+    base = fit.targets.to(system.residual) - system.residual if squared else system.base
     return float(base.abs().max())

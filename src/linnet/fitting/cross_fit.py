@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from linnet.fitting.combinations import combined
 from linnet.fitting.evaluation import base_outputs
 from linnet.fitting.folds import Folds
 from linnet.fitting.head import example_hashes
@@ -45,6 +46,7 @@ class CrossFit:
         fold: The fold of each, (N,).
         targets: t, or label probabilities, (N, C).
         memory: Budget of the kernels.
+        combinations: V, (C, M), of the outputs whose kernel all share; ``None`` for that of each output.
     """
 
     function: Functional
@@ -53,6 +55,7 @@ class CrossFit:
     fold: Tensor
     targets: Tensor
     memory: str | int | None = None
+    combinations: Tensor | None = None
 
     @property
     def said(self) -> str:
@@ -78,10 +81,11 @@ class CrossFit:
             kernel, cross, base = self._kernels(function, rest, held)
             residual = self.targets[rest].double() - base[rest]
             spectrum = Spectrum(kernel, residual)
-            # β(ρ) = V (Λ + ρ)⁻¹ Vᵀ r, one column a ridge
-            ratios = spectrum.coordinates[:, None] / (spectrum.values[:, None] + ridges.to(kernel))
-            change = (cross @ (spectrum.vectors @ ratios)).T.reshape(len(ridges), len(held), -1)
-            found[:, held] = base[held] + change
+            # β(ρ) = V (Λ + ρ)⁻¹ Vᵀ r
+            turned, coordinates = cross @ spectrum.vectors, spectrum.coordinates.reshape(len(kernel), -1)
+            for place, ridge in enumerate(ridges.tolist()):
+                change = (turned / (spectrum.values + ridge)) @ coordinates
+                found[place, held] = base[held] + change.reshape(len(held), -1)
         return found
 
     def classified(self, ridges: Tensor) -> Tensor:
@@ -142,11 +146,16 @@ class CrossFit:
                 yield self.folds.without(self.function, k), rest, held
 
     def _kernels(self, function: Functional, rest: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """K of the rest, K(fold, rest) as matrices, and f₀ of all."""
+        """K of the rest and K(fold, rest) as matrices, or what all outputs share of them; and f₀ of all."""
         x, c = take(self.x, rest), self.targets.shape[1]
+        base = base_outputs(Linearized(function), self.x).double()
+        if self.combinations is not None:
+            few, scale = combined(function, self.combinations), 1 / self.combinations.shape[1]
+            kernel = gram(few, x, form="trace", memory=self.memory).double()
+            cross = gram(few, take(self.x, held), x, form="trace", memory=self.memory).double()
+            return scale * kernel, scale * cross, base
         kernel = gram(function, x, form="full", memory=self.memory).double()
         cross = gram(function, take(self.x, held), x, form="full", memory=self.memory).double()
-        base = base_outputs(Linearized(function), self.x).double()
         return kernel.reshape(len(rest) * c, -1), cross.reshape(len(held) * c, -1), base
 
 

@@ -51,16 +51,24 @@ def own_network(module: Linearized) -> tuple[Functional, Params]:
     Returns:
         The network at θ₀, and δ by parameter name.
     """
-    function = module.function
     delta = {name: t.detach() for name, t in module.delta.items()}
+    network, moved = _in_own_weights(module.function, [delta])
+    return network, moved[0]
+
+
+def _in_own_weights(function: Functional, deltas: Sequence[Params]) -> tuple[Functional, list[Params]]:
+    """The network itself and displacements of its weights, also where they are in other coordinates."""
     inside = moved_network(function)
     if inside is None:
-        return function, delta
+        return function, list(deltas)
     coordinates = function.model
     assert isinstance(coordinates, Coordinates)
-    start = coordinates.displacement()
-    moved = coordinates.displacement(coordinates.epsilon.detach() + delta["epsilon"])
-    return inside, {name: moved[name] - start[name] for name in inside.names}
+    start, epsilon = coordinates.displacement(), coordinates.epsilon.detach()
+    found = []
+    for delta in deltas:
+        moved = coordinates.displacement(epsilon + delta["epsilon"])
+        found.append({name: moved[name] - start[name] for name in inside.names})
+    return inside, found
 
 
 class _Mean(nn.Module):
@@ -68,6 +76,45 @@ class _Mean(nn.Module):
 
     def forward(self, value: Tensor, tangents: Sequence[Tensor]) -> Tensor:
         return value + tangents[0]
+
+
+class Moved(nn.Module):
+    """What moves each output: r_hᵀ of the tangents along its own H directions, summed.
+
+    Args:
+        heads: r_h, (H, D).
+    """
+
+    heads: Tensor
+
+    def __init__(self, heads: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("heads", heads)
+
+    def forward(self, tangents: Sequence[Tensor]) -> Tensor:
+        """The change of every output.
+
+        Args:
+            tangents: (N, D) each, for each output one h after another.
+
+        Returns:
+            (N, C).
+        """
+        each = torch.stack(list(tangents), 1).unflatten(1, (-1, self.heads.shape[0]))  # (N, C, H, D)
+        total: Tensor = (each * self.heads).sum((2, 3))
+        return total
+
+
+class _Directions(nn.Module):
+    """f₀, and what moves each output."""
+
+    def __init__(self, heads: Tensor) -> None:
+        super().__init__()
+        self.moved = Moved(heads)
+
+    def forward(self, value: Tensor, tangents: Sequence[Tensor]) -> Tensor:
+        moved: Tensor = self.moved(tangents)
+        return value + moved
 
 
 class HeadOutputs(nn.Module):
@@ -177,6 +224,32 @@ def exported_fit(
     kind = kind or weight.dtype
     head = HeadOutputs(weight, bias, roots.to(kind), shape.to(kind))
     return plain_module(phi, [], head, like, function.output)
+
+
+@in_exact_mode
+@torch.no_grad()
+def exported_directions(
+    function: Functional, needed: Plan, directions: Callable[[], list[Params]], heads: Tensor, like: Prototype
+) -> Traced:
+    """A network whose outputs move along directions of their own, as a plain module.
+
+    Args:
+        function: The network.
+        needed: The memory of the directions.
+        directions: Makes them, for each output one head after another.
+        heads: r_h, (H, C), the combinations of outputs whose tangents are summed.
+        like: Examples like those to come.
+
+    Returns:
+        The module.
+
+    Raises:
+        MemoryBudgetError: If the directions do not fit the budget.
+        ModelError: If the network cannot be traced.
+    """
+    require(needed, ["fit with another solver, which has one direction for all outputs", "raise memory="])
+    network, moved = _in_own_weights(function, directions())
+    return plain_module(network.model, moved, _Directions(heads), like, network.output)
 
 
 def _last_layer(function: Functional, delta: Params) -> tuple[str, nn.Linear] | None:

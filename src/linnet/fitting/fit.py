@@ -6,28 +6,31 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
 from linnet.distributed import sharing
 from linnet.errors import InputError
 from linnet.fitting.accuracy import sound_fit
 from linnet.fitting.arguments import check_ridge
+from linnet.fitting.combinations import drawn_combinations, explain_outputs
 from linnet.fitting.cross_fit import CrossFit, find_cross_fit
 from linnet.fitting.evaluation import base_outputs
 from linnet.fitting.linear_fit import LinearFit, Record
 from linnet.fitting.plan import Size, affordable, choose_solver
 from linnet.fitting.remarks import head_remarks, held_remarks, single_remarks
+from linnet.fitting.ridge_choice import chosen_ridge, given_ridge
+from linnet.fitting.shared_fit import SharedFit, SharedKernel
 from linnet.fitting.sketch import deflated, sketched
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.fitting.softmax_path import check_criterion
 from linnet.fitting.softmax_solve import SoftmaxTask, solve_softmax
-from linnet.fitting.solver import Sketch, Solver, Solving
+from linnet.fitting.solver import Shared, Sketch, Solver, Solving
 from linnet.fitting.stochastic import solve_stochastically
 from linnet.likelihoods.distribution import require_axis
 from linnet.likelihoods.probabilities import warn_of_probabilities
-from linnet.linear.dual import DualSystem, RidgePath
-from linnet.linear.iterative import Iterative, Shared
+from linnet.linear.dual import DualSystem
+from linnet.linear.iterative import Iterative
+from linnet.linear.iterative import Shared as Beforehand
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.normal_system import NormalSystem, summed
 from linnet.linear.preconditioner import TRIAL
@@ -42,6 +45,7 @@ from linnet.linear.targets import (
     make_targets,
     position_targets,
 )
+from linnet.memory import require
 from linnet.params import choice, no_targets
 from linnet.progress import waiting
 from linnet.tangent.alike import require_alike
@@ -53,6 +57,20 @@ from linnet.tangent.modes import in_exact_mode
 
 LOSSES = ("squared", "cross-entropy")
 EIGEN_RATE = 5e10  # operations a second that the progress of an eigendecomposition assumes
+
+
+@overload
+def fit(
+    lin: Linearized,
+    data: Any,
+    loss: Literal["squared"] = "squared",
+    *,
+    targets: Tensor | OneHot | None = None,
+    ridge: float | str = 1.0,
+    solver: Literal["shared"] | Shared,
+    axis: int | None = None,
+    memory: str | int | None = None,
+) -> SharedFit: ...
 
 
 @overload
@@ -108,7 +126,7 @@ def fit(
     solver: Solver = "auto",
     axis: int | None = None,
     memory: str | int | None = None,
-) -> LinearFit | SoftmaxFit:
+) -> LinearFit | SoftmaxFit | SharedFit:
     """Solve for the one optimum δ of Σᵢ ℓ(f₀(xᵢ) + Jᵢδ, yᵢ) + ½ ρ‖δ‖², with ℓ half the squared error to tᵢ.
 
     Args:
@@ -124,12 +142,14 @@ def fit(
             ``linnet.fitting.OneHot(scale)`` for another α than 15.
         ridge: ρ > 0, or the criterion that chooses it: ``"loo"``, ``"gcv"`` (squared loss) or ``"evidence"``;
             :func:`linnet.audit.tune_ridge` chooses it by validation data.
-        solver: ``"dual"`` (the N·C × N·C kernel), ``"primal"`` (the P × P matrix JᵀJ, for many examples and
-            few weights; squared loss), ``"sketch"`` (the same along 2,048 directions of the weights, for
-            many of both), ``"cg"`` (matrix-free in the weights), ``"sgd"`` (the recipe of Achille et al., to
-            compare with), or ``"auto"``, which predicts operations and memory and says what it chose and why.
-            ``linnet.fitting.Dual(file=...)``, ``Sketch(dim=...)``, ``CG(tolerance=...)`` and ``SGD(...)``
-            have their settings.
+        solver: ``"dual"`` (the N·C × N·C kernel), ``"shared"`` (one N × N kernel for all outputs, the mean
+            over four combinations of them, for many outputs; squared loss; returns a ``SharedFit``),
+            ``"primal"`` (the P × P matrix JᵀJ, for many examples and few weights; squared loss), ``"sketch"``
+            (the same along 2,048 directions of the weights, for many of both), ``"cg"`` (matrix-free in the
+            weights), ``"sgd"`` (the recipe of Achille et al., to compare with), or ``"auto"``, which predicts
+            operations and memory, chooses one that is exact where it can, and says what and why.
+            ``linnet.fitting.Dual(file=...)``, ``Shared(combinations=...)``, ``Sketch(dim=...)``,
+            ``CG(tolerance=...)`` and ``SGD(...)`` have their settings.
         axis: Which axis of outputs such as (N, T, C) or (N, C, H, W) is the classes, where y has an integer
             class at every position, (N, T) or (N, H, W), or −100 where one does not count; such outputs are
             zero in ``targets`` and ``loo()``. For the squared loss.
@@ -169,12 +189,12 @@ def _shared_fit(
     asked: Solving,
     axis: int | None,
     memory: str | int | None,
-) -> LinearFit | SoftmaxFit:
+) -> LinearFit | SoftmaxFit | SharedFit:
     """The fit, of which each process of several makes its share."""
     scale = targets.scale if isinstance(targets, OneHot) else ALPHA
     given = None if isinstance(targets, OneHot) else targets
     _check(lin, loss, ridge, asked.name, scale)
-    _check_axis(axis, loss, given)
+    _check_axis(axis, loss, given, asked.name)
     x, y = gather_data(data, lin.function.device)
     arguments = {"lin": lin, "x": x, "y": y, "loss": loss, "targets": targets, "ridge": ridge}
     require_alike({**arguments, "solver": asked, "axis": axis, "memory": memory})
@@ -184,14 +204,14 @@ def _shared_fit(
 
     lin = pinned(lin, lin.function.precision)  # which later answers keep
 
-    def make(chosen: Linearized) -> LinearFit | SoftmaxFit:
+    def make(chosen: Linearized) -> LinearFit | SoftmaxFit | SharedFit:
         """The fit on a linearization in a type of its own; what was made for another type stays behind."""
         fresh = asked if chosen is lin else asked.finer()
         found = _fit(chosen, Work(x, y, given, ridge, memory, fresh), loss, scale)
         found._targets = replace(found._targets, axis=axis)
         return found
 
-    return sound_fit(lin, make, factorized=asked.name in ("auto", "dual", "primal", "sketch"))
+    return sound_fit(lin, make, factorized=asked.name in ("auto", "dual", "shared", "primal", "sketch"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +226,7 @@ class Work:
     solving: Solving
 
 
-def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | SoftmaxFit:
+def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | SoftmaxFit | SharedFit:
     """The fit, whatever rounding does to it."""
     x, y, targets, ridge, memory = work.x, work.y, work.targets, work.ridge, work.memory
     settings, operator, file = work.solving.settings, work.solving.operator, work.solving.file
@@ -241,6 +261,8 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
         return solve_softmax(
             SoftmaxTask(module, x, made, f0, ridge, memory, file), record, settings, operator, folds
         )
+    if chosen == "shared":
+        return _by_one_kernel(module, work, made, f0, record)
     started = time.perf_counter()
     residual = made.values.to(f0) - f0
     problem = Problem(module.function, x, residual)
@@ -252,7 +274,7 @@ def _fit(lin: Linearized, work: Work, loss: str, scale: float) -> LinearFit | So
         assert not isinstance(ridge, str), why
         settings = affordable(lin.function, x, settings, memory)
         solve = solve_stochastically if chosen == "sgd" else Iterative
-        shared = Shared(preconditioner=operator)
+        shared = Beforehand(preconditioner=operator)
         if work.solving.deflating is not None:
             shared = deflated(lin, problem, work.solving.deflating, float(ridge), memory)
         system = solve(problem, ridge, settings, memory, shared)
@@ -289,6 +311,12 @@ def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: f
                 expected="no scale: labels are probabilities",
                 remedy="leave targets= out",
             )
+    if solver == "shared" and loss != "squared":
+        raise InputError(
+            f'solver="shared" with loss={loss!r}',
+            expected='loss="squared": the curvature of the cross-entropy is another for each output',
+            remedy='pass solver="auto", or loss="squared"',
+        )
     if solver == "primal" and loss != "squared":
         raise InputError(
             f'solver="primal" with loss={loss!r}',
@@ -315,11 +343,17 @@ def _check(lin: Linearized, loss: str, ridge: float | str, solver: str, scale: f
         )
 
 
-def _check_axis(axis: Any, loss: str, targets: Any) -> None:
+def _check_axis(axis: Any, loss: str, targets: Any, solver: str) -> None:
     """Raise unless classes along an axis can be fitted."""
     if axis is None:
         return
     require_axis(axis)
+    if solver == "shared":
+        raise InputError(
+            f'axis={axis} with solver="shared"',
+            expected="one row of outputs an example: positions do not share a kernel",
+            remedy='pass solver="auto"',
+        )
     if loss != "squared" or targets is not None:
         raise InputError(
             f"axis={axis} with " + ("targets=" if targets is not None else f"loss={loss!r}"),
@@ -390,32 +424,35 @@ def _factorized(
         system = NormalSystem(problem, summed(problem, memory), rho, memory)
         seconds["kernel"] = time.perf_counter() - start
     if not isinstance(ridge, str):
-        held = None if folds is None else folds.squared(torch.tensor([rho]))[0]
-        return system, "given", held
+        _, said, held = given_ridge(rho, folds)
+        return system, said, held
     with waiting(f"eigenvalues of {size} equations", 20 * size**3 / EIGEN_RATE):
         path = system.path(None, targets)
-    if folds is None:
-        rho, said, held = path.best(ridge), _explain(path, ridge, path.best(ridge)), None
-    elif ridge == "loo":
-        every = folds.squared(path.ridges)
-        errors = (targets.values.double() - every).square().sum(2).mean(1)
-        at = int(errors.argmin())
-        rho, held = float(path.ridges[at]), every[at]
-        said = f"lowest held-out error of {len(path.ridges)} values over {folds.folds.count} folds"
-    else:
-        rho = path.best(ridge)
-        said, held = _explain(path, ridge, rho), folds.squared(torch.tensor([rho]))[0]
+    rho, said, held = chosen_ridge(path, ridge, targets, folds)
     return system.at(rho), said, held
 
 
-def _explain(path: RidgePath, criterion: str, ridge: float) -> str:
-    """One sentence about a chosen ridge."""
-    at = int((path.ridges - ridge).abs().argmin())
-    words = {
-        "loo": "lowest leave-one-out error",
-        "gcv": "lowest generalized cross-validation score",
-        "evidence": "highest evidence",
-    }[criterion]
-    edge = "; it is at the edge of the grid" if at in (0, len(path.ridges) - 1) else ""
-    degrees = float(path.degrees_of_freedom[at])
-    return f"{words} of {len(path.ridges)} values, {degrees:.0f} effective parameters{edge}"
+def _by_one_kernel(module: Linearized, work: Work, targets: Targets, f0: Tensor, record: Record) -> SharedFit:
+    """Form the kernel that all outputs share, choose ρ, solve; with cross-fitted heads, by folds too."""
+    asked, x, ridge, memory = work.solving.shared or Shared(), work.x, work.ridge, work.memory
+    drawn = drawn_combinations(f0.shape[1], asked.combinations, asked.seed)
+    kernel = SharedKernel(module, drawn.to(f0.device), memory)
+    size = Size(kernel.function, x, f0.shape[1], "squared", isinstance(ridge, str), memory)
+    require(size.shared_memory(), ['solve matrix-free with solver="cg"', "raise memory="])
+    record.reasons["outputs"] = explain_outputs(module.function, x, kernel.weights, memory)
+    folds = find_cross_fit(module, x, work.y, targets.values, memory)
+    folds = None if folds is None else replace(folds, combinations=kernel.weights)
+    start = time.perf_counter()
+    system = DualSystem(kernel.cross(x), targets.values.to(f0) - f0, 1.0)
+    record.seconds["kernel"] = time.perf_counter() - start
+    start = time.perf_counter()
+    if isinstance(ridge, str):
+        with waiting(f"eigenvalues of {system.n} equations", 20 * system.n**3 / EIGEN_RATE):
+            path = system.spectrum.path(system.spectrum.grid(), targets.classes is not None, targets.values)
+        rho, record.reasons["ridge"], held = chosen_ridge(path, ridge, targets, folds)
+    else:
+        rho, record.reasons["ridge"], held = given_ridge(float(ridge), folds)
+    fitted = SharedFit(kernel, x, targets, system.at(rho), record)
+    fitted.held_out = held
+    record.seconds["solve"] = time.perf_counter() - start
+    return fitted

@@ -84,7 +84,7 @@ class Fitted(PredictiveModel):
 
     @property
     def solver(self) -> str:
-        """``"dual"``, ``"primal"``, ``"cg"`` or ``"sgd"``."""
+        """``"dual"``, ``"shared"``, ``"primal"``, ``"sketch"``, ``"cg"`` or ``"sgd"``."""
         return self.record.solver
 
     @property
@@ -156,7 +156,7 @@ class Fitted(PredictiveModel):
             variance: Whether it returns the variance of each output (N, C) beside the outputs, that of
                 ``predictive``, exactly: in the last linear layer, along the directions of a sketch, and in
                 all weights as far as a factor of P times the fewer of P and N·C numbers fits the memory;
-                for ``linnet.adapt`` with lower layers, four times P times N.
+                for ``linnet.adapt`` with lower layers, four times P times N. Not with ``solver="shared"``.
 
         Returns:
             The module in evaluation mode: from the network's own inputs to outputs (N, C), or to both.

@@ -10,6 +10,7 @@ from linnet.errors import FileFormatError, InputError, ModelError
 from linnet.files import as_path
 from linnet.fitting.fit_files import KIND
 from linnet.fitting.linear_fit import LinearFit, Record
+from linnet.fitting.shared_fit import SharedFit, restored_shared
 from linnet.fitting.sketch import SketchedNetwork, restored_sketch
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linear.files import read_solution, restored_softmax, restored_system
@@ -30,8 +31,10 @@ OTHER = (
 )
 
 
-def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = None) -> LinearFit | SoftmaxFit:
-    """Read a fit that ``LinearFit.save`` or ``SoftmaxFit.save`` wrote.
+def load_fit(
+    directory: str | Path, model: nn.Module, output: OutputAdapter = None
+) -> LinearFit | SoftmaxFit | SharedFit:
+    """Read a fit that ``LinearFit.save``, ``SharedFit.save`` or ``SoftmaxFit.save`` wrote.
 
     Args:
         directory: The folder.
@@ -39,7 +42,8 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
         output: The output adapter, if the fit was made with a callable one.
 
     Returns:
-        The fit, able to do all that it could before; a ``SoftmaxFit`` where the loss was the cross-entropy.
+        The fit, able to do all that it could before; a ``SoftmaxFit`` where the loss was the cross-entropy,
+        a ``SharedFit`` where the outputs share a kernel.
 
     Raises:
         FileFormatError: If the file is truncated, altered, not linnet's, or of another network.
@@ -80,12 +84,15 @@ def load_fit(directory: str | Path, model: nn.Module, output: OutputAdapter = No
     values, state = tensors["targets"], (tensors, metadata["solved"])
     targets = Targets(values, metadata["classes"], metadata["scale"], metadata["axis"])
     record = Record(**{**metadata["record"], "warnings": tuple(metadata["record"]["warnings"])})
-    fitted: LinearFit | SoftmaxFit
+    fitted: LinearFit | SoftmaxFit | SharedFit
     if metadata["loss"] == "squared":
         residual = tensors["residual"]
         _check_outputs(function, x, values.double() - residual.double(), path)
-        system = restored_system(Problem(function, x, residual), state)
-        fitted = LinearFit(Linearized(function), targets, system, record)
+        if state[1]["kind"] == "shared":
+            fitted = restored_shared(function, x, targets, state, record)
+        else:
+            system = restored_system(Problem(function, x, residual), state)
+            fitted = LinearFit(Linearized(function), targets, system, record)
     else:
         _check_outputs(function, x, tensors["base"].double(), path)
         solved = restored_softmax(function, x, ClassLoss(values.double()), state)

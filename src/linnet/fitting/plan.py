@@ -50,12 +50,22 @@ class Size:
         n = batch_size(self.x) * self.c
         forming = plan_gram(GramTask(self.function, self.x, None, "full"), self.memory).memory
         square = 8 * n * n
-        solving = [("kernel in float64", square), *_factors("kernel", square, self.searched)]
+        solving = self._kernel(n)
         if self.loss == "cross-entropy":
             solving[1:] = [("kernel times the root of the curvature, with workspace", 2 * square),
                            ("ridge + curvature, its factor and inverse", 3 * square)]  # fmt: skip
-        solved = Plan(f"dual fit of {n} equations", forming.budget, tuple(solving))
-        return solved if solved.peak > forming.peak else Plan(solved.operation, forming.budget, forming.items)
+        return _larger(f"dual fit of {n} equations", forming, solving)
+
+    def shared_memory(self) -> Plan:
+        """Bytes of a fit by one kernel for all outputs, of which the function has a few combinations."""
+        n = batch_size(self.x)
+        forming = plan_gram(GramTask(self.function, self.x, None, "trace"), self.memory).memory
+        return _larger(f"fit of {n} equations that {self.c} outputs share", forming, self._kernel(n))
+
+    def _kernel(self, n: int) -> list[tuple[str, int]]:
+        """A kernel of n equations and its factorization."""
+        square = 8 * n * n
+        return [("kernel in float64", square), *_factors("kernel", square, self.searched)]
 
     def primal_memory(self) -> Plan:
         """Bytes of a primal fit: the P × P matrix and its factorization."""
@@ -108,7 +118,7 @@ def choose_solver(size: Size, solver: str, settings: CGSettings, dim: int | None
         dim: Directions of a sketch.
 
     Returns:
-        "dual", "primal", "sketch", "cg" or "sgd", and the reason.
+        "dual", "shared", "primal", "sketch", "cg" or "sgd", and the reason.
 
     Raises:
         MemoryBudgetError: If it, or every one, does not fit the budget.
@@ -121,7 +131,7 @@ def choose_solver(size: Size, solver: str, settings: CGSettings, dim: int | None
         assert dim is not None
         require(size.sketch_memory(dim), ["pass solver=linnet.fitting.Sketch(dim=...) with fewer directions",
                                           "raise memory="])  # fmt: skip
-    elif solver != "auto":
+    elif solver not in ("auto", "shared"):  # whose memory depends on the combinations
         require(size.iterated_memory(settings), SMALLER)
     if solver != "auto":
         return solver, "set by the user"
@@ -175,6 +185,12 @@ def affordable(function: Functional, x: Inputs, settings: CGSettings, memory: Me
         if _iterated_memory(function, x, settings, budget).peak + needed > budget:
             return replace(settings, preconditioner="none")
     return settings
+
+
+def _larger(name: str, forming: Plan, solving: list[tuple[str, int]]) -> Plan:
+    """The memory of a kernel while it is formed, or of its factorization where that is more."""
+    solved = Plan(name, forming.budget, tuple(solving))
+    return solved if solved.peak > forming.peak else Plan(name, forming.budget, forming.items)
 
 
 def _factors(name: str, square: int, searched: bool) -> list[tuple[str, int]]:

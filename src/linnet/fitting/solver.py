@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,37 @@ class Sketch:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """One N × N kernel for all C outputs, the mean over a few random combinations of them: for many outputs.
+
+    The fit is a ``SharedFit``, exact for this kernel, in which every output has weights of its own; the fit
+    says how far the kernel is from that of each output.
+
+    Args:
+        combinations: M; all outputs where there are no more.
+        seed: Of the combinations.
+
+    Raises:
+        InputError: If an argument has a value that cannot be.
+
+    Source:
+        Mohamadi, Bae and Sutherland 2023; Novak, Sohl-Dickstein and Schoenholz 2022.
+
+    Example:
+        >>> Shared(combinations=2).seed
+        0
+    """
+
+    combinations: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise on values that cannot be."""
+        integer("combinations", self.combinations)
+        seed("seed", self.seed)
+
+
+@dataclass(frozen=True)
 class CG:
     """Conjugate gradients in the weights, matrix-free: no kernel is formed.
 
@@ -192,7 +223,7 @@ class SGD:
         CG(self.tolerance, self.max_steps, self.preconditioner)
 
 
-Solver = str | Dual | CG | SGD | Sketch
+Solver = str | Dual | CG | SGD | Sketch | Shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,12 +231,13 @@ class Solving:
     """A solver as a fit takes it.
 
     Args:
-        name: "auto", "dual", "primal", "sketch", "cg" or "sgd".
+        name: "auto", "dual", "shared", "primal", "sketch", "cg" or "sgd".
         settings: How conjugate or stochastic gradients iterate, or how many steps Newton's method takes.
         operator: A preconditioner of the user's own.
         file: File of the kernel.
         sketch: Settings of a sketch.
         deflating: Settings of a sketch that conjugate gradients are preconditioned by.
+        shared: Settings of one kernel for all outputs.
     """
 
     name: str
@@ -214,17 +246,18 @@ class Solving:
     file: str | None = None
     sketch: Sketch | None = None
     deflating: Sketch | None = None
+    shared: Shared | None = None
 
     def finer(self) -> Solving:
         """The same to a smaller tolerance, for a network in another type."""
-        return Solving(self.name, self.settings.finer(), sketch=self.sketch, deflating=self.deflating)
+        return replace(self, settings=self.settings.finer(), operator=None, file=None)
 
     @classmethod
     def of(cls, solver: Any) -> Solving:
         """From what a user passed.
 
         Args:
-            solver: A name, ``Dual``, ``Sketch``, ``CG`` or ``SGD``.
+            solver: A name, ``Dual``, ``Shared``, ``Sketch``, ``CG`` or ``SGD``.
 
         Returns:
             The same in one form.
@@ -233,7 +266,10 @@ class Solving:
             InputError: If it is something else.
         """
         if isinstance(solver, str):
-            solver = {"dual": Dual(), "cg": CG(), "sgd": SGD(), "sketch": Sketch()}.get(solver, solver)
+            named: dict[str, Solver] = {
+                "dual": Dual(), "shared": Shared(), "cg": CG(), "sgd": SGD(), "sketch": Sketch()
+            }  # fmt: skip
+            solver = named.get(solver, solver)
         if isinstance(solver, Dual):
             return cls(
                 "dual",
@@ -242,6 +278,8 @@ class Solving:
             )
         if isinstance(solver, Sketch):
             return cls("sketch", *_settings(CG()), sketch=solver)
+        if isinstance(solver, Shared):
+            return cls("shared", *_settings(CG()), shared=solver)
         if isinstance(solver, str) and solver in ("auto", "primal"):
             return cls(solver, *_settings(CG()))
         if isinstance(solver, CG | SGD):
@@ -249,8 +287,8 @@ class Solving:
             return cls(name, *_settings(solver), deflating=given if isinstance(given, Sketch) else None)
         raise InputError(
             f"solver={solver!r}",
-            expected='"auto", "dual", "primal", "sketch", "cg", "sgd", or linnet.fitting.Dual(), .Sketch(), '
-            ".CG() or .SGD()",
+            expected='"auto", "dual", "shared", "primal", "sketch", "cg", "sgd", or linnet.fitting.Dual(), '
+            ".Shared(), .Sketch(), .CG() or .SGD()",
             remedy='pass solver="auto" to have it chosen',
         )
 

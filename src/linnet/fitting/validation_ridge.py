@@ -229,7 +229,7 @@ def _check_squared(fit: Any) -> None:
         raise InputError(
             f"fit is {type(fit).__name__}",
             expected='a LinearFit, whose loss is "squared"',
-            remedy="call fit.path() of a cross-entropy fit, or choose its ridge with ridge='loo'",
+            remedy="call fit.path() of another fit, or choose its ridge with ridge='loo'",
         )
 
 

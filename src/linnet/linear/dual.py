@@ -282,6 +282,17 @@ class DualSystem:
         ridge, noise, logdets = torch.tensor([self.ridge, self.noise(), logdet], dtype=torch.float64)
         return float(at_best_noise(ridge, noise, n, logdets))
 
+    def at(self, ridge: float) -> DualSystem:
+        """The same kernel at another ridge.
+
+        Args:
+            ridge: ρ > 0.
+
+        Returns:
+            The dual there.
+        """
+        return DualSystem(self.kernel, self.residual, ridge, spectrum=self._spectrum)
+
     def _rows(self, examples: Tensor) -> Tensor:
         """Rows of K that belong to some examples."""
         if self.shared:

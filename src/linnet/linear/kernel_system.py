@@ -173,8 +173,7 @@ class KernelSystem(System):
         """The same kernel at another ridge; penalties keep their weight, so that K̃ and r̃ change with it."""
         dual, held = self.dual, self.constraints
         if held is None or not held.soft:
-            moved = DualSystem(dual.kernel, dual.residual, ridge, spectrum=dual.known_spectrum)
-            return KernelSystem(self.problem, moved, self.memory, held, dict(self.work))
+            return KernelSystem(self.problem, dual.at(ridge), self.memory, held, dict(self.work))
         there = held.at_ridge(self.ridge, ridge)
         kernel = dual.kernel + held.design @ held.design.T - there.design @ there.design.T
         change = held.design @ held.level - there.design @ there.level

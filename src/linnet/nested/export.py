@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from linnet.errors import InputError
 from linnet.fitting.evaluation import BATCH
-from linnet.fitting.export import Affine, HeadOutputs, covariance_roots
+from linnet.fitting.export import Affine, HeadOutputs, Moved, covariance_roots
 from linnet.fitting.export_variance import Posterior, held_by_factor, in_examples, in_weights
 from linnet.fitting.last_layer import bared, last_linear, replace_module, zero_layer
 from linnet.linear.dual import DualSystem
@@ -45,19 +45,16 @@ class _WithBody(nn.Module):
 
     weight: Tensor
     bias: Tensor
-    heads: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor, heads: Tensor) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
         self.register_buffer("bias", bias)
-        self.register_buffer("heads", heads)
+        self.moved = Moved(heads)
 
     def forward(self, phi: Tensor, tangents: Sequence[Tensor]) -> Tensor:
         mean = nn.functional.linear(phi, self.weight, self.bias)
-        h = self.heads.shape[0]
-        each = torch.stack(list(tangents), 1).unflatten(1, (-1, h))  # (N, C, H, D)
-        moved: Tensor = (each * self.heads).sum((2, 3))
+        moved: Tensor = self.moved(tangents)
         return mean + moved
 
 
@@ -180,7 +177,9 @@ def exported_nested(
     if noise is not None:
         assert found.directions is not None
         rest = _remaining(prior, phi, Posterior(train, system.ridge, noise))
-        finish = _WithVariance((weight, bias), found.directions.flatten(0, 1), rest, kind or function.dtype)
+        finish = _WithVariance(
+            (weight, bias), found.directions.values.flatten(0, 1), rest, kind or function.dtype
+        )
         return module_with_rows(Functional(network, function.names, function.output), finish, like, heads)
     return plain_module(network, found.by_output(), _WithBody(weight, bias, heads), like, function.output)
 

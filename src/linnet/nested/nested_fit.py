@@ -10,8 +10,8 @@ where they fit a share of the memory (``weights.py``), and not otherwise.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +19,28 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.fitting.arguments import positions, ridge_grid
+from linnet.fitting.arguments import positions
 from linnet.fitting.evaluation import count_in_words
-from linnet.fitting.fitted import SquaredFit, more_data
+from linnet.fitting.fitted import more_data
+from linnet.fitting.kernel_fit import KernelFit
 from linnet.fitting.merged import Merged, compared
 from linnet.fitting.record import Record
-from linnet.linear.dual import DualSystem, RidgePath
+from linnet.linear.dual import DualSystem
 from linnet.linear.targets import Targets
 from linnet.nested.export import exported_nested, network_of_probe
 from linnet.nested.features import Features
 from linnet.nested.nested_files import write_nested
 from linnet.nested.prior import Prior
-from linnet.nested.rows import Rows
 from linnet.nested.rungs import Rung
 from linnet.nested.search import choose
 from linnet.nested.weights import Weights
-from linnet.params import flag, no_targets
-from linnet.predictive.gaussian import GaussianPredictive
-from linnet.predictive.noise import Noise
-from linnet.tangent.batch import (
-    Inputs,
-    batch_size,
-    check_examples,
-    concatenate,
-    take,
-)
+from linnet.params import no_targets
+from linnet.tangent.batch import Inputs, batch_size, concatenate
 from linnet.tangent.functional import Functional
-from linnet.tangent.hashing import hash_examples
 from linnet.tangent.sizes import Prototype, Traced
 
 
-class NestedFit(SquaredFit):
+class NestedFit(KernelFit):
     """A linear probe and the linearized layers below it, fitted together. ``linnet.adapt`` makes it.
 
     Args:
@@ -78,16 +69,10 @@ class NestedFit(SquaredFit):
     """
 
     def __init__(self, prior: Prior, x: Inputs, targets: Targets, system: DualSystem, record: Record) -> None:
-        super().__init__(targets, record)
-        self.prior, self.x, self.system = prior, x, system
+        super().__init__(x, targets, system, record)
+        self.prior = prior
         self._phi: Tensor | None = None
-        self._rows = Rows()
         self.rungs: tuple[Rung, ...] = ()
-
-    @property
-    def _solved(self) -> DualSystem:
-        """The solved equations."""
-        return self.system
 
     # -- what was fitted -------------------------------------------------------------------------
 
@@ -127,181 +112,46 @@ class NestedFit(SquaredFit):
             self._phi = self.prior.phi(self.x)
         return self._phi
 
-    # -- predictions -----------------------------------------------------------------------------
+    # -- the kernel ------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def predict(self, x: Inputs) -> Tensor:
-        """f(x).
+    @property
+    def _function(self) -> Functional:
+        """The network with the random heads."""
+        return self.prior.features.function
 
-        Args:
-            x: T examples.
+    def _start(self, x: Inputs) -> Tensor | float:
+        """Zero: nothing of a new task is known before the data."""
+        return 0.0
 
-        Returns:
-            Outputs (T, C); for classes, the largest is the prediction.
+    def _cross(self, x: Inputs) -> Tensor:
+        """K(x, X), (T, N)."""
+        return self.prior.cross(x, self.x, self.phi)
 
-        Raises:
-            DataError: If x is empty or not finite.
-        """
-        x = self._checked(x)
-        cross = self._rows.known(hash_examples(x))
-        if cross is None and (weights := self._weights) is not None:
-            return weights.outputs(x).to(self.prior.features.function.dtype)
-        return self._mean(self._to_train(x) if cross is None else cross)
+    def _own(self, x: Inputs) -> Tensor:
+        """K(x_i, x_i), (T,)."""
+        return self.prior.own(x)
 
-    @cached_property
-    def _weights(self) -> Weights | None:
-        """The fit in its weights; ``None`` where its directions exceed a share of the memory."""
+    def _cross_and_own(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        """K(x, X) and K(x_i, x_i), with one pass over x."""
+        return self.prior.cross_and_own(x, self.x, self.phi)
+
+    def _square(self, x: Inputs) -> Tensor:
+        """K(x, x), (T, T)."""
+        return self.prior.square(x, self.prior.phi(x))
+
+    def _by_weights(self) -> Callable[[Inputs], Tensor] | None:
+        """The linear layer and the directions of the layers below it."""
         if not Weights.affordable(self.prior, self.system.c):
             return None
-        return Weights(self.prior, self.x, self.phi, self.system)
+        return Weights(self.prior, self.x, self.phi, self.system).outputs
 
-    @torch.no_grad()
-    def predictive(self, x: Inputs, joint: bool = False) -> GaussianPredictive:
-        """The posterior of the outputs: mean f and variance σ²/ρ [K(x,x) − K(x,X) M K(X,x)], M = (K + ρI)⁻¹.
-
-        Args:
-            x: T examples.
-            joint: Whether covariances between examples are wanted, (T, C, T, C).
-
-        Returns:
-            A Gaussian for each example, or of all together; outputs are independent and of one variance.
-
-        Raises:
-            DataError: If x is empty or not finite.
-        """
-        x = self._checked(x)
-        if flag("joint", joint):
-            return self._joint(x)
-        names = hash_examples(x)
-        cross = self._rows.known(names)
-        if cross is None:
-            cross, own = self.prior.cross_and_own(x, self.x, self.phi)
-            self._rows.keep(names, cross)
-        else:
-            own = self.prior.own(x)
-        explained = (self.system.cross(cross) * cross).sum(1)
-        variance = self.noise / self.ridge * (own - explained).clamp_min(0)
-        mean = self._mean(cross)
-        eye = torch.eye(self.system.c, dtype=mean.dtype, device=mean.device)
-        spread = variance.to(mean.dtype)[:, None, None] * eye
-        targets = Noise(self.noise, self.temperature, self.variance_scale)
-        return GaussianPredictive(mean, spread, targets)
-
-    def _joint(self, x: Inputs) -> GaussianPredictive:
-        """The posterior of the outputs for all examples together."""
-        cross = self._to_train(x)
-        kernel = self.prior.square(x, self.prior.phi(x))
-        covariance = self.noise / self.ridge * (kernel - self.system.cross(cross) @ cross.T)
-        mean = self._mean(cross)
-        eye = torch.eye(self.system.c, dtype=mean.dtype, device=mean.device)
-        spread = torch.einsum("ij,cd->icjd", ((covariance + covariance.T) / 2).to(mean.dtype), eye)
-        targets = Noise(self.noise, self.temperature, self.variance_scale)
-        return GaussianPredictive(mean, spread, targets, joint=True)
-
-    def _checked(self, x: Inputs) -> Inputs:
-        """Examples, or an error."""
-        check_examples(x)
-        self.prior.features.function.check_runs(take(x, slice(0, 1)))
-        return x
-
-    def _to_train(self, x: Inputs) -> Tensor:
-        """K(x, X), (T, N)."""
-        names = hash_examples(x)
-        cross = self._rows.known(names)
-        if cross is None:
-            cross = self.prior.cross(x, self.x, self.phi)
-            self._rows.keep(names, cross)
-        return cross
-
-    def _mean(self, cross: Tensor) -> Tensor:
-        """K(x, X) β in the network's type."""
-        return (cross @ self.system.beta).to(self.prior.features.function.dtype)
-
-    # -- audits ----------------------------------------------------------------------------------
-
-    def loo(self) -> Tensor:
-        """Outputs for each training example by the fit without it: exactly, without refitting.
-
-        Where the lower layers were trained they are the held-out outputs of ``held_out`` instead.
-
-        Returns:
-            Leave-one-out outputs (N, C). No feature has seen a label; weight and ridge are kept.
-        """
+    def _made(self, x: Inputs, targets: Targets, system: DualSystem, record: Record) -> NestedFit:
+        """A fit of another system, with what held-out folds told: closed forms cannot find that again."""
+        made = NestedFit(self.prior, x, targets, system, record)
         if self.held_out is not None:
-            return self.held_out
-        residuals = self.system.loo_residuals()
-        return self.targets.to(residuals) - residuals
-
-    @torch.no_grad()
-    def influence(self, x: Inputs) -> Tensor:
-        """Influence of each training example on each prediction: prediction with it minus without it.
-
-        Args:
-            x: T examples.
-
-        Returns:
-            (N, T, C), in units of the outputs.
-
-        Raises:
-            DataError: If x is empty or not finite.
-        """
-        solved = self.system.cross(self._to_train(self._checked(x)))
-        return torch.einsum("tn,nc->ntc", solved, self.system.loo_residuals())
-
-    @torch.no_grad()
-    def informativeness(self, x: Inputs | None = None) -> Tensor:
-        """Change of predictions without each training example.
-
-        Args:
-            x: The examples whose predictions count; by default the training examples.
-
-        Returns:
-            Mean over x of ‖f(x) − f₋ᵢ(x)‖², (N,).
-
-        Raises:
-            DataError: If x is empty or not finite.
-        """
-        if x is None:  # K M = I − ρM
-            solved = -self.ridge * self.system.inverse
-            solved.diagonal().add_(1)
-        else:
-            solved = self.system.cross(self._to_train(self._checked(x)))
-        return solved.square().mean(0) * self.system.loo_residuals().square().sum(1)
-
-    def path(self, ridges: Tensor | list[float] | None = None) -> RidgePath:
-        """Leave-one-out error, GCV, evidence and degrees of freedom along a path of ridges.
-
-        Args:
-            ridges: ρ, (R,), all positive; by default seven decades around the one that was chosen.
-
-        Returns:
-            The table, at the weight of the lower layers that the fit has.
-
-        Raises:
-            InputError: If a ridge is not positive.
-        """
-        given = self.ridges() if ridges is None else ridge_grid(ridges)
-        return self.system.spectrum.path(given, self.classes is not None, self.targets)
-
-    @torch.no_grad()
-    def along(self, x: Inputs, ridges: Tensor) -> Tensor:
-        """Outputs along a path of ridges.
-
-        Args:
-            x: T examples.
-            ridges: ρ, (R,).
-
-        Returns:
-            (R, T, C).
-
-        Raises:
-            InputError: If a ridge is not positive.
-        """
-        grid = ridge_grid(ridges)
-        cross, spectrum = self._to_train(self._checked(x)), self.system.spectrum
-        coordinates = spectrum.coordinates.reshape(len(spectrum.values), -1)
-        turned = cross @ spectrum.vectors
-        return torch.stack([(turned / (spectrum.values + ridge)) @ coordinates for ridge in grid])
+            made._noise, made.rungs = self._noise, self.rungs
+            made._moderation, made._point_temperature = self._moderation, self._point_temperature
+        return made
 
     def ridges(self) -> Tensor:
         """Seven decades of ridges around the mean of the kernel's diagonal, and the fit's own, (R,)."""
@@ -327,14 +177,8 @@ class NestedFit(SquaredFit):
         Raises:
             InputError: If an index is out of range or given twice, or nothing would be left.
         """
-        start = time.perf_counter()
-        index = positions(indices, self.n).to(self.system.kernel.device)
-        keep = torch.ones(self.n, dtype=torch.bool, device=index.device)
-        keep[index] = False
-        targets = replace(self._targets, values=self.targets[keep])
-        system = self.system.removed(index)
-        what = f"forgot {count_in_words(len(index))}"
-        made = self._changed(take(self.x, keep.nonzero()[:, 0]), targets, system, what, start)
+        made = super().forget(indices)
+        keep = self._left(positions(indices, self.n).to(self.system.kernel.device))
         made._phi = None if self._phi is None else self._phi[keep]
         made.held_out = None if self.held_out is None else self.held_out[keep]
         return made
@@ -369,63 +213,21 @@ class NestedFit(SquaredFit):
                 remedy="leave ridge= out, or call adapt again on all examples",
             )
         x, new = more_data(self, self.prior.features.function, data)
-        joined = concatenate([self.x, x])
-        targets = replace(self._targets, values=torch.cat([self.targets, new.values.to(self.targets)]))
-        what = f"added {count_in_words(batch_size(x))}"
         if ridge == "loo":
+            joined = concatenate([self.x, x])
+            targets = replace(self._targets, values=torch.cat([self.targets, new.values.to(self.targets)]))
             made = solved(self.prior.features, joined, targets, self.prior.memory, self.record)
-            reasons = {**made.record.reasons, "change": f"{what}; weight and ridge chosen again"}
-            made.record = replace(made.record, reasons=reasons)
+            what = f"added {count_in_words(batch_size(x))}; weight and ridge chosen again"
+            made.record = replace(made.record, reasons={**made.record.reasons, "change": what})
             return made
-        phi = self.prior.phi(x)
-        cross = self.prior.cross(x, self.x, self.phi).T
-        system = self.system.extended(cross, self.prior.square(x, phi), new.values.to(self.system.residual))
-        made = self._changed(joined, targets, system, what, start)
-        made._phi = torch.cat([self.phi, phi])
+        made = self._more(x, new, start)
+        made._phi = torch.cat([self.phi, self.prior.phi(x)])
         if self.held_out is not None:  # the fit before has not seen the new examples
-            made.held_out = torch.cat([self.held_out, (cross.T @ self.system.beta).to(self.held_out)])
+            told = self._to_train(x) @ self.system.beta
+            made.held_out = torch.cat([self.held_out, told.to(self.held_out)])
         return made
-
-    def _changed(self, x: Inputs, targets: Targets, system: DualSystem, what: str, start: float) -> NestedFit:
-        """A new fit of another system with the same kernel."""
-        reasons = {**self.record.reasons, "change": what}
-        seconds = {**self.record.seconds, "change": time.perf_counter() - start}
-        made = NestedFit(
-            self.prior, x, targets, system, replace(self.record, reasons=reasons, seconds=seconds)
-        )
-        return self._kept(made)
-
-    def _kept(self, made: NestedFit) -> NestedFit:
-        """A fit made from this one, with what held-out folds told: closed forms cannot find that again."""
-        if self.held_out is not None:
-            made._noise, made.rungs = self._noise, self.rungs
-            made._moderation, made._point_temperature = self._moderation, self._point_temperature
-            made.held_out = self.held_out if made.n == self.n else None
-        return made
-
-    @torch.no_grad()
-    def recomputed(self) -> NestedFit:
-        """The same fit from the network and the training data alone: nothing but the prior is kept.
-
-        Returns:
-            A fit to compare with, after many changes.
-        """
-        phi = self.prior.phi(self.x)
-        kernel = self.prior.square(self.x, phi)
-        system = DualSystem(kernel, self.targets, self.ridge)
-        made = NestedFit(self.prior, self.x, self._targets, system, self.record)
-        return self._kept(made)
 
     # -- elsewhere -------------------------------------------------------------------------------
-
-    @property
-    def _training_inputs(self) -> Inputs:
-        """Training inputs."""
-        return self.x
-
-    def _examples(self, x: Inputs) -> Inputs:
-        """Examples on the network's device, or an error."""
-        return self._checked(x)
 
     def _plain(self, like: Prototype, variance: bool, kind: torch.dtype | None) -> Traced:
         """The model as a plain module, its variances computed in a type, or in the network's."""

@@ -127,6 +127,20 @@ class Functional:
         twin.pinned = types
         return twin
 
+    def arranged(self, output: OutputAdapter) -> Functional:
+        """The same network with its result turned into a tensor otherwise; weights are shared, not copied.
+
+        Args:
+            output: How, as for the constructor.
+
+        Returns:
+            The function, with nothing remembered.
+        """
+        check_output(output)
+        twin = copy.copy(self)
+        twin.output, twin.cache = output, {}
+        return twin
+
     def in_float64(self) -> Functional:
         """The same function computed in float64, on a copy of the network, which converts its inputs.
 

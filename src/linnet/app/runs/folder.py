@@ -39,6 +39,7 @@ from linnet.fitting.head import with_head
 from linnet.fitting.last_layer import Appended
 from linnet.fitting.load_fit import load_fit
 from linnet.fitting.metric import MetricNetwork, with_metric
+from linnet.fitting.shared_fit import SharedFit
 from linnet.nested.adapt import load_adapted
 from linnet.nested.features import with_random_heads
 from linnet.nested.nested_files import KIND as NESTED
@@ -344,7 +345,13 @@ def load_run(
     if model is not None:
         origin = replace(origin, spec=absolute_spec(model))
     network = _build(folder, origin).to(device)
-    fit: Fit = load_fit(folder, network) if origin.heads is None else load_adapted(folder, network)
+    fit = load_fit(folder, network) if origin.heads is None else load_adapted(folder, network)
+    if isinstance(fit, SharedFit):
+        raise FileFormatError(
+            f"{folder} holds a fit by one kernel for all outputs, which no run makes",
+            expected="the fit that the run ended with",
+            remedy="read it with linnet.load_fit, or make the run again",
+        )
     fit.memory = memory
     arrays, names = load_tensors(folder / "samples.safetensors", "samples")
     images = arrays["images"].numpy() if "images" in arrays else None

@@ -1,0 +1,60 @@
+"""The ridge that a criterion prefers, with one sentence that says so."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from linnet.fitting.cross_fit import CrossFit
+from linnet.linear.dual import RidgePath
+from linnet.linear.targets import Targets
+
+Chosen = tuple[float, str, Tensor | None]  # ρ, why, and held-out outputs (N, C) of cross-fitted heads
+
+
+def given_ridge(ridge: float, folds: CrossFit | None) -> Chosen:
+    """A ridge that was given.
+
+    Args:
+        ridge: ρ.
+        folds: Cross-fitted heads, if there are any.
+
+    Returns:
+        The ridge, why, and held-out outputs.
+    """
+    return ridge, "given", None if folds is None else folds.squared(torch.tensor([ridge]))[0]
+
+
+def chosen_ridge(path: RidgePath, criterion: str, targets: Targets, folds: CrossFit | None) -> Chosen:
+    """The ridge that a criterion prefers.
+
+    Args:
+        path: Every criterion along a path of ridges.
+        criterion: ``"loo"``, ``"gcv"`` or ``"evidence"``.
+        targets: What is fitted.
+        folds: Cross-fitted heads, if there are any: leave-one-out is then by folds.
+
+    Returns:
+        The ridge, why, and held-out outputs.
+    """
+    if folds is not None and criterion == "loo":
+        every = folds.squared(path.ridges)
+        errors = (targets.values.double() - every).square().sum(2).mean(1)
+        at = int(errors.argmin())
+        said = f"lowest held-out error of {len(path.ridges)} values over {folds.folds.count} folds"
+        return float(path.ridges[at]), said, every[at]
+    ridge = path.best(criterion)
+    return ridge, _explain(path, criterion, ridge), given_ridge(ridge, folds)[2]
+
+
+def _explain(path: RidgePath, criterion: str, ridge: float) -> str:
+    """One sentence about a chosen ridge."""
+    at = int((path.ridges - ridge).abs().argmin())
+    words = {
+        "loo": "lowest leave-one-out error",
+        "gcv": "lowest generalized cross-validation score",
+        "evidence": "highest evidence",
+    }[criterion]
+    edge = "; it is at the edge of the grid" if at in (0, len(path.ridges) - 1) else ""
+    degrees = float(path.degrees_of_freedom[at])
+    return f"{words} of {len(path.ridges)} values, {degrees:.0f} effective parameters{edge}"
