@@ -105,7 +105,7 @@ def test_axes_in_and_a_display_out(name: str) -> None:
         draw(plots, "axes")
 
 
-@pytest.mark.parametrize("kind", {kind for kind, _ in DRAWINGS.values()})
+@pytest.mark.parametrize("kind", sorted({kind for kind, _ in DRAWINGS.values()}))
 def test_everything_that_is_drawn_is_tried(kind: str) -> None:
     drawn = [name for name in dir(result(kind).plot) if not name.startswith("_")]
     assert drawn == sorted(name.split(".")[1] for name in DRAWINGS if name.startswith(f"{kind}."))
