@@ -28,8 +28,8 @@ SAID = {
     "pass linnet.linearize(network); damping= of the sketch gives it a metric": "pass --metric none",
     "export without variance=, and keep the fit in linnet for it": "export without --variance, and take the "
     "spread of each prediction from linnet predict",
-    "adapt with weight=0, or keep the fit in linnet, whose predictive() has the variance": "adapt with "
-    "--weight 0, or take the spread of each prediction from linnet predict",
+    "adapt with weight=0, whose variance takes the features alone": "adapt with --weight 0, whose variance "
+    "takes the features alone",
 }
 
 

@@ -435,7 +435,7 @@ OWN: dict[str, Callable[[Any], Arguments]] = {
 LIKELIHOODS = ("Gaussian", "HeteroscedasticGaussian", "Categorical", "Bernoulli", "Poisson", "Custom")
 # Documented as products without checks, for solvers that checked once, or called by linnet alone.
 UNCHECKED = frozenset({
-    "mm", "mv", "product", "kernel_rows", "projected", "pulled", "resume", "extra_repr", "forward",
+    "mm", "mv", "product", "kernel_rows", "projected", "pulled", "turned", "resume", "extra_repr", "forward",
 })  # fmt: skip
 
 

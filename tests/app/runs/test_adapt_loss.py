@@ -170,4 +170,4 @@ def test_a_cross_fitted_head(folder: Path, loss: str) -> None:
 
 def test_only_a_probe_is_cross_fitted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words(folder, "no", "--cross-fit", "3", "--head", "random")) != 0
-    assert "cross_fit is 3" in capsys.readouterr().err
+    assert "--cross-fit is 3" in capsys.readouterr().err
