@@ -39,7 +39,7 @@ class Weights:
     def __init__(self, prior: Prior, train: Inputs, phi: Tensor, system: DualSystem) -> None:
         self._prior = prior
         features, mixture, beta = prior.features, prior.mixture, system.beta.double()
-        self.weight = (1 - mixture.weight) / mixture.head * (phi.T @ beta).T
+        self.weight = (1 - mixture.weight) / mixture.head * (beta.T @ phi)
         self.bias = BIAS * beta.sum(0) - self.weight @ prior.center.double()
         self.directions: Directions | None = None
         if mixture.weight:
