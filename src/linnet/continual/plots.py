@@ -25,11 +25,11 @@ class Followed(Protocol):
         """Average accuracy after each task."""
 
 
-class StreamPlots(Plots):
+class StreamPlots(Plots[Followed]):
     """Plots of a stream of tasks; ``metrics.plot`` makes it.
 
     Args:
-        metrics: A :class:`linnet.continual.StreamMetrics`.
+        of: A :class:`linnet.continual.StreamMetrics`.
 
     Example:
         >>> import linnet
@@ -37,10 +37,6 @@ class StreamPlots(Plots):
         >>> list(metrics.plot.accuracy().lines)
         ['average', 'task 1', 'task 2']
     """
-
-    def __init__(self, metrics: Followed) -> None:
-        super().__init__(metrics)
-        self._metrics = metrics
 
     def accuracy(self, ax: Axes | None = None) -> LinesDisplay:
         """The accuracy on each task from when it was learned, and the average over those learned.
@@ -55,11 +51,11 @@ class StreamPlots(Plots):
             DependencyError: If matplotlib is missing.
             InputError: If nothing has been recorded.
         """
-        axes, rows = axes_of(ax), self._metrics.accuracy
+        axes, rows = axes_of(ax), self._of.accuracy
         if not rows:
             raise InputError("0 tasks are recorded", "at least 1", "call record(accuracies) after every task")
         learned = np.arange(1, len(rows) + 1)
-        lines = {"average": (learned, np.array(self._metrics.averages()))}
+        lines = {"average": (learned, np.array(self._of.averages()))}
         for task in range(len(rows)):
             lines[f"task {task + 1}"] = (learned[task:], np.array([row[task] for row in rows[task:]]))
         return LinesDisplay(lines, "tasks learned", "accuracy").plot(axes)

@@ -61,11 +61,11 @@ class Separated(Protocol):
         """The values of a score in both."""
 
 
-class ReportPlots(Plots):
+class ReportPlots(Plots[Classified]):
     """Plots of a report on classes; ``report.plot`` makes it.
 
     Args:
-        report: What ``linnet.evaluate`` returned.
+        of: What ``linnet.evaluate`` returned.
 
     Example:
         >>> import torch, linnet
@@ -74,10 +74,6 @@ class ReportPlots(Plots):
         >>> report.plot.risk_coverage().title
         'area 0.111'
     """
-
-    def __init__(self, report: Classified) -> None:
-        super().__init__(report)
-        self._report = report
 
     def calibration(self, ax: Axes | None = None) -> CalibrationDisplay:
         """Accuracy against confidence.
@@ -92,8 +88,8 @@ class ReportPlots(Plots):
             DependencyError: If matplotlib is missing.
             InputError: If the data had no labels.
         """
-        axes, e = axes_of(ax), self._report.examples
-        return CalibrationDisplay(e.confidence.numpy(), e.correct.numpy(), self._report.bins).plot(axes)
+        axes, e = axes_of(ax), self._of.examples
+        return CalibrationDisplay(e.confidence.numpy(), e.correct.numpy(), self._of.bins).plot(axes)
 
     def risk_coverage(self, ax: Axes | None = None, *, score: str = "max-probability") -> LinesDisplay:
         """The error rate among the most certain examples, for every share of them.
@@ -109,17 +105,17 @@ class ReportPlots(Plots):
             DependencyError: If matplotlib is missing.
             InputError: If the data had no labels, or there is no such score.
         """
-        axes, found = axes_of(ax), self._report.risk_coverage(score)
+        axes, found = axes_of(ax), self._of.risk_coverage(score)
         curve = {score: (found.coverage.numpy(), found.risk.numpy())}
         title = f"area {found.area:.3g}"
         return LinesDisplay(curve, "share that is answered", "error rate", title).plot(axes)
 
 
-class RegressionPlots(Plots):
+class RegressionPlots(Plots[Regressed]):
     """Plots of a report on values; ``report.plot`` makes it.
 
     Args:
-        report: What ``linnet.evaluate`` returned.
+        of: What ``linnet.evaluate`` returned.
 
     Example:
         >>> import torch, linnet
@@ -128,10 +124,6 @@ class RegressionPlots(Plots):
         >>> round(report.plot.predicted().rmse, 4)
         2.3452
     """
-
-    def __init__(self, report: Regressed) -> None:
-        super().__init__(report)
-        self._report = report
 
     def calibration(self, ax: Axes | None = None) -> CoverageDisplay:
         """How many true values lie inside predictive intervals of each level.
@@ -145,7 +137,7 @@ class RegressionPlots(Plots):
         Raises:
             DependencyError: If matplotlib is missing.
         """
-        return CoverageDisplay(*_values(self._report)).plot(axes_of(ax))
+        return CoverageDisplay(*_values(self._of)).plot(axes_of(ax))
 
     def predicted(self, ax: Axes | None = None) -> PredictionDisplay:
         """Predicted against true values, with the standard deviation of a target.
@@ -159,14 +151,14 @@ class RegressionPlots(Plots):
         Raises:
             DependencyError: If matplotlib is missing.
         """
-        return PredictionDisplay(*_values(self._report)).plot(axes_of(ax))
+        return PredictionDisplay(*_values(self._of)).plot(axes_of(ax))
 
 
-class SeparationPlots(Plots):
+class SeparationPlots(Plots[Separated]):
     """Plots of inside and outside examples; ``separation.plot`` makes it.
 
     Args:
-        separation: What ``linnet.ood`` returned.
+        of: What ``linnet.ood`` returned.
 
     Example:
         >>> import torch, linnet
@@ -175,10 +167,6 @@ class SeparationPlots(Plots):
         >>> apart.plot.roc().title
         'area 1'
     """
-
-    def __init__(self, separation: Separated) -> None:
-        super().__init__(separation)
-        self._separation = separation
 
     def scores(self, ax: Axes | None = None, *, score: str | None = None) -> HistogramDisplay:
         """How a score is distributed inside and outside.
@@ -194,7 +182,7 @@ class SeparationPlots(Plots):
             DependencyError: If matplotlib is missing.
             InputError: If there is no such score.
         """
-        axes, found = axes_of(ax), self._separation.detection(score)
+        axes, found = axes_of(ax), self._of.detection(score)
         values = {"inside": found.inside.numpy(), "outside": found.outside.numpy()}
         return HistogramDisplay(values, found.score, f"AUROC {found.auroc:.3g}").plot(axes)
 
@@ -212,7 +200,7 @@ class SeparationPlots(Plots):
             DependencyError: If matplotlib is missing.
             InputError: If there is no such score.
         """
-        axes, found = axes_of(ax), self._separation.detection(score)
+        axes, found = axes_of(ax), self._of.detection(score)
         flagged, caught = found.roc()
         curve = {found.score: (flagged.numpy(), caught.numpy())}
         return LinesDisplay(curve, "inside flagged", "outside found", f"area {found.auroc:.3g}").plot(axes)

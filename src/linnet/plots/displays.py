@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 LEVELS = np.linspace(0.05, 0.95, 19)  # of predictive intervals
 Drawn = TypeVar("Drawn", bound="Display")
+_Of = TypeVar("_Of")
 
 
 class Display(Record, ABC):
@@ -415,7 +416,7 @@ class EnergyDisplay(Display):
         panels.energy(axes, self.shares, self.rows, self.top)
 
 
-class Plots(Shown, ABC):
+class Plots(Shown, ABC, Generic[_Of]):
     """Base class of what ``result.plot`` is: each method takes matplotlib axes and returns a display.
 
     Args:
@@ -429,8 +430,8 @@ class Plots(Shown, ABC):
         Two(of=str)
     """
 
-    def __init__(self, of: object) -> None:
-        self._of: Any = of
+    def __init__(self, of: _Of) -> None:
+        self._of = of
 
     def _shown(self) -> Mapping[str, Any]:
         drawn = [name for name in dir(self) if not name.startswith("_")]

@@ -32,7 +32,7 @@ class Predicting(Protocol):
         """The distribution of the outputs."""
 
 
-class ModelPlots(Plots):
+class ModelPlots(Plots[Predicting]):
     """Plots of a model's predictions; ``model.plot`` makes it.
 
     Every method takes matplotlib axes, by default those of a new figure, and returns a display: its ``ax_``

@@ -38,11 +38,11 @@ class Dense(Protocol):
         """The density at points."""
 
 
-class DensityPlots(Plots):
+class DensityPlots(Plots[Dense]):
     """Plots of a spectral density; ``density.plot`` makes it.
 
     Args:
-        density: A :class:`linnet.spectrum.SpectralDensity`.
+        of: A :class:`linnet.spectrum.SpectralDensity`.
 
     Example:
         >>> import torch, linnet
@@ -50,10 +50,6 @@ class DensityPlots(Plots):
         >>> found.plot.density(scale="log").xlabel
         'log₁₀ of the eigenvalue'
     """
-
-    def __init__(self, density: Dense) -> None:
-        super().__init__(density)
-        self._density = density
 
     def density(self, ax: Axes | None = None, *, scale: str = "linear") -> LinesDisplay:
         """The density of the eigenvalues, which integrates to one.
@@ -71,8 +67,8 @@ class DensityPlots(Plots):
         """
         axes = axes_of(ax)
         choice("scale", scale, tuple(SCALES), "leave scale= out for linear")
-        points, values = (part.cpu().numpy() for part in self._density.density(scale=scale))
-        title = f"{self._density.dimension:,} eigenvalues"
+        points, values = (part.cpu().numpy() for part in self._of.density(scale=scale))
+        title = f"{self._of.dimension:,} eigenvalues"
         return LinesDisplay({"density": (points, values)}, SCALES[scale], "density", title).plot(axes)
 
 
@@ -95,11 +91,11 @@ class Decomposed(Protocol):
         """Share of a target on the first k."""
 
 
-class EigenfunctionPlots(Plots):
+class EigenfunctionPlots(Plots[Decomposed]):
     """Plots of eigenfunctions; ``functions.plot`` makes it.
 
     Args:
-        functions: :class:`linnet.spectrum.Eigenfunctions`.
+        of: :class:`linnet.spectrum.Eigenfunctions`.
 
     Example:
         >>> import torch, linnet
@@ -108,10 +104,6 @@ class EigenfunctionPlots(Plots):
         >>> round(found.plot.energy(x[:, 0]).share, 3)
         1.0
     """
-
-    def __init__(self, functions: Decomposed) -> None:
-        super().__init__(functions)
-        self._functions = functions
 
     def spectrum(self, ax: Axes | None = None) -> SpectrumDisplay:
         """Eigenvalues λ_j by rank; means over the examples.
@@ -125,7 +117,7 @@ class EigenfunctionPlots(Plots):
         Raises:
             DependencyError: If matplotlib is missing.
         """
-        return SpectrumDisplay(_array(self._functions.values)).plot(axes_of(ax))
+        return SpectrumDisplay(_array(self._of.values)).plot(axes_of(ax))
 
     def energy(self, y: Tensor, ax: Axes | None = None) -> EnergyDisplay:
         """Share of a target's squared norm on the first 1, ..., k eigenvectors.
@@ -142,7 +134,7 @@ class EigenfunctionPlots(Plots):
             DependencyError: If matplotlib is missing.
             InputError: If y holds several targets, or one that is zero.
         """
-        axes, found = axes_of(ax), self._functions
+        axes, found = axes_of(ax), self._of
         if found.energy_concentration(y).ndim:
             raise InputError("y holds several targets", "one", "draw one after the other: y[:, 0]")
         shares = [float(found.energy_concentration(y, k + 1, squared=True)) for k in range(found.k)]
@@ -182,11 +174,11 @@ class Compared(Protocol):
         """Σ_j σ_j / (σ_j + ρ)."""
 
 
-class TaskPlots(Plots):
+class TaskPlots(Plots[Compared]):
     """Plots of a task and a kernel; ``task.plot`` makes it.
 
     Args:
-        task: What ``linnet.spectrum.task_linearity`` returned.
+        of: What ``linnet.spectrum.task_linearity`` returned.
 
     Example:
         >>> import torch
@@ -196,10 +188,6 @@ class TaskPlots(Plots):
         >>> round(task.plot.energy().share, 3)
         0.9
     """
-
-    def __init__(self, task: Compared) -> None:
-        super().__init__(task)
-        self._task = task
 
     def spectrum(self, ax: Axes | None = None) -> SpectrumDisplay:
         """Leading eigenvalues of the kernel by rank, with the effective dimension.
@@ -213,7 +201,7 @@ class TaskPlots(Plots):
         Raises:
             DependencyError: If matplotlib is missing.
         """
-        values, dimension = _array(self._task.energy.values), self._task.effective_dimension
+        values, dimension = _array(self._of.energy.values), self._of.effective_dimension
         return SpectrumDisplay(values, degrees_of_freedom=dimension).plot(axes_of(ax))
 
     def energy(self, ax: Axes | None = None) -> EnergyDisplay:
@@ -228,7 +216,7 @@ class TaskPlots(Plots):
         Raises:
             DependencyError: If matplotlib is missing.
         """
-        energy: Energy = self._task.energy
+        energy: Energy = self._of.energy
         return EnergyDisplay(_array(energy.shares), energy.rows, energy.top).plot(axes_of(ax))
 
 
@@ -240,11 +228,11 @@ class Noted(Protocol):
         """What it has recorded."""
 
 
-class RecorderPlots(Plots):
+class RecorderPlots(Plots[Noted]):
     """Plots of a kernel over training; ``recorder.plot`` makes it.
 
     Args:
-        recorder: A :class:`linnet.spectrum.Recorder`.
+        of: A :class:`linnet.spectrum.Recorder`.
 
     Example:
         >>> import torch, linnet
@@ -253,10 +241,6 @@ class RecorderPlots(Plots):
         >>> list(recorder.plot.history().lines)
         ['first', 'previous']
     """
-
-    def __init__(self, recorder: Noted) -> None:
-        super().__init__(recorder)
-        self._recorder = recorder
 
     def history(self, ax: Axes | None = None, *, of: str = "distances") -> LinesDisplay:
         """What was recorded, over the steps of training.
@@ -273,7 +257,7 @@ class RecorderPlots(Plots):
             DependencyError: If matplotlib is missing.
             InputError: If nothing was recorded, or nothing of this kind.
         """
-        axes, notes = axes_of(ax), self._recorder.notes
+        axes, notes = axes_of(ax), self._of.notes
         choice("of", of, tuple(OF), "leave of= out for distances")
         found = [_named(getattr(note, of)) for note in notes]
         if not found or not found[0]:
