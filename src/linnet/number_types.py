@@ -82,8 +82,11 @@ class Precision:
         Returns:
             Whether numbers of fewer digits are kept, multiplied or summed.
         """
-        fewer = torch.finfo(self.kept(dtype)).eps > torch.finfo(dtype).eps
-        return fewer or self.capture == "tf32" or self.sums == "float32"
+        return self._keeps_less(dtype) or self.sums == "float32"
+
+    def _keeps_less(self, dtype: torch.dtype) -> bool:
+        """Whether gradients are kept or multiplied in numbers of fewer digits."""
+        return self.capture == "tf32" or torch.finfo(self.kept(dtype)).eps > torch.finfo(dtype).eps
 
     def exact(self, dtype: torch.dtype) -> Precision:
         """The same for equations whose rounding nobody checks.
@@ -94,9 +97,8 @@ class Precision:
         Returns:
             Types that leave kernels and normal equations as exact as the network is.
         """
-        fewer = self.capture == "tf32" or torch.finfo(self.kept(dtype)).eps > torch.finfo(dtype).eps
-        capture, sums = None if fewer else self.capture, None if self.sums == "float32" else self.sums
-        return replace(self, capture=capture, sums=sums)
+        capture = None if self._keeps_less(dtype) else self.capture
+        return replace(self, capture=capture, sums=None if self.sums == "float32" else self.sums)
 
     def eps(self, dtype: torch.dtype, device: torch.device) -> float:
         """The spacing at 1 of the coarsest numbers that an entry of a kernel is made of.
