@@ -74,9 +74,10 @@ def test_weights_and_kernel_predict_alike(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(SharedFit, "_cross", lambda *_: pytest.fail("a kernel"))
     near(first.predict(p.x_test), expected)
     monkeypatch.undo()
-    monkeypatch.setattr(shared_fit, "SHARE", 0.0)
+    monkeypatch.setattr(kernel_fit, "SHARE", 0.0)
     monkeypatch.setattr(shared_fit.SharedKernel, "directions", lambda *_: pytest.fail("weights"))
     near(second.predict(p.x_test), expected)
+    monkeypatch.undo()
     assert kernel_fit.SHARE > 0
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import linnet
 from linnet.errors import DataError, FileFormatError, InputError, ModelError, NumericalError
+from linnet.fitting import kernel_fit
 from linnet.nested import weights
 from linnet.nested.adapt import HEADS
 from linnet.nested.search import BIAS
@@ -86,7 +87,7 @@ def test_predictions_in_weights_are_those_by_the_kernel(
     monkeypatch.setattr(type(fit.prior), "cross", lambda *_: pytest.fail("a kernel"))
     assert near(fit.predict(X), expected)
     monkeypatch.undo()
-    monkeypatch.setattr(weights, "SHARE", 0.0)
+    monkeypatch.setattr(kernel_fit, "SHARE", 0.0)
     monkeypatch.setattr(weights.Weights, "outputs", lambda *_: pytest.fail("weights"))
     if weight:  # a probe's weights take no memory to speak of
         assert near(alike.predict(X), expected)

@@ -25,6 +25,7 @@ from linnet.fitting.known_rows import Rows
 from linnet.fitting.record import Record
 from linnet.linear.dual import DualSystem, RidgePath
 from linnet.linear.targets import Targets
+from linnet.memory import Plan
 from linnet.params import flag
 from linnet.predictive.gaussian import GaussianPredictive
 from linnet.predictive.noise import Noise
@@ -87,8 +88,12 @@ class KernelFit(SquaredFit):
         """K(x, x), (T, T)."""
 
     @abstractmethod
-    def _by_weights(self) -> Callable[[Inputs], Tensor] | None:
-        """The fit in its weights, examples to f(x); ``None`` where they exceed a share of the memory."""
+    def _weights_plan(self) -> Plan:
+        """The memory of the fit in its weights."""
+
+    @abstractmethod
+    def _by_weights(self) -> Callable[[Inputs], Tensor]:
+        """The fit in its weights, examples to f(x)."""
 
     @abstractmethod
     def _made(self, x: Inputs, targets: Targets, system: DualSystem, record: Record) -> Self:
@@ -121,8 +126,9 @@ class KernelFit(SquaredFit):
 
     @cached_property
     def _weights(self) -> Callable[[Inputs], Tensor] | None:
-        """The fit in its weights, formed once."""
-        return self._by_weights()
+        """The fit in its weights, formed once; ``None`` where they exceed a share of the memory."""
+        plan = self._weights_plan()
+        return self._by_weights() if plan.peak <= SHARE * plan.budget else None
 
     @torch.no_grad()
     def predictive(self, x: Inputs, joint: bool = False) -> GaussianPredictive:

@@ -10,7 +10,7 @@ kernel of all outputs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ from linnet.fitting.evaluation import base_outputs
 from linnet.fitting.export import exported_directions
 from linnet.fitting.fit_files import write_fit
 from linnet.fitting.fitted import more_data
-from linnet.fitting.kernel_fit import SHARE, KernelFit
+from linnet.fitting.kernel_fit import KernelFit
 from linnet.fitting.merged import Merged
 from linnet.fitting.record import Record
 from linnet.fitting.remarks import after_change
@@ -81,16 +81,17 @@ class SharedKernel:
         blocks = own_kernels(self.function, x, self.memory)
         return blocks.diagonal(dim1=1, dim2=2).double().sum(1) / self.heads
 
-    def plan(self, outputs: int) -> Plan:
+    def plan(self, outputs: int, copies: Sequence[str] = ()) -> Plan:
         """The memory of the fit in weights.
 
         Args:
             outputs: C.
+            copies: What copies of the displacements are for.
 
         Returns:
             Bytes, item by item.
         """
-        return Directions.plan(self.function, self.heads, outputs, self.memory)
+        return Directions.plan(self.function, self.heads, outputs, self.memory, copies)
 
     def directions(self, train: Inputs, system: DualSystem) -> Directions:
         """The displacements of every output.
@@ -187,11 +188,12 @@ class SharedFit(KernelFit):
         """K̄(x, x), (T, T)."""
         return self.kernel.cross(x)
 
-    def _by_weights(self) -> Callable[[Inputs], Tensor] | None:
+    def _weights_plan(self) -> Plan:
+        """The memory of the displacements of every output."""
+        return self.kernel.plan(self.system.c)
+
+    def _by_weights(self) -> Callable[[Inputs], Tensor]:
         """F₀ and the displacements of every output."""
-        plan = self.kernel.plan(self.system.c)
-        if plan.peak > SHARE * plan.budget:
-            return None
         found = self.kernel.directions(self.x, self.system)
         return lambda x: self._start(x) + found.moved(x)
 
@@ -272,7 +274,7 @@ class SharedFit(KernelFit):
         kernel = self.kernel
         return exported_directions(
             self.module.function,
-            kernel.plan(self.system.c),
+            kernel.plan(self.system.c, ["the same in the module"]),
             lambda: kernel.directions(self.x, self.system).by_output(),
             kernel.weights.T.to(kernel.function.device, kernel.function.dtype),
             like,

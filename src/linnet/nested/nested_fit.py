@@ -27,6 +27,7 @@ from linnet.fitting.merged import Merged, compared
 from linnet.fitting.record import Record
 from linnet.linear.dual import DualSystem
 from linnet.linear.targets import Targets
+from linnet.memory import Plan
 from linnet.nested.export import exported_nested, network_of_probe
 from linnet.nested.features import Features
 from linnet.nested.nested_files import write_nested
@@ -139,10 +140,12 @@ class NestedFit(KernelFit):
         """K(x, x), (T, T)."""
         return self.prior.square(x, self.prior.phi(x))
 
-    def _by_weights(self) -> Callable[[Inputs], Tensor] | None:
+    def _weights_plan(self) -> Plan:
+        """The memory of the directions of the lower layers."""
+        return Weights.plan(self.prior, self.system.c)
+
+    def _by_weights(self) -> Callable[[Inputs], Tensor]:
         """The linear layer and the directions of the layers below it."""
-        if not Weights.affordable(self.prior, self.system.c):
-            return None
         return Weights(self.prior, self.x, self.phi, self.system).outputs
 
     def _made(self, x: Inputs, targets: Targets, system: DualSystem, record: Record) -> NestedFit:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from linnet.fitting.kernel_fit import SHARE
 from linnet.linear.directions import Directions
 from linnet.linear.dual import DualSystem
 from linnet.memory import Plan
@@ -61,20 +60,6 @@ class Weights:
         features = prior.features
         heads = features.heads if prior.mixture.weight else 0
         return Directions.plan(features.function, heads, outputs, prior.memory, copies)
-
-    @classmethod
-    def affordable(cls, prior: Prior, outputs: int) -> bool:
-        """Whether the directions take so little of the budget that predictions keep them.
-
-        Args:
-            prior: The kernel.
-            outputs: C.
-
-        Returns:
-            Whether they do.
-        """
-        plan = cls.plan(prior, outputs)
-        return plan.peak <= SHARE * plan.budget
 
     def outputs(self, x: Inputs) -> Tensor:
         """f(x).
