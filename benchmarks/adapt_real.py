@@ -52,7 +52,8 @@ def mobilenet(train: int, test: int, side: int) -> Callable[[str | None], Proble
     """MobileNetV2 on images of a size."""
 
     def made(data_dir: str | None) -> Problem:
-        from experiments.locate import find_data_dir
+        from eurosat import find_data_dir
+
         from linnet.app.models import load_model
 
         folder = find_data_dir(data_dir, require=["weights"]) / "weights"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import linnet
-from experiments.locate import find_data_dir
 from linnet.app.models import load_model
+
+# Python puts a script's own folder on its path, and experiments/ lies beside it.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from experiments.locate import find_data_dir
 
 ARCHIVE = "eurosat_1000_500.npz"
 WEIGHTS = "resnet20-12fca82f.th"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -50,10 +49,8 @@ def run(script: str, out: Path, options: argparse.Namespace) -> dict[str, Any]:
     if script == "kernel_lenet" and options.peer_python:  # other peers have environments of their own
         actual += ["--peer-python", options.peer_python]
         command += ["--peer-python", "peer/bin/python"]
-    roots = [str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    surroundings = os.environ | {"PYTHONPATH": os.pathsep.join(roots)}  # the root holds experiments/
     begin = time.perf_counter()
-    done = subprocess.run(actual, stderr=subprocess.PIPE, text=True, env=surroundings)
+    done = subprocess.run(actual, stderr=subprocess.PIPE, text=True)
     result: dict[str, Any] = {"title": script, "rows": [], "environment": {}}
     if done.returncode == 0 and path.exists():
         result = json.loads(path.read_text())
