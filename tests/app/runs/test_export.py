@@ -13,7 +13,7 @@ import torch
 
 from linnet.app import cli
 from linnet.app.runs.folder import SavedRun, load_run, load_test
-from linnet.errors import DependencyError, InputError
+from linnet.errors import DependencyError, InputError, ModelError
 from tests.app.runs.test_questions import NAMES, linnet
 
 LOAD = """
@@ -79,6 +79,17 @@ def test_files_that_cannot_be_written(
         DependencyError, match=r"onnxscript, which is not installed.*torch\[onnx\].*or write --out model\.pt2"
     ):
         cli.main([*words, str(tmp_path / "model.onnx")])
+
+    def export(*given: object, **named: object) -> None:
+        raise torch.onnx.OnnxExporterError("no rule for aten.foo\nand many lines")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("torch.onnx.export", export)
+    with pytest.raises(
+        ModelError, match=r"ONNX exporter of torch .* \(no rule for aten\.foo\).*write --out model\.pt2"
+    ):
+        cli.main([*words, str(tmp_path / "model.onnx")])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from linnet.app.data import ImageTransform, Standardize
 from linnet.app.runs.folder import SavedRun
 from linnet.distribution import install_command
-from linnet.errors import DependencyError, InputError
+from linnet.errors import DependencyError, InputError, ModelError
 from linnet.files import write_atomic
 from linnet.memory import format_bytes
 from linnet.predictive.temperature import probabilities
@@ -137,7 +137,7 @@ def write_export(run: SavedRun, path: Path, variance: bool) -> dict[str, Any]:
 
     Raises:
         InputError: If the variance is of another kind of fit.
-        ModelError: If the network cannot be traced.
+        ModelError: If the network cannot be traced, or not be written as ONNX.
     """
     whole = RunModule(run.fit.export(variance=variance), run).eval()
     held = sum(t.numel() * t.itemsize for t in [*whole.parameters(), *whole.buffers()])
@@ -175,6 +175,13 @@ def _write_onnx(
         made = torch.onnx.export(
             exported, (example,), dynamo=True, verbose=False, input_names=["x"], output_names=told["outputs"]
         )
+    except RuntimeError as error:  # of which torch's OnnxExporterError is one
+        raise ModelError(
+            f"the ONNX exporter of torch {torch.__version__} cannot write this network "
+            f"({str(error).strip().partition(chr(10))[0]})",
+            expected="a network whose operations it translates",
+            remedy="write --out model.pt2, or update torch and onnxscript",
+        ) from error
     finally:
         logging.getLogger("torch.onnx").setLevel(level)
     assert made is not None
