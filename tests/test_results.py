@@ -42,6 +42,7 @@ ELSEWHERE: Mapping[str, tuple[int, str]] = {
     "kernels: Figures 6 and 7: the kernel turns to what was learned": (11, "ratios of two stored curves"),
     "kernels: Figure 1: anisotropy directions": (1, "a mean over directions"),
     "kernels: Which of linear and plain fine-tuning wins?": (5, "means over tasks, and an area of a curve"),
+    "labels: Labels flipped at random": (1, "a precision pooled over seeds"),
     "laplace: Toy regression against Hamiltonian Monte Carlo (figure 5.1)": (
         46, "differences from HMC, and a table whose cells are not stored, as the page says",
     ),

@@ -402,6 +402,37 @@ def test_random_directions_of_a_seed() -> None:
         linnet.with_sketch(net, curvature, dim=40, seed=3)
 
 
+@pytest.mark.parametrize("dim", [4, 11, 30, 57])
+def test_random_directions_are_as_many_as_asked_and_unbiased(dim: int) -> None:
+    """E[H Hᵀ] = I also where a layer's share is less than its groups, no multiple of them, or all of it."""
+    net = nn.Sequential(
+        nn.Conv2d(4, 8, 3, groups=4), nn.Tanh(), nn.Conv2d(8, 8, 3, groups=8), nn.Flatten(), nn.Linear(8, 3)
+    ).double()
+    x = torch.randn(6, 4, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    curvature = gauss_newton(net, x, "diagonal")
+    every = [directions(linnet.with_sketch(net, curvature, dim=dim, seed=seed)) for seed in range(200)]
+    assert all(H.shape[1] == dim for H in every)
+    lengths = torch.stack([H.square().sum(1) for H in every])
+    error = lengths.std(0) / 200**0.5
+    assert float(((lengths.mean(0) - 1).abs() / error).max()) < 5
+
+
+def test_a_curvature_without_directions_is_refused() -> None:
+    dead = nn.Sequential(nn.Linear(6, 4), nn.ReLU())
+    nn.init.constant_(dead[0].bias, -100.0)
+    data = torch.randn(9, 6), torch.arange(9) % 3
+    for basis in ("ekfac", "random"):
+        with pytest.raises(InputError, match=r"the curvature is zero.*layers that are dead"):
+            linnet.fit(linnet.linearize(dead), data, ridge=1.0, solver=Sketch(3, basis))
+    with pytest.raises(InputError, match="dim=1 random directions of 2 layers"):
+        linnet.fit(
+            linnet.linearize(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))),
+            data,
+            ridge=1.0,
+            solver=Sketch(1, "random"),
+        )
+
+
 def test_eigenvalues_of_the_mean_curvature_come_with_the_directions() -> None:
     net, x, _, _ = case("dense")
     G = gauss_newton(net, x, "full")

@@ -7,9 +7,10 @@ softmax of the leave-one-out outputs of example i at temperature T, and let a la
     p(yᵢ) = (1 − η) qᵢ(yᵢ) + η (1 − qᵢ(yᵢ))/(C − 1)
 
 T and η are those of highest likelihood. Hard examples ask for a higher T, wrong labels of easy examples for
-a higher η. A label is doubted where it is likelier wrong than right, and where another class is the likeliest
-of those that reach the probability that they have on average among the examples labeled so (the confident
-joint of confident learning).
+a higher η. Where hard examples explain the labels about as well, by a likelihood-ratio test against η = 0,
+all labels count as right: near chance T and η cannot be told apart. A label is doubted where it is likelier
+wrong than right, and where another class is the likeliest of those that reach the probability that they have
+on average among the examples labeled so (the confident joint of confident learning).
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ if TYPE_CHECKING:
 
 STEPS = 60  # of expectation maximization for η at each temperature
 TOLD = 6  # labels that are named where the result is shown
-EVEN = 0.5  # probability of being wrong from which a label is doubted
+EVEN = 0.5  # probability of being wrong from which a label is doubted; and η is at most that
+# Gain in log likelihood that wrong labels must bring: half the 90 % point of χ² with one degree of freedom,
+# exceeded in 5 % of cases where η = 0, the end of its range, is true (Self and Liang, JASA 1987)
+GAIN = 1.353
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,7 +49,7 @@ class LabelErrors(Record):
         suggested: The likeliest class by the others that reaches its threshold, -1 where none does, (N,).
         wrong: Probability that each label is wrong, (N,).
         expected: How many labels would look wrong if all were right.
-        rate: η, the share of wrong labels of highest likelihood.
+        rate: η, the share of wrong labels of highest likelihood; 0 where it is not significantly above 0.
         temperature: T of the same.
 
     Example:
@@ -155,15 +159,22 @@ def _wrong(q: Tensor, rate: float) -> Tensor:
 def _most_likely(outputs: Tensor, labels: Tensor) -> tuple[float, float]:
     """T and η of highest likelihood, with one more example that is of no class, as for other temperatures."""
     outputs, labels = searched(outputs, labels)
+    wrong, right = (_best(outputs, labels, steps) for steps in (STEPS, 0))
+    return wrong[1:] if right[0] - wrong[0] > GAIN else right[1:]
+
+
+def _best(outputs: Tensor, labels: Tensor, steps: int) -> tuple[float, float, float]:
+    """The smallest negative log likelihood, its T and its η; with no steps for η it is 0."""
     scale = float(outputs.std(correction=0)) + 1e-12
 
     def solved(log_t: float) -> tuple[float, float]:
         q = probabilities(outputs, None, math.exp(log_t))
         own = q.gather(1, labels[:, None])[:, 0]
         away = (1 - own) / max(q.shape[1] - 1, 1)
-        rate = 0.05
-        for _ in range(STEPS):
-            rate = float((rate * away / ((1 - rate) * own + rate * away).clamp_min(1e-300)).mean())
+        rate = 0.05 if steps else 0.0
+        for _ in range(steps):
+            found = float((rate * away / ((1 - rate) * own + rate * away).clamp_min(1e-300)).mean())
+            rate = min(found, EVEN)
         likelihood = ((1 - rate) * own + rate * away).clamp_min(1e-300).log().sum()
         return -float(likelihood + q.clamp_min(1e-300).log().mean()), rate
 
@@ -172,4 +183,5 @@ def _most_likely(outputs: Tensor, labels: Tensor) -> tuple[float, float]:
     best = min(range(len(grid)), key=losses.__getitem__)
     low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
     log_t = golden_section(lambda at: solved(at)[0], low, high)
-    return math.exp(log_t), solved(log_t)[1]
+    loss, rate = solved(log_t)
+    return loss, math.exp(log_t), rate

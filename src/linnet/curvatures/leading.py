@@ -8,6 +8,7 @@ and output gradients g of each use, Q_Lᵀ (Σ_s g_s a_sᵀ) Q_R: factors are tu
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -268,7 +269,7 @@ def leading_basis(curvature: Curvature, dim: int) -> tuple[list[LayerBasis], Ten
         The vectors of each layer that has any, and their eigenvalues (D,) in the same order.
 
     Raises:
-        InputError: If a block has no eigenvectors that can be listed.
+        InputError: If a block has no eigenvectors that can be listed, or all of them are zero.
     """
     spectra = [_spectrum(part) for part in in_eigenbases(curvature.parts)]
     values = torch.cat([values.flatten() for _, values in spectra])
@@ -283,6 +284,7 @@ def leading_basis(curvature: Curvature, dim: int) -> tuple[list[LayerBasis], Ten
         if len(chosen):
             bases.append(_chosen(part.layer, vectors, tuple(own.shape), chosen))
             kept.append(own.flatten()[chosen])
+    _require_any(bool(kept))
     return bases, torch.cat(kept)
 
 
@@ -340,43 +342,73 @@ def _columns(vectors: Tensor | None, like: Tensor | None, index: Tensor, n: int)
 def random_basis(curvature: Curvature, dim: int, seed: int) -> list[LayerBasis]:
     """Random directions (P, D) with independent entries, E[H Hᵀ] = I: kernels of them are unbiased.
 
-    A layer's share of the D directions is its share of the trace, which makes the sum of the layers'
+    A layer's share of the D directions is about its share of the trace, which makes the sum of the layers'
     variances the least (Neyman allocation). With factors they are products of two random matrices.
 
     Args:
         curvature: Tells the trace of every layer.
-        dim: D, about.
+        dim: D, at most the number of weights.
         seed: Of the random numbers.
 
     Returns:
         The directions of each layer.
 
     Raises:
+        InputError: If there are fewer directions than layers, or the curvature is zero.
         MemoryBudgetError: If those of a layer without factors, such as a large embedding, do not fit.
     """
     generator = torch.Generator().manual_seed(seed)
     traces = torch.stack([part.operator.trace().double() for part in curvature.parts]).cpu()
-    shares = (dim * traces / traces.sum()).round().long().tolist()
     bases: list[LayerBasis] = []
-    for part, share in zip(curvature.parts, shares, strict=True):
+    for part, share in zip(curvature.parts, _shares(curvature.parts, traces, dim), strict=True):
         layer, block = part.layer, part.operator
-        share = min(int(share), layer.size)
         if share == 0:
             continue
-
-        if not layer.factored or share == layer.size:
+        if not layer.factored or share == layer.size or share < layer.groups:
             _require_dense(layer, share, block)
             bases.append(DenseBasis(layer, _normal(generator, block, layer.size, share) / share**0.5))
             continue
-        (rows, columns), r = layer.matrix, max(1, round((share / layer.groups) ** 0.5))
-        left = min(rows, r)
-        right = min(columns, max(1, round(share / layer.groups / left)))
-        left = min(rows, max(1, round(share / layer.groups / right)))
-        index = torch.arange(layer.groups * left * right, device=block.device)
-        one = _normal(generator, block, layer.groups, rows, left) / left**0.5
-        two = _normal(generator, block, layer.groups, columns, right) / right**0.5
+        rows, columns = layer.matrix
+        # of each group's products of two columns as many as its share, the first ones
+        own = torch.arange(share).remainder(layer.groups).bincount(minlength=layer.groups)
+        each = int(own.max())
+        left = min(rows, math.ceil(max(each**0.5, each / columns)))
+        right = math.ceil(each / left)
+        index = (torch.arange(left * right) < own[:, None]).flatten().nonzero()[:, 0].to(block.device)
+        one = _normal(generator, block, layer.groups, rows, left) / own.to(block.device).sqrt()[:, None, None]
+        two = _normal(generator, block, layer.groups, columns, right)
         bases.append(ProductBasis(layer, one, two, index))
     return bases
+
+
+def _shares(parts: Sequence[Part], traces: Tensor, dim: int) -> list[int]:
+    """How many of the D directions each layer takes: one if it has a trace, and of the rest its share."""
+    shares = (traces > 0).long()
+    most = shares * torch.tensor([part.layer.size for part in parts])
+    _require_any(bool(shares.any()))
+    if dim < int(shares.sum()):
+        raise InputError(
+            f"dim={dim} random directions of {int(shares.sum())} layers",
+            expected="one of each layer at least, without which the kernel would be biased",
+            remedy=f"pass dim={int(shares.sum())} or more, or take eigenvectors, the default",
+        )
+    while (rest := min(dim, int(most.sum())) - int(shares.sum())) > 0:
+        wanting = torch.where(shares < most, traces, 0.0)
+        more = torch.minimum((rest * wanting / wanting.sum()).long(), most - shares)
+        if not more.any():
+            more[wanting.argsort(descending=True, stable=True)[: min(rest, int((wanting > 0).sum()))]] = 1
+        shares += more
+    return [int(share) for share in shares]
+
+
+def _require_any(found: bool) -> None:
+    """Raise where a curvature is zero."""
+    if not found:
+        raise InputError(
+            "the curvature is zero: no weight moves an output on the examples that it was made of",
+            expected="a network whose outputs depend on the weights there",
+            remedy="look for layers that are dead (a ReLU that is zero everywhere) or saturated",
+        )
 
 
 def _require_dense(layer: Layer, share: int, block: StructuredOperator) -> None:
