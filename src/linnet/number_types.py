@@ -149,8 +149,9 @@ def precision(
 
     A fit keeps the types that it was made with for all its later answers, saved and loaded too. Where they
     leave its predictions or leave-one-out less than right to a thousandth, ``linnet.fit`` makes it again in
-    float64, as it does for a small ridge; ``fit.record.reasons["precision"]`` says which. ``linnet.adapt``
-    and ``TangentGP``, whose rounding is not checked, take no coarser kernel and no coarser sums.
+    float64, as it does for a small ridge; ``fit.record.reasons["precision"]`` says which. ``linnet.adapt``,
+    ``solver="shared"`` and ``TangentGP``, whose rounding is not checked, take no coarser kernel and no
+    coarser sums.
 
     Args:
         capture: Type in which kernels keep and multiply gradients; products are summed in float32 at least.

@@ -89,7 +89,7 @@ def sketch_error(fit: LinearFit, x: Inputs | None = None) -> SketchError:
         >>> bool((sketch_error(fit, x[:3]).lower <= sketch_error(fit, x[:3]).upper).all())
         True
     """
-    instance("fit", fit, LinearFit, "a fit", 'make one with linnet.fit(lin, data, solver="sketch")')
+    instance("fit", fit, LinearFit, "a sketched fit", 'make one with linnet.fit(lin, data, solver="sketch")')
     small, inner = fit.module.model, moved_network(fit.module.function)
     if not isinstance(small, SketchedNetwork) or inner is None or not small.orthonormal:
         raise InputError(

@@ -65,7 +65,8 @@ def output_covariance(
         budget,
         (("result", batch_size(x) * c * c * function.dtype.itemsize), ("derivatives of one example", one)),
     )
-    require(plan, ["raise memory=", "use fewer examples at once"])
+    diagonal = "take output_variance(), its diagonal"
+    require(plan, [diagonal, "use fewer examples at once" if batch_size(x) > 1 else "raise memory="])
     size = max(1, min(256, min(TARGET, budget // 2) // max(one, 1)))
     return torch.cat([batch_covariance(parts, capture(function, block)) for block in split(x, size)])
 
