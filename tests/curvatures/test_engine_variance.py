@@ -200,7 +200,9 @@ def test_memory_of_sums_does_not_grow_with_the_number_of_examples(
 
 def test_too_little_memory_is_an_error_before_anything_is_held() -> None:
     G = Problem("lenet", "categorical").curvature("kfac").damped(1.0).inverse()
-    with pytest.raises(MemoryBudgetError, match=r"(?s)output covariance of 3 examples x 4 outputs.*output_variance\(\)"):
+    with pytest.raises(
+        MemoryBudgetError, match=r"(?s)output covariance of 3 examples x 4 outputs.*output_variance\(\)"
+    ):
         G.output_covariance(case("lenet").x2, memory=100)
 
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 import linnet
 from linnet.errors import DataError, FileFormatError, InputError, ModelError, NumericalError
 from linnet.fitting import kernel_fit
-from linnet.nested import weights
+from linnet.linear.targets import Targets
+from linnet.nested import search, weights
 from linnet.nested.adapt import HEADS
-from linnet.nested.search import BIAS
+from linnet.nested.search import BIAS, Candidate
 
 
 def network() -> nn.Module:
@@ -322,3 +323,28 @@ def test_bad_questions(fit: linnet.NestedFit) -> None:
         fit.forget([N])
     with pytest.raises(DataError, match="float"):
         fit.update((X[N:], X[N:].flatten(1)[:, :3]))
+
+
+def test_many_samples_choose_the_share_on_some_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = samples(48)
+    scored: list[tuple[int, float]] = []
+    best_ridge = search.best_ridge
+
+    def counting(kernel: Tensor, targets: Targets, weight: float, ridge: float | None = None) -> Candidate:
+        found = best_ridge(kernel, targets, weight, ridge)
+        scored.append((len(kernel), weight))
+        scores[len(kernel)][weight] = found.score
+        return found
+
+    scores: dict[int, dict[float, float]] = {24: {}, 48: {}}
+    monkeypatch.setattr(search, "best_ridge", counting)
+    monkeypatch.setattr(search, "PILOT", 24)
+    fit = linnet.adapt(NET, (x, y))
+    assert scored[:9] == [(24, weight) for weight in search.WEIGHTS[1:]]
+    best = min(scores[24], key=scores[24].__getitem__)
+    assert scored[9:] == [(48, 0.0), (48, best)]
+    assert fit.prior.mixture.weight in (0.0, best)
+    assert fit.record.reasons["share"].endswith("on 24 samples")
+    scored.clear()
+    linnet.adapt(NET, (x, y), weight=0.3)
+    assert scored == [(48, 0.0), (48, 0.3)]

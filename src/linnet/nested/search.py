@@ -9,6 +9,7 @@ the model is ridge regression on the features with an intercept, the linear prob
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,7 @@ from linnet.errors import NumericalError
 from linnet.linalg.host import read
 from linnet.linear.dual import Spectrum
 from linnet.linear.targets import Targets
+from linnet.progress import track
 
 WEIGHTS = (0.0, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 0.95, 1.0)
 # κ, the prior variance of the intercept beside a kernel whose diagonal is about 1: the intercept is free to
@@ -32,6 +34,10 @@ LOWEST, HIGHEST = (
 MARGIN = (
     100.0  # ridges are at least so many times the kernel's rounding, which then costs a hundredth at the most
 )
+# Samples on which the weight is chosen where there are more: nine eigendecompositions of some instead of all.
+# Halves of 1,000 samples chose weights whose error on all was 0.1 % above the best on average, 0.6 % at most
+# (six sets of images, two draws).
+PILOT = 2000
 ERRORS = 1.0  # standard errors by which the lower layers must reduce the probe's leave-one-out error
 
 
@@ -92,6 +98,7 @@ class Choice:
         best: The best of all.
         mixture: The kernel of ``taken``.
         given: Whether the weight, and the ridge, were given.
+        pilot: Number of samples on which ``best`` was found, 0 for all.
     """
 
     taken: Candidate
@@ -99,6 +106,7 @@ class Choice:
     best: Candidate
     mixture: Mixture
     given: tuple[bool, bool]
+    pilot: int = 0
 
     @property
     def gain(self) -> tuple[float, float]:
@@ -145,6 +153,8 @@ class Choice:
         chosen = "lowest leave-one-out error" if len(self.probe.errors) else "highest evidence"
         ridge = "set by the user" if ridge_given else chosen
         found = {"solver": "one kernel for all outputs", "body": body, "ridge": ridge}
+        if self.pilot:
+            found["share"] = f"of the lower layers: of lowest leave-one-out error on {self.pilot:,} samples"
         return found if weight_given else {**found, "verdict": self.verdict()}
 
     def verdict(self) -> str:
@@ -198,14 +208,27 @@ def choose(
     Returns:
         The choice.
     """
-    scales = scale_of(head), scale_of(body)
-    counting = counted(targets)
-    weights: tuple[float, ...] = WEIGHTS if weight is None else (0.0, weight)
-    if weight is None and not counting.any():
+    scales, n = (scale_of(head), scale_of(body)), len(head)
+
+    def candidates(weights: Iterable[float], among: Tensor | None = None) -> list[Candidate]:
+        parts, own = (head, body), targets
+        if among is not None:
+            parts = head[among][:, among], body[among][:, among]
+            own = replace(targets, values=targets.values[among.to(targets.values.device)])
+        every = track(weights, f"shares of the lower layers, {len(own.values)} samples")
+        return [best_ridge(Mixture(w, *scales)(*parts), own, w, ridge) for w in every]
+
+    weights: tuple[float, ...] = WEIGHTS if weight is None else tuple(dict.fromkeys((0.0, weight)))
+    if weight is None and not counted(targets).any():
         weights = (0.0,)  # nothing can tell whether the lower layers help
-    found = [best_ridge(Mixture(w, *scales)(head, body), targets, w, ridge) for w in dict.fromkeys(weights)]
+    pilot = PILOT if n > PILOT and len(weights) > 2 else 0
+    if pilot:
+        some = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:pilot].to(head.device)
+        weights = (0.0, min(candidates(weights[1:], some), key=lambda one: one.score).weight)
+    found = candidates(weights)
     probe, best = found[0], min(found if weight is None else found[-1:], key=lambda one: one.score)
-    choice = Choice(best, probe, best, Mixture(best.weight, *scales), (weight is not None, ridge is not None))
+    given = (weight is not None, ridge is not None)
+    choice = Choice(best, probe, best, Mixture(best.weight, *scales), given, pilot)
     if weight is None and not choice.helps:
         return replace(choice, taken=probe, mixture=Mixture(0.0, *scales))
     return choice
