@@ -23,7 +23,7 @@ _PHRASES: tuple[tuple[str, str], ...] = (
     (r"pass linnet\.linearize\(network\); damping= of the sketch gives it a metric", 'pass metric="none"'),
     (r'pass method="lanczos" with a smaller k, or pass form="trace"', "raise memory=, or lower samples="),
     (
-        r"keep the fit in linnet(?: for it|, whose predictive\(\) has the variance)",
+        r"keep the fit in linnet(?: for it|, whose predictive\(\) has (?:the variance|it))",
         "take the spread of each prediction from linnet predict",
     ),
 )

@@ -33,6 +33,7 @@ from linnet.linear.dual import RidgePath
 from linnet.linear.equations import wanted
 from linnet.linear.files import system_state
 from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.normal_system import NormalSystem
 from linnet.linear.problem import Problem
 from linnet.linear.system import System
 from linnet.linear.targets import Targets
@@ -226,6 +227,8 @@ class LinearFit(SquaredFit):
             blocks = -dual.ridge * dual.inverse.view(dual.n, dual.c, dual.n, dual.c)
             change = torch.einsum("tcnd,nd->ntc", blocks, dual.loo_residuals())
             change.diagonal(dim1=0, dim2=1).add_(dual.loo_residuals().T)
+        elif x is None and isinstance(self.system, NormalSystem):
+            return self.system.reach(self.system.loo_residuals()) / self.n
         else:
             change = self.influence(self.x if x is None else x)
         return (change**2).sum(2).mean(1)

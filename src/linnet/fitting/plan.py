@@ -88,6 +88,12 @@ class Size:
         fitting = (dim for dim in DIMS if self.sketch_memory(dim).peak <= self.budget)
         return next((dim for dim in fitting if dim < self.function.space.dim), None)
 
+    @property
+    def sketched_only(self) -> bool:
+        """Whether the memory has room for a sketch and for neither matrix of the exact model."""
+        exact = min(self.dual_memory().peak, self.primal_memory().peak)
+        return exact > self.budget and self.default_dim() is not None
+
     def operations(self) -> dict[str, float]:
         """Predicted operations of each solver."""
         n, p = batch_size(self.x), self.function.space.dim

@@ -222,6 +222,22 @@ class NormalSystem(System):
         require_digits(rest, 16 * torch.finfo(self.function.dtype).eps, self.ridge)
         return rest / self.ridge
 
+    def reach(self, e: Tensor) -> Tensor:
+        """Σ ‖·‖² of ``effects`` over the training examples, by one pass over them.
+
+        Args:
+            e: Changes of targets, (N, C).
+
+        Returns:
+            gᵀJ̃ᵀJ̃g with g = H⁻¹ J̃_iᵀ e_i, (N,).
+        """
+        parts = []
+        for place, rows in self.own_rows():
+            each = rows.view(-1, self.c, rows.shape[1])
+            solved = self.solve(torch.einsum("ncp,nc->pn", each, e[place].to(each)))
+            parts.append((solved * (self.normal @ solved)).sum(0))
+        return torch.cat(parts)
+
     def grid(self) -> Tensor:
         """Ridges around the mean of the kernel's diagonal, above its rounding, (R,)."""
         values = self.spectrum[0]

@@ -17,7 +17,7 @@ def task_adaptation(
     tests: int | None = None,
     quick: bool = False,
     ridge: float | Literal["auto", "loo", "gcv", "evidence"] = "auto",
-    solver: Literal["auto", "dual", "primal", "sketch", "cg"] = "auto",
+    solver: Literal["auto", "dual", "shared", "primal", "sketch", "cg"] = "auto",
     loss: Literal["auto", "squared", "cross-entropy"] = "squared",
     metric: Literal["auto", "none", "kfac"] = "auto",
     method: Literal["auto", "nested", "linear"] = "auto",
@@ -56,14 +56,16 @@ def task_adaptation(
             a class has one sample), loo, gcv, evidence. For nested a number is relative to the mean of the
             kernel's diagonal.
             Where the kernel is too large for the memory, auto chooses it on some of the samples.
-        solver: How to solve: dual (the kernel), primal (the matrix of the weights), sketch (the same along
-            2,048 directions of the weights), cg (conjugate gradients), or auto.
+        solver: How to solve: dual (the kernel), shared (one kernel for all outputs, for many), primal (the
+            matrix of the weights), sketch (the same along 2,048 directions of the weights), cg (conjugate
+            gradients), or auto.
         loss: What is fitted: squared (one-hot targets), cross-entropy (a few Newton steps on the same
             kernel), or auto, which solves both and keeps the one whose leave-one-out log loss on the training
-            samples is lower.
+            samples is lower, or squared where solver is shared, primal or sketch.
         metric: Penalty of linear: none is one ridge for all weights, kfac penalizes weights more that
             strongly affect the outputs, by the curvature of the network. auto is kfac for classes where no
-            ridge is given; ridge auto is then by evidence behind a probe.
+            ridge is given, unless solver is shared, sketch or cg; ridge auto is then by evidence behind a
+            probe.
         method: What is fitted: nested (a linear probe and the lower layers in one solve, how much of them is
             chosen by leave-one-out), linear (one linearization of the whole network at a head), or auto:
             nested, unless head, cross_fit, metric, loss, solver or a criterion is given that only linear has,

@@ -218,8 +218,7 @@ def _linearized(
             centered, lin = False, linearize(probe, params=solving.params)
     with stages.measure("preflight"), waiting("preflight"):
         report = _checked(probe, x, solving)  # a centered head would hide randomness
-    equations = len(x) * lin.function.output_shape(x).numel()
-    metric, why = choose_metric(settings, lin, task.classes is not None, equations)
+    metric, why = choose_metric(settings, lin, task.classes is not None, x)
     if metric != "none":
         with stages.measure("metric"), waiting("metric"):
             lin, metric, why = in_metric(settings, probe, lin, x, (metric, why))
@@ -312,7 +311,7 @@ def nests(settings: Settings, task: TaskData, model: nn.Module, x: Tensor) -> bo
         "cross_fit": bool(network.cross_fit),
         "metric": solving.metric != "auto",
         "loss": solving.loss != "squared",
-        "solver": solving.solver in ("primal", "sketch", "cg"),
+        "solver": solving.solver not in ("auto", "dual"),
         "ridge": solving.ridge not in ("auto", "loo") and isinstance(solving.ridge, str),
     }
     asked = [name for name, given in others.items() if given]

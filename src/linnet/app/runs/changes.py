@@ -16,13 +16,13 @@ from linnet.app.report import Comparison, FitRecord, Forgetting, Notes, Run, Sco
 from linnet.app.report.wording import duration, number, percent
 from linnet.app.runs.evaluation import Predictions, predict, reliability, score_classes, score_values
 from linnet.app.runs.folder import SavedRun, TrainingSamples, load_test, test_digest
-from linnet.app.runs.kinds import Fit, certificate_of, refit_arguments, solved_anew
+from linnet.app.runs.kinds import Fit, certificate_of, in_closed_form, refit_arguments, solved_anew
 from linnet.app.runs.naming import find_samples, named
 from linnet.app.runs.newdata import NewSamples
 from linnet.app.runs.pages import choices, facts, further, held_out, place_of, seen, suspects, training_set
 from linnet.errors import DataError, InputError
 from linnet.fitting.fit import fit as fit_linear
-from linnet.nested.nested_fit import NestedFit
+from linnet.fitting.kernel_fit import KernelFit
 from linnet.tangent.hashing import hash_examples
 from linnet.tangent.linearized import Linearized
 
@@ -181,7 +181,7 @@ def _tested_elsewhere(run: SavedRun, new: NewSamples) -> tuple[SavedRun, tuple[s
 def _compare(fit: Fit, verify: bool) -> tuple[float | None, float | None]:
     """Largest difference of training outputs from a solution from scratch, and its time."""
     start = time.perf_counter()
-    if verify and isinstance(fit, NestedFit):
+    if verify and isinstance(fit, KernelFit):
         anew = fit.recomputed()
         seconds = time.perf_counter() - start
         return float((anew.predict(fit.x) - fit.predict(fit.x)).abs().max()), seconds
@@ -190,7 +190,7 @@ def _compare(fit: Fit, verify: bool) -> tuple[float | None, float | None]:
         data = (fit.x, fit.targets if labels is None else labels)
         options: Any = refit_arguments(fit)
         lin = Linearized(fit.module.function)
-        anew = fit_linear(lin, data, ridge=fit.ridge, solver=fit.solver, **options)
+        anew = fit_linear(lin, data, **options)
         seconds = time.perf_counter() - start
         return float((anew.predict(fit.x) - fit.predict(fit.x)).abs().max()), seconds
     gap = solved_anew(fit)
@@ -221,7 +221,7 @@ def report_change(change: Change, command: str, out: Path, title: str) -> tuple[
     forgotten = _forgetting(change, scores) if change.removed else None
     train = training_set(after)
     if change.removed:
-        doubted, by_chance = suspects(before.fit) if before.fit.solver == "dual" else ((), None)
+        doubted, by_chance = suspects(before.fit) if in_closed_form(before.fit) else ((), None)
         train = TrainingSet(seen(before.samples), None, doubted, None, forgotten, by_chance)
     rows = tuple(row for row, _ in scores)
     test = None
@@ -264,7 +264,7 @@ def _named(run: SavedRun, positions: Sequence[int]) -> list[dict[str, Any]]:
 def _score(name: str, run: SavedRun, task: TaskData, seconds: float | None) -> tuple[Comparison, Predictions]:
     """Scores on the test samples; without standard deviations where they are expensive."""
     x = task.tensors("test")[0].to(run.fit.module.function.device)
-    found = predict(run.fit, x, run.transforms[1], run.temperatures, std=run.fit.solver == "dual")
+    found = predict(run.fit, x, run.transforms[1], run.temperatures, std=in_closed_form(run.fit))
     if found.probs is None:
         return score_values(name, found.mean, task.test.y, found.std, seconds), found
     return score_classes(name, found.probs, task.test.y, seconds), found

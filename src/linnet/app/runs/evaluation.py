@@ -13,11 +13,16 @@ from torch import Tensor
 
 from linnet.app.data import Standardize
 from linnet.app.report import Comparison, Reliability, RidgePath
-from linnet.app.runs.kinds import Fit, dual_of, kernel_and_residual
+from linnet.app.runs.kinds import Fit, equations_of
 from linnet.errors import NumericalError
+from linnet.fitting.kernel_fit import KernelFit
 from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.shared_fit import SharedFit
 from linnet.fitting.softmax_fit import SoftmaxFit
-from linnet.linear.dual import Spectrum
+from linnet.linear.dual import DualSystem
+from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.normal_system import NormalSystem
+from linnet.linear.system import System
 from linnet.memory import parse_bytes
 from linnet.nested.nested_fit import NestedFit
 from linnet.plots.measures import calibration_error, reliability_bins
@@ -108,7 +113,7 @@ def predict(
 
 def _pieces(fit: Fit, x: Tensor, what: str) -> Any:
     """X in pieces whose kernel with the training samples is small."""
-    outputs = 1 if isinstance(fit, NestedFit) else fit.system.c
+    outputs = 1 if isinstance(fit, KernelFit) else fit.system.c
     row = 24 * outputs * fit.n * outputs  # the kernel in float32, in float64, and its product with M
     room = min(parse_bytes(fit.memory, fit.module.function.device) // 4, _MOST)
     size = max(1, min(int(room // row), 512))
@@ -186,32 +191,30 @@ def reliability(name: str, probs: Array, labels: Array) -> Reliability:
 
 
 @torch.no_grad()
-def ridge_path(
-    fit: LinearFit | NestedFit, spectrum: Spectrum, x: Tensor | None, labels: Array | None
-) -> RidgePath:
+def ridge_path(fit: LinearFit | NestedFit | SharedFit, x: Tensor | None, labels: Array | None) -> RidgePath:
     """Every criterion along the ridge, and the test accuracy beside it.
 
     Args:
-        fit: A dual fit.
-        spectrum: Its kernel's eigendecomposition.
+        fit: A fit with a spectrum.
         x: Test inputs, where the test accuracy is wanted.
         labels: Their classes.
 
     Returns:
         The path, as the report takes it.
     """
-    grid = fit.ridges() if isinstance(fit, NestedFit) else spectrum.grid()
-    path = spectrum.path(grid, fit.classes is not None, fit.targets)
+    system = equations_of(fit)
+    path = system.path(None, fit._targets) if isinstance(system, System) else fit.path()
+    grid = path.ridges.to(fit.module.function.device)
     accuracy = None
-    if isinstance(fit, NestedFit):
+    if isinstance(fit, KernelFit):
         if x is not None and labels is not None and fit.classes is not None:
             parts = _pieces(fit, x, "ridges: predicting")
             chosen = torch.cat([fit.along(part, grid).argmax(2) for part in parts], 1)
             accuracy = (_numpy(chosen) == labels).mean(1)
-    elif x is not None and labels is not None and fit.classes is not None:
+    elif isinstance(system, System) and x is not None and labels is not None and fit.classes is not None:
         hits = []
         for part in _pieces(fit, x, "ridges: predicting"):
-            along = fit.system.along_path(part)
+            along = system.along_path(part)
             change = along.rows @ (along.coordinates[:, None] / (along.values[:, None] + grid))
             change = change.view(batch_size(part), fit.system.c, -1)
             hits.append((fit.module.base(part)[:, :, None] + change).argmax(1))
@@ -223,22 +226,28 @@ def ridge_path(
     )  # fmt: skip
 
 
-def spectrum_of(fit: Fit) -> Spectrum | None:
-    """The eigendecomposition of a dual fit's kernel.
+def spectrum_of(fit: Fit) -> Tensor | None:
+    """The eigenvalues of the matrix that a fit was solved by, which keeps what is decomposed.
 
     Args:
         fit: The fit.
 
     Returns:
-        The decomposition, or None for a fit by conjugate gradients.
+        Those of the kernel, or of JᵀJ, which are the same but for zeros; None for a fit by conjugate
+        gradients.
     """
-    found = kernel_and_residual(fit)
-    if found is None:
+    system = equations_of(fit)
+    if system is None:
         return None
-    size = len(found[0])
+    dual = system.dual if isinstance(system, KernelSystem) else system
+    size = len(dual.normal if isinstance(dual, NormalSystem) else dual.kernel)
     with waiting(f"eigenvalues of {size} equations", eigen_seconds(size)):
-        dual = dual_of(fit)  # keeps what it has decomposed
-        return Spectrum(*found) if dual is None else dual.spectrum
+        if isinstance(dual, NormalSystem):
+            return dual.spectrum[0]
+        if isinstance(dual, DualSystem):
+            return dual.spectrum.values
+        values: Tensor = torch.linalg.eigvalsh(dual.kernel)
+        return values.clamp_min(0)
 
 
 def softmax_path(fit: SoftmaxFit) -> RidgePath | None:

@@ -40,6 +40,7 @@ from linnet.app.runs.kinds import Fit, cross_fitted, loss_of
 from linnet.app.runs.pages import choices, facts, held_out, spectrum_record, training_set
 from linnet.errors import DataError, InputError
 from linnet.files import write_text
+from linnet.fitting.kernel_fit import KernelFit
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.nested.nested_fit import NestedFit
@@ -107,7 +108,7 @@ def fit_page(fit: Any, test: Any, classes: Sequence[str] | None, title: str) -> 
         DataError: If the test samples cannot be used.
         InputError: If there is no such report of the fit, or the names do not fit its classes.
     """
-    instance("fit", fit, (LinearFit, SoftmaxFit, NestedFit), "what linnet.fit or linnet.adapt returned")
+    instance("fit", fit, (LinearFit, SoftmaxFit, KernelFit), "what linnet.fit or linnet.adapt returned")
     instance("title", title, str, "a text")
     run, start = _run(fit, _names(fit, classes)), time.perf_counter()
     part = None if test is None else _part(test, run)
@@ -216,7 +217,7 @@ def _record(run: SavedRun, part: Part | None, seconds: dict[str, float]) -> FitR
     elif eigen is not None:
         known = part is not None and run.classes is not None
         x, labels = (run.inputs(part.x), part.y) if part is not None and known else (None, None)
-        path = ridge_path(fit, eigen, x, labels)
+        path = ridge_path(fit, x, labels)
     # what became of the head, only the command line knows; a nested fit has its own
     made = tuple(one for one in choices(run) if one.what != "head" or isinstance(fit, NestedFit))
     return FitRecord(

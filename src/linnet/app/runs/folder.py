@@ -25,7 +25,7 @@ from linnet import params
 from linnet.app.data import ImageTransform, Standardize, TaskData, load_data
 from linnet.app.data.columns import Table
 from linnet.app.models import apply_weights, load_model
-from linnet.app.runs.kinds import Fit, known_outputs
+from linnet.app.runs.kinds import Fit, in_closed_form, known_outputs
 from linnet.app.runs.lock import check_free, writing
 from linnet.app.runs.place import RECORD, REPLAY, check_still, clear_run, note_record
 from linnet.app.runs.trust import absolute_spec, check_run, remember_run
@@ -39,11 +39,11 @@ from linnet.fitting.head import with_head
 from linnet.fitting.last_layer import Appended
 from linnet.fitting.load_fit import load_fit
 from linnet.fitting.metric import MetricNetwork, with_metric
-from linnet.fitting.shared_fit import SharedFit
 from linnet.nested.adapt import load_adapted
 from linnet.nested.features import with_random_heads
 from linnet.nested.nested_files import KIND as NESTED
 from linnet.nested.nested_fit import NestedFit
+from linnet.tangent.coordinates import Coordinates
 
 Array = np.ndarray[Any, Any]
 _KIND = "run"
@@ -178,9 +178,9 @@ class SavedRun:
             samples: Its samples.
 
         Returns:
-            A run with the temperatures of the new fit, or its own where a kernel would be needed for them.
+            A run with the temperatures of the new fit, or its own where they would take iterations.
         """
-        temperatures = temperatures_of(fit) if fit.solver == "dual" else self.temperatures
+        temperatures = temperatures_of(fit) if in_closed_form(fit) else self.temperatures
         return replace(self, fit=fit, samples=samples, temperatures=temperatures)
 
     def inputs(self, x: Array) -> Tensor:
@@ -289,7 +289,9 @@ def _write_run(folder: Path, run: SavedRun) -> None:
     network, tensors = (function.source or function).model, _TENSORS  # in the type that it came in
     if isinstance(network, MetricNetwork):
         network.curvature.save(folder)
-        network, tensors = network.network, (*_TENSORS, CURVATURE)
+        tensors = (*_TENSORS, CURVATURE)
+    if isinstance(network, Coordinates):  # those of a sketch are in the fit's own file
+        network = network.network
     if isinstance(run.fit, NestedFit):
         tensors = tuple(NESTED if name == "linear-fit" else name for name in tensors)
     save_tensors(folder, "model", dict(network.state_dict()), {})
@@ -346,12 +348,6 @@ def load_run(
         origin = replace(origin, spec=absolute_spec(model))
     network = _build(folder, origin).to(device)
     fit = load_fit(folder, network) if origin.heads is None else load_adapted(folder, network)
-    if isinstance(fit, SharedFit):
-        raise FileFormatError(
-            f"{folder} holds a fit by one kernel for all outputs, which no run makes",
-            expected="the fit that the run ended with",
-            remedy="read it with linnet.load_fit, or make the run again",
-        )
     fit.memory = memory
     arrays, names = load_tensors(folder / "samples.safetensors", "samples")
     images = arrays["images"].numpy() if "images" in arrays else None

@@ -1,4 +1,4 @@
-"""The two kinds of fit that a run can hold, and their differences."""
+"""The kinds of fit that a run can hold, and their differences."""
 
 from __future__ import annotations
 
@@ -7,16 +7,31 @@ from typing import TypeAlias
 from torch import Tensor
 
 from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.shared_fit import SharedFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linear.dual import DualSystem
 from linnet.linear.iterative import Iterative
+from linnet.linear.kernel_system import KernelSystem
+from linnet.linear.normal_system import NormalSystem
 from linnet.linear.softmax_dual import SoftmaxDual
-from linnet.linear.system import System
+from linnet.linear.softmax_primal import SoftmaxPrimal
 from linnet.linear.targets import OneHot
 from linnet.nested.nested_fit import NestedFit
 from linnet.predictive.temperature import fit_temperature, probabilities
 
-Fit: TypeAlias = LinearFit | SoftmaxFit | NestedFit
+Fit: TypeAlias = LinearFit | SoftmaxFit | NestedFit | SharedFit
+
+
+def in_closed_form(fit: Fit) -> bool:
+    """Whether leave-one-out, influence and variances take no iterations, of which each sample needs many.
+
+    Args:
+        fit: The fit.
+
+    Returns:
+        False for conjugate gradients.
+    """
+    return not isinstance(fit.system, Iterative | SoftmaxPrimal)
 
 
 def loss_of(fit: Fit) -> str:
@@ -82,7 +97,7 @@ def loo_log_loss(fit: Fit) -> float:
 
 
 def solved_anew(fit: Fit) -> Tensor | None:
-    """Outputs on the training examples of a solution from scratch, with the same kernel.
+    """Outputs on the training examples of a solution from scratch, with the same kernel or directions.
 
     Args:
         fit: The fit.
@@ -90,46 +105,46 @@ def solved_anew(fit: Fit) -> Tensor | None:
     Returns:
         Their difference from the outputs of the fit, flat; ``None`` for a fit by conjugate gradients.
     """
-    system = fit.system
+    system = equations_of(fit)
+    if system is None:
+        return None
     if isinstance(system, SoftmaxDual):
         return (
             SoftmaxDual(system.kernel, system.base, system.loss, fit.ridge).outputs - system.outputs
         ).flatten()
-    dual = dual_of(fit)
-    if dual is None or isinstance(system, Iterative):
-        return None
+    if isinstance(system, NormalSystem):
+        summed = NormalSystem.solved(system.problem, fit.ridge, system.memory)
+        return (fit.ridge * (system.beta - summed.beta)).flatten()  # f = t − ρβ
+    dual = system if isinstance(system, DualSystem) else system.dual
     anew = DualSystem(dual.kernel, dual.residual, fit.ridge)
     # outputs on the training samples are f₀ + Kβ
-    change: Tensor = dual.kernel @ (anew.beta - system.beta).reshape(len(dual.kernel), -1)
+    change: Tensor = dual.kernel @ (anew.beta - dual.beta).reshape(len(dual.kernel), -1)
     return change.flatten()
 
 
-def dual_of(fit: Fit) -> DualSystem | None:
-    """The equations of a fit of the squared loss by its kernel.
+def equations_of(fit: Fit) -> KernelSystem | DualSystem | NormalSystem | SoftmaxDual | None:
+    """The equations of a fit by a matrix with eigenvalues: the kernel, or JᵀJ.
 
     Args:
         fit: The fit.
 
     Returns:
-        The equations; ``None`` for the cross-entropy, and where the kernel does not fit the memory.
+        The equations; ``None`` for a fit by conjugate gradients, and where the kernel exceeds the memory.
     """
     system = fit.system
-    if isinstance(system, DualSystem):
+    if isinstance(system, Iterative | SoftmaxPrimal):
+        return None
+    if isinstance(system, DualSystem | NormalSystem | SoftmaxDual):
         return system
-    return system.dual if isinstance(system, System) else None
-
-
-def kernel_and_residual(fit: Fit) -> tuple[Tensor, Tensor] | None:
-    """K and t − f₀ (or y − p at δ = 0) of a dual fit, for the spectrum."""
-    system = fit.system
-    if isinstance(system, SoftmaxDual):
-        return system.kernel, -system.loss.gradient(system.base)
-    dual = None if isinstance(system, Iterative) else dual_of(fit)
-    return None if dual is None else (dual.kernel, dual.residual)
+    form = system.kernel_form
+    assert form is None or isinstance(form, KernelSystem)
+    return form
 
 
 def refit_arguments(fit: Fit) -> dict[str, object]:
-    """Arguments of ``linnet.fit`` that make a fit anew: targets and loss."""
+    """Arguments of ``linnet.fit`` that make a fit anew: ridge, solver, targets and loss."""
+    kind = "cg" if isinstance(fit, SoftmaxFit) else "primal"  # a sketched network is solved in its directions
+    given = {"ridge": fit.ridge, "solver": kind if fit.solver == "sketch" else fit.solver}
     if isinstance(fit, SoftmaxFit):
-        return {"loss": "cross-entropy", "targets": fit.targets}
-    return {"targets": OneHot(fit._targets.scale)}
+        return {**given, "loss": "cross-entropy", "targets": fit.targets}
+    return {**given, "targets": OneHot(fit._targets.scale)}

@@ -10,13 +10,19 @@ from linnet.curvatures import Passes
 from linnet.curvatures.build import curvature as compute_curvature
 from linnet.errors import MemoryBudgetError
 from linnet.fitting.metric import with_metric
+from linnet.fitting.plan import Size
 from linnet.likelihoods import Gaussian
 from linnet.tangent.linearized import Linearized, linearize
 
 SMALL = 1e12  # operations; below this cost, timing does not matter
+_WITHOUT = {  # solvers that take no metric by themselves, and why
+    "cg": "conjugate gradients are preconditioned instead",
+    "sketch": "the directions of a sketch are coordinates of their own",
+    "shared": "one kernel for all outputs, of which there is no study",
+}
 
 
-def choose_metric(settings: Settings, lin: Linearized, classes: bool, equations: int) -> tuple[str, str]:
+def choose_metric(settings: Settings, lin: Linearized, classes: bool, x: Tensor) -> tuple[str, str]:
     """The default metric of the ridge.
 
     The curvature's was ahead of one ridge for all weights on every pair of a study of images. The training
@@ -26,7 +32,7 @@ def choose_metric(settings: Settings, lin: Linearized, classes: bool, equations:
         settings: What is requested.
         lin: The network where the fit starts.
         classes: Whether the answers are classes.
-        equations: N·C.
+        x: Training inputs.
 
     Returns:
         ``"kfac"`` or ``"none"``, and why.
@@ -40,11 +46,15 @@ def choose_metric(settings: Settings, lin: Linearized, classes: bool, equations:
         return "none", "each fold of a cross-fitted probe would need its own"
     if not isinstance(solving.ridge, str):
         return "none", "a ridge was given, which is one for all weights"
-    if solving.solver == "cg":
-        return "none", "conjugate gradients are preconditioned instead"
+    if solving.solver in _WITHOUT:
+        return "none", _WITHOUT[solving.solver]
+    outputs, sketchable = lin.function.output_shape(x).numel(), solving.loss != "cross-entropy"
+    size = Size(lin.function, x, outputs, "squared", True, solving.memory)
+    if solving.solver == "auto" and sketchable and size.sketched_only:
+        return "none", f"the memory has room for a sketch alone, and {_WITHOUT['sketch']}"
     sides = [side for t in lin.theta0.values() if t.ndim > 1 for side in (t.shape[0], t[0].numel())]
     # eigenvectors of all factors, 10 d³, against the products of the kernel, (N·C)² P
-    if 10 * sum(side**3 for side in sides) > max(equations**2 * lin.space.dim, SMALL):
+    if 10 * sum(side**3 for side in sides) > max((len(x) * outputs) ** 2 * lin.space.dim, SMALL):
         return "none", "its eigenvectors would take longer than the kernel"
     return "kfac", "directions of high curvature are regularized more; ahead on every pair of a study"
 

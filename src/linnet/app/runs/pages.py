@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from linnet import __version__
 from linnet.app.data import Part
@@ -39,12 +40,18 @@ from linnet.app.report.wording import number
 from linnet.app.runs.adaptation import Adaptation
 from linnet.app.runs.evaluation import Predictions, ridge_path, softmax_path, spectrum_of
 from linnet.app.runs.folder import SavedRun, TrainingSamples
-from linnet.app.runs.kinds import Fit, certificate_of, contradiction, cross_fitted, loss_of
+from linnet.app.runs.kinds import (
+    Fit,
+    certificate_of,
+    contradiction,
+    cross_fitted,
+    in_closed_form,
+    loss_of,
+)
 from linnet.app.runs.lock import writing
 from linnet.audit.label_errors import label_errors
 from linnet.files import write_json
 from linnet.fitting.softmax_fit import SoftmaxFit
-from linnet.linear.dual import Spectrum as Eigen
 from linnet.nested.nested_fit import NestedFit
 from linnet.plots.measures import ranking
 from linnet.tangent.preflight import Preflight
@@ -101,7 +108,7 @@ def adaptation_page(found: Adaptation, title: str, out: Path, replay: bool = Fal
             path = softmax_path(run.fit)
         elif eigen is not None:
             x = task.tensors("test")[0].to(run.fit.module.function.device)
-            path = ridge_path(run.fit, eigen, x, task.test.y if task.classes else None)
+            path = ridge_path(run.fit, x, task.test.y if task.classes else None)
     with found.stages.measure("influence and leave-one-out"):
         train = training_set(run)
         test = held_out(run, task.test, found.predictions, task.image_mode is not None)
@@ -170,7 +177,7 @@ def training_set(run: SavedRun) -> TrainingSet:
         The part of the report; without measures for a fit by conjugate gradients, where each costs a solve.
     """
     samples = seen(run.samples)
-    if run.fit.solver != "dual":
+    if not in_closed_form(run.fit):
         return TrainingSet(samples)
     informative = run.fit.informativeness().double().cpu().numpy()
     doubted, by_chance = suspects(run.fit)
@@ -226,7 +233,7 @@ def held_out(
     if chosen is None:
         chosen = _telling(found, part.y, run.classes is not None)
     explained: tuple[Explanation, ...] = ()
-    if chosen and run.fit.solver == "dual":
+    if chosen and in_closed_form(run.fit):
         explained = explanations(run, part.take(np.asarray(chosen)).x, chosen, found)
     if found.probs is not None:
         return HeldOutSet(samples, found.probs, None, None, found.uncertainty, explained, "%")
@@ -302,7 +309,7 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
     ridge = reasons.get("ridge", "")
     made = [
         Choice("head", _head(run), reasons.get("head", "")),
-        Choice("solver", fit.solver, reasons.get("solver", "")),
+        Choice("solver", fit.solver, solver_reason(reasons)),
         # a change of the training samples keeps the ridge, and so what was said of the samples before
         Choice("ridge", number(fit.ridge), f"of the fit before: {ridge}" if "change" in reasons else ridge),
     ]
@@ -333,6 +340,19 @@ def choices(run: SavedRun) -> tuple[Choice, ...]:
     return tuple(made)
 
 
+def solver_reason(reasons: dict[str, str]) -> str:
+    """Why a fit has its solver, and what that leaves out.
+
+    Args:
+        reasons: The reasons in a fit's record.
+
+    Returns:
+        One line.
+    """
+    said = (reasons.get(name) for name in ("solver", "sketch", "outputs"))
+    return "; ".join(sentence for sentence in said if sentence)
+
+
 def _head(run: SavedRun) -> str:
     """The row on the head."""
     if run.origin.head is None:
@@ -347,7 +367,7 @@ def _moderation(fit: Fit, scale: float) -> str:
     """The words on how probabilities were calibrated."""
     counted = "" if scale == 1 else f"; variances count {scale:g}-fold"
     kind = "held-out" if cross_fitted(fit) else "leave-one-out"
-    part = "" if fit.solver == "dual" else " of the small fit that chose the ridge"
+    part = "" if in_closed_form(fit) else " of the small fit that chose the ridge"
     return f"likeliest {kind} predictions{part}{counted}"
 
 
@@ -367,22 +387,23 @@ def facts(run: SavedRun) -> tuple[tuple[str, str], ...]:
         ("Python", platform.python_version()),
         ("network", Path(run.origin.spec).name),
         ("weights fitted", number(fit.module.space.dim)),
+        ("solver", fit.solver),
         ("training samples", number(fit.n)),
         (certificate_of(fit), number(fit.system.certificate(), 2)),
     )
 
 
-def spectrum_record(fit: Fit, eigen: Eigen | None) -> Spectrum | None:
+def spectrum_record(fit: Fit, eigen: Tensor | None) -> Spectrum | None:
     """The kernel's eigenvalues.
 
     Args:
         fit: The fit.
-        eigen: The eigendecomposition of its kernel, where there is one.
+        eigen: The same, where they are known.
 
     Returns:
         The part of the report.
     """
-    return None if eigen is None else Spectrum(eigen.values.cpu().numpy(), fit.ridge)
+    return None if eigen is None else Spectrum(eigen.cpu().numpy(), fit.ridge)
 
 
 def _preflight(report: Preflight) -> PreflightText:

@@ -13,7 +13,8 @@ from linnet.app.data.checks import check_seed
 from linnet.errors import InputError
 
 HEADS = ("auto", "probe", "random", "zero", "keep")
-SOLVERS = ("auto", "dual", "primal", "sketch", "cg")
+SOLVERS = ("auto", "dual", "shared", "primal", "sketch", "cg")
+SQUARED = ("shared", "primal", "sketch")  # solvers of the squared loss
 METRICS = ("auto", "none", "kfac")
 LOSSES = ("auto", "squared", "cross-entropy")
 COMPARED = ("probe", "finetune")
@@ -93,7 +94,7 @@ class Solving:
 
     Args:
         ridge: ρ, or ``"auto"`` (leave-one-out), ``"loo"``, ``"gcv"`` or ``"evidence"``.
-        solver: ``"auto"``, ``"dual"``, ``"primal"`` or ``"cg"``.
+        solver: ``"auto"``, ``"dual"``, ``"shared"``, ``"primal"``, ``"sketch"`` or ``"cg"``.
         params: Parameters to fit, by name or regular expression, or their names.
         memory: Budget such as ``"2GB"``.
         device: Where to compute.
@@ -110,7 +111,7 @@ class Solving:
 
     Raises:
         InputError: The ridge, the solver, the loss, the metric, the method, the weight or the device makes no
-            sense.
+            sense, or two of them do not go together.
     """
 
     ridge: float | str = "auto"
@@ -155,6 +156,12 @@ class Solving:
         if self.solver not in SOLVERS:
             raise InputError(
                 f"solver is {self.solver!r}", expected=f"one of {', '.join(SOLVERS)}", remedy=LEAVE
+            )
+        if self.solver == "sketch" and self.metric == "kfac":
+            raise InputError(
+                f"metric is {self.metric!r} with solver {self.solver}",
+                expected="one of the two: the directions of a sketch are coordinates of their own",
+                remedy="leave --metric or --solver out",
             )
         check_device(self.device)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from linnet.app.data import draw_shots
 from linnet.app.report.wording import number
 from linnet.app.runs.kinds import Fit, loo_log_loss, loss_of
-from linnet.app.runs.settings import Solving
+from linnet.app.runs.settings import SQUARED, Solving
 from linnet.errors import InputError, MemoryBudgetError
 from linnet.fitting.centered import CenteredLinear
 from linnet.fitting.fit import fit as fit_linear
@@ -63,11 +63,14 @@ def solve(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file: 
 
 def _better(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file: Path) -> Solved:
     """Both losses, and the one of lower leave-one-out log loss on the training samples."""
-    squared_criterion = solving.ridge == "gcv"
-    if squared_criterion or _singles(data[1]):
+    why = "a class has one sample, so leave-one-out cannot compare" if _singles(data[1]) else ""
+    if solving.ridge == "gcv":
+        why = "ridge gcv is of the squared loss, so leave-one-out cannot compare"
+    if solving.solver in SQUARED:
+        why = f"solver {solving.solver} is of the squared loss"
+    if why:
         found = _solve(lin, data, replace(solving, loss="squared"), file)
-        why = "ridge gcv is of the squared loss" if squared_criterion else "a class has one sample"
-        found[0].record.reasons["loss"] = f"{why}, so leave-one-out cannot compare"
+        found[0].record.reasons["loss"] = why
         return found
     both = [_solve(lin, data, replace(solving, loss=loss), file) for loss in ("squared", "cross-entropy")]
     scores = [loo_log_loss(pilot or fit) for fit, pilot in both]
@@ -91,7 +94,8 @@ def _solve(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file:
     searched = isinstance(criterion, str)
     tries: list[Solver] = [Dual(file) if forms_kernel(solving) else solving.solver]
     if solving.solver == "auto" and searched and solving.loss == "squared":
-        tries += ["primal"] if isinstance(lin.model, Coordinates) else ["primal", "sketch"]
+        # where the kernel is too large: JᵀJ, or a sketch, for which a metric leaves no room
+        tries.append("primal" if isinstance(lin.model, Coordinates) else "auto")
     told = ""
     for solver in tries:
         try:

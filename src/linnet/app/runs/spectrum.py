@@ -23,6 +23,7 @@ from linnet.fitting.centered import with_centered_head
 from linnet.fitting.fit import fit as fit_linear
 from linnet.fitting.head import with_head
 from linnet.fitting.linear_fit import LinearFit
+from linnet.fitting.shared_fit import SharedFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.linear.targets import OneHot
 from linnet.nested.nested_fit import NestedFit
@@ -222,6 +223,12 @@ def examine(subject: Subject, top: int | None, samples: int | None, memory: str 
             "the run was fitted with the cross-entropy",
             expected="a run of the squared loss, whose targets the kernel's directions explain",
             remedy="adapt with --loss squared",
+        )
+    if isinstance(run.fit, SharedFit):
+        raise InputError(
+            "the run was fitted by one kernel for all outputs",
+            expected="a run whose outputs share their weights, which the kernel's directions are of",
+            remedy="adapt with another --solver",
         )
     if samples is not None and not 2 <= samples <= run.fit.n:
         raise InputError(

@@ -11,7 +11,7 @@ from linnet.app.report.wording import duration, number, percent
 from linnet.app.runs.adaptation import Adaptation
 from linnet.app.runs.folder import SavedRun
 from linnet.app.runs.naming import lines_of
-from linnet.app.runs.pages import adaptation_page, write
+from linnet.app.runs.pages import adaptation_page, solver_reason, write
 
 
 def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = False) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def print_adaptation(result: dict[str, Any]) -> list[str]:
             else []
         ),
         f"ridge {number(fit['ridge'])}: {fit['reasons'].get('ridge', '')}",
-        f"solver {fit['solver']}: {fit['reasons'].get('solver', '')}",
+        f"solver {fit['solver']}: {solver_reason(fit['reasons'])}",
         "time: " + ", ".join(f"{step} {_cell(duration, t)}" for step, t in result["seconds"].items()),
         *(f"note: {text}" for text in (*fit["warnings"], *result["data"]["findings"])),
         *written(Path(result["out"])),
