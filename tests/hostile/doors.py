@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import linnet
-from tests.hostile import small
+from tests.hostile import rules, small
 
 NAMESPACES = tuple(name for name in linnet.__all__ if inspect.ismodule(getattr(linnet, name)))
 OPERATIONS = ("__call__", "__matmul__", "__add__", "__sub__", "__mul__")
@@ -354,6 +354,7 @@ METHODS: dict[str, Callable[[], Arguments]] = {
     "EigenfunctionPlots.energy": lambda: {"y": small.targets(), "ax": small.axes()},
     "LinearFit.calibrate": lambda: {"temperature": 1.0, "point_temperature": 1.0},
     "NestedFit.calibrate": lambda: {"temperature": 1.0, "point_temperature": 1.0},
+    **{f"{fit}.report": lambda: {"test": small.classes()} for fit in rules.FITS},
     "NestedFit.update": lambda: {"data": (small.normal(2, 3, seed=4), small.labels()[:2])},
     "LinearFit.constrain": lambda: {"targets": small.targets()},
     "forget": lambda: {"indices": [0]},

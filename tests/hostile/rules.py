@@ -15,6 +15,7 @@ KEEPING = (
     "spectrum.EigenfunctionTargets",
     "spectrum.Recorder",
 )
+FITS = ("LinearFit", "SharedFit", "SoftmaxFit", "NestedFit")
 TYPES = {"~integer", "~bool", "~float32", "~float64", "~requires grad", "~list"}
 SIZES = {"~shorter", "~longer", "~extra axis", "~first example", "~wider"}
 
@@ -80,6 +81,7 @@ KINDS: dict[str, set[str]] = {
     | {"tensor", "empty tensor"},
     "kept pair": {f"{part}: {name}" for part in "xy" for name in TYPES | {"~extra axis", "~wider"}}
     | {"tensor", "empty tensor", "x: ~complex"},
+    "pair or none": {f"{part}: {name}" for part in "xy" for name in TYPES} | {"None", "y: ~extra axis"},
     "targets": TYPES | {"~extra axis", "~wider", "~shorter", "module", "~nan", "integer tensor"},
     # a product with NaN is NaN, as in torch
     "vector": TYPES | SIZES | {"~requires grad", "~nan", "~inf", "~no example", "tensor", "empty tensor"},
@@ -207,7 +209,10 @@ OF_CALL: dict[str, str] = {
     "continual.NonOnlineLaplace (saved).remember(data)": "kept pair",
     **{f"{name}(x)": "kept inputs" for name in KEEPING},
     "evaluate(noise)": "word",
-    **{f"{fit}.export(variance)": "flag" for fit in ("LinearFit", "SharedFit", "SoftmaxFit", "NestedFit")},
+    **{f"{fit}.export(variance)": "flag" for fit in FITS},
+    **{f"{fit}.report(file)": "place or none" for fit in FITS},
+    **{f"{fit}.report(test)": "pair or none" for fit in FITS},
+    **{f"{fit}.report(title)": "name" for fit in FITS},
     "optim.GaussNewton.accumulate(y)": "labels later",
     "preflight(batch)": "kept inputs",
     "continual.convert_strength(batch)": "positive",

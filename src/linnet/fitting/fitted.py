@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -28,6 +30,8 @@ from linnet.tangent.sizes import Prototype, Traced
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+    from linnet.app.runs.fit_pages import Page
 
 TRACED = 3  # examples on which an exported model is compared with the fit
 
@@ -118,6 +122,46 @@ class Fitted(PredictiveModel):
     def plot(self) -> FitPlots:
         """Plots: ``ridge``, ``spectrum``, ``influence``, ``calibration``, ``predicted`` and ``curve``."""
         return FitPlots(self)
+
+    def report(
+        self,
+        file: str | Path | None = None,
+        test: Any = None,
+        *,
+        classes: Sequence[str] | None = None,
+        title: str = "Linear fit",
+    ) -> Page:
+        """The report page, as the command line writes it: how good, how sure, which examples mattered.
+
+        Args:
+            file: Where it is written, such as ``"page.html"``; by default nowhere.
+            test: Test samples that are scored, some of their predictions explained: an (x, y) pair, a
+                ``Dataset`` or a ``DataLoader``; by default none.
+            classes: Names of the classes; by default their numbers.
+            title: Title of the page.
+
+        Returns:
+            The page, which a notebook shows inline.
+
+        Raises:
+            DataError: If the test samples cannot be used.
+            DependencyError: If matplotlib, Jinja2 or Pillow is missing.
+            InputError: If ``file`` is a folder, or the names do not fit the classes.
+
+        Example:
+            >>> import linnet
+            >>> x = torch.randn(40, 2)
+            >>> train, test = (x[:20], (x[:20, 0] > 0).long()), (x[20:], (x[20:, 0] > 0).long())
+            >>> fit = linnet.fit(linnet.linearize(torch.nn.Linear(2, 2)), train)
+            >>> fit.report("page.html", test, classes=("left", "right"))
+            Page('Linear fit')
+        """
+        from linnet.app import report_of
+
+        page = report_of(self, test, classes=classes, title=title)
+        if file is not None:
+            page.save(file)
+        return page
 
     def to_frame(self) -> DataFrame:
         """A pandas table of the training examples and what the fit without each says of it.
