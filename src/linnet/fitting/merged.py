@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from linnet.fitting.evaluation import BATCH
 from linnet.fitting.export import own_network
+from linnet.shown import Record
 from linnet.tangent.batch import Inputs, batch_size, split
 from linnet.tangent.linearized import Linearized
 from linnet.tangent.modes import in_exact_mode
 
 
-@dataclass(frozen=True, eq=False)
-class Merged:
+@dataclass(frozen=True, eq=False, repr=False)
+class Merged(Record):
     """A network at θ₀ + δ, and its distance from the linear model there. ``fit.merge()`` makes it.
 
     Args:
@@ -36,6 +38,11 @@ class Merged:
     gap: float
     agreement: float | None
     examples: int
+
+    def _shown(self) -> dict[str, Any]:
+        known = {"network": type(self.network).__name__, "linearity gap": self.gap}
+        same = {} if self.agreement is None else {"the same class": self.agreement}
+        return known | same | {"examples": self.examples}
 
     def __str__(self) -> str:
         same = "" if self.agreement is None else f", the same class for {100 * self.agreement:.1f} %"
