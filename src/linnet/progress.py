@@ -79,7 +79,8 @@ def track(
 def waiting(description: str, seconds: float | None = None, enabled: bool | None = None) -> Iterator[None]:
     """Say that one long step without countable parts is under way, once two seconds have passed.
 
-    A line at first and then every ten seconds, on standard error, with the time left where it can be guessed.
+    A line at first and then every ten seconds, on standard error, with the time left where it can be guessed
+    and is not up.
 
     Args:
         description: What is being done, in a few words.
@@ -103,7 +104,9 @@ def waiting(description: str, seconds: float | None = None, enabled: bool | None
         pause = _delay()
         while not done.wait(pause):
             elapsed, pause = time.monotonic() - start, _LINE_INTERVAL
-            left = "" if seconds is None else f", about {format_seconds(max(seconds - elapsed, 1))} left"
+            left = ""
+            if seconds is not None and elapsed < seconds:
+                left = f", about {format_seconds(max(seconds - elapsed, 1))} left"
             sys.stderr.write(_fitted(description, f": {format_seconds(elapsed)} so far{left}") + "\n")
             sys.stderr.flush()
 

@@ -28,6 +28,7 @@ from linnet.fitting.solver import Shared, Sketch, Solver, Solving
 from linnet.fitting.stochastic import solve_stochastically
 from linnet.likelihoods.distribution import require_axis
 from linnet.likelihoods.probabilities import warn_of_probabilities
+from linnet.linalg.factorize import decomposing
 from linnet.linear.dual import DualSystem
 from linnet.linear.iterative import Iterative
 from linnet.linear.iterative import Shared as Beforehand
@@ -47,7 +48,6 @@ from linnet.linear.targets import (
 )
 from linnet.memory import require
 from linnet.params import choice, no_targets
-from linnet.progress import waiting
 from linnet.tangent.alike import require_alike
 from linnet.tangent.batch import Inputs, check_finite, observe, take
 from linnet.tangent.gather import gather_data
@@ -56,7 +56,6 @@ from linnet.tangent.linearized import Linearized, pinned
 from linnet.tangent.modes import in_exact_mode
 
 LOSSES = ("squared", "cross-entropy")
-EIGEN_RATE = 5e10  # operations a second that the progress of an eigendecomposition assumes
 
 
 @overload
@@ -426,7 +425,7 @@ def _factorized(
     if not isinstance(ridge, str):
         _, said, held = given_ridge(rho, folds)
         return system, said, held
-    with waiting(f"eigenvalues of {size} equations", 20 * size**3 / EIGEN_RATE):
+    with decomposing(size):
         path = system.path(None, targets)
     rho, said, held = chosen_ridge(path, ridge, targets, folds)
     return system.at(rho), said, held
@@ -447,7 +446,7 @@ def _by_one_kernel(module: Linearized, work: Work, targets: Targets, f0: Tensor,
     record.seconds["kernel"] = time.perf_counter() - start
     start = time.perf_counter()
     if isinstance(ridge, str):
-        with waiting(f"eigenvalues of {system.n} equations", 20 * system.n**3 / EIGEN_RATE):
+        with decomposing(system.n):
             path = system.spectrum.path(system.spectrum.grid(), targets.classes is not None, targets.values)
         rho, record.reasons["ridge"], held = chosen_ridge(path, ridge, targets, folds)
     else:

@@ -8,6 +8,8 @@ eigenvalue. NaN and Inf are looked for first: a decomposition of them fails in u
 from __future__ import annotations
 
 import logging
+import time
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -15,13 +17,37 @@ from torch import Tensor
 from linnet.errors import InputError, NumericalError
 from linnet.linalg.finite import is_finite
 from linnet.number_types import current
+from linnet.progress import waiting
 
 _JITTERS = (1e-12, 1e-10, 1e-8, 1e-6)  # relative to the mean of the diagonal
 _LARGE = 1024  # from this size on, eigh works in float64: float32 LAPACK fails or loses accuracy
 _OFF = 100  # units of roundoff that a float32 decomposition may be off, as two random vectors tell
 _EIGENVALUE = 16  # units of roundoff of the largest eigenvalue by which eigenvalues in float32 may be off
 
+_PROBE = 200  # rows of the matrix that tells how fast the machine is
+
 _logger = logging.getLogger("linnet")
+
+
+def decomposing(size: int) -> AbstractContextManager[None]:
+    """Say how far an eigendecomposition is, and about how long it takes on this machine.
+
+    Args:
+        size: Rows of the matrix.
+
+    Returns:
+        What the decomposition belongs inside of.
+
+    Example:
+        >>> with decomposing(2):
+        ...     torch.linalg.eigvalsh(torch.eye(2))
+        tensor([1., 1.])
+    """
+    matrix = torch.ones(_PROBE, _PROBE, dtype=torch.float64).tril()
+    start = time.perf_counter()
+    torch.linalg.eigh(matrix + matrix.T)
+    seconds = (time.perf_counter() - start) * (size / _PROBE) ** 3
+    return waiting(f"eigenvalues of {size} equations", seconds)
 
 
 def require_square(matrix: Tensor, name: str) -> None:

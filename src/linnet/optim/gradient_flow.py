@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError, NumericalError
+from linnet.linalg.factorize import decomposing
 from linnet.linear.dual import Spectrum
 from linnet.linear.targets import ALPHA, make_targets
 from linnet.memory import Plan, parse_bytes, require
 from linnet.params import flag, number, shown, tensor
-from linnet.progress import waiting
 from linnet.shown import Shown
 from linnet.tangent.batch import Inputs, batch_size, check_finite, split, take
 from linnet.tangent.forward_mode import Params
@@ -36,7 +36,6 @@ from linnet.tangent.jacobian import jvp, vjp_columns
 from linnet.tangent.linearized import Linearized
 
 BATCH = 128  # examples differentiated at once
-EIGEN_RATE = 5e10  # operations a second that the progress of an eigendecomposition assumes
 
 
 class Flow(Shown):
@@ -281,7 +280,7 @@ def gradient_flow(
     plan = Plan(f"gradient flow of {f0.numel()} equations", parse_bytes(memory, f0.device), items)
     require(plan, ["follow fewer examples", "raise memory="])
     kernel = gram(lin.function, x, form="full", memory=memory).reshape(f0.numel(), f0.numel()).double()
-    with waiting(f"eigenvalues of {f0.numel()} equations", 20 * f0.numel() ** 3 / EIGEN_RATE):
+    with decomposing(f0.numel()):
         spectrum = Spectrum(kernel, (wanted - f0).double())
     return Flow(own, x, wanted, spectrum, when.to(f0.device), float(learning_rate), discrete)
 

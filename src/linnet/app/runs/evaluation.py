@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from linnet.fitting.kernel_fit import KernelFit
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.shared_fit import SharedFit
 from linnet.fitting.softmax_fit import SoftmaxFit
+from linnet.linalg.factorize import decomposing
 from linnet.linear.dual import DualSystem
 from linnet.linear.kernel_system import KernelSystem
 from linnet.linear.normal_system import NormalSystem
@@ -27,7 +27,7 @@ from linnet.memory import parse_bytes
 from linnet.nested.nested_fit import NestedFit
 from linnet.plots.measures import calibration_error, reliability_bins
 from linnet.predictive.temperature import probabilities
-from linnet.progress import track, waiting
+from linnet.progress import track
 from linnet.tangent.batch import batch_size, split
 
 Array = np.ndarray[Any, Any]
@@ -241,7 +241,7 @@ def spectrum_of(fit: Fit) -> Tensor | None:
         return None
     dual = system.dual if isinstance(system, KernelSystem) else system
     size = len(dual.normal if isinstance(dual, NormalSystem) else dual.kernel)
-    with waiting(f"eigenvalues of {size} equations", eigen_seconds(size)):
+    with decomposing(size):
         if isinstance(dual, NormalSystem):
             return dual.spectrum[0]
         if isinstance(dual, DualSystem):
@@ -266,22 +266,6 @@ def softmax_path(fit: SoftmaxFit) -> RidgePath | None:
         _numpy(path.ridges), _numpy(path.loo_error), fit.ridge, _numpy(path.loo_accuracy), None, None,
         _numpy(path.evidence),
     )  # fmt: skip
-
-
-def eigen_seconds(size: int, probe: int = 200) -> float:
-    """Predicted seconds of a symmetric eigendecomposition, from a small one.
-
-    Args:
-        size: Rows of the matrix.
-        probe: Rows of the small one.
-
-    Returns:
-        Seconds, by the cube of the rows.
-    """
-    matrix = torch.ones(probe, probe, dtype=torch.float64).tril()
-    start = time.perf_counter()
-    torch.linalg.eigh(matrix + matrix.T)
-    return (time.perf_counter() - start) * (size / probe) ** 3
 
 
 def _numpy(value: Tensor) -> Array:
