@@ -17,6 +17,7 @@ from linnet.app.runs.folder import load_run
 from linnet.app.serve.session import Session
 from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.shared_fit import SharedFit
+from linnet.tangent.gram import gram
 from tests.app.runs.small_tasks import pictures, write_nets, write_pictures, write_table
 from tests.grids import grid
 
@@ -195,17 +196,21 @@ def test_a_sketch_takes_over_where_nothing_else_fits_the_memory(folder: Path) ->
     assert fit["reasons"]["solver"].startswith("the kernel is too large")
 
 
-def test_what_one_kernel_for_all_outputs_does_not_have(
+def test_the_variance_of_one_kernel_for_all_outputs_is_not_exported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    linnet_("spectrum", "--run", folder / "shared", code=2)
-    assert "adapt with another --solver" in capsys.readouterr().err
     linnet_("export", "--run", folder / "shared", "--variance", "--out", folder / "no.pt2", code=2)
     told = capsys.readouterr().err
     assert "export without --variance, and take the spread of each prediction from linnet predict" in told
 
 
 @pytest.mark.long
-def test_the_spectrum_of_a_sketched_run(folder: Path) -> None:
-    linnet_("spectrum", "--run", folder / "sketch")
-    assert result(folder / "sketch" / "spectrum")["solver"] == "sketch"
+@pytest.mark.parametrize("solver", WITHOUT_METRIC)
+def test_the_spectrum_of_a_run(folder: Path, solver: str) -> None:
+    linnet_("spectrum", "--run", folder / solver)
+    found, function = result(folder / solver / "spectrum"), load_run(folder / solver).fit.module.function
+    kernel = gram(function, load_run(folder / solver).fit.x, form="full").double().reshape(72, 72)
+    values = torch.linalg.eigvalsh(kernel).flip(0)
+    assert found["report"]["task"]["eigenvalues"][:20] == pytest.approx(values[:20].tolist(), rel=1e-3)
+    told = [text for text in found["findings"] if "the run has one for all of them" in text]
+    assert (found["solver"], len(told)) == (("sketch", 0) if solver == "sketch" else ("dual", 1))
