@@ -25,7 +25,6 @@ SAID = {
     "for images --channels, --size and --mean make it",
     "pass a list of names to have them taken literally": "put a backslash before what is no pattern, as in "
     r"--params 0\.weight",
-    "pass linnet.linearize(network); damping= of the sketch gives it a metric": "pass --metric none",
     "export without variance=, and keep the fit in linnet for it": "export without --variance, and take the "
     "spread of each prediction from linnet predict",
     "adapt with weight=0, whose variance takes the features alone": "adapt with --weight 0, whose variance "

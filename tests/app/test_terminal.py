@@ -186,7 +186,7 @@ def complete(*words: str) -> list[str]:
 def test_bash_completes_commands_options_and_choices() -> None:
     assert complete("linnet", "expl") == ["explain"]
     assert complete("linnet", "adapt", "--sol") == ["--solver"]
-    assert complete("linnet", "adapt", "--solver", "") == ["auto", "dual", "primal", "sketch", "cg"]
+    assert complete("linnet", "adapt", "--solver", "") == ["auto", "dual", "shared", "primal", "sketch", "cg"]
     assert complete("linnet", "spectrum", "--head", "p") == ["probe"]
     assert complete("linnet", "adapt", "--data", "ph") == []  # left to the shell: a path
 
@@ -196,7 +196,7 @@ def test_scripts_of_completion(shell: str, capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["--completion", shell]) == 0
     script = capsys.readouterr().out
     assert script.startswith("# To use it: ")
-    assert "auto dual primal sketch cg" in script
+    assert "auto dual shared primal sketch cg" in script
     if shutil.which(shell):
         done = subprocess.run([shell, "-n"], input=script, capture_output=True, text=True, timeout=30)
         assert (done.returncode, done.stderr) == (0, "")
@@ -256,4 +256,4 @@ def test_progress_fits_a_terminal_of_80_columns(
 
 def test_the_choices_of_a_type() -> None:
     hints = get_type_hints(Command.load("adapt").function)
-    assert get_args(hints["solver"]) == ("auto", "dual", "primal", "sketch", "cg")
+    assert get_args(hints["solver"]) == ("auto", "dual", "shared", "primal", "sketch", "cg")

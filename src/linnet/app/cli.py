@@ -459,7 +459,7 @@ class Command:
 
         Example:
             >>> Command.load("adapt").completions()["--solver"]
-            ('auto', 'dual', 'primal', 'sketch', 'cg')
+            ('auto', 'dual', 'shared', 'primal', 'sketch', 'cg')
         """
         kinds = self.types
         options = {

@@ -20,7 +20,6 @@ _PHRASES: tuple[tuple[str, str], ...] = (
         "pass a list of names to have them taken literally",
         "put a backslash before what is no pattern, as in params='0\\\\.weight'",
     ),
-    (r"pass linnet\.linearize\(network\); damping= of the sketch gives it a metric", 'pass metric="none"'),
     (r'pass method="lanczos" with a smaller k, or pass form="trace"', "raise memory=, or lower samples="),
     (
         r"keep the fit in linnet(?: for it|, whose predictive\(\) has (?:the variance|it))",

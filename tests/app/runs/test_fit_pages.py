@@ -38,11 +38,11 @@ def fitted(kind: str) -> Any:
     if kind == "values":
         return linnet.fit(linnet.linearize(network(1)), (X, VALUES))
     options: dict[str, Any] = {"loss": "cross-entropy", "ridge": "loo"} if kind == "cross-entropy" else {}
-    options |= {"solver": kind, "ridge": 1.0} if kind in ("primal", "cg") else {}
+    options |= {"solver": kind, "ridge": 1.0} if kind in ("primal", "sketch", "shared", "cg") else {}
     return linnet.fit(linnet.linearize(network()), (X, Y), **options)
 
 
-@pytest.mark.parametrize("kind", ["classes", "adapted", "cross-entropy", "primal", "cg"])
+@pytest.mark.parametrize("kind", ["classes", "adapted", "cross-entropy", "primal", "sketch", "shared", "cg"])
 def test_the_page_of_classes_holds_the_numbers_of_the_fit(kind: str) -> None:
     fit = fitted(kind)
     page = report_of(fit, (TEST, TEST_Y), classes=("low", "middle", "high"), title="Three levels")
@@ -61,7 +61,7 @@ def test_the_page_of_classes_holds_the_numbers_of_the_fit(kind: str) -> None:
     assert page.run.train.samples.images.shape == (24, 6, 6, 1)
     assert "<h1>Three levels</h1>" in page.html
     assert "middle" in page.html
-    if kind in ("classes", "adapted", "cross-entropy"):
+    if kind != "cg":
         first = shown["test"]["explanations"][0]
         influence = fit.influence(TEST[first["position"]][None])[:, 0, first["predicted"]]
         assert first["up"][0]["influence"] == pytest.approx(float(influence.max()), rel=1e-4)

@@ -17,7 +17,7 @@ def task_spectrum(
     shots: int | None = None,
     tests: int | None = None,
     ridge: float | Literal["auto", "loo", "gcv", "evidence"] = "auto",
-    solver: Literal["auto", "dual", "primal", "sketch", "cg"] = "auto",
+    solver: Literal["auto", "dual", "shared", "primal", "sketch", "cg"] = "auto",
     params: str | None = None,
     head: Literal["auto", "probe", "random", "zero", "keep"] = "auto",
     mean: str = "auto",
@@ -48,8 +48,9 @@ def task_spectrum(
         shots: Training samples of each class, or of all in a regression; all there are by default.
         tests: Test samples to evaluate on, drawn at random; all by default.
         ridge: The ridge, a positive number, or how to choose it: auto, loo, gcv, evidence.
-        solver: How to solve: dual (the kernel), primal (the matrix of the weights), sketch (the same along
-            2,048 directions of the weights), cg (conjugate gradients), or auto.
+        solver: How to solve: dual (the kernel), shared (one kernel for all outputs, for many), primal (the
+            matrix of the weights), sketch (the same along 2,048 directions of the weights), cg (conjugate
+            gradients), or auto.
         params: The parameters to fit, by name or regular expression; all of them by default.
         head: The head to start from: probe (a linear probe), random, zero, keep or auto, as for linnet adapt.
         mean: Normalization of images: imagenet, cifar, half, none, or one or three numbers with commas. auto

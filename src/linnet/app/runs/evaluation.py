@@ -112,9 +112,11 @@ def predict(
 
 
 def _pieces(fit: Fit, x: Tensor, what: str) -> Any:
-    """X in pieces whose kernel with the training samples is small."""
+    """X in pieces whose kernel with the training samples, or rows of J, are small."""
     outputs = 1 if isinstance(fit, KernelFit) else fit.system.c
-    row = 24 * outputs * fit.n * outputs  # the kernel in float32, in float64, and its product with M
+    # the kernel with the training samples in float32, in float64, and its product with M; or the rows of J
+    columns = fit.module.space.dim if isinstance(fit.system, NormalSystem) else fit.n * outputs
+    row = 24 * outputs * columns
     room = min(parse_bytes(fit.memory, fit.module.function.device) // 4, _MOST)
     size = max(1, min(int(room // row), 512))
     parts = list(split(x, size))

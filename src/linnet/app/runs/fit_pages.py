@@ -45,6 +45,7 @@ from linnet.fitting.linear_fit import LinearFit
 from linnet.fitting.softmax_fit import SoftmaxFit
 from linnet.nested.nested_fit import NestedFit
 from linnet.params import instance
+from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.gather import gather_data
 
 Array = np.ndarray[Any, Any]
@@ -151,7 +152,9 @@ def _run(fit: Fit, classes: tuple[str, ...] | None) -> SavedRun:
     ids = tuple(f"#{i}" for i in range(fit.n))
     images = pictures(x.detach().cpu().numpy()) if isinstance(x, Tensor) else None
     samples = TrainingSamples(images, answers.detach().cpu().numpy(), ids)
-    origin = Origin(type(fit.module.model).__name__, {}, None, False)
+    model = fit.module.model
+    network = model.network if isinstance(model, Coordinates) else model
+    origin = Origin(type(network).__name__, {}, None, False)
     return SavedRun(origin, fit, samples, classes, (None, None), None, temperatures_of(fit))
 
 

@@ -161,7 +161,7 @@ class Solving:
             raise InputError(
                 f"metric is {self.metric!r} with solver {self.solver}",
                 expected="one of the two: the directions of a sketch are coordinates of their own",
-                remedy="leave --metric or --solver out",
+                remedy="pass --metric none, or leave --solver out",
             )
         check_device(self.device)
 

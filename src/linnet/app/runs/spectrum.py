@@ -29,7 +29,7 @@ from linnet.linear.targets import OneHot
 from linnet.nested.nested_fit import NestedFit
 from linnet.spectrum.task_linearity import TaskLinearity, task_linearity
 from linnet.tangent.batch import split
-from linnet.tangent.linearized import linearize
+from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.store import missing_parts
 
 BATCH = 128  # samples predicted at once
@@ -145,7 +145,8 @@ def from_settings(settings: Settings, out: Path) -> Subject:
         The fit with the test samples.
     """
     found = adapt(replace(settings, solving=replace(settings.solving, method="linear")), out)
-    return Subject(found.run, found.task.test, found.task.findings, found.stages)
+    run = _one_linearization(found.run)
+    return Subject(run, found.task.test, found.task.findings, found.stages)
 
 
 def made_part(settings: Settings, file: Path, part: tuple[int, int]) -> tuple[dict[str, Any], str]:
@@ -183,23 +184,33 @@ def _spans(numbers: list[int]) -> str:
 
 
 def _one_linearization(run: SavedRun) -> SavedRun:
-    """The run itself, or, for a nested fit, one linearization of its network at a random head."""
+    """The run itself, or, where its outputs share a kernel, the fit of one linearization with all weights."""
     fit = run.fit
-    if not isinstance(fit, NestedFit):
+    if isinstance(fit, SharedFit):
+        lin, note = fit.module, "this is about the kernel of every output; the run has one for all of them"
+    elif isinstance(fit, NestedFit):
+        lin = _at_random_head(fit)
+        note = (
+            "this is about one linearization at a random head; the run averages several beside a linear probe"
+        )
+    else:
         return run
-    generator = torch.Generator().manual_seed(fit.module.seed)
-    network = with_head(fit.module.model, fit.system.c, init="random", seed=generator)
     labels = fit.labels
     data = fit.x, fit.targets if labels is None else labels
+    targets = OneHot(fit._targets.scale)
+    linear = fit_linear(lin, data, targets=targets, ridge="loo", memory=fit.memory)
+    linear.record = replace(linear.record, warnings=(*linear.record.warnings, note))
+    return replace(run, fit=linear)
+
+
+def _at_random_head(fit: NestedFit) -> Linearized:
+    """The linearization of a nested fit's network at one of its random heads."""
+    generator = torch.Generator().manual_seed(fit.module.seed)
+    network = with_head(fit.module.model, fit.system.c, init="random", seed=generator)
     # what the run was made of: its own choice of weights, which may be frozen, and the head
     below, head = set(fit.module.function.names), fit.module.layer
     chosen = [n for n, _ in network.named_parameters() if n in below or n.rpartition(".")[0] == head]
-    lin = linearize(with_centered_head(network), chosen)
-    targets = OneHot(fit._targets.scale)
-    linear = fit_linear(lin, data, targets=targets, ridge="loo", memory=fit.memory)
-    note = "this is about one linearization at a random head; the run averages several beside a linear probe"
-    linear.record = replace(linear.record, warnings=(*linear.record.warnings, note))
-    return replace(run, fit=linear)
+    return linearize(with_centered_head(network), chosen)
 
 
 def examine(subject: Subject, top: int | None, samples: int | None, memory: str | None) -> Examined:
@@ -223,12 +234,6 @@ def examine(subject: Subject, top: int | None, samples: int | None, memory: str 
             "the run was fitted with the cross-entropy",
             expected="a run of the squared loss, whose targets the kernel's directions explain",
             remedy="adapt with --loss squared",
-        )
-    if isinstance(run.fit, SharedFit):
-        raise InputError(
-            "the run was fitted by one kernel for all outputs",
-            expected="a run whose outputs share their weights, which the kernel's directions are of",
-            remedy="adapt with another --solver",
         )
     if samples is not None and not 2 <= samples <= run.fit.n:
         raise InputError(
