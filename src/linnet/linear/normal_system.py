@@ -116,7 +116,7 @@ class NormalSystem(System):
     def beta(self) -> Tensor:
         """β = (r̃ − J̃δ)/ρ, (N, C)."""
         own = current().part(self.n)
-        # one tensor from the start: small results between blocks of rows would keep the heap from reusing them
+        # one tensor from the start: small ones made between blocks of rows keep the heap from reusing these
         fitted = self.solution.new_empty(own.stop - own.start, self.c)
         for place, rows in self.problem.own_rows(self.memory):
             found = (rows.double() @ self.solution).view(-1, self.c)

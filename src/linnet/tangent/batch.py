@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from linnet.distributed import current, look_around
 from linnet.errors import DataError, InputError
 from linnet.linalg.finite import is_finite
+from linnet.params import wrapped
 
 EMPTY = "check the path and the split that the data come from"
 
@@ -108,10 +109,10 @@ def batch_size(x: Inputs) -> int:
     remedy = "turn arrays and lists of numbers into tensors with torch.as_tensor"
     if found:
         remedy = "give every input an example axis, as in x[None] for a single example"
-    elif is_data_set(x) and not hasattr(x, "__array__"):
-        remedy = "pass the inputs of its samples, or call once for the inputs of each batch of a DataLoader"
-    elif yields(x):
-        remedy = "call once for the inputs of each batch, as in [call(x) for x, y in batches]"
+    elif yields(x) or (is_data_set(x) and not hasattr(x, "__array__")):
+        remedy = (
+            "put its inputs side by side, torch.cat([x for x, y in batches]), or call for a batch at a time"
+        )
     raise InputError(
         f"x is {type(x).__name__} without a tensor" + (" that has an example axis" if found else ""),
         expected="a tensor (N, ...), a tuple of tensors or a dict of tensors",
@@ -502,7 +503,7 @@ def named_tensor(value: Any, name: str) -> Tensor:
         tensor([1, 2])
     """
     try:
-        tensor = torch.as_tensor(value)
+        tensor = wrapped(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
             f"{name} is {type(value).__name__} and cannot be made a tensor ({error})",
