@@ -11,6 +11,7 @@ import math
 import numbers
 import operator
 import os
+import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -392,6 +393,27 @@ def call(name: str, value: Callable[..., Any], *given: Any, expected: str, remed
         ) from error
 
 
+def wrapped(value: Any) -> Tensor:
+    """A tensor of what holds numbers, in the same memory where that can be; nothing is ever written there.
+
+    Args:
+        value: A tensor, or an array or rectangular list of numbers; read-only arrays and maps of files, of
+            which torch warns that they must not be written to, are as good as others.
+
+    Returns:
+        The tensor.
+
+    Example:
+        >>> wrapped([1, 2])
+        tensor([1, 2])
+    """
+    if not isinstance(value, np.ndarray) or value.flags.writeable:
+        return torch.as_tensor(value)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writ", UserWarning)
+        return torch.as_tensor(value)
+
+
 def tensor(name: str, value: Any, expected: str, remedy: str | None = None, convert: bool = True) -> Tensor:
     """A dense tensor of real numbers that can be read.
 
@@ -415,7 +437,7 @@ def tensor(name: str, value: Any, expected: str, remedy: str | None = None, conv
     if not convert and not isinstance(value, Tensor):
         refuse(name, value, expected, remedy or f"pass torch.as_tensor({name})")
     try:
-        found = torch.as_tensor(value)
+        found = wrapped(value)
         if isinstance(value, float | list | tuple) and found.is_floating_point():
             found = torch.as_tensor(value, dtype=torch.float64)  # Python's floats, whole
     except Exception:  # lists of anything, objects whose __array__ fails

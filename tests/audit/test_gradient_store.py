@@ -233,15 +233,38 @@ def test_parts_make_one_store_in_any_order_and_number(tmp_path: Path) -> None:
     whole, folder, net = made(tmp_path / "whole"), tmp_path / "parts", language()
     small = linnet.with_sketch(net, curvature(net), dim=30)
     last = GradientStore(folder, small, LIKELIHOOD, torch.float64, 4).add(iter(batches()), part=(2, 3))
-    with pytest.raises(InputError, match="3 of 4 shards are missing, first 0"):
+    with pytest.raises(InputError, match="only part 2 came to the end"):
         last.top(iter(batches(1)))
     for part in ((0, 2), (1, 2)):
-        store = GradientStore(folder, net).add(iter(batches()), part=part)
+        store = GradientStore(folder, net)
+        assert not store.complete
+        store.add(iter(batches()), part=part)
     assert store.complete
+    assert not (folder / "ends.json").exists()
     assert len(store) == 15
     assert torch.equal(store.scores(iter(batches(1))), whole.scores(iter(batches(1))))
     with pytest.raises(DataError, match="other examples"):
         store.add(iter(batches(seed=2)), part=(0, 2))
+
+
+def test_parts_whose_data_end_elsewhere_make_no_store(tmp_path: Path) -> None:
+    net = language()
+    store = GradientStore(tmp_path, net, LIKELIHOOD, torch.float64, shard_size=3)
+    store.add(iter(batches(3)), part=(0, 3))  # nine sequences, of fifteen
+    for part in (1, 2):
+        with pytest.raises(DataError, match="9 examples, now 15"):
+            store.add(iter(batches()), part=(part, 3))
+        assert (store.complete, len(store)) == (False, 0)
+    with pytest.raises(InputError, match="had other data, of 9 and 15 examples"):
+        store.self_influence()
+    store.add(iter(batches()), part=(0, 3))  # what was cut short comes whole
+    assert (store.complete, len(store)) == (True, 15)
+    with pytest.raises(DataError, match="15 examples, now 9"):
+        store.add(iter(batches(3)))
+    assert store.complete  # what all agreed on stays
+    again = GradientStore(tmp_path / "changed", net, LIKELIHOOD, torch.float64, shard_size=3)
+    again.add(iter(batches(3)), part=(0, 2))
+    assert again.add(iter(batches())).complete  # one job for all, instead of two
 
 
 @pytest.mark.long

@@ -124,7 +124,7 @@ def test_streams_that_cannot_be(monkeypatch: pytest.MonkeyPatch, files: Path) ->
         stream.add(X[:4].double(), Y[:4])
     with pytest.raises(DataError, match="empty"):
         gather_data(iter([]))
-    with pytest.raises(InputError, match="batch 1 of the stream"):
+    with pytest.raises(InputError, match="batch 1 of data"):
         gather_data(iter([(X, Y), 3]))
     with pytest.raises(InputError, match="sample 0 of the stream"):
         linnet.fit(linnet.linearize(nn.Linear(3, 3)), _Wrong())

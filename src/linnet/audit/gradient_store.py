@@ -158,7 +158,7 @@ class GradientStore(Shown):
 
     @property
     def complete(self) -> bool:
-        """Whether the rows of all examples are there."""
+        """Whether all parts came to the same end of the data, and the rows of all examples are there."""
         return self.folder.missing() == []
 
     @in_exact_mode
@@ -167,7 +167,7 @@ class GradientStore(Shown):
         """Store the gradient of every example, in one pass; shards that are there are not computed again.
 
         Every process passes the same data and makes each n-th shard. How many there are may change when they
-        are taken up again.
+        are taken up again. The store is complete when all parts of the last number have come to one end.
 
         Args:
             data: An (x, y) pair, or a dict with ``"labels"``; a ``Dataset``, a ``DataLoader`` that does not
@@ -209,7 +209,7 @@ class GradientStore(Shown):
             )
         if shard.count:
             self._close(shard, whole, shard.number % parts == index)
-        self.folder.finish(count, whole.hexdigest())
+        self.folder.finish(count, whole.hexdigest(), index, parts)
         return self
 
     def _close(self, shard: _Shard, whole: Any, mine: bool) -> None:

@@ -7,12 +7,12 @@ directions from captured inputs and output gradients, Q_Lᵀ (Σ_s g_s a_sᵀ) Q
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler
 
 from linnet.curvatures.stream import usable
 from linnet.errors import DataError, InputError
@@ -21,13 +21,9 @@ from linnet.memory import parse_bytes
 from linnet.tangent.batch import (
     EMPTY,
     Inputs,
-    as_batch,
-    as_pair,
     batch_size,
     check_finite,
-    concatenate,
     example_shapes,
-    is_data_set,
     map_tensors,
     named_tensor,
     split,
@@ -37,11 +33,10 @@ from linnet.tangent.batch import (
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.functional import Functional
 from linnet.tangent.independence import require_own_rows
-from linnet.tangent.sharded import require_whole
+from linnet.tangent.pairs import pairs, require_targets
 
 Pair = tuple[Inputs, Tensor]
 
-TOGETHER = 32  # samples of a data set that are put side by side
 LARGEST = 64  # examples differentiated at once, at most
 SHARE = 0.5  # of the budget that one captured batch may take
 
@@ -60,69 +55,20 @@ def stream(data: Any) -> Iterator[Pair]:
         DataError: If a batch is empty or not finite, or its targets are not as many as its inputs.
         InputError: If ``data`` is none of these, or a loader that shuffles.
     """
-    for i, (x, y) in enumerate(_pairs(data)):
-        x, y = tensorize(x), named_tensor(y, "y")
-        n = batch_size(x)
-        if n == 0:
-            raise DataError(f"batch {i} of data is empty", expected="at least one example", remedy=EMPTY)
-        if y.is_complex() or y.ndim == 0 or len(y) != n:
-            raise DataError(
-                f"batch {i} of data has {n} inputs and targets of type {y.dtype} and shape {tuple(y.shape)}",
-                expected="real targets, one (or one sequence of them) for each input",
-                remedy="check that x and y come from the same split",
-            )
+    if isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler):
+        raise InputError(
+            "data is a DataLoader that shuffles",
+            expected="examples in an order that can be found again: answers name their places in it",
+            remedy="pass shuffle=False",
+        )
+    for i, (inputs, targets) in enumerate(pairs(data)):
+        x, y, name = tensorize(inputs), named_tensor(targets, "y"), f"batch {i} of data"
+        if batch_size(x) == 0:
+            raise DataError(f"{name} is empty", expected="at least one example", remedy=EMPTY)
+        require_targets(x, y, name)
         check_finite(x, "x")
         check_finite(y, "y")
         yield x, y
-
-
-def _pairs(data: Any) -> Iterator[tuple[Any, Any]]:
-    """(x, y) of every batch, as it comes."""
-    if isinstance(data, DataLoader):
-        require_whole(data)
-        if isinstance(data.sampler, RandomSampler):
-            raise InputError(
-                "data is a DataLoader that shuffles",
-                expected="examples in an order that can be found again: answers name their places in it",
-                remedy="pass shuffle=False",
-            )
-        yield from (as_pair(batch, "a batch of the DataLoader") for batch in data)
-    elif isinstance(data, TensorDataset) and len(data.tensors) == 2:
-        yield data.tensors[0], data.tensors[1]
-    elif isinstance(data, IterableDataset):
-        yield from _batched(as_pair(one, f"sample {i} of the stream") for i, one in enumerate(data))
-    elif is_data_set(data):
-        samples = (as_pair(data[i], f"sample {i} of the data set") for i in range(len(data)))
-        yield from _batched(samples)
-    elif _of_batches(data):
-        yield from (as_pair(batch, f"batch {i} of data") for i, batch in enumerate(data))
-    else:
-        yield as_pair(data, "data")
-
-
-def _of_batches(data: Any) -> bool:
-    """Whether it yields batches, and is none itself."""
-    if isinstance(data, list):
-        return all(isinstance(one, list | tuple | Mapping) for one in data)
-    return isinstance(data, Iterable) and not isinstance(data, tuple | str | bytes | Mapping | Tensor)
-
-
-def _batched(samples: Iterator[tuple[Any, Any]]) -> Iterator[Pair]:
-    """Samples side by side, as many as have one shape, and no more than a few."""
-    held: list[Pair] = []
-    for x, y in samples:
-        own = as_batch(x), named_tensor(y, "y")[None]
-        if held and (len(held) == TOGETHER or example_shapes(held[0]) != example_shapes(own)):
-            yield _joined(held)
-            held = []
-        held.append(own)
-    if held:
-        yield _joined(held)
-
-
-def _joined(pairs: list[Pair]) -> Pair:
-    """Batches side by side."""
-    return concatenate([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
 
 
 class LossGradients:

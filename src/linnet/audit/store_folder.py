@@ -3,7 +3,8 @@
 Shard s holds the gradients of the examples s·S to (s + 1)·S of the stream, in one checksummed file that is
 written completely or not at all. So a process that is killed loses the shard in hand, and any number of
 processes can make the shards of one folder without exchanging anything: a shard has one content, whoever
-makes it. ``end.json`` says how many examples the stream had, once one of them has seen its end.
+makes it. ``ends.json`` says where each part came to the end of its stream, and ``end.json`` how many examples
+there are, once all parts agree.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class StoreFolder:
 
     @property
     def examples(self) -> int | None:
-        """N, or ``None`` where no process has come to the end of the stream."""
+        """N, or ``None`` where not all parts have come to the same end of the stream."""
         file = self.path / "end.json"
         return int(read_json(file, END)["examples"]) if file.is_file() else None
 
@@ -167,26 +168,58 @@ class StoreFolder:
         if self.read(shard)[2] != digest:
             raise DataError(f"shard {shard} in {self.path} was made of other examples", *_OTHER_STREAM)
 
-    def finish(self, examples: int, digest: str) -> None:
-        """Remember where the stream ended.
+    def finish(self, examples: int, digest: str, part: int, parts: int) -> None:
+        """Remember where a part came to the end of the stream.
 
         Args:
             examples: N.
             digest: Of all examples.
+            part: Which part, from 0.
+            parts: Their number; what another number of parts has left unfinished is forgotten.
 
         Raises:
-            DataError: If another process, or an earlier one, came to another end.
+            DataError: If another part, or an earlier job, came to another end.
         """
-        file = self.path / "end.json"
+        file, unfinished, own = self.path / "end.json", self.path / "ends.json", [examples, digest]
         with locked(self.path / "store.lock"):
-            if not file.is_file():
-                write_json(file, {"examples": examples, "digest": digest}, END)
-            found = read_json(file, END)
+            if file.is_file():
+                settled = read_json(file, END)
+                other = [settled["examples"], settled["digest"]]
+            else:
+                ends = {**self._ends(parts), str(part): own}
+                other = next((end for end in ends.values() if end != own), own)
+                if other == own and len(ends) == parts:
+                    write_json(file, {"examples": examples, "digest": digest}, END)
+                    unfinished.unlink(missing_ok=True)
+                else:
+                    write_json(unfinished, {"parts": parts, "ends": ends}, END)
             remove_partial(file)
-        if (found["examples"], found["digest"]) != (examples, digest):
-            was = f"{found['examples']} examples, now {examples}"
-            detail = was if found["examples"] != examples else "other examples, or another order"
+            remove_partial(unfinished)
+        if other != own:
+            detail = "other examples, or another order"
+            if other[0] != examples:
+                detail = f"{other[0]} examples, now {examples}"
             raise DataError(f"the data in {self.path} had {detail}", *_OTHER_STREAM)
+
+    def _ends(self, parts: int | None = None) -> dict[str, list[Any]]:
+        """Where each part came to the end, while not all agree: of a number of parts, or of the last one."""
+        file = self.path / "ends.json"
+        found = read_json(file, END) if file.is_file() else {"parts": parts, "ends": {}}
+        ends: dict[str, list[Any]] = found["ends"]
+        return ends if parts in (None, found["parts"]) else {}
+
+    def _lacking(self, missing: list[int] | None) -> str:
+        """What an unfinished store lacks."""
+        if missing is not None:
+            count = math.ceil((self.examples or 0) / self.size)
+            return f"{len(missing)} of {count} shards are missing, first {missing[0]}"
+        ends = self._ends()
+        lengths = sorted({end[0] for end in ends.values()})
+        if not ends:
+            return "no process came to the end of its data"
+        if len({end[1] for end in ends.values()}) == 1:
+            return f"only part {', '.join(sorted(ends, key=int))} came to the end of its data"
+        return f"its parts had other data, of {' and '.join(map(str, lengths))} examples"
 
     def blocks(self, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
         """All rows, one shard at a time.
@@ -204,12 +237,10 @@ class StoreFolder:
         missing, start = self.missing(), 0
         if missing is None or missing:
             raise InputError(
-                f"the store in {self.path} is not complete: "
-                + ("no process came to the end of its data" if missing is None else f"{len(missing)} of "
-                   f"{math.ceil((self.examples or 0) / self.size)} shards are missing, first {missing[0]}"),
+                f"the store in {self.path} is not complete: {self._lacking(missing)}",
                 expected="a store whose data were added to the end, by all of the parts",
                 remedy="call add() with the same data again; what is there is not computed anew",
-            )  # fmt: skip
+            )
         for shard in range(math.ceil((self.examples or 0) / self.size)):
             rows, lengths, _ = self.read(shard)
             place = slice(start, start + len(rows))

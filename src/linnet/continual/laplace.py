@@ -8,7 +8,6 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from linnet.continual.curvature import Recipe, make_recipe
 from linnet.continual.evidence import log_evidence
@@ -19,6 +18,7 @@ from linnet.continual.precision import Precision
 from linnet.continual.quadratic import Quadratic, moved_anchor, moved_term
 from linnet.curvatures.curvature import Curvature, Provenance
 from linnet.curvatures.settings import CurvatureOptions, Structure, drawn
+from linnet.curvatures.stream import held
 from linnet.errors import InputError, ModelError
 from linnet.likelihoods.likelihood import Likelihood
 from linnet.optim.preconditioner import KroneckerPreconditioner
@@ -27,6 +27,7 @@ from linnet.tangent.batch import is_data_set
 from linnet.tangent.functional import Functional, OutputAdapter, check_output
 from linnet.tangent.gather import gather_data
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.pairs import in_pieces
 from linnet.tangent.selection import Selector, select_parameters
 
 PriorMean = float | str | Mapping[str, Tensor] | None
@@ -380,7 +381,8 @@ class NonOnlineLaplace(ContinualMethod):
                     expected="the data of all past tasks",
                     remedy="hand them back in order with remember(data) after load_state_dict",
                 )
-            past = [*self._past, PastTask(data, output, prepare)]
+            kept = held(data, self._recipe.passes.memory)
+            past = [*self._past, PastTask(kept, output, prepare)]
             precision, device, kind = Precision(prior=self._prior), torch.device("cpu"), torch.float32
             for task in past:
                 own = self._recipe.task(self.model, task.data, task.output, task.prepare, self.strength)
@@ -411,9 +413,10 @@ class NonOnlineLaplace(ContinualMethod):
         check_output(output)
         if prepare is not None:
             function("prepare", prepare, "a function that makes a network serve the task")
+        data = held(data, self._recipe.passes.memory)
         if isinstance(data, tuple | list | Mapping):
             gather_data(data)
-        elif not (isinstance(data, DataLoader) or is_data_set(data)):
+        elif not (in_pieces(data) or is_data_set(data)):
             refuse(
                 "data", data, "an (x, y) pair, a Dataset or a DataLoader of such pairs", "pass data=(x, y)"
             )

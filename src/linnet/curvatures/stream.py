@@ -12,13 +12,14 @@ sums of all parts are compared with those of the whole, as every process has rea
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from linnet.distributed import Share, agree, current, look_around, sum_numbers
 from linnet.errors import DataError, InputError
@@ -28,19 +29,23 @@ from linnet.tangent.batch import (
     EMPTY,
     Inputs,
     as_batch,
+    as_pair,
     batch_size,
     check_finite,
     concatenate,
     is_data_set,
     map_tensors,
+    named_tensor,
     require_dense,
     split,
     take,
+    tensorize,
     tensors_in,
     without_targets,
 )
 from linnet.tangent.gather import gather_data
 from linnet.tangent.hashing import hash_tensors
+from linnet.tangent.pairs import as_sample, in_batches, require_targets, side_by_side
 from linnet.tangent.sharded import Sharded, sharded
 
 SAMPLES_A_READ = 256  # examples of a Dataset read at once
@@ -106,13 +111,17 @@ class Batches:
     """Data that can be passed over again and again.
 
     Args:
-        data: An (x, y) pair, inputs alone, a ``Dataset`` or a ``DataLoader``; samples may lack targets,
-            which dicts hold as ``"labels"`` or ``"label"``.
+        data: An (x, y) pair, inputs alone, a ``Dataset``, an ``IterableDataset``, a ``DataLoader``, or a list
+            or another iterable of batches, as for :func:`linnet.tangent.gather.gather_data`; samples may
+            lack targets, which dicts hold as ``"labels"`` or ``"label"``. They are read at every pass and
+            not kept; an iterator, which can be read only once, is gathered.
         device: Where batches are put; ``None`` for where they are.
-        block: Largest number of examples in a batch; ``None`` for a loader's own batches and 128 otherwise.
+        block: Largest number of examples in a batch; ``None`` for the batches that come, and 128 where they
+            are made here.
         share: What other processes do; by default :func:`linnet.distributed.current`, at each pass. A loader
             that gives every process a part is not divided again, and examples with which its sampler fills
             the parts up are left out.
+        memory: Budget, of which a quarter is taken to gather an iterator.
 
     Attributes:
         examples: Examples of the last complete pass, those of all processes together.
@@ -128,7 +137,12 @@ class Batches:
     """
 
     def __init__(
-        self, data: Any, device: torch.device | None, block: int | None = None, share: Share | None = None
+        self,
+        data: Any,
+        device: torch.device | None,
+        block: int | None = None,
+        share: Share | None = None,
+        memory: str | int | None = None,
     ) -> None:
         if block is not None:
             block = integer("block", block)
@@ -138,10 +152,11 @@ class Batches:
             _check_part(self._part, share)
         self.device, self.block, self._share = device, block, share
         self._before = self.share  # that of the last pass
-        self._streamed = isinstance(data, DataLoader) or (
-            is_data_set(data) and not isinstance(data, TensorDataset)
-        )
-        self._data = data if self._streamed else _pair(data)
+        data = held(data, memory)
+        self._batched = isinstance(data, DataLoader) or in_batches(data)
+        self._streamed = self._batched or (is_data_set(data) and not isinstance(data, TensorDataset))
+        self._data = data if self._streamed else _whole_pair(data)
+        self._reading: Iterator[Any] | None = None
         self._seen: _Sums | None = None
         self._now, self._whole_sums = _Sums(), _Sums()
         self._known = False  # whether the whole has been summed, and cannot change
@@ -246,9 +261,9 @@ class Batches:
             first: The first batch of a pass.
 
         Returns:
-            A loader's own size, else the number of examples that there are.
+            The size of batches that come as such, else the number of examples that there are.
         """
-        if isinstance(self._data, DataLoader):
+        if self._batched or isinstance(self._data, IterableDataset):
             return first.size
         return len(self._data) if self._streamed else batch_size(self._data[0])
 
@@ -261,7 +276,7 @@ class Batches:
 
     def length(self) -> int | None:
         """Number of batches of a pass of this process, where it can be told in advance."""
-        if isinstance(self._data, DataLoader) or self._streamed:
+        if self._streamed:
             return None
         n = batch_size(self._data[0])
         size = self.block or DEFAULT_BLOCK
@@ -311,20 +326,37 @@ class Batches:
 
     def _whole(self) -> Iterator[tuple[Inputs, Tensor | None]]:
         """Batches as the data come."""
-        if isinstance(self._data, DataLoader):
-            for item in self._data:
+        if self._batched:
+            for item in self._again():
                 yield _pair(item)
+        elif isinstance(self._data, IterableDataset):
+            samples = self._again()
+            while read := list(islice(samples, SAMPLES_A_READ)):
+                yield _as_one(read)
         elif self._streamed:
             n = len(self._data)
             for start in range(0, n, SAMPLES_A_READ):
-                yield _read(self._data, range(start, min(start + SAMPLES_A_READ, n)))
+                yield _as_one([self._data[i] for i in range(start, min(start + SAMPLES_A_READ, n))])
         else:
             yield self._data
+
+    def _again(self) -> Iterator[Any]:
+        """What the data yield, from the beginning."""
+        found = iter(self._data)
+        if found is self._reading:
+            raise DataError(
+                f"data is {type(self._data).__name__}, whose second pass goes on where the first was left",
+                expected="an object whose __iter__ begins anew at every pass",
+                remedy="pass iter(data), which is read once and kept",
+            )
+        if not isinstance(self._data, DataLoader):  # its workers are told to begin anew
+            self._reading = found
+        return found
 
     def _parts(self, x: Inputs, y: Tensor | None) -> Iterator[tuple[Inputs, Tensor | None]]:
         """A batch in parts of at most ``block`` examples."""
         n = batch_size(x)
-        size = self.block or (max(n, 1) if isinstance(self._data, DataLoader) else DEFAULT_BLOCK)
+        size = self.block or (max(n, 1) if self._batched else DEFAULT_BLOCK)
         targets = [None] * n if y is None else split(y, size)
         yield from zip(split(x, size), targets, strict=False)
 
@@ -372,29 +404,58 @@ def _empty() -> DataError:
     return DataError("data is empty: it yields no example", expected="at least one example", remedy=EMPTY)
 
 
+def held(data: Any, memory: str | int | None = None) -> Any:
+    """Data that can be passed over more than once.
+
+    Args:
+        data: Data of any kind.
+        memory: Budget, of which a quarter is taken in memory.
+
+    Returns:
+        What an iterator yields as one pair, and anything else as it is.
+
+    Example:
+        >>> held(iter([(torch.ones(1, 2), torch.zeros(1)), (torch.ones(2, 2), torch.ones(2))]))[1]
+        tensor([0., 1., 1.])
+    """
+    return gather_data(data, missing=True, memory=memory) if isinstance(data, Iterator) else data
+
+
+def _whole_pair(data: Any) -> tuple[Inputs, Tensor | None]:
+    """(x, y) or x alone, of data that come in one piece."""
+    if isinstance(data, TensorDataset) and len(data.tensors) == 1:
+        return data.tensors[0], None
+    alone = _alone(data)
+    return gather_data(data, missing=True) if alone is None else (alone, None)
+
+
 def _pair(item: Any) -> tuple[Inputs, Tensor | None]:
-    """(x, y) or x alone."""
-    if isinstance(item, TensorDataset) and len(item.tensors) == 1:
-        return item.tensors[0], None
+    """(x, y) or x alone, of a batch."""
+    if (alone := _alone(item)) is not None:
+        return alone, None
+    x, y = as_pair(item)
+    x, y = tensorize(x), named_tensor(y, "y")
+    require_targets(x, y, "a batch of data")
+    return x, y
+
+
+def _alone(item: Any) -> Inputs | None:
+    """The inputs of what has no targets."""
     if isinstance(item, Tensor):
-        return item, None
+        return item
     if isinstance(item, Mapping) and without_targets(item)[1] is None:
-        return dict(item), None
-    if isinstance(item, list | tuple) and len(item) == 1:
-        return item[0], None
-    return gather_data(item, missing=True)
+        return dict(item)
+    return item[0] if isinstance(item, list | tuple) and len(item) == 1 else None
 
 
-def _read(data: Any, indices: range) -> tuple[Inputs, Tensor | None]:
-    """Some samples of a Dataset as one batch."""
-    from torch.utils.data import Subset
-
-    first = data[indices[0]]
+def _as_one(samples: Sequence[Any]) -> tuple[Inputs, Tensor | None]:
+    """Some samples as one batch."""
+    first = samples[0]
     if isinstance(first, Tensor):
-        return torch.stack([first, *(data[i] for i in indices[1:])]), None
+        return torch.stack(list(samples)), None
     if isinstance(first, Mapping) and without_targets(first)[1] is None:
-        return concatenate([as_batch(sample) for sample in (first, *(data[i] for i in indices[1:]))]), None
-    return gather_data(Subset(data, list(indices)), missing=True)
+        return concatenate([as_batch(sample) for sample in samples]), None
+    return side_by_side([as_sample(sample, "a sample of the data") for sample in samples])
 
 
 def _moved(x: Inputs, y: Tensor | None, device: torch.device | None) -> tuple[Inputs, Tensor | None]:

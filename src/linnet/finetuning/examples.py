@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from linnet.errors import DataError, InputError
+from linnet.params import wrapped
 from linnet.tangent.batch import (
     Inputs,
     as_batch,
@@ -89,7 +90,7 @@ class Examples:
         if self._set is None:
             return on_device(take(self._x, rows), self.device), self._y[rows.to(self.device)]
         x, y = as_pair(self._collate([self._set[i] for i in rows.tolist()]))
-        return on_device(x, self.device), torch.as_tensor(y).to(self.device)
+        return on_device(x, self.device), wrapped(y).to(self.device)
 
     def batches(self, size: int = EVALUATED) -> Iterator[tuple[Inputs, Tensor]]:
         """All examples, in order."""

@@ -330,6 +330,11 @@ class SquaredFit(Fitted):
         """The solved equations."""
 
     @property
+    @abstractmethod
+    def memory(self) -> str | int | None:
+        """The budget of what is formed later."""
+
+    @property
     def classes(self) -> int | None:
         """Number of classes, ``None`` for regression."""
         return self._targets.classes
@@ -414,7 +419,7 @@ def more_data(
         DataError: If the data are empty, not finite, of another kind than before or out of range.
         InputError: If the targets are arranged otherwise than the outputs.
     """
-    x, y = gather_data(data, function.device)
+    x, y = gather_data(data, function.device, memory=fit.memory)
     function.check_runs(take(x, slice(0, 1)))
     like = fit._targets
     if like.axis is not None:

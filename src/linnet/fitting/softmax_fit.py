@@ -406,7 +406,7 @@ class SoftmaxFit(Fitted):
             )
         start = time.perf_counter()
         function = self.module.function
-        x, y = gather_data(data, function.device)
+        x, y = gather_data(data, function.device, memory=self.memory)
         function.check_runs(take(x, slice(0, 1)))
         new = class_targets(y, self.system.c, self.targets.dtype)
         loss, base = ClassLoss(new.values.double()), base_outputs(self.module, x)

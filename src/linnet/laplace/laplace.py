@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from linnet.curvatures.build import check_options, watched
 from linnet.curvatures.curvature import Curvature
 from linnet.curvatures.settings import CurvatureOptions, expectation_of, passes_of, reseeded, word_of
+from linnet.curvatures.stream import held
 from linnet.distributed import Share, together
 from linnet.errors import InputError
 from linnet.laplace.evidence import Tuned
@@ -167,6 +168,7 @@ class Laplace(PredictiveModel):
                 usual = expectation_of(made.expectation, made.samples)
             structure, options["expectation"] = reseeded(structure, usual, seen_before)
         seen = Watcher(self._base)
+        data = held(data, passes_of(options.get("passes")).memory)
         found: Curvature = watched(seen.see, self._model, data, self._base, structure, **options)
         if share.world > 1:
             seen.add_others()
@@ -492,14 +494,9 @@ class Laplace(PredictiveModel):
             "noise": relative_noise(self._base, grid.noise_variance),
         }
         labels = Labels(self._base, state.labels.shape, Link(link))
+        memory = passes_of(self._options.get("passes")).memory
         scorer = Scorer(
-            state.posterior,
-            groups,
-            self._base,
-            data,
-            labels,
-            method == "loo",
-            passes_of(self._options.get("passes")).memory,
+            state.posterior, groups, self._base, held(data, memory), labels, method == "loo", memory
         )
         self.tuned = tuned(method, scorer, at, plan, grids)
         return self.resume(State(state.posterior, groups, self.tuned.hyper, state.labels))

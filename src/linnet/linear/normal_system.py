@@ -115,10 +115,13 @@ class NormalSystem(System):
     @cached_property
     def beta(self) -> Tensor:
         """β = (r̃ − J̃δ)/ρ, (N, C)."""
-        own = self.problem.own_rows(self.memory)
-        parts = [(rows.double() @ self.solution).view(-1, self.c) for _, rows in own]
-        fitted = all_rows(torch.cat(parts or [self.solution.new_empty(0, self.c)]), self.n)
-        return (self.residual.double() - fitted) / self.ridge
+        own = current().part(self.n)
+        # one tensor from the start: small ones made between blocks of rows keep the heap from reusing these
+        fitted = self.solution.new_empty(own.stop - own.start, self.c)
+        for place, rows in self.problem.own_rows(self.memory):
+            found = (rows.double() @ self.solution).view(-1, self.c)
+            fitted[place.start - own.start : place.stop - own.start] = found
+        return (self.residual.double() - all_rows(fitted, self.n)) / self.ridge
 
     def solve(self, b: Tensor) -> Tensor:
         """(J̃ᵀJ̃ + ρI)⁻¹ b for columns (P, K), in float64."""

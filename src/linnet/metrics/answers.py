@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from linnet.errors import InputError
-from linnet.params import call
+from linnet.params import call, wrapped
 from linnet.tangent.batch import map_tensors
 
 SHAPES = "probabilities (N, C), or S samples of them (S, N, C)"
@@ -82,7 +82,7 @@ def tolerance(dtype: torch.dtype) -> float:
 def _as_tensor(value: Any) -> Tensor:
     """A tensor on a device that has float64, from numbers of any kind."""
     try:
-        p = torch.as_tensor(value)
+        p = wrapped(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
             f"predict returned {type(value).__name__}",

@@ -104,7 +104,7 @@ def adapt(
         )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with sharing("linnet.adapt", device):
-        x, y = gather_data(data, device)
+        x, y = gather_data(data, device, memory=memory)
         arguments = {"model": model, "x": x, "y": y, "params": params, "weight": weight, "ridge": ridge}
         require_alike({**arguments, "seed": seed, "memory": memory, "tune": tunes})
         fit = _adapted(model, (x, y), params, (weight, ridge), seed, memory)

@@ -266,7 +266,7 @@ def gradient_flow(
     number("learning_rate", learning_rate, above=0, remedy="pass learning_rate=1.0")
     number("scale", scale, above=0, remedy="leave scale= out for α = 15")
     when = _checked_times(times, discrete)
-    x, y = gather_data(data, lin.function.device)
+    x, y = gather_data(data, lin.function.device, memory=memory)
     lin.function.check_runs(take(x, slice(0, 1)))
     own = Linearized(lin.function)
     with torch.no_grad():

@@ -83,7 +83,7 @@ def alignment(
         >>> alignment(nn.Linear(2, 1, bias=False), (x, x[:, 0]))
         tensor(1., dtype=torch.float64)
     """
-    task, values = _prepare(model, data, form)
+    task, values = _prepare(model, data, form, memory)
     return values.shaped(_alpha(task, values, memory, progress))
 
 
@@ -126,7 +126,7 @@ def kernel_norm_bound(
         >>> kernel_norm_bound(nn.Linear(2, 1, bias=False), (x, x[:, 0]))
         tensor(1., dtype=torch.float64)
     """
-    task, values = _prepare(model, data, form)
+    task, values = _prepare(model, data, form, memory)
     square = values.mean_square()
     # ‖f‖²_Θ ≥ ‖f‖₂⁴ / α(f)
     bound = square.square() / _alpha(task, values, memory, progress).to(square)
@@ -164,11 +164,13 @@ class _Task:
         return count * self.copies <= self.backward
 
 
-def _prepare(model: Linearized | nn.Module, data: Any, form: Form) -> tuple[_Task, FunctionValues]:
+def _prepare(
+    model: Linearized | nn.Module, data: Any, form: Form, memory: str | int | None
+) -> tuple[_Task, FunctionValues]:
     """The network, the inputs and the targets, checked."""
     check_kernel(form)
     function = tangent_of(model)
-    x, y = gather_data(data, function.device)
+    x, y = gather_data(data, function.device, memory=memory)
     shape = check_inputs(function, x)
     wide = torch.promote_types(function.dtype, torch.float32)
     values = function_values(y, shape, form, wide)

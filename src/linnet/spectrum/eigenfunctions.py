@@ -424,7 +424,7 @@ def energy_concentration(
     """
     check_kernel(form)
     function = tangent_of(model)
-    x, y = gather_data(data, function.device)
+    x, y = gather_data(data, function.device, memory=memory)
     function_values(y, check_inputs(function, x), form, function.dtype)  # before the long computation
     found = eigenfunctions(Linearized(function), x, k, form, method=method, gram=gram, memory=memory)
     return found.energy_concentration(y, squared=squared)

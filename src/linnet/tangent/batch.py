@@ -8,7 +8,7 @@ they are. A dict that comes as data, from a loader, a data set or as it is, carr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from linnet.distributed import current, look_around
 from linnet.errors import DataError, InputError
 from linnet.linalg.finite import is_finite
+from linnet.params import wrapped
 
 EMPTY = "check the path and the split that the data come from"
 
@@ -105,11 +106,17 @@ def batch_size(x: Inputs) -> int:
     for tensor in found:
         if tensor.ndim > 0:
             return tensor.shape[0]
-    axis = "give every input an example axis, as in x[None] for a single example"
+    remedy = "turn arrays and lists of numbers into tensors with torch.as_tensor"
+    if found:
+        remedy = "give every input an example axis, as in x[None] for a single example"
+    elif yields(x) or (is_data_set(x) and not hasattr(x, "__array__")):
+        remedy = (
+            "put its inputs side by side, torch.cat([x for x, y in batches]), or call for a batch at a time"
+        )
     raise InputError(
         f"x is {type(x).__name__} without a tensor" + (" that has an example axis" if found else ""),
         expected="a tensor (N, ...), a tuple of tensors or a dict of tensors",
-        remedy=axis if found else "turn arrays and lists of numbers into tensors with torch.as_tensor",
+        remedy=remedy,
     )
 
 
@@ -334,6 +341,24 @@ def is_data_set(data: Any) -> bool:
     return isinstance(data, Dataset) or (given and not isinstance(data, (*_NO_DATA_SETS, type)))
 
 
+def yields(data: Any) -> bool:
+    """Whether it is an object to loop over, and neither a container of inputs, a tensor, an array nor text.
+
+    Args:
+        data: Anything.
+
+    Returns:
+        Whether it is.
+
+    Example:
+        >>> yields(iter([1, 2])), yields([1, 2]), yields(torch.ones(2))
+        (True, False, False)
+    """
+    if isinstance(data, _NO_DATA_SETS) or hasattr(data, "__array__"):
+        return False
+    return isinstance(data, Iterable) and not isinstance(data, type)
+
+
 def without_targets(item: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """A dict as x and y: what it calls ``"labels"`` or ``"label"`` is taken out.
 
@@ -392,7 +417,7 @@ def as_pair(item: Any, name: str = "a batch") -> tuple[Any, Any]:
         )
     raise InputError(
         f"{name} is {type(item).__name__}" + _length_of(item),
-        expected="an (x, y) pair or a dict with labels, a Dataset or a DataLoader of such",
+        expected="an (x, y) pair or a dict with labels, a Dataset or DataLoader of such, or batches of them",
         remedy="pass data=(x, y)",
     )
 
@@ -437,15 +462,26 @@ def tensorize(x: Any, name: str = "x") -> Inputs:
     """
     if isinstance(x, Mapping):
         return {key: tensorize(value, f"{name}[{key!r}]") for key, value in x.items()}
-    if isinstance(x, list | tuple) and _holds_arrays(x):
+    if isinstance(x, list | tuple) and holds_arrays(x):
         return tuple(tensorize(value, name) for value in x)
     return named_tensor(x, name)
 
 
-def _holds_arrays(x: Any) -> bool:
-    """Whether anything in nested lists is an input of its own: a tensor, an array or a dict."""
+def holds_arrays(x: Any) -> bool:
+    """Whether anything in nested lists is an input of its own: a tensor, an array or a dict.
+
+    Args:
+        x: Anything.
+
+    Returns:
+        Whether there is one; a list of numbers alone holds none.
+
+    Example:
+        >>> holds_arrays([torch.ones(2), [1, 2]]), holds_arrays([[1, 2], [3, 4]])
+        (True, False)
+    """
     if isinstance(x, list | tuple):
-        return any(_holds_arrays(value) for value in x)
+        return any(holds_arrays(value) for value in x)
     return isinstance(x, Mapping) or getattr(x, "ndim", 0) > 0
 
 
@@ -467,7 +503,7 @@ def named_tensor(value: Any, name: str) -> Tensor:
         tensor([1, 2])
     """
     try:
-        tensor = torch.as_tensor(value)
+        tensor = wrapped(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
             f"{name} is {type(value).__name__} and cannot be made a tensor ({error})",

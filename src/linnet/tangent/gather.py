@@ -1,6 +1,6 @@
 """Any kind of data as one pair of inputs and targets.
 
-What comes batch by batch is put side by side in memory, or, where it takes too much of that, in temporary
+What comes batch by batch is put side by side in memory, or, where that takes too much of it, in temporary
 files that are mapped: they are read from the disk when they are looked at, and the system takes the memory
 back when it needs it. So a stream is read once, however many passes there are over the data.
 """
@@ -9,50 +9,52 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from linnet.disk import refuse_write
 from linnet.errors import DataError
-from linnet.memory import available_bytes
+from linnet.memory import available_bytes, parse_bytes
 from linnet.tangent.batch import (
     EMPTY,
+    SHARED,
     Inputs,
-    as_batch,
-    as_pair,
     batch_size,
     check_finite,
     concatenate,
-    is_data_set,
     map_tensors,
     named_tensor,
     take,
-    tensorize,
     tensors_in,
 )
-from linnet.tangent.sharded import require_whole
+from linnet.tangent.pairs import in_pieces, pairs, require_targets, side_by_side
 
-IN_MEMORY = 0.25  # share of the memory that a stream may take; putting it side by side takes as much again
+IN_MEMORY = 0.25  # share of the memory that a stream may take while it is put side by side
 
 
 def gather_data(
-    data: Any, device: torch.device | None = None, missing: bool = False
+    data: Any,
+    device: torch.device | None = None,
+    missing: bool = False,
+    memory: str | int | None = None,
 ) -> tuple[Inputs, Tensor]:
     """The whole of ``data`` as one (x, y) pair, in memory or mapped from a temporary file.
 
     Args:
         data: An (x, y) pair, a ``Dataset`` of such pairs, a ``DataLoader`` over one, an ``IterableDataset``
-            of samples, or any other iterator over batches. Loaders and iterators are read once, in their own
-            order; where they yield more than a share of the memory, they are written to a temporary file and
-            mapped. Dicts are taken for pairs: their ``"labels"`` or ``"label"`` is y, the rest is x.
+            of samples, or batches: a list of them, or any object that yields them. A tuple is the pair, and
+            so is a list of two whose second item is a tensor, an array or a list of numbers. What comes in
+            pieces is read once, in its own order; where putting it side by side would take more than a
+            quarter of the memory, it is written to a temporary file and mapped. Dicts are taken for pairs:
+            their ``"labels"`` or ``"label"`` is y, the rest is x.
         device: Where the targets should live; by default where the data are. The inputs stay where they are:
             each batch of them is moved when it is needed, so that a device holds one batch.
         missing: Whether NaN in y is let through, as a target that is missing.
+        memory: Budget such as ``"4GB"``; by default all the memory that is available.
 
     Returns:
         The inputs (N, ...) and the targets (N, ...).
@@ -61,61 +63,30 @@ def gather_data(
         DataError: If the data are empty, ragged or not finite, or x and y differ in length.
         InputError: If ``data`` is none of the kinds above.
     """
-    x, y = _as_pair(data)
-    y = named_tensor(y, "y")
-    if y.is_complex():
-        raise DataError(f"y has type {y.dtype}", "real targets", "pass y.real, or its parts as two outputs")
+    if in_pieces(data):
+        gathered = Gathered(int(IN_MEMORY * (available_bytes() if memory is None else parse_bytes(memory))))
+        for i, (piece, targets) in enumerate(pairs(data)):
+            own = named_tensor(targets, "y")
+            require_targets(piece, own, f"batch {i} of data")
+            gathered.add(piece, own)
+        x, y = gathered.whole()
+    else:
+        ((x, targets),) = pairs(data)
+        y = named_tensor(targets, "y")
     if batch_size(x) == 0:
         raise DataError("data is empty: it holds 0 examples", expected="at least one example", remedy=EMPTY)
-    if y.ndim == 0 or y.shape[0] != batch_size(x):
-        raise DataError(
-            f"data has {batch_size(x)} inputs but targets of shape {tuple(y.shape)}",
-            expected="one target for each input",
-            remedy="check that x and y come from the same split",
-        )
+    require_targets(x, y, "data")
     check_finite(x, "x")
     if not missing:
         check_finite(y, "y")
     return x, y if device is None else y.to(device)
 
 
-def _as_pair(data: Any) -> tuple[Inputs, Any]:
-    """(x, y) from any supported kind of data."""
-    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
-        return data.tensors[0], data.tensors[1]
-    if isinstance(data, DataLoader):
-        require_whole(data)
-        return _joined(as_pair(batch, "a batch of the DataLoader") for batch in data)
-    if isinstance(data, IterableDataset):
-        return _joined(_sample(one, f"sample {i} of the stream") for i, one in enumerate(data))
-    if isinstance(data, Iterator):
-        batches = (as_pair(batch, f"batch {i} of the stream") for i, batch in enumerate(data))
-        return _joined((tensorize(x), y) for x, y in batches)
-    if is_data_set(data):
-        return _joined(_sample(data[i], f"sample {i} of the data set") for i in range(len(data)))
-    pair = as_pair(data, "data")
-    return tensorize(pair[0]), pair[1]
-
-
-def _sample(item: Any, name: str) -> tuple[Inputs, Tensor]:
-    """A sample as a batch of one."""
-    x, y = as_pair(item, name)
-    return as_batch(x), named_tensor(y, "y")[None]
-
-
-def _joined(batches: Iterable[tuple[Any, Any]]) -> tuple[Inputs, Tensor]:
-    """Batches side by side."""
-    gathered = Gathered()
-    for x, y in batches:
-        gathered.add(x, named_tensor(y, "y"))
-    return gathered.whole()
-
-
 class Gathered:
     """Batches that come one after the other, as one.
 
     Args:
-        limit: Bytes that are held in memory; by default a share of what is there.
+        limit: Bytes of memory that they may take while they are put side by side, beside the batch in hand.
 
     Raises:
         DataError: If examples of two batches differ in shape.
@@ -131,14 +102,12 @@ class Gathered:
         tensor([ 0,  1,  2,  3,  4,  5,  6,  7,  8,  9, 10, 11])
     """
 
-    def __init__(self, limit: int | None = None) -> None:
-        self._limit = int(IN_MEMORY * available_bytes()) if limit is None else limit
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._batches: list[tuple[Inputs, Tensor]] = []
         self._held = 0
-        self._like: tuple[Inputs, Tensor] | None = None  # one example of what is in files
-        self._files: list[
-            _Mapped | None
-        ] = []  # of every tensor of x, then y; none for what all examples share
+        self._like: Inputs = None  # one example of what is in files
+        self._files: list[_Mapped | None] = []  # of every tensor of x, then y; none for what all share
 
     def add(self, x: Inputs, y: Tensor) -> None:
         """Take a batch.
@@ -147,12 +116,13 @@ class Gathered:
             x: Inputs (n, ...).
             y: Targets (n, ...).
         """
-        if self._like is not None:
-            concatenate([self._like[0], take(x, slice(0, 1))])  # raises where they do not go together
+        if self._files:
+            self._write(self._flat(x, y))
+            return
         self._batches.append((x, y))
         self._held += sum(t.nbytes for t in (*tensors_in(x), y))
-        if self._held > self._limit:
-            self._write()
+        if 2 * self._held > self._limit:  # side by side they take as much again
+            self._begin()
 
     def whole(self) -> tuple[Inputs, Tensor]:
         """All batches side by side.
@@ -163,40 +133,70 @@ class Gathered:
         Raises:
             DataError: If there was no batch.
         """
-        if self._like is None:
-            if not self._batches:
+        if self._files:
+            *inputs, targets = [None if file is None else file.tensor() for file in self._files]
+            mapped: Iterator[Tensor | None] = iter(inputs)
+
+            def placed(shared: Tensor) -> Tensor:
+                own = next(mapped)
+                return shared if own is None else own
+
+            assert targets is not None
+            return map_tensors(placed, self._like), targets
+        batches, self._batches = self._batches, []
+        if not batches:
+            raise DataError(
+                "data is empty: it yields no example", expected="at least one example", remedy=EMPTY
+            )
+        return batches[0] if len(batches) == 1 else side_by_side(batches)
+
+    def _begin(self) -> None:
+        """Move what is held to files, one batch after the other."""
+        first = self._like = self._batches[0][0]
+        held = [self._flat(x, y) for x, y in self._batches]
+        own = [
+            all(_has_rows(t, len(flat[-1])) for t, flat in zip(column, held, strict=True))
+            for column in zip(*held, strict=True)
+        ]
+        rows = iter(own)
+        self._like = map_tensors(lambda t: (t[:1] if next(rows) else t).clone(), first)
+        self._files = [_Mapped(t) if mine else None for t, mine in zip(held[0], own, strict=True)]
+        self._batches = []
+        for flat in held:
+            self._write(flat)
+
+    def _flat(self, x: Inputs, y: Tensor) -> list[Tensor]:
+        """The tensors of a batch in the order of the files."""
+        concatenate([take(self._like, slice(0, 1)), take(x, slice(0, 1))])  # raises where they do not fit
+        return [*tensors_in(_ordered(x, self._like)), y]
+
+    def _write(self, flat: list[Tensor]) -> None:
+        """Append the tensors of a batch to the files."""
+        n = len(flat[-1])
+        for file, tensor in zip(self._files, flat, strict=True):
+            if file is not None and not _has_rows(tensor, n):
                 raise DataError(
-                    "data is empty: it yields no example", expected="at least one example", remedy=EMPTY
+                    f"an input of shape {tuple(tensor.shape)} comes with {n} examples, "
+                    "and those before had a row for each",
+                    expected="a row for each example in every batch, or in none",
+                    remedy=SHARED,
                 )
-            return self._together()
-        if self._batches:
-            self._write()
-        *inputs, targets = [None if file is None else file.tensor() for file in self._files]
-        found = iter(inputs)
-
-        def placed(shared: Tensor) -> Tensor:
-            own = next(found)
-            return shared if own is None else own
-
-        assert targets is not None
-        return map_tensors(placed, self._like[0]), targets
-
-    def _together(self) -> tuple[Inputs, Tensor]:
-        """What is held, side by side."""
-        x, y = concatenate([x for x, _ in self._batches]), concatenate([y for _, y in self._batches])
-        self._batches, self._held = [], 0
-        return x, y
-
-    def _write(self) -> None:
-        """Move what is held to the files."""
-        x, y = self._together()
-        n, tensors = batch_size(x), (*tensors_in(x), y)
-        if self._like is None:
-            self._like = map_tensors(torch.clone, take(x, slice(0, 1))), y[:1].clone()
-            self._files = [_Mapped(t) if t.ndim > 0 and t.shape[0] == n else None for t in tensors]
-        for file, tensor in zip(self._files, tensors, strict=True):
             if file is not None:
                 file.append(tensor)
+
+
+def _has_rows(tensor: Tensor, n: int) -> bool:
+    """Whether a tensor of a batch has a row for each of its n examples."""
+    return tensor.ndim > 0 and tensor.shape[0] == n
+
+
+def _ordered(x: Inputs, like: Inputs) -> Inputs:
+    """A batch whose dicts have their keys in the order of another's."""
+    if isinstance(like, Mapping):
+        return {key: _ordered(x[key], value) for key, value in like.items()}
+    if isinstance(like, list | tuple):
+        return tuple(_ordered(a, b) for a, b in zip(x, like, strict=True))
+    return x
 
 
 class _Mapped:

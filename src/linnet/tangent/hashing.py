@@ -10,15 +10,18 @@ from torch import Tensor
 
 from linnet.tangent.batch import Inputs, on_device, split, tensors_in
 
+PIECE = 1 << 24  # bytes that are brought into one place at once
+
 
 def hash_tensors(tensors: Iterable[Tensor]) -> str:
     """A SHA-256 of shapes, types and values."""
     digest = hashlib.sha256()
     for t in tensors:
         digest.update(f"{tuple(t.shape)}{t.dtype}".encode())
-        # a copy of one element in a tensor of many keeps their stride, unless it is told otherwise
-        plain = t.detach().cpu().clone(memory_format=torch.contiguous_format)
-        digest.update(plain.flatten().view(torch.uint8).numpy().data)
+        rows = max(1, PIECE // max(1, t[:1].nbytes)) if t.ndim else 1
+        for part in t.detach().split(rows) if t.ndim else (t.detach(),):
+            plain = part.cpu().contiguous()  # one element of many keeps their stride, though it is contiguous
+            digest.update(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -215,7 +215,8 @@ class TangentGP(PredictiveModel):
     def _gathered(self, x: Any, y: Any) -> tuple[Inputs, Tensor]:
         """Data on the network's device, without a graph."""
         data = x if y is None else (x, y)
-        x, y = gather_data(data, self._observed.base.device, missing=self._observed.masked)
+        device, masked = self._observed.base.device, self._observed.masked
+        x, y = gather_data(data, device, missing=masked, memory=self._options.memory)
         return map_tensors(lambda t: t.detach(), x), y.detach()
 
     def _condition(self, data: tuple[Inputs, Tensor], before: System | None) -> TangentGP:

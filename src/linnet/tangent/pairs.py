@@ -1,0 +1,183 @@
+"""The batches of any kind of data, as (x, y) pairs, one after the other.
+
+A tuple is one (x, y) pair, and so is a list of two whose second item can be targets: a tensor, an array or a
+list of numbers. Any other list of pairs or dicts holds batches, and so does every object that is looped over
+and is neither a container of inputs nor a data set, whose items are single samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from linnet.errors import DataError
+from linnet.tangent.batch import (
+    Inputs,
+    as_batch,
+    as_pair,
+    batch_size,
+    concatenate,
+    example_shapes,
+    holds_arrays,
+    is_data_set,
+    named_tensor,
+    tensorize,
+    yields,
+)
+from linnet.tangent.sharded import require_whole
+
+TOGETHER = 32  # samples of a data set that are put side by side
+SPLIT = "check that x and y come from the same split"
+
+
+def in_batches(data: Any) -> bool:
+    """Whether data come as (x, y) batches that are no loader's.
+
+    Args:
+        data: Anything.
+
+    Returns:
+        Whether it is a list of batches, or an object that yields them.
+
+    Example:
+        >>> x, y = torch.ones(2, 3), torch.zeros(2)
+        >>> in_batches([(x, y), (x, y)]), in_batches(iter([(x, y)])), in_batches([x, y]), in_batches((x, y))
+        (True, True, False, False)
+    """
+    if isinstance(data, list):
+        batches = all(isinstance(one, list | tuple | Mapping) for one in data)
+        return batches and (len(data) != 2 or holds_arrays(data[1]))
+    return yields(data) and not is_data_set(data) and not isinstance(data, DataLoader)
+
+
+def in_pieces(data: Any) -> bool:
+    """Whether data come batch by batch or sample by sample, rather than as one pair of tensors.
+
+    Args:
+        data: Anything.
+
+    Returns:
+        Whether they do.
+
+    Example:
+        >>> x, y = torch.ones(2, 3), torch.zeros(2)
+        >>> in_pieces((x, y)), in_pieces(TensorDataset(x, y)), in_pieces(DataLoader(TensorDataset(x, y)))
+        (False, False, True)
+    """
+    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+        return False
+    return isinstance(data, DataLoader) or is_data_set(data) or in_batches(data)
+
+
+def pairs(data: Any) -> Iterator[tuple[Inputs, Any]]:
+    """The batches of any kind of data, in their order; nothing is gathered.
+
+    Args:
+        data: An (x, y) pair, or a dict with ``"labels"``; a ``Dataset`` or ``IterableDataset`` of samples; a
+            ``DataLoader``, a list or another iterable of such batches.
+
+    Yields:
+        Inputs (n, ...) and targets, of which n is not checked.
+
+    Raises:
+        InputError: If ``data`` or a batch is none of these.
+
+    Example:
+        >>> samples = [(torch.ones(3), i) for i in range(5)]
+        >>> [y.tolist() for _, y in pairs(DataLoader(samples, batch_size=2))]
+        [[0, 1], [2, 3], [4]]
+    """
+    if isinstance(data, DataLoader):
+        require_whole(data)
+        yield from (as_pair(batch, "a batch of the DataLoader") for batch in data)
+    elif isinstance(data, IterableDataset):
+        yield from _together(as_sample(one, f"sample {i} of the stream") for i, one in enumerate(data))
+    elif in_pieces(data) and is_data_set(data):
+        yield from _together(as_sample(data[i], f"sample {i} of the data set") for i in range(len(data)))
+    elif in_batches(data):
+        for i, batch in enumerate(data):
+            x, y = as_pair(batch, f"batch {i} of data")
+            yield tensorize(x), y
+    else:
+        x, y = data.tensors if isinstance(data, TensorDataset) else as_pair(data, "data")
+        yield tensorize(x), y
+
+
+def require_targets(x: Inputs, y: Tensor, name: str) -> None:
+    """Raise unless there is one real target for each input.
+
+    Args:
+        x: Inputs.
+        y: Targets.
+        name: What they are called together.
+
+    Raises:
+        DataError: If so.
+
+    Example:
+        >>> require_targets(torch.ones(2, 3), torch.zeros(2), "data")
+    """
+    if y.is_complex():
+        raise DataError(f"y has type {y.dtype}", "real targets", "pass y.real, or its parts as two outputs")
+    if y.ndim == 0 or y.shape[0] != batch_size(x):
+        raise DataError(
+            f"{name} has {batch_size(x)} inputs but targets of shape {tuple(y.shape)}",
+            expected="one target for each input",
+            remedy=SPLIT if y.ndim else "give batches rather than samples, as DataLoader(samples) does",
+        )
+
+
+def side_by_side(parts: list[tuple[Inputs, Tensor]]) -> tuple[Inputs, Tensor]:
+    """Batches as one.
+
+    Args:
+        parts: Inputs and targets of each.
+
+    Returns:
+        Inputs and targets of all.
+
+    Raises:
+        DataError: If examples differ in shape.
+        InputError: If the batches differ in structure.
+
+    Example:
+        >>> side_by_side([(torch.ones(1, 2), torch.zeros(1)), (torch.ones(3, 2), torch.ones(3))])[1]
+        tensor([0., 1., 1., 1.])
+    """
+    return concatenate([x for x, _ in parts]), concatenate([y for _, y in parts])
+
+
+def as_sample(item: Any, name: str) -> tuple[Inputs, Tensor]:
+    """A sample as a batch of one.
+
+    Args:
+        item: A pair, or a dict with its target.
+        name: What it is called.
+
+    Returns:
+        Inputs (1, ...) and targets (1, ...).
+
+    Raises:
+        InputError: If it is neither.
+
+    Example:
+        >>> as_sample(([3.0, 4.0], 1), "a sample")
+        (tensor([[3., 4.]]), tensor([1]))
+    """
+    x, y = as_pair(item, name)
+    return as_batch(x), named_tensor(y, "y")[None]
+
+
+def _together(samples: Iterable[tuple[Inputs, Tensor]]) -> Iterator[tuple[Inputs, Tensor]]:
+    """Batches of one side by side, as many as have one shape, and no more than a few."""
+    held: list[tuple[Inputs, Tensor]] = []
+    for own in samples:
+        if held and (len(held) == TOGETHER or example_shapes(held[0]) != example_shapes(own)):
+            yield side_by_side(held)
+            held = []
+        held.append(own)
+    if held:
+        yield side_by_side(held)
