@@ -33,6 +33,7 @@ from linnet import memory
 from linnet.continual.laplace import OnlineLaplace
 from linnet.distributed import (
     Share,
+    _apart_from,
     _exchanged,
     all_same,
     all_sum,
@@ -422,6 +423,17 @@ def test_an_exchange_ends_when_the_backend_has_let_go_of_its_tensors() -> None:
 
     _exchanged(exchange, a, b, torch.distributed.ReduceOp.MAX)
     assert not held
+
+
+def test_what_differs_is_shown_however_long_the_texts_are() -> None:
+    assert _apart_from("dim=30", "dim=31") == ("dim=30", "dim=31")
+    first, second = (f"Sketch({'a' * 300}, seed={seed}, {'b' * 300})" for seed in range(2))
+    found = _apart_from(first, second)
+    assert "seed=0" in found[0]
+    assert "seed=1" in found[1]
+    assert all(len(text) < 210 and text[0] == text[-1] == "…" for text in found)
+    assert _apart_from("a" * 300, "a" * 301) == ("…" + "a" * 100, "…" + "a" * 101)
+    assert _apart_from("", "a" * 300) == ("", "a" * 200 + "…")
 
 
 def test_whole_data_are_whole() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from linnet.tangent.alike import require_alike
 from linnet.tangent.functional import Functional
 from linnet.tangent.gram import GramTask, gram, gram_and_own, own_kernels, plan_gram
 from linnet.testing.oracles import jacobian_oracle, kernel_oracle
-from tests.fitting.problems import network, peak_bytes, real
+from tests.fitting.problems import network, peak_bytes, real, refused
 from tests.ranks import one_of_ranks, run_ranks
 
 FORMS: tuple[Any, ...] = ("full", "trace", "diagonal", "sum")
@@ -184,14 +185,13 @@ def test_plans_count_the_type() -> None:
             assert peak <= 1.2 * plan.memory.peak, f"{peak} of\n{plan.memory}"
 
 
-def test_a_file_of_another_type_is_made_anew(tmp_path: Path) -> None:
+def test_a_file_of_another_type_is_refused(tmp_path: Path) -> None:
     model, x, _ = case("mlp")
     file = tmp_path / "k.npy"
     with precision(capture="bfloat16"):
         coarse = linnet.spectrum.gram(model, x, file=file).clone()
-    found = linnet.spectrum.gram(model, x, file=file)
-    assert not torch.equal(found, coarse)
-    assert torch.equal(found, linnet.linearize(model).kernel(x))
+    refused(InputError, lambda: linnet.spectrum.gram(model, x, file=file), "k.npy", "other linnet.precision")
+    assert torch.equal(torch.from_numpy(np.load(file)), coarse)
 
 
 # --- fits -------------------------------------------------------------------------------------------

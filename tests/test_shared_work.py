@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import linnet
-from linnet.distributed import apart, current, sharing, world
+from linnet.distributed import all_sum, apart, current, sharing, world
 from linnet.errors import LinnetError
-from linnet.fitting import CG, SGD, Shared, Sketch
-from linnet.likelihoods import Gaussian
+from linnet.fitting import CG, SGD, Shared, Sketch, rounding
+from linnet.likelihoods import Categorical, Gaussian
 from linnet.linalg import dealt
 from linnet.linalg.operator import LinearOperator
 from linnet.linear import formed_rows
@@ -274,6 +274,70 @@ def shared_cg(rank: int) -> object:
         return cg(Failing(rank), torch.ones(9, dtype=torch.float64), tolerance=1e-12)
 
 
+class Scaling(LinearOperator):
+    """A matrix of the user's own."""
+
+    def __init__(self, factor: float) -> None:
+        self.shape, self.dtype, self.device, self.space = (51, 51), torch.float64, torch.device("cpu"), None
+        self.factor = torch.tensor(factor)
+
+    def mm(self, v: Tensor) -> Tensor:
+        return self.factor * v
+
+    @property
+    def T(self) -> LinearOperator:
+        return self
+
+
+def other_settings(rank: int) -> dict[str, tuple[Callable[[], object], list[str]]]:
+    """Arguments that differ between two ranks, and words of the error: the user's own."""
+    with apart():
+        basis = linnet.curvature(net(), (X + rank, Y), Categorical(), structure="ekfac")
+        before = process(solver="cholesky").fit(X[:9], T[:9] + rank)
+        fit = linnet.fit(lin(), (X, T), ridge=1.0 + rank, solver="dual")
+    data, elsewhere = (X, T), Decomposition(seed=torch.Generator().manual_seed(rank))
+
+    def fitted(solver: Any) -> Callable[[], object]:
+        return lambda: linnet.fit(lin(), data, solver=solver)
+
+    names = [["0.weight"], ["0.bias"]][rank]
+    scores = torch.utils.data.TensorDataset(X, T + rank)
+    return {
+        "dim": (fitted(Sketch(dim=30 + rank)), ["solver is Sketch(dim=30, ", "Sketch(dim=31, "]),
+        "seed": (fitted(Sketch(dim=30, seed=rank)), ["solver is Sketch(dim=30, ", "seed=0)", "seed=1)"]),
+        "combinations": (fitted(Shared(2 + rank)), ["solver is Shared(combinations=2, ", "combinations=3, "]),
+        "basis": (fitted(Sketch(dim=30, basis=basis)), ["Sketch(dim=30, basis=Curvature with the hash "]),
+        "preconditioner": (fitted(CG(preconditioner=basis.damped(1.0).inverse())), ["=Curvature with the"]),
+        "own matrix": (fitted(CG(preconditioner=Scaling(1.0 + rank))), ["=Scaling with the hash "]),
+        "likelihood": (lambda: linnet.TangentGP(net(), Gaussian(variance=0.3 + rank)).fit(*data),
+                       ["likelihood is Gaussian(variance=0.3, ", "(variance=1.3, "]),
+        "parameters": (lambda: linnet.adapt(net(), (X, Y), params=names), ["params is ['0.weight']"]),
+        "before": (lambda: before.update(X[9:], T[9:]), ["DataError: processes differ: y before is"]),
+        "fit": (lambda: linnet.spectrum.task_linearity(fit), ["fit is LinearFit with the hash "]),
+        "generator": (lambda: linnet.spectrum.eigenfunctions(net(), X, 2, method=elsewhere),
+                      ["seed=Generator with the hash "]),
+        "data set": (lambda: linnet.spectrum.alignment(net(), scores), ["DataError: processes differ: y is"]),
+    }  # fmt: skip
+
+
+def at_another_place(rank: int) -> object:
+    """A process that makes a sum where the other measures roundings."""
+    calls = []
+
+    def summing(*arguments: Any) -> Tensor:
+        calls.append(all_sum([torch.ones(2)]))
+        return measure(*arguments)
+
+    measure = rounding.gram
+    if rank:
+        rounding.gram = summing
+    try:
+        with sharing("a check"):
+            return rounding.measured_rounding(linnet.linearize(net().float()).function, X.float(), 1.0)
+    finally:
+        rounding.gram = measure
+
+
 def failures(rank: int, folder: Path) -> dict[str, tuple[Callable[[], object], list[str]]]:
     """What fails on two ranks, and words of the error on both."""
     flawed = X.clone()
@@ -294,6 +358,11 @@ def failures(rank: int, folder: Path) -> dict[str, tuple[Callable[[], object], l
                       ["on rank 1", "no such device"]),
         "a product": (lambda: shared_cg(rank), ["ProcessGroupError: on rank 1: RuntimeError"]),
         "memory": (lambda: linnet.spectrum.gram(lin(), X, memory=100), ["MemoryBudgetError: on rank 0"]),
+        "place": (lambda: at_another_place(rank), ["ProcessGroupError: processes came to different places",
+                                                   "rank 1 to a sum of [('torch.float32', (2", "apart()"]),
+        "a file": (lambda: linnet.spectrum.gram(lin(), X[:9], file=folder / "k.npy"),
+                   ["InputError: on rank 0: file=", "other examples", "delete k.npy"]),
+        **other_settings(rank),
         "a folder": (lambda: linnet.spectrum.gram(lin(), X, file=folder / f"{rank}" / "k.npy"),
                      ["InputError: processes differ: file is"]),
     }  # fmt: skip
@@ -349,6 +418,12 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
         torch.save(alone_on_one(rank), folder / f"alone{rank}.pt")
         if size == 2:
             said = {name: said_by(act) for name, (act, _) in failures(rank, folder).items()}
+            with apart():
+                basis = linnet.curvature(net(), (X, Y), Categorical(), structure="kfac")
+            if rank:
+                basis.damped(1.0).logdet()  # what is computed on the way makes no difference
+            fit = linnet.fit(lin(), (X, T), solver=Sketch(dim=12, basis=basis), ridge=0.3)
+            said["nothing"] = str(fit.predict(X).sum().item())  # all are in step
             (folder / f"said{rank}.json").write_text(json.dumps(said))
         else:  # the last thing that this group does
             (folder / f"gone{rank}.txt").write_text(said_by(lambda: late(rank)))
@@ -366,7 +441,8 @@ def compare(folder: Path, size: int, expected: dict[str, Tensor], ranks: list[in
         for name, value in expected.items():
             error = float((found[name] - value).abs().max() / value.abs().max())
             assert error <= ROUNDING, f"{name} on rank {rank} of {size}: {error}"
-    assert sorted(path.name for path in folder.glob("*.npy*")) == ["k.npy", "l.npy"]
+    kernels = {"k.npy", "k.npy.made.json", "l.npy", "l.npy.made.json"}
+    assert {path.name for path in folder.glob("*.npy*")} == kernels
 
 
 def check_work(folder: Path, size: int, ranks: list[int]) -> None:
@@ -398,6 +474,7 @@ def test_two_processes_have_the_numbers_of_one_and_fail_alike(
     for name, (_, words) in failures(0, tmp_path).items():
         assert all(word in first[name] for word in words), f"{name}: {first[name]}"
         assert first[name] == second[name], name
+    assert first["nothing"] == second["nothing"]
     alone = torch.load(tmp_path / "alone0.pt", weights_only=True)
     for name, value in alone_on_one(0).items():
         assert torch.allclose(alone[name], value, rtol=1e-9), name
@@ -414,6 +491,7 @@ def test_three_processes_have_the_numbers_of_one_and_notice_a_death(
     for rank in (0, 2):
         text = (tmp_path / f"gone{rank}.txt").read_text()
         assert text.startswith(f"ProcessGroupError: rank {rank} of 3 has lost another process")
+        assert text.isascii(), text  # without what the backend says to its developers
 
 
 if __name__ == "__main__":

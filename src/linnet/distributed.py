@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -529,13 +530,28 @@ def agree(kind: type[LinnetError], settings: Mapping[str, Any], remedy: str) -> 
     different = [name for name, a, b in zip(texts, most, least_, strict=True) if a != -b]
     if not different:
         return
-    found = _gathered({name: texts[name][:_SHOWN] for name in different})
-    other = next(rank for rank in range(size) if any(found[rank][n] != found[0][n] for n in different))
-    values = ", ".join(f"{name} is {found[0][name]} on rank 0 and {found[other][name]} on rank {other}"
-                       for name in different)  # fmt: skip
+    found = _gathered({name: texts[name] for name in different})
+    other = next(rank for rank in range(size) if found[rank] != found[0])
+    values = ", ".join(
+        "{} is {} on rank 0 and {} on rank {}".format(name, *_apart_from(found[0][name], text), other)
+        for name, text in found[other].items()
+        if text != found[0][name]
+    )
     error = kind(f"processes differ: {values}", expected="the same on all processes", remedy=remedy)
     _mark_told(error)
     raise error
+
+
+def _apart_from(first: str, second: str) -> tuple[str, str]:
+    """Two texts that differ; long ones are cut to what is around their first difference."""
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    start = max(0, alike - _SHOWN // 2) if max(len(first), len(second)) > _SHOWN else 0
+
+    def cut(text: str) -> str:
+        left = text[start : start + _SHOWN]
+        return f"{'…' if start else ''}{left}{'…' if len(text) > start + _SHOWN else ''}"
+
+    return cut(first), cut(second)
 
 
 def look_around() -> None:
@@ -570,12 +586,14 @@ def _meet(what: str, failure: BaseException | None = None) -> None:
         if failed:
             raise _common(_gathered(None if failure is None else _described(failure)))
         if most != -least_:
-            places = _gathered(what[:_SHOWN])
+            places = _gathered(what)
             other = next(rank for rank, place in enumerate(places) if place != places[0])
+            first, second = _apart_from(places[0], places[other])
             raise ProcessGroupError(
-                f"processes came to different places: rank 0 to {places[0]}, rank {other} to {places[other]}",
+                f"processes came to different places: rank 0 to {first}, rank {other} to {second}",
                 expected="the same calls with the same settings, in the same order, on all processes",
-                remedy="call linnet on all of them, or with shard=None on one alone",
+                remedy="make the same calls on all of them, with linnet.distributed.apart() around what one "
+                "does alone",
             )
     except LinnetError as error:
         _mark_told(error)
@@ -635,7 +653,8 @@ def _carried(exchange: Callable[..., _Result], *args: Any, **options: Any) -> _R
     except RuntimeError as error:
         rank, size = world()
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        first = re.sub(r"^\[\S+\] ", "", first)[:_SHOWN]  # without the line of torch's source
+        first = re.sub(r"^\[\S+\] ", "", first)  # without the line of torch's source
+        first = re.split(r"(?<=[^.])\.\s", first)[0][:_SHOWN]  # nor its advice
         gone = ProcessGroupError(
             f"rank {rank} of {size} has lost another process, which was killed or does not answer: {first}",
             expected="all processes alive until the result is there",

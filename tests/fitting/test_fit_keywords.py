@@ -152,7 +152,7 @@ def test_file_keeps_the_kernel(tmp_path: Path) -> None:
     assert saved.shape == (7, 3, 7, 3)
     near(torch.from_numpy(saved).reshape(21, 21), p.kernel)
     near(flat(fit.delta), ridge_oracle(p.j, p.t, p.f0, 1.0))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["kernel.npy"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kernel.npy", "kernel.npy.made.json"]
 
 
 # --- keywords of conjugate gradients ---------------------------------------------------------------

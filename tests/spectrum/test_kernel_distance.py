@@ -164,7 +164,7 @@ def test_every_keep_and_folders(tmp_path: Path) -> None:
     recorder = linnet.spectrum.Recorder(x, y, k=2, every=2, keep=tmp_path)
     trained(5, recorder, x, y)
     assert [note.step for note in recorder.notes] == [0, 2, 4]
-    assert sorted(file.name for file in tmp_path.iterdir()) == [f"kernel-{i}.npy" for i in (0, 2, 4)]
+    assert sorted(file.name for file in tmp_path.glob("*.npy")) == [f"kernel-{i}.npy" for i in (0, 2, 4)]
     assert np.load(tmp_path / "kernel-4.npy").shape == (6, 1, 6, 1)
     near(recorder.grams[4], torch.from_numpy(np.load(tmp_path / "kernel-4.npy")))
     gone = linnet.spectrum.Recorder(x, y, k=2)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,10 @@ def net(shift: float = 0.0) -> nn.Module:
 
 def parts(file: Path, of: int, order: list[int], x2: Tensor | None = None, **options: Any) -> list[Any]:
     return [gram_part(net(), X, x2, file=file, part=(index, of), **options) for index in order]
+
+
+def found_in(file: Path) -> Tensor:
+    return torch.from_numpy(np.load(file))
 
 
 @pytest.fixture
@@ -116,8 +121,8 @@ def test_a_finished_matrix_keeps_its_numbers_whatever_is_done_with_it(tmp_path: 
     (found,) = parts(file, 1, [0], form="trace")
     found.zero_()
     assert torch.allclose(gram(net(), X, form="trace", file=file), expected, rtol=1e-12, atol=1e-12)
-    other = gram(net(), X[:5], form="trace", file=file)
-    assert torch.allclose(other, expected[:5, :5], rtol=1e-12, atol=1e-12)
+    refused(InputError, lambda: gram(net(), X[:5], form="trace", file=file), "k.npy", "other examples")
+    assert torch.allclose(found_in(file), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_parts_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,15 +151,13 @@ def test_a_part_among_another_number_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_part_that_comes_too_late_computes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts(tmp_path / "k.npy", 2, [0, 1])
+    _, whole = parts(tmp_path / "k.npy", 2, [0, 1])
     names = noted(monkeypatch)
-    (found,) = parts(tmp_path / "k.npy", 2, [0], memory="1GB")
+    for of in (2, 3):  # the number of those that made it, and another one
+        (found,) = parts(tmp_path / "k.npy", of, [0], memory="1GB")
+        assert torch.equal(found, whole)
     assert not names
-    assert torch.allclose(found, gram(net(), X), rtol=1e-12, atol=1e-12)
-    names.clear()
-    other = gram_part(net(0.5), X, file=tmp_path / "k.npy", part=(0, 1))
-    assert names
-    assert torch.allclose(other, gram(net(0.5), X), rtol=1e-12, atol=1e-12)  # type: ignore[arg-type]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["k.npy", "k.npy.made.json"]
 
 
 def test_a_part_that_failed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,11 +217,11 @@ def test_a_run_whose_memory_is_not_given_goes_on_with_the_steps_it_began(
 
 
 OTHERS: dict[str, Callable[[Path], object]] = {
-    "x1": lambda file: gram_part(net(), X + 1, file=file, part=(1, 4)),
-    "weights": lambda file: gram_part(net(0.5), X, file=file, part=(1, 4)),
-    "form": lambda file: gram_part(net(), X, form="trace", file=file, part=(1, 4)),
-    "x2": lambda file: gram(net(), X, Z, file=file),
-    "dtype": lambda file: gram(net().float(), X.float(), file=file),
+    "other examples": lambda file: gram_part(net(), X + 1, file=file, part=(1, 4)),
+    "other weights": lambda file: gram_part(net(0.5), X, file=file, part=(1, 4)),
+    "other form": lambda file: gram_part(net(), X, form="trace", file=file, part=(1, 4)),
+    "other second examples": lambda file: gram(net(), X, Z, file=file),
+    "number type": lambda file: gram(net().float(), X.float(), file=file),
 }
 
 
@@ -227,7 +230,16 @@ def test_the_file_of_other_parts_is_refused(change: str, tmp_path: Path) -> None
     file = tmp_path / "k.npy"
     parts(file, 4, [0])
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    refused(InputError, lambda: OTHERS[change](file), "k.npy", "another run", change, "remove k.npy.partial")
+    refused(InputError, lambda: OTHERS[change](file), "k.npy", "another run", change, "delete k.npy.partial")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_the_finished_file_of_another_run_is_refused(change: str, tmp_path: Path) -> None:
+    file = tmp_path / "k.npy"
+    gram(net(), X, file=file)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    refused(InputError, lambda: OTHERS[change](file), "k.npy", "another run", change, "delete k.npy")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -269,14 +281,8 @@ def test_parts_at_the_same_time(tmp_path: Path) -> None:
             process.kill()
     assert [process.returncode for process in running] == [0, 0]
     assert "whole" in said
-    assert torch.allclose(gram(net(), X), torch.from_numpy(_read(tmp_path)), rtol=1e-12, atol=1e-12)
+    assert torch.allclose(gram(net(), X), found_in(tmp_path / "k.npy"), rtol=1e-12, atol=1e-12)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["k.npy", "k.npy.made.json"]
-
-
-def _read(folder: Path) -> Any:
-    import numpy as np
-
-    return np.load(folder / "k.npy")
 
 
 def test_it_takes_a_linearization_as_well(tmp_path: Path) -> None:

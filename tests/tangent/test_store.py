@@ -37,7 +37,7 @@ def test_a_finished_matrix(tmp_path: Path) -> None:
     assert not (tmp_path / "k.npy").exists()
     kept = store.finish()
     assert kept.tolist() == np.load(tmp_path / "k.npy").tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
-    assert [p.name for p in tmp_path.iterdir()] == ["k.npy"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["k.npy", "k.npy.made.json"]
     kept[0, 0] = 9.0  # mapped from the file, which stays as it is
     assert np.load(tmp_path / "k.npy")[0, 0] == 0.0
 
@@ -89,12 +89,53 @@ def test_another_task_is_not_resumed(change: dict[str, Any], tmp_path: Path) -> 
     assert not back.array.any()
 
 
-def test_an_old_finished_file_is_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("note", [None, "{", "[]"])
+def test_a_file_that_nothing_is_known_of_is_left_alone(note: str | None, tmp_path: Path) -> None:
     np.save(tmp_path / "k.npy", np.ones(4))
-    store = opened(tmp_path / "k.npy")
+    if note is not None:
+        (tmp_path / "k.npy.made.json").write_text(note)
+    refused(InputError, lambda: opened(tmp_path / "k.npy"), "k.npy", "nothing", "another file, or delete")
     assert np.load(tmp_path / "k.npy").shape == (4,)
+    assert not (tmp_path / "k.npy.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"identity": {"weights": "b"}}, "other weights"),
+        ({"dtype": torch.float32}, "other number type"),
+        ({"shape": (2, 3)}, "other number of examples"),
+    ],
+)
+def test_a_finished_matrix_is_not_written_over(change: dict[str, Any], word: str, tmp_path: Path) -> None:
+    opened(tmp_path / "k.npy").finish()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    refused(InputError, lambda: opened(tmp_path / "k.npy", **change), "k.npy", word, "delete k.npy")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert opened(tmp_path / "k.npy").complete
+
+
+def test_other_sizes_of_steps_are_no_other_matrix(tmp_path: Path) -> None:
+    opened(tmp_path / "k.npy", identity={"weights": "a", "hold": 3}).finish()
+    assert opened(tmp_path / "k.npy", identity={"weights": "a", "hold": 4}).complete
+
+
+def test_a_damaged_matrix_is_made_again(tmp_path: Path) -> None:
+    opened(tmp_path / "k.npy").finish()
+    (tmp_path / "k.npy").write_bytes(b"\x93NUMPY")
+    store = opened(tmp_path / "k.npy")
+    assert not store.complete
+    store = opened(tmp_path / "k.npy")  # broken off before it was done
+    assert not store.complete
     store.finish()
-    assert np.load(tmp_path / "k.npy").shape == (3, 2)
+    assert opened(tmp_path / "k.npy").complete
+
+
+def test_a_matrix_that_was_taken_away_leaves_its_name(tmp_path: Path) -> None:
+    opened(tmp_path / "k.npy").finish()
+    (tmp_path / "k.npy").unlink()
+    assert not opened(tmp_path / "k.npy", identity={"weights": "b"}).complete
+    assert not (tmp_path / "k.npy.made.json").exists()
 
 
 @pytest.mark.parametrize("name", ["k.npz", "k", "k.npy.gz"])

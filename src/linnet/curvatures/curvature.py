@@ -106,6 +106,10 @@ class Curvature(StructuredOperator):
             "layers": {part.layer.name: type(part.operator).__name__ for part in self.parts},
         }
 
+    def _compared(self) -> tuple[Any, ...]:
+        """What processes that work with it together must have alike."""
+        return self.function, self.applied, [(part.describe(), part.operator) for part in self.parts]
+
     def __repr__(self) -> str:
         kind = ", ".join((f"{self.made.structure} {self.made.matrix}", self.made.columns, *self.applied))
         return f"Curvature({kind}, {len(self.parts)} layers, P = {self.shape[0]})"

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from linnet.distributed import share_sum
-from linnet.errors import MemoryBudgetError, ModelError, NumericalError
+from linnet.errors import MemoryBudgetError, ModelError, NumericalError, ProcessGroupError
 from linnet.fitting.remarks import ROUNDED
 from linnet.fitting.rounding import PROBED, Rounding, assumed_rounding
 from linnet.fitting.rounding import measured_rounding as measured_rounding
@@ -362,8 +362,9 @@ def sound_fit(lin: Linearized, make: Callable[[Linearized], Fit], factorized: bo
         NumericalError: If float64 does not make it right either.
         MemoryBudgetError: If the kernel cannot be factorized, nor formed in float64.
         ModelError: If the kernel cannot be factorized, and the network does not run in float64.
-        RuntimeError: The same, where the network fails in another way.
-        TypeError: The same.
+        ProcessGroupError: If another process has gone, or makes another call.
+        RuntimeError: The same as ModelError, where the network fails in another way.
+        TypeError: Likewise.
     """
     types = lin.function.precision
     coarse = types.coarser(lin.function.dtype)
@@ -383,6 +384,8 @@ def sound_fit(lin: Linearized, make: Callable[[Linearized], Fit], factorized: bo
     try:
         second: Any = make(Linearized(lin.function.in_float64()))
         better = checked(second)
+    except ProcessGroupError:  # the other processes have it as well
+        raise
     except (ModelError, MemoryBudgetError, RuntimeError, TypeError) as error:
         if first is None:
             raise

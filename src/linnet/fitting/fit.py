@@ -176,7 +176,7 @@ def fit(
     """
     device = lin.function.device if isinstance(lin, Linearized) else "cpu"
     with sharing("linnet.fit", device):
-        return _shared_fit(lin, data, loss, targets, ridge, Solving.of(solver), axis, memory)
+        return _shared_fit(lin, data, loss, targets, ridge, solver, axis, memory)
 
 
 def _shared_fit(
@@ -185,18 +185,19 @@ def _shared_fit(
     loss: str,
     targets: Tensor | OneHot | None,
     ridge: float | str,
-    asked: Solving,
+    solver: Solver,
     axis: int | None,
     memory: str | int | None,
 ) -> LinearFit | SoftmaxFit | SharedFit:
     """The fit, of which each process of several makes its share."""
+    asked = Solving.of(solver)
     scale = targets.scale if isinstance(targets, OneHot) else ALPHA
     given = None if isinstance(targets, OneHot) else targets
     _check(lin, loss, ridge, asked.name, scale)
     _check_axis(axis, loss, given, asked.name)
     x, y = gather_data(data, lin.function.device, memory=memory)
     arguments = {"lin": lin, "x": x, "y": y, "loss": loss, "targets": targets, "ridge": ridge}
-    require_alike({**arguments, "solver": asked, "axis": axis, "memory": memory})
+    require_alike({**arguments, "solver": solver, "axis": axis, "memory": memory})
     if axis is not None:
         y, counted = position_targets(y, lin.function.output_shape(x), axis, scale)
         x = x if counted is None else observe(x, counted)

@@ -93,6 +93,10 @@ class LinearFit(SquaredFit):
         if self.constraints is not None and nu is not None:
             self.constraints.refined(module, nu)
 
+    def _compared(self) -> tuple[Any, ...]:
+        """What processes that ask it together must have alike; each may have rounded its δ by itself."""
+        return self.module.function, self.x, self.targets, f"{self.ridge:.4g}"
+
     # -- what was fitted -------------------------------------------------------------------------
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from linnet.errors import ModelError
+from linnet.errors import ModelError, ProcessGroupError
 from linnet.number_types import Precision
 from linnet.tangent.batch import Inputs, batch_size, take
 from linnet.tangent.functional import Functional
@@ -62,6 +62,9 @@ def measured_rounding(function: Functional, x: Inputs, base: float, count: int =
 
     Returns:
         The errors; those assumed where the network is in float64 by itself or does not run in it.
+
+    Raises:
+        ProcessGroupError: If another process has gone, or makes another call.
     """
     low, types = function.source if function.source is not None else function, function.precision
     if low.dtype == torch.float64 and not types.coarser(low.dtype):
@@ -73,6 +76,8 @@ def measured_rounding(function: Functional, x: Inputs, base: float, count: int =
         right, near = gram(high, few), gram(low.under(types), few)
         size = right.shape[0] * right.shape[1]
         f = high.flat(high.theta, few).double() - low.flat(low.theta, few).double()
+    except ProcessGroupError:  # the other processes have it as well
+        raise
     except (ModelError, RuntimeError, TypeError):
         return assumed_rounding(function, base)
     right, near = right.reshape(size, size).double(), near.reshape(size, size).double()

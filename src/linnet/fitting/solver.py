@@ -20,7 +20,8 @@ class Dual:
     """The N·C × N·C kernel, formed and decomposed: every ridge at once, exact.
 
     Args:
-        file: A ``.npy`` file for the kernel; an interrupted fit resumes from it.
+        file: A ``.npy`` file for the kernel. An interrupted fit resumes from it, and a finished file of the
+            same weights, examples and settings is taken as it is; any other is refused.
         max_steps: Largest number of Newton steps, for the cross-entropy.
 
     Raises:

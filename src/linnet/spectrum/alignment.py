@@ -22,7 +22,7 @@ from linnet.memory import Plan, parse_bytes, require
 from linnet.progress import track
 from linnet.spectrum.function_values import FunctionValues, function_values
 from linnet.spectrum.kernel_matrix import check_inputs, check_kernel, tangent_of
-from linnet.tangent.alike import in_shares
+from linnet.tangent.alike import in_shares, require_alike
 from linnet.tangent.batch import Inputs, batch_size, split, take
 from linnet.tangent.capture import capture, capture_bytes
 from linnet.tangent.captured import Captured, Form
@@ -171,6 +171,7 @@ def _prepare(
     check_kernel(form)
     function = tangent_of(model)
     x, y = gather_data(data, function.device, memory=memory)
+    require_alike({"x": x, "y": y})
     shape = check_inputs(function, x)
     wide = torch.promote_types(function.dtype, torch.float32)
     values = function_values(y, shape, form, wide)

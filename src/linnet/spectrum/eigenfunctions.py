@@ -38,7 +38,7 @@ from linnet.spectrum.kernel_matrix import (
     values_of_one,
 )
 from linnet.spectrum.plots import EigenfunctionPlots
-from linnet.tangent.alike import in_shares
+from linnet.tangent.alike import in_shares, require_alike
 from linnet.tangent.batch import (
     Inputs,
     batch_size,
@@ -425,6 +425,7 @@ def energy_concentration(
     check_kernel(form)
     function = tangent_of(model)
     x, y = gather_data(data, function.device, memory=memory)
+    require_alike({"x": x, "y": y})
     function_values(y, check_inputs(function, x), form, function.dtype)  # before the long computation
     found = eigenfunctions(Linearized(function), x, k, form, method=method, gram=gram, memory=memory)
     return found.energy_concentration(y, squared=squared)

@@ -61,7 +61,8 @@ def gram(
         x2: M examples; by default ``x``, and the result is exactly symmetric.
         form: ``"full"`` (N, C, M, C), ``"trace"`` (N, M), ``"diagonal"`` (N, M, C) or ``"sum"`` (N, M).
         memory: Budget such as ``"4GB"``; by default half of what is available.
-        file: A ``.npy`` file for the result; an interrupted run resumes from it.
+        file: A ``.npy`` file for the result. An interrupted run resumes from it, and a finished file of the
+            same weights, examples and settings is taken as it is; any other is refused.
         accumulate: ``"float64"`` keeps sums over parameters in double precision.
         progress: Show progress; by default only when it takes over two seconds.
 
@@ -69,7 +70,7 @@ def gram(
         The Gram matrix, (N, M) or as ``form`` says, memory-mapped if ``file`` is given.
 
     Raises:
-        InputError: If an argument has a value that is not listed.
+        InputError: If an argument has a value that is not listed, or the file is that of another run.
         MemoryBudgetError: If not even the smallest tiles fit.
 
     Source:

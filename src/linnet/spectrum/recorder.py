@@ -67,8 +67,8 @@ class Recorder(Shown):
         k: Number of leading eigenvalues and eigenvectors; N at most.
         form: Which kernel of a network with several outputs.
         every: ``note`` passes over steps that are not multiples of this.
-        keep: True to keep every Gram matrix in memory, or a folder to keep them in files; False for
-            the first and the last only.
+        keep: True to keep every Gram matrix in memory, or a folder to keep them in files, one for each
+            training: files of other weights are refused; False for the first and the last only.
         memory: Budget of a Gram matrix.
 
     Attributes:

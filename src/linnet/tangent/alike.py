@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 
 from linnet.distributed import agree, current, sharing, world
 from linnet.errors import DataError, InputError, LinnetError, ModelError
+from linnet.likelihoods.distribution import Distribution
+from linnet.linalg.operator import LinearOperator
+from linnet.linalg.stored import to_tensors
 from linnet.number_types import current as precision_in_force
 from linnet.tangent.batch import tensors_in
 from linnet.tangent.functional import Functional, require_whole_weights
@@ -97,25 +101,74 @@ def _kind(value: Any) -> type[LinnetError]:
 
 
 def _described(value: Any) -> str:
-    """An argument in few words that differ if the argument does."""
+    """An argument in few words that differ if the argument does.
+
+    Networks, tensors and matrices are told by hashes of their numbers, and so is an object of linnet that
+    says by ``_compared`` what it was made of. Of functions and other objects only the name is told.
+
+    Returns:
+        The words.
+    """
     if isinstance(value, Linearized):
         value = value.function
     if isinstance(value, Functional):
-        return f"{len(value.names)} parameters with the hash {value.fingerprint()[:_DIGITS]}"
+        return f"{len(value.names)} parameters {_hashed(value.fingerprint())}"
     if isinstance(value, nn.Module):
         require_whole_weights(value)
         state = value.state_dict()
         held = [state[name] for name in sorted(state) if isinstance(state[name], Tensor)]
-        return f"{type(value).__name__} with the hash {hash_tensors(held)[:_DIGITS]}"
-    if tensors := tensors_in(value):
-        sizes = ", ".join(str(tuple(t.shape)) for t in tensors)
-        return f"{sizes} with the hash {hash_tensors(tensors)[:_DIGITS]}"
+        return f"{type(value).__name__} {_hashed(hash_tensors(held))}"
+    if isinstance(value, torch.Generator):
+        return f"{type(value).__name__} {_hashed(hash_tensors([value.get_state()]))}"
+    if (made_of := _made_of(value)) is not None:
+        return f"{type(value).__name__} {_hashed(hashlib.sha256(_described(made_of).encode()).hexdigest())}"
+    if isinstance(value, Tensor | Mapping | list | tuple):
+        return _data(value)
+    if isinstance(value, Distribution):
+        return repr(value)
     if value is None or isinstance(value, bool | int | float | str | os.PathLike):
         return repr(os.fspath(value) if isinstance(value, os.PathLike) else value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [f"{f.name}={_described(getattr(value, f.name))}" for f in dataclasses.fields(value)]
         return f"{type(value).__name__}({', '.join(fields)})"
-    return type(value).__name__
+    return str(getattr(value, "__qualname__", type(value).__name__))
+
+
+def _data(value: Any) -> str:
+    """Tensors, or a container of whatever there is."""
+    leaves = _leaves(value)
+    if leaves and all(isinstance(leaf, Tensor) for leaf in leaves):
+        sizes = ", ".join(str(tuple(t.shape)) for t in leaves)
+        return f"{sizes} {_hashed(hash_tensors(leaves))}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name!r}: {_described(part)}' for name, part in value.items())}}}"
+    return f"[{', '.join(map(_described, value))}]"
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What containers hold in the end."""
+    if not isinstance(value, Mapping | list | tuple):
+        return [value]
+    parts = value.values() if isinstance(value, Mapping) else value
+    return [leaf for part in parts for leaf in _leaves(part)]
+
+
+def _made_of(value: Any) -> Any:
+    """What makes an object of linnet, or a matrix, what it is; ``None`` of anything else."""
+    if hasattr(value, "_compared"):
+        return value._compared()
+    if not isinstance(value, LinearOperator):
+        return None
+    try:
+        return to_tensors(value)
+    except InputError:  # a matrix of the user's own
+        held = {name: part for name, part in vars(value).items() if isinstance(part, Tensor | LinearOperator)}
+        return value.shape, {name: part for name, part in held.items() if not name.startswith("_")}
+
+
+def _hashed(digest: str) -> str:
+    """The words for a hash, which the start of it is enough for."""
+    return f"with the hash {digest[:_DIGITS]}"
 
 
 def _device(arguments: Mapping[str, Any]) -> torch.device:

@@ -137,7 +137,8 @@ def gram(
         form: ``"full"`` for (N, C, M, C), ``"trace"`` for Σ_c of its diagonal blocks (N, M),
             ``"diagonal"`` for (N, M, C), ``"sum"`` for the kernel of the summed outputs (N, M).
         memory: Budget such as ``"4GB"``; by default half of what is available.
-        file: A ``.npy`` file that holds the result. An interrupted run resumes from it.
+        file: A ``.npy`` file that holds the result. An interrupted run resumes from it, a finished one is
+            taken as it is; that of other weights, examples or settings is refused.
         accumulate: ``"float64"`` keeps sums over parameters in double precision; by default as
             ``linnet.precision`` has it.
         progress: Show progress; by default only when it takes over two seconds.
@@ -146,7 +147,7 @@ def gram(
         The kernel; memory-mapped if ``file`` is given.
 
     Raises:
-        InputError: If an argument has a value that is not listed here.
+        InputError: If an argument has a value that is not listed here, or the file is that of another run.
         MemoryBudgetError: If not even the smallest tiles fit.
     """
     function = _summing(function, accumulate)
@@ -403,7 +404,8 @@ def _opened(
         store = GramFile(file, shape, dtype, identity, writer)
     done, complete = gathered(([], False) if store is None else (sorted(store.done), store.complete))[0]
     if store is None:
-        if not complete and not Path(file).with_suffix(".npy.partial").exists():
+        path = Path(file)
+        if not (path if complete else path.with_suffix(".npy.partial")).exists():
             raise InputError(
                 f"file={str(file)!r}: rank {share.rank} does not see what rank 0 has begun",
                 expected="a folder that all processes share",
@@ -788,9 +790,9 @@ def _form_of(x: Inputs) -> list[tuple[torch.Size, torch.dtype]]:
 
 def _identity(task: GramTask) -> dict[str, object]:
     """The identity of a kernel, which a file must share to be resumed; the sizes of its steps apart."""
-    capture = task.function.precision.capture
     return {
-        "form": task.form if capture is None else f"{task.form}, gradients in {capture}",
+        "form": task.form,
+        "gradients": task.function.precision.capture,
         "weights": task.function.fingerprint(),
         "output": getattr(task.function.output, "__qualname__", task.function.output),
         "x1": hash_tensors(tensors_in(task.x1)),

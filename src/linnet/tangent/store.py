@@ -1,14 +1,15 @@
 """A resumable Gram matrix on disk, which one process makes, or several.
 
 The matrix grows in ``NAME.partial`` beside a record of finished steps; when the last step is done
-it is renamed to ``NAME``. A run with the same weights, data and settings continues the record, any
-other starts again.
+it is renamed to ``NAME``, with a note in ``NAME.made.json`` of what it is. A run with the same weights, data
+and settings continues the record, or takes the finished matrix as it is; any other starts again where nothing
+is finished, and is refused where a matrix is.
 
 Several processes write to one matrix, each with a record of its own, and whoever finishes the last step
 renames it: the processes of a group, or parts that know nothing of each other, such as the tasks of an
-array job, which leave a note in ``NAME.made.json`` by which whoever comes later takes the matrix as it is. A
-lock keeps them apart while they begin and end. Maps of the file must be coherent between its writers, as they
-are on one machine and on Lustre or GPFS; NFS writes whole pages back, and would lose numbers.
+array job. A lock keeps them apart while they begin and end. Maps of the file must be coherent between its
+writers, as they are on one machine and on Lustre or GPFS; NFS writes whole pages back, and would lose
+numbers.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from linnet.files import as_path, read_json, remove_partial, write_json
 
 RECORD_SECONDS = 5.0  # between two records of finished steps: what a killed run may lose
 SIZES = ("hold", "product", "capture", "columns")  # of an identity: parts take over those of the first
+_WORDS = {
+    "form": "form", "gradients": "linnet.precision", "weights": "weights or selected parameters",
+    "output": "output", "x1": "examples", "x2": "second examples", "dtype": "number type",
+}  # fmt: skip
 
 
 class _Keyed(Protocol):
@@ -62,13 +67,13 @@ class GramFile:
         file: The ``.npy`` file to end with.
         shape: Shape of the matrix.
         dtype: Its type.
-        identity: What the steps depend on; a partial file with another identity is discarded, but refused if
-            it is that of an array, or this is.
+        identity: What the steps depend on. A finished file with another identity, or none, is refused; a
+            partial one is discarded, but refused if it is that of an array, or this is.
         writer: This process among those that write.
 
     Raises:
         InputError: If the name does not end in ``.npy``, the folder does not exist or cannot be written, or
-            the file is that of an array of other parts.
+            the file is that of another run, or of an array of other parts.
         DiskSpaceError: If the disk has no space for the matrix.
     """
 
@@ -88,12 +93,10 @@ class GramFile:
         self.identity = {**identity, "shape": list(shape), "dtype": str(dtype)}
         self.done: set[str] = set()
         self.own: set[str] = set()
-        self.array_made = self.writer.array  # whether parts have begun it, whoever ends it
         with self._by_itself():
             self.complete = self._is_made()
             if self.complete:
                 return
-            self.made.unlink(missing_ok=True)
             joined = self._resume()
             remove_partial(self.record)
             if not joined:  # the record of another task must not outlive its matrix
@@ -138,7 +141,6 @@ class GramFile:
         for record in same if self.writer.array else ():
             if record.get("array") and record["of"] != self.writer.of:
                 self._refuse_parts(record["of"])
-        self.array_made = array
         if not same or not self._is_whole(self.partial):
             for path in found:
                 path.unlink(missing_ok=True)
@@ -148,19 +150,40 @@ class GramFile:
         return bool(self.done) or self.writer.of > 1
 
     def _is_made(self) -> bool:
-        """Whether the parts of this matrix have finished it before."""
-        if self.partial.exists() or not (self.path.exists() and self.made.exists()):
+        """Whether the matrix is there already; that of another run is never written over."""
+        if not self.path.exists():
+            self.made.unlink(missing_ok=True)  # of a matrix that was taken away
             return False
-        return _fixed(_read(self.made)) == _fixed(self.identity) and self._is_whole(self.path)
+        note = _read(self.made) if self.made.exists() else {}
+        if not note:
+            raise InputError(
+                f"file={str(self.path)!r} exists, and nothing beside it says of which network and data it is",
+                expected="a new file, or a kernel that linnet has written for the same call",
+                remedy=f"name another file, or delete {self.path.name}",
+            )
+        if _fixed(note) != _fixed(self.identity):
+            raise InputError(
+                f"file={str(self.path)!r} holds the kernel of another run, of {self._differing(note)}",
+                expected="a new file, or the kernel of this very network, examples and settings",
+                remedy=f"name another file, or delete {self.path.name}",
+            )
+        return self._is_whole(self.path)  # a damaged one is made again
+
+    def _differing(self, other: dict[str, Any]) -> str:
+        """In what another identity differs, in a user's words."""
+        names = [name for name, value in self.identity.items() if other.get(name) != value]
+        words = [word for name, word in _WORDS.items() if name in names]
+        if not words:  # sizes alone, of the matrix or of its steps
+            words = ["number of examples or outputs" if "shape" in names else "memory budget"]
+        return "other " + ", ".join(words)
 
     def _refuse(self, other: dict[str, Any]) -> NoReturn:
         """Raise the error of a file that another run is making."""
-        theirs = other.get("identity") or {}
-        differ = [name for name, value in self.identity.items() if theirs.get(name) != value]
+        differing = self._differing(other.get("identity") or {})
         raise InputError(
-            f"file={str(self.path)!r} belongs to another run, of other {', '.join(differ) or 'steps'}",
-            expected="the same network, examples and form in all parts of one file",
-            remedy=f"name another file, or remove {self.partial.name} and the records beside it",
+            f"file={str(self.path)!r} belongs to another run, of {differing}",
+            expected="the same network, examples and settings in all parts of one file",
+            remedy=f"name another file, or delete {self.partial.name} and the records beside it",
         )
 
     def _refuse_parts(self, of: int) -> NoReturn:
@@ -223,8 +246,7 @@ class GramFile:
 
     def _renamed(self) -> Tensor:
         """The finished matrix, under its own name."""
-        if self.array_made:
-            write_json(self.made, self.identity)
+        write_json(self.made, self.identity)
         os.replace(self.partial, self.path)
         for path in _records(self.path):
             path.unlink(missing_ok=True)

@@ -205,7 +205,7 @@ class TangentGP(PredictiveModel):
         """
         with sharing("TangentGP.update", self._observed.base.device):
             system, twin, (x, y) = self._fitted, copy.copy(self), self._gathered(x, y)
-            require_alike(self._alike(x, y))
+            require_alike(self._alike(x, y, system))
             more = self._observed.problem(x, y)
             if self.plan.solver == "cholesky":
                 twin._system = system.extended(more)
@@ -223,14 +223,15 @@ class TangentGP(PredictiveModel):
         """Solve for some data."""
         x, y = data
         self._observed.base.check_runs(take(x, slice(0, 1)))
-        require_alike(self._alike(x, y))
+        require_alike(self._alike(x, y, before))
         return self._take(self._observed.problem(x, y), before)
 
-    def _alike(self, x: Inputs, y: Tensor) -> dict[str, Any]:
+    def _alike(self, x: Inputs, y: Tensor, before: System | None) -> dict[str, Any]:
         """What all processes that share the work must have alike."""
+        past = {} if before is None else {"x before": before.problem.x, "y before": before.problem.y}
         scales = {"prior_precision": self.prior_precision, "noise_scale": self.noise_scale}
-        settings = {"likelihood": self._likelihood.describe(), "options": self._options}
-        return {"model": self._observed.base, "x": x, "y": y, **scales, **settings}
+        settings = {"likelihood": self._likelihood, **vars(self._options)}
+        return {"model": self._observed.base, "x": x, "y": y, **past, **scales, **settings}
 
     def _take(self, problem: Problem, before: System | None) -> TangentGP:
         """Solve a problem."""

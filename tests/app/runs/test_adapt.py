@@ -461,9 +461,11 @@ def test_a_killed_run_resumes_to_the_same_result(
     counted = count_steps(monkeypatch)
     assert cli.main(["adapt", *words, "--out", str(run)]) == 0
     resumed = len(counted)
+    whole.mkdir()
+    (whole / "kernel.npy").write_text("of a run that was killed when it had its kernel")
     assert cli.main(["adapt", *words, "--out", str(whole)]) == 0
     assert resumed == len(counted) - resumed - len(finished)  # what was done is not done again
-    assert not list(run.glob("*kernel*"))
+    assert not list(run.glob("*kernel*")) + list(whole.glob("*kernel*"))
     kind = "nested-fit" if metric == "auto" else "linear-fit"
     first, _ = load_tensors(run / f"{kind}.safetensors", kind)
     second, _ = load_tensors(whole / f"{kind}.safetensors", kind)

@@ -207,6 +207,13 @@ def test_a_kernel_in_parts(
     steps.clear()
     assert spectrum(*words, "--kernel", kernel, "--out", tmp_path / "again", "--top", 5) == 0
     assert not steps
+    made = kernel.read_bytes()
+    for others in (("--shots", 3), ("--params", r"0\..*"), ("--model-args", '{"width": 3}')):
+        assert spectrum(*words, *others, "--kernel", kernel, "--out", tmp_path / "other") == 2
+        assert "holds the kernel of another run, of other " in capsys.readouterr().err
+    assert kernel.read_bytes() == made
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "kernel.npy").write_text("of a run that was killed when it had its kernel")
     assert spectrum(*words, "--out", tmp_path / "whole") == 0
     found, whole = read(tmp_path / "found"), read(tmp_path / "whole")
     assert found["effective_dimension"] == pytest.approx(whole["effective_dimension"], rel=1e-4)

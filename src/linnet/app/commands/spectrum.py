@@ -63,7 +63,8 @@ def task_spectrum(
         top: Leading directions of the kernel to speak of; 50 by default, or a fifth of all if fewer.
         samples: Training samples to take the spectrum on, drawn at random; by default all, or as many as the
             memory and a few seconds allow where the kernel is not there already.
-        kernel: A file for the kernel, NAME.npy, which stays; what parts have made of it is taken.
+        kernel: A file for the kernel, NAME.npy, which stays. What parts or an earlier call have made of it is
+            taken; the kernel of other weights, data or settings is refused.
         part: Compute one part of the kernel into that file, and nothing else: 3/64 is the fourth of 64, such
             as a task of an array job. Afterwards the same command without --part, and with --out, goes on.
         memory: The budget, such as 2GB; half of what is free by default.

@@ -55,6 +55,7 @@ from linnet.tangent.functional import Functional
 from linnet.tangent.linearized import Linearized, linearize
 from linnet.tangent.preflight import Preflight, preflight
 from linnet.tangent.selection import select_parameters
+from linnet.tangent.store import discard
 
 ALL = "leave it out to take all"
 PROBED = (
@@ -358,9 +359,10 @@ def _nested(
     targets = make_targets(y, outputs, dtype=module.function.dtype)
     record = Record("dual", "loo", {}, single_remarks(targets))
     file = out / KERNEL_FILE
+    discard(file)  # a finished one is of a run that was killed, and may be of other settings
     with stages.measure("fit"), shared_fit(solving.device, network=module.function, x=x, y=y):
         fit = solved(module, x, targets, solving.memory, record, (weight, ridge), file)
-    file.unlink(missing_ok=True)
+    discard(file)
     origin = _origin(network, old, None, False)
     temperatures = None if task.classes is None else temperatures_of(fit)
     run = SavedRun(

@@ -19,6 +19,7 @@ from linnet.fitting.solver import CG, Dual, Nystrom, Solver
 from linnet.memory import parse_bytes
 from linnet.tangent.coordinates import Coordinates
 from linnet.tangent.linearized import Linearized
+from linnet.tangent.store import discard
 
 PILOT = 1500  # equations of the small dual fit that chooses the ridge of a large one
 _WORDS = {"loo": "leave-one-out", "gcv": "generalized cross-validation", "evidence": "evidence"}
@@ -47,6 +48,8 @@ def solve(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file: 
             expected="classes: the cross-entropy is that of their probabilities",
             remedy="leave --loss out, or pass --loss squared",
         )
+    if kept is None:
+        discard(file)  # a finished one is of a run that was killed, and may be of other settings
     file = kept or file
     try:
         if solving.loss != "auto":
@@ -58,7 +61,7 @@ def solve(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file: 
         return _better(lin, data, solving, file)
     finally:
         if kept is None:
-            file.unlink(missing_ok=True)  # the fit has it from here on; a partial one stays for the next run
+            discard(file)  # the fit has it from here on; a partial one stays for the next run
 
 
 def _better(lin: Linearized, data: tuple[Tensor, Tensor], solving: Solving, file: Path) -> Solved:
