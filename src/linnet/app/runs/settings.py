@@ -68,6 +68,7 @@ class Source:
         target: Column of a table to predict.
         damaged: ``"error"`` refuses image files that cannot be decoded, ``"skip"`` leaves them out.
         normalizes: Whether images are normalized as the network's own configuration says, if it does.
+        at_most: Whether a class with fewer samples than ``shots`` gives all that it has.
 
     Raises:
         InputError: The seed is out of range, or ``damaged`` is neither.
@@ -81,6 +82,7 @@ class Source:
     target: str | None = None
     damaged: str = "error"
     normalizes: bool = False
+    at_most: bool = False
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
