@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from linnet.app.report import Comparison
+from linnet.app.report.judgment import share_error
 from linnet.app.report.wording import duration, number, percent
 from linnet.app.runs.adaptation import Adaptation
 from linnet.app.runs.folder import SavedRun
@@ -132,9 +133,8 @@ def score_table(rows: list[Comparison], tested: int | None = None) -> list[str]:
     """
 
     def share(value: float | None) -> str:
-        if value is None or not tested:
-            return percent(value)
-        return f"{100 * value:.1f} ± {100 * (value * (1 - value) / tested) ** 0.5:.1f} %"
+        error = None if value is None else share_error(value, tested)
+        return percent(value) if error is None else f"{100 * (value or 0):.1f} ± {100 * error:.1f} %"
 
     columns = [
         ("accuracy", "accuracy", share),
