@@ -111,13 +111,19 @@ def test_explain(workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [item["id"] for item in told] == ["test/3", "test/17"]
     assert text.count("  up ") == sum(len(item["up"]) for item in told) > 0
     assert "labeled across" in text
+    assert (told[0]["label"], told[1]["label"]) == ("across", "along")
+    for item in told:
+        assert item["predicted"] == NAMES[item["class"]]
+        assert f"predicted {item['predicted']} ({100 * item['probability']:.0f} %)" in text
+        for one in (*item["up"], *item["down"]):
+            assert one["label"] == NAMES[one["position"] // 8]
     run = load_run(workshop / "pictures")
     task, _ = load_test(run)
     assert task is not None
     x = task.tensors("test")[0][17:18]
     first = told[1]["up"][0]
     without = run.fit.forget([first["position"]])
-    change = (run.fit.predict(x) - without.predict(x))[0, told[1]["predicted"]]
+    change = (run.fit.predict(x) - without.predict(x))[0, told[1]["class"]]
     assert float(change) == pytest.approx(first["influence"], rel=1e-3)
 
 
@@ -134,10 +140,15 @@ def test_explain_new_samples(workshop: Path, tmp_path: Path) -> None:
     ]
     linnet(*words, "--ids", "x/1")
     assert result(tmp_path / "why")["report"]["test"]["labels"] is None
+    assert "label" not in result(tmp_path / "why")["explanations"][0]
     linnet(*words, "--ids", "x/2", code=2)
     words = ["explain", "--run", workshop / "prices", "--ids", "line 4", "--out", tmp_path / "price"]
     linnet(*words)
-    assert result(tmp_path / "price")["explanations"][0]["up"][0]["influence"] > 0
+    told = result(tmp_path / "price")["explanations"][0]
+    assert told["up"][0]["influence"] > 0
+    assert {type(told[key]) for key in ("predicted", "target")} == {float}
+    answers = load_run(workshop / "prices").samples.answers
+    assert all(one["target"] == answers[one["position"]] for one in told["up"])
 
 
 def test_forget(workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
