@@ -71,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Args:
         arguments: The words after `linnet`; those of this process when None.
+_RUNS = ("demo", "adapt", "forget", "update")  # commands that write a run into a folder of their own
+AUTO = "auto"  # the device of a machine that is not known yet
 
     Returns:
         The exit status.
@@ -237,7 +239,7 @@ def _execute(
             if command.name == "adapt":
                 _write_replay(command.name, settings, folder)
                 raise KeyboardInterrupt("the same command continues where it stopped") from None
-            if "overwrite" not in values:
+            if command.name not in _RUNS:
                 _write_replay(command.name, settings, folder)
             raise
         _write_replay(command.name, settings, folder)
@@ -282,7 +284,7 @@ def _claimed(
 ) -> contextlib.AbstractContextManager[None]:
     """The folder of a command that writes a run, for this process alone until the settings are in it too."""
     values = settings.values
-    if "overwrite" not in values or not goes_on:
+    if command.name not in _RUNS or not goes_on:
         return contextlib.nullcontext()
     from linnet.app.runs.place import claimed
 

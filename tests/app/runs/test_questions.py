@@ -363,3 +363,23 @@ def test_changed_test_data_are_noticed(
     assert "not those of the run any more" in capsys.readouterr().out
     assert result(tmp_path / "less")["scores"] == []
     refused(["explain", "--run", tmp_path / "run", "--ids", "1"], "not those of the run", capsys)
+
+
+@pytest.mark.parametrize("name", ["predict", "compare", "export"])
+def test_files_are_replaced_only_where_that_is_asked_for(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run, out = workshop / "prices", tmp_path / ("m.pt2" if name == "export" else "t.csv")
+    out.write_text("of another run")
+    words = {
+        "predict": ["--run", run, "--data", workshop / "prices.csv"],
+        "compare": [run, run],
+        "export": ["--run", run],
+    }
+    linnet(name, *words[name], "--out", out, code=2)
+    errors = capsys.readouterr().err
+    assert f"--out is {out}, which exists already" in errors
+    assert "name another file, or pass --overwrite" in errors
+    assert out.read_text() == "of another run"
+    linnet(name, *words[name], "--out", out, "--overwrite")
+    assert out.read_bytes() != b"of another run"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from linnet.app.data import ImageTransform, Standardize
 from linnet.app.runs.folder import SavedRun
+from linnet.app.runs.place import check_new_file
 from linnet.distribution import install_command
 from linnet.errors import DependencyError, InputError, ModelError
 from linnet.files import write_atomic
@@ -97,11 +98,12 @@ def _constants(run: SavedRun) -> dict[str, tuple[float, ...]]:
     return found if after is None else found | {"origin": after.mean, "unit": after.std}
 
 
-def check_export(path: Path) -> None:
+def check_export(path: Path, overwrite: bool) -> None:
     """Require a name that says what to write, and the packages for it.
 
     Args:
         path: The file.
+        overwrite: Whether a file of that name may be replaced.
 
     Raises:
         InputError: It ends in neither ``.onnx`` nor ``.pt2``, is a folder, or has no folder to lie in.
@@ -114,6 +116,7 @@ def check_export(path: Path) -> None:
             expected="a file that ends in .onnx or .pt2, in a folder that exists",
             remedy="name one, such as --out model.onnx",
         )
+    check_new_file(path, overwrite)
     missing = [name for name in _NEEDED[kind] if importlib.util.find_spec(name) is None]
     if missing:
         raise DependencyError(

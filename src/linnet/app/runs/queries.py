@@ -20,6 +20,7 @@ from linnet.app.runs.folder import SavedRun, load_test
 from linnet.app.runs.naming import answer_in_words, find_samples, named
 from linnet.app.runs.newdata import NewSamples
 from linnet.app.runs.pages import TARGET, explanations, facts, held_out, place_of, seen
+from linnet.app.runs.place import check_new_file
 from linnet.errors import InputError
 from linnet.files import finite, write_text
 
@@ -130,11 +131,12 @@ def _as_text(value: object) -> object:
     return value
 
 
-def check_table(path: Path) -> None:
+def check_table(path: Path, overwrite: bool = True) -> None:
     """Require a name that a table can be written to.
 
     Args:
         path: The file.
+        overwrite: Whether a file of that name may be replaced.
 
     Raises:
         InputError: It ends in neither ``.csv`` nor ``.json``, is a folder, or has no folder to lie in.
@@ -151,6 +153,7 @@ def check_table(path: Path) -> None:
             expected="a file in a folder that exists",
             remedy="make the folder first, or name another",
         )
+    check_new_file(path, overwrite)
 
 
 def prediction_page(
