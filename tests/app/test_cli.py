@@ -203,6 +203,7 @@ def paint(
     dry: bool = False,
     coat_args: dict[str, float] | None = None,
     fail: str = "",
+    device: str = "cpu",
 ) -> dict[str, object]:
     """Paint a folder.
 
@@ -213,6 +214,7 @@ def paint(
         dry: Whether to wait.
         coat_args: Thickness by coat.
         fail: How to fail.
+        device: Where.
     """
     if fail == "memory":
         raise MemoryBudgetError("the plan needs 8 GB", expected="4 GB", remedy="use memory='9GB'")
@@ -223,7 +225,7 @@ def paint(
     if fail == "interrupt":
         raise KeyboardInterrupt
     print("painted")
-    return {"ok": fail != "check", "loss": float("nan"), "where": where, "out": out}
+    return {"ok": fail != "check", "loss": float("nan"), "where": where, "out": out, "device": device}
 
 
 @pytest.fixture
@@ -257,13 +259,32 @@ def test_what_people_type(with_paint: None, words: list[str], expected: dict[str
 
 def test_json_is_alone_on_standard_output(with_paint: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["paint", "--json", "--where", "1"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"ok": True, "loss": None, "where": [1], "out": None}
+    assert json.loads(capsys.readouterr().out) == {
+        "ok": True, "loss": None, "where": [1], "out": None, "device": "cpu",
+    }  # fmt: skip
     assert cli.main(["paint"]) == 0
     assert capsys.readouterr().out == "painted\n"
 
 
 def test_a_negative_answer_ends_with_status_1(with_paint: None) -> None:
     assert cli.main(["paint", "--fail", "check"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("here", "taken"), [((True, True), "cuda"), ((False, True), "mps"), ((False, False), "cpu")]
+)
+def test_the_device_of_a_machine_that_is_not_known(
+    with_paint: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    here: tuple[bool, bool], taken: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("torch.cuda.is_available", lambda: here[0])
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: here[1])
+    wall = tmp_path / "wall"
+    assert cli.main(["paint", "--out", str(wall), "--device", "auto"]) == 0
+    assert capsys.readouterr().out == f"device: {taken}\npainted\n"
+    assert cli.main(["paint", "--device", "auto", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] == taken
+    assert "device: auto" in (wall / "run.yaml").read_text()  # repeated elsewhere, it is that machine's
 
 
 def test_run_folder_replays(with_paint: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

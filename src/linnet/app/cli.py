@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The words after `linnet`; those of this process when None.
 _RUNS = ("demo", "adapt", "forget", "update")  # commands that write a run into a folder of their own
-AUTO = "auto"  # the device of a machine that is not known yet
+_AUTO = "auto"  # the device of a machine that is not known yet
 
     Returns:
         The exit status.
@@ -219,6 +219,11 @@ def _execute(
     as_json, trust = "--json" in flags, "--trust" in flags
     values = dict(settings.values)
     folder = values.get("out")
+    is_open = values.get("device") == _AUTO
+    if is_open:
+        from linnet.machine import fastest_device
+
+        values["device"] = str(fastest_device())
     if values.get("model") is not None:
         from linnet.app.runs.trust import check_settings
 
@@ -232,6 +237,8 @@ def _execute(
         try:
             silent = as_json or "--quiet" in flags
             with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
+                if is_open:
+                    print(f"device: {values['device']}")
                 result = command.function(**values)
         except KeyboardInterrupt:
             if _rank():

@@ -219,6 +219,6 @@ def check_device(name: str) -> None:
         reason = "torch knows no such device" if unknown else str(error).splitlines()[0][:120]
         raise InputError(
             f"device is {name!r}, which does not work here ({reason})",
-            expected="cpu, or a device that linnet doctor lists",
+            expected="cpu, auto, or a device that linnet doctor lists",
             remedy="try --device cpu",
         ) from error

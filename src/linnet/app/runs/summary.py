@@ -37,6 +37,7 @@ def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = Fal
         "scores": [asdict(row) for row in found.rows],
         "fit": fit.summary(),
         "data": {"classes": task.classes, "findings": list(task.findings)},
+        "device": str(fit.module.function.device),
         "preflight": {"parameters": found.preflight.total, "findings": list(found.preflight.findings)},
         "seconds": dict(found.stages.seconds),
         "out": str(out),
