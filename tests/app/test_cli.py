@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -273,6 +274,13 @@ def test_a_negative_answer_ends_with_status_1(with_paint: None) -> None:
 @pytest.mark.parametrize(
     ("here", "taken"), [((True, True), "cuda"), ((False, True), "mps"), ((False, False), "cpu")]
 )
+def test_the_command_that_replays_a_run_can_be_pasted(with_paint: None, tmp_path: Path) -> None:
+    wall = tmp_path / "my wall ü"
+    assert cli.main(["paint", "--out", str(wall)]) == 0
+    words = shlex.split((wall / "run.yaml").read_text(encoding="utf-8").splitlines()[1].strip("# "))
+    assert words == ["linnet", "paint", "--config", str(wall / "run.yaml")]
+
+
 def test_the_device_of_a_machine_that_is_not_known(
     with_paint: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     here: tuple[bool, bool], taken: str,

@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import sys
 import textwrap
 import time
@@ -311,7 +312,7 @@ def _write_replay(name: str, settings: Settings, folder: object) -> None:
         path = path.with_name(f"run-{name}.yaml")  # the folder was made by another command: keep its settings
     text = (
         f"# linnet {__version__}. To run this again, from the folder where it was first run:\n"
-        f"#   linnet {name} --config {path}\n{plain_settings(settings.yaml)}"
+        f"#   linnet {name} --config {shlex.quote(str(path))}\n{plain_settings(settings.yaml)}"
     )
     write_text(path, text)
 
