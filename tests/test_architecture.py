@@ -41,7 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("integrations",),
     ("machine",),
     # The application, which stands on the library.
-    ("app.data", "app.models"),
+    ("app.data", "app.models", "app.terminal"),
     ("app.report",),
     ("app.runs",),
     ("app.serve",),

@@ -50,8 +50,9 @@ def test_the_package_runs_as_a_module() -> None:
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
 def test_help_lists_every_command_with_its_purpose(words: tuple[str, ...]) -> None:
     page = linnet(*words).stdout
+    assert all(len(line) <= 80 for line in page.splitlines())
     for name in COMMANDS:
-        assert f"  {name:<10}{Command.load(name).summary}" in page
+        assert f" {name} {Command.load(name).summary}" in " ".join(page.split())
         assert Command.load(name).summary.endswith(".")
 
 
@@ -225,6 +226,8 @@ def paint(
         out.mkdir(exist_ok=True)
     if fail == "interrupt":
         raise KeyboardInterrupt
+    if fail == "pipe":
+        raise BrokenPipeError
     print("painted")
     return {"ok": fail != "check", "loss": float("nan"), "where": where, "out": out, "device": device}
 
@@ -271,9 +274,6 @@ def test_a_negative_answer_ends_with_status_1(with_paint: None) -> None:
     assert cli.main(["paint", "--fail", "check"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("here", "taken"), [((True, True), "cuda"), ((False, True), "mps"), ((False, False), "cpu")]
-)
 def test_the_command_that_replays_a_run_can_be_pasted(with_paint: None, tmp_path: Path) -> None:
     wall = tmp_path / "my wall ü"
     assert cli.main(["paint", "--out", str(wall)]) == 0
@@ -281,6 +281,9 @@ def test_the_command_that_replays_a_run_can_be_pasted(with_paint: None, tmp_path
     assert words == ["linnet", "paint", "--config", str(wall / "run.yaml")]
 
 
+@pytest.mark.parametrize(
+    ("here", "taken"), [((True, True), "cuda"), ((False, True), "mps"), ((False, False), "cpu")]
+)
 def test_the_device_of_a_machine_that_is_not_known(
     with_paint: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     here: tuple[bool, bool], taken: str,
@@ -329,6 +332,12 @@ def test_an_interrupted_run_keeps_its_settings(
     assert cli.main(["paint", "--out", str(wall), "--fail", "interrupt"]) == 130
     assert capsys.readouterr().err == "linnet: interrupted\n"
     assert (wall / "run.yaml").exists()
+
+
+def test_a_reader_that_goes_away_takes_no_settings_along(with_paint: None, tmp_path: Path) -> None:
+    with (tmp_path / "screen").open("w") as screen, contextlib.redirect_stdout(screen):
+        assert cli.main(["paint", "--out", str(tmp_path), "--fail", "pipe"]) == 0
+    assert (tmp_path / "run.yaml").exists()
 
 
 @pytest.mark.long

@@ -24,6 +24,7 @@ def compare(*, runs: list[str], out: Path | None = None, overwrite: bool = False
     """
     from linnet.app.runs.comparing import compare_runs, comparison_rows, print_comparison
     from linnet.app.runs.queries import check_table, write_rows
+    from linnet.app.terminal import kept
     from linnet.errors import InputError
 
     if len(runs) != 2:
@@ -37,6 +38,6 @@ def compare(*, runs: list[str], out: Path | None = None, overwrite: bool = False
     result = compare_runs(*map(Path, runs))
     if out is not None:
         write_rows(out, comparison_rows(result))
-    for line in [*print_comparison(result), *([f"samples: {out}"] if out is not None else [])]:
+    for line in [*print_comparison(result), *([f"samples: {kept(out)}"] if out is not None else [])]:
         print(line)
     return result

@@ -40,11 +40,12 @@ def export(
     from linnet.app.runs.exporting import check_export, write_export
     from linnet.app.runs.folder import load_run
     from linnet.app.runs.settings import check_device
+    from linnet.app.terminal import kept
 
     check_export(out, overwrite)
     check_device(device)
     result = write_export(load_run(run, device, memory, model=model, trust=trust), out, variance)
-    print(f"{result['file']}: {result['bytes'] / 1e6:.2f} MB")
+    print(f"{kept(result['file'])}: {result['bytes'] / 1e6:.2f} MB")
     print(f"  takes {result['input']}")
     print(f"  gives {', '.join(result['outputs'])}")
     return {"command": "export", **result}

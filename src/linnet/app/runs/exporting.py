@@ -106,7 +106,7 @@ def check_export(path: Path, overwrite: bool) -> None:
         overwrite: Whether a file of that name may be replaced.
 
     Raises:
-        InputError: It ends in neither ``.onnx`` nor ``.pt2``, is a folder, or has no folder to lie in.
+        InputError: It ends in neither ``.onnx`` nor ``.pt2``, is a folder, has no folder, or exists.
         DependencyError: A package for it is not installed.
     """
     kind = path.suffix.lower()

@@ -139,7 +139,7 @@ def check_table(path: Path, overwrite: bool = True) -> None:
         overwrite: Whether a file of that name may be replaced.
 
     Raises:
-        InputError: It ends in neither ``.csv`` nor ``.json``, is a folder, or has no folder to lie in.
+        InputError: It ends in neither ``.csv`` nor ``.json``, is a folder, has no folder, or exists.
     """
     if path.suffix.lower() not in (".csv", ".json") or path.is_dir():
         raise InputError(

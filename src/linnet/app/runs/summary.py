@@ -13,6 +13,7 @@ from linnet.app.runs.adaptation import Adaptation
 from linnet.app.runs.folder import SavedRun
 from linnet.app.runs.naming import lines_of
 from linnet.app.runs.pages import adaptation_page, write
+from linnet.app.terminal import kept
 
 
 def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = False) -> dict[str, Any]:
@@ -36,8 +37,8 @@ def keep_adaptation(found: Adaptation, out: Path, title: str, replay: bool = Fal
         "test": len(task.test),
         "scores": [asdict(row) for row in found.rows],
         "fit": fit.summary(),
-        "data": {"classes": task.classes, "findings": list(task.findings)},
         "device": str(fit.module.function.device),
+        "data": {"classes": task.classes, "findings": list(task.findings)},
         "preflight": {"parameters": found.preflight.total, "findings": list(found.preflight.findings)},
         "seconds": dict(found.stages.seconds),
         "out": str(out),
@@ -170,7 +171,7 @@ def written(out: Path) -> list[str]:
     Returns:
         One line.
     """
-    return [f"report: {out / 'report.html'}   numbers: {out / 'result.json'}"]
+    return [f"report: {kept(out / 'report.html')}   numbers: {kept(out / 'result.json')}"]
 
 
 def describe(run: SavedRun) -> str:
@@ -196,7 +197,7 @@ def print_prediction(result: dict[str, Any], rows: list[dict[str, Any]]) -> list
     Returns:
         Lines.
     """
-    lines = [f"{result['samples']} samples predicted: {result['predictions']}"]
+    lines = [f"{result['samples']} samples predicted: {kept(result['predictions'])}"]
     lines += lines_of(rows, Path(result["predictions"]).name)
     if result["predicted"]:
         counts = ", ".join(f"{name} ({count})" for name, count in result["predicted"].items() if count)
