@@ -47,7 +47,9 @@ class RunModule(nn.Module):
         self.model = model
         self.before, self.after = run.transforms
         self.temperatures, self.noise = run.temperatures, run.fit.noise
-        self.dtype, self.channels = run.fit.module.function.dtype, run.fit.x.shape[1]
+        x = run.fit.x  # a fit in float64 keeps the inputs of its network, and takes such
+        self.dtype = x.dtype if x.is_floating_point() else run.fit.module.function.dtype
+        self.channels = x.shape[1]
         for name, values in _constants(run).items():
             self.register_buffer(name, torch.tensor(values, dtype=torch.float64))
 
